@@ -1,0 +1,11 @@
+"""What was measured: one timing protocol, one JSON per run, charts and tables made from it alone.
+
+    limits.py   what this GPU can do at most, measured
+    measure.py  the one timing protocol
+    record.py   a run as data: environment and rows, read, validated, written atomically
+    peers.py    the same work by others: cuBLAS through torch, llama.cpp's published figures
+    charts.py   run -> SVG            (python -m results.charts)
+    report.py   run -> the tables between the README's markers
+
+Importing this package needs neither torch nor matplotlib nor a GPU.
+"""
