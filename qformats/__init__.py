@@ -1,0 +1,45 @@
+"""ggml's 32-element quantized blocks: their bytes, their values, and their pictures.
+
+    from qformats import FORMATS, quantize, dequantize
+    blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
+    w_again = dequantize(blocks)      # float32[N, K]
+
+`python -m qformats draw q5_1` shows a block bit by bit. Only NumPy is needed here; what kernels need of
+a format is in `qformats.device`, which imports Numba and is not imported from this file.
+"""
+
+from qformats.blocks import (
+    BLOCK,
+    block_q4_0,
+    block_q4_1,
+    block_q5_0,
+    block_q5_1,
+    block_q8_0,
+    block_q8_1,
+)
+from qformats.codec import (
+    FORMATS,
+    WEIGHT_FORMATS,
+    Format,
+    dequantize,
+    format_named,
+    format_of,
+    quantize,
+)
+
+__all__ = [
+    "BLOCK",
+    "FORMATS",
+    "WEIGHT_FORMATS",
+    "Format",
+    "block_q4_0",
+    "block_q4_1",
+    "block_q5_0",
+    "block_q5_1",
+    "block_q8_0",
+    "block_q8_1",
+    "dequantize",
+    "format_named",
+    "format_of",
+    "quantize",
+]

@@ -1,0 +1,90 @@
+"""Named rearrangements of weight blocks, done once on the host before a kernel sees them.
+
+ggml interleaves scales and codes, so that the codes of q4_0, q5_0 and q8_0 lie at 2-byte addresses
+and no load wider than 16 bits is safe. Put apart, the codes are aligned for 128-bit loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qformats.codec import WEIGHT_FORMATS, Blocks, Floats, Format, format_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planes:
+    """One matrix of weight blocks [N, K//32], each kind of content in an array of its own.
+
+    `qs` keeps ggml's order inside a block: nibble formats uint8[N, K//32, 16], byte j holding
+    element j (low) and element j+16 (high); q8_0 int8[N, K//32, 32]. `qh` is uint32[N, K//32],
+    bit j the fifth bit of element j, and uint32[N, 0] in formats without one. `scale` and `offset`
+    are float32[N, K//32] with value = scale * code + offset. All are C-contiguous copies.
+    """
+
+    format: Format
+    qs: NDArray[Any]
+    qh: NDArray[np.uint32]
+    scale: Floats
+    offset: Floats
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes a kernel needs: `offset` counts only where `scale` does not give it."""
+        offset = self.offset.nbytes if "m" in (self.format.dtype.names or ()) else 0
+        return self.qs.nbytes + self.qh.nbytes + self.scale.nbytes + offset
+
+
+def planes(blocks: Blocks) -> Planes:
+    """Quants, fifth bits, scales and offsets of weight blocks [..., K//32], apart.
+
+    Raises TypeError where `blocks` is no array of a weight format (q8_1 holds activations, whose s
+    has no plane), ValueError where it is empty.
+    """
+    fmt = _weight_format(blocks)
+    scale, offset = fmt.scale(blocks), fmt.offset(blocks)
+    if "qh" in (fmt.dtype.names or ()):
+        qh = np.ascontiguousarray(blocks["qh"]).view("<u4")[..., 0]
+    else:
+        qh = np.empty((*blocks.shape[:-1], 0), np.uint32)
+    return Planes(fmt, np.array(blocks["qs"], order="C"), qh, scale, offset)
+
+
+def from_planes(apart: Planes) -> Blocks:
+    """The blocks that `planes` took apart, bit for bit (where d and m are not NaN).
+
+    Raises ValueError where a scale or offset is not a float16 any more, naming it, since the
+    block could not hold it.
+    """
+    fmt = apart.format
+    blocks: Blocks = np.zeros(apart.scale.shape, fmt.dtype)
+    blocks["d"] = _as_half(apart.scale, "scale")
+    blocks["qs"] = apart.qs
+    names = fmt.dtype.names or ()
+    if "m" in names:
+        blocks["m"] = _as_half(apart.offset, "offset")
+    if "qh" in names:
+        blocks["qh"] = np.ascontiguousarray(apart.qh)[..., None].view(np.uint8)
+    return blocks
+
+
+def _weight_format(blocks: Blocks) -> Format:
+    fmt = format_of(blocks)
+    if fmt.name not in WEIGHT_FORMATS:
+        raise TypeError(
+            f"planes takes weight blocks ({', '.join(WEIGHT_FORMATS)}), and these are {fmt.name}"
+        )
+    return fmt
+
+
+def _as_half(value: Floats, what: str) -> NDArray[np.float16]:
+    with np.errstate(all="ignore"):
+        half = value.astype(np.float16)
+        changed = half.astype(np.float32) != value
+    if changed.any():
+        index = tuple(int(i) for i in np.argwhere(changed)[0])
+        raise ValueError(f"{what} = {value[index]} at block {index} is not a float16")
+    return half
