@@ -1,0 +1,243 @@
+"""What a kernel needs to know of a block: Numba device functions, made once for each format.
+
+`device_format("q5_1")` gives the same six names for every weight format, so that one kernel factory,
+which captures them, serves all five:
+
+    code(w, at, j)     -> int32   stored code of element j (0..31), by single bytes
+    words(w, at, i)    -> 2 x int32  codes of elements 4i..4i+3 and 16+4i..16+4i+3 (i = 0..3), one a byte
+    scale(w, at)       -> float32 d
+    offset(w, at)      -> float32 z, such that every format's value is  d * code + z
+
+`w` is the weight matrix as plain bytes (uint8, 1-D) and `at` the byte where a block begins. A dot product
+with one Q8_1 block (scale da, codes qa, sum s) is then, for every format,
+
+    d * da * sum(code * qa)  +  z * s            z * s is the *compensation*: -8 d s in Q4_0, m s in Q4_1 ...
+
+**Loads.** A Q4_0 block is 18 bytes long and its quants begin at byte 2, so a 4-byte load there would be
+misaligned in every block (CUDA error 716). A 32-bit word is therefore fetched in the widest pieces which
+the layout guarantees: `b1` four bytes, `b2` two halves, `b4` the whole word. `safe_load` derives the choice
+from the block's size and the field's offset; it is not a table to get wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from qformats import BLOCK, FORMATS
+from steps.instructions import (
+    float_to_half,
+    half_to_float,
+    load_u16,
+    load_u32,
+    shfl_xor,
+    store_f32x2,
+    store_u16,
+)
+
+HALF = BLOCK // 2  # byte j of qs holds elements j and j + 16
+NIBBLES = 0x0F0F0F0F  # the low nibble of each byte of a word
+
+
+# --- safe 32-bit loads ------------------------------------------------------------------------------
+@cuda.jit(device=True, forceinline=True)
+def b1(p, i):
+    """The 32-bit word at byte i, from single bytes: any alignment."""
+    return int32(
+        uint32(p[i])
+        | (uint32(p[i + 1]) << uint32(8))
+        | (uint32(p[i + 2]) << uint32(16))
+        | (uint32(p[i + 3]) << uint32(24))
+    )
+
+
+@cuda.jit(device=True, forceinline=True)
+def b2(p, i):
+    """The 32-bit word at byte i, from two halves: i even."""
+    return int32(uint32(load_u16(p, i)) | (uint32(load_u16(p, i + 2)) << uint32(16)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def b4(p, i):
+    """The 32-bit word at byte i, at once: i a multiple of four."""
+    return int32(load_u32(p, i))
+
+
+def safe_load(format_name: str, field: str) -> Callable[[Any, Any], Any]:
+    """b1, b2 or b4: the widest load of `field` that is aligned in *every* block of an array."""
+    dtype = FORMATS[format_name].dtype
+    offset = dtype.fields[field][1]  # type: ignore[index]
+    return {1: b1, 2: b2}.get(math.gcd(dtype.itemsize, offset, 4), b4)
+
+
+# --- codes ------------------------------------------------------------------------------------------
+@cuda.jit(device=True, forceinline=True)
+def fifth_bits(four):
+    """Four bits -> the fifth bit (value 16) of each byte of a word.
+
+    The product lays copies of the nibble 7 bits apart, so that bit j lands on bit 8j + 4; copies never
+    overlap, so nothing carries, and the mask keeps the one bit of each copy that is wanted.
+    """
+    return int32((uint32(four) * uint32(0x02040810)) & uint32(0x10101010))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFormat:
+    """The device functions of one weight format; see the module's docstring."""
+
+    code: Any
+    words: Any
+    scale: Any
+    offset: Any
+
+
+@cache
+def device_format(format_name: str) -> DeviceFormat:
+    """The device functions of a weight format, for capture in a kernel factory."""
+    fmt = FORMATS[format_name]
+    fields = {name: at for name, (_, at, *_) in fmt.dtype.fields.items()}  # type: ignore[union-attr]
+    D, QS, QH, M = fields["d"], fields["qs"], fields.get("qh", 0), fields.get("m", 0)
+    load_qs = safe_load(format_name, "qs")
+    load_qh = safe_load(format_name, "qh") if "qh" in fields else b1
+    centre = float32({"q4_0": -8.0, "q5_0": -16.0}.get(format_name, 0.0))
+
+    @cuda.jit(device=True, forceinline=True)
+    def nibble(w, at, j):
+        return (int32(w[at + QS + j % HALF]) >> int32(4 * (j // HALF))) & int32(15)
+
+    @cuda.jit(device=True, forceinline=True)
+    def nibble_words(w, at, i):
+        q = uint32(load_qs(w, at + QS + 4 * i))
+        return int32(q & uint32(NIBBLES)), int32((q >> uint32(4)) & uint32(NIBBLES))
+
+    @cuda.jit(device=True, forceinline=True)
+    def five_bit(w, at, j):
+        fifth = (int32(w[at + QH + j // 8]) >> int32(j % 8)) & int32(1)
+        return nibble(w, at, j) | (fifth << int32(4))
+
+    @cuda.jit(device=True, forceinline=True)
+    def five_bit_words(w, at, i):
+        low, high = nibble_words(w, at, i)
+        qh = uint32(load_qh(w, at + QH)) >> uint32(4 * i)
+        low |= fifth_bits(qh & uint32(15))
+        high |= fifth_bits((qh >> uint32(HALF)) & uint32(15))
+        return int32(low), int32(high)
+
+    @cuda.jit(device=True, forceinline=True)
+    def signed_byte(w, at, j):
+        # int8 read as unsigned is one of the classical bugs: bring the sign bit to bit 31 and back
+        return (int32(w[at + QS + j]) << int32(24)) >> int32(24)
+
+    @cuda.jit(device=True, forceinline=True)
+    def signed_words(w, at, i):
+        return load_qs(w, at + QS + 4 * i), load_qs(w, at + QS + HALF + 4 * i)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scale(w, at):
+        return half_to_float(load_u16(w, at + D))
+
+    @cuda.jit(device=True, forceinline=True)
+    def minimum(w, at):
+        return half_to_float(load_u16(w, at + M))
+
+    @cuda.jit(device=True, forceinline=True)
+    def centred(w, at):
+        return centre * half_to_float(load_u16(w, at + D))
+
+    code, words = {
+        4: (nibble, nibble_words),
+        5: (five_bit, five_bit_words),
+        8: (signed_byte, signed_words),
+    }[fmt.bits]
+    return DeviceFormat(code, words, scale, minimum if "m" in fields else centred)
+
+
+# --- Q8_1 on the GPU --------------------------------------------------------------------------------
+WARPS = 8  # blocks of 32 values that one thread block quantizes
+SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a block is zero
+BLOCK_Q8_1 = FORMATS["q8_1"].block_bytes
+
+
+@cuda.jit(device=True, forceinline=True)
+def round_half_away(x):
+    """C's roundf: halves go away from zero. (Adding 0.5 first would round 0.49999997 up.)"""
+    whole = int32(x)
+    rest = x - float32(whole)
+    return whole + int32(rest >= float32(0.5)) - int32(rest <= float32(-0.5))
+
+
+@cache
+def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
+    """The kernel that quantizes float32 A[M, K] to Q8_1: one warp a block, one lane a value.
+
+    layout "blocks": kernel(a, blocks)      ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36];
+                                            d and s are rounded to f16 there, and s overflows at 65504.
+    layout "slabs": kernel(a, qs, ds)       int8 [ceil(K/32) * 2, M, 16], 16 codes of row m followed by 16
+                                            of row m + 1, and float32 [ceil(K/32), M, 2] (d and s), both flat:
+                                            aligned for 128-bit loads, d and s not rounded.
+    s "codes": s = d * sum(q), as ggml's CPU reference; "values": s = sum of the raw values, as
+    llama.cpp's CUDA kernels. Lanes at or past column K contribute zeros: K needs no padding.
+    """
+    if layout not in ("blocks", "slabs") or s not in ("codes", "values"):
+        raise ValueError(
+            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are 'blocks' and 'slabs', "
+            "s is of 'codes' or 'values'"
+        )
+    blocks, of_codes = layout == "blocks", s == "codes"
+
+    @cuda.jit(device=True, forceinline=True)
+    def quantized(a, m, k):
+        """One lane's code, and its block's d and s (alike in all 32 lanes)."""
+        x = a[m, k] if k < a.shape[1] else float32(0)
+        largest, total = abs(x), x
+        for step in (16, 8, 4, 2, 1):
+            largest = max(largest, shfl_xor(largest, step))
+            total += shfl_xor(total, step)
+        d = largest / float32(127)
+        code = round_half_away(x * (float32(1) / d)) if d >= SMALLEST_NORMAL else int32(0)
+        if of_codes:
+            total = float32(code)
+            for step in (16, 8, 4, 2, 1):
+                total += shfl_xor(total, step)
+            total *= d
+        return code, d, total
+
+    @cuda.jit
+    def q8_1_blocks(a, out):
+        lane, m = cuda.threadIdx.x, cuda.blockIdx.x
+        block = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
+        blocks_k = (a.shape[1] + BLOCK - 1) // BLOCK
+        if block >= blocks_k:
+            return
+        code, d, s = quantized(a, m, block * BLOCK + lane)
+        at = (m * blocks_k + block) * BLOCK_Q8_1
+        out[at + 4 + lane] = code & 255
+        if lane == 0:
+            store_u16(out, at, float_to_half(d))
+            store_u16(out, at + 2, float_to_half(s))
+
+    @cuda.jit
+    def q8_1_slabs(a, qs, ds):
+        lane, m = cuda.threadIdx.x, cuda.blockIdx.x
+        block = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
+        blocks_k = (a.shape[1] + BLOCK - 1) // BLOCK
+        if block >= blocks_k:
+            return
+        code, d, s = quantized(a, m, block * BLOCK + lane)
+        rows = a.shape[0]
+        qs[((2 * block + lane // HALF) * rows + m) * HALF + lane % HALF] = code
+        if lane == 0:
+            store_f32x2(ds, (block * rows + m) * 2, d, s)
+
+    return q8_1_blocks if blocks else q8_1_slabs
+
+
+def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(grid, block) of the quantizer for A[m, k]; rows on x, the axis that may exceed 65535."""
+    return (m, -(-k // (BLOCK * WARPS))), (32, WARPS)

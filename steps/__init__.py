@@ -1,0 +1,38 @@
+"""The ladder: numbered GEMM kernels over ggml's quantized blocks, one idea a file.
+
+    from steps import gemm
+    c = gemm(a, w)            # a: float32 [M, K], w: blocks [N, K/32]; the best supported step is chosen
+    c = gemm(a, w, step=4)    # one step in particular
+
+`ladder()` finds the steps (every module `steps/stepNN_*.py`), so adding a step is adding one file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steps.step import Step
+
+__all__ = ["find", "gemm", "ladder"]
+
+
+def ladder() -> tuple[Step, ...]:
+    """Every step, in the order of its number."""
+    from steps.registry import ladder as discovered
+
+    return discovered()
+
+
+def find(number: int) -> Step:
+    """The step of that number; ValueError names the numbers that exist."""
+    from steps.registry import find as found
+
+    return found(number)
+
+
+def gemm(a: Any, w: Any, *, step: int | None = None, out: Any = None) -> Any:
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T on the GPU. See `steps.door.gemm`."""
+    from steps.door import gemm as through_the_door
+
+    return through_the_door(a, w, step=step, out=out)

@@ -1,0 +1,77 @@
+"""How activations reach a kernel: as they are, or quantized on the GPU to Q8_1 in one of two layouts.
+
+A step names one of these functions (or `by_family` of two); the harness runs and times the launches they
+return apart from the step's own. `encode` and `decode` go between a layout and plain (q, d, s) arrays, so
+that the checker can read the very bits a kernel multiplied and a test can hand it bits of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qformats import BLOCK, block_q8_1
+from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
+from qformats.repack import UNIT
+from reference.product import Q81
+from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
+
+
+def float32_rows(family: Family, a: Any, machine: Machine) -> Activations:
+    """A16: the caller's float32 A[M, K] itself."""
+    return Activations((a,))
+
+
+def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8: ggml's 36-byte Q8_1 blocks, uint8 [M * K/32 * 36]; s = d * sum(q), four times as accurate as
+    the sum of the raw values for formats with a minimum (facts of the format: qformats.codec)."""
+    m, k = a.shape
+    blocks = machine.empty((m * ceil_div(k, BLOCK) * BLOCK_Q8_1,), np.uint8)
+    launch = Launch(q8_1_quantizer("blocks"), *q8_1_grid(m, k), (a, blocks))
+    return Activations((blocks,), (launch,), "blocks")
+
+
+def q8_1_slabs(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8 [K/16, M, 16]
+    and float32 [K/32, M, 2] (d and s side by side). d and s are not rounded to f16."""
+    m, k = a.shape
+    values = ceil_div(k, BLOCK) * m
+    qs = machine.empty((values * BLOCK,), np.int8)
+    ds = machine.empty((values * 2,), np.float32)
+    launch = Launch(q8_1_quantizer("slabs"), *q8_1_grid(m, k), (a, qs, ds))
+    return Activations((qs, ds), (launch,), "slabs")
+
+
+def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
+    """One function for a step of both families."""
+
+    def activations(family: Family, a: Any, machine: Machine) -> Activations:
+        return (a16 if family == "A16" else a8)(family, a, machine)
+
+    return activations
+
+
+def encode(layout: str, q81: Q81) -> tuple[np.ndarray, ...]:
+    """(q, d, s) -> the arrays of a layout, as the GPU's quantizer would have left them."""
+    m, k = q81.q.shape
+    if layout == "slabs":
+        units = q81.q.astype(np.int8).reshape(m, -1, UNIT).transpose(1, 0, 2)
+        ds = np.stack([q81.d.T, q81.s.T], axis=-1).astype(np.float32)
+        return np.ascontiguousarray(units).reshape(-1), ds.reshape(-1)
+    blocks = np.empty((m, k // BLOCK), block_q8_1)
+    blocks["d"], blocks["s"] = q81.d, q81.s
+    blocks["qs"] = q81.q.reshape(m, k // BLOCK, BLOCK)
+    return (blocks.view(np.uint8).reshape(-1),)
+
+
+def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81:
+    """The arrays of a layout -> (q, d, s): the bits that the kernel really read."""
+    if layout == "slabs":
+        qs, ds = arrays
+        q = qs.reshape(-1, m, UNIT).transpose(1, 0, 2).reshape(m, k)
+        ds = ds.reshape(-1, m, 2)
+        return Q81(q=q, d=ds[..., 0].T, s=ds[..., 1].T)
+    blocks = arrays[0].view(block_q8_1).reshape(m, k // BLOCK)
+    q = blocks["qs"].reshape(m, k).view(np.int8)
+    return Q81(q=q, d=blocks["d"].astype(np.float32), s=blocks["s"].astype(np.float32))

@@ -1,0 +1,106 @@
+"""Where a `Launch` runs: a GPU, or the simulator on any CPU. The rest of the laboratory does not care.
+
+    machine = best_machine()                 # a GPU where there is one
+    a = machine.array(numpy_array)
+    machine.run(launch)
+    c = machine.host(out)
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from steps.instructions.compile import raise_shared_limit
+from steps.instructions.simulator import simulate
+from steps.step import Launch
+
+STATIC_SHARED_LIMIT = 48 * 1024
+"""Bytes of shared memory a kernel gets without asking the driver for more."""
+
+
+class Simulator:
+    """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes."""
+
+    name = "simulator"
+    cc: tuple[int, int] | None = None
+
+    def __init__(self, order: int = 0) -> None:
+        self.order = order
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        return np.array(host, order="C")
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Uninitialised memory: garbage, so that reading it unwritten shows."""
+        return np.frombuffer(
+            bytes([0xA5]) * (int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype
+        ).reshape(shape).copy()
+
+    def host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def run(self, launch: Launch) -> None:
+        simulate(
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.args,
+            order=self.order,
+            shared_bytes=launch.shared_bytes,
+        )
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Gpu:
+    """Runs kernels on the current CUDA device; `stream` 0 is the default stream."""
+
+    def __init__(self, stream: Any = 0) -> None:
+        reason = why_no_gpu()
+        if reason is not None:
+            raise RuntimeError(f"no CUDA GPU can be used here: {reason}")
+        device = cuda.get_current_device()
+        name = device.name
+        self.name = name.decode() if isinstance(name, bytes) else str(name)
+        self.cc = tuple(device.compute_capability)
+        self.stream = stream
+
+    def array(self, host: np.ndarray) -> Any:
+        return cuda.to_device(np.ascontiguousarray(host), stream=self.stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return cuda.device_array(shape, dtype, stream=self.stream)
+
+    def host(self, array: Any) -> np.ndarray:
+        return array.copy_to_host(stream=self.stream)
+
+    def run(self, launch: Launch) -> None:
+        if launch.shared_bytes > STATIC_SHARED_LIMIT:
+            raise_shared_limit(launch.kernel, launch.args, launch.shared_bytes)
+        with warnings.catch_warnings():
+            # one token on a big GPU is a small grid, and that is the work asked for
+            warnings.filterwarnings("ignore", message="Grid size .* will likely result in GPU under")
+            launch.kernel[launch.grid, launch.block, self.stream, launch.shared_bytes](*launch.args)
+
+    def synchronize(self) -> None:
+        cuda.synchronize()
+
+
+def why_no_gpu() -> str | None:
+    """None where a CUDA GPU can be used, else one sentence saying why not."""
+    try:
+        if cuda.is_available():
+            return None
+        return "the CUDA driver finds no device"
+    except Exception as error:  # a broken driver raises many types; each is a reason, none a crash
+        return f"{type(error).__name__}: {error}"
+
+
+def best_machine() -> Simulator | Gpu:
+    """A GPU where there is one, else the simulator."""
+    return Simulator() if why_no_gpu() else Gpu()

@@ -1,0 +1,37 @@
+"""Finds the steps: every module `steps/stepNN_<idea>.py` that defines `STEP`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+from steps.step import Step
+
+_MODULE = re.compile(r"step(\d\d)_\w+\.py")
+
+
+@cache
+def ladder() -> tuple[Step, ...]:
+    """Every step, in the order of its number. A file whose name and STEP disagree is an error."""
+    steps = []
+    for path in sorted(Path(__file__).parent.glob("step[0-9][0-9]_*.py")):
+        match = _MODULE.fullmatch(path.name)
+        step = importlib.import_module(f"steps.{path.stem}").STEP
+        if match is None or step.number != int(match[1]) or step.name != path.stem:
+            raise ImportError(
+                f"{path.name} defines step {step.number} named {step.name!r}: give the file and "
+                "its STEP the same number and name"
+            )
+        steps.append(step)
+    return tuple(steps)
+
+
+def find(number: int) -> Step:
+    """The step of that number; ValueError names the numbers that exist."""
+    for step in ladder():
+        if step.number == number:
+            return step
+    numbers = ", ".join(str(step.number) for step in ladder())
+    raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")

@@ -1,0 +1,129 @@
+"""The contract of a step: what a lesson hands over, and nothing else.
+
+A step says *what* to run as data, a `Launch`; a machine (`steps.machines`) runs it on a GPU or in the
+simulator, and the offline compiler turns it into machine code. The harness checks, times and draws a
+step from the few functions here, so a step file holds its idea and no timing, data or printing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from qformats import FORMATS, WEIGHT_FORMATS, Format
+
+Family = Literal["A16", "A8"]
+"""How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
+
+Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
+"""The arithmetic unit whose measured peak bounds a step (`results.limits`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch as data: `kernel[grid, block](*args)` with `shared_bytes` of dynamic memory.
+
+    `args` are the arrays of one machine (device arrays on a GPU, NumPy arrays in the simulator) and
+    Python scalars, in the order of the kernel's parameters.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Any, ...]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """C[M, N] = A[M, K] @ W[N, K]^T: M tokens, N output features, K the reduction."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The activations as a step reads them.
+
+    `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
+    `layout` names how Q8_1 lies in `arrays` ("blocks" or "planes", see `qformats.device`); None for
+    the A16 family.
+    """
+
+    arrays: tuple[Any, ...]
+    launches: tuple[Launch, ...] = ()
+    layout: str | None = None
+
+
+class Machine(Protocol):
+    """Where launches run: `steps.machines.Gpu` or `steps.machines.Simulator`."""
+
+    name: str
+
+    def array(self, host: np.ndarray) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any: ...
+    def host(self, array: Any) -> np.ndarray: ...
+    def run(self, launch: Launch) -> None: ...
+
+
+PackWeights = Callable[[np.ndarray], tuple[np.ndarray, ...]]
+MakeActivations = Callable[[Family, Any, Machine], Activations]
+MakeLaunch = Callable[[Format, Family, Shape, tuple[Any, ...], tuple[Any, ...], Any], Launch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One rung of the ladder.
+
+    number, name, title : 4, "step04_dp4a_emulated", one line for tables.
+    families            : the activation families it multiplies, the one that continues the ladder last.
+    parents             : the step each family is compared with ("x parent"); absent for a first rung.
+    unit                : the arithmetic unit that bounds it, per family.
+    pack                : blocks[N, K/32] -> arrays the kernel reads (host side, done once, timed apart).
+    activations         : (family, a, machine) -> `Activations` (timed apart).
+    launch              : (format, family, shape, weights, activations, out) -> `Launch`.
+    contains, forbids   : SASS opcode prefixes its machine code must and must not hold, per family.
+    min_cc              : smallest compute capability (7.5 is the oldest that the pinned toolkit compiles).
+    """
+
+    number: int
+    name: str
+    title: str
+    families: tuple[Family, ...]
+    unit: Mapping[Family, Unit]
+    pack: PackWeights
+    activations: MakeActivations
+    launch: MakeLaunch
+    parents: Mapping[Family, int] = field(default_factory=dict)
+    contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    formats: tuple[str, ...] = WEIGHT_FORMATS
+    min_cc: tuple[int, int] = (7, 5)
+
+    def supports(
+        self, format_name: str, family: str, cc: tuple[int, int] | None = None
+    ) -> str | None:
+        """None, or one sentence saying why this step cannot run that work (on that device)."""
+        if format_name not in self.formats:
+            return f"step {self.number} has no {format_name}: it takes {', '.join(self.formats)}"
+        if family not in self.families:
+            return f"step {self.number} is of family {'/'.join(self.families)}, not {family}"
+        if cc is not None and cc < self.min_cc:
+            have, need = (f"{major}.{minor}" for major, minor in (cc, self.min_cc))
+            return f"step {self.number} needs compute capability {need}; this GPU has {have}"
+        return None
+
+
+def scheme(format_name: str, family: Family) -> str:
+    """W{weight bits}{family}: "W4A16", "W5A8" ... as tables and records name it."""
+    return f"W{FORMATS[format_name].bits}{family}"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The number of tiles of size b that cover a."""
+    return -(-a // b)

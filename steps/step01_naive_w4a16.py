@@ -1,0 +1,73 @@
+"""Step 1: naive W4A16 - one thread computes one element of C.
+
+What is new        Nothing yet; every later step is read against this one. A thread walks along K, turns each
+                   stored code into a float (value = d * code + z) and multiplies it with a float32 activation.
+Why it should help It does not: it is the floor. Each weight byte is fetched by every one of the M tokens, and
+                   the 32 lanes of a warp read 32 different rows of W, so one load instruction touches 32
+                   cache lines: napkin, 17 such loads a block x 32 lines = 544 cycles of L1 for 1024
+                   multiply-adds of a warp, about 2 a cycle and SM where the FMA units could do 128.
+What it costs      Nothing: no shared memory, no barrier, no repacked weights.
+Machine code       LDG.E.U8 (bytes, one at a time), I2F and FFMA for every element.
+Read next          step02_naive_w4a8
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32
+
+from qformats import BLOCK, Format
+from qformats.device import device_format
+from qformats.repack import as_bytes
+from steps.activations import float32_rows
+from steps.step import Family, Launch, Shape, Step, ceil_div
+
+BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C:
+BLOCK_N: Final = 16  # half a warp writes 64 neighbouring bytes of a row
+
+
+@cache
+def kernel(fmt: Format) -> Any:
+    fields = device_format(fmt.name)
+    code, scale, offset = fields.code, fields.scale, fields.offset
+    block_bytes = fmt.block_bytes
+
+    @cuda.jit
+    def w4a16_naive(w, a, c):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w holds the blocks of row n one after another."""
+        n, m = cuda.grid(2)  # x is the fast axis: let it run along n, so that stores coalesce
+        if m >= c.shape[0] or n >= c.shape[1]:
+            return
+        blocks_k = a.shape[1] // BLOCK
+        acc = float32(0)
+        for b in range(blocks_k):
+            at = (n * blocks_k + b) * block_bytes
+            d, z = scale(w, at), offset(w, at)
+            for j in range(BLOCK):
+                acc += a[m, b * BLOCK + j] * (d * float32(code(w, at, j)) + z)
+        c[m, n] = acc
+
+    return w4a16_naive
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, BLOCK_M))
+    return Launch(kernel(fmt), grid, (BLOCK_N, BLOCK_M), (*weights, *activations, out))
+
+
+STEP = Step(
+    number=1,
+    name="step01_naive_w4a16",
+    title="naive W4A16: one thread, one output",
+    families=("A16",),
+    unit={"A16": "fp32"},
+    pack=as_bytes,
+    activations=float32_rows,
+    launch=launch,
+    contains={"A16": ("LDG.E.U8", "I2F", "FFMA")},
+    forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},
+)

@@ -1,0 +1,148 @@
+"""Step 3: shared-memory tiles - fetch an element once for 32 outputs.
+
+What is new        A thread block stages a 32 x 32 tile of A and of W (one block of 32 along K) in shared memory;
+                   each of its 1024 threads stages one element of each and then reads 64 from the tile. Weights
+                   are decoded on the way in: to float32 (W4A16) or to int8 (W4A8).
+Why it should help Napkin: a weight is fetched and decoded once for 32 tokens, not once for each, and the
+                   gathers that bound steps 1 and 2 become coalesced rows. What remains is two shared loads for
+                   each multiply-add, 32 lanes a cycle and SM: 16 multiply-adds a cycle, 8x step 1's two.
+What it costs      Two barriers for every 32 of K, and 1024 threads whose last tile may be mostly empty.
+                   Rows of a tile are padded (33 floats, 36 bytes): 32 lanes reading a column of unpadded rows
+                   would meet in one bank, with an odd number of words between them each has its own.
+Machine code       STS and BAR.SYNC appear; LDS stands beside every FFMA (W4A16) or IMAD (W4A8).
+Read next          step04_dp4a_emulated
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32, int8, int32
+
+from qformats import BLOCK, Format
+from qformats.device import BLOCK_Q8_1, device_format
+from qformats.repack import as_bytes
+from steps.activations import by_family, float32_rows, q8_1_blocks
+from steps.instructions import half_to_float, load_u16
+from steps.step import Family, Launch, Shape, Step, ceil_div
+
+TILE: Final = 32  # tokens and features of a tile: one warp stages one row, 1024 threads the tile
+ROW_F32: Final = BLOCK + 1  # floats from one tile row to the next: odd, so a column has 32 banks
+ROW_I8: Final = BLOCK + 4  # bytes from one tile row to the next: 9 words, odd for the same reason
+QA: Final = 4  # a Q8_1 block: f16 d at byte 0, f16 s at byte 2, then the 32 codes
+assert TILE * TILE <= 1024, "a thread block holds at most 1024 threads"
+assert TILE == BLOCK, "a warp stages one block of a row, and a row of the tile, with one lane each"
+
+
+@cache
+def kernel_a16(fmt: Format) -> Any:
+    fields = device_format(fmt.name)
+    code, scale, offset = fields.code, fields.scale, fields.offset
+    block_bytes = fmt.block_bytes
+
+    @cuda.jit
+    def w4a16_tiled(w, a, c):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T"""
+        tile_a = cuda.shared.array((TILE, ROW_F32), float32)
+        tile_w = cuda.shared.array((TILE, ROW_F32), float32)
+        tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+        m0, n0 = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+        blocks_k = a.shape[1] // BLOCK
+        acc = float32(0)
+        for b in range(blocks_k):
+            # --- global -> shared: row ty of each tile, element tx of the block
+            x = float32(0)
+            if m0 + ty < c.shape[0]:
+                x = a[m0 + ty, b * BLOCK + tx]
+            tile_a[ty, tx] = x
+            v = float32(0)
+            if n0 + ty < c.shape[1]:
+                at = ((n0 + ty) * blocks_k + b) * block_bytes
+                v = scale(w, at) * float32(code(w, at, tx)) + offset(w, at)
+            tile_w[ty, tx] = v
+            cuda.syncthreads()
+
+            # --- multiply: token ty, feature tx
+            for j in range(BLOCK):
+                acc += tile_a[ty, j] * tile_w[tx, j]
+            cuda.syncthreads()
+
+        # --- registers -> global
+        if m0 + ty < c.shape[0] and n0 + tx < c.shape[1]:
+            c[m0 + ty, n0 + tx] = acc
+
+    return w4a16_tiled
+
+
+@cache
+def kernel_a8(fmt: Format) -> Any:
+    fields = device_format(fmt.name)
+    code, scale, offset = fields.code, fields.scale, fields.offset
+    block_bytes = fmt.block_bytes
+
+    @cuda.jit
+    def w4a8_tiled(w, a, c, blocks_k):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; a holds the Q8_1 blocks of row m one after another."""
+        tile_a = cuda.shared.array((TILE, ROW_I8), int8)
+        tile_w = cuda.shared.array((TILE, ROW_I8), int8)
+        scale_a = cuda.shared.array(TILE, float32)
+        sum_a = cuda.shared.array(TILE, float32)
+        scale_w = cuda.shared.array(TILE, float32)
+        offset_w = cuda.shared.array(TILE, float32)
+        tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+        m0, n0 = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
+        acc = float32(0)
+        for b in range(blocks_k):
+            # --- global -> shared: row ty of each tile, element tx of the block
+            if m0 + ty < c.shape[0]:
+                at = ((m0 + ty) * blocks_k + b) * BLOCK_Q8_1
+                tile_a[ty, tx] = int8(a[at + QA + tx])
+                if tx == 0:
+                    scale_a[ty] = half_to_float(load_u16(a, at))
+                    sum_a[ty] = half_to_float(load_u16(a, at + 2))
+            if n0 + ty < c.shape[1]:
+                at = ((n0 + ty) * blocks_k + b) * block_bytes
+                tile_w[ty, tx] = int8(code(w, at, tx))
+                if tx == 0:
+                    scale_w[ty] = scale(w, at)
+                    offset_w[ty] = offset(w, at)
+            cuda.syncthreads()
+
+            # --- multiply: token ty, feature tx (rows past the edge hold leftovers that are never stored)
+            total = int32(0)
+            for j in range(BLOCK):
+                total += int32(int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
+            acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
+            cuda.syncthreads()
+
+        # --- registers -> global
+        if m0 + ty < c.shape[0] and n0 + tx < c.shape[1]:
+            c[m0 + ty, n0 + tx] = acc
+
+    return w4a8_tiled
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    grid = (ceil_div(shape.n, TILE), ceil_div(shape.m, TILE))
+    if family == "A16":
+        return Launch(kernel_a16(fmt), grid, (TILE, TILE), (*weights, *activations, out))
+    args = (*weights, *activations, out, shape.k // BLOCK)
+    return Launch(kernel_a8(fmt), grid, (TILE, TILE), args)
+
+
+STEP = Step(
+    number=3,
+    name="step03_shared_tiled",
+    title="shared-memory tiles",
+    families=("A16", "A8"),
+    parents={"A16": 1, "A8": 2},
+    unit={"A16": "fp32", "A8": "int32"},
+    pack=as_bytes,
+    activations=by_family(float32_rows, q8_1_blocks),
+    launch=launch,
+    contains={"A16": ("STS", "LDS", "BAR.SYNC", "FFMA"), "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD")},
+    forbids={"A16": ("IDP", "IMMA", "HMMA"), "A8": ("IDP", "IMMA", "HMMA")},
+)
