@@ -4,8 +4,8 @@
     blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
     w_again = dequantize(blocks)      # float32[N, K]
 
-`python -m qformats draw q5_1` shows a block bit by bit. Only NumPy is needed here; what kernels need of
-a format is in `qformats.device`, which imports Numba and is not imported from this file.
+`python -m qformats draw q5_1` shows a block bit by bit. Only NumPy is needed here; what kernels
+need of a format is in `qformats.device`, which imports Numba and is not imported by this file.
 """
 
 from qformats.blocks import (

@@ -11,8 +11,8 @@ Three places where C leaves the answer open, and the answer here:
 * **A scale beyond float16.** ggml stores inf and decodes NaN. Here `quantize` raises ValueError
   when d, m or s rounds past 65504, naming the block, the value and the limit. Nothing is returned.
 * **1/d overflows** (0 < |d| <= 2^-128). ggml then converts inf and NaN to an integer, which C
-  leaves undefined; x86-64 gives 0. Here every code of such a block is 0. Its stored d is +-0, so
-  all its values are m, or 0, whatever the codes.
+  leaves undefined; x86-64 gives 0. Here every code of such a block is 0. Its values are 0 whatever
+  the codes, because d and m (which is then below 2^-100) are +-0 once stored.
 * **NaN and inf in the input** are refused with ValueError.
 
 Inside, a run of blocks is worked on *transposed*, float32[32, n]: element j of all blocks is one
@@ -436,7 +436,7 @@ def format_named(name: str) -> Format:
 
 
 def format_of(blocks: Blocks | BlockDtype) -> Format:
-    """The format of an array of blocks or of a block dtype; TypeError where it is none of the six."""
+    """The format of an array of blocks or of a block dtype; TypeError where there is none."""
     dtype = blocks if isinstance(blocks, np.dtype) else getattr(blocks, "dtype", None)
     for fmt in FORMATS.values():
         if fmt.dtype == dtype:
@@ -456,7 +456,7 @@ def dequantize(blocks: Blocks) -> Floats:
 
 
 def _require_floats(x: Floats, name: str) -> None:
-    """TypeError or ValueError where x is not C-contiguous, non-empty float32[..., K], K % 32 == 0."""
+    """TypeError or ValueError where x is not C-contiguous float32[..., K], K % 32 == 0, K > 0."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"x is a {type(x).__name__}; {name} quantizes a NumPy array of float32")
     if x.dtype != np.float32:
