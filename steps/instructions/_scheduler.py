@@ -1,0 +1,336 @@
+"""One lane at a time: the simulator's scheduler.
+
+Each CUDA thread is a greenlet that runs until it must wait: at a barrier, a warp-wide instruction, or where it polls. A lane
+that never waits runs from start to end before the next begins, so what a kernel does without a barrier it does in the most
+revealing way: one thread is as far ahead of the others as the barriers allow.
+
+The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served; -1 descending, a warp
+goes on as far as it can before the next; any other number seeds a shuffle.
+"""
+
+import linecache
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextvars import copy_context
+from pathlib import Path
+from types import CodeType
+
+import numpy as np
+
+from .errors import BarrierDivergence, Deadlock, SimulatorError
+
+WARP = 32
+FULL_MASK = 0xFFFFFFFF
+_PATIENCE = (
+    64  # rounds of nothing but polling, by every ready lane, before they are declared deadlocked
+)
+
+# The code objects of kernels and device functions rebuilt for simulation, by identity (two of one factory are equal): how
+# a frame is recognised as a kernel's own.
+kernel_codes: dict[int, CodeType] = {}
+
+
+class Dim3:
+    """x, y, z of an index or an extent."""
+
+    __slots__ = ("x", "y", "z")
+
+    def __init__(self, x: int = 1, y: int = 1, z: int = 1):
+        self.x, self.y, self.z = x, y, z
+
+    def __iter__(self):
+        return iter((self.x, self.y, self.z))
+
+    def __repr__(self) -> str:
+        return f"({self.x}, {self.y}, {self.z})"
+
+
+class Block:
+    """One thread block: its lanes, its shared memory, and who waits where."""
+
+    __slots__ = ("dynamic", "index", "lanes", "shared", "waiting", "warps")
+
+    def __init__(self, index: Dim3, shared_bytes: int):
+        self.index = index
+        self.shared: dict = {}  # call site -> CheckedArray
+        # One pattern must be garbage for every view of it: 0xFF is NaN as float16, float32 and float64.
+        self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
+        self.waiting: dict[tuple, list[Lane]] = {}
+        self.lanes: list[Lane] = []
+
+
+class Lane:
+    """One CUDA thread."""
+
+    __slots__ = (
+        "block",
+        "copies",
+        "done",
+        "greenlet",
+        "groups",
+        "index",
+        "meeting",
+        "operands",
+        "result",
+        "site",
+        "thread",
+    )
+
+    def __init__(self, block: Block, index: int, thread: Dim3):
+        self.block, self.index, self.thread = block, index, thread
+        self.greenlet = self.result = self.operands = self.site = self.meeting = None
+        self.done = False
+        self.copies: list = []  # cp.async issued and not yet committed
+        self.groups: deque = deque()  # committed groups, oldest first
+
+
+class Site:
+    """A place in a kernel: code object, instruction and line."""
+
+    __slots__ = ("code", "instruction", "line")
+
+    def __init__(self, code, instruction: int, line: int):
+        self.code, self.instruction, self.line = code, instruction, line
+
+    @property
+    def key(self) -> tuple:
+        return id(self.code), self.instruction
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.code.co_filename, self.line).strip()
+        return f"{Path(self.code.co_filename).name}:{self.line}" + (f" `{text}`" if text else "")
+
+
+def here() -> Site:
+    """The innermost place in simulated code on the current stack."""
+    frame = sys._getframe(1)
+    while frame is not None and id(frame.f_code) not in kernel_codes:
+        frame = frame.f_back
+    if frame is None:
+        raise SimulatorError("this is only defined inside a kernel being simulated")
+    return Site(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+class Schedule:
+    """The run of one launch. `current` is the schedule in progress; one per process at a time."""
+
+    current: "Schedule | None" = None
+    __slots__ = (
+        "arguments",
+        "block_dim",
+        "error",
+        "grid_dim",
+        "kernel",
+        "lane",
+        "main",
+        "order",
+        "polls",
+        "random",
+        "ready",
+    )
+
+    def __init__(self, kernel: Callable, arguments: tuple, grid: Dim3, block: Dim3, order: int):
+        self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
+        self.order = order
+        self.random = random.Random(order)
+        self.ready: deque[Lane] | list[Lane] = deque()
+        self.lane: Lane | None = None
+        self.error: tuple[Lane, Exception] | None = None
+        self.polls = 0
+        self.main = None
+
+    def run(self, shared_bytes: int, resident: int) -> None:
+        """All blocks of the grid, `resident` of them at a time."""
+        import greenlet  # here, so that a machine that only compiles or launches needs no greenlet
+
+        grid = self.grid_dim
+        indices = [(x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)]
+        if self.order == -1:
+            indices.reverse()
+        elif self.order:
+            self.random.shuffle(indices)
+        if Schedule.current is not None:
+            raise SimulatorError("a kernel is already being simulated in this process")
+        Schedule.current = self
+        try:
+            with np.errstate(
+                all="ignore"
+            ):  # a GPU overflows in silence, and so do wrong kernels worth showing
+                for start in range(0, len(indices), resident):
+                    self._run_together(
+                        [Block(Dim3(*i), shared_bytes) for i in indices[start : start + resident]],
+                        greenlet,
+                    )
+        finally:
+            Schedule.current = None
+
+    def _run_together(self, blocks: list[Block], greenlet) -> None:
+        self.main = greenlet.getcurrent()
+        dim = self.block_dim
+        threads = [(x, y, z) for z in range(dim.z) for y in range(dim.y) for x in range(dim.x)]
+        for block in blocks:
+            block.lanes = [Lane(block, i, Dim3(*t)) for i, t in enumerate(threads)]
+        lanes = [lane for block in blocks for lane in block.lanes]
+        for lane in lanes:
+            lane.greenlet = greenlet.greenlet(self._live, self.main)
+            lane.greenlet.gr_context = (
+                copy_context()
+            )  # or NumPy's error state would be the default again
+        self.polls = 0
+        self._wake(lanes)
+        try:
+            while self.ready and self.error is None:
+                self.lane = lane = self._next()
+                lane.greenlet.switch()
+            if self.error is None:
+                self._all_finished(blocks)
+        finally:
+            self.lane = None
+            self.ready = deque()
+            for lane in lanes:
+                if lane.greenlet and not lane.greenlet.dead:
+                    lane.greenlet.throw(greenlet.GreenletExit)
+        if self.error is not None:
+            lane, error = self.error
+            raise self._located(lane, error) from error
+
+    def _live(self) -> None:
+        lane = self.lane
+        try:
+            self.kernel(*self.arguments)
+        except Exception as error:
+            if self.error is None:
+                self.error = self.lane, error
+        lane.done = True
+        self.polls = 0
+
+    # --- order
+    def _wake(self, lanes: list[Lane]) -> None:
+        if self.order == -1:
+            self.ready.extendleft(lanes)  # the last of them first, before all who were ready
+        else:
+            self.ready.extend(lanes)
+
+    def _next(self) -> Lane:
+        ready = self.ready
+        if self.order in (0, -1):
+            return ready.popleft()
+        i = self.random.randrange(len(ready))
+        ready[i], ready[-1] = ready[-1], ready[i]
+        return ready.pop()
+
+    # --- waiting
+    def meet(self, what: str, key: tuple, members: int, function: Callable, operands, check=True):
+        """Wait until `members` lanes have come to `key`; then `function` of their operands, in lane order, gives the results.
+
+        `what` is for messages. With `check`, they must all have come from the same place in the source.
+        """
+        lane = self.lane
+        block = lane.block
+        lane.operands, lane.site, lane.meeting = operands, here(), what
+        group = block.waiting.setdefault(key, [])
+        group.append(lane)
+        if len(group) == members:
+            del block.waiting[key]
+            group.sort(key=lambda member: member.index)
+            if check:
+                self._same_site(what, group)
+            for member, result in zip(group, function([m.operands for m in group]), strict=True):
+                member.result, member.operands, member.meeting = result, None, None
+            self.polls = 0
+            self._wake(group)
+        self.main.switch()
+        result, lane.result = lane.result, None
+        return result
+
+    def meet_block(self, what: str, function: Callable, operands=()):
+        """All threads of the block. Threads that have exited count as missing: see `simulate`."""
+        return self.meet(what, ("block",), len(self.lane.block.lanes), function, operands)
+
+    def meet_warp(self, what: str, function: Callable, operands=(), mask: int = FULL_MASK):
+        """The lanes of the warp that `mask` names; a partial last warp has fewer than 32."""
+        lane = self.lane
+        warp = lane.index // WARP
+        mask &= FULL_MASK
+        if not mask >> (lane.index % WARP) & 1:
+            raise SimulatorError(
+                f"lane {lane.index % WARP} calls {what} with mask {mask:#010x}, which leaves it out"
+            )
+        size = min(WARP, len(lane.block.lanes) - warp * WARP)
+        members = (mask & ((1 << size) - 1)).bit_count()
+        return self.meet(what, ("warp", warp, mask), members, function, operands)
+
+    def poll(self) -> None:
+        """Let all others run; the lane waits for a change in memory (nanosleep and its like)."""
+        self.polls += 1
+        if self.polls > _PATIENCE * (len(self.ready) + 1):
+            raise Deadlock(f"{len(self.ready) + 1} thread(s) poll and nothing changes any more")
+        if self.order in (0, -1):
+            self.ready.append(self.lane)
+        else:
+            self.ready.insert(0, self.lane)
+        self.main.switch()
+
+    # --- what went wrong
+    def _same_site(self, what: str, group: list[Lane]) -> None:
+        sites: dict[tuple, list[Lane]] = {}
+        for member in group:
+            sites.setdefault((*member.site.key, member.meeting), []).append(member)
+        if len(sites) > 1:
+            parts = "; ".join(
+                f"{_threads(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values()
+            )
+            raise BarrierDivergence(f"the threads meet at different places: {parts}")
+
+    def _all_finished(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            if not block.waiting:
+                continue
+            parts = [
+                f"{_threads(g)} wait at {g[0].meeting} in {g[0].site}"
+                for g in block.waiting.values()
+            ]
+            exited = [lane for lane in block.lanes if lane.done]
+            if exited:
+                parts.append(f"{_threads(exited)} have exited")
+            kind = BarrierDivergence if exited or len(block.waiting) == 1 else Deadlock
+            raise kind(f"no thread of block {block.index} can go on: {'; '.join(parts)}")
+
+    def _located(self, lane: Lane, error: Exception) -> Exception:
+        """The error with block, thread and line added to its message."""
+        index = getattr(error, "lane_in_warp", None)
+        if index is not None:  # found while acting for the whole warp
+            lane = lane.block.lanes[lane.index // WARP * WARP + index]
+        site, step = None, error.__traceback__
+        while step is not None:
+            if id(step.tb_frame.f_code) in kernel_codes:
+                site = Site(step.tb_frame.f_code, step.tb_lasti, step.tb_lineno)
+            step = step.tb_next
+        where = f"block {lane.block.index}, thread {lane.thread}, {site}"
+        if isinstance(error, SimulatorError):
+            return type(error)(f"{error} [{where}]")
+        return SimulatorError(f"{type(error).__name__}: {error} [{where}]")
+
+
+def now() -> Schedule:
+    """The schedule in progress."""
+    if Schedule.current is None:
+        raise SimulatorError("this is only defined inside a kernel being simulated")
+    return Schedule.current
+
+
+def _threads(lanes: Iterable[Lane]) -> str:
+    """ "threads 0-15, 40" from lanes, by linear index."""
+    indices = sorted(lane.index for lane in lanes)
+    runs: list[list[int]] = []
+    for i in indices:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:6]] + (
+        ["..."] if len(runs) > 6 else []
+    )
+    return ("thread " if len(indices) == 1 else "threads ") + ", ".join(shown)

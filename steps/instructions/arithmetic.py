@@ -1,0 +1,62 @@
+"""Arithmetic on packed bytes and half-precision bits, one 32-bit register at a time."""
+
+import numpy as np
+from numba.cuda.types import float32, int32, uint16, uint32
+
+from .define import ptx
+
+
+def uint8s(word: int) -> tuple[int, int, int, int]:
+    """The four bytes of a 32-bit word, lowest first, as 0..255 (host and twins only)."""
+    return word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255
+
+
+def int8s(word: int) -> tuple[int, int, int, int]:
+    """The four bytes of a 32-bit word, lowest first, as -128..127 (host and twins only)."""
+    a, b, c, d = uint8s(word)
+    return (a ^ 128) - 128, (b ^ 128) - 128, (c ^ 128) - 128, (d ^ 128) - 128
+
+
+@ptx("dp4a.s32.s32 $0, $1, $2, $3;", returns=int32, takes=(int32, int32, int32))
+def dp4a(a, b, c):
+    """c + the dot product of the four signed bytes of a and of b, modulo 2^32. PTX ISA 9.7.1, `dp4a`; SASS IDP.4A.S8.S8."""
+    a0, a1, a2, a3 = int8s(a)
+    b0, b1, b2, b3 = int8s(b)
+    return c + a0 * b0 + a1 * b1 + a2 * b2 + a3 * b3
+
+
+@ptx("dp4a.u32.s32 $0, $1, $2, $3;", returns=int32, takes=(uint32, int32, int32))
+def dp4a_us(a, b, c):
+    """As `dp4a` with the bytes of a unsigned: codes 0..255 against signed activations. SASS IDP.4A.U8.S8."""
+    a0, a1, a2, a3 = uint8s(a)
+    b0, b1, b2, b3 = int8s(b)
+    return c + a0 * b0 + a1 * b1 + a2 * b2 + a3 * b3
+
+
+@ptx("prmt.b32 $0, $1, $2, $3;", returns=uint32, takes=(uint32, uint32, uint32))
+def prmt(a, b, selector):
+    """Four bytes picked from the eight of a (0..3) and b (4..7): nibble i of `selector` names the source of byte i.
+
+    Bit 3 of a nibble replicates the sign bit of the byte instead (PTX ISA, `prmt`, generic form).
+    """
+    source = uint8s(a) + uint8s(b)
+    result = 0
+    for i in range(4):
+        pick = selector >> (4 * i) & 15
+        byte = source[pick & 7]
+        if pick & 8:
+            byte = 255 if byte & 128 else 0
+        result |= byte << (8 * i)
+    return result
+
+
+@ptx("cvt.f32.f16 $0, $1;", returns=float32, takes=(uint16,))
+def half_to_float(bits):
+    """The float16 whose 16 bits are `bits`, exactly, as float32."""
+    return np.uint16(bits).view(np.float16)
+
+
+@ptx("cvt.rn.f16.f32 $0, $1;", returns=uint16, takes=(float32,))
+def float_to_half(x):
+    """The 16 bits of x rounded to the nearest float16, ties to even; beyond 65504 it is infinity."""
+    return int(np.float16(x).view(np.uint16))

@@ -1,0 +1,79 @@
+"""C's idea of a number, in Python: what `int32(x)` or a store to a uint8 array does to a value.
+
+The simulator computes with Python integers, which never overflow. That is the faithful model of Numba, which promotes
+integer arithmetic to 64 bits: a value is cut to its type exactly where the kernel says `int32(x)`, passes it to an
+instruction or stores it, and nowhere else.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numba.cuda import types
+from numba.cuda.np.numpy_support import as_dtype as numba_as_dtype
+
+
+@cache
+def cast_to(dtype: np.dtype) -> Callable:
+    """The C cast to `dtype` as a function: integers wrap, floats are truncated toward zero, NaN becomes 0.
+
+    Float to integer saturates at the ends of the 32- or 64-bit range, as the GPU's `cvt.rzi` does. The function returns
+    a Python int (or bool) for integer dtypes and a NumPy scalar for floating ones.
+    """
+    if dtype.kind == "b":
+        return bool
+    if dtype.kind == "f":
+        return dtype.type
+    if dtype.kind not in "iu":
+        raise TypeError(f"there is no C cast to {dtype}; integers, floats and bool have one")
+    bits = 8 * dtype.itemsize
+    mask, sign, span = (1 << bits) - 1, 1 << (bits - 1), 1 << bits
+    wide = max(bits, 32)
+    lowest, highest = (
+        (-(1 << (wide - 1)), (1 << (wide - 1)) - 1) if dtype.kind == "i" else (0, (1 << wide) - 1)
+    )
+
+    def from_float(x) -> int:
+        if math.isnan(x):
+            return 0
+        return lowest if x <= lowest else highest if x >= highest else int(x)
+
+    def signed(x) -> int:
+        if type(x) is not int:
+            x = from_float(x) if isinstance(x, float | np.floating) else int(x)
+        x &= mask
+        return x - span if x & sign else x
+
+    def unsigned(x) -> int:
+        if type(x) is not int:
+            x = from_float(x) if isinstance(x, float | np.floating) else int(x)
+        return x & mask
+
+    return signed if dtype.kind == "i" else unsigned
+
+
+class CType:
+    """A Numba scalar type as the simulator sees it: a C cast when called, a dtype where an array is declared."""
+
+    __slots__ = ("cast", "dtype", "name")
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = np.dtype(dtype)
+        self.cast = cast_to(self.dtype)
+        self.name = self.dtype.name
+
+    def __call__(self, x=0):
+        return self.cast(x)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def as_dtype(described) -> np.dtype:
+    """The NumPy dtype of a CType, a NumPy type or dtype, or a Numba type (records included)."""
+    if isinstance(described, CType):
+        return described.dtype
+    if isinstance(described, types.Type):
+        return np.dtype(numba_as_dtype(described))
+    return np.dtype(described)

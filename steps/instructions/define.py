@@ -1,0 +1,274 @@
+"""How an instruction is defined: its PTX above, its meaning in NumPy below, one name for both.
+
+    @ptx("dp4a.s32.s32 $0, $1, $2, $3;", returns=int32, takes=(int32, int32, int32))
+    def dp4a(a, b, c):
+        return c + sum(x * y for x, y in zip(int8s(a), int8s(b)))
+
+In a kernel compiled for the GPU the name stands for the PTX (a Numba intrinsic around LLVM's inline assembly); in the
+simulator for the Python function, its *twin*. Memory operands are (array, index) pairs in both worlds, so that the
+simulator can check range and alignment; `takes` says `SHARED` or `GLOBAL` for such a pair.
+
+Operands of the PTX text: results are numbered first ($0, ...), then the operands, one number for an address; `{}` is literal.
+Immediates must be in the text: make one instruction per value with a function around the decorator (`cp_async_wait`).
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import cgutils, types
+from numba.cuda.extending import intrinsic
+
+from .c_types import as_dtype, cast_to
+
+_REGISTER = {
+    types.int16: "h",
+    types.uint16: "h",
+    types.int32: "r",
+    types.uint32: "r",
+    types.int64: "l",
+    types.uint64: "l",
+    types.float32: "f",
+    types.float64: "d",
+}  # PTX ISA: the register class letters of inline assembly
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An (array, index) operand: the address of one element, in the given state space."""
+
+    space: str  # "shared": a 32-bit address in the shared window; "global": a 64-bit one
+
+    def lower(self, context, builder, array_type, array, index):
+        """LLVM: the integer address of `array[index]`, the array being taken as flat."""
+        pointer = element_pointer(context, builder, array_type, array, index)
+        if self.space == "global":  # a generic address of global memory is its global address
+            return builder.ptrtoint(pointer, ir.IntType(64))
+        shared = builder.addrspacecast(pointer, ir.PointerType(pointer.type.pointee, addrspace=3))
+        return builder.ptrtoint(shared, ir.IntType(32))
+
+
+SHARED = Address("shared")
+GLOBAL = Address("global")
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The meaning of an instruction in the simulator.
+
+    `function` takes the operands, cast to the declared types, and returns the result(s), which are cast likewise.
+    With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` it takes a list of the operand tuples
+    of all lanes, is called once when the last lane has arrived, and returns the list of their results.
+    """
+
+    name: str
+    function: Callable
+    scope: str | None
+    casts: tuple[Callable | None, ...]  # of each argument; None for an array
+    results: tuple[Callable, ...]
+    is_tuple: bool
+
+    def convert(self, arguments: tuple) -> tuple:
+        """The arguments as the instruction receives them: int64 to int32 wraps, and so on."""
+        if len(arguments) != len(self.casts):
+            raise TypeError(f"{self.name} takes {len(self.casts)} arguments, got {len(arguments)}")
+        return tuple(
+            value if cast is None else cast(value)
+            for cast, value in zip(self.casts, arguments, strict=True)
+        )
+
+    def restore(self, result):
+        """The result(s) in the declared types."""
+        if self.is_tuple:
+            return tuple(cast(value) for cast, value in zip(self.results, result, strict=True))
+        return self.results[0](result) if self.results else None
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What is known of one instruction: its text, the first architecture that has it, and its twin."""
+
+    name: str
+    text: str
+    min_cc: tuple[int, int]
+    twin: Twin
+
+
+INSTRUCTIONS: dict[Any, Definition] = {}  # Numba intrinsic -> Definition
+
+
+def ptx(
+    text: str,
+    *,
+    returns=None,
+    takes: tuple = (),
+    scope: str | None = None,
+    memory: bool = False,
+    min_cc: tuple[int, int] = (7, 5),
+) -> Callable:
+    """Decorator: make the decorated function, which becomes the twin, an instruction with this PTX `text`.
+
+    returns: a Numba scalar type, a tuple of them (the kernel gets a tuple), or None.
+    takes: a Numba scalar type per register operand, SHARED or GLOBAL per (array, index) pair.
+    scope: None, "lane" or "warp": see `Twin`.
+    memory: it reads or writes memory, so LLVM must keep it in order with loads, stores and barriers.
+    min_cc: the first compute capability that has it; offline compilation for an older one fails with a sentence.
+    """
+    results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
+    constraints = ["=" + _REGISTER[t] for t in results]
+    constraints += [_address_register(t) if isinstance(t, Address) else _REGISTER[t] for t in takes]
+    if memory:
+        constraints.append("~{memory}")
+    # Convergent: LLVM must not move or duplicate a warp-wide instruction into divergent control flow.
+    ordered = memory or returns is None or scope is not None
+    attributes = ("convergent",) if ordered else ()
+
+    def lower(context, builder, signature, arguments):
+        values, position = [], 0
+        for operand in takes:
+            if isinstance(operand, Address):
+                array, index = arguments[position : position + 2]
+                values.append(
+                    operand.lower(context, builder, signature.args[position], array, index)
+                )
+                position += 2
+            else:
+                values.append(arguments[position])
+                position += 1
+        outputs = [context.get_value_type(t) for t in results]
+        kind = (
+            ir.VoidType()
+            if not outputs
+            else outputs[0]
+            if len(outputs) == 1
+            else ir.LiteralStructType(outputs)
+        )
+        assembly = ir.InlineAsm(
+            ir.FunctionType(kind, [v.type for v in values]),
+            text,
+            ",".join(constraints),
+            side_effect=ordered,
+        )
+        result = builder.call(assembly, values, attrs=attributes)
+        if returns is None:
+            return context.get_dummy_value()
+        if not isinstance(returns, tuple):
+            return result
+        parts = (
+            [result]
+            if len(results) == 1
+            else [builder.extract_value(result, i) for i in range(len(results))]
+        )
+        return pack(context, builder, signature.return_type, parts)
+
+    def argument_types(given) -> list | None:
+        wanted, position = [], 0
+        for operand in takes:
+            if isinstance(operand, Address):
+                if not isinstance(given[position], types.Array):
+                    return None
+                wanted += [given[position], types.int64]
+                position += 2
+            else:
+                wanted.append(operand)
+                position += 1
+        return wanted
+
+    casts: list = []
+    for operand in takes:
+        casts += [None, int] if isinstance(operand, Address) else [cast_of(operand)]
+
+    def decorate(twin: Callable):
+        return define(
+            twin,
+            text,
+            scope=scope,
+            casts=tuple(casts),
+            returns=returns,
+            argument_types=argument_types,
+            lower=lower,
+            min_cc=min_cc,
+        )
+
+    return decorate
+
+
+def define(
+    twin: Callable, text: str, *, scope, casts, returns, argument_types, lower, min_cc=(7, 5)
+):
+    """Register an instruction given how LLVM lowers it and its twin; returns the Numba intrinsic.
+
+    argument_types: function of the Numba types of a call to the wanted ones, or None where the call does not fit.
+    """
+    results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
+    parameters = list(inspect.signature(twin).parameters.values())
+    if scope == "lane":
+        parameters = parameters[1:]
+    elif scope == "warp":  # the twin sees all lanes at once; the kernel passes the operands of one
+        parameters = [
+            inspect.Parameter(f"x{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for i in range(len(casts))
+        ]
+    if len(parameters) != len(casts):
+        raise TypeError(
+            f"the twin of {twin.__name__} takes {len(parameters)} operands, its PTX {len(casts)}"
+        )
+    return_type = (
+        types.void
+        if returns is None
+        else types.Tuple(returns)  # Numba makes it a UniTuple where all types are equal
+        if isinstance(returns, tuple)
+        else returns
+    )
+
+    def typing(typing_context, *given):
+        wanted = argument_types(given)
+        return None if wanted is None else (return_type(*wanted), lower)
+
+    typing.__name__ = typing.__qualname__ = twin.__name__
+    typing.__doc__ = twin.__doc__
+    typing.__module__ = twin.__module__
+    context_parameter = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    typing.__signature__ = inspect.Signature([context_parameter, *parameters])
+    instruction = intrinsic(typing)
+    INSTRUCTIONS[instruction] = Definition(
+        twin.__name__,
+        text,
+        min_cc,
+        Twin(
+            twin.__name__,
+            twin,
+            scope,
+            casts,
+            tuple(map(cast_of, results)),
+            isinstance(returns, tuple),
+        ),
+    )
+    return instruction
+
+
+def element_pointer(context, builder, array_type, array, index):
+    """LLVM: a byte pointer to element `index` of an array taken as flat (C-contiguous)."""
+    data = context.make_array(array_type)(context, builder, value=array).data
+    pointer = builder.bitcast(data, ir.IntType(8).as_pointer())
+    itemsize = context.get_abi_sizeof(context.get_data_type(array_type.dtype))
+    offset = builder.mul(index, ir.Constant(index.type, itemsize))
+    return builder.gep(pointer, [offset], inbounds=True)
+
+
+def pack(context, builder, tuple_type, parts):
+    """LLVM: a Numba tuple of the given values."""
+    if isinstance(tuple_type, types.UniTuple):
+        return cgutils.pack_array(builder, parts)
+    return context.make_tuple(builder, tuple_type, parts)
+
+
+def cast_of(numba_type) -> Callable:
+    """The C cast of a Numba scalar type."""
+    return cast_to(as_dtype(numba_type))
+
+
+def _address_register(address: Address) -> str:
+    return "r" if address.space == "shared" else "l"

@@ -1,0 +1,21 @@
+"""What can be wrong with a kernel in the simulator. The message of each ends with block, thread and source line."""
+
+
+class SimulatorError(RuntimeError):
+    """A kernel did what it must not do; also the base of the more exact errors below."""
+
+
+class OutOfRange(SimulatorError):
+    """An access outside an array, or with a negative index."""
+
+
+class Misaligned(SimulatorError):
+    """An access at an address that is not a multiple of its size: CUDA error 716 on the GPU."""
+
+
+class BarrierDivergence(SimulatorError):
+    """Threads that must meet at one barrier wait at different ones, or have exited."""
+
+
+class Deadlock(SimulatorError):
+    """No thread can go on: they wait for each other at different things, or poll memory that nobody will write."""
