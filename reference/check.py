@@ -1,0 +1,485 @@
+"""The verdict: is this C right, how wrong is it, where, and whose fault is it?
+
+Five layers look at a result, each of which misses what another sees:
+
+    nan           not one NaN or Inf, anywhere: comparisons are false on NaN, so it is asked first
+    exact         problems made of small integers: bit for bit, any order of summation
+    bound         each element within an a-priori rounding bound: no element is averaged away
+    nmse          the kernel's error as a whole, against the *same operands*: sharp where the bound
+                  is wide (a product scaled by 1.001 has 1e-6, the limits are near 1e-11)
+    float         the error against the unquantized product, which is the *format's*: a kernel that
+                  agrees with a wrong codec is caught here
+    weights       the codec alone: the dequantized weights, the sharpest sign of a wrong recipe
+    activations   the Q8_1 bits an A8 step made, against the recipe: "same operands" trusts them
+
+The two errors are always reported apart. `limits` says where each number comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import format_of
+from reference.problem import GOLDEN, Problem
+from reference.product import (
+    Q81,
+    magnitude_a8,
+    magnitude_a16,
+    same_operands_a8,
+    same_operands_a16,
+    sample,
+    unquantized,
+)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FAMILIES: Final = ("A16", "A8")
+SAMPLE_LIMIT: Final = 2**18  # outputs compared in full; larger results are sampled
+
+# --- rounding -------------------------------------------------------------------------------------
+
+_U32: Final = 2.0**-24  # unit roundoff of float32, round to nearest
+# What one rounding of an operand costs, and one of the accumulator. Tensor cores accumulate in
+# float32 but may truncate, which is two roundings to nearest.
+_OPERANDS: Final = {
+    "f32": (0.0, _U32),
+    "f16": (2.0**-11, 2 * _U32),
+    "bf16": (2.0**-8, 2 * _U32),
+}
+
+
+def nmse(x: Array, ref: Array) -> float:
+    """sum (x - ref)^2 / sum ref^2 in float64; 0 for 0 against 0, inf for anything else against 0.
+
+    inf as well where x is not finite: the number never passes for a small one.
+    """
+    x, ref = x.astype(np.float64), ref.astype(np.float64)
+    if not np.isfinite(x).all():
+        return math.inf
+    error, energy = float(np.sum((x - ref) ** 2)), float(np.sum(ref**2))
+    if energy == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / energy
+
+
+def roundings(family: str, k: int) -> int:
+    """How many float32 roundings any one term of an output goes through, at most.
+
+    A sum of n terms, in *any* order or tree (split-K, lanes, atomics), passes each term through
+    at most n - 1 additions; adding to a zero is exact.
+
+    A16: K terms a * w. K - 1 additions, the product, the dequantization of w (scale * code is
+    exact, 11 + 5 bits; adding the offset rounds once), the scale and the offset taken apart (two
+    more products), and one to spare for the float64 reference: K + 4.
+
+    A8: the integer sums are exact (a block stays below 2^24), so terms are made per block, or per
+    packed word of four by a kernel that splits a block over lanes: 8 words and one compensation,
+    9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
+    rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
+    """
+    _known_family(family)
+    return k + 4 if family == "A16" else 9 * (k // 32) + 4
+
+
+def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array:
+    """The largest |error| a right kernel can make in each output, float64 of magnitude's shape.
+
+    With n roundings of unit u on every term (`roundings`), the computed sum is
+    sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
+    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|, and sum |t_i| is `magnitude`
+    (`magnitude_a16`, `magnitude_a8`).
+    Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2.
+
+    It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
+    of n, not like n. That is what NMSE is for.
+    """
+    v, u = _rounding_units(operands)
+    n = roundings(family, k)
+    gamma = n * u / (1 - n * u)
+    return np.asarray(((1 + v) ** 2 * (1 + gamma) - 1) * magnitude)
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+# NMSE of dequantized weights, 2^24 of them, ggml's recipes, measured here. It equals the expected
+# NMSE of a product: the errors of W are independent of A. As a check by hand, Q8_0 rounds to a
+# step of amax/127, all but the extreme: 31/32 E[amax^2] / (12 * 127^2 * variance), where uniform
+# data has E[amax^2] = 32/34 and variance 1/3, so 1.413e-5.
+WEIGHT_NMSE: Final[dict[str, dict[str, float]]] = {
+    "uniform": {
+        "q4_0": 4.227e-3,
+        "q4_1": 3.684e-3,
+        "q5_0": 9.734e-4,
+        "q5_1": 8.628e-4,
+        "q8_0": 1.417e-5,
+    },
+    "normal": {
+        "q4_0": 7.378e-3,
+        "q4_1": 6.118e-3,
+        "q5_0": 1.821e-3,
+        "q5_1": 1.433e-3,
+        "q8_0": 2.864e-5,
+    },
+}
+WEIGHT_NMSE["llm"] = WEIGHT_NMSE["normal"]  # only A has outliers
+
+# What Q8_1 activations add to that, from the exact sum of codes up to llama.cpp's sum of raw values
+# (which leaves s and the codes at odds, 4-6 times worse for the formats with an offset).
+# "llm": an outlier sets d for its block, and the 31 others are rounded 20 times more coarsely. How
+# much depends on the share of blocks with an outlier, so the range is wide.
+ACTIVATION_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 7e-5),
+    "normal": (2.6e-5, 2.1e-4),
+    "llm": (3e-5, 3e-3),
+}
+
+CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is allowed, and why. A range is (low, high): too good is as suspicious as too bad.
+
+    nmse_same_operands  the kernel's error
+    nmse_float          the format's error, of the product; None where there are too few outputs
+                        (or no quantization: "integer", "golden") for the figure to mean anything
+    nmse_weights        the same of the weights themselves, None where there are too few of them
+    reasons             one sentence for each of the three
+    """
+
+    nmse_same_operands: float
+    nmse_float: tuple[float, float] | None
+    nmse_weights: tuple[float, float] | None
+    reasons: tuple[str, str, str]
+
+
+def limits(
+    problem: Problem,
+    family: str,
+    operands: str = "f32",
+    outputs: tuple[int, int] | None = None,
+) -> Limits:
+    """The limits of one family on one problem, of which outputs = (rows, columns) are compared."""
+    _known_family(family)
+    rows, columns = outputs or (problem.m, problem.n)
+    kernel, why_kernel = _kernel_limit(family, problem.k, operands)
+    expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
+    if expected is None:
+        why = "the weights are made of blocks, so nothing was lost in quantizing them"
+        return Limits(kernel, None, None, (why_kernel, why, why))
+
+    # Ratios of two sums of squares of nearly normal numbers: relative deviation 2 / sqrt(count).
+    # Five deviations, and 3 % for what the table's figures leave open. With outlier channels only
+    # the columns of C are independent (one channel dominates every row alike).
+    count = columns if problem.distribution == "llm" else rows * columns
+    slack = 0.03 + 5 * 2 / math.sqrt(count)
+    added = ACTIVATION_NMSE[problem.distribution] if family == "A8" else (0.0, 0.0)
+    product: tuple[float, float] | None = None
+    why_float = f"{count} independent outputs are too few to tell a format by its error"
+    if count >= 1024:
+        high = (expected + added[1]) * (1 + slack)
+        product = ((expected + added[0]) * (1 - slack), min(high, CLASSICAL))
+        why_float = (
+            f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
+            + (f", Q8_1 up to {added[1]:.1e} more" if family == "A8" else "")
+            + f"; {100 * slack:.0f} % for sampling; 1 % at most, the classical acceptance"
+        )
+    # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
+    weights: tuple[float, float] | None = None
+    slack_w = 0.01 + 5 * 0.008 * math.sqrt(2**16 / (problem.k * columns))
+    why_weights = f"{problem.k * columns} weights are too few to tell a recipe by its error"
+    if slack_w <= 0.08:
+        weights = (expected * (1 - slack_w), expected * (1 + slack_w))
+        why_weights = f"ggml's recipe loses {expected:.2e}; {100 * slack_w:.1f} % for sampling"
+    return Limits(kernel, product, weights, (why_kernel, why_float, why_weights))
+
+
+def _kernel_limit(family: str, k: int, operands: str) -> tuple[float, str]:
+    _rounding_units(operands)
+    if family == "A8":
+        # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
+        return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
+    if operands == "f16":
+        return 1e-6, "operands rounded to f16: 6e-8 ... 9e-8 measured"
+    if operands == "bf16":
+        return 2e-5, "operands rounded to bf16: 4e-6 ... 6e-6 measured"
+    # A running sum after j of K terms has energy j/K of the result; each addition rounds it with
+    # variance u^2 / 3: K u^2 / 6 in all. Up to 16 times that where scale and offset are summed
+    # apart (unsigned codes have that much more energy than the weights they stand for).
+    return 16 / 6 * (k + 4) * _U32**2, f"K={k} float32 roundings at random: 16 K u^2 / 6"
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found.
+
+    ok                  every layer that applies is satisfied
+    failures            names of the layers that are not, in the order of the module's docstring
+    nmse_same_operands  the kernel's error (inf if anything is NaN or Inf)
+    nmse_float          the error against the unquantized product: the format's and the kernel's
+    worst_bound_ratio   largest |error| / bound; a right kernel stays well below 1
+    worst               (m, n) of that element, `got` and `expected` its value and what it should be
+    compared            outputs compared with the reference (NaN is looked for in all M * N)
+    verdict             one sentence
+    """
+
+    ok: bool
+    failures: tuple[str, ...]
+    nmse_same_operands: float
+    nmse_float: float
+    worst_bound_ratio: float
+    worst: tuple[int, int]
+    got: float
+    expected: float
+    compared: int
+    verdict: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def check(
+    c: Array,
+    problem: Problem,
+    family: str,
+    activations: Q81 | Array | None = None,
+    exact: bool | None = None,
+    *,
+    operands: str = "f32",
+    blocks: Array | None = None,
+    limit: int = SAMPLE_LIMIT,
+) -> Check:
+    """Judge c float32[M, N] as the answer of a `family` step to `problem`.
+
+    activations  A8: the Q8_1 bits the kernel multiplied (required). A16: None, or the float32[M, K]
+                 it really multiplied where that is not problem.a
+    exact        demand bit equality; None means problem.exact, and holds for the golden case too
+                 when its own bits are given
+    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16"
+    blocks       the weights it multiplied, if not problem.blocks (a codec under test)
+    limit        how many outputs to compare at most, see `sample`; NaN and Inf are sought in all
+
+    TypeError or ValueError for what is no answer at all: wrong type, dtype, shape or family.
+    """
+    _known_family(family)
+    _require_answer(c, problem)
+    q81, a = _given(activations, problem, family)
+    weights = problem.blocks if blocks is None else blocks
+    if exact is None:
+        golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
+        exact = problem.exact or (golden is not None and (q81 is None or golden.gave(q81)))
+
+    rows, columns = sample(problem.m, problem.n, limit)
+    part = c[np.ix_(rows, columns)].astype(np.float64)
+    if q81 is not None:
+        same = same_operands_a8(q81.rows(rows), weights[columns])
+        size = magnitude_a8(q81.rows(rows), weights[columns])
+    else:
+        same = same_operands_a16(a[rows], weights[columns])
+        size = magnitude_a16(a[rows], weights[columns])
+    meant = unquantized(problem.a[rows], problem.w[columns])
+    allowed = limits(problem, family, operands, (rows.size, columns.size))
+
+    error = np.abs(part - same)
+    permitted = bound(family, problem.k, size, operands)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        ratio = np.where(error == 0, 0.0, error / permitted)
+    ratio[~np.isfinite(part)] = math.inf
+    i, j = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    worst = (int(rows[i]), int(columns[j]))
+    kernel_error, float_error = nmse(part, same), nmse(part, meant)
+
+    found: dict[str, str] = {}
+    if not np.isfinite(c).all():
+        found["nan"] = _not_finite(c)
+    if exact and (part != same).any():
+        found["exact"] = (
+            f"{np.count_nonzero(part != same)} of {part.size} outputs differ in the exact case "
+            f"({_region(part != same, rows, columns)})"
+        )
+    if (ratio > 1).any():
+        found["bound"] = (
+            f"{np.count_nonzero(ratio > 1)} of {part.size} outputs exceed the rounding bound "
+            f"({_region(ratio > 1, rows, columns)}), the worst by {ratio[i, j]:.3g} times at "
+            f"{worst}: got {part[i, j]:.9g}, expected {same[i, j]:.9g}"
+        )
+    tolerated = allowed.nmse_same_operands * _cancellation(size, same, problem.k)
+    if kernel_error > tolerated:
+        found["nmse"] = (
+            f"NMSE {kernel_error:.2e} against the same operands is above {tolerated:.2e}"
+        )
+    if allowed.nmse_float and not _within(float_error, allowed.nmse_float):
+        found["float"] = (
+            f"NMSE {float_error:.2e} against the float product is outside "
+            f"{_range(allowed.nmse_float)}"
+        )
+    if allowed.nmse_weights:
+        of_weights = nmse(format_of(weights).dequantize(weights[columns]), problem.w[columns])
+        if not _within(of_weights, allowed.nmse_weights):
+            found["weights"] = (
+                f"NMSE {of_weights:.2e} of the weights alone is outside "
+                f"{_range(allowed.nmse_weights)}: this is not ggml's {problem.format}"
+            )
+    if q81 is not None and problem.distribution != "golden":
+        complaint = check_activations(q81, problem.a, exact=exact)
+        if complaint:
+            found["activations"] = complaint
+
+    if found:
+        verdict = "wrong: " + "; ".join(found.values())
+    else:
+        verdict = (
+            f"right: {part.size} of {c.size} outputs compared, "
+            + ("all exact, " if exact else f"worst at {ratio[i, j]:.2g} of the rounding bound, ")
+            + f"NMSE {kernel_error:.1e} against the same operands, {float_error:.1e} against the "
+            "float product"
+        )
+    return Check(
+        ok=not found,
+        failures=tuple(found),
+        nmse_same_operands=kernel_error,
+        nmse_float=float_error,
+        worst_bound_ratio=float(ratio[i, j]),
+        worst=worst,
+        got=float(part[i, j]),
+        expected=float(same[i, j]),
+        compared=part.size,
+        verdict=verdict,
+    )
+
+
+def check_activations(q81: Q81, a: Array, exact: bool = False) -> str | None:
+    """None if q81 is a[M, K] in Q8_1, else a sentence.
+
+    Codes may differ from the reference by one, in 1e-4 of the values (a GPU divides differently at
+    ties); d by 1e-6, or by its rounding to f16; s by the same from either of its two definitions,
+    the same one throughout. In the exact case nothing may differ.
+    """
+    right = Q81.of_values(a)
+    off = np.abs(q81.q.astype(np.int32) - right.q)
+    allowed = 0 if exact else max(1, int(1e-4 * off.size))
+    if (off > 1).any() or np.count_nonzero(off) > allowed:
+        m, k = np.unravel_index(int(np.argmax(off)), off.shape)
+        return (
+            f"{np.count_nonzero(off)} of {off.size} Q8_1 codes differ from the recipe, the most at "
+            f"({m}, {k}): got {q81.q[m, k]}, expected {right.q[m, k]}"
+        )
+    half, tiny = 2.0**-11, 2.0**-25  # rounding to f16: relative, and below its normal range
+    slack = 0.0 if exact else half * (1 + 2.0**-10) + 1e-6
+    floor = 0.0 if exact else tiny
+    d = right.d.astype(np.float64)
+    wrong = ~(np.abs(q81.d - d) <= slack * d + floor)
+    if wrong.any():
+        m, b = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        return (
+            f"{np.count_nonzero(wrong)} of {wrong.size} Q8_1 scales d are wrong, the first at "
+            f"block ({m}, {b}): got {q81.d[m, b]:.9g}, expected {d[m, b]:.9g}"
+        )
+    x = a.astype(np.float64).reshape(*d.shape, -1)
+    sums = {
+        "d * sum(q)": d * q81.q.reshape(x.shape).sum(axis=-1, dtype=np.int64),
+        "sum of values": x.sum(axis=-1),
+    }
+    rounding = 0.0 if exact else 32 * _U32
+    misses = {
+        name: ~(np.abs(q81.s - s) <= slack * np.abs(s) + rounding * np.abs(x).sum(axis=-1) + floor)
+        for name, s in sums.items()
+    }
+    if all(miss.any() for miss in misses.values()):
+        name = min(misses, key=lambda key: np.count_nonzero(misses[key]))
+        m, b = np.unravel_index(int(np.argmax(misses[name])), d.shape)
+        return (
+            f"{np.count_nonzero(misses[name])} of {d.size} Q8_1 sums s are wrong, the first at "
+            f"block ({m}, {b}): got {q81.s[m, b]:.9g}, expected {sums[name][m, b]:.9g} ({name})"
+        )
+    return None
+
+
+def _known_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: use one of {', '.join(FAMILIES)}")
+
+
+def _rounding_units(operands: str) -> tuple[float, float]:
+    if operands not in _OPERANDS:
+        raise ValueError(f"unknown operands {operands!r}: use one of {', '.join(_OPERANDS)}")
+    return _OPERANDS[operands]
+
+
+def _require_answer(c: Array, problem: Problem) -> None:
+    if not isinstance(c, np.ndarray) or c.dtype != np.float32:
+        found = getattr(c, "dtype", type(c).__name__)
+        raise TypeError(f"C must be a float32 array, got {found}")
+    if c.shape != (problem.m, problem.n):
+        raise ValueError(f"C must be of shape (M, N) = ({problem.m}, {problem.n}), got {c.shape}")
+
+
+def _given(
+    activations: Q81 | Array | None, problem: Problem, family: str
+) -> tuple[Q81 | None, Array]:
+    """The operands the kernel was given: (q81, _) for A8, (None, a) for A16."""
+    if family == "A8":
+        if not isinstance(activations, Q81):
+            raise TypeError(
+                "an A8 result is checked against the Q8_1 bits it multiplied: pass "
+                f"activations=Q81(q, d, s), got {type(activations).__name__}"
+            )
+        if activations.q.shape != (problem.m, problem.k):
+            raise ValueError(
+                f"Q8_1 activations must be [M, K] = ({problem.m}, {problem.k}), "
+                f"got {activations.q.shape}"
+            )
+        return activations, problem.a
+    if isinstance(activations, Q81):
+        raise TypeError("an A16 result is checked against float32 activations, got Q81")
+    if activations is None:
+        return None, problem.a
+    if activations.shape != (problem.m, problem.k):
+        raise ValueError(
+            f"activations must be [M, K] = ({problem.m}, {problem.k}), got {activations.shape}"
+        )
+    return None, activations
+
+
+def _not_finite(c: Array) -> str:
+    bad = ~np.isfinite(c)
+    nans = int(np.count_nonzero(np.isnan(c)))
+    count = int(np.count_nonzero(bad))
+    m, n = np.unravel_index(int(np.argmax(bad)), c.shape)
+    where = _region(bad, np.arange(c.shape[0]), np.arange(c.shape[1]))
+    return (
+        f"{count} of {c.size} outputs are not finite ({nans} NaN, {count - nans} Inf), "
+        f"the first at ({m}, {n}), in {where}"
+    )
+
+
+def _region(bad: Array, rows: Array, columns: Array) -> str:
+    """Where the marked elements lie, which often names the bug: a last row, a tile's edge."""
+    r, c = rows[bad.any(axis=1)], columns[bad.any(axis=0)]
+    return f"rows {r[0]}-{r[-1]}, columns {c[0]}-{c[-1]}"
+
+
+def _cancellation(size: Array, same: Array, k: int) -> float:
+    """How much to widen an NMSE limit because the outputs happen to cancel, >= 1.
+
+    K terms of sum |t| = size and random signs add up to about size / sqrt(K); a limit on
+    error / result assumes that. Over many outputs size^2 / K stays within 16 times result^2 (0.3 to
+    14 measured over formats and distributions), but a single output may be near zero by chance.
+    """
+    energy, result = float(np.sum(size**2)) / k, float(np.sum(same**2))
+    return max(1.0, energy / (16 * result)) if result > 0 else math.inf
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _range(limits: tuple[float, float]) -> str:
+    return f"{limits[0]:.3g} ... {limits[1]:.3g}"

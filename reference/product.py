@@ -1,0 +1,186 @@
+"""Products in float64, and the magnitudes their rounding errors are measured against.
+
+Three answers to "what should C be", for three questions:
+
+    unquantized(a, w)               what the float model meant: its distance is the *format's* error
+    same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
+    same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
+
+Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
+24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
+sums: K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import BLOCK, format_of
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Pick = Array | slice
+
+# Tiles a kernel may use, whose last, partial one is where a ragged edge goes wrong.
+TILES: Final = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Q81:
+    """Q8_1 activations as planes: value = d * q, and s stands for the sum of the block's values.
+
+    q int8[M, K], d float32[M, K/32], s float32[M, K/32]. TypeError or ValueError if they are not.
+    """
+
+    q: Array
+    d: Array
+    s: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("q", np.int8), ("d", np.float32), ("s", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Q81.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.q.ndim != 2 or self.q.shape[1] % BLOCK:
+            raise ValueError(f"Q81.q must be [M, K] with K % {BLOCK} == 0, got {self.q.shape}")
+        blocks = (self.q.shape[0], self.q.shape[1] // BLOCK)
+        if self.d.shape != blocks or self.s.shape != blocks:
+            raise ValueError(
+                f"Q81 with q {self.q.shape} needs d and s of {blocks}, "
+                f"got {self.d.shape} and {self.s.shape}"
+            )
+
+    @classmethod
+    def of_blocks(cls, blocks: Array) -> Q81:
+        """From structured[M, K/32] of `block_q8_1` (d and s widened from f16, exactly)."""
+        q = np.ascontiguousarray(blocks["qs"]).reshape(blocks.shape[0], -1)
+        return cls(q, blocks["d"].astype(np.float32), blocks["s"].astype(np.float32))
+
+    @classmethod
+    def of_values(cls, a: Array, s: str = "codes") -> Q81:
+        """Quantize float32[M, K] as ggml's reference does, but keep d and s in float32.
+
+        s = "codes" is d * sum(q); s = "values" is the sum of the raw a (llama.cpp on CUDA).
+        """
+        if s not in ("codes", "values"):
+            raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
+        x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
+        d = np.abs(x).max(axis=-1) / np.float32(127)
+        with np.errstate(divide="ignore"):
+            inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+        scaled = x * inverse[..., None]
+        # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
+        # cannot round up by accident as it could in float32.
+        q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
+        total = d * q.sum(axis=-1).astype(np.float32) if s == "codes" else x.sum(axis=-1)
+        return cls(q.astype(np.int8).reshape(a.shape), d, total.astype(np.float32))
+
+    def rows(self, pick: Pick) -> Q81:
+        """The same, of some tokens only."""
+        return Q81(self.q[pick], self.d[pick], self.s[pick])
+
+    def values(self) -> Array:
+        """d * q in float64[M, K]."""
+        return self.q * np.repeat(self.d.astype(np.float64), BLOCK, axis=1)
+
+
+def unquantized(a: Array, w: Array) -> Array:
+    """A @ W^T of float32[M, K] and float32[N, K], in float64[M, N]."""
+    return np.asarray(a.astype(np.float64) @ w.astype(np.float64).T)
+
+
+def same_operands_a16(a: Array, blocks: Array) -> Array:
+    """float32 A[M, K] times the dequantized blocks[N, K/32], in float64[M, N]."""
+    _same_k(a.shape[1], blocks)
+    return unquantized(a, format_of(blocks).dequantize(blocks))
+
+
+def magnitude_a16(a: Array, blocks: Array) -> Array:
+    """sum_k |a| * (|scale * code| + |offset|), float64[M, N]: what rounding errors are relative to.
+
+    Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
+    well as one that dequantizes each weight first (whose terms |a * w| are never larger).
+    """
+    _same_k(a.shape[1], blocks)
+    codes, scale, offset = _operands(blocks)
+    weights = np.abs(codes * np.repeat(scale, BLOCK, axis=1))
+    weights += np.repeat(np.abs(offset), BLOCK, axis=1)
+    return np.asarray(np.abs(a).astype(np.float64) @ weights.T)
+
+
+def same_operands_a8(q81: Q81, blocks: Array) -> Array:
+    """The product on the given Q8_1 bits, float64[M, N].
+
+    Per block  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel computes in
+    its own way; summed over the K/32 blocks.
+    """
+    _same_k(q81.q.shape[1], blocks)
+    codes, scale, offset = _operands(blocks)
+    weights = codes * np.repeat(scale, BLOCK, axis=1)
+    return np.asarray(q81.values() @ weights.T + q81.s.astype(np.float64) @ offset.T)
+
+
+def magnitude_a8(q81: Q81, blocks: Array) -> Array:
+    """sum_b (|scale * da| * sum |code * q| + |offset * s|), float64[M, N].
+
+    By elements, not by blocks: it bounds the partial sums of a kernel that turns part of a block
+    (one packed word, say) into float32 as well as those of one that sums a whole block in int32.
+    """
+    _same_k(q81.q.shape[1], blocks)
+    codes, scale, offset = _operands(blocks)
+    weights = np.abs(codes * np.repeat(scale, BLOCK, axis=1))
+    return np.asarray(
+        np.abs(q81.values()) @ weights.T + np.abs(q81.s.astype(np.float64)) @ np.abs(offset).T
+    )
+
+
+def sample(m: int, n: int, limit: int = 2**18, seed: int = 0) -> tuple[Array, Array]:
+    """Rows and columns of C[M, N] to check: all of them, or a fair choice of about `limit` outputs.
+
+    A float64 product of 4096 x 4096 x 14336 takes minutes, so large results are checked on
+    rows x columns: always the first and last, both sides of the edge of the last tile of
+    8 ... 256 (`TILES`), and a seeded random choice of the others. Returns two sorted int64 arrays;
+    rows.size * columns.size <= limit unless the edges alone are more.
+    """
+    if min(m, n, limit) < 1:
+        raise ValueError(f"M, N and limit must be positive, got {m}, {n}, {limit}")
+    if m * n <= limit:
+        return np.arange(m), np.arange(n)
+    rng = np.random.default_rng([m, n, limit, seed])
+    side = int(limit**0.5)
+    rows = _choose(m, max(side, limit // n), rng)
+    return rows, _choose(n, max(1, limit // rows.size), rng)
+
+
+def _choose(size: int, count: int, rng: np.random.Generator) -> Array:
+    if count >= size:
+        return np.arange(size)
+    edges = {0, 1, size - 2, size - 1}
+    for tile in TILES:
+        last = (size - 1) // tile * tile
+        edges |= {last - 1, last, last + 1}
+    kept = np.array(sorted(edge for edge in edges if 0 <= edge < size))
+    others = np.setdiff1d(np.arange(size), kept)
+    extra = min(max(0, count - kept.size), others.size)
+    return np.sort(np.concatenate([kept, rng.choice(others, extra, replace=False)]))
+
+
+def _operands(blocks: Array) -> tuple[Array, Array, Array]:
+    """codes [N, K], scale and offset [N, K/32] in float64."""
+    layout = format_of(blocks)
+    return (
+        layout.codes(blocks).astype(np.float64),
+        layout.scale(blocks).astype(np.float64),
+        layout.offset(blocks).astype(np.float64),
+    )
+
+
+def _same_k(k: int, blocks: Array) -> None:
+    if blocks.ndim != 2 or blocks.shape[1] * BLOCK != k:
+        raise ValueError(
+            f"activations of K={k} need weight blocks of shape [N, {k // BLOCK}], "
+            f"got {list(blocks.shape)}"
+        )
