@@ -172,6 +172,7 @@ class Environment:
     numpy: str | None = None
     python: str | None = None
     power_limit_w: float | None = None
+    power_draw_w: float | None = None  # right after the run
     clocks_mhz: Clocks = field(default_factory=Clocks)
     throttle: str | None = None  # clock event reasons after the run, as nvidia-smi's bit mask
     copy_tbps: float | None = None
@@ -508,6 +509,7 @@ def stale_steps(run: Run, root: Path = ROOT) -> frozenset[int]:
 _SMI_FIELDS: Final = (
     "driver_version",
     "power.limit",
+    "power.draw",
     "clocks.sm",
     "clocks.max.sm",
     "clocks_throttle_reasons.active",
@@ -598,6 +600,7 @@ def finished(env: Environment, limits: Limits | None = None) -> Environment:
     return replace(
         env,
         clocks_mhz=replace(env.clocks_mhz, after=_number(smi.get("clocks.sm"))),
+        power_draw_w=_number(smi.get("power.draw")),
         throttle=smi.get("clocks_throttle_reasons.active"),
         limits=limits,
         copy_tbps=limits.copy_tbps,
