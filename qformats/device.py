@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int8, int32, uint32
 
 from qformats import BLOCK, FORMATS
 from steps.instructions import (
@@ -36,7 +36,6 @@ from steps.instructions import (
     half_to_float,
     load_u16,
     load_u32,
-    shfl_xor,
     store_f32x2,
     store_u16,
 )
@@ -109,7 +108,7 @@ def device_format(format_name: str) -> DeviceFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def nibble(w, at, j):
-        return (int32(w[at + QS + j % HALF]) >> int32(4 * (j // HALF))) & int32(15)
+        return int32((uint32(w[at + QS + j % HALF]) >> uint32(4 * (j // HALF))) & uint32(15))
 
     @cuda.jit(device=True, forceinline=True)
     def nibble_words(w, at, i):
@@ -118,8 +117,8 @@ def device_format(format_name: str) -> DeviceFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def five_bit(w, at, j):
-        fifth = (int32(w[at + QH + j // 8]) >> int32(j % 8)) & int32(1)
-        return nibble(w, at, j) | (fifth << int32(4))
+        fifth = (uint32(w[at + QH + j // 8]) >> uint32(j % 8)) & uint32(1)
+        return int32(nibble(w, at, j) | int32(fifth << uint32(4)))
 
     @cuda.jit(device=True, forceinline=True)
     def five_bit_words(w, at, i):
@@ -131,8 +130,7 @@ def device_format(format_name: str) -> DeviceFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def signed_byte(w, at, j):
-        # int8 read as unsigned is one of the classical bugs: bring the sign bit to bit 31 and back
-        return (int32(w[at + QS + j]) << int32(24)) >> int32(24)
+        return int32(int8(w[at + QS + j]))  # int8 read as unsigned is one of the classical bugs
 
     @cuda.jit(device=True, forceinline=True)
     def signed_words(w, at, i):
@@ -159,6 +157,7 @@ def device_format(format_name: str) -> DeviceFormat:
 
 
 # --- Q8_1 on the GPU --------------------------------------------------------------------------------
+WARP = 0xFFFFFFFF  # all 32 lanes take part
 WARPS = 8  # blocks of 32 values that one thread block quantizes
 SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a block is zero
 BLOCK_Q8_1 = FORMATS["q8_1"].block_bytes
@@ -197,14 +196,14 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
         x = a[m, k] if k < a.shape[1] else float32(0)
         largest, total = abs(x), x
         for step in (16, 8, 4, 2, 1):
-            largest = max(largest, shfl_xor(largest, step))
-            total += shfl_xor(total, step)
+            largest = max(largest, cuda.shfl_xor_sync(WARP, largest, step))
+            total += cuda.shfl_xor_sync(WARP, total, step)
         d = largest / float32(127)
         code = round_half_away(x * (float32(1) / d)) if d >= SMALLEST_NORMAL else int32(0)
         if of_codes:
             total = float32(code)
             for step in (16, 8, 4, 2, 1):
-                total += shfl_xor(total, step)
+                total += cuda.shfl_xor_sync(WARP, total, step)
             total *= d
         return code, d, total
 

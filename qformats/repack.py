@@ -33,7 +33,7 @@ class Planes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planes a kernel needs: `offset` counts only where `scale` does not give it."""
+        """Bytes of the planes a kernel needs: `offset` counts only where it is a minimum."""
         offset = self.offset.nbytes if "m" in (self.format.dtype.names or ()) else 0
         return self.qs.nbytes + self.qh.nbytes + self.scale.nbytes + offset
 
@@ -88,3 +88,31 @@ def _as_half(value: Floats, what: str) -> NDArray[np.float16]:
         index = tuple(int(i) for i in np.argwhere(changed)[0])
         raise ValueError(f"{what} = {value[index]} at block {index} is not a float16")
     return half
+
+
+def as_bytes(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
+    """The blocks as they lie in memory, uint8[N * K//32 * block_bytes]; nothing is copied."""
+    fmt = _weight_format(blocks)
+    return (np.ascontiguousarray(blocks).view(np.uint8).reshape(blocks.size * fmt.block_bytes),)
+
+
+UNIT = 16
+"""Bytes that a GPU thread can load at once: the codes of one block of 4 or 5 bits, or half of 8."""
+
+
+def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats, Floats]:
+    """Planes of blocks [N, K//32] with K outermost: what one step along K reads of all rows lies together.
+
+    (qs, qh, scale, offset), each flat: qs uint8[K//32 * units, N, 16], where 16 bytes of row n are
+    followed by 16 bytes of row n + 1, so that 32 lanes with a row each load 512 bytes in one piece, all
+    aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in formats
+    without one; scale and offset float32[K//32, N].
+    """
+    apart = planes(blocks)
+    n, blocks_k = blocks.shape
+    units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
+    qh = apart.qh.T if apart.qh.size else np.zeros(1, np.uint32)
+    return tuple(  # type: ignore[return-value]
+        np.ascontiguousarray(plane).reshape(-1)
+        for plane in (units, qh, apart.scale.T, apart.offset.T)
+    )

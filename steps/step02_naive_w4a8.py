@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int32
+from numba import cuda, float32, int8, int32
 
 from qformats import BLOCK, Format
 from qformats.device import BLOCK_Q8_1, device_format
@@ -30,12 +30,6 @@ from steps.step import Family, Launch, Shape, Step, ceil_div
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C, as in step 1
 BLOCK_N: Final = 16
 QA: Final = 4  # a Q8_1 block: f16 d at byte 0, f16 s at byte 2, then the 32 codes
-
-
-@cuda.jit(device=True, forceinline=True)
-def signed(byte):
-    """A byte as int8: bring its sign bit to bit 31 and back."""
-    return (int32(byte) << int32(24)) >> int32(24)
 
 
 @cache
@@ -56,7 +50,7 @@ def kernel(fmt: Format) -> Any:
             at_a = (m * blocks_k + b) * BLOCK_Q8_1
             total = int32(0)
             for j in range(BLOCK):
-                total += int32(code(w, at, j) * signed(a[at_a + QA + j]))
+                total = int32(total + code(w, at, j) * int32(int8(a[at_a + QA + j])))
             da, s = half_to_float(load_u16(a, at_a)), half_to_float(load_u16(a, at_a + 2))
             acc += scale(w, at) * da * float32(total) + offset(w, at) * s
         c[m, n] = acc

@@ -112,7 +112,7 @@ def kernel_a8(fmt: Format) -> Any:
             # --- multiply: token ty, feature tx (rows past the edge hold leftovers that are never stored)
             total = int32(0)
             for j in range(BLOCK):
-                total += int32(int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
+                total = int32(total + int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
             acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
             cuda.syncthreads()
 
@@ -144,5 +144,5 @@ STEP = Step(
     activations=by_family(float32_rows, q8_1_blocks),
     launch=launch,
     contains={"A16": ("STS", "LDS", "BAR.SYNC", "FFMA"), "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD")},
-    forbids={"A16": ("IDP", "IMMA", "HMMA"), "A8": ("IDP", "IMMA", "HMMA")},
+    forbids={"A16": ("IDP", "IMMA", "HMMA"), "A8": ("IMMA", "HMMA")},
 )

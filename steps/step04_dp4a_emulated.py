@@ -126,7 +126,7 @@ def kernel(fmt: Format) -> Any:
                 v = int32(ROUND)
                 for p in range(first, first + chain):
                     v = int32(v + tile_a[ty, p] * tile_w[tx, p])
-                total += v >> int32(16)
+                total = int32(total + (v >> int32(16)))
             acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
             cuda.syncthreads()
 

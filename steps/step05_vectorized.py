@@ -65,6 +65,7 @@ def crossed_pairs(word):
 def kernel(fmt: Format, tm: int) -> Any:
     """The kernel for `tm` tokens a thread: 1, or a multiple of 4."""
     bm = SIDE * tm  # tokens of a tile
+    words_a, words_w = PAIRS * bm, PAIRS * BN
     chain = CHAIN[fmt.bits]
     units = 2 if fmt.bits == 8 else 1  # 128-bit loads for one block of W
     five_bits = fmt.bits == 5
@@ -95,8 +96,8 @@ def kernel(fmt: Format, tm: int) -> Any:
     @cuda.jit
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
         """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.slabs)."""
-        tile_a = cuda.shared.array(PAIRS * bm, int32, alignment=16)  # [pair][token]
-        tile_w = cuda.shared.array(PAIRS * BN, int32, alignment=16)  # [pair][feature]
+        tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [pair][token]
+        tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [pair][feature]
         scale_a = cuda.shared.array(bm, float32)
         sum_a = cuda.shared.array(bm, float32)
         scale_w = cuda.shared.array(BN, float32)
@@ -173,7 +174,7 @@ def kernel(fmt: Format, tm: int) -> Any:
                         v[i, 3] = int32(v[i, 3] + xa[i] * int32(w3))
                 for i in range(tm):
                     for j in range(TN):
-                        total[i, j] += v[i, j] >> int32(16)
+                        total[i, j] = int32(total[i, j] + (v[i, j] >> int32(16)))
 
             # --- scale
             for i in range(tm):

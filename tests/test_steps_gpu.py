@@ -1,0 +1,77 @@
+"""The same checks on a real GPU: every step, every format, larger ragged shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference import GOLDEN, GPU_CHECK_SHAPES, Q81, Problem, nmse, same_operands_a16, unquantized
+from steps.activations import decode, q8_1_blocks
+from steps.machines import Gpu
+from steps.step import Family, Launch, Step
+from steps.verify import multiply, prepare, verify
+
+pytestmark = pytest.mark.gpu
+
+
+def works() -> Iterator[pytest.param]:
+    for step in steps.ladder():
+        for family, name in itertools.product(step.families, step.formats):
+            yield pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
+    machine = Gpu()
+    distributions = itertools.cycle(("integer", "normal", "llm", "integer", "uniform"))
+    for seed, ((m, n, k), distribution) in enumerate(zip(GPU_CHECK_SHAPES, distributions)):
+        problem = Problem(m, n, k, name, distribution, seed)
+        verdict = verify(step, family, problem, machine)
+        assert verdict.ok, f"M={m} N={n} K={k} {distribution} seed {seed}: {verdict}"
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_golden_case(step: Step, family: Family, name: str) -> None:
+    golden, machine = GOLDEN[name], Gpu()
+    prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    assert multiply(prepared, machine)[0, 0] == golden.result
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
+    problem, machine = Problem(4, 512, 1024, name, "uniform"), Gpu()
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    c = multiply(prepared, machine)
+    assert nmse(c, unquantized(problem.a, problem.w)) < 0.01
+    if family == "A8":
+        assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < 1e-4
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_bit_identical_from_run_to_run(step: Step, family: Family, name: str) -> None:
+    problem, machine = Problem(130, 200, 544, name, "normal"), Gpu()
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    first = multiply(prepared, machine).copy()
+    for _ in range(3):
+        np.testing.assert_array_equal(first, multiply(prepared, machine))
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm"])
+def test_q8_1_quantizer_agrees_with_the_codec(distribution: str) -> None:
+    """Codes within 1 on at most 1e-4 of the values, d within 1e-6: IEEE division on both sides."""
+    problem, machine = Problem(64, 32, 4096, "q8_0", distribution), Gpu()
+    activations = q8_1_blocks("A8", machine.array(problem.a), machine)
+    for launch in activations.launches:
+        machine.run(launch)
+    got = decode("blocks", tuple(map(machine.host, activations.arrays)), 64, 4096)
+    want = Q81.of_blocks(FORMATS["q8_1"].quantize(problem.a))
+    differing = np.abs(got.q.astype(int) - want.q)
+    assert differing.max() <= 1
+    assert differing.astype(bool).mean() <= 1e-4
+    np.testing.assert_allclose(got.d, want.d, rtol=1e-6)
+    np.testing.assert_allclose(got.s, want.s, rtol=2**-10, atol=1e-6)

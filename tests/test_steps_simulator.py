@@ -1,0 +1,79 @@
+"""Every step, every format, ragged shapes, several lane orders - in the simulator, on any machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import WEIGHT_FORMATS
+from reference import CHECK_SHAPES, GOLDEN, Problem
+from steps.machines import Simulator
+from steps.step import Family, Step
+from steps.verify import multiply, prepare, verify
+
+DESCENDING = -1
+
+
+def works() -> Iterator[pytest.param]:
+    """(step, family, format) of the whole ladder, with readable ids."""
+    for step in steps.ladder():
+        for family, name in itertools.product(step.families, step.formats):
+            yield pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
+
+
+def everything(step: Step, family: Family, name: str) -> None:
+    """All check shapes; the distribution, seed and lane order go round so that each meets each."""
+    cases = zip(
+        CHECK_SHAPES,
+        itertools.cycle(("integer", "normal", "uniform", "integer", "llm")),
+        itertools.cycle((0, DESCENDING, 1, 2)),
+    )
+    for seed, ((m, n, k), distribution, order) in enumerate(cases):
+        problem = Problem(m, n, k, name, distribution, seed)
+        verdict = verify(step, family, problem, Simulator(order))
+        assert verdict.ok, f"M={m} N={n} K={k} {distribution} seed {seed} order {order}: {verdict}"
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
+    everything(step, family, name)
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_integer_problem_is_exact_in_any_lane_order(
+    step: Step, family: Family, name: str
+) -> None:
+    """A missing barrier would show in at least one of these orders."""
+    problem = Problem(3, 35, 96, name, "integer", seed=7)
+    results = []
+    for order in (0, DESCENDING, 3, 4):
+        machine = Simulator(order)
+        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine))
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+    assert verify(step, family, problem, Simulator()).ok
+
+
+@pytest.mark.parametrize(("step", "family", "name"), works())
+def test_golden_case(step: Step, family: Family, name: str) -> None:
+    """1 x 1 x 32 by hand: 141 in Q4_0."""
+    golden = GOLDEN[name]
+    machine = Simulator()
+    prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    c = multiply(prepared, machine)
+    assert c.shape == (1, 1)
+    assert c[0, 0] == golden.result
+    if name == "q4_0":
+        assert golden.result == 141
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_tile_edge_in_both_directions(name: str) -> None:
+    """The largest tile of the ladder is 128 x 64: one more row and column than that, in step 5."""
+    problem = Problem(129, 65, 32, name, "integer", seed=1)
+    assert verify(steps.find(5), "A8", problem, Simulator(5)).ok
