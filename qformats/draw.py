@@ -162,7 +162,7 @@ def _alignment(fmt: Format) -> Iterator[str]:
     if wide >= 4:
         yield f" qs is {wide}-byte aligned in every block, so that 4-byte loads of it are safe."
     else:
-        yield f" qs is not 4-byte aligned in every block, and a misaligned load faults on a GPU: load two u16."
+        yield " qs is not 4-byte aligned in every block: a 4-byte load would fault on a GPU."
 
 
 def _owners(fmt: Format, ink: Ink) -> Iterator[str]:

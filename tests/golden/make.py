@@ -1,0 +1,71 @@
+"""Write the golden bytes: `python -m tests.golden.make`. Needed again only for a new case.
+
+The bytes come from the `gguf` package (llama.cpp's own Python codec), and for q8_1, which gguf
+cannot quantize, from the scalar recipe. Where both exist they must agree before any is written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+
+from tests.scalar_codec import QUANTIZE
+
+HERE = Path(__file__).parent
+
+
+def cases() -> dict[str, np.ndarray]:
+    """float32[32] each, by name. No block has zeros of both signs: there gguf differs from ggml."""
+    rng = np.random.default_rng(20)
+    normal = rng.standard_normal(32)
+    outlier = rng.standard_normal(32)
+    outlier[19] = -47.0
+    plus_first, minus_first = np.linspace(-1, 1, 32), np.linspace(1, -1, 32)
+    ties = np.arange(-16, 16) / 2
+    ties[5] = 8.0
+    found = {
+        "ramp": np.arange(-16, 16),
+        "normal": normal,
+        "uniform": rng.uniform(-1, 1, 32),
+        "outlier": outlier,
+        "constant": np.full(32, 0.3),
+        "constant negative": np.full(32, -0.3),
+        "zero": np.zeros(32),
+        "both extremes, minus first": plus_first,
+        "both extremes, plus first": minus_first,
+        "ties": ties,
+        "ties of 127": np.concatenate([[127.0], np.arange(-15.5, 15.5)]),
+        "float16 subnormal scale": normal * 1e-6,
+        "float32 subnormal": np.arange(-16, 16) * 2.0**-140,
+        "1/d overflows": np.arange(-16, 16) * 2.0**-147,
+        "huge": np.arange(-16, 16) * 4000.0 + 1,
+    }
+    return {name: x.astype(np.float32) for name, x in found.items()}
+
+
+def main() -> None:
+    for name, scalar in QUANTIZE.items():
+        blocks = []
+        for case, x in cases().items():
+            if name == "q8_1" and case == "huge":
+                x = x / 64  # its s would not fit a float16
+            data = scalar(x.tolist())
+            if name != "q8_1":
+                with np.errstate(all="ignore"):
+                    theirs = quantize(x, GGMLQuantizationType[name.upper()]).tobytes()
+                if theirs != data:
+                    sys.exit(f"{name}, {case}: gguf {theirs.hex()}, scalar recipe {data.hex()}")
+            blocks.append({"case": case, "x": x.astype("<f4").tobytes().hex(), "bytes": data.hex()})
+        origin = "the scalar recipe" if name == "q8_1" else f"gguf {version('gguf')}"
+        golden = {"format": name, "origin": origin, "blocks": blocks}
+        (HERE / f"{name}.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

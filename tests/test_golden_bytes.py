@@ -1,0 +1,64 @@
+"""Golden bytes: a codec that packs and unpacks in one wrong way agrees with itself, not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS
+from tests.scalar_codec import QUANTIZE
+
+GOLDEN = {
+    path.stem: json.loads(path.read_text()) for path in Path(__file__).parent.glob("golden/*.json")
+}
+CASES = [
+    pytest.param(name, block, id=f"{name}-{block['case'].replace(' ', '_')}")
+    for name, golden in sorted(GOLDEN.items())
+    for block in golden["blocks"]
+]
+
+
+def values(block: dict[str, str]) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex(block["x"]), "<f4")
+
+
+def test_every_format_has_golden_blocks():
+    assert set(GOLDEN) == set(FORMATS)
+    assert all(len(golden["blocks"]) >= 10 for golden in GOLDEN.values())
+
+
+@pytest.mark.parametrize(("name", "block"), CASES)
+def test_quantizer_writes_the_golden_bytes(name, block):
+    assert FORMATS[name].quantize(values(block)).tobytes().hex() == block["bytes"]
+
+
+@pytest.mark.parametrize(("name", "block"), CASES)
+def test_scalar_recipe_writes_the_golden_bytes(name, block):
+    assert QUANTIZE[name](values(block).tolist()).hex() == block["bytes"]
+
+
+def test_hand_computed_blocks():
+    """Bytes worked out on paper: no program stands behind these."""
+    x = np.zeros(32, np.float32)
+    x[0], x[1], x[16], x[31] = -8, 7, 3, -1
+    # q4_0: the extreme is -8, so d = 1 = 0x3c00; codes x + 8.
+    expected = "003c" + "b0" + "8f" + "88" * 13 + "78"
+    assert FORMATS["q4_0"].quantize(x).tobytes().hex() == expected
+    # q4_1: d = 15/15 = 1, m = -8 = 0xc800; the same codes.
+    assert FORMATS["q4_1"].quantize(x).tobytes().hex() == "003c00c8" + expected[4:]
+
+    x[0], x[1], x[16], x[31] = -16, 15, 3, -1
+    # q5_0: d = 1; codes 0, 31, 19, 15, else 16. qh = all bits but 0 and 31 = 0x7ffffffe.
+    expected = "feffff7f" + "30" + "0f" + "00" * 13 + "f0"
+    assert FORMATS["q5_0"].quantize(x).tobytes().hex() == "003c" + expected
+    # q5_1: d = 31/31 = 1, m = -16 = 0xcc00.
+    assert FORMATS["q5_1"].quantize(x).tobytes().hex() == "003c00cc" + expected
+
+    x[0], x[1], x[16], x[31] = -127, 15, 0.5, -2.5  # halves go away from zero: 1 and -3
+    codes = "810f" + "00" * 14 + "01" + "00" * 14 + "fd"
+    assert FORMATS["q8_0"].quantize(x).tobytes().hex() == "003c" + codes
+    # q8_1: s = 1 * (-127 + 15 + 1 - 3) = -114 = 0xd720.
+    assert FORMATS["q8_1"].quantize(x).tobytes().hex() == "003c20d7" + codes
