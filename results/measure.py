@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
@@ -297,7 +298,7 @@ def blank_row(step: Any, format_name: str, scheme: str, shape: tuple[int, int, i
         name=step.name,
         title=step.title,
         parent=step.parents.get(family),
-        unit=step.unit[family],
+        unit=step.unit.get(family, ""),
         scheme=scheme,
         format=format_name,
         M=m,
@@ -391,6 +392,58 @@ def measure(
     if why := impossible(kernel_us, floor):
         return without_result(row, "failed", why)
     return replace(row, status="ok", why=None)
+
+
+def measure_step(
+    step: Any,
+    family: Any,
+    format_name: str,
+    a: Any,
+    n: int,
+    *,
+    machine: Any,
+    stopwatch: Stopwatch,
+    packed: Packed,
+    check: Callable[[np.ndarray, Any], Verdict],
+    limits: Limits | None = None,
+    budget: Budget = Budget(),
+) -> Row:
+    """`measure` for a steps.step.Step: one row of C[M, n] = a[M, K] @ W^T.
+
+    a      : float32 [M, K] on the machine.
+    packed : pack_weights(step, blocks[n, K/32]).
+    check  : (C on the host, the Q8_1 bits that were multiplied or None for A16) -> verdict; at the
+             largest shapes it may look at some rows of C only, as a float64 product takes long.
+    """
+    from qformats import FORMATS
+    from steps.activations import decode
+    from steps.step import Shape, scheme
+
+    m, k = a.shape
+    shape = Shape(m, n, k)
+    row = blank_row(step, format_name, scheme(format_name, family), (m, n, k))
+    if why := step.supports(format_name, family, getattr(machine, "cc", None)):
+        return without_result(row, "unsupported", why)
+
+    def checked(c: np.ndarray, inputs: Any) -> Verdict:
+        if inputs.layout is None:
+            return check(c, None)
+        arrays = tuple(machine.host(array) for array in inputs.arrays)
+        return check(c, decode(inputs.layout, arrays, m, k))
+
+    return measure(
+        row,
+        machine=machine,
+        stopwatch=stopwatch,
+        packed=packed,
+        activations=lambda: step.activations(family, a, machine),
+        launch=lambda weights, arrays, out: step.launch(
+            FORMATS[format_name], family, shape, weights, arrays, out
+        ),
+        check=checked,
+        limits=limits,
+        budget=budget,
+    )
 
 
 def _times(
@@ -519,7 +572,7 @@ class GpuStopwatch:
         return _LaunchReplay(self, launches)
 
     def issue(self, launch: Any) -> float:
-        configured = launch.kernel[launch.grid, launch.block, self._stream, launch.shared_bytes]
+        configured = _configured(launch, self._stream)
         start = time.perf_counter()
         configured(*launch.args)
         return time.perf_counter() - start
@@ -582,8 +635,7 @@ class _GraphReplay(_Timed):
         builder.begin_building()
         try:
             for launch in launches:
-                configured = launch.kernel[launch.grid, launch.block, builder, launch.shared_bytes]
-                configured(*launch.args)
+                _configured(launch, builder)(*launch.args)
         finally:
             builder.end_building()
         self._graph = builder.complete()
@@ -599,14 +651,18 @@ class _LaunchReplay(_Timed):
 
     def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
         super().__init__(stopwatch, launches)
-        self._calls = [
-            (each.kernel[each.grid, each.block, stopwatch._stream, each.shared_bytes], each.args)
-            for each in launches
-        ]
+        self._calls = [(_configured(each, stopwatch._stream), each.args) for each in launches]
 
     def start(self) -> None:
         for configured, arguments in self._calls:
             configured(*arguments)
+
+
+def _configured(launch: Any, stream: Any) -> Any:
+    """kernel[grid, block, stream, shared_bytes]; a small grid is no reason for a warning here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Grid size .* will likely result in GPU under")
+        return launch.kernel[launch.grid, launch.block, stream, launch.shared_bytes]
 
 
 def _sm_clock(device: Any) -> Callable[[], float] | None:

@@ -383,3 +383,75 @@ def test_packing_is_timed_on_the_host():
     packed = measure.pack_weights(Step, np.arange(4))
     assert packed.nbytes == 5 * 8
     assert 0 < packed.pack_us < math.inf
+
+
+class SimulatorStopwatch(FakeDevice):
+    """Runs a real step's launches in the simulator, on an invented clock."""
+
+    def __init__(self):
+        from steps.machines import Simulator
+
+        super().__init__(l2_bytes=2000)
+        self.machine = Simulator()
+
+    def run_all(self, launches):
+        for launch in launches:
+            self.machine.run(launch)
+        return len(launches) * 0.1  # slow, so that few launches are simulated
+
+    def issue_and_wait(self, launch):
+        return self.issue(launch), 0.1
+
+    def array(self, host):
+        return self.machine.array(host)
+
+    def empty(self, shape, dtype):
+        return self.machine.empty(shape, dtype)
+
+
+@pytest.mark.parametrize(("number", "family"), [(1, "A16"), (2, "A8")])
+def test_a_real_step_goes_through_the_protocol(number, family):
+    import steps
+    from reference import Problem, check
+
+    step, problem = steps.find(number), Problem(3, 5, 64, "q5_1")
+    device = SimulatorStopwatch()
+    result = measure.measure_step(
+        step,
+        family,
+        "q5_1",
+        device.array(problem.a),
+        problem.n,
+        machine=device,
+        stopwatch=device,
+        packed=measure.pack_weights(step, problem.blocks),
+        check=lambda c, q81: check(c, problem, family, q81),
+    )
+    assert result.status == "ok", result.why
+    assert result.scheme == f"W5{family}"
+    assert result.parent == step.parents.get(family)
+    assert result.source_hash
+    assert result.samples == 3
+    assert result.nmse_same_operands is not None
+    assert result.nmse_float is not None
+    assert result.nmse_same_operands < 1e-9 < result.nmse_float < 1e-2
+
+
+def test_a_step_that_cannot_is_unsupported_with_its_reason():
+    import steps
+
+    device = SimulatorStopwatch()
+    result = measure.measure_step(
+        steps.find(1),
+        "A8",
+        "q4_0",
+        np.zeros((1, 32), np.float32),
+        1,
+        machine=device,
+        stopwatch=device,
+        packed=Packed((), 0.0),
+        check=lambda c, q81: FakeVerdict(True),
+    )
+    assert result.status == "unsupported"
+    assert "not A8" in (result.why or "")
+    assert device.log == []

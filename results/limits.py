@@ -1,0 +1,388 @@
+"""What this GPU can do at most, measured: the ceilings that every row is held against.
+
+Data sheets are no use here: they give peaks at a clock the GPU may not hold, count sparse
+operations, or leave out what one needs (32-bit integer multiply-adds). So each ceiling is a small
+kernel that does one thing and nothing else, on random data (zeros draw less power, so they clock
+higher), its result consumed so that the compiler cannot drop it; the tests look for the
+instruction in the loop of the machine code. The best of several block counts is taken: a limit is
+what was reached at best, unlike a row, which is a median.
+
+    unit           one instruction does           counted as
+    fp32           FFMA                           2 operations a lane
+    int32          IMAD (32 x 32 + 32 bits)       2 operations a lane
+    packed_int32   the same IMAD carrying two     4 operations a lane: twice the rate of int32
+                   8-bit products side by side
+    dp4a           IDP.4A, 4 x int8               8 operations a lane
+    tensor_int8    mma.sync m16n8k32 s8           2 x 16 x 8 x 32 a warp
+    tensor_fp16    mma.sync m16n8k16 f16 -> f32   2 x 16 x 8 x 16 a warp
+
+A multiply-add is two operations everywhere, so a limit compares with a row's 2 M N K / time.
+
+    python -m results.limits        # measure and print
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from results.measure import GpuStopwatch
+from results.record import Limits
+
+THREADS: Final = 256
+BLOCKS_PER_SM: Final = (1, 2, 4, 8)
+CHAINS: Final = (
+    16  # independent accumulators a thread: an FMA is 4 cycles deep, with 8 warps or more
+)
+UNROLL: Final = 8  # so that the loop's own counter and branch are 3 of some 130 instructions
+SEEDS: Final = 4096  # random words that a kernel starts from
+LOAD_VECTORS: Final = 4  # 16-byte loads in flight a thread
+TILE: Final = THREADS * LOAD_VECTORS  # 16-byte vectors a block copies
+LAUNCH_SECONDS: Final = 1e-3
+SAMPLES: Final = 8
+COPY_BYTES: Final = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """One arithmetic limit: its kernel(seeds, out, rounds), and the operations of one round.
+
+    `opcodes` are the SASS opcodes that do the work.
+    """
+
+    unit: str
+    kernel: Callable[[], Any]
+    operations: int  # of one thread in one round
+    opcodes: tuple[str, ...]
+    seed_dtype: type
+    min_cc: tuple[int, int] = (7, 5)
+
+
+@cache
+def fma_loop() -> Any:
+    """float32 multiply-adds: acc = acc * a + b with |a| < 1, so it stays finite."""
+    from numba import cuda, float32
+
+    @cuda.jit
+    def fma(seeds, out, rounds):
+        t = cuda.grid(1)
+        acc = cuda.local.array(CHAINS, float32)
+        for j in range(CHAINS):
+            acc[j] = seeds[(t + 97 * j) % SEEDS]
+        a, b = seeds[t % SEEDS], seeds[(t + 1) % SEEDS]
+        for _ in range(rounds):
+            for _ in range(UNROLL):
+                for j in range(CHAINS):
+                    acc[j] = acc[j] * a + b
+        total = float32(0)
+        for j in range(CHAINS):
+            total += acc[j]
+        out[t] = total
+
+    return fma
+
+
+@cache
+def multiply_add_loop() -> Any:
+    """int32 multiply-adds: acc = acc * a + b, modulo 2^32."""
+    from numba import cuda, int32
+
+    @cuda.jit
+    def multiply_add(seeds, out, rounds):
+        t = cuda.grid(1)
+        acc = cuda.local.array(CHAINS, int32)
+        for j in range(CHAINS):
+            acc[j] = seeds[(t + 97 * j) % SEEDS]
+        a, b = seeds[t % SEEDS], seeds[(t + 1) % SEEDS]
+        for _ in range(rounds):
+            for _ in range(UNROLL):
+                for j in range(CHAINS):
+                    acc[j] = int32(acc[j] * a + b)
+        total = int32(0)
+        for j in range(CHAINS):
+            total = int32(total + acc[j])
+        out[t] = total
+
+    return multiply_add
+
+
+@cache
+def dp4a_loop() -> Any:
+    """Dot products of four int8 pairs; operands differ between the chains."""
+    from numba import cuda, int32
+
+    from steps.instructions import dp4a
+
+    @cuda.jit
+    def dot(seeds, out, rounds):
+        t = cuda.grid(1)
+        acc = cuda.local.array(CHAINS, int32)
+        a = cuda.local.array(4, int32)
+        b = cuda.local.array(4, int32)
+        for j in range(CHAINS):
+            acc[j] = seeds[(t + 97 * j) % SEEDS]
+        for j in range(4):
+            a[j] = seeds[(t + j) % SEEDS]
+            b[j] = seeds[(t + 4 + j) % SEEDS]
+        for _ in range(rounds):
+            for _ in range(UNROLL):
+                for j in range(CHAINS):
+                    acc[j] = dp4a(a[j // 4], b[j % 4], acc[j])
+        total = int32(0)
+        for j in range(CHAINS):
+            total = int32(total + acc[j])
+        out[t] = total
+
+    return dot
+
+
+TILES_M: Final = 2  # mma tiles of a warp: 2 x 4, so that 8 of them are in flight and the
+TILES_N: Final = 4  # operands change from one to the next, as in a matrix product
+A_WORDS: Final = 4 * TILES_M  # registers of the A fragments, of the B fragments
+B_WORDS: Final = 2 * TILES_N
+C_WORDS: Final = 4 * TILES_M * TILES_N  # and accumulators, a thread
+
+
+@cache
+def mma_s8_loop() -> Any:
+    """int8 tensor-core products of one warp's 32 x 32 tile."""
+    from numba import cuda, int32, uint32
+
+    from steps.instructions import mma_m16n8k32_s8
+
+    @cuda.jit
+    def mma_s8(seeds, out, rounds):
+        t = cuda.grid(1)
+        a = cuda.local.array(A_WORDS, uint32)
+        b = cuda.local.array(B_WORDS, uint32)
+        c = cuda.local.array(C_WORDS, int32)
+        for j in range(A_WORDS):
+            a[j] = uint32(seeds[(t + j) % SEEDS])
+        for j in range(B_WORDS):
+            b[j] = uint32(seeds[(t + 97 + j) % SEEDS])
+        for j in range(C_WORDS):
+            c[j] = 0
+        for _ in range(rounds):
+            for _ in range(UNROLL):
+                for i in range(TILES_M):
+                    for j in range(TILES_N):
+                        at = 4 * (i * TILES_N + j)
+                        c0, c1, c2, c3 = mma_m16n8k32_s8(
+                            a[4 * i],
+                            a[4 * i + 1],
+                            a[4 * i + 2],
+                            a[4 * i + 3],
+                            b[2 * j],
+                            b[2 * j + 1],
+                            c[at],
+                            c[at + 1],
+                            c[at + 2],
+                            c[at + 3],
+                        )
+                        c[at], c[at + 1], c[at + 2], c[at + 3] = c0, c1, c2, c3
+        total = int32(0)
+        for j in range(C_WORDS):
+            total = int32(total + c[j])
+        out[t] = total
+
+    return mma_s8
+
+
+@cache
+def mma_f16_loop() -> Any:
+    """f16 tensor-core products with float32 accumulators, of one warp's 32 x 32 tile."""
+    from numba import cuda, float32, uint32
+
+    from steps.instructions import mma_m16n8k16_f16
+
+    @cuda.jit
+    def mma_f16(seeds, out, rounds):
+        t = cuda.grid(1)
+        a = cuda.local.array(A_WORDS, uint32)
+        b = cuda.local.array(B_WORDS, uint32)
+        c = cuda.local.array(C_WORDS, float32)
+        for j in range(A_WORDS):
+            a[j] = uint32(seeds[(t + j) % SEEDS])
+        for j in range(B_WORDS):
+            b[j] = uint32(seeds[(t + 97 + j) % SEEDS])
+        for j in range(C_WORDS):
+            c[j] = float32(0)
+        for _ in range(rounds):
+            for _ in range(UNROLL):
+                for i in range(TILES_M):
+                    for j in range(TILES_N):
+                        at = 4 * (i * TILES_N + j)
+                        c0, c1, c2, c3 = mma_m16n8k16_f16(
+                            a[4 * i],
+                            a[4 * i + 1],
+                            a[4 * i + 2],
+                            a[4 * i + 3],
+                            b[2 * j],
+                            b[2 * j + 1],
+                            c[at],
+                            c[at + 1],
+                            c[at + 2],
+                            c[at + 3],
+                        )
+                        c[at], c[at + 1], c[at + 2], c[at + 3] = c0, c1, c2, c3
+        total = float32(0)
+        for j in range(C_WORDS):
+            total += c[j]
+        out[t] = total
+
+    return mma_f16
+
+
+_SCALAR: Final = 2 * CHAINS * UNROLL
+_MMA: Final = 2 * 16 * 8 * TILES_M * TILES_N * UNROLL // 32  # per k and thread of the warp
+CEILINGS: Final = (
+    Ceiling("fp32", fma_loop, _SCALAR, ("FFMA",), np.float32),
+    Ceiling("int32", multiply_add_loop, _SCALAR, ("IMAD",), np.int32),
+    Ceiling("dp4a", dp4a_loop, 4 * _SCALAR, ("IDP",), np.int32),
+    Ceiling("tensor_int8", mma_s8_loop, 32 * _MMA, ("IMMA",), np.int32, (8, 0)),
+    Ceiling("tensor_fp16", mma_f16_loop, 16 * _MMA, ("HMMA",), np.uint32, (8, 0)),
+)
+
+
+@cache
+def copy_tiles() -> Any:
+    """dst = src, 16 bytes at a time, four loads in flight before the first store."""
+    from numba import cuda
+
+    from steps.instructions import load_f32x4, store_f32x4
+
+    @cuda.jit
+    def copy(src, dst):
+        i = 4 * (cuda.blockIdx.x * TILE + cuda.threadIdx.x)
+        a0, a1, a2, a3 = load_f32x4(src, i)
+        b0, b1, b2, b3 = load_f32x4(src, i + 4 * THREADS)
+        c0, c1, c2, c3 = load_f32x4(src, i + 8 * THREADS)
+        d0, d1, d2, d3 = load_f32x4(src, i + 12 * THREADS)
+        store_f32x4(dst, i, a0, a1, a2, a3)
+        store_f32x4(dst, i + 4 * THREADS, b0, b1, b2, b3)
+        store_f32x4(dst, i + 8 * THREADS, c0, c1, c2, c3)
+        store_f32x4(dst, i + 12 * THREADS, d0, d1, d2, d3)
+
+    return copy
+
+
+@cache
+def read_tiles() -> Any:
+    """The sum of a tile's values per thread, so that every byte is read and little is written."""
+    from numba import cuda
+
+    from steps.instructions import load_f32x4
+
+    @cuda.jit
+    def read(src, out):
+        i = 4 * (cuda.blockIdx.x * TILE + cuda.threadIdx.x)
+        a0, a1, a2, a3 = load_f32x4(src, i)
+        b0, b1, b2, b3 = load_f32x4(src, i + 4 * THREADS)
+        c0, c1, c2, c3 = load_f32x4(src, i + 8 * THREADS)
+        d0, d1, d2, d3 = load_f32x4(src, i + 12 * THREADS)
+        total = (a0 + a1 + a2 + a3) + (b0 + b1 + b2 + b3)
+        total += (c0 + c1 + c2 + c3) + (d0 + d1 + d2 + d3)
+        out[(cuda.blockIdx.x * THREADS + cuda.threadIdx.x) % SEEDS] = total
+
+    return read
+
+
+def seeds_for(ceiling: Ceiling, seed: int = 0) -> np.ndarray:
+    """SEEDS random values: float32 in (-1, 1), any 32 bits, or pairs of halves in (-1, 1)."""
+    rng = np.random.default_rng(seed)
+    if ceiling.seed_dtype is np.float32:
+        return rng.uniform(-1, 1, SEEDS).astype(np.float32)
+    if ceiling.unit == "tensor_fp16":
+        return rng.uniform(-1, 1, 2 * SEEDS).astype(np.float16).view(np.uint32)
+    return rng.integers(-(2**31), 2**31, SEEDS, dtype=np.int64).astype(ceiling.seed_dtype)
+
+
+def launch_of(ceiling: Ceiling, seeds: Any, out: Any, blocks: int, rounds: int) -> Any:
+    """The launch as data (steps.step.Launch)."""
+    from steps.step import Launch
+
+    return Launch(ceiling.kernel(), (blocks,), (THREADS,), (seeds, out, rounds))
+
+
+def best_seconds(stopwatch: Any, launch: Any, samples: int = SAMPLES) -> float:
+    """The shortest of `samples` runs, after one to warm up."""
+    replay = stopwatch.capture((launch,))
+    replay.seconds()
+    return min(replay.seconds() for _ in range(samples))
+
+
+def arithmetic_tops(stopwatch: Any, machine: Any, ceiling: Ceiling, sms: int) -> float:
+    """1e12 operations a second, the best of BLOCKS_PER_SM."""
+    seeds = machine.array(seeds_for(ceiling))
+    out = machine.empty((sms * max(BLOCKS_PER_SM) * THREADS,), ceiling.seed_dtype)
+    best = 0.0
+    for per_sm in BLOCKS_PER_SM:
+        blocks, rounds = sms * per_sm, 16
+        machine.run(launch_of(ceiling, seeds, out, blocks, rounds))  # compiles
+        seconds = best_seconds(stopwatch, launch_of(ceiling, seeds, out, blocks, rounds), 2)
+        rounds = max(rounds, int(rounds * LAUNCH_SECONDS / seconds))
+        seconds = best_seconds(stopwatch, launch_of(ceiling, seeds, out, blocks, rounds))
+        best = max(best, blocks * THREADS * rounds * ceiling.operations / seconds * 1e-12)
+    if not np.any(machine.host(out)):
+        raise RuntimeError(f"the {ceiling.unit} loop wrote nothing: its rate means nothing")
+    return best
+
+
+def memory_tbps(stopwatch: Any, machine: Any, size: int) -> tuple[float, float]:
+    """(copied: read + written, read only) in 1e12 bytes a second, on `size` bytes of noise."""
+    from steps.step import Launch
+
+    size = size // (16 * TILE) * (16 * TILE)
+    noise = np.random.default_rng(0).standard_normal(4 << 20, dtype=np.float32)
+    noise = np.resize(noise, size // 4)
+    source = machine.array(noise)
+    target = machine.empty((size // 4,), np.float32)
+    sums = machine.empty((SEEDS,), np.float32)
+    blocks = size // (16 * TILE)
+    copy = Launch(copy_tiles(), (blocks,), (THREADS,), (source, target))
+    read = Launch(read_tiles(), (blocks,), (THREADS,), (source, sums))
+    for launch in (copy, read):
+        machine.run(launch)
+    if not np.array_equal(machine.host(target), noise):
+        raise RuntimeError("the copy kernel does not copy: its rate means nothing")
+    return (
+        2 * size / best_seconds(stopwatch, copy) * 1e-12,
+        size / best_seconds(stopwatch, read) * 1e-12,
+    )
+
+
+def measure_limits(stopwatch: Any = None, machine: Any = None) -> Limits:
+    """Every ceiling of the current GPU; a few milliseconds each on it, some seconds to compile."""
+    from numba import cuda
+
+    from steps.machines import Gpu
+
+    machine = machine or Gpu()
+    stopwatch = stopwatch or GpuStopwatch()
+    device = cuda.get_current_device()
+    sms = int(device.MULTIPROCESSOR_COUNT)
+    tops = {
+        ceiling.unit: arithmetic_tops(stopwatch, machine, ceiling, sms)
+        for ceiling in CEILINGS
+        if tuple(device.compute_capability) >= ceiling.min_cc
+    }
+    tops["packed_int32"] = 2 * tops["int32"]  # two products in one multiply-add
+    free = int(cuda.current_context().get_memory_info().free)
+    copied, read = memory_tbps(stopwatch, machine, min(COPY_BYTES, free // 4))
+    return Limits(copy_tbps=copied, read_tbps=read, tops=tops)
+
+
+def main() -> None:
+    limits = measure_limits()
+    print(f"copy   {limits.copy_tbps:8.2f} TB/s (read + written)")
+    print(f"read   {limits.read_tbps:8.2f} TB/s")
+    for unit, tops in limits.tops.items():
+        print(f"{unit:14}{tops:8.1f} TFLOPS" if "fp" in unit else f"{unit:14}{tops:8.1f} TOPS")
+
+
+if __name__ == "__main__":
+    main()
