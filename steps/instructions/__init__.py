@@ -1,11 +1,16 @@
-"""The instruction vocabulary: what kernels use above plain Numba, each name as PTX on the GPU and as NumPy in the simulator.
+"""The instruction vocabulary: what kernels use above plain Numba, for every machine under one name.
 
-`from steps.instructions import ...` names inside kernels; `steps.instructions.simulator.simulate` runs a kernel on the CPU,
-`steps.instructions.compile.machine_code` compiles it without a GPU. Memory operands are (array, element index).
+    from steps.instructions import dp4a, load_u32x4              names used inside kernels
+    from steps.instructions.simulator import simulate            run a kernel on the CPU, checked
+    from steps.instructions.compile import machine_code          compile one without a GPU
+
+Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
+operands are always (array, index), the index counting elements of that array taken as flat.
 """
 
 from . import _numpy_shim  # noqa: F401 - first: see there
 from .arithmetic import dp4a, dp4a_us, float_to_half, half_to_float, prmt
+from .async_copy import cp_async_16, cp_async_16_zfill, cp_async_commit, cp_async_wait
 from .memory import (
     load_f32x2,
     load_f32x4,
@@ -20,19 +25,42 @@ from .memory import (
     store_u32x2,
     store_u32x4,
 )
+from .tensor_core import (
+    ldmatrix_x2,
+    ldmatrix_x2_trans,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    mma_m16n8k16_f16,
+    mma_m16n8k32_s8,
+)
+from .warp import shfl, shfl_down, shfl_up, shfl_xor
 
 __all__ = [
+    "cp_async_16",
+    "cp_async_16_zfill",
+    "cp_async_commit",
+    "cp_async_wait",
     "dp4a",
     "dp4a_us",
     "float_to_half",
     "half_to_float",
+    "ldmatrix_x2",
+    "ldmatrix_x2_trans",
+    "ldmatrix_x4",
+    "ldmatrix_x4_trans",
     "load_f32x2",
     "load_f32x4",
     "load_u16",
     "load_u32",
     "load_u32x2",
     "load_u32x4",
+    "mma_m16n8k16_f16",
+    "mma_m16n8k32_s8",
     "prmt",
+    "shfl",
+    "shfl_down",
+    "shfl_up",
+    "shfl_xor",
     "store_f32x2",
     "store_f32x4",
     "store_u16",

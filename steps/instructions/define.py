@@ -13,6 +13,7 @@ Immediates must be in the text: make one instruction per value with a function a
 """
 
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from .c_types import as_dtype, cast_to
+from .errors import SimulatorError
 
 _REGISTER = {
     types.int16: "h",
@@ -40,6 +42,14 @@ class Address:
     """An (array, index) operand: the address of one element, in the given state space."""
 
     space: str  # "shared": a 32-bit address in the shared window; "global": a 64-bit one
+
+    def check(self, array):
+        """The array, which the simulator knows to lie in this space (a generic address would fault)."""
+        if array.space != self.space:
+            raise SimulatorError(
+                f"{array.name} is in {array.space} memory; the instruction takes {self.space} memory"
+            )
+        return array
 
     def lower(self, context, builder, array_type, array, index):
         """LLVM: the integer address of `array[index]`, the array being taken as flat."""
@@ -66,7 +76,7 @@ class Twin:
     name: str
     function: Callable
     scope: str | None
-    casts: tuple[Callable | None, ...]  # of each argument; None for an array
+    casts: tuple[Callable, ...]  # of each argument
     results: tuple[Callable, ...]
     is_tuple: bool
 
@@ -95,6 +105,8 @@ class Definition:
     min_cc: tuple[int, int]
     twin: Twin
 
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 INSTRUCTIONS: dict[Any, Definition] = {}  # Numba intrinsic -> Definition
 
@@ -163,7 +175,9 @@ def ptx(
         )
         return pack(context, builder, signature.return_type, parts)
 
-    def argument_types(given) -> list | None:
+    return_type = _tuple_type(results) if isinstance(returns, tuple) else returns or types.void
+
+    def typing(given):
         wanted, position = [], 0
         for operand in takes:
             if isinstance(operand, Address):
@@ -174,11 +188,11 @@ def ptx(
             else:
                 wanted.append(operand)
                 position += 1
-        return wanted
+        return return_type, wanted
 
     casts: list = []
     for operand in takes:
-        casts += [None, int] if isinstance(operand, Address) else [cast_of(operand)]
+        casts += [operand.check, index] if isinstance(operand, Address) else [cast_of(operand)]
 
     def decorate(twin: Callable):
         return define(
@@ -186,8 +200,9 @@ def ptx(
             text,
             scope=scope,
             casts=tuple(casts),
-            returns=returns,
-            argument_types=argument_types,
+            results=tuple(map(cast_of, results)),
+            is_tuple=isinstance(returns, tuple),
+            typing=typing,
             lower=lower,
             min_cc=min_cc,
         )
@@ -196,56 +211,43 @@ def ptx(
 
 
 def define(
-    twin: Callable, text: str, *, scope, casts, returns, argument_types, lower, min_cc=(7, 5)
+    twin: Callable,
+    text: str,
+    *,
+    casts: tuple[Callable, ...],
+    results: tuple[Callable, ...],
+    typing: Callable,
+    lower: Callable,
+    is_tuple: bool = False,
+    scope: str | None = None,
+    min_cc: tuple[int, int] = (7, 5),
 ):
-    """Register an instruction given how LLVM lowers it and its twin; returns the Numba intrinsic.
+    """Register an instruction from its twin and its two Numba halves; returns the intrinsic.
 
-    argument_types: function of the Numba types of a call to the wanted ones, or None where the call does not fit.
+    typing: the Numba types of a call -> (return type, argument types), or None where it does not fit.
+    lower: (context, builder, signature, arguments) -> LLVM value, as Numba's intrinsics have it.
     """
-    results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
     parameters = list(inspect.signature(twin).parameters.values())
     if scope == "lane":
         parameters = parameters[1:]
     elif scope == "warp":  # the twin sees all lanes at once; the kernel passes the operands of one
-        parameters = [
-            inspect.Parameter(f"x{i}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for i in range(len(casts))
-        ]
+        parameters = [inspect.Parameter(f"x{i}", _POSITIONAL) for i in range(len(casts))]
     if len(parameters) != len(casts):
         raise TypeError(
             f"the twin of {twin.__name__} takes {len(parameters)} operands, its PTX {len(casts)}"
         )
-    return_type = (
-        types.void
-        if returns is None
-        else types.Tuple(returns)  # Numba makes it a UniTuple where all types are equal
-        if isinstance(returns, tuple)
-        else returns
-    )
 
-    def typing(typing_context, *given):
-        wanted = argument_types(given)
-        return None if wanted is None else (return_type(*wanted), lower)
+    def typed(typing_context, *given):
+        found = typing(given)
+        return None if found is None else (found[0](*found[1]), lower)
 
-    typing.__name__ = typing.__qualname__ = twin.__name__
-    typing.__doc__ = twin.__doc__
-    typing.__module__ = twin.__module__
-    context_parameter = inspect.Parameter("typing_context", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    typing.__signature__ = inspect.Signature([context_parameter, *parameters])
-    instruction = intrinsic(typing)
-    INSTRUCTIONS[instruction] = Definition(
-        twin.__name__,
-        text,
-        min_cc,
-        Twin(
-            twin.__name__,
-            twin,
-            scope,
-            casts,
-            tuple(map(cast_of, results)),
-            isinstance(returns, tuple),
-        ),
-    )
+    typed.__name__ = typed.__qualname__ = twin.__name__
+    typed.__doc__, typed.__module__ = twin.__doc__, twin.__module__
+    context_parameter = inspect.Parameter("typing_context", _POSITIONAL)
+    typed.__signature__ = inspect.Signature([context_parameter, *parameters])
+    instruction = intrinsic(typed)
+    meaning = Twin(twin.__name__, twin, scope, casts, results, is_tuple)
+    INSTRUCTIONS[instruction] = Definition(twin.__name__, text, min_cc, meaning)
     return instruction
 
 
@@ -263,6 +265,19 @@ def pack(context, builder, tuple_type, parts):
     if isinstance(tuple_type, types.UniTuple):
         return cgutils.pack_array(builder, parts)
     return context.make_tuple(builder, tuple_type, parts)
+
+
+def array_operand(array):
+    """The array operand of an instruction that takes any memory."""
+    return array
+
+
+index = operator.index  # an index is an integer: no silent truncation of a float
+
+
+def _tuple_type(parts: tuple):
+    uniform = len(set(parts)) == 1
+    return types.UniTuple(parts[0], len(parts)) if uniform else types.Tuple(parts)
 
 
 def cast_of(numba_type) -> Callable:

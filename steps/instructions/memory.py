@@ -1,11 +1,13 @@
-"""Wide loads and stores: 2 to 16 bytes of any array in one access, (array, index) in, registers out.
+"""Wide loads and stores: 2 to 16 bytes of any array in one access.
 
-`index` counts elements of the array, which is taken as flat. The address must be a multiple of the size of the access: the
-GPU faults otherwise (CUDA error 716), a CPU would not notice, the simulator raises `Misaligned`. A shared array gives
-that promise with `cuda.shared.array(..., alignment=16)`; one from the device allocator begins at a multiple of 256.
+Operands are (array, index); `index` counts elements of the array, which is taken as flat. The address
+must be a multiple of the size of the access: the GPU faults otherwise (CUDA error 716), a CPU would
+not notice, the simulator raises `Misaligned`. A shared array gives that promise when declared with
+`cuda.shared.array(..., alignment=16)`; one from the device allocator begins at a multiple of 256.
 
-They are LLVM loads and stores of vectors, not inline PTX, because LLVM can then see through them: it infers global or
-shared memory, folds constant offsets into the address, merges and moves them. In SASS: LDG.E.128, LDS.128, STS.128 ...
+They are LLVM loads and stores of vectors, not inline PTX, because LLVM can then see through them: it
+infers global or shared memory, folds constant offsets into the address, merges and moves them. In
+SASS: LDG.E.128, LDS.128, STS.128 and so on.
 """
 
 import struct
@@ -14,9 +16,9 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
-from .define import cast_of, define, element_pointer, pack
+from .define import array_operand, cast_of, define, element_pointer, index, pack
 
-_CODE = {uint16: "H", uint32: "I", float32: "f"}  # of the struct module
+_CODE = {uint16: "H", uint32: "I", float32: "f"}  # letters of the struct module
 
 
 def _vector(context, element, count: int):
@@ -28,7 +30,15 @@ def _load(name: str, element, count: int, doc: str):
     """An instruction (array, index) -> `count` values of type `element`, read in one access."""
     layout = struct.Struct(f"<{count}{_CODE[element]}")
     size = layout.size
-    returns = element if count == 1 else (element,) * count
+    returns = element if count == 1 else types.UniTuple(element, count)
+
+    def twin(array, index):
+        values = layout.unpack_from(array.bytes, array.locate(index, size))
+        return values if count > 1 else values[0]
+
+    def typing(given):
+        fits = isinstance(given[0], types.Array)
+        return (returns, (given[0], types.int64)) if fits else None
 
     def lower(context, builder, signature, arguments):
         pointer = element_pointer(context, builder, signature.args[0], *arguments)
@@ -36,25 +46,18 @@ def _load(name: str, element, count: int, doc: str):
         value = builder.load(builder.bitcast(pointer, kind.as_pointer()), align=size)
         if count == 1:
             return value
-        parts = [
-            builder.extract_element(value, ir.Constant(ir.IntType(32), i)) for i in range(count)
-        ]
+        places = [ir.Constant(ir.IntType(32), i) for i in range(count)]
+        parts = [builder.extract_element(value, i) for i in places]
         return pack(context, builder, signature.return_type, parts)
-
-    def twin(array, index):
-        values = layout.unpack_from(array.bytes, array.locate(index, size))
-        return values if count > 1 else values[0]
 
     twin.__name__, twin.__doc__ = name, doc
     return define(
         twin,
         f"ld.v{count}.b{8 * size // count}",
-        scope=None,
-        casts=(None, int),
-        returns=returns,
-        argument_types=lambda given: (
-            [given[0], types.int64] if isinstance(given[0], types.Array) else None
-        ),
+        casts=(array_operand, index),
+        results=(cast_of(element),) * count,
+        is_tuple=count > 1,
+        typing=typing,
         lower=lower,
     )
 
@@ -63,6 +66,19 @@ def _store(name: str, element, count: int, doc: str):
     """An instruction (array, index, value, ...) -> None: `count` values written in one access."""
     layout = struct.Struct(f"<{count}{_CODE[element]}")
     size = layout.size
+
+    def write(array, index, *values):
+        layout.pack_into(array.writable_bytes, array.locate(index, size), *values)
+
+    twin = {  # with parameters by name, which Numba takes from the twin
+        1: lambda array, index, x0: write(array, index, x0),
+        2: lambda array, index, x0, x1: write(array, index, x0, x1),
+        4: lambda array, index, x0, x1, x2, x3: write(array, index, x0, x1, x2, x3),
+    }[count]
+
+    def typing(given):
+        fits = isinstance(given[0], types.Array)
+        return (types.void, (given[0], types.int64, *[element] * count)) if fits else None
 
     def lower(context, builder, signature, arguments):
         array, index, *values = arguments
@@ -76,43 +92,27 @@ def _store(name: str, element, count: int, doc: str):
         builder.store(value, builder.bitcast(pointer, kind.as_pointer()), align=size)
         return context.get_dummy_value()
 
-    def write(array, index, *values):
-        layout.pack_into(array.writable_bytes, array.locate(index, size), *values)
-
-    twins = {
-        1: lambda array, index, x0: write(array, index, x0),
-        2: lambda array, index, x0, x1: write(array, index, x0, x1),
-        4: lambda array, index, x0, x1, x2, x3: write(array, index, x0, x1, x2, x3),
-    }
-    twin = twins[count]
     twin.__name__, twin.__doc__ = name, doc
     return define(
         twin,
         f"st.v{count}.b{8 * size // count}",
-        scope=None,
-        casts=(None, int) + (cast_of(element),) * count,
-        returns=None,
-        argument_types=lambda given: (
-            [given[0], types.int64, *[element] * count]
-            if isinstance(given[0], types.Array)
-            else None
-        ),
+        casts=(array_operand, index) + (cast_of(element),) * count,
+        results=(),
+        typing=typing,
         lower=lower,
     )
 
 
 load_u16 = _load("load_u16", uint16, 1, "2 bytes at array[index] as an unsigned integer.")
-load_u32 = _load(
-    "load_u32", uint32, 1, "4 bytes at array[index] as an unsigned integer (little-endian)."
-)
+load_u32 = _load("load_u32", uint32, 1, "4 bytes at array[index] as an unsigned integer.")
 load_u32x2 = _load("load_u32x2", uint32, 2, "8 bytes at array[index] as two 32-bit words.")
 load_u32x4 = _load("load_u32x4", uint32, 4, "16 bytes at array[index] as four 32-bit words.")
 load_f32x2 = _load("load_f32x2", float32, 2, "8 bytes at array[index] as two float32.")
 load_f32x4 = _load("load_f32x4", float32, 4, "16 bytes at array[index] as four float32.")
 
-store_u16 = _store("store_u16", uint16, 1, "The low 16 bits of x0 to the 2 bytes at array[index].")
+store_u16 = _store("store_u16", uint16, 1, "The low 16 bits of x0 to array[index].")
 store_u32 = _store("store_u32", uint32, 1, "A 32-bit word to the 4 bytes at array[index].")
-store_u32x2 = _store("store_u32x2", uint32, 2, "Two 32-bit words to the 8 bytes at array[index].")
-store_u32x4 = _store("store_u32x4", uint32, 4, "Four 32-bit words to the 16 bytes at array[index].")
+store_u32x2 = _store("store_u32x2", uint32, 2, "Two words to the 8 bytes at array[index].")
+store_u32x4 = _store("store_u32x4", uint32, 4, "Four words to the 16 bytes at array[index].")
 store_f32x2 = _store("store_f32x2", float32, 2, "Two float32 to the 8 bytes at array[index].")
 store_f32x4 = _store("store_f32x4", float32, 4, "Four float32 to the 16 bytes at array[index].")

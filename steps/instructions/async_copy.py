@@ -1,0 +1,82 @@
+"""Copies from global to shared memory that run behind the thread's back (PTX ISA 9.7.9.25, cp.async).
+
+A thread issues copies, closes them into a *group* with `cp_async_commit`, and later waits until all
+but its n newest groups have arrived. The wait is the thread's own: other threads see the data only
+after a barrier that follows it. So the order is always: copy, commit, wait, `cuda.syncthreads`, read.
+
+In the simulator a destination is overwritten with garbage (0xFF: NaN in floats) when the copy is
+issued, and the data lands only at the wait, the oldest group first. A missing wait, a missing barrier
+after it, and a copy into a buffer that others still read all become wrong results.
+"""
+
+from functools import cache
+
+from numba.cuda.types import uint32
+
+from .define import GLOBAL, SHARED, ptx
+
+_SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
+
+
+def _issue(lane, destination, at: int, source, source_at: int, size: int) -> None:
+    end = source.locate(source_at, size, _SIZE) if size else 0
+    start = destination.locate(at, _SIZE)
+    destination.bytes[start : start + _SIZE] = b"\xff" * _SIZE
+    lane.copies.append((destination.bytes, start, source.bytes, end, size))
+
+
+@ptx(
+    "cp.async.cg.shared.global [$0], [$1], 16;",
+    takes=(SHARED, GLOBAL),
+    scope="lane",
+    memory=True,
+    min_cc=(8, 0),
+)
+def cp_async_16(lane, destination, di, source, si):
+    """Begin to copy 16 bytes from source[si] to destination[di], both 16-byte aligned. LDGSTS.E.BYPASS.128."""
+    _issue(lane, destination, di, source, si, _SIZE)
+
+
+@ptx(
+    "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+    takes=(SHARED, GLOBAL, uint32),
+    scope="lane",
+    memory=True,
+    min_cc=(8, 0),
+)
+def cp_async_16_zfill(lane, destination, di, source, si, size):
+    """As `cp_async_16`, but only `size` (0..16) bytes are read and the rest of the 16 become zero.
+
+    With size 0 the source is not touched, so a lane beyond the edge of a matrix may give any index.
+    """
+    if size > _SIZE:
+        raise ValueError(f"cp_async_16_zfill reads at most 16 bytes, got {size}")
+    _issue(lane, destination, di, source, si, size)
+
+
+@ptx("cp.async.commit_group;", scope="lane", memory=True, min_cc=(8, 0))
+def cp_async_commit(lane):
+    """Close the copies issued since the last commit into a group (an empty one, if there are none)."""
+    lane.groups.append(lane.copies)
+    lane.copies = []
+
+
+@cache
+def cp_async_wait(newest: int):
+    """The instruction that waits until at most the `newest` youngest groups of the thread are under way.
+
+    A factory, since PTX takes the number as an immediate: `wait_for_all_but_one = cp_async_wait(1)` at
+    module level. `cp_async_wait(0)` waits for all committed groups.
+    """
+    if newest < 0:
+        raise ValueError(f"cp_async_wait takes a number of groups of at least 0, got {newest}")
+
+    def twin(lane):
+        while len(lane.groups) > newest:
+            for destination, start, source, at, size in lane.groups.popleft():
+                zeros = bytes(_SIZE - size)
+                destination[start : start + _SIZE] = bytes(source[at : at + size]) + zeros
+
+    twin.__name__ = f"cp_async_wait_{newest}"
+    twin.__doc__ = f"Wait until at most {newest} groups of this thread are under way."
+    return ptx(f"cp.async.wait_group {newest};", scope="lane", memory=True, min_cc=(8, 0))(twin)

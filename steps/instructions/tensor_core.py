@@ -1,0 +1,135 @@
+"""Tensor cores as Ampere has them: one warp multiplies two small tiles held in its registers.
+
+Every lane of the warp executes the instruction and holds a fixed part, a *fragment*, of each tile.
+With g = lane // 4 (0..7) and t = lane % 4 (PTX ISA 9.7.15, "Matrix Fragments for mma"):
+
+    m16n8k32, 8-bit integers: a register is 4 neighbours along K
+
+             A[16, 32]     k = 4t .. 4t+3   16+4t .. 16+4t+3      B[32, 8]         n = g
+                 row g    |      a0       |        a2        |      k = 4t ..    |  b0  |
+                 row g+8  |      a1       |        a3        |      k = 16+4t .. |  b1  |
+
+    m16n8k16, float16: a register is 2 neighbours along K
+
+             A[16, 16]     k = 2t, 2t+1       8+2t, 8+2t+1        B[16, 8]         n = g
+                 row g    |      a0       |        a2        |      k = 2t ..    |  b0  |
+                 row g+8  |      a1       |        a3        |      k = 8+2t ..  |  b1  |
+
+    both:    C[16, 8]      n = 2t     2t+1
+                 row g    |  c0   |   c1   |
+                 row g+8  |  c2   |   c3   |
+
+In bytes both are the same picture, so one layout of shared memory and one `ldmatrix` serve both: a
+row of A, and a column of B (which is a row of W), is K contiguous bytes.
+
+`ldmatrix` (PTX ISA 9.7.15.5.15) loads 8 x 8 matrices of 16-bit elements: lane 8i + r gives the address
+of row r of matrix i (16 bytes, 16-byte aligned), and each lane receives one register per matrix:
+
+    register i of lane l = elements 2t, 2t+1 of row g of matrix i           plain
+                         = elements 2t, 2t+1 of column g of matrix i        .trans
+"""
+
+import numpy as np
+from numba.cuda.types import float32, int32, uint32
+
+from .define import SHARED, ptx
+from .errors import SimulatorError
+
+_LANE = np.arange(32)
+_G, _T = _LANE // 4, _LANE % 4
+# Where lane l's registers lie when a tile is cut into 32-bit words, row by row.
+_A_ROW = np.stack([_G, _G + 8, _G, _G + 8], axis=1)
+_A_WORD = np.stack([_T, _T, _T + 4, _T + 4], axis=1)
+_B_WORD = np.stack([_T, _T + 4], axis=1)
+_C_ROW = np.stack([_G, _G, _G + 8, _G + 8], axis=1)
+_C_COLUMN = np.stack([2 * _T, 2 * _T + 1] * 2, axis=1)
+
+
+def _multiply(lanes: list[tuple], element, accumulator, exact) -> list[list]:
+    """C + A @ B of one mma, its fragments given lane by lane, products and sums in `exact`."""
+    if len(lanes) != 32:
+        raise SimulatorError(f"mma needs a full warp; this one has {len(lanes)} lanes")
+    words = np.array([lane[:6] for lane in lanes], np.uint32)
+    a, b, c = np.empty((16, 8), np.uint32), np.empty((8, 8), np.uint32), np.empty((16, 8), exact)
+    a[_A_ROW, _A_WORD] = words[:, :4]
+    b[_G[:, None], _B_WORD] = words[:, 4:]
+    c[_C_ROW, _C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
+    c += a.view(element).astype(exact) @ b.view(element).astype(exact).T
+    return c[_C_ROW, _C_COLUMN].tolist()
+
+
+@ptx(
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    returns=(int32,) * 4,
+    takes=(uint32,) * 6 + (int32,) * 4,
+    scope="warp",
+    min_cc=(8, 0),
+)
+def mma_m16n8k32_s8(lanes):
+    """(a0..a3, b0, b1, c0..c3) -> C + A @ B in int32, modulo 2^32; A, B signed bytes. IMMA.16832."""
+    return _multiply(lanes, np.int8, np.int32, np.int64)
+
+
+@ptx(
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    returns=(float32,) * 4,
+    takes=(uint32,) * 6 + (float32,) * 4,
+    scope="warp",
+    min_cc=(8, 0),
+)
+def mma_m16n8k16_f16(lanes):
+    """(a0..a3, b0, b1, c0..c3) -> C + A @ B in float32; A, B pairs of float16. HMMA.16816.F32.
+
+    The products are exact in both worlds. The twin rounds their sum once; hardware adds in an order
+    and with a rounding that are not documented, so results agree to about a unit in the last place of
+    the largest term, and exactly where every partial sum is a float32.
+    """
+    return _multiply(lanes, np.float16, np.float32, np.float64)
+
+
+def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
+    """What `count` matrices give each lane; lane 8i + r addresses row r of matrix i."""
+    if len(lanes) != 32:
+        raise SimulatorError(f"ldmatrix needs a full warp; this one has {len(lanes)} lanes")
+    rows = []
+    for i, (array, index) in enumerate(lanes[: 8 * count]):
+        try:
+            start = array.locate(index, 16)
+        except SimulatorError as error:
+            error.lane_in_warp = i
+            raise
+        rows.append(np.frombuffer(array.bytes[start : start + 16], np.uint16))
+    matrices = np.stack(rows).reshape(count, 8, 8)
+    if transposed:
+        matrices = matrices.transpose(0, 2, 1)
+    words = np.ascontiguousarray(matrices).view(np.uint32)  # [count, 8, 4]
+    return words[:, _G, _T].T.tolist()
+
+
+def _ldmatrix(name: str, count: int, transposed: bool = False):
+    registers = ",".join(f"${i}" for i in range(count))
+    modifier = ".trans" if transposed else ""
+
+    def twin(lanes):
+        return _matrices(lanes, count, transposed)
+
+    twin.__name__ = name
+    twin.__doc__ = f"""(array, index) -> {count} registers: {count} 8 x 8 matrices from shared memory.
+
+    Only the addresses of lanes 0 to {8 * count - 1} are used. SASS LDSM.16.M{"T" if transposed else ""}88.
+    """
+    return ptx(
+        f"ldmatrix.sync.aligned.m8n8.x{count}{modifier}.shared.b16 {{{registers}}}, [${count}];",
+        returns=(uint32,) * count,
+        takes=(SHARED,),
+        scope="warp",
+        memory=True,
+    )(twin)
+
+
+ldmatrix_x2 = _ldmatrix("ldmatrix_x2", 2)
+ldmatrix_x4 = _ldmatrix("ldmatrix_x4", 4)
+ldmatrix_x2_trans = _ldmatrix("ldmatrix_x2_trans", 2, transposed=True)
+ldmatrix_x4_trans = _ldmatrix("ldmatrix_x4_trans", 4, transposed=True)

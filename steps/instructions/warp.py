@@ -1,0 +1,85 @@
+"""Shuffles: a value from another lane of the warp, through registers (PTX ISA 9.7.9.6, shfl.sync).
+
+The full warp takes part. The value is int32, uint32 or float32 and keeps its type; an int64, which is
+what Numba makes of most integer arithmetic, is refused: write `int32(x)` or `uint32(x)`.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba.cuda.core.errors import TypingError
+from numba.cuda.types import float32, int32, uint32
+
+from ._cuda import shuffle
+from ._scheduler import FULL_MASK
+from .c_types import cast_to
+from .define import define
+from .errors import SimulatorError
+
+_LETTER = {int32: "r", uint32: "r", float32: "f"}
+
+
+def _value(x):
+    """The operand as 32 bits of one of the three types; which of the integer ones, a Python int does not know."""
+    if isinstance(x, float | np.floating):
+        return np.float32(x)
+    if not -(1 << 31) <= x < 1 << 32:
+        raise SimulatorError(f"a shuffle moves 32 bits and the value is {x}")
+    return int(x)
+
+
+def _shuffle(name: str, mode: str, clamp: int, source_of, doc: str):
+    text = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp:#x}, 0xffffffff;"
+
+    def twin(lane, value, operand):
+        return shuffle(name, source_of, FULL_MASK, value, operand)
+
+    def typing(given):
+        if given[0] not in _LETTER:
+            raise TypingError(
+                f"{name} takes an int32, uint32 or float32, not {given[0]}; write int32(x) or uint32(x)"
+            )
+        return given[0], (given[0], int32)
+
+    def lower(context, builder, signature, arguments):
+        letter = _LETTER[signature.return_type]
+        kind = arguments[0].type
+        function = ir.FunctionType(kind, [kind, ir.IntType(32)])
+        assembly = ir.InlineAsm(function, text, f"={letter},{letter},r", side_effect=True)
+        return builder.call(assembly, arguments, attrs=("convergent",))
+
+    twin.__name__, twin.__doc__ = name, doc
+    return define(
+        twin,
+        text,
+        scope="lane",
+        casts=(_value, cast_to(np.dtype(np.int32))),
+        results=(lambda x: x,),
+        typing=typing,
+        lower=lower,
+    )
+
+
+shfl = _shuffle(
+    "shfl", "idx", 0x1F, lambda lane, x: x % 32, "(value, lane): the value of lane `lane` % 32."
+)
+shfl_xor = _shuffle(
+    "shfl_xor",
+    "bfly",
+    0x1F,
+    lambda lane, x: lane ^ x,
+    "(value, mask): the value of lane `lane ^ mask`: the butterfly of a reduction. SHFL.BFLY.",
+)
+shfl_up = _shuffle(
+    "shfl_up",
+    "up",
+    0x00,
+    lambda lane, x: lane - x,
+    "(value, delta): the value of lane `lane - delta`; the first `delta` lanes keep their own.",
+)
+shfl_down = _shuffle(
+    "shfl_down",
+    "down",
+    0x1F,
+    lambda lane, x: lane + x,
+    "(value, delta): the value of lane `lane + delta`; the last `delta` lanes keep their own.",
+)
