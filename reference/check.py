@@ -55,10 +55,10 @@ _OPERANDS: Final = {
 def nmse(x: Array, ref: Array) -> float:
     """sum (x - ref)^2 / sum ref^2 in float64; 0 for 0 against 0, inf for anything else against 0.
 
-    inf as well where x is not finite: the number never passes for a small one.
+    inf as well where either holds a NaN or Inf: no such thing may pass for a small error.
     """
     x, ref = x.astype(np.float64), ref.astype(np.float64)
-    if not np.isfinite(x).all():
+    if not (np.isfinite(x).all() and np.isfinite(ref).all()):
         return math.inf
     error, energy = float(np.sum((x - ref) ** 2)), float(np.sum(ref**2))
     if energy == 0.0:
@@ -222,6 +222,7 @@ class Check:
 
     ok                  every layer that applies is satisfied
     failures            names of the layers that are not, in the order of the module's docstring
+    reasons             what each of them says, in the same order
     nmse_same_operands  the kernel's error (inf if anything is NaN or Inf)
     nmse_float          the error against the unquantized product: the format's and the kernel's
     worst_bound_ratio   largest |error| / bound; a right kernel stays well below 1
@@ -232,6 +233,7 @@ class Check:
 
     ok: bool
     failures: tuple[str, ...]
+    reasons: tuple[str, ...]
     nmse_same_operands: float
     nmse_float: float
     worst_bound_ratio: float
@@ -278,20 +280,20 @@ def check(
 
     rows, columns = sample(problem.m, problem.n, limit)
     part = c[np.ix_(rows, columns)].astype(np.float64)
-    if q81 is not None:
-        same = same_operands_a8(q81.rows(rows), weights[columns])
-        size = magnitude_a8(q81.rows(rows), weights[columns])
-    else:
-        same = same_operands_a16(a[rows], weights[columns])
-        size = magnitude_a16(a[rows], weights[columns])
+    with np.errstate(invalid="ignore"):  # an infinite d or s is found below, not warned about
+        if q81 is not None:
+            same = same_operands_a8(q81.rows(rows), weights[columns])
+            size = magnitude_a8(q81.rows(rows), weights[columns])
+        else:
+            same = same_operands_a16(a[rows], weights[columns])
+            size = magnitude_a16(a[rows], weights[columns])
     meant = unquantized(problem.a[rows], problem.w[columns])
     allowed = limits(problem, family, operands, (rows.size, columns.size))
 
-    error = np.abs(part - same)
-    permitted = bound(family, problem.k, size, operands)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        ratio = np.where(error == 0, 0.0, error / permitted)
-    ratio[~np.isfinite(part)] = math.inf
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.abs(part - same)
+        ratio = np.where(error == 0, 0.0, error / bound(family, problem.k, size, operands))
+    ratio[~np.isfinite(part) | np.isnan(ratio)] = math.inf
     i, j = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     worst = (int(rows[i]), int(columns[j]))
     kernel_error, float_error = nmse(part, same), nmse(part, meant)
@@ -311,7 +313,7 @@ def check(
             f"{worst}: got {part[i, j]:.9g}, expected {same[i, j]:.9g}"
         )
     tolerated = allowed.nmse_same_operands * _cancellation(size, same, problem.k)
-    if kernel_error > tolerated:
+    if not kernel_error <= tolerated:
         found["nmse"] = (
             f"NMSE {kernel_error:.2e} against the same operands is above {tolerated:.2e}"
         )
@@ -344,6 +346,7 @@ def check(
     return Check(
         ok=not found,
         failures=tuple(found),
+        reasons=tuple(found.values()),
         nmse_same_operands=kernel_error,
         nmse_float=float_error,
         worst_bound_ratio=float(ratio[i, j]),
@@ -362,6 +365,14 @@ def check_activations(q81: Q81, a: Array, exact: bool = False) -> str | None:
     ties); d by 1e-6, or by its rounding to f16; s by the same from either of its two definitions,
     the same one throughout. In the exact case nothing may differ.
     """
+    for name in ("d", "s"):
+        array = getattr(q81, name)
+        if not np.isfinite(array).all():
+            m, b = np.unravel_index(int(np.argmin(np.isfinite(array))), array.shape)
+            return (
+                f"{np.count_nonzero(~np.isfinite(array))} of {array.size} Q8_1 fields {name} are "
+                f"not finite, the first at block ({m}, {b}): {array[m, b]}"
+            )
     right = Q81.of_values(a)
     off = np.abs(q81.q.astype(np.int32) - right.q)
     allowed = 0 if exact else max(1, int(1e-4 * off.size))
@@ -474,6 +485,8 @@ def _cancellation(size: Array, same: Array, k: int) -> float:
     14 measured over formats and distributions), but a single output may be near zero by chance.
     """
     energy, result = float(np.sum(size**2)) / k, float(np.sum(same**2))
+    if not math.isfinite(energy):
+        return 1.0
     return max(1.0, energy / (16 * result)) if result > 0 else math.inf
 
 

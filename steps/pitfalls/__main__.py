@@ -1,0 +1,124 @@
+"""`python -m steps.pitfalls [--json]`: shows the museum; exits 1 if a bug got through.
+
+A table on a terminal, plain text in a pipe, one JSON document with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import textwrap
+from typing import Any
+
+from steps.pitfalls.exhibit import Finding, Pitfall, examine, pitfalls
+
+WIDTH = 100
+HEADINGS = ("", "pitfall", "format", "right", "wrong", "NMSE", "caught by")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m steps.pitfalls", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    museum = [(pitfall, examine(pitfall)) for pitfall in pitfalls()]
+    if options.json:
+        print(json.dumps([_as_json(*pair) for pair in museum], indent=2))
+    elif sys.stdout.isatty():
+        _show(museum)
+    else:
+        _print(museum)
+    escaped = [str(pitfall.number) for pitfall, finding in museum if not finding.caught]
+    if escaped:
+        print(f"not caught as told: pitfall {', '.join(escaped)}", file=sys.stderr)
+    return 1 if escaped else 0
+
+
+def _row(pitfall: Pitfall, finding: Finding) -> tuple[str, ...]:
+    return (
+        f"{pitfall.number}",
+        pitfall.title,
+        pitfall.format.upper(),
+        f"{finding.expected:g}",
+        _value(finding),
+        _error(finding.nmse),
+        ", ".join(finding.layers) if finding.caught else "NOT CAUGHT",
+    )
+
+
+def _value(finding: Finding) -> str:
+    """The wrong one's value on the golden block, as the table shows it."""
+    if not math.isnan(finding.golden):
+        return f"{finding.golden:g}"
+    return "trap" if "misaligned" in finding.layers else "NaN"
+
+
+def _error(nmse: float) -> str:
+    return "-" if math.isnan(nmse) else f"{nmse:.1e}" if math.isfinite(nmse) else "NaN/Inf"
+
+
+def _story(pitfall: Pitfall, finding: Finding) -> tuple[str, str]:
+    """The story in one paragraph, and what each layer said (the first two are enough)."""
+    story = " ".join(pitfall.story.split())
+    heard = [f"{layer}: {said}" for layer, said in finding.layers.items()][:2]
+    return f"{story} {finding.aside}".strip(), "\n".join(heard)
+
+
+def _print(museum: list[tuple[Pitfall, Finding]]) -> None:
+    rows = [HEADINGS, *(_row(*pair) for pair in museum)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    for pitfall, finding in museum:
+        story, heard = _story(pitfall, finding)
+        print(f"\n{pitfall.number}. {pitfall.title}")
+        print(textwrap.fill(story, WIDTH, initial_indent="   ", subsequent_indent="   "))
+        for line in heard.splitlines():
+            print(textwrap.fill(line, WIDTH, initial_indent="   > ", subsequent_indent="     "))
+
+
+def _show(museum: list[tuple[Pitfall, Finding]]) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(caption="right, wrong: the golden block. NMSE: a small random problem.")
+    for heading, justify in zip(HEADINGS, "rllrrrl", strict=True):
+        table.add_column(heading, justify="right" if justify == "r" else "left")
+    for pair in museum:
+        table.add_row(*_row(*pair), style=None if pair[1].caught else "bold red")
+    console.print(table)
+    for pitfall, finding in museum:
+        story, heard = _story(pitfall, finding)
+        title = f"{pitfall.number}. {pitfall.title}"
+        body = Text(story).append("\n").append(heard, style="dim")
+        console.print(Panel(body, title=Text(title), title_align="left", width=WIDTH))
+
+
+def _as_json(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
+    """JSON has no NaN: a value that is none is null."""
+    return {
+        "number": pitfall.number,
+        "title": pitfall.title,
+        "format": pitfall.format,
+        "story": " ".join(pitfall.story.split()),
+        "aside": finding.aside,
+        "golden": {"right": finding.expected, "wrong": _number(finding.golden)},
+        "nmse": _number(finding.nmse),
+        "caught": finding.caught,
+        "layers": dict(finding.layers),
+        "expected_layers": list(pitfall.caught_by),
+        "right_one_says": dict(finding.complaints),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

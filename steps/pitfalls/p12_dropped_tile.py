@@ -1,0 +1,37 @@
+"""M // TILE tiles instead of ceil(M / TILE): the last partial tile is never launched. Every shape
+that is a multiple of the tile is right, and benchmark shapes are. C keeps whatever it held there:
+NaN if it was filled so; plausible numbers from the last run if the buffer is reused."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference import Q81, Problem, check
+from steps.pitfalls.exhibit import SHAPE, Pitfall, product
+from steps.pitfalls.right import w4a8
+
+dropping = product(w4a8, floor=True)  # <- the kernel is right, the grid is not
+
+
+def aside() -> str:
+    """What it would look like on a C that began as zeros."""
+    problem = Problem(*SHAPE, "q4_0", "normal")
+    q81 = Q81.of_values(problem.a)
+    verdict = check(np.nan_to_num(dropping(problem.blocks, q81, 0)), problem, "A8", q81)
+    return (
+        f"Had C begun as zeros: NMSE {verdict.nmse_same_operands:.2g}, "
+        f"caught by {' and '.join(verdict.failures)}."
+    )
+
+
+PITFALL = Pitfall(
+    number=12,
+    title="last partial tile dropped",
+    story=__doc__,
+    format="q4_0",
+    wrong=dropping,
+    right=product(w4a8),
+    golden=float("nan"),  # 1 x 1 is all partial tile
+    caught_by=("golden value", "nan", "exact", "bound", "nmse"),
+    aside=aside,
+)
