@@ -1,7 +1,8 @@
 """Small exact kernels, one or more for each instruction, with what they must compute.
 
 The simulator tests, the machine-code tests and the GPU tests all run these same cases, so that the
-twin of an instruction, its SASS and the hardware are held to one plain NumPy expectation, bit for bit.
+twin of an instruction, its SASS and the hardware are held to one plain NumPy expectation, bit for
+bit.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
-from steps import instructions as ins
 from steps.instructions import (
     cp_async_16,
     cp_async_16_zfill,
@@ -92,7 +92,7 @@ def unsigned_bytes(x: np.ndarray) -> np.ndarray:
 def dot_kernel(a, b, c, signed, unsigned):
     i = cuda.grid(1)
     signed[i] = dp4a(a[i], b[i], c[i])
-    unsigned[i] = ins.dp4a_us(a[i], b[i], c[i])
+    unsigned[i] = dp4a_us(a[i], b[i], c[i])
 
 
 def dot_expected(a, b, c):
@@ -123,7 +123,7 @@ def half_kernel(bits, x, as_float, as_half):
 
 
 def half_inputs(rng):
-    """Every finite float16 and infinity; floats that are exact, between two halves, ties, too large."""
+    """Every finite float16 and infinity; floats exact, between two halves, ties, too large."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     bits = bits[~np.isnan(bits.view(np.float16))]
     count = bits.size // 256 * 256
@@ -144,7 +144,7 @@ def half_expected(bits, x):
 
 
 def copy_kernel(load: Any, store: Any, count: int, dtype: Any) -> Any:
-    """Global -> shared -> global, `count` elements a thread, each thread storing its neighbour's."""
+    """Global -> shared -> global, `count` elements a thread, which stores its neighbour's."""
     size = 64 * count
 
     @cuda.jit

@@ -1,4 +1,4 @@
-"""Arrays as a kernel sees them in the simulator: every access checked, every value converted as in C."""
+"""Arrays as a simulated kernel sees them: every access checked, every value converted as in C."""
 
 import operator
 from math import prod
@@ -14,10 +14,13 @@ _ALLOCATION_ALIGNMENT = 256  # bytes; what cudaMalloc and the pools promise for 
 class CheckedArray:
     """A NumPy array behind range, sign and alignment checks.
 
-    Loads give Python ints for integer dtypes and NumPy scalars for floating ones; stores to integer arrays wrap. Negative
-    indices raise: in a kernel they are a bug far more often than a wish. Slices, fields and `.view` share memory.
+    Loads give Python ints for integer dtypes and NumPy scalars for floating ones; stores to integer
+    arrays wrap. Negative
+    indices raise: in a kernel they are a bug far more often than a wish. Slices, fields and `.view`
+    share memory.
 
-    space: "global", "shared", "local" or "constant". alignment: what is promised of the address of the allocation.
+    space: "global", "shared", "local" or "constant". alignment: what is promised of the address of
+    the allocation.
     """
 
     __slots__ = (
@@ -155,7 +158,8 @@ class CheckedArray:
         if self._bytes is None:
             if not self.data.flags.c_contiguous:
                 raise SimulatorError(
-                    f"{self.name} is not C-contiguous; an (array, index) operand must be, since it is taken as flat"
+                    f"{self.name} is not C-contiguous, which an (array, index) operand must be: "
+                    "it is taken as flat"
                 )
             self._bytes = memoryview(self.data.reshape(-1).view(np.uint8))
         return self._bytes
@@ -170,16 +174,16 @@ class CheckedArray:
     def locate(self, index: int, size: int, alignment: int | None = None) -> int:
         """The byte offset of element `index` of the flat array for an access of `size` bytes.
 
-        Raises OutOfRange unless all of it is inside, Misaligned unless its address is certainly a multiple of
-        `alignment` (default: the size).
+        Raises OutOfRange unless all of it is inside, Misaligned unless its address is certainly a
+        multiple of `alignment` (default: the size).
         """
         index = operator.index(index)
         itemsize = self.dtype.itemsize
         offset = index * itemsize
         if index < 0 or offset + size > self.data.nbytes:
             raise OutOfRange(
-                f"{self.name}: {size} bytes at index {index} (byte {offset}) are outside its {self.data.nbytes} bytes, "
-                f"shape {self.shape}"
+                f"{self.name}: {size} bytes at index {index} (byte {offset}) are outside its "
+                f"{self.data.nbytes} bytes, shape {self.shape}"
             )
         alignment = alignment or size
         if self._base is None:
@@ -187,19 +191,21 @@ class CheckedArray:
         if (offset + self._base) % alignment:
             where = f" at byte {self._base} of its allocation" if self._base else ""
             raise Misaligned(
-                f"{self.name}{where}: index {index} is byte {offset}, {(offset + self._base) % alignment} past a multiple "
-                f"of {alignment}; a {size}-byte access faults there on the GPU"
+                f"{self.name}{where}: index {index} is byte {offset}, "
+                f"{(offset + self._base) % alignment} past a multiple of {alignment}; "
+                f"a {size}-byte access faults there on the GPU"
             )
         if alignment > self.alignment:
             raise Misaligned(
-                f"{self.name} ({self.space}, {self.dtype}) is declared with alignment {self.alignment}, so a "
-                f"{size}-byte access may fault on the GPU; declare it with alignment={alignment}"
+                f"{self.name} ({self.space}, {self.dtype}) is declared with alignment "
+                f"{self.alignment}, so a {size}-byte access may fault on the GPU; "
+                f"declare it with alignment={alignment}"
             )
         return offset
 
 
 class CheckedRecord:
-    """One element of an array of records: `r.d`, `r["d"]`, `r.qs[j]`; nested arrays are checked arrays."""
+    """One element of an array of records: `r.d`, `r["d"]`, `r.qs[j]`; nested arrays are checked."""
 
     __slots__ = ("array", "index")
 
@@ -231,7 +237,7 @@ class CheckedRecord:
 
 
 def garbage(shape, dtype) -> np.ndarray:
-    """An array as uninitialised memory is best imagined: NaN in floats, bytes 0xA5 (165, -91) in everything else."""
+    """Memory nobody wrote: NaN in floats, bytes 0xA5 (165, -91) in everything else."""
     dtype = as_dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if dtype.kind == "f":
@@ -240,7 +246,7 @@ def garbage(shape, dtype) -> np.ndarray:
 
 
 def _offset_in_allocation(data: np.ndarray) -> int:
-    """Bytes from the start of the array that owns the memory, which stands for an aligned allocation on the GPU."""
+    """Bytes from the start of the owner of the memory, which stands for an aligned allocation."""
     root = data
     while isinstance(root.base, np.ndarray):
         root = root.base

@@ -1,4 +1,4 @@
-"""The `cuda` module inside a simulated kernel: indices, arrays, barriers, warp operations, atomics, bits."""
+"""`cuda` inside a simulated kernel: indices, arrays, barriers, warp operations, atomics, bits."""
 
 import linecache
 import re
@@ -17,7 +17,7 @@ def _nothing(operands: list) -> list:
 
 
 def _declared_name(kind: str) -> str:
-    """The variable a declaration is assigned to, read from its source line; else the kind of memory."""
+    """The variable a declaration is assigned to, read from its source line; else a description."""
     site = here()
     match = re.match(r"\s*(\w+)\s*=", linecache.getline(site.code.co_filename, site.line))
     return match[1] if match else f"the {kind} array of line {site.line}"
@@ -29,7 +29,7 @@ class _Shared:
     @staticmethod
     def array(shape, dtype, alignment: int | None = None) -> CheckedArray:
         block = now().lane.block
-        key = here().key
+        key = here()[:2]
         found = block.shared.get(key)
         if found is None:
             dtype = as_dtype(dtype)
@@ -65,7 +65,7 @@ class _Const:
 
 
 class _Atomic:
-    """`cuda.atomic`: each returns the old value. Lanes never run at once, so they are atomic by nature."""
+    """`cuda.atomic`: each returns the old value. One lane runs at a time, so all are atomic."""
 
     @staticmethod
     def _update(array, index, function):
@@ -105,7 +105,7 @@ class _Atomic:
 
 
 class Cuda:
-    """Stands where a kernel says `cuda`. What is missing here raises AttributeError with its name."""
+    """Stands where a kernel says `cuda`. What is missing raises AttributeError with its name."""
 
     shared, local, const, atomic = _Shared, _Local, _Const, _Atomic()
     warpsize = WARP
@@ -192,7 +192,8 @@ class Cuda:
             mask,
         )
 
-    # --- memory order: nothing to do when one lane runs at a time; a polling lane lets the others run
+    # --- memory order: nothing to do when one lane runs at a time; a polling lane lets the others
+    # run
     def threadfence(self) -> None:
         pass
 
@@ -231,7 +232,7 @@ class Cuda:
 
 
 def shuffle(name: str, source_of, mask, value, operand):
-    """Every lane gets the value of the lane `source_of(lane, operand)`; outside 0..31 it keeps its own."""
+    """Every lane gets the value of lane `source_of(lane, operand)`; outside 0..31, its own."""
     held_lane = now().lane.index % WARP
 
     def exchange(held: list) -> list:
@@ -244,9 +245,7 @@ def shuffle(name: str, source_of, mask, value, operand):
             elif source in values:
                 results.append(values[source])
             else:
-                error = OutOfRange(
-                    f"{name}: lane {lane} reads lane {source}, which takes no part (it is undefined there)"
-                )
+                error = OutOfRange(f"{name}: lane {lane} reads lane {source}, which takes no part")
                 error.lane_in_warp = lane
                 raise error
         return results

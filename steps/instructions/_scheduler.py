@@ -1,11 +1,12 @@
 """One lane at a time: the simulator's scheduler.
 
-Each CUDA thread is a greenlet that runs until it must wait: at a barrier, a warp-wide instruction, or where it polls. A lane
-that never waits runs from start to end before the next begins, so what a kernel does without a barrier it does in the most
+Each CUDA thread is a greenlet that runs until it must wait: at a barrier, a warp-wide instruction,
+or where it polls. A lane that never waits runs from start to end before the next begins, so what a
+kernel does without a barrier it does in the most
 revealing way: one thread is as far ahead of the others as the barriers allow.
 
-The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served; -1 descending, a warp
-goes on as far as it can before the next; any other number seeds a shuffle.
+The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served;
+-1 descending, a warp goes on as far as it can before the next; any other number seeds a shuffle.
 """
 
 import linecache
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from pathlib import Path
 from types import CodeType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +29,8 @@ _PATIENCE = (
     64  # rounds of nothing but polling, by every ready lane, before they are declared deadlocked
 )
 
-# The code objects of kernels and device functions rebuilt for simulation, by identity (two of one factory are equal): how
-# a frame is recognised as a kernel's own.
+# The code objects of kernels and device functions rebuilt for simulation, by identity (two of one
+# factory are equal): how a frame is recognised as a kernel's own.
 kernel_codes: dict[int, CodeType] = {}
 
 
@@ -55,7 +57,8 @@ class Block:
     def __init__(self, index: Dim3, shared_bytes: int):
         self.index = index
         self.shared: dict = {}  # call site -> CheckedArray
-        # One pattern must be garbage for every view of it: 0xFF is NaN as float16, float32 and float64.
+        # One pattern must be garbage for every view of it: 0xFF is NaN as float16, float32 and
+        # float64.
         self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
         self.waiting: dict[tuple, list[Lane]] = {}
         self.lanes: list[Lane] = []
@@ -86,17 +89,13 @@ class Lane:
         self.groups: deque = deque()  # committed groups, oldest first
 
 
-class Site:
-    """A place in a kernel: code object, instruction and line."""
+class Site(NamedTuple):
+    """A place in a kernel."""
 
-    __slots__ = ("code", "instruction", "line")
-
-    def __init__(self, code, instruction: int, line: int):
-        self.code, self.instruction, self.line = code, instruction, line
-
-    @property
-    def key(self) -> tuple:
-        return id(self.code), self.instruction
+    code_id: int  # an int first, since code objects compare by value and slowly
+    instruction: int
+    line: int
+    code: CodeType
 
     def __str__(self) -> str:
         text = linecache.getline(self.code.co_filename, self.line).strip()
@@ -110,7 +109,7 @@ def here() -> Site:
         frame = frame.f_back
     if frame is None:
         raise SimulatorError("this is only defined inside a kernel being simulated")
-    return Site(frame.f_code, frame.f_lasti, frame.f_lineno)
+    return Site(id(frame.f_code), frame.f_lasti, frame.f_lineno, frame.f_code)
 
 
 class Schedule:
@@ -175,9 +174,8 @@ class Schedule:
         lanes = [lane for block in blocks for lane in block.lanes]
         for lane in lanes:
             lane.greenlet = greenlet.greenlet(self._live, self.main)
-            lane.greenlet.gr_context = (
-                copy_context()
-            )  # or NumPy's error state would be the default again
+            # Or NumPy's error state, a context variable, would be the default again inside.
+            lane.greenlet.gr_context = copy_context()
         self.polls = 0
         self._wake(lanes)
         try:
@@ -223,9 +221,10 @@ class Schedule:
 
     # --- waiting
     def meet(self, what: str, key: tuple, members: int, function: Callable, operands, check=True):
-        """Wait until `members` lanes have come to `key`; then `function` of their operands, in lane order, gives the results.
+        """Wait until `members` lanes are at `key`; `function` of their operands gives the results.
 
-        `what` is for messages. With `check`, they must all have come from the same place in the source.
+        `what` is for messages. With `check`, they must all have come from the same place in the
+        source.
         """
         lane = self.lane
         block = lane.block
@@ -277,7 +276,7 @@ class Schedule:
     def _same_site(self, what: str, group: list[Lane]) -> None:
         sites: dict[tuple, list[Lane]] = {}
         for member in group:
-            sites.setdefault((*member.site.key, member.meeting), []).append(member)
+            sites.setdefault((*member.site[:2], member.meeting), []).append(member)
         if len(sites) > 1:
             parts = "; ".join(
                 f"{_threads(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values()
@@ -306,7 +305,8 @@ class Schedule:
         site, step = None, error.__traceback__
         while step is not None:
             if id(step.tb_frame.f_code) in kernel_codes:
-                site = Site(step.tb_frame.f_code, step.tb_lasti, step.tb_lineno)
+                code = step.tb_frame.f_code
+                site = Site(id(code), step.tb_lasti, step.tb_lineno, code)
             step = step.tb_next
         where = f"block {lane.block.index}, thread {lane.thread}, {site}"
         if isinstance(error, SimulatorError):

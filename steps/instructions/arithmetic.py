@@ -19,7 +19,7 @@ def int8s(word: int) -> tuple[int, int, int, int]:
 
 @ptx("dp4a.s32.s32 $0, $1, $2, $3;", returns=int32, takes=(int32, int32, int32))
 def dp4a(a, b, c):
-    """c + the dot product of the four signed bytes of a and of b, modulo 2^32. PTX ISA 9.7.1, `dp4a`; SASS IDP.4A.S8.S8."""
+    """c + the dot product of the four signed bytes of a and of b, modulo 2^32. IDP.4A.S8.S8."""
     a0, a1, a2, a3 = int8s(a)
     b0, b1, b2, b3 = int8s(b)
     return c + a0 * b0 + a1 * b1 + a2 * b2 + a3 * b3
@@ -27,7 +27,7 @@ def dp4a(a, b, c):
 
 @ptx("dp4a.u32.s32 $0, $1, $2, $3;", returns=int32, takes=(uint32, int32, int32))
 def dp4a_us(a, b, c):
-    """As `dp4a` with the bytes of a unsigned: codes 0..255 against signed activations. SASS IDP.4A.U8.S8."""
+    """As `dp4a` with the bytes of a unsigned: codes against signed activations. IDP.4A.U8.S8."""
     a0, a1, a2, a3 = uint8s(a)
     b0, b1, b2, b3 = int8s(b)
     return c + a0 * b0 + a1 * b1 + a2 * b2 + a3 * b3
@@ -35,7 +35,7 @@ def dp4a_us(a, b, c):
 
 @ptx("prmt.b32 $0, $1, $2, $3;", returns=uint32, takes=(uint32, uint32, uint32))
 def prmt(a, b, selector):
-    """Four bytes picked from the eight of a (0..3) and b (4..7): nibble i of `selector` names the source of byte i.
+    """Four bytes picked from the eight of a (0..3) and b (4..7), byte i by nibble i of `selector`.
 
     Bit 3 of a nibble replicates the sign bit of the byte instead (PTX ISA, `prmt`, generic form).
     """
@@ -58,5 +58,5 @@ def half_to_float(bits):
 
 @ptx("cvt.rn.f16.f32 $0, $1;", returns=uint16, takes=(float32,))
 def float_to_half(x):
-    """The 16 bits of x rounded to the nearest float16, ties to even; beyond 65504 it is infinity."""
+    """The 16 bits of x rounded to the nearest float16, ties to even; infinity from 65520 on."""
     return int(np.float16(x).view(np.uint16))

@@ -1,12 +1,13 @@
-"""Copies from global to shared memory that run behind the thread's back (PTX ISA 9.7.9.25, cp.async).
+"""Copies from global to shared memory behind the thread's back (PTX ISA 9.7.9.25, cp.async).
 
 A thread issues copies, closes them into a *group* with `cp_async_commit`, and later waits until all
 but its n newest groups have arrived. The wait is the thread's own: other threads see the data only
-after a barrier that follows it. So the order is always: copy, commit, wait, `cuda.syncthreads`, read.
+after a barrier that follows it. So the order is always: copy, commit, wait, `cuda.syncthreads`,
+read.
 
 In the simulator a destination is overwritten with garbage (0xFF: NaN in floats) when the copy is
-issued, and the data lands only at the wait, the oldest group first. A missing wait, a missing barrier
-after it, and a copy into a buffer that others still read all become wrong results.
+issued, and the data lands only at the wait, the oldest group first. A missing wait, a missing
+barrier after it, and a copy into a buffer that others still read all become wrong results.
 """
 
 from functools import cache
@@ -19,10 +20,10 @@ _SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
 
 
 def _issue(lane, destination, at: int, source, source_at: int, size: int) -> None:
-    end = source.locate(source_at, size, _SIZE) if size else 0
-    start = destination.locate(at, _SIZE)
-    destination.bytes[start : start + _SIZE] = b"\xff" * _SIZE
-    lane.copies.append((destination.bytes, start, source.bytes, end, size))
+    read = source.locate(source_at, size, _SIZE) if size else 0
+    write = destination.locate(at, _SIZE)
+    destination.bytes[write : write + _SIZE] = b"\xff" * _SIZE
+    lane.copies.append((destination.bytes, write, source.bytes, read, size))
 
 
 @ptx(
@@ -33,7 +34,7 @@ def _issue(lane, destination, at: int, source, source_at: int, size: int) -> Non
     min_cc=(8, 0),
 )
 def cp_async_16(lane, destination, di, source, si):
-    """Begin to copy 16 bytes from source[si] to destination[di], both 16-byte aligned. LDGSTS.E.BYPASS.128."""
+    """Begin to copy 16 bytes from source[si] to destination[di], both aligned. LDGSTS."""
     _issue(lane, destination, di, source, si, _SIZE)
 
 
@@ -56,26 +57,26 @@ def cp_async_16_zfill(lane, destination, di, source, si, size):
 
 @ptx("cp.async.commit_group;", scope="lane", memory=True, min_cc=(8, 0))
 def cp_async_commit(lane):
-    """Close the copies issued since the last commit into a group (an empty one, if there are none)."""
+    """Close the copies issued since the last commit into a group (empty if there are none)."""
     lane.groups.append(lane.copies)
     lane.copies = []
 
 
 @cache
 def cp_async_wait(newest: int):
-    """The instruction that waits until at most the `newest` youngest groups of the thread are under way.
+    """The instruction that waits until at most the `newest` youngest groups are under way.
 
-    A factory, since PTX takes the number as an immediate: `wait_for_all_but_one = cp_async_wait(1)` at
-    module level. `cp_async_wait(0)` waits for all committed groups.
+    A factory, since PTX takes the number as an immediate: `wait_for_all_but_one = cp_async_wait(1)`
+    at module level. `cp_async_wait(0)` waits for all committed groups.
     """
     if newest < 0:
         raise ValueError(f"cp_async_wait takes a number of groups of at least 0, got {newest}")
 
     def twin(lane):
         while len(lane.groups) > newest:
-            for destination, start, source, at, size in lane.groups.popleft():
-                zeros = bytes(_SIZE - size)
-                destination[start : start + _SIZE] = bytes(source[at : at + size]) + zeros
+            for destination, write, source, read, size in lane.groups.popleft():
+                data = bytes(source[read : read + size])
+                destination[write : write + _SIZE] = data.ljust(_SIZE, b"\0")
 
     twin.__name__ = f"cp_async_wait_{newest}"
     twin.__doc__ = f"Wait until at most {newest} groups of this thread are under way."

@@ -1,8 +1,9 @@
 """C's idea of a number, in Python: what `int32(x)` or a store to a uint8 array does to a value.
 
-The simulator computes with Python integers, which never overflow. That is the faithful model of Numba, which promotes
-integer arithmetic to 64 bits: a value is cut to its type exactly where the kernel says `int32(x)`, passes it to an
-instruction or stores it, and nowhere else.
+The simulator computes with Python integers, which never overflow. That is the faithful model of
+Numba, which promotes
+integer arithmetic to 64 bits: a value is cut to its type exactly where the kernel says `int32(x)`,
+passes it to an instruction or stores it, and nowhere else.
 """
 
 import math
@@ -16,10 +17,11 @@ from numba.cuda.np.numpy_support import as_dtype as numba_as_dtype
 
 @cache
 def cast_to(dtype: np.dtype) -> Callable:
-    """The C cast to `dtype` as a function: integers wrap, floats are truncated toward zero, NaN becomes 0.
+    """The C cast to `dtype` as a function: integers wrap, floats are truncated, NaN becomes 0.
 
-    Float to integer saturates at the ends of the 32- or 64-bit range, as the GPU's `cvt.rzi` does. The function returns
-    a Python int (or bool) for integer dtypes and a NumPy scalar for floating ones.
+    Float to integer saturates at the ends of the 32- or 64-bit range, as the GPU's `cvt.rzi` does.
+    The function returns a Python int (or bool) for integer dtypes and a NumPy scalar for floating
+    ones.
     """
     if dtype.kind == "b":
         return bool
@@ -54,7 +56,7 @@ def cast_to(dtype: np.dtype) -> Callable:
 
 
 class CType:
-    """A Numba scalar type as the simulator sees it: a C cast when called, a dtype where an array is declared."""
+    """A Numba scalar type in the simulator: a C cast when called, a dtype in a declaration."""
 
     __slots__ = ("cast", "dtype", "name")
 

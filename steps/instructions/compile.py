@@ -1,10 +1,10 @@
 """Machine code without a GPU or a driver: the path of a launch, stopped before the load.
 
-`machine_code(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to LTO-IR), nvJitLink (to a
-cubin, with ptxas's report) and nvdisasm, just as a launch on such a GPU would, options of the dispatcher included
-(`max_registers`, `launch_bounds`, `fastmath` ...). Numba asks the driver for the device at two places on the way; while
-`machine_code` runs, and only then, both are answered with the architecture asked for, so that a process with a GPU may
-do this too.
+`machine_code(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to
+LTO-IR), nvJitLink (to a cubin, with ptxas's report) and nvdisasm, just as a launch on such a GPU
+would, options of the dispatcher included (`max_registers`, `launch_bounds`, `fastmath` ...). Numba
+asks the driver for the device at two places on the way; while `machine_code` runs, and only then,
+both are answered with the architecture asked for, so that a process with a GPU may do this too.
 """
 
 import re
@@ -36,7 +36,7 @@ OLDEST = (7, 5)  # what libNVVM 13 still compiles for
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """One kernel compiled for one architecture. Bytes of stack and spills are per thread, of shared memory per block."""
+    """One kernel for one architecture. Stack and spills are per thread, shared memory per block."""
 
     name: str
     arch: str
@@ -48,7 +48,7 @@ class MachineCode:
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int  # static; dynamic shared memory is a matter of the launch
-    instructions: Counter  # opcode with modifiers, such as "IDP.4A.S8.S8" -> how often it stands in the listing
+    instructions: Counter[str]  # "IDP.4A.S8.S8" -> how often it stands in the listing
     log: str  # ptxas -v
 
     @property
@@ -61,7 +61,7 @@ class MachineCode:
         )
 
     def count(self, *prefixes: str) -> int:
-        """How many instructions have an opcode that is one of `prefixes` or continues one with a dot."""
+        """How many opcodes are one of `prefixes` or continue one: "IDP" counts IDP.4A too."""
         return sum(
             n
             for opcode, n in self.instructions.items()
@@ -70,10 +70,10 @@ class MachineCode:
 
 
 def machine_code(kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a") -> MachineCode:
-    """Compile `kernel` for the argument types `signature` (a tuple of Numba types, or "void(...)") and `arch`.
+    """Compile `kernel` for `arch` and the argument types `signature` (a tuple, or "void(...)").
 
-    Repeated calls with the same arguments return the same object. Raises ValueError for an unknown architecture or where the
-    kernel uses an instruction that the architecture does not have.
+    Repeated calls with the same arguments return the same object. Raises ValueError for an unknown
+    architecture or where the kernel uses an instruction that the architecture does not have.
     """
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
@@ -111,9 +111,10 @@ def _machine_code(kernel: CUDADispatcher, argument_types: tuple, arch: str) -> M
 
 
 def signature_of(args: Sequence) -> tuple:
-    """The Numba types a launch with `args` would be compiled for, NumPy arrays standing for arrays on the device.
+    """The Numba types a launch with `args` is compiled for; NumPy arrays stand for device arrays.
 
-    Python ints are int64, Python floats float64 (pass `np.float32(x)`), arrays are typed by dtype, rank and layout.
+    Python ints are int64, Python floats float64 (pass `np.float32(x)`), arrays are typed by dtype,
+    rank and layout.
     """
     return tuple(map(_type_of, args))
 
@@ -128,11 +129,11 @@ def _type_of(value):
 
 
 def capability(arch: str) -> tuple[int, int, str]:
-    """(9, 0, "a") from "sm_90a". A launch on compute capability 9.0 and above compiles for the `a` variant."""
+    """(9, 0, "a") from "sm_90a", which is what a launch on compute capability 9.0 compiles for."""
     match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
     if not match or (int(match[1]), int(match[2])) < OLDEST:
         raise ValueError(
-            f"the architecture is {arch!r}; it takes a form like sm_75, sm_80 or sm_90a, sm_75 or later"
+            f"the architecture is {arch!r}; it must be one like sm_75, sm_80 or sm_90a"
         )
     return int(match[1]), int(match[2]), match[3]
 
@@ -141,9 +142,7 @@ def disassemble(cubin: bytes) -> str:
     """nvdisasm's listing of a cubin."""
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
-        raise RuntimeError(
-            "nvdisasm was not found; pip install nvidia-cuda-nvdisasm, or put the CUDA toolkit on PATH"
-        )
+        raise RuntimeError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -161,10 +160,11 @@ def opcodes(sass: str) -> Counter:
 
 
 def raise_shared_limit(kernel: CUDADispatcher, shared_bytes: int) -> None:
-    """Let the compiled overloads of `kernel` be launched with up to `shared_bytes` of dynamic shared memory on this GPU.
+    """Let the compiled `kernel` be launched with up to `shared_bytes` of dynamic shared memory.
 
-    Above 48 KB a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute is raised, which numba-cuda
-    does not do (its issue 94). Call after compiling, before launching; needs the driver.
+    Above 48 KB a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute is
+    raised, which numba-cuda does not do (its issue 94). Call after compiling, before launching;
+    needs the driver.
     """
     from cuda.bindings import driver as cuda_driver
     from numba import cuda
@@ -176,16 +176,17 @@ def raise_shared_limit(kernel: CUDADispatcher, shared_bytes: int) -> None:
         (error,) = cuda_driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
         if error:
             raise RuntimeError(
-                f"{kernel.__name__} cannot have {shared_bytes} bytes of dynamic shared memory on this GPU: {error.name}"
+                f"{kernel.__name__} cannot have {shared_bytes} bytes of dynamic shared memory "
+                f"on this GPU: {error.name}"
             )
 
 
 @contextmanager
 def _pretending_to_be(cc: tuple[int, int, str]) -> Iterator[None]:
-    """Answer numba-cuda's two questions about the current device with `cc`, without a driver."""
+    """Answer numba-cuda's two questions about the current device with `cc`; not thread-safe."""
     device = SimpleNamespace(id=0, compute_capability=cc[:2])
     with (
-        mock.patch.object(dispatcher, "get_current_device", lambda: device),
+        mock.patch.object(dispatcher, "get_current_device", return_value=device),
         mock.patch.object(codegen.CUDACodeLibrary, "_ensure_cc", lambda self, asked: asked or cc),
     ):
         yield
@@ -199,12 +200,13 @@ class _ReportingLinker(driver._Linker):
 
 
 def _refuse_missing(llvm: str, kernel: str, cc: tuple, arch: str) -> None:
-    """ValueError where the code holds an instruction newer than the architecture; ptxas would say it less clearly."""
+    """ValueError where the code holds an instruction newer than the architecture."""
     for instruction in INSTRUCTIONS.values():
         if instruction.min_cc > cc[:2] and f'"{instruction.text}"' in llvm:
             newer = "sm_{}{}".format(*instruction.min_cc)
             raise ValueError(
-                f"{kernel} uses {instruction.name}, which needs {newer}; it cannot be compiled for {arch}"
+                f"{kernel} uses {instruction.name}, which needs {newer}; "
+                f"it cannot be compiled for {arch}"
             )
 
 

@@ -4,12 +4,15 @@
     def dp4a(a, b, c):
         return c + sum(x * y for x, y in zip(int8s(a), int8s(b)))
 
-In a kernel compiled for the GPU the name stands for the PTX (a Numba intrinsic around LLVM's inline assembly); in the
-simulator for the Python function, its *twin*. Memory operands are (array, index) pairs in both worlds, so that the
-simulator can check range and alignment; `takes` says `SHARED` or `GLOBAL` for such a pair.
+In a kernel compiled for the GPU the name stands for the PTX (a Numba intrinsic around LLVM's inline
+assembly); in the simulator for the Python function, its *twin*. Memory operands are (array, index)
+pairs in both worlds, so that the simulator can check range and alignment; `takes` says `SHARED` or
+`GLOBAL` for such a pair.
 
-Operands of the PTX text: results are numbered first ($0, ...), then the operands, one number for an address; `{}` is literal.
-Immediates must be in the text: make one instruction per value with a function around the decorator (`cp_async_wait`).
+Operands of the PTX text: results are numbered first ($0, ...), then the operands, one number for an
+address; `{}` is literal.
+Immediates must be in the text: make one instruction per value with a function around the decorator
+(`cp_async_wait`).
 """
 
 import inspect
@@ -44,10 +47,11 @@ class Address:
     space: str  # "shared": a 32-bit address in the shared window; "global": a 64-bit one
 
     def check(self, array):
-        """The array, which the simulator knows to lie in this space (a generic address would fault)."""
+        """The array, if it lies in this space: on the GPU, another one's address means nothing."""
         if array.space != self.space:
             raise SimulatorError(
-                f"{array.name} is in {array.space} memory; the instruction takes {self.space} memory"
+                f"{array.name} is in {array.space} memory; "
+                f"the instruction takes {self.space} memory"
             )
         return array
 
@@ -68,9 +72,10 @@ GLOBAL = Address("global")
 class Twin:
     """The meaning of an instruction in the simulator.
 
-    `function` takes the operands, cast to the declared types, and returns the result(s), which are cast likewise.
-    With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` it takes a list of the operand tuples
-    of all lanes, is called once when the last lane has arrived, and returns the list of their results.
+    `function` takes the operands, cast to the declared types, and returns the result(s), which are
+    cast likewise. With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` it
+    takes a list of the operand tuples of all lanes, is called once when the last lane has arrived,
+    and returns the list of their results.
     """
 
     name: str
@@ -80,14 +85,9 @@ class Twin:
     results: tuple[Callable, ...]
     is_tuple: bool
 
-    def convert(self, arguments: tuple) -> tuple:
+    def convert(self, arguments: tuple) -> list:
         """The arguments as the instruction receives them: int64 to int32 wraps, and so on."""
-        if len(arguments) != len(self.casts):
-            raise TypeError(f"{self.name} takes {len(self.casts)} arguments, got {len(arguments)}")
-        return tuple(
-            value if cast is None else cast(value)
-            for cast, value in zip(self.casts, arguments, strict=True)
-        )
+        return [cast(value) for cast, value in zip(self.casts, arguments, strict=True)]
 
     def restore(self, result):
         """The result(s) in the declared types."""
@@ -98,7 +98,7 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What is known of one instruction: its text, the first architecture that has it, and its twin."""
+    """What is known of one instruction: its text, the oldest GPU that has it, and its twin."""
 
     name: str
     text: str
@@ -120,20 +120,23 @@ def ptx(
     memory: bool = False,
     min_cc: tuple[int, int] = (7, 5),
 ) -> Callable:
-    """Decorator: make the decorated function, which becomes the twin, an instruction with this PTX `text`.
+    """Decorator: make an instruction of this PTX `text` and of the function, its twin.
 
     returns: a Numba scalar type, a tuple of them (the kernel gets a tuple), or None.
     takes: a Numba scalar type per register operand, SHARED or GLOBAL per (array, index) pair.
     scope: None, "lane" or "warp": see `Twin`.
-    memory: it reads or writes memory, so LLVM must keep it in order with loads, stores and barriers.
-    min_cc: the first compute capability that has it; offline compilation for an older one fails with a sentence.
+    memory: it reads or writes memory, so LLVM must keep it in order with loads, stores and
+    barriers.
+    min_cc: the first compute capability that has it; offline compilation for an older one fails
+    with a sentence.
     """
     results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
     constraints = ["=" + _REGISTER[t] for t in results]
     constraints += [_address_register(t) if isinstance(t, Address) else _REGISTER[t] for t in takes]
     if memory:
         constraints.append("~{memory}")
-    # Convergent: LLVM must not move or duplicate a warp-wide instruction into divergent control flow.
+    # Convergent: LLVM must not move or duplicate a warp-wide instruction into divergent control
+    # flow.
     ordered = memory or returns is None or scope is not None
     attributes = ("convergent",) if ordered else ()
 
@@ -224,7 +227,8 @@ def define(
 ):
     """Register an instruction from its twin and its two Numba halves; returns the intrinsic.
 
-    typing: the Numba types of a call -> (return type, argument types), or None where it does not fit.
+    typing: the Numba types of a call -> (return type, argument types), or None where it does not
+    fit.
     lower: (context, builder, signature, arguments) -> LLVM value, as Numba's intrinsics have it.
     """
     parameters = list(inspect.signature(twin).parameters.values())

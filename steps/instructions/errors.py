@@ -1,4 +1,4 @@
-"""What can be wrong with a kernel in the simulator. The message of each ends with block, thread and source line."""
+"""What can be wrong with a simulated kernel. Each message names block, thread and source line."""
 
 
 class SimulatorError(RuntimeError):
@@ -18,4 +18,4 @@ class BarrierDivergence(SimulatorError):
 
 
 class Deadlock(SimulatorError):
-    """No thread can go on: they wait for each other at different things, or poll memory that nobody will write."""
+    """No thread can go on: they wait for each other, or poll memory that nobody will write."""

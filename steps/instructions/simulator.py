@@ -1,13 +1,17 @@
 """Run a kernel on the CPU, one lane at a time, and find what a GPU would leave to chance.
 
-`simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions behind it with other globals
-and closures: `cuda` becomes a simulated module, device functions their rebuilt selves, instructions their NumPy twins, Numba
-types C casts. Nothing is patched, so one process simulates, compiles and launches.
+`simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions
+behind it with other globals
+and closures: `cuda` becomes a simulated module, device functions their rebuilt selves, instructions
+their NumPy twins, Numba types C casts. Nothing is patched, so one process simulates, compiles and
+launches.
 
-What it checks: indices (negative ones too), alignment, barriers that not all threads reach, deadlocks, shared and local
-memory read before it is written (it begins as garbage), asynchronous copies read before the wait (their data is not there).
-What it does not know: bank conflicts, speed, FMA contraction, 64-bit integer overflow, and the type that Numba infers for an
-expression (float32 * 0.1 is float64 in Numba; the machine-code tests look for that).
+What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
+deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
+copies read before the wait (their data is not there).
+What it does not know: bank conflicts, speed, FMA contraction, 64-bit integer overflow, and the type
+that Numba infers for an expression (float32 * 0.1 is float64 in Numba; the machine-code tests look
+for that).
 """
 
 import builtins
@@ -51,27 +55,29 @@ def simulate(
     shared_bytes: int = 0,
     resident: int = 1,
 ) -> None:
-    """Run `kernel[grid, block, 0, shared_bytes](*args)` on the CPU; NumPy arrays among `args` are written in place.
+    """Run `kernel[grid, block, 0, shared_bytes](*args)` on the CPU, writing NumPy arrays in place.
 
-    order: 0 runs lanes in ascending order, -1 in descending order, any other number in an order shuffled by that seed
-        (blocks too). A kernel is right only if all orders agree; a missing barrier shows up in at least one of them.
-    resident: how many blocks are in flight together; more than 1 only matters to kernels whose blocks wait for each other.
+    order: 0 runs lanes in ascending order, -1 in descending order, any other number in an order
+        shuffled by that seed (blocks too). A kernel is right only if all orders agree; a missing
+        barrier shows up in at least one of them.
+    resident: how many blocks are in flight together; more than 1 only matters to kernels whose
+    blocks wait for each other.
 
-    Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach, because they have exited
-    or wait elsewhere, is BarrierDivergence. Hardware since Volta lets threads, and so whole warps, that have exited count
-    as arrived; relying on it makes a kernel fragile, and a thread that leaves too early is the commonest barrier bug.
-    Warp-wide instructions need all 32 lanes (all that exist, in a partial last warp), or all of their mask, at one place in
-    the source.
+    Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach,
+    because they have exited or wait elsewhere, is BarrierDivergence. Hardware since Volta lets
+    threads, and so whole warps, that have exited count as arrived; relying on it makes a kernel
+    fragile, and a thread that leaves too early is the commonest barrier bug. Warp-wide instructions
+    need all 32 lanes (all that exist, in a partial last warp), or all of their mask, at one place
+    in the source.
 
     Raises SimulatorError or one of its subclasses; the message names block, thread and source line.
     """
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"simulate takes a @cuda.jit kernel, not {kernel!r}")
     grid, block = _dim3("grid", grid), _dim3("block", block)
-    if block.x * block.y * block.z > _MAX_THREADS:
-        raise ValueError(
-            f"a block of {block} has {block.x * block.y * block.z} threads; the limit is {_MAX_THREADS}"
-        )
+    threads = block.x * block.y * block.z
+    if threads > _MAX_THREADS:
+        raise ValueError(f"a block of {block} has {threads} threads; the limit is {_MAX_THREADS}")
     names = list(inspect.signature(kernel.py_func).parameters)
     if len(names) != len(args):
         raise TypeError(
@@ -112,11 +118,11 @@ _REBUILT: dict[Callable, Callable] = {}
 
 
 def _rebuilt(function: Callable) -> Callable:
-    """The function with everything it refers to replaced by what it means here; one for each function, kept."""
+    """The function with everything it refers to replaced by what it means here; kept."""
     if function in _REBUILT:
         return _REBUILT[function]
-    # A code object of its own: shared arrays are told apart by the code that declares them, and two functions made by
-    # one factory share theirs.
+    # A code object of its own: shared arrays are told apart by the code that declares them, and two
+    # functions made by one factory share theirs.
     code = function.__code__.replace()
     kernel_codes[id(code)] = code
     names: dict = {"__builtins__": builtins}
@@ -137,7 +143,7 @@ def _rebuilt(function: Callable) -> Callable:
 
 
 def _global_names(code: python_types.CodeType) -> set[str]:
-    """All names the code and the functions inside it may look up as globals (attribute names too, which does no harm)."""
+    """All names the code and functions inside it may look up as globals (and attributes, too)."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, python_types.CodeType):
@@ -220,6 +226,9 @@ def _refuse(sentence: str) -> Callable:
 def _instruction(twin: Twin) -> Callable:
     """The twin as a function a rebuilt kernel can call."""
     function, convert, restore = twin.function, twin.convert, twin.restore
+    if twin.scope is None and len(twin.results) == 1 and not twin.is_tuple:
+        (result,) = twin.results  # the commonest kind, made as short as it gets
+        return lambda *operands: result(function(*convert(operands)))
     if twin.scope is None:
         return lambda *operands: restore(function(*convert(operands)))
     if twin.scope == "lane":

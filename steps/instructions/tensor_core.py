@@ -22,8 +22,9 @@ With g = lane // 4 (0..7) and t = lane % 4 (PTX ISA 9.7.15, "Matrix Fragments fo
 In bytes both are the same picture, so one layout of shared memory and one `ldmatrix` serve both: a
 row of A, and a column of B (which is a row of W), is K contiguous bytes.
 
-`ldmatrix` (PTX ISA 9.7.15.5.15) loads 8 x 8 matrices of 16-bit elements: lane 8i + r gives the address
-of row r of matrix i (16 bytes, 16-byte aligned), and each lane receives one register per matrix:
+`ldmatrix` (PTX ISA 9.7.15.5.15) loads 8 x 8 matrices of 16-bit elements: lane 8i + r gives the
+address of row r of matrix i (16 bytes, 16-byte aligned), and each lane receives one register per
+matrix:
 
     register i of lane l = elements 2t, 2t+1 of row g of matrix i           plain
                          = elements 2t, 2t+1 of column g of matrix i        .trans
@@ -67,7 +68,7 @@ def _multiply(lanes: list[tuple], element, accumulator, exact) -> list[list]:
     min_cc=(8, 0),
 )
 def mma_m16n8k32_s8(lanes):
-    """(a0..a3, b0, b1, c0..c3) -> C + A @ B in int32, modulo 2^32; A, B signed bytes. IMMA.16832."""
+    """(a0..a3, b0, b1, c0..c3) -> C + A @ B in int32, modulo 2^32; A, B signed bytes. IMMA."""
     return _multiply(lanes, np.int8, np.int32, np.int64)
 
 
@@ -83,8 +84,8 @@ def mma_m16n8k16_f16(lanes):
     """(a0..a3, b0, b1, c0..c3) -> C + A @ B in float32; A, B pairs of float16. HMMA.16816.F32.
 
     The products are exact in both worlds. The twin rounds their sum once; hardware adds in an order
-    and with a rounding that are not documented, so results agree to about a unit in the last place of
-    the largest term, and exactly where every partial sum is a float32.
+    and with a rounding that are not documented, so results agree to about a unit in the last place
+    of the largest term, and exactly where every partial sum is a float32.
     """
     return _multiply(lanes, np.float16, np.float32, np.float64)
 
@@ -116,10 +117,10 @@ def _ldmatrix(name: str, count: int, transposed: bool = False):
         return _matrices(lanes, count, transposed)
 
     twin.__name__ = name
-    twin.__doc__ = f"""(array, index) -> {count} registers: {count} 8 x 8 matrices from shared memory.
-
-    Only the addresses of lanes 0 to {8 * count - 1} are used. SASS LDSM.16.M{"T" if transposed else ""}88.
-    """
+    twin.__doc__ = (
+        f"(array, index) -> {count} registers, one from each of {count} 8 x 8 matrices in shared "
+        f"memory; only the addresses of lanes 0 to {8 * count - 1} are used. LDSM."
+    )
     return ptx(
         f"ldmatrix.sync.aligned.m8n8.x{count}{modifier}.shared.b16 {{{registers}}}, [${count}];",
         returns=(uint32,) * count,

@@ -1,6 +1,7 @@
 """Shuffles: a value from another lane of the warp, through registers (PTX ISA 9.7.9.6, shfl.sync).
 
-The full warp takes part. The value is int32, uint32 or float32 and keeps its type; an int64, which is
+The full warp takes part. The value is int32, uint32 or float32 and keeps its type; an int64, which
+is
 what Numba makes of most integer arithmetic, is refused: write `int32(x)` or `uint32(x)`.
 """
 
@@ -19,7 +20,7 @@ _LETTER = {int32: "r", uint32: "r", float32: "f"}
 
 
 def _value(x):
-    """The operand as 32 bits of one of the three types; which of the integer ones, a Python int does not know."""
+    """The operand, checked; whether it is int32 or uint32 a Python int does not know."""
     if isinstance(x, float | np.floating):
         return np.float32(x)
     if not -(1 << 31) <= x < 1 << 32:
@@ -36,7 +37,7 @@ def _shuffle(name: str, mode: str, clamp: int, source_of, doc: str):
     def typing(given):
         if given[0] not in _LETTER:
             raise TypingError(
-                f"{name} takes an int32, uint32 or float32, not {given[0]}; write int32(x) or uint32(x)"
+                f"{name} takes an int32, uint32 or float32, not {given[0]}; write int32(x)"
             )
         return given[0], (given[0], int32)
 
