@@ -31,8 +31,8 @@ _VALUE: Final = {
 _HOLDS: Final = {
     "d": "scale",
     "m": "minimum, the value of code 0",
-    "s": "d times the sum of the codes (or the sum of the values: see Q8_1)",
-    "qh": "bit 4 of every code; as a little-endian u32, bit j is element j's",
+    "s": "d times the sum of the codes, or the sum of the values",
+    "qh": "bit 4 of the codes: as a little-endian u32, bit j for element j",
     "qs": "codes",
 }
 _COLOUR: Final = {"d": 33, "m": 35, "s": 35, "qh": 36, "qs": 32, "bold": 1, "dim": 2}
