@@ -22,3 +22,39 @@ def test_hardware_equals_numpy(case, seed):
     case.kernel[case.grid, case.block](*on_device, *outputs)
     for got, wanted in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(got.copy_to_host(), wanted)
+
+
+def test_more_than_48_kb_of_dynamic_shared_memory():
+    from numba import cuda, int32
+
+    from steps.instructions.compile import raise_shared_limit
+
+    @cuda.jit
+    def far(out):
+        stage = cuda.shared.array(0, int32)
+        t = cuda.threadIdx.x
+        stage[15 * 1024 + t] = t
+        cuda.syncthreads()
+        out[t] = stage[15 * 1024 + 31 - t]
+
+    out = cuda.to_device(np.zeros(32, np.int32))
+    far.compile((int32[::1],))
+    raise_shared_limit(far, 64 * 1024)
+    far[1, 32, 0, 64 * 1024](out)
+    np.testing.assert_array_equal(out.copy_to_host(), np.arange(32)[::-1])
+
+
+def test_offline_code_is_what_is_launched():
+    """Compiled offline for this GPU, a kernel has the registers that it has when launched."""
+    from numba import cuda
+
+    from steps.instructions.compile import machine_code, signature_of
+
+    case = next(case for case in CASES if case.name == "dp4a")
+    inputs, expected = case.prepare(seed=0)
+    signature = signature_of((*inputs, *expected))
+    major, minor = cuda.get_current_device().compute_capability
+    arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+    offline = machine_code(case.kernel, signature, arch)
+    case.kernel.compile(signature)
+    assert case.kernel.get_regs_per_thread(signature) == offline.registers
