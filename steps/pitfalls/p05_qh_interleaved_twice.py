@@ -15,8 +15,8 @@ from steps.pitfalls.exhibit import Array, Pitfall, launch, product
 from steps.pitfalls.p04_qh_interleaved import wrong as reader
 from steps.pitfalls.right import w5a8
 
-# What ggml writes for x[j] = (j - 16) / 4: the largest is x[0] = -4, so d = -4 / -16 = 0.25, which is
-# 0x3400, and the code of element j is j: fifth bits in elements 16 ... 31, and byte j of qs holds j
+# What ggml writes for x[j] = (j - 16) / 4: the largest is x[0] = -4, so d = -4 / -16 = 0.25, which
+# is 0x3400, and the code of element j is j: fifth bits in elements 16 ... 31; byte j of qs holds j
 # in both nibbles.
 GOLDEN_VALUES: Final = ((np.arange(BLOCK) - 16) / 4).astype(np.float32)
 GOLDEN_BYTES: Final = bytes.fromhex("00340000ffff00112233445566778899aabbccddeeff")

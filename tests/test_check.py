@@ -1,0 +1,457 @@
+"""The checker: a right result passes, each kind of wrong one fails, and for the right reason."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize
+from reference import (
+    CHECK_SHAPES,
+    GOLDEN,
+    Q81,
+    Problem,
+    bound,
+    check,
+    limits,
+    magnitude_a8,
+    magnitude_a16,
+    nmse,
+    same_operands_a8,
+    same_operands_a16,
+)
+from reference.check import CLASSICAL, WEIGHT_NMSE, check_activations, roundings
+from reference.problem import pack_block
+
+FAMILIES = ("A16", "A8")
+
+
+def q81_of(problem: Problem, family: str, s: str = "codes") -> Q81 | None:
+    return Q81.of_values(problem.a, s) if family == "A8" else None
+
+
+def answer(problem: Problem, family: str, q81: Q81 | None) -> np.ndarray:
+    """What a right kernel returns: float32 all the way, block by block."""
+    if family == "A16":
+        return (problem.a @ dequantize(problem.blocks).T).astype(np.float32)
+    fmt, blocks = FORMATS[problem.format], problem.k // BLOCK
+    codes = fmt.codes(problem.blocks).reshape(problem.n, blocks, BLOCK).astype(np.int64)
+    q = q81.q.reshape(problem.m, blocks, BLOCK).astype(np.int64)
+    scale, offset = fmt.scale(problem.blocks), fmt.offset(problem.blocks)
+    c = np.zeros((problem.m, problem.n), np.float32)
+    for b in range(blocks):
+        dots = (q[:, b] @ codes[:, b].T).astype(np.float32)
+        c += scale[:, b] * (q81.d[:, b, None] * dots) + offset[:, b] * q81.s[:, b, None]
+    return c
+
+
+# --- right results pass ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm", "integer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_results_pass(family: str, distribution: str) -> None:
+    for name in WEIGHT_FORMATS:
+        for shape in (*CHECK_SHAPES, (4, 512, 1024), (33, 65, 2080)):
+            problem = Problem(*shape, name, distribution)
+            for s in ("codes", "values") if family == "A8" else ("codes",):
+                q81 = q81_of(problem, family, s)
+                verdict = check(answer(problem, family, q81), problem, family, q81)
+                assert verdict, (name, shape, s, verdict.verdict)
+                assert verdict.failures == ()
+                assert verdict.worst_bound_ratio < 0.2
+                assert verdict.verdict.startswith("right: ")
+                assert verdict.compared == shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_ggml_blocks_as_activations_pass(name: str) -> None:
+    """d and s rounded to f16, either definition of s: what a step on 36-byte blocks multiplies."""
+    problem = Problem(9, 130, 256, name, "normal")
+    for s in ("codes", "values"):
+        q81 = Q81.of_blocks(FORMATS["q8_1"].quantize(problem.a, s))
+        assert check(answer(problem, "A8", q81), problem, "A8", q81)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_the_classical_acceptance(name: str) -> None:
+    """M=4, N=512, K=1024: below 1 % of the float product, W4A8 within 1e-4 of W4A16."""
+    problem = Problem(4, 512, 1024, name, "normal")
+    q81 = Q81.of_values(problem.a)
+    a16, a8 = answer(problem, "A16", None), answer(problem, "A8", q81)
+    assert check(a16, problem, "A16").nmse_float < CLASSICAL
+    assert check(a8, problem, "A8", q81).nmse_float < CLASSICAL
+    assert nmse(a8, a16) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_single_outputs_that_cancel_pass(seed: int) -> None:
+    """1 x 1: the result may be near zero by chance, and its relative error large for no fault."""
+    for family in FAMILIES:
+        problem = Problem(1, 1, 4096, "q4_0", "normal", seed)
+        q81 = q81_of(problem, family)
+        verdict = check(answer(problem, family, q81), problem, family, q81)
+        assert verdict, verdict.verdict
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_the_golden_block_must_be_exact(name: str) -> None:
+    problem, golden = Problem(1, 1, 32, name, "golden"), GOLDEN[name]
+    right = np.full((1, 1), golden.value, np.float32)
+    assert check(right, problem, "A16")
+    assert check(right, problem, "A8", golden.q81)
+    for wrong in (np.nextafter(right, np.float32(0)), right - 16):
+        assert "exact" in check(wrong, problem, "A16").failures
+        assert "exact" in check(wrong, problem, "A8", golden.q81).failures
+    requantized = Q81.of_values(golden.a)
+    assert check(answer(problem, "A8", requantized), problem, "A8", requantized)
+
+
+# --- wrong results fail ---------------------------------------------------------------------------
+
+
+def put(value: float, at: tuple[int, int] = (3, 7)) -> Callable[[np.ndarray], np.ndarray]:
+    def change(c: np.ndarray) -> np.ndarray:
+        c[at] = value
+        return c
+
+    return change
+
+
+def add_one(c: np.ndarray) -> np.ndarray:
+    c[-1, -1] += 1
+    return c
+
+
+def drop_rows(c: np.ndarray) -> np.ndarray:
+    c[16:] = 0
+    return c
+
+
+def drop_columns(c: np.ndarray) -> np.ndarray:
+    c[:, 16:] = np.nan
+    return c
+
+
+def swap(c: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(c.T).reshape(c.shape)
+
+
+WRONG = {
+    "one NaN": (put(math.nan), "nan"),
+    "one Inf": (put(math.inf), "nan"),
+    "all NaN": (lambda c: np.full_like(c, np.nan), "nan"),
+    "one wrong element": (add_one, "bound"),
+    "last tile zero": (drop_rows, "bound"),
+    "last tile NaN": (drop_columns, "nan"),
+    "transposed": (swap, "bound"),
+    "zeros": (np.zeros_like, "bound"),
+    "scaled by 1.001": (lambda c: c * np.float32(1.001), "nmse"),
+    "negated": (np.negative, "bound"),
+    "rows reversed": (lambda c: c[::-1].copy(), "bound"),
+    "columns shifted": (lambda c: np.roll(c, 1, axis=1), "bound"),
+    "rounded to f16": (lambda c: c.astype(np.float16).astype(np.float32), "nmse"),
+    "rounded to bf16": (
+        lambda c: (c.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32),
+        "nmse",
+    ),
+}
+
+
+@pytest.mark.parametrize("distribution", ["normal", "integer"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_results_fail(wrong: str, family: str, distribution: str) -> None:
+    problem = Problem(17, 40, 96, "q5_1", distribution)
+    q81 = q81_of(problem, family)
+    c = answer(problem, family, q81)
+    assert check(c, problem, family, q81)
+    change, layer = WRONG[wrong]
+    verdict = check(change(c.copy()), problem, family, q81)
+    assert not verdict
+    assert (layer if distribution == "normal" else "exact") in verdict.failures
+    assert verdict.verdict.startswith("wrong: ")
+    assert "\n" not in verdict.verdict
+    assert len(verdict.reasons) == len(verdict.failures)
+    if layer == "nan":
+        assert verdict.failures[0] == "nan"
+        assert verdict.nmse_same_operands == verdict.nmse_float == math.inf
+
+
+def test_nan_is_counted_and_placed() -> None:
+    problem = Problem(17, 40, 96, "q4_0")
+    c = answer(problem, "A16", None)
+    c[16, 3:6] = np.nan
+    c[16, 39] = -np.inf
+    verdict = check(c, problem, "A16")
+    assert "4 of 680 outputs are not finite (3 NaN, 1 Inf), the first at (16, 3)" in verdict.verdict
+    assert "rows 16-16, columns 3-39" in verdict.verdict
+    assert verdict.worst[0] == 16
+    assert verdict.worst_bound_ratio == math.inf
+
+
+def test_the_worst_element_is_named() -> None:
+    problem = Problem(17, 40, 96, "q4_0")
+    c = answer(problem, "A16", None)
+    c[11, 29] += 3
+    verdict = check(c, problem, "A16")
+    assert verdict.worst == (11, 29)
+    assert verdict.got == c[11, 29]
+    assert verdict.expected == pytest.approx(c[11, 29] - 3, abs=1e-4)
+    assert "rows 11-11, columns 29-29" in verdict.verdict
+    assert verdict.worst_bound_ratio > 100
+
+
+def test_nan_outside_the_sample_is_found() -> None:
+    problem = Problem(200, 300, 64, "q8_0")
+    c = answer(problem, "A16", None)
+    assert check(c, problem, "A16", limit=1600).compared <= 1600
+    rows = set(range(200))
+    for m in sorted(rows)[::37]:
+        spoiled = c.copy()
+        spoiled[m, 141] = np.nan
+        assert "nan" in check(spoiled, problem, "A16", limit=1600).failures
+
+
+def test_a_dropped_last_tile_is_in_every_sample() -> None:
+    problem = Problem(260, 300, 64, "q8_0")
+    c = answer(problem, "A16", None)
+    for tile in (16, 32, 64, 128):
+        for axis, size in ((0, 260), (1, 300)):
+            dropped = c.copy()
+            dropped[(slice(None),) * axis + (slice(size // tile * tile, None),)] = 0
+            assert "bound" in check(dropped, problem, "A16", limit=1000).failures
+
+
+def test_zero_against_zero_is_right_and_anything_else_is_not() -> None:
+    class Silent(Problem):
+        @property
+        def a(self) -> np.ndarray:  # type: ignore[override]
+            return np.zeros((self.m, self.k), np.float32)
+
+    problem = Silent(3, 4, 64, "q4_1")
+    q81 = Q81.of_values(problem.a)
+    zeros = np.zeros((3, 4), np.float32)
+    for family, given_q81 in (("A16", None), ("A8", q81)):
+        verdict = check(zeros, problem, family, given_q81)
+        assert verdict, verdict.verdict
+        assert verdict.nmse_same_operands == verdict.nmse_float == 0
+        wrong = zeros.copy()
+        wrong[2, 1] = 1e-30
+        verdict = check(wrong, problem, family, given_q81)
+        assert not verdict
+        assert verdict.nmse_same_operands == math.inf
+
+
+def test_nmse_of_special_cases() -> None:
+    one, zero = np.ones((2, 2)), np.zeros((2, 2))
+    assert nmse(one, one) == nmse(zero, zero) == 0
+    assert nmse(one, zero) == math.inf
+    assert nmse(zero, one) == 1
+    for bad in (math.nan, math.inf):
+        spoiled = np.array([[1, bad], [1, 1]])
+        assert nmse(spoiled, one) == nmse(one, spoiled) == nmse(spoiled, spoiled) == math.inf
+
+
+@given(st.integers(0, 16), st.integers(0, 39), st.floats(width=32))
+@settings(max_examples=150, deadline=None)
+def test_no_single_wrong_value_passes(m: int, n: int, value: float) -> None:
+    """Any float32 in any place, unless it is the right one within the bound."""
+    c = SMALL_ANSWER.copy()
+    c[m, n] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verdict = check(c, SMALL, "A16")
+    close = abs(value - float(SMALL_ANSWER[m, n])) <= 2e-4
+    assert close or not verdict
+
+
+SMALL = Problem(17, 40, 96, "q5_1")
+SMALL_ANSWER = answer(SMALL, "A16", None)
+
+
+# --- codecs and quantizers ------------------------------------------------------------------------
+
+
+def test_a_wrong_weight_recipe_is_seen_whatever_the_kernel_does() -> None:
+    """d = amax / 7 for Q4_0: the kernel agrees with its blocks perfectly."""
+    problem = Problem(64, 512, 1024, "q4_0", "uniform")
+    x = problem.w.reshape(512, -1, BLOCK)
+    d = np.abs(x).max(axis=-1) / np.float32(7)
+    codes = np.clip(np.round(x / d[..., None]), -8, 7).astype(np.int64) + 8
+    blocks = pack_block("q4_0", codes, d)
+    c = same_operands_a16(problem.a, blocks).astype(np.float32)
+    verdict = check(c, problem, "A16", blocks=blocks)
+    assert set(verdict.failures) == {"float", "weights"}
+    assert verdict.nmse_same_operands < 1e-13
+    assert "not ggml's q4_0" in verdict.verdict
+
+
+def test_weights_of_another_format_are_seen_in_the_product() -> None:
+    """A W5 kernel fed W4: within 1 %, but not what five bits should give."""
+    problem = Problem(64, 512, 256, "q5_0", "normal")
+    worse = FORMATS["q4_0"].quantize(problem.w)
+    c = same_operands_a16(problem.a, worse).astype(np.float32)
+    verdict = check(c, problem, "A16", blocks=worse)
+    assert {"float", "weights"} <= set(verdict.failures)
+    assert verdict.nmse_float < CLASSICAL
+
+
+def _changed(q81: Q81, **fields: np.ndarray) -> Q81:
+    return Q81(**{"q": q81.q.copy(), "d": q81.d.copy(), "s": q81.s.copy(), **fields})
+
+
+def test_wrong_activation_bits_are_seen() -> None:
+    """`same operands` trusts the bits it is given, so they are checked too."""
+    problem = Problem(8, 16, 512, "q4_0", "normal")
+    good = Q81.of_values(problem.a)
+    off = good.q.copy()
+    off[3, 40] += 2
+    truncated = np.trunc(problem.a.reshape(8, -1, BLOCK) / good.d[..., None])
+    wrong = {
+        "codes": (_changed(good, q=off), r"1 of 4096 Q8_1 codes differ.*\(3, 40\)"),
+        "truncation": (_changed(good, q=truncated.astype(np.int8).reshape(8, 512)), "codes differ"),
+        "d": (_changed(good, d=good.d * np.float32(1.01)), r"128 of 128 Q8_1 scales d are wrong"),
+        "s": (_changed(good, s=np.zeros_like(good.s)), "Q8_1 sums s are wrong"),
+        "s of codes, not of values": (_changed(good, s=good.s / good.d), "Q8_1 sums s are wrong"),
+        "NaN": (_changed(good, s=good.s * np.float32(np.nan)), "fields s are not finite"),
+    }
+    assert check_activations(good, problem.a) is None
+    for name, (q81, says) in wrong.items():
+        verdict = check(answer(problem, "A8", q81), problem, "A8", q81)
+        assert "activations" in verdict.failures, name
+        assert not verdict
+        with pytest.raises(AssertionError, match=says):
+            raise AssertionError(verdict.verdict)
+
+
+def test_a_code_at_a_tie_may_round_either_way() -> None:
+    """One in 10^4 values, by one, with an s that follows; none where the case is exact."""
+
+    def moved(q81: Q81, columns: int) -> Q81:
+        q = q81.q.copy()
+        q[3, :columns] -= np.sign(q[3, :columns])
+        return _changed(q81, q=q, s=q81.d * q.reshape(8, -1, BLOCK).sum(axis=-1, dtype=np.float32))
+
+    normal, exact = (Problem(8, 16, 512, "q4_0", kind) for kind in ("normal", "integer"))
+    good, bits = Q81.of_values(normal.a), Q81.of_values(exact.a)
+    assert check_activations(moved(good, 1), normal.a) is None
+    assert "codes differ" in str(check_activations(moved(good, 9), normal.a))
+    assert check_activations(moved(bits, 1), exact.a) is None
+    assert "codes differ" in str(check_activations(moved(bits, 1), exact.a, exact=True))
+
+
+# --- the bound and the limits ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "by size", "pairwise", "shuffled"])
+def test_the_bound_holds_in_any_order_and_is_not_absurd(order: str) -> None:
+    rng = np.random.default_rng(3)
+    problem = Problem(8, 9, 512, "q4_1", "normal")
+    terms = problem.a[:, None] * dequantize(problem.blocks)[None]
+    if order == "descending":
+        terms = terms[..., ::-1]
+    elif order == "by size":  # the worst for cancellation: all positive ones first
+        terms = np.sort(terms, axis=-1)
+    elif order == "shuffled":
+        terms = terms[..., rng.permutation(512)]
+    if order == "pairwise":
+        while terms.shape[-1] > 1:
+            terms = terms[..., ::2] + terms[..., 1::2]
+        c = terms[..., 0]
+    else:
+        c = np.cumsum(terms, axis=-1, dtype=np.float32)[..., -1]
+    permitted = bound("A16", 512, magnitude_a16(problem.a, problem.blocks))
+    error = np.abs(c - same_operands_a16(problem.a, problem.blocks))
+    assert (error <= permitted).all()
+    assert (error > permitted * 1e-6).any()
+
+
+def test_the_bound_by_hand() -> None:
+    u = 2.0**-24
+    assert roundings("A16", 96) == 100
+    assert roundings("A8", 96) == 31
+    assert bound("A16", 96, np.float64(2.0)) == pytest.approx(2 * 100 * u / (1 - 100 * u))
+    assert bound("A8", 96, np.float64(1.0)) == pytest.approx(31 * u, rel=1e-5)
+    f16 = bound("A16", 96, np.float64(1.0), "f16")
+    assert f16 == pytest.approx(2 * 2.0**-11 + 2.0**-22 + 200 * u, rel=1e-3)
+    assert bound("A16", 96, np.float64(1.0), "bf16") > 7 * f16
+
+
+def test_half_precision_operands_have_limits_of_their_own() -> None:
+    """What an fp16 tensor-core step returns: wrong as float32 work, right as fp16 work."""
+    problem = Problem(32, 48, 512, "q5_0", "normal")
+    w = dequantize(problem.blocks).astype(np.float16).astype(np.float32)
+    c = problem.a.astype(np.float16).astype(np.float32) @ w.T
+    assert check(c, problem, "A16").failures == ("nmse",)
+    assert check(c, problem, "A16", operands="f16")
+    assert not check(c * np.float32(1.005), problem, "A16", operands="f16")
+    truncated = (problem.a.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) @ w.T
+    assert check(truncated, problem, "A16", operands="bf16")
+
+
+def test_limits_say_where_they_come_from() -> None:
+    for distribution in ("uniform", "normal", "llm", "integer"):
+        for name in WEIGHT_FORMATS:
+            for family in FAMILIES:
+                found = limits(Problem(64, 2048, 1024, name, distribution), family)
+                assert len(found.reasons) == 3
+                assert all(len(reason) > 20 for reason in found.reasons)
+                assert found.nmse_same_operands <= 2e-11
+                if distribution == "integer":
+                    assert found.nmse_float is None
+                    continue
+                low, high = found.nmse_float
+                assert low < high <= CLASSICAL
+                assert WEIGHT_NMSE[distribution][name] < high
+                assert family == "A8" or low < WEIGHT_NMSE[distribution][name]
+    assert limits(Problem(64, 512, 1024, "q4_0"), "A8").nmse_same_operands == 1e-11
+    small = limits(Problem(1, 5, 96, "q4_0"), "A16")
+    assert small.nmse_float is None
+    assert "too few" in small.reasons[1]
+
+
+def test_the_magnitudes_bound_the_results() -> None:
+    for name in WEIGHT_FORMATS:
+        problem = Problem(5, 7, 96, name, "normal")
+        q81 = Q81.of_values(problem.a, "values")
+        a16, a8 = (
+            same_operands_a16(problem.a, problem.blocks),
+            same_operands_a8(q81, problem.blocks),
+        )
+        assert (np.abs(a16) <= magnitude_a16(problem.a, problem.blocks)).all()
+        assert (np.abs(a8) <= magnitude_a8(q81, problem.blocks)).all()
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+def test_what_is_no_answer_is_an_error_not_a_verdict() -> None:
+    problem = Problem(3, 4, 64, "q4_0")
+    c, q81 = np.zeros((3, 4), np.float32), Q81.of_values(problem.a)
+    with pytest.raises(ValueError, match=r"\(M, N\) = \(3, 4\), got \(4, 3\)"):
+        check(c.T, problem, "A16")
+    with pytest.raises(ValueError, match=r"got \(12,\)"):
+        check(c.ravel(), problem, "A16")
+    with pytest.raises(TypeError, match="float32 array, got float64"):
+        check(c.astype(np.float64), problem, "A16")
+    with pytest.raises(TypeError, match="float32 array, got list"):
+        check(c.tolist(), problem, "A16")
+    with pytest.raises(ValueError, match="'W4A16': use one of A16, A8"):
+        check(c, problem, "W4A16")
+    with pytest.raises(TypeError, match=r"pass activations=Q81\(q, d, s\), got NoneType"):
+        check(c, problem, "A8")
+    with pytest.raises(TypeError, match="float32 activations, got Q81"):
+        check(c, problem, "A16", q81)
+    with pytest.raises(ValueError, match=r"\(3, 64\), got \(2, 64\)"):
+        check(c, problem, "A8", q81.rows(slice(0, 2)))
+    with pytest.raises(ValueError, match=r"\(3, 64\), got \(3, 32\)"):
+        check(c, problem, "A16", problem.a[:, :32])
+    with pytest.raises(ValueError, match="'f8': use one of f32, f16, bf16"):
+        check(c, problem, "A16", operands="f8")
