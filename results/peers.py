@@ -21,7 +21,7 @@ from results.record import ROOT, Peer, RecordError
 
 GIVEN: Final = ROOT / "results" / "peers"
 LABELS: Final = {"cublas_fp16": "cuBLAS fp16", "ggml": "llama.cpp"}
-KIND: Final = {"cublas_fp16": "kernel", "ggml": "float32 to float32"}
+KIND: Final = {"cublas_fp16": "kernel", "ggml": "total"}
 
 
 def given_peers(

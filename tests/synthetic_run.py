@@ -1,0 +1,124 @@
+"""An invented run shaped like a real one, to test charts and tables with. Not a result."""
+
+from __future__ import annotations
+
+from results.record import Clocks, Environment, Git, Limits, Peer, Row, Run, with_ratios
+
+LADDER = (
+    # step, name, family, parent, unit, share of the unit's limit, title
+    (1, "step01_naive_w4a16", "A16", None, "fp32", 0.018, "naive W4A16: one thread, one output"),
+    (2, "step02_naive_w4a8", "A8", 1, "int32", 0.045, "naive W4A8: integer dot product"),
+    (3, "step03_shared_tiled", "A16", 1, "fp32", 0.05, "shared-memory tiles"),
+    (3, "step03_shared_tiled", "A8", 2, "int32", 0.12, "shared-memory tiles"),
+    (4, "step04_dp4a_emulated", "A8", 3, "packed_int32", 0.13, "dot products packed"),
+    (5, "step05_vectorized", "A8", 4, "packed_int32", 0.42, "128-bit accesses"),
+)
+FORMATS = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
+NMSE = {"q4_0": 7.4e-3, "q4_1": 6.1e-3, "q5_0": 1.8e-3, "q5_1": 1.4e-3, "q8_0": 2.9e-5}
+TOPS = {
+    "fp32": 62.1,
+    "int32": 31.5,
+    "packed_int32": 63.0,
+    "dp4a": 125.0,
+    "tensor_int8": 1139.0,
+    "tensor_fp16": 568.0,
+}
+SHAPES = tuple(
+    (m, n, k) for m in (1, 16, 512, 4096) for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
+)
+TBPS = 4.26
+
+
+def make_row(entry, name: str, shape: tuple[int, int, int], wobble: float) -> Row:
+    step, module, family, parent, unit, share, title = entry
+    m, n, k = shape
+    weights = n * k // 32 * FORMATS[name]
+    moved = weights + m * k * (4 if family == "A16" else 1.25) + 4 * m * n
+    operations = 2 * m * n * k
+    us = max(moved / (TBPS * min(1, 6 * share) * 1e6), operations / (TOPS[unit] * share * 1e6), 2.5)
+    us *= wobble * (1.06 if name.startswith("q5") else 1.0)
+    activation = 0.0 if family == "A16" else max(2.0, m * k * 5 / 3e6)
+    return Row(
+        step=step,
+        name=module,
+        title=title,
+        parent=parent,
+        unit=unit,
+        scheme=f"W{name[1]}{family}",
+        format=name,
+        M=m,
+        N=n,
+        K=k,
+        status="ok",
+        kernel_us=us,
+        activation_us=activation,
+        total_us=us + activation,
+        pack_us=12000.0 * step,
+        launch_us=21.0,
+        p20_us=us * 0.995,
+        p80_us=us * 1.01,
+        samples=12,
+        timing="graph",
+        sm_mhz=1980.0,
+        tflops=operations / us * 1e-6,
+        gbps=moved / us * 1e-3,
+        limit_share=share,
+        nmse_same_operands=2e-13 * (1 + step),
+        nmse_float=NMSE[name] + (3e-5 if family == "A8" else 0.0),
+        registers=32 + 8 * step,
+        spill_bytes=0,
+        smem_bytes=2048 * step,
+        source_hash=f"{step:012x}",
+    )
+
+
+def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool = True) -> Run:
+    rows = with_ratios(
+        make_row(entry, name, shape, 1 + 0.02 * i)
+        for entry in ladder
+        for i, name in enumerate(formats)
+        for shape in shapes
+    )
+    others = []
+    for m, n, k in shapes if peers else ():
+        operations = 2 * m * n * k
+        others.append(
+            Peer(
+                peer="cublas_fp16",
+                format="f16",
+                M=m,
+                N=n,
+                K=k,
+                us=max(2 * n * k / 3.6e6, operations / 690e6),
+                same_run=True,
+                source="torch 9.9, kernel only",
+            )
+        )
+        if (m, n) == (16, 4096) and k == 4096:
+            continue  # published figures have holes
+        others += [
+            Peer(
+                peer="ggml",
+                format=name,
+                M=m,
+                N=n,
+                K=k,
+                us=max(n * k // 32 * size / 2.2e6, operations / (180e6 + 1e6 * i)),
+                same_run=False,
+                source="invented",
+            )
+            for i, (name, size) in enumerate(FORMATS.items())
+            if name in formats
+        ]
+    env = Environment(
+        gpu="NVIDIA H200",
+        cc=(9, 0),
+        sms=132,
+        power_limit_w=700.0,
+        clocks_mhz=Clocks(before=345.0, after=1980.0, max=1980.0),
+        copy_tbps=TBPS,
+        limits=Limits(copy_tbps=TBPS, read_tbps=4.35, tops=TOPS),
+        git=Git(sha="0123abcd", dirty=False),
+        utc="2026-01-02T03:04:05Z",
+    )
+    return Run(env=env, rows=rows, peers=tuple(others))
