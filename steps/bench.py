@@ -1,0 +1,194 @@
+"""From works and shapes to measured rows: for `run` after its checks, and for the matrix of `bench`.
+
+The protocol is `results.measure`; this file only decides what is measured in which order, so that
+steps that are compared with each other are measured within seconds of each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from reference import Check, Problem, check
+from results import measure, record
+from results.measure import Budget, Packed, Stopwatch, interleaved, pack_weights
+from results.record import Environment, Limits, Peer, Row, Run
+from steps.checks import Size, Work, fatal
+
+DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
+"""What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
+
+
+@dataclass(frozen=True)
+class FirstTokens(Problem):
+    """The first `m` tokens of another problem: its weights are drawn and quantized only once."""
+
+    of: Problem | None = None
+
+    @cached_property
+    def a(self) -> np.ndarray:
+        return self._whole.a[: self.m]
+
+    @cached_property
+    def w(self) -> np.ndarray:
+        return self._whole.w
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        return self._whole.blocks
+
+    @property
+    def _whole(self) -> Problem:
+        if self.of is None or self.m > self.of.m:
+            raise ValueError(f"the first {self.m} tokens of {self.of} do not exist")
+        return self.of
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What measures: a machine, its stopwatch, its measured limits, and how long to take."""
+
+    machine: Any
+    stopwatch: Stopwatch
+    limits: Limits
+    budget: Budget
+
+    @classmethod
+    def here(cls, budget: Budget) -> Bench:
+        """On this machine's GPU, whose limits are measured first."""
+        from results.limits import measure_limits
+        from steps.machines import Gpu
+
+        machine, stopwatch = Gpu(), measure.GpuStopwatch()
+        return cls(machine, stopwatch, measure_limits(stopwatch, machine), budget)
+
+    def row(self, work: Work, problem: Problem, packed: Packed) -> Row:
+        """One row, checked before and after it is timed."""
+
+        def judged(c: np.ndarray, q81: Any) -> Check:
+            return check(c, problem, work.family, q81)
+
+        return measure.measure_step(
+            work.step,
+            work.family,
+            work.format,
+            self.machine.array(problem.a),
+            problem.n,
+            machine=self.machine,
+            stopwatch=self.stopwatch,
+            packed=packed,
+            check=judged,
+            limits=self.limits,
+            budget=self.budget,
+        )
+
+
+def rows(
+    bench: Bench,
+    works: Sequence[Work],
+    shapes: Sequence[Size],
+    *,
+    distribution: str = "normal",
+    seed: int = 0,
+    wrong: Mapping[tuple[int, str, str], str] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Iterator[Row]:
+    """Every work at every shape, weights outermost, the steps of one problem next to each other.
+
+    wrong: (step, family, format) -> why it must not be timed, because its checks failed.
+    A CUDA error is raised: nothing measured after it could be trusted.
+    """
+    wrong = wrong or {}
+    for name in dict.fromkeys(work.format for work in works):
+        own = [work for work in works if work.format == name]
+        for (n, k), group in itertools.groupby(_by_weights(shapes), key=lambda s: s[1:]):
+            tokens = sorted({m for m, _, _ in group})
+            whole = Problem(tokens[-1], n, k, name, distribution, seed)
+            packed: dict[int, Packed] = {}
+            for m, work in interleaved(tokens, own):
+                report(f"{work} at M={m} N={n} K={k}")
+                blank = measure.blank_row(work.step, name, work.scheme, (m, n, k))
+                if why := wrong.get((work.step.number, work.family, name)):
+                    yield measure.without_result(blank, "failed", why)
+                    continue
+                problem = (
+                    whole
+                    if m == whole.m
+                    else FirstTokens(m, n, k, name, distribution, seed, of=whole)
+                )
+                try:
+                    if work.step.number not in packed:
+                        packed[work.step.number] = pack_weights(work.step, whole.blocks)
+                    yield bench.row(work, problem, packed[work.step.number])
+                except Exception as error:
+                    if fatal(error):
+                        raise
+                    sentence = f"{type(error).__name__}: {error}"
+                    yield measure.without_result(blank, "failed", sentence)
+
+
+def _by_weights(shapes: Sequence[Size]) -> list[Size]:
+    """In the given order of (N, K), the shapes that share them together."""
+    seen = list(dict.fromkeys(shape[1:] for shape in shapes))
+    return sorted(shapes, key=lambda shape: seen.index(shape[1:]))
+
+
+def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows with their ratios, ordered for reading: shape, format, step, scheme."""
+    from qformats import WEIGHT_FORMATS
+
+    return tuple(
+        sorted(
+            record.with_ratios(found),
+            key=lambda r: (
+                r.N * r.K,
+                r.N,
+                r.M,
+                WEIGHT_FORMATS.index(r.format),
+                r.step,
+                r.family == "A8",
+            ),
+        )
+    )
+
+
+def budget_for(seconds: float, count: int) -> Budget:
+    """A budget by which `count` rows take about `seconds` of device time (slow kernels take longer:
+    three samples of each are the least)."""
+    whole = Budget()
+    per_row = (
+        whole.kernel_seconds + whole.total_seconds + whole.activation_seconds + whole.warm_seconds
+    )
+    return whole.scaled(seconds / (per_row * max(count, 1)))
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Writes a run as it grows, so that a killed bench leaves the rows it had.
+
+    path: the file; None for results/<gpu>/<date>-<sha>.json, chosen by the first `save`.
+    """
+
+    env: Environment
+    limits: Limits
+    path: Path | None = None
+
+    def save(self, found: Sequence[Row], peers: Sequence[Peer] = ()) -> Path:
+        run = Run(record.finished(self.env, self.limits), sorted_rows(found), tuple(peers))
+        self.path = record.write(run, path=self.path)
+        return self.path
+
+
+def same_work_by_others(
+    gpu: str | None, shapes: Sequence[Size], formats: Sequence[str], budget: Budget
+) -> tuple[Peer, ...]:
+    """cuBLAS through torch where it is installed, measured now; llama.cpp's published figures."""
+    from results.peers import cublas_fp16, given_peers
+
+    return (*cublas_fp16(shapes, budget), *given_peers(gpu, shapes, formats))

@@ -1,0 +1,183 @@
+"""A step as text: its difference from its parent, and its machine code. Neither needs a GPU."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from steps import table
+from steps.bench import DEFAULT_SHAPE
+from steps.checks import Size, UsageError, Work
+from steps.run import named, one_work, shape_of
+from steps.step import Launch, Step
+from steps.table import Column, Line, Table
+
+_COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
+
+
+def diff(args: Namespace) -> int:
+    """The step's file against its parent's: the lesson, line by line."""
+    steps = named(args.steps)
+    if len(steps) != 1:
+        raise UsageError("name one step, such as 5")
+    step = steps[0]
+    number = args.against if args.against is not None else _parent(step)
+    parent = named([str(number)])[0]
+    lines = difflib.unified_diff(
+        _source(parent),
+        _source(step),
+        f"steps/{parent.name}.py",
+        f"steps/{step.name}.py",
+        n=args.lines,
+    )
+    for line in _coloured(lines) if _colours_wanted() else lines:
+        print(line, end="")
+    return 0
+
+
+def _parent(step: Step) -> int:
+    """The step it grew from: the parent of the family that continues the ladder."""
+    number = step.parents.get(step.families[-1])
+    if number is None:
+        raise UsageError(f"step {step.number} has no parent: it is where the ladder begins")
+    return number
+
+
+def _source(step: Step) -> list[str]:
+    path = Path(__file__).with_name(f"{step.name}.py")
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def _colours_wanted() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _coloured(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        colour = _COLOURS.get(line[:1])
+        yield f"{colour}{line.rstrip()}\x1b[0m\n" if colour else line
+
+
+# --- machine code ---------------------------------------------------------------------------------
+
+
+class Paper:
+    """A machine that only hands out arrays, so that a step can say what it would launch on what.
+
+    The arrays are never touched: they reserve address space and no memory, whatever the shape.
+    """
+
+    name = "paper"
+    cc: tuple[int, int] | None = None
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        return np.array(host, order="C")
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def run(self, launch: Launch) -> None:
+        raise RuntimeError("nothing runs on paper")
+
+
+def launches(work: Work, shape: Size) -> tuple[tuple[Launch, ...], Launch]:
+    """(the activation pass, the step's own launch) that the step would make for this work."""
+    from qformats import FORMATS
+    from steps.step import Shape
+
+    m, n, k = shape
+    machine, fmt = Paper(), FORMATS[work.format]
+    weights = work.step.pack(np.zeros((n, k // 32), fmt.dtype))
+    a = machine.empty((m, k), np.float32)
+    activations = work.step.activations(work.family, a, machine)
+    out = machine.empty((m, n), np.float32)
+    own = work.step.launch(fmt, work.family, Shape(m, n, k), weights, activations.arrays, out)
+    return activations.launches, own
+
+
+def ptx(args: Namespace) -> int:
+    """What Numba and libNVVM make of the kernel, before ptxas."""
+    return _print_code(args, "ptx")
+
+
+def sass(args: Namespace) -> int:
+    """What the GPU executes."""
+    return _print_code(args, "sass")
+
+
+def _print_code(args: Namespace, kind: str) -> int:
+    from steps.instructions.compile import machine_code, signature_of
+
+    work = one_work(args)
+    shape = shape_of(args, DEFAULT_SHAPE)
+    assert shape is not None
+    before, own = launches(work, shape)
+    launch = before[0] if args.activations and before else own
+    if args.activations and not before:
+        raise UsageError(f"{work} reads its activations as they are: there is no pass to show")
+    try:
+        code = machine_code(launch.kernel, signature_of(launch.args), args.arch)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from None
+    text = code.ptx if kind == "ptx" else code.sass
+    facts = {
+        "kernel": code.name,
+        "step": work.step.number,
+        "scheme": work.scheme,
+        "format": work.format,
+        "arch": code.arch,
+        "shape": list(shape),
+        "grid": list(launch.grid),
+        "block": list(launch.block),
+        "registers": code.registers,
+        "stack_bytes": code.stack_bytes,
+        "spill_store_bytes": code.spill_store_bytes,
+        "spill_load_bytes": code.spill_load_bytes,
+        "static_shared_bytes": code.shared_bytes,
+        "dynamic_shared_bytes": launch.shared_bytes,
+        "instructions": dict(code.instructions.most_common()),
+    }
+    if args.json:
+        print(json.dumps(facts | {kind: text}, indent=1))
+        return 0
+    m, n, k = shape
+    print(f"{code.name} for {code.arch}: {work}, launched at M={m} N={n} K={k} as")
+    print(f"  grid {_extent(launch.grid)} of blocks {_extent(launch.block)}")
+    print(
+        f"  {code.registers} registers, {code.stack_bytes} bytes of stack, spills "
+        f"{code.spill_store_bytes} + {code.spill_load_bytes} bytes, shared memory "
+        f"{code.shared_bytes} static + {launch.shared_bytes} dynamic bytes"
+    )
+    for warning in code.warnings:
+        print(f"  ptxas: {warning}")
+    print()
+    table.show(_histogram(code.instructions))
+    if not args.summary:
+        print()
+        print(text.rstrip())
+    return 0
+
+
+def _extent(extent: tuple[int, ...]) -> str:
+    return " x ".join(map(str, extent))
+
+
+def _histogram(instructions: Any) -> Table:
+    """Opcodes by how often they stand in the listing (not by how often they run)."""
+    lines = tuple(Line((opcode, str(count))) for opcode, count in instructions.most_common())
+    total = sum(instructions.values())
+    return Table(
+        (Column("SASS opcode", words=True), Column("in the listing")),
+        (*lines, Line(("all", str(total)))),
+    )

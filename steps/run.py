@@ -1,0 +1,460 @@
+"""The commands that run steps: `run`, `ladder`, `check`, `bench`, and `launch` for the profiler.
+
+Check first, then measure, then say it in one table. Without a GPU the simulator checks at small
+shapes and nothing is timed, which the output says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qformats import WEIGHT_FORMATS
+from steps import bench as benching
+from steps import table
+from steps.bench import DEFAULT_SHAPE
+from steps.checks import (
+    Case,
+    Outcome,
+    Outcomes,
+    Size,
+    UsageError,
+    Work,
+    cases,
+    check_works,
+    fatal,
+    problem,
+    select,
+    with_ancestors,
+)
+from steps.step import Machine, Step, scheme
+from steps.table import Column, Line, Table, Tone
+
+SIMULATED = "checked in the simulator at small shapes; nothing is timed, as speed takes a GPU"
+
+
+# --- where and what -------------------------------------------------------------------------------
+
+
+def machines(asked: str) -> tuple[str, Callable[[int], Machine], str | None]:
+    """(name, order -> machine, why it is not a GPU) for "gpu", "simulator" or "auto".
+
+    UsageError where a GPU is asked for and there is none, or where the simulator cannot run.
+    """
+    from steps.machines import Gpu, Simulator, why_no_gpu
+
+    reason = why_no_gpu() if asked != "simulator" else None
+    if asked == "gpu" and reason:
+        raise UsageError(f"no CUDA GPU can be used here: {reason}")
+    if asked == "gpu" or (asked == "auto" and reason is None):
+        gpu = Gpu()
+        return gpu.name, lambda _: gpu, None
+    try:
+        import greenlet  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "the simulator needs the package greenlet: pip install greenlet, or run `make doctor`"
+        ) from None
+    return "simulator", Simulator, reason or "the simulator was asked for"
+
+
+def named(texts: Sequence[str]) -> tuple[Step, ...]:
+    """Steps by number ("4", "04", "step4") or "all"; UsageError for one that does not exist."""
+    import steps
+
+    if not texts or "all" in texts:
+        return steps.ladder()
+    found = {}
+    for text in texts:
+        number = text.lower().removeprefix("step")
+        if not number.isascii() or not number.isdigit():
+            raise UsageError(f"{text!r} is not a step: give a number, such as 4, or all")
+        try:
+            step = steps.find(int(number))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        found[step.number] = step
+    return tuple(found[number] for number in sorted(found))
+
+
+def formats_of(texts: Sequence[str]) -> tuple[str, ...]:
+    """Format names, commas or blanks between them; none, or "all", means all."""
+    asked = [name for text in texts for name in text.lower().replace(",", " ").split()]
+    for name in asked:
+        if name not in (*WEIGHT_FORMATS, "all"):
+            raise UsageError(f"unknown format {name!r}: use {', '.join(WEIGHT_FORMATS)} or all")
+    if not asked or "all" in asked:
+        return WEIGHT_FORMATS
+    return tuple(name for name in WEIGHT_FORMATS if name in asked)
+
+
+def shape_of(args: Namespace, default: Size | None) -> Size | None:
+    """The shape from --m --n --k over the default; None where there is neither."""
+    if args.m is args.n is args.k is None:
+        return default
+    m, n, k = default or (4, 64, 64)
+    shape = (args.m or m, args.n or n, args.k or k)
+    if shape[2] % 32:
+        raise UsageError(
+            f"K={shape[2]} is not a multiple of the block of 32: use {shape[2] // 32 * 32 + 32}"
+        )
+    return shape
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def list_steps(args: Namespace) -> int:
+    """The ladder, from the registry."""
+    ladder = named(())
+    if args.json:
+        print(json.dumps([_step_as_json(step) for step in ladder], indent=1))
+        return 0
+    columns = (
+        Column("step"),
+        Column("families", words=True),
+        Column("parent", words=True),
+        Column("unit", words=True),
+        Column("cc"),
+        Column("title", words=True),
+    )
+    lines = tuple(
+        Line(
+            (
+                str(step.number),
+                " ".join(step.families),
+                " ".join(str(p) for p in dict.fromkeys(step.parents.values())) or table.ABSENT,
+                " ".join(dict.fromkeys(step.unit.values())),
+                "{}.{}".format(*step.min_cc),
+                step.title,
+            )
+        )
+        for step in ladder
+    )
+    table.show(Table(columns, lines))
+    return 0
+
+
+def _step_as_json(step: Step) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "name": step.name,
+        "title": step.title,
+        "families": list(step.families),
+        "schemes": [scheme(name, family) for family in step.families for name in step.formats],
+        "parents": dict(step.parents),
+        "unit": dict(step.unit),
+        "min_cc": list(step.min_cc),
+        "formats": list(step.formats),
+    }
+
+
+def run(args: Namespace) -> int:
+    """Checks, then measures where there is a GPU; 1 if anything is wrong."""
+    steps = named(args.steps)
+    name, machine, why_not = machines("auto")
+    simulated = why_not is not None
+    if args.save and simulated:
+        raise UsageError(f"there is nothing to save: {why_not}, and only a GPU is measured")
+    shape = shape_of(args, None if simulated else DEFAULT_SHAPE)
+    cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
+    works = select(steps, formats_of(args.format), args.scheme, cc)
+    if not simulated:
+        works = with_ancestors(works, named(()))
+
+    outcomes = _checked(works, machine, simulated, args, quick=simulated)
+    found: tuple[Any, ...] = ()
+    saved: Path | None = None
+    if not simulated and outcomes.broken is None and shape is not None:
+        found, saved = _measured(works, shape, outcomes, args)
+    if args.json:
+        _print_json(name, outcomes, found)
+    else:
+        asked = {step.number for step in steps}
+        _print_run(name, why_not, outcomes, found, asked, saved)
+    return 0 if outcomes.ok and all(row.status != "failed" for row in found) else 1
+
+
+def check(args: Namespace) -> int:
+    """The checks alone; 1 if anything is wrong."""
+    name, machine, why_not = machines(args.machine)
+    simulated = why_not is not None
+    cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
+    works = select(named(args.steps), formats_of(args.format), args.scheme, cc)
+    outcomes = _checked(works, machine, simulated, args, quick=args.quick)
+    if args.json:
+        _print_json(name, outcomes, ())
+    else:
+        _print_run(name, why_not, outcomes, (), {w.step.number for w in works}, None)
+    return 0 if outcomes.ok else 1
+
+
+def bench(args: Namespace) -> int:
+    """The whole matrix with peers, into one JSON file; 1 if any row failed."""
+    from reference import BENCH_SHAPES
+    from results import record
+
+    machines("gpu")
+    whole = args.m is args.n is args.k is None
+    shapes = list(BENCH_SHAPES) if whole else [shape_of(args, DEFAULT_SHAPE)]
+    works = select(named(args.steps), formats_of(args.format), args.scheme)
+    count = len(works) * len(shapes)
+    budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
+    env = record.environment()
+    measuring = benching.Bench.here(budget)
+    recorder = benching.Recorder(env, measuring.limits, args.out)
+    distribution = args.dist or "normal"
+    found: list[Any] = []
+    broken: str | None = None
+    with table.progress(count) as report:
+        rows = benching.rows(
+            measuring, works, shapes, distribution=distribution, seed=args.seed, report=report
+        )
+        try:
+            for i, row in enumerate(rows, 1):
+                found.append(row)
+                if i % 20 == 0:
+                    recorder.save(found)
+        except Exception as error:  # what was measured before it is still worth keeping
+            if not fatal(error):
+                raise
+            broken = f"{type(error).__name__}: {error}"
+    names = tuple(dict.fromkeys(work.format for work in works))
+    peers: tuple[Any, ...] = ()
+    if broken is None and not args.no_peers:
+        peers = benching.same_work_by_others(env.gpu, shapes, names, budget)
+    path = recorder.save(found, peers)
+    rows_ = benching.sorted_rows(found)
+    if args.json:
+        print(path.read_text(encoding="utf-8"), end="")
+    else:
+        table.show(_run_table(f"{env.where}, {distribution} data", (), rows_, set(), shapes=True))
+        print(f"wrote {path}")
+    bad = [row for row in rows_ if row.status == "failed"]
+    for sentence in [f"step {r.step} {r.scheme} {r.format} {r.shape}: {r.why}" for r in bad]:
+        print(sentence, file=sys.stderr)
+    if broken:
+        print(f"the run ended early: {broken}", file=sys.stderr)
+    return 1 if bad or broken else 0
+
+
+def launch(args: Namespace) -> int:
+    """Launches one step once on the GPU, after compiling it: what a profiler looks at."""
+    from steps.verify import prepare
+
+    _, machine, _ = machines("gpu")
+    work = one_work(args)
+    gpu = machine(0)
+    shape = shape_of(args, DEFAULT_SHAPE)
+    assert shape is not None
+    posed = problem(work.format, shape, args.dist or "normal", args.seed)
+    prepared = prepare(work.step, work.family, work.format, posed.a, posed.blocks, gpu)
+    for each in (*prepared.activations.launches, prepared.launch):
+        gpu.run(each)
+    gpu.synchronize()  # type: ignore[attr-defined]
+    m, n, k = shape
+    print(f"launched {prepared.launch.kernel.__name__} ({work}) at M={m} N={n} K={k}")
+    return 0
+
+
+def one_work(args: Namespace) -> Work:
+    """The single work that --format and --scheme leave of one step.
+
+    By default it is the first format, of the family that continues the ladder.
+    """
+    steps = named(args.steps)
+    if len(steps) != 1:
+        raise UsageError("name one step, such as 4")
+    names = formats_of(args.format)
+    family = None if args.scheme else steps[0].families[-1]
+    return select(steps, names, args.scheme or family)[0]
+
+
+def _checked(
+    works: Sequence[Work],
+    machine: Callable[[int], Machine],
+    simulated: bool,
+    args: Namespace,
+    *,
+    quick: bool,
+) -> Outcomes:
+    asked = shape_of(args, None) if simulated or args.command == "check" else None
+
+    def cases_of(format_name: str) -> tuple[Case, ...]:
+        return cases(
+            format_name,
+            simulated=simulated,
+            quick=quick,
+            small=getattr(args, "small", False),
+            shape=asked,
+            distribution=args.dist,
+            seed=args.seed,
+            order=args.order,
+        )
+
+    cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
+    with table.progress(len(works)) as report:
+        return check_works(works, cases_of, machine, report)
+
+
+def _measured(
+    works: Sequence[Work], shape: Size, outcomes: Outcomes, args: Namespace
+) -> tuple[tuple[Any, ...], Path | None]:
+    """(rows with ratios, where they were saved). A CUDA error ends it and is in `outcomes`."""
+    from results import record
+
+    wrong = {
+        (o.work.step.number, o.work.family, o.work.format): o.failures[0]
+        for o in outcomes.each
+        if not o.ok
+    }
+    env = record.environment()
+    measuring = benching.Bench.here(benching.Budget())
+    found: list[Any] = []
+    with table.progress(len(works)) as report:
+        rows = benching.rows(
+            measuring,
+            works,
+            [shape],
+            distribution=args.dist or "normal",
+            seed=args.seed,
+            wrong=wrong,
+            report=report,
+        )
+        try:
+            for row in rows:
+                found.append(row)  # noqa: PERF402 - those before an error are kept
+        except Exception as error:
+            if not fatal(error):
+                raise
+            outcomes.broken = f"{type(error).__name__}: {error}"
+    saved = None
+    if args.save:
+        peers = benching.same_work_by_others(
+            env.gpu, [shape], formats_of(args.format), measuring.budget
+        )
+        saved = benching.Recorder(env, measuring.limits).save(found, peers)
+    return benching.sorted_rows(found), saved
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+_MEASURED = ("time", "TFLOPS", "GB/s", "of limit", "x parent", "x step 1", "registers")
+
+
+def _run_table(
+    title: str,
+    outcomes: Sequence[Outcome],
+    rows: Sequence[Any],
+    asked: set[int],
+    *,
+    shapes: bool = False,
+    notes: Sequence[str] = (),
+) -> Table:
+    """One line a work: from its row where it was measured, else from its checks."""
+    head = [Column("step"), Column("scheme", words=True), Column("format", words=True)]
+    if shapes:
+        head += [Column("M"), Column("N"), Column("K")]
+    head += [Column("kernel error"), Column("format error")]
+    if rows:  # without a GPU these columns would only say that nothing was measured
+        head += [Column(name) for name in _MEASURED]
+    head += [Column("verdict", words=True)]
+    checked = {(o.work.step.number, o.work.scheme, o.work.format): o for o in outcomes}
+    lines = []
+    for row in rows:
+        outcome = checked.get((row.step, row.scheme, row.format))
+        verdict = _verdict(row.status, outcome)
+        cells = [str(row.step), row.scheme, row.format]
+        if shapes:
+            cells += [str(row.M), str(row.N), str(row.K)]
+        cells += [
+            table.error(row.nmse_same_operands),
+            table.error(row.nmse_float),
+            table.microseconds(row.kernel_us),
+            table.figure(row.tflops),
+            table.figure(row.gbps),
+            table.share(row.limit_share),
+            table.times(row.x_parent),
+            table.times(row.x_step1),
+            table.ABSENT if row.registers is None else str(row.registers),
+            verdict,
+        ]
+        tone: Tone = "bad" if row.status == "failed" else ""
+        if not tone and asked and row.step not in asked:
+            tone = "faint"
+        lines.append(Line(tuple(cells), tone))
+    if not rows:
+        for outcome in outcomes:
+            work = outcome.work
+            cells = [str(work.step.number), work.scheme, work.format]
+            cells += [table.error(outcome.nmse_same_operands), table.error(outcome.nmse_float)]
+            cells += [_verdict("ok" if outcome.ok else "failed", outcome)]
+            lines.append(Line(tuple(cells), "" if outcome.ok else "bad"))
+    return Table(tuple(head), tuple(lines), title, tuple(notes))
+
+
+def _verdict(status: str, outcome: Outcome | None) -> str:
+    if status == "unsupported":
+        return status
+    if outcome is None:
+        return "ok" if status == "ok" else "FAILED"
+    count = f"{outcome.cases} case" + ("s" if outcome.cases != 1 else "")
+    if outcome.failures:
+        return f"FAILED {len(outcome.failures)} of {count}"
+    return f"ok, {count}" if status == "ok" else "FAILED"
+
+
+def _print_run(
+    name: str,
+    why_not: str | None,
+    outcomes: Outcomes,
+    rows: Sequence[Any],
+    asked: set[int],
+    saved: Path | None,
+) -> None:
+    if rows:
+        title = f"{name}, M={rows[0].M} N={rows[0].N} K={rows[0].K}"
+    elif why_not is not None:
+        title = f"No GPU ({why_not}): {SIMULATED}."
+    else:
+        title = f"{name}: checked, not timed"
+    table.show(_run_table(title, outcomes.each, rows, asked))
+    sentences = [sentence for outcome in outcomes.each for sentence in outcome.failures]
+    sentences += [
+        f"step {row.step} {row.scheme} {row.format}: {row.why}"
+        for row in rows
+        if row.status == "failed" and row.why not in sentences
+    ]
+    if outcomes.broken:
+        sentences.append(f"the run ended early: {outcomes.broken}")
+    for sentence in sentences:
+        print(sentence, file=sys.stderr)
+    if saved:
+        print(f"wrote {saved}")
+
+
+def _print_json(name: str, outcomes: Outcomes, rows: Sequence[Any]) -> None:
+    data = {
+        "machine": name,
+        "ok": outcomes.ok and all(row.status != "failed" for row in rows),
+        "broken": outcomes.broken,
+        "checks": [outcome.as_json() for outcome in outcomes.each],
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(_finite(data), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null instead."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value
