@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+import steps.instructions  # noqa: F401 - before anything imports numba.cuda: see its _numpy_shim
+
 
 @functools.cache
 def why_no_gpu() -> str | None:

@@ -1,7 +1,9 @@
 """Arrays as a simulated kernel sees them: every access checked, every value converted as in C."""
 
 import operator
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +49,10 @@ class CheckedArray:
         self._length = (
             data.shape[0] if data.ndim == 1 else -1
         )  # -1: the one-index fast path does not apply
-        self._bytes = self._base = None
+        self._bytes: memoryview | None = None
+        self._base: int | None = None
+        self._cast: Any  # of a value to store; None for records
+        self._item: Callable
         if data.dtype.names:
             self._item, self._cast = (lambda *i: CheckedRecord(self, i)), None
         else:
@@ -123,7 +128,7 @@ class CheckedArray:
             raise OutOfRange(
                 f"{self.name} has {self.ndim} dimension(s) and is indexed with {len(keys)}"
             )
-        checked = []
+        checked: list[int | slice] = []
         for part, extent in zip(keys, self.shape, strict=False):
             if isinstance(part, slice):
                 for bound in (part.start, part.stop):
@@ -161,7 +166,7 @@ class CheckedArray:
                     f"{self.name} is not C-contiguous, which an (array, index) operand must be: "
                     "it is taken as flat"
                 )
-            self._bytes = memoryview(self.data.reshape(-1).view(np.uint8))
+            self._bytes = self.data.reshape(-1).view(np.uint8).data
         return self._bytes
 
     @property

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from pathlib import Path
-from types import CodeType
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Dim3:
 class Block:
     """One thread block: its lanes, its shared memory, and who waits where."""
 
-    __slots__ = ("dynamic", "index", "lanes", "shared", "waiting", "warps")
+    __slots__ = ("dynamic", "index", "lanes", "shared", "waiting")
 
     def __init__(self, index: Dim3, shared_bytes: int):
         self.index = index
@@ -83,7 +83,11 @@ class Lane:
 
     def __init__(self, block: Block, index: int, thread: Dim3):
         self.block, self.index, self.thread = block, index, thread
-        self.greenlet = self.result = self.operands = self.site = self.meeting = None
+        self.greenlet: Any = None
+        self.result: Any = None  # of the meeting it was woken from
+        self.meeting = ""  # what it waits at, where, and what it brought
+        self.site: Site
+        self.operands: Any = None
         self.done = False
         self.copies: list = []  # cp.async issued and not yet committed
         self.groups: deque = deque()  # committed groups, oldest first
@@ -104,7 +108,7 @@ class Site(NamedTuple):
 
 def here() -> Site:
     """The innermost place in simulated code on the current stack."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_code) not in kernel_codes:
         frame = frame.f_back
     if frame is None:
@@ -134,11 +138,11 @@ class Schedule:
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
         self.order = order
         self.random = random.Random(order)
-        self.ready: deque[Lane] | list[Lane] = deque()
-        self.lane: Lane | None = None
+        self.ready: deque[Lane] = deque()
+        self.lane: Lane  # the one that runs
         self.error: tuple[Lane, Exception] | None = None
         self.polls = 0
-        self.main = None
+        self.main: Any  # the greenlet of the schedule itself
 
     def run(self, shared_bytes: int, resident: int) -> None:
         """All blocks of the grid, `resident` of them at a time."""
@@ -185,7 +189,6 @@ class Schedule:
             if self.error is None:
                 self._all_finished(blocks)
         finally:
-            self.lane = None
             self.ready = deque()
             for lane in lanes:
                 if lane.greenlet and not lane.greenlet.dead:
@@ -237,7 +240,7 @@ class Schedule:
             if check:
                 self._same_site(what, group)
             for member, result in zip(group, function([m.operands for m in group]), strict=True):
-                member.result, member.operands, member.meeting = result, None, None
+                member.result, member.operands = result, None
             self.polls = 0
             self._wake(group)
         self.main.switch()

@@ -245,10 +245,11 @@ def define(
         found = typing(given)
         return None if found is None else (found[0](*found[1]), lower)
 
-    typed.__name__ = typed.__qualname__ = twin.__name__
-    typed.__doc__, typed.__module__ = twin.__doc__, twin.__module__
+    described: Any = typed  # Numba reads name and parameters from the function
+    described.__name__ = described.__qualname__ = twin.__name__
+    described.__doc__, described.__module__ = twin.__doc__, twin.__module__
     context_parameter = inspect.Parameter("typing_context", _POSITIONAL)
-    typed.__signature__ = inspect.Signature([context_parameter, *parameters])
+    described.__signature__ = inspect.Signature([context_parameter, *parameters])
     instruction = intrinsic(typed)
     meaning = Twin(twin.__name__, twin, scope, casts, results, is_tuple)
     INSTRUCTIONS[instruction] = Definition(twin.__name__, text, min_cc, meaning)

@@ -4,6 +4,8 @@
 class SimulatorError(RuntimeError):
     """A kernel did what it must not do; also the base of the more exact errors below."""
 
+    lane_in_warp: int | None = None  # whose fault it is, when found while acting for a whole warp
+
 
 class OutOfRange(SimulatorError):
     """An access outside an array, or with a negative index."""

@@ -13,6 +13,7 @@ SASS: LDG.E.128, LDS.128, STS.128 and so on.
 """
 
 import struct
+from typing import Any
 
 from llvmlite import ir
 from numba.cuda import types
@@ -72,7 +73,7 @@ def _store(name: str, element, count: int, doc: str):
     def write(array, index, *values):
         layout.pack_into(array.writable_bytes, array.locate(index, size), *values)
 
-    twin = {  # with parameters by name, which Numba takes from the twin
+    twin: Any = {  # with parameters by name, which Numba takes from the twin
         1: lambda array, index, x0: write(array, index, x0),
         2: lambda array, index, x0, x1: write(array, index, x0, x1),
         4: lambda array, index, x0, x1, x2, x3: write(array, index, x0, x1, x2, x3),

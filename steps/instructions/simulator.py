@@ -74,17 +74,20 @@ def simulate(
     """
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"simulate takes a @cuda.jit kernel, not {kernel!r}")
-    grid, block = _dim3("grid", grid), _dim3("block", block)
-    threads = block.x * block.y * block.z
+    grid_dim, block_dim = _dim3("grid", grid), _dim3("block", block)
+    threads = block_dim.x * block_dim.y * block_dim.z
     if threads > _MAX_THREADS:
-        raise ValueError(f"a block of {block} has {threads} threads; the limit is {_MAX_THREADS}")
+        raise ValueError(
+            f"a block of {block_dim} has {threads} threads; the limit is {_MAX_THREADS}"
+        )
     names = list(inspect.signature(kernel.py_func).parameters)
     if len(names) != len(args):
         raise TypeError(
             f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
         )
     arguments = tuple(_argument(a, name) for a, name in zip(args, names, strict=True))
-    Schedule(_rebuilt(kernel.py_func), arguments, grid, block, order).run(shared_bytes, resident)
+    schedule = Schedule(_rebuilt(kernel.py_func), arguments, grid_dim, block_dim, order)
+    schedule.run(shared_bytes, resident)
 
 
 def _dim3(what: str, extent) -> Dim3:
