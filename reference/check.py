@@ -266,7 +266,8 @@ def check(
                  when its own bits are given
     operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16"
     blocks       the weights it multiplied, if not problem.blocks (a codec under test)
-    limit        how many outputs to compare at most, see `sample`; NaN and Inf are sought in all
+    limit        how many outputs to compare at most, see `sample` (the Q8_1 bits of those rows
+                 too); NaN and Inf are sought in all
 
     TypeError or ValueError for what is no answer at all: wrong type, dtype, shape or family.
     """
@@ -330,7 +331,7 @@ def check(
                 f"{_range(allowed.nmse_weights)}: this is not ggml's {problem.format}"
             )
     if q81 is not None and problem.distribution != "golden":
-        complaint = check_activations(q81, problem.a, exact=exact)
+        complaint = check_activations(q81.rows(rows), problem.a[rows], exact, rows)
         if complaint:
             found["activations"] = complaint
 
@@ -358,29 +359,38 @@ def check(
     )
 
 
-def check_activations(q81: Q81, a: Array, exact: bool = False) -> str | None:
+def check_activations(
+    q81: Q81, a: Array, exact: bool = False, rows: Array | None = None
+) -> str | None:
     """None if q81 is a[M, K] in Q8_1, else a sentence.
 
     Codes may differ from the reference by one, in 1e-4 of the values (a GPU divides differently at
     ties); d by 1e-6, or by its rounding to f16; s by the same from either of its two definitions,
-    the same one throughout. In the exact case nothing may differ.
+    the same one throughout. In the exact case nothing may differ. `rows` are the tokens these are,
+    if not all of them: what the sentence calls them.
     """
+
+    def at(where: Array) -> tuple[int, int, str]:
+        """The first place marked: its indices, and its name."""
+        i, j = np.unravel_index(int(np.argmax(where)), where.shape)
+        return int(i), int(j), f"({i if rows is None else rows[i]}, {j})"
+
     for name in ("d", "s"):
         array = getattr(q81, name)
         if not np.isfinite(array).all():
-            m, b = np.unravel_index(int(np.argmin(np.isfinite(array))), array.shape)
+            m, b, place = at(~np.isfinite(array))
             return (
                 f"{np.count_nonzero(~np.isfinite(array))} of {array.size} Q8_1 fields {name} are "
-                f"not finite, the first at block ({m}, {b}): {array[m, b]}"
+                f"not finite, the first at block {place}: {array[m, b]}"
             )
     right = Q81.of_values(a)
     off = np.abs(q81.q.astype(np.int32) - right.q)
     allowed = 0 if exact else max(1, int(1e-4 * off.size))
     if (off > 1).any() or np.count_nonzero(off) > allowed:
-        m, k = np.unravel_index(int(np.argmax(off)), off.shape)
+        m, k, place = at(off)
         return (
             f"{np.count_nonzero(off)} of {off.size} Q8_1 codes differ from the recipe, the most at "
-            f"({m}, {k}): got {q81.q[m, k]}, expected {right.q[m, k]}"
+            f"{place}: got {q81.q[m, k]}, expected {right.q[m, k]}"
         )
     half, tiny = 2.0**-11, 2.0**-25  # rounding to f16: relative, and below its normal range
     slack = 0.0 if exact else half * (1 + 2.0**-10) + 1e-6
@@ -388,10 +398,10 @@ def check_activations(q81: Q81, a: Array, exact: bool = False) -> str | None:
     d = right.d.astype(np.float64)
     wrong = ~(np.abs(q81.d - d) <= slack * d + floor)
     if wrong.any():
-        m, b = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        m, b, place = at(wrong)
         return (
             f"{np.count_nonzero(wrong)} of {wrong.size} Q8_1 scales d are wrong, the first at "
-            f"block ({m}, {b}): got {q81.d[m, b]:.9g}, expected {d[m, b]:.9g}"
+            f"block {place}: got {q81.d[m, b]:.9g}, expected {d[m, b]:.9g}"
         )
     x = a.astype(np.float64).reshape(*d.shape, -1)
     sums = {
@@ -405,10 +415,10 @@ def check_activations(q81: Q81, a: Array, exact: bool = False) -> str | None:
     }
     if all(miss.any() for miss in misses.values()):
         name = min(misses, key=lambda key: np.count_nonzero(misses[key]))
-        m, b = np.unravel_index(int(np.argmax(misses[name])), d.shape)
+        m, b, place = at(misses[name])
         return (
             f"{np.count_nonzero(misses[name])} of {d.size} Q8_1 sums s are wrong, the first at "
-            f"block ({m}, {b}): got {q81.s[m, b]:.9g}, expected {sums[name][m, b]:.9g} ({name})"
+            f"block {place}: got {q81.s[m, b]:.9g}, expected {sums[name][m, b]:.9g} ({name})"
         )
     return None
 
