@@ -1,4 +1,4 @@
-"""From works and shapes to measured rows: for `run` after its checks, and for the matrix of `bench`.
+"""From works and shapes to measured rows: for `run` after its checks, for the matrix of `bench`.
 
 The protocol is `results.measure`; this file only decides what is measured in which order, so that
 steps that are compared with each other are measured within seconds of each other.
@@ -20,6 +20,7 @@ from results import measure, record
 from results.measure import Budget, Packed, Stopwatch, interleaved, pack_weights
 from results.record import Environment, Limits, Peer, Row, Run
 from steps.checks import Size, Work, fatal
+from steps.step import Family
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
@@ -96,7 +97,7 @@ def rows(
     *,
     distribution: str = "normal",
     seed: int = 0,
-    wrong: Mapping[tuple[int, str, str], str] | None = None,
+    wrong: Mapping[tuple[int, Family, str], str] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """Every work at every shape, weights outermost, the steps of one problem next to each other.
@@ -180,7 +181,8 @@ class Recorder:
     path: Path | None = None
 
     def save(self, found: Sequence[Row], peers: Sequence[Peer] = ()) -> Path:
-        run = Run(record.finished(self.env, self.limits), sorted_rows(found), tuple(peers))
+        env = record.finished(self.env, self.limits)
+        run = Run(env=env, rows=sorted_rows(found), peers=tuple(peers))
         self.path = record.write(run, path=self.path)
         return self.path
 

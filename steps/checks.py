@@ -258,14 +258,29 @@ def _results(
             yield case, verify(work.step, work.family, posed, machine(case.order), given)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
-            yield case, Broken(sentence) if fatal(error) else sentence
-            if fatal(error):
+            lost = fatal(error)
+            yield case, Broken(sentence) if lost else sentence
+            if lost:
                 return
 
 
+_DRIVER_ERRORS: Final = ("CudaAPIError", "CudaDriverError", "CudaRuntimeError", "CUDAError")
+
+
 def fatal(error: BaseException) -> bool:
-    """Whether an exception is the CUDA driver's: its context, and all that follows, is then lost."""
-    return any(re.search("cuda", cls.__name__, re.IGNORECASE) for cls in type(error).__mro__)
+    """Whether an exception is the CUDA driver's and has taken the context with it.
+
+    A bad address has: every later call then fails with it. A refused launch or allocation has not.
+    """
+    if not any(cls.__name__ in _DRIVER_ERRORS for cls in type(error).__mro__):
+        return False
+    from numba import cuda
+
+    try:
+        cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def _outcome(work: Work, results: Sequence[Result]) -> Outcome:

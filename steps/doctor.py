@@ -278,7 +278,8 @@ def _other_processes() -> list[str] | None:
 def _steps(found: Findings) -> None:
     import steps
 
-    cc = tuple(map(int, found.gpu["cc"].split("."))) if found.gpu else None
+    major, minor = map(int, found.gpu["cc"].split(".")) if found.gpu else (0, 0)
+    cc = (major, minor) if found.gpu else None
     for step in steps.ladder():
         unsupported = step.supports(step.formats[0], step.families[-1], cc) if cc else None
         found.steps.append(

@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 
 from steps import table
-from steps.bench import DEFAULT_SHAPE
 from steps.checks import Size, UsageError, Work
 from steps.run import named, one_work, shape_of
 from steps.step import Launch, Step
@@ -120,8 +119,7 @@ def _print_code(args: Namespace, kind: str) -> int:
     from steps.instructions.compile import machine_code, signature_of
 
     work = one_work(args)
-    shape = shape_of(args, DEFAULT_SHAPE)
-    assert shape is not None
+    shape = shape_of(args)
     before, own = launches(work, shape)
     launch = before[0] if args.activations and before else own
     if args.activations and not before:

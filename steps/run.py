@@ -93,12 +93,14 @@ def formats_of(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in WEIGHT_FORMATS if name in asked)
 
 
-def shape_of(args: Namespace, default: Size | None) -> Size | None:
-    """The shape from --m --n --k over the default; None where there is neither."""
-    if args.m is args.n is args.k is None:
-        return default
-    m, n, k = default or (4, 64, 64)
-    shape = (args.m or m, args.n or n, args.k or k)
+def asked_shape(args: Namespace, default: Size = (4, 64, 64)) -> Size | None:
+    """The shape of --m --n --k, the rest of it from `default`; None where none of them is given."""
+    return None if args.m is args.n is args.k is None else shape_of(args, default)
+
+
+def shape_of(args: Namespace, default: Size = DEFAULT_SHAPE) -> Size:
+    """The shape of --m --n --k, and what they leave open from `default`."""
+    shape = (args.m or default[0], args.n or default[1], args.k or default[2])
     if shape[2] % 32:
         raise UsageError(
             f"K={shape[2]} is not a multiple of the block of 32: use {shape[2] // 32 * 32 + 32}"
@@ -161,7 +163,6 @@ def run(args: Namespace) -> int:
     simulated = why_not is not None
     if args.save and simulated:
         raise UsageError(f"there is nothing to save: {why_not}, and only a GPU is measured")
-    shape = shape_of(args, None if simulated else DEFAULT_SHAPE)
     cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
     works = select(steps, formats_of(args.format), args.scheme, cc)
     if not simulated:
@@ -170,8 +171,8 @@ def run(args: Namespace) -> int:
     outcomes = _checked(works, machine, simulated, args, quick=simulated)
     found: tuple[Any, ...] = ()
     saved: Path | None = None
-    if not simulated and outcomes.broken is None and shape is not None:
-        found, saved = _measured(works, shape, outcomes, args)
+    if not simulated and outcomes.broken is None:
+        found, saved = _measured(works, shape_of(args), outcomes, args)
     if args.json:
         _print_json(name, outcomes, found)
     else:
@@ -200,8 +201,8 @@ def bench(args: Namespace) -> int:
     from results import record
 
     machines("gpu")
-    whole = args.m is args.n is args.k is None
-    shapes = list(BENCH_SHAPES) if whole else [shape_of(args, DEFAULT_SHAPE)]
+    one = asked_shape(args, DEFAULT_SHAPE)
+    shapes = [one] if one else list(BENCH_SHAPES)
     works = select(named(args.steps), formats_of(args.format), args.scheme)
     count = len(works) * len(shapes)
     budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
@@ -250,8 +251,7 @@ def launch(args: Namespace) -> int:
     _, machine, _ = machines("gpu")
     work = one_work(args)
     gpu = machine(0)
-    shape = shape_of(args, DEFAULT_SHAPE)
-    assert shape is not None
+    shape = shape_of(args)
     posed = problem(work.format, shape, args.dist or "normal", args.seed)
     prepared = prepare(work.step, work.family, work.format, posed.a, posed.blocks, gpu)
     for each in (*prepared.activations.launches, prepared.launch):
@@ -283,7 +283,7 @@ def _checked(
     *,
     quick: bool,
 ) -> Outcomes:
-    asked = shape_of(args, None) if simulated or args.command == "check" else None
+    asked = asked_shape(args) if simulated or args.command == "check" else None
 
     def cases_of(format_name: str) -> tuple[Case, ...]:
         return cases(

@@ -1,7 +1,7 @@
 """Tables and progress for a person at a terminal, plain text for everything else.
 
-With `rich` installed and stdout a terminal, a table is drawn with colours (NO_COLOR is honoured); in
-a pipe, or without `rich`, the same cells come out as aligned plain text, never wrapped, never cut.
+With `rich` installed and stdout a terminal, a table has colours (NO_COLOR is honoured); in a pipe,
+or without `rich`, the same cells come out as aligned plain text, never wrapped, never cut.
 Progress goes to stderr, and only where that is a terminal: logs stay clean.
 """
 
@@ -49,7 +49,7 @@ class Table:
         for line in self.lines:
             if len(line.cells) != len(self.columns):
                 raise ValueError(
-                    f"a line of {len(line.cells)} cells for {len(self.columns)} columns: {line.cells}"
+                    f"{len(line.cells)} cells for {len(self.columns)} columns: {line.cells}"
                 )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from steps.bench import DEFAULT_SHAPE
 from steps.checks import UsageError
 from steps.listing import launches
 from steps.run import machines, one_work, shape_of
@@ -45,8 +44,7 @@ def find_tool(name: str) -> str | None:
 def profile(args: Namespace) -> int:
     """Nsight Compute on one launch of the step's kernel; clocks are left as they are."""
     work = one_work(args)
-    shape = shape_of(args, DEFAULT_SHAPE)
-    assert shape is not None
+    shape = shape_of(args)
     machines("gpu")
     _, own = launches(work, shape)
     tool = find_tool("ncu")
