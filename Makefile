@@ -1,0 +1,137 @@
+# Everything is `python -m steps ...` (or results, qformats) underneath; these are the short names.
+#
+# The first target that needs Python makes a virtual environment and installs what pyproject.toml
+# lists; it does so again when pyproject.toml changes.
+#
+#   CUDA=13|12    which toolkit wheels to install; by default 12 where nvidia-smi reports a driver of
+#                 CUDA 12, else 13
+#   PYTHON=...    the interpreter to make the environment with (default python3)
+#   VENV=system   use $(PYTHON) as it is and install nothing
+#
+#   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= SAVE=1   are passed on to the commands
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?=
+ARCH ?= sm_90a
+
+ifeq ($(VENV),system)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready$(CUDA)
+endif
+
+DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)') \
+       $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
+       $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
+SAVED = $(if $(SAVE),--save)
+LINTED = qformats reference results steps tests
+TYPED = qformats reference results steps
+need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
+
+.DEFAULT_GOAL := help
+.PHONY: help setup list ladder check test bench charts readme doctor diff ptx sass profile \
+        sanitize pitfalls lint docs-check clean clean-venv
+
+help: ## this list
+	@echo 'make <target>, such as: make ladder, make step4 FORMAT=q4_0, make sass STEP=4 ARCH=sm_80'
+	@echo
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  %-12s %s\n", $$1, $$2 }' \
+		$(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## make the virtual environment (every other target does so by itself)
+
+step%: $(READY) ## check step N in all formats, then measure it where there is a GPU
+	@$(PY) -m steps run $* $(DATA) $(SAVED)
+
+ladder: $(READY) ## the same for every step: the main job
+	@$(PY) -m steps ladder $(DATA) $(SAVED)
+
+list: $(READY) ## the steps there are
+	@$(PY) -m steps list
+
+check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
+	@$(PY) -m steps check $(STEP) $(DATA)
+
+test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
+	@$(PY) -m pytest -n auto
+
+bench: $(READY) ## measure all steps at all shapes on this GPU, with peers, into results/<gpu>/
+	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(OUT),--out '$(OUT)')
+
+charts: $(READY) ## redraw results/charts/ from the latest run
+	@$(PY) -m results.charts
+
+readme: $(READY) ## rewrite the generated table in README.md
+	@$(PY) -m results.report
+
+doctor: $(READY) ## what this machine can run, and why not the rest
+	@$(PY) -m steps doctor
+
+diff: $(READY) ## STEP= against its parent: the lesson, line by line
+	$(need-step)
+	@$(PY) -m steps diff $(STEP)
+
+ptx: $(READY) ## the PTX of STEP= for ARCH=, no GPU needed
+	$(need-step)
+	@$(PY) -m steps ptx $(STEP) --arch '$(ARCH)' $(DATA)
+
+sass: $(READY) ## the machine code of STEP= for ARCH=, no GPU needed
+	$(need-step)
+	@$(PY) -m steps sass $(STEP) --arch '$(ARCH)' $(DATA)
+
+profile: $(READY) ## Nsight Compute on one launch of STEP=
+	$(need-step)
+	@$(PY) -m steps profile $(STEP) $(DATA)
+
+sanitize: $(READY) ## compute-sanitizer (memcheck, racecheck) over the checks of all steps (or STEP=)
+	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
+		$(if $(SCHEME),--scheme '$(SCHEME)')
+
+pitfalls: $(READY) ## the museum: the bugs this problem is known for, and what catches each
+	@$(PY) -m steps pitfalls
+
+lint: $(READY) ## ruff and mypy
+	@$(PY) -m ruff format --check $(LINTED)
+	@$(PY) -m ruff check $(LINTED)
+	@$(PY) -m mypy $(TYPED)
+
+docs-check: $(READY) ## whether the README's table and the charts are those of the latest run
+	@$(PY) -m results.report --check
+
+clean: ## remove caches
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build
+	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv: ## remove the virtual environment; the next target makes it again
+	$(if $(filter-out system,$(VENV)),rm -rf '$(VENV)')
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+# What pip is asked for: the dependencies in pyproject.toml and its extras. The project itself is read
+# and run from its root and never installed.
+define REQUIREMENTS
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras["cu" + sys.argv[1]], *extras["test"], sep="\n")
+endef
+export REQUIREMENTS
+
+# 12 where the driver's own "CUDA Version" is 12.x: such a driver cannot run what the 13 wheels compile.
+DETECT = nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -n 1
+
+$(VENV)/.ready$(CUDA): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; \
+		exit 2; }
+	@test -x '$(PY)' || $(PYTHON) -m venv '$(VENV)' || { \
+		echo "$(PYTHON) cannot make a virtual environment: install its venv module (python3-venv)" >&2; \
+		rm -rf '$(VENV)'; exit 2; }
+	@cuda='$(CUDA)'; test -n "$$cuda" || { test "$$($(DETECT))" = 12 && cuda=12 || cuda=13; }; \
+		echo "setting up $(VENV) with the CUDA $$cuda wheels (once; a minute or two)" >&2; \
+		$(PY) -c "$$REQUIREMENTS" "$$cuda" > '$(VENV)/requirements.txt' \
+		&& $(PY) -m pip install --quiet --disable-pip-version-check -r '$(VENV)/requirements.txt'
+	@rm -f '$(VENV)'/.ready* && touch '$@'
