@@ -1,10 +1,12 @@
 """The simulator finds what it promises to find, and says where."""
 
+import math
 import time
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, types, uint8
+from numba import cuda, float32, int32, uint8
+from numba.cuda import types
 
 from steps.instructions import (
     cp_async_16,
@@ -414,6 +416,32 @@ def test_records_fields_and_views():
     out = zeros(4, np.float32)
     simulate(read, 1, 4, (blocks, out), shared_bytes=32)
     np.testing.assert_array_equal(out, [3, 2 * 19 + 17, 3 * 35 + 34, 4 * 51 + 51])
+
+
+TABLE = np.arange(4, dtype=np.int32) * 11
+
+
+def test_what_a_kernel_may_refer_to():
+    """Types through modules, NumPy scalar types, math, constant arrays, closures, tuples, atomics."""
+    numbers = (3, 5)
+
+    @cuda.jit(device=True)
+    def helper(x):
+        return x + numbers[1]
+
+    @cuda.jit
+    def refer(out, floats):
+        out[0] = types.uint8(300) + np.int32(-1)
+        out[1] = TABLE[2] + helper(numbers[0])
+        out[2] = min(len(out), out.shape[0]) + out.size
+        floats[0] = math.sqrt(float32(2))
+        floats[1] = types.float32(types.float16(float32(0.1)))
+        floats[2] = cuda.fma(float32(1 + 2**-12), float32(1 + 2**-12), float32(-1 - 2**-11))
+
+    out, floats = zeros(3), zeros(3, np.float32)
+    simulate(refer, 1, 1, (out, floats))
+    assert out.tolist() == [43, 30, 6]
+    assert floats.tolist() == [np.sqrt(np.float32(2)), np.float32(np.float16(0.1)), 2.0**-24]
 
 
 def test_integer_stores_wrap_and_loads_are_exact():

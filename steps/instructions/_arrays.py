@@ -17,9 +17,8 @@ class CheckedArray:
     """A NumPy array behind range, sign and alignment checks.
 
     Loads give Python ints for integer dtypes and NumPy scalars for floating ones; stores to integer
-    arrays wrap. Negative
-    indices raise: in a kernel they are a bug far more often than a wish. Slices, fields and `.view`
-    share memory.
+    arrays wrap. Negative indices raise: in a kernel they are a bug far more often than a wish.
+    Slices, fields and `.view` share memory.
 
     space: "global", "shared", "local" or "constant". alignment: what is promised of the address of
     the allocation.
@@ -31,6 +30,7 @@ class CheckedArray:
         "_cast",
         "_item",
         "_length",
+        "_writable",
         "alignment",
         "data",
         "dtype",
@@ -49,6 +49,7 @@ class CheckedArray:
         self._length = (
             data.shape[0] if data.ndim == 1 else -1
         )  # -1: the one-index fast path does not apply
+        self._writable = data.flags.writeable
         self._bytes: memoryview | None = None
         self._base: int | None = None
         self._cast: Any  # of a value to store; None for records
@@ -100,15 +101,19 @@ class CheckedArray:
     def __getitem__(self, key):
         if type(key) is int and 0 <= key < self._length:
             return self._item(key)
+        if type(key) is tuple and self._plain(key):
+            return self._item(*key)
         if isinstance(key, str):
             return self._share(self.data[key], f"{self.name}[{key!r}]")
         key, whole = self._checked(key)
         return self._item(*key) if whole else self._share(self.data[key], self.name)
 
     def __setitem__(self, key, value) -> None:
-        if not self.data.flags.writeable:
+        if not self._writable:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
-        if type(key) is int and 0 <= key < self._length and self._cast is not None:
+        if self._cast is not None and (
+            0 <= key < self._length if type(key) is int else type(key) is tuple and self._plain(key)
+        ):
             self.data[key] = self._cast(value)
             return
         key, whole = self._checked(key)
@@ -120,6 +125,15 @@ class CheckedArray:
             self.data[key] = value.array.data[value.index]
         else:
             self.data[key] = self._cast(value)
+
+    def _plain(self, key: tuple) -> bool:
+        """Whether the key is one int within range for each dimension: the usual case, fast."""
+        if len(key) != self.ndim:
+            return False
+        for index, extent in zip(key, self.shape):  # noqa: B905 - equally long
+            if type(index) is not int or not 0 <= index < extent:
+                return False
+        return True
 
     def _checked(self, key) -> tuple[tuple, bool]:
         """The key as a tuple of ints and slices within range, and whether it names one element."""
@@ -172,7 +186,7 @@ class CheckedArray:
     @property
     def writable_bytes(self) -> memoryview:
         """As `bytes`; raises where the array is read-only."""
-        if not self.data.flags.writeable:
+        if not self._writable:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
         return self.bytes
 

@@ -2,8 +2,8 @@
 
 Each CUDA thread is a greenlet that runs until it must wait: at a barrier, a warp-wide instruction,
 or where it polls. A lane that never waits runs from start to end before the next begins, so what a
-kernel does without a barrier it does in the most
-revealing way: one thread is as far ahead of the others as the barriers allow.
+kernel does without a barrier it does in the most revealing way: one thread is as far ahead of the
+others as the barriers allow.
 
 The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served;
 -1 descending, a warp goes on as far as it can before the next; any other number seeds a shuffle.

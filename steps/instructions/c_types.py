@@ -1,14 +1,15 @@
 """C's idea of a number, in Python: what `int32(x)` or a store to a uint8 array does to a value.
 
 The simulator computes with Python integers, which never overflow. That is the faithful model of
-Numba, which promotes
-integer arithmetic to 64 bits: a value is cut to its type exactly where the kernel says `int32(x)`,
-passes it to an instruction or stores it, and nowhere else.
+Numba, which promotes integer arithmetic to 64 bits: a value is cut to its type exactly where the
+kernel says `int32(x)`, passes it to an instruction or stores it, and nowhere else.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 from numba.cuda import types
@@ -41,41 +42,26 @@ def cast_to(dtype: np.dtype) -> Callable:
             return 0
         return lowest if x <= lowest else highest if x >= highest else int(x)
 
-    def signed(x) -> int:
+    def signed(x=0) -> int:
         if type(x) is not int:
             x = from_float(x) if isinstance(x, float | np.floating) else int(x)
         x &= mask
         return x - span if x & sign else x
 
-    def unsigned(x) -> int:
+    def unsigned(x=0) -> int:
         if type(x) is not int:
             x = from_float(x) if isinstance(x, float | np.floating) else int(x)
         return x & mask
 
-    return signed if dtype.kind == "i" else unsigned
+    cast: Any = signed if dtype.kind == "i" else unsigned
+    cast.dtype = dtype  # so that a declaration, `cuda.shared.array(4, int32)`, can use it too
+    return cast
 
 
-class CType:
-    """A Numba scalar type in the simulator: a C cast when called, a dtype in a declaration."""
-
-    __slots__ = ("cast", "dtype", "name")
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self.dtype = np.dtype(dtype)
-        self.cast = cast_to(self.dtype)
-        self.name = self.dtype.name
-
-    def __call__(self, x=0):
-        return self.cast(x)
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def as_dtype(described) -> np.dtype:
-    """The NumPy dtype of a CType, a NumPy type or dtype, or a Numba type (records included)."""
-    if isinstance(described, CType):
-        return described.dtype
+def as_dtype(described: Any) -> np.dtype:
+    """The NumPy dtype of a C cast, a NumPy type or dtype, or a Numba type (records included)."""
+    if isinstance(described, FunctionType):
+        return described.dtype  # type: ignore[attr-defined]
     if isinstance(described, types.Type):
         return np.dtype(numba_as_dtype(described))
     return np.dtype(described)

@@ -10,9 +10,8 @@ pairs in both worlds, so that the simulator can check range and alignment; `take
 `GLOBAL` for such a pair.
 
 Operands of the PTX text: results are numbered first ($0, ...), then the operands, one number for an
-address; `{}` is literal.
-Immediates must be in the text: make one instruction per value with a function around the decorator
-(`cp_async_wait`).
+address; `{}` is literal. Immediates must be in the text: make one instruction per value with a
+function around the decorator (`cp_async_wait`).
 """
 
 import inspect

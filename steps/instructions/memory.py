@@ -1,15 +1,14 @@
 """Wide loads and stores: 2 to 16 bytes of any array in one access.
 
 Operands are (array, index); `index` counts elements of the array, which is taken as flat. The
-address
-must be a multiple of the size of the access: the GPU faults otherwise (CUDA error 716), a CPU would
-not notice, the simulator raises `Misaligned`. A shared array gives that promise when declared with
-`cuda.shared.array(..., alignment=16)`; one from the device allocator begins at a multiple of 256.
+address must be a multiple of the size of the access: the GPU faults otherwise (CUDA error 716), a
+CPU would not notice, the simulator raises `Misaligned`. A shared array gives that promise when
+declared with `cuda.shared.array(..., alignment=16)`; one from the device allocator begins at a
+multiple of 256.
 
 They are LLVM loads and stores of vectors, not inline PTX, because LLVM can then see through them:
 it infers global or shared memory, folds constant offsets into the address, merges and moves them.
-In
-SASS: LDG.E.128, LDS.128, STS.128 and so on.
+In SASS: LDG.E.128, LDS.128, STS.128 and so on.
 """
 
 import struct

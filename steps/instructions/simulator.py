@@ -1,17 +1,18 @@
 """Run a kernel on the CPU, one lane at a time, and find what a GPU would leave to chance.
 
 `simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions
-behind it with other globals
-and closures: `cuda` becomes a simulated module, device functions their rebuilt selves, instructions
-their NumPy twins, Numba types C casts. Nothing is patched, so one process simulates, compiles and
-launches.
+behind it with other globals and closures: `cuda` becomes a simulated module, device functions their
+rebuilt selves, instructions their NumPy twins, Numba types C casts. Nothing is patched, so one
+process simulates, compiles and launches.
 
 What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
 deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
 copies read before the wait (their data is not there).
-What it does not know: bank conflicts, speed, FMA contraction, 64-bit integer overflow, and the type
-that Numba infers for an expression (float32 * 0.1 is float64 in Numba; the machine-code tests look
-for that).
+
+What it does not know: bank conflicts, speed, FMA contraction, and the types Numba infers for what
+lies between two casts. There float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the
+tests of machine code look for; and uint32 - uint32 is a huge uint64 where it would be negative, so
+compare and shift such a difference only after `int32(...)` or `uint32(...)`.
 """
 
 import builtins
@@ -29,7 +30,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from ._arrays import CheckedArray
 from ._cuda import CUDA
 from ._scheduler import Dim3, Schedule, kernel_codes, now
-from .c_types import CType, as_dtype
+from .c_types import as_dtype, cast_to
 from .define import INSTRUCTIONS, Twin
 from .errors import BarrierDivergence, Deadlock, Misaligned, OutOfRange, SimulatorError
 
@@ -174,7 +175,7 @@ def substitute(value):
         isinstance(value, type) and issubclass(value, np.generic)
     ):
         dtype = as_dtype(value)
-        return CType(dtype) if dtype.kind in "biuf" else value
+        return cast_to(dtype) if dtype.kind in "biuf" else value
     if isinstance(value, np.ndarray):  # Numba freezes it into the constants of the kernel
         frozen = value.copy()
         frozen.flags.writeable = False

@@ -1,8 +1,7 @@
 """Shuffles: a value from another lane of the warp, through registers (PTX ISA 9.7.9.6, shfl.sync).
 
 The full warp takes part. The value is int32, uint32 or float32 and keeps its type; an int64, which
-is
-what Numba makes of most integer arithmetic, is refused: write `int32(x)` or `uint32(x)`.
+is what Numba makes of most integer arithmetic, is refused: write `int32(x)` or `uint32(x)`.
 """
 
 import numpy as np
