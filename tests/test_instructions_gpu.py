@@ -38,8 +38,7 @@ def test_more_than_48_kb_of_dynamic_shared_memory():
         out[t] = stage[15 * 1024 + 31 - t]
 
     out = cuda.to_device(np.zeros(32, np.int32))
-    far.compile((int32[::1],))
-    raise_shared_limit(far, 64 * 1024)
+    raise_shared_limit(far, (out,), 64 * 1024)
     far[1, 32, 0, 64 * 1024](out)
     np.testing.assert_array_equal(out.copy_to_host(), np.arange(32)[::-1])
 

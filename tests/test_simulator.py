@@ -422,7 +422,7 @@ TABLE = np.arange(4, dtype=np.int32) * 11
 
 
 def test_what_a_kernel_may_refer_to():
-    """Types through modules, NumPy scalar types, math, constant arrays, closures, tuples, atomics."""
+    """Types through modules, NumPy scalar types, math, constant arrays, closures, tuples."""
     numbers = (3, 5)
 
     @cuda.jit(device=True)

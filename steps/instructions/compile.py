@@ -159,26 +159,26 @@ def opcodes(sass: str) -> Counter:
     )
 
 
-def raise_shared_limit(kernel: CUDADispatcher, shared_bytes: int) -> None:
-    """Let the compiled `kernel` be launched with up to `shared_bytes` of dynamic shared memory.
+def raise_shared_limit(kernel: CUDADispatcher, args: Sequence, shared_bytes: int) -> None:
+    """Let `kernel` be launched with `args` and `shared_bytes` of dynamic shared memory on this GPU.
 
     Above 48 KB a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute is
-    raised, which numba-cuda does not do (its issue 94). Call after compiling, before launching;
-    needs the driver.
+    raised, which numba-cuda does not do (its issue 94). Compiles the kernel for these arguments if
+    it is not yet; needs the driver. RuntimeError where the GPU has less shared memory.
     """
     from cuda.bindings import driver as cuda_driver
     from numba import cuda
 
-    device = cuda.get_current_device().id
+    compiled = kernel.compile(signature_of(args))
     attribute = cuda_driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for overload in kernel.overloads.values():
-        handle = overload._codelibrary.get_cufunc().handle
-        (error,) = cuda_driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
-        if error:
-            raise RuntimeError(
-                f"{kernel.__name__} cannot have {shared_bytes} bytes of dynamic shared memory "
-                f"on this GPU: {error.name}"
-            )
+    handle = compiled._codelibrary.get_cufunc().handle
+    device = cuda.get_current_device().id
+    (error,) = cuda_driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
+    if error:
+        raise RuntimeError(
+            f"{kernel.__name__} cannot have {shared_bytes} bytes of dynamic shared memory on this "
+            f"GPU: {error.name}"
+        )
 
 
 @contextmanager
