@@ -20,12 +20,13 @@ import argparse
 import io
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from results.peers import KIND, LABELS
-from results.record import ROOT, Peer, Row, Run, latest, read
+from results.record import ROOT, Row, Run, headline, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,10 +134,10 @@ def peer_label(peer: str) -> str:
 
 
 def number(x: float) -> str:
-    """Three significant digits at most, no exponent: 0.42, 1.25, 12.5, 188."""
-    if x >= 100:
-        return f"{x:.0f}"
-    return f"{x:.3g}" if x >= 1 else f"{x:.2g}"
+    """Three significant digits, no exponent, alike for neighbours: 0.042, 1.20, 12.0, 188."""
+    if x < 1:
+        return f"{x:.2g}"
+    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
 
 
 def duration(us: float) -> str:
@@ -651,20 +652,25 @@ def time_chart(run: Run, source: str) -> Figure:
 # ------------------------------------------------------------------------------------------- files
 
 
-def figures(run: Run, source: str) -> dict[str, Figure]:
-    """Every chart that the run has data for, by file name without its ending."""
+def plans(run: Run) -> dict[str, Callable[[str], Figure]]:
+    """Every chart that the run has data for: file name without its ending -> (source -> figure)."""
     rows = timed(run)
-    made: dict[str, Figure] = {}
+    made: dict[str, Callable[[str], Figure]] = {}
     for shape in shapes(rows):
         if any(row.step == 1 for row in rows if row.shape == shape):
-            made["ladder-m{}-n{}-k{}".format(*shape)] = ladder_chart(run, source, shape)
+            name = "ladder-m{}-n{}-k{}".format(*shape)
+            made[name] = partial(_ladder_at, run, shape)
     if rows:
-        made["tflops"] = tflops_chart(run, source)
-        made["roofline"] = roofline_chart(run, source)
-        made["time"] = time_chart(run, source)
+        made["tflops"] = lambda source: tflops_chart(run, source)
+        made["roofline"] = lambda source: roofline_chart(run, source)
+        made["time"] = lambda source: time_chart(run, source)
     if any(row.nmse_float is not None for row in run.rows):
-        made["error"] = error_chart(run, source)
+        made["error"] = lambda source: error_chart(run, source)
     return made
+
+
+def _ladder_at(run: Run, shape: Shape, source: str) -> Figure:
+    return ladder_chart(run, source, shape)
 
 
 def render(run: Run, source: str, kind: str = "svg") -> dict[str, bytes]:
@@ -673,14 +679,34 @@ def render(run: Run, source: str, kind: str = "svg") -> dict[str, bytes]:
 
     files = {}
     with matplotlib.rc_context(STYLE):
-        for name, figure in figures(run, source).items():
+        for name, figure in plans(run).items():
             buffer = io.BytesIO()
             metadata = {"Date": None, "Creator": None} if kind == "svg" else None
-            figure.savefig(buffer, format=kind, metadata=metadata, dpi=110)
-            # What a browser without matplotlib's font shall take instead of its serif default.
-            data = buffer.getvalue().replace(b"'DejaVu Sans'", b"'DejaVu Sans', Arial, sans-serif")
-            files[f"{name}.{kind}"] = data if kind == "svg" else buffer.getvalue()
+            figure(source).savefig(buffer, format=kind, metadata=metadata, dpi=110)
+            data = buffer.getvalue()
+            if kind == "svg":  # without matplotlib's font a browser would take its serif default
+                data = data.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Arial, sans-serif")
+            files[f"{name}.{kind}"] = data
     return files
+
+
+def drifts(folder: Path = ROOT / "results" / "charts", run: Path | None = None) -> list[str]:
+    """One sentence for each committed chart that is missing, left over, or of another run.
+
+    The pictures themselves are not compared: other versions of matplotlib draw other bytes.
+    """
+    run = run or headline()
+    if run is None:
+        return []
+    wanted, found = plans(read(run)), {path.stem: path for path in folder.glob("*.svg")}
+    source, cure = source_name(run), "run `make charts`"
+    out = [f"{folder.name}/{name}.svg is missing: {cure}" for name in wanted if name not in found]
+    for name, path in sorted(found.items()):
+        if name not in wanted:
+            out.append(f"{folder.name}/{path.name} has no data in {source}: remove it")
+        elif source not in path.read_text(encoding="utf-8"):
+            out.append(f"{folder.name}/{path.name} does not show {source}: {cure}")
+    return out
 
 
 def source_name(path: Path) -> str:
@@ -691,11 +717,11 @@ def source_name(path: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m results.charts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", nargs="?", type=Path, help="a run's JSON (default: the newest)")
+    parser.add_argument("run", nargs="?", type=Path, help="a run's JSON (default: the largest)")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "charts")
     parser.add_argument("--png", action="store_true", help="PNG files too, for looking at")
     options = parser.parse_args(arguments)
-    path = options.run or latest()
+    path = options.run or headline()
     if path is None:
         print("no run to draw: measure one first with `make ladder` on a GPU", file=sys.stderr)
         return 1
@@ -707,8 +733,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(options.out / name)
     return 0
 
-
-__all__ = ["Peer", "figures", "main", "render", "source_name"]
 
 if __name__ == "__main__":
     sys.exit(main())

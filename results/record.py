@@ -34,6 +34,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -269,7 +270,7 @@ def _build(cls: type[Record], data: Any, where: str) -> Record:
     """An instance of a dataclass from parsed JSON, each value checked against its annotation."""
     if not isinstance(data, dict):
         raise RecordError(f"{where} must be a JSON object, not {data!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     if unknown := set(data) - set(hints):
         raise RecordError(f"{where} has unknown fields {sorted(unknown)}")
     values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in data}
@@ -277,6 +278,11 @@ def _build(cls: type[Record], data: Any, where: str) -> Record:
         return cls(**values)
     except TypeError as error:
         raise RecordError(f"{where}: {error}") from None
+
+
+@lru_cache(maxsize=16)
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
@@ -410,6 +416,18 @@ def latest(root: Path = ROOT / "results") -> Path | None:
     return found[-1] if found else None
 
 
+def headline(root: Path = ROOT / "results") -> Path | None:
+    """The run that the README and the charts show: of those with most good rows the newest.
+
+    So one step measured again, or a laptop's short run, does not replace the whole ladder.
+    """
+
+    def size(path: Path) -> int:
+        return sum(row.status == "ok" for row in read(path).rows)
+
+    return max(reversed(runs(root)), key=size, default=None)
+
+
 # ----------------------------------------------------------------------------------- derived values
 
 
@@ -473,6 +491,7 @@ def source_hash(step: int, root: Path = ROOT) -> str | None:
     return digest.hexdigest()[:12]
 
 
+@lru_cache(maxsize=256)
 def code_only(source: str) -> str:
     """Python source without comments, docstrings, blank lines and trailing blanks."""
     lines = source.splitlines()
@@ -498,7 +517,7 @@ def is_stale(row: Row, root: Path = ROOT) -> bool:
 
 def stale_steps(run: Run, root: Path = ROOT) -> frozenset[int]:
     """The steps of a run that cannot be taken as facts about the code in this tree."""
-    now = {row.step: source_hash(row.step, root) for row in run.rows}
+    now = {step: source_hash(step, root) for step in {row.step for row in run.rows}}
     return frozenset(
         row.step for row in run.rows if row.source_hash is None or row.source_hash != now[row.step]
     )

@@ -1,0 +1,139 @@
+"""Charts are pure functions of the run: same bytes, everything in it shown, nothing else needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from results import charts, record
+from results.record import Environment, Run
+from tests.synthetic_run import FORMATS, make_run
+
+SMALL = ((1, 4096, 4096), (512, 4096, 4096))
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return charts.render(make_run(SMALL), "nvidia-h200/2026-01-02-0123abcd.json")
+
+
+def text_of(svg: bytes) -> str:
+    root = ET.fromstring(svg)
+    return "\n".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("}text"))
+
+
+def test_every_chart_is_there(files):
+    assert set(files) == {
+        "ladder-m1-n4096-k4096.svg",
+        "ladder-m512-n4096-k4096.svg",
+        "tflops.svg",
+        "roofline.svg",
+        "time.svg",
+        "error.svg",
+    }
+
+
+def test_same_run_same_bytes(files):
+    again = charts.render(make_run(SMALL), "nvidia-h200/2026-01-02-0123abcd.json")
+    assert again == files
+    assert all(b"<dc:date>" not in data for data in files.values())
+
+
+def test_titles_say_which_gpu_and_which_file(files):
+    for name, data in files.items():
+        text = text_of(data)
+        assert "NVIDIA H200 @ 700 W" in text, name
+        assert "nvidia-h200/2026-01-02-0123abcd.json" in text, name
+
+
+def test_every_step_and_format_is_named(files):
+    for name in ("tflops.svg", "roofline.svg", "time.svg", "error.svg"):
+        text = text_of(files[name])
+        for label in ("1 naive A16", "2 naive A8", "3 shared tiled A16", "3 shared tiled A8"):
+            assert label in text, (name, label)
+        assert "4 dp4a emulated A8" in text
+        assert "5 vectorized A8" in text
+    for name in ("tflops.svg", "time.svg", "error.svg", "ladder-m512-n4096-k4096.svg"):
+        assert all(format_name in text_of(files[name]) for format_name in FORMATS), name
+
+
+def test_limits_and_peers_are_labelled(files):
+    roofline = text_of(files["roofline.svg"])
+    assert "copy 4.26 TB/s" in roofline
+    for label in charts.UNIT_LABELS.values():
+        assert label in roofline
+    for name in ("ladder-m512-n4096-k4096.svg", "tflops.svg", "time.svg"):
+        assert "llama.cpp" in text_of(files[name])
+        assert "cuBLAS fp16" in text_of(files[name])
+
+
+def test_figures_in_the_chart_are_those_of_the_run(files):
+    run = make_run(SMALL)
+    text = text_of(files["tflops.svg"])
+    for row in run.rows:
+        if row.shape == (512, 4096, 4096):
+            assert charts.number(row.tflops or 0) in text
+
+
+def test_missing_data_is_left_out_or_said():
+    run = make_run(SMALL, formats=("q4_0", "q8_0"), peers=False)
+    rows = []
+    for row in run.rows:
+        if row.step == 4:
+            row = replace(row, status="failed", why="wrong", kernel_us=None, tflops=None)
+        if row.step == 5 and row.format == "q8_0":
+            continue
+        if row.step == 2:
+            row = replace(row, nmse_same_operands=None, gbps=None, total_us=None)
+        rows.append(row)
+    files = charts.render(Run(env=Environment(), rows=tuple(rows)), "a.json")
+    assert "unknown GPU" in text_of(files["tflops.svg"])
+    assert "4 dp4a" not in text_of(files["tflops.svg"])
+    assert "\n-\n" in text_of(files["tflops.svg"])  # step 5 has no q8_0
+    assert "llama.cpp" not in text_of(files["tflops.svg"])
+    assert "copy" not in text_of(files["roofline.svg"])
+
+
+def test_without_step_1_there_is_no_ladder_and_without_rows_no_chart():
+    run = make_run(SMALL, formats=("q4_0",))
+    rest = tuple(row for row in run.rows if row.step != 1)
+    assert set(charts.plans(replace(run, rows=rest))) == {"tflops", "roofline", "time", "error"}
+    assert charts.render(Run(env=Environment()), "a.json") == {}
+
+
+def test_labels_are_spread_apart_in_order():
+    assert charts.spread([0.1, 0.9], 0.1) == [0.1, 0.9]
+    out = charts.spread([0.5, 0.51, 0.49, 0.9], 0.1)
+    assert out[2] < out[0] < out[1] < out[3]
+    assert out[0] - out[2] == pytest.approx(0.1)
+    assert out[1] - out[0] == pytest.approx(0.1)
+    assert charts.spread([], 0.1) == []
+
+
+def test_command_line_draws_and_drifts_are_found(tmp_path, capsys):
+    run = record.write(make_run(((512, 4096, 4096),), formats=("q4_0",)), tmp_path)
+    out = tmp_path / "charts"
+    assert charts.main([str(run), "--out", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert charts.drifts(out, run) == []
+    (out / "time.svg").unlink()
+    (out / "old.svg").write_text("<svg/>")
+    tflops = out / "tflops.svg"
+    tflops.write_text(tflops.read_text().replace("0123abcd", "feedbeef"))
+    missing, left_over, other = charts.drifts(out, run)
+    assert "time.svg is missing" in missing
+    assert "old.svg has no data" in left_over
+    assert "tflops.svg does not show" in other
+
+
+def test_importing_results_needs_neither_matplotlib_nor_torch():
+    code = (
+        "import sys; import results.charts, results.report, results.peers, results.measure;"
+        "print(sorted({'matplotlib', 'torch', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,155 @@
+"""The README's table: generated between markers, found out when a digit drifts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from results import record, report
+from results.record import Environment, Run
+from tests.synthetic_run import FORMATS, make_run
+
+README = "# Title\n\nbefore\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nafter\n"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A project folder with a README, one run, and no step sources."""
+    (tmp_path / "README.md").write_text(README)
+    record.write(make_run(), tmp_path / "results")
+    return tmp_path
+
+
+def rewritten(tree) -> str:
+    assert report.rewrite(tree / "README.md", root=tree)
+    return (tree / "README.md").read_text()
+
+
+def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree):
+    text = rewritten(tree)
+    assert text.startswith("# Title\n\nbefore\n\n<!-- ladder:begin -->\nKernel TFLOPS")
+    assert text.endswith("<!-- ladder:end -->\n\nafter\n")
+    assert not report.rewrite(tree / "README.md", root=tree)
+    assert report.check(tree / "README.md", root=tree) == []
+
+
+def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
+    text = rewritten(tree)
+    assert "NVIDIA H200 @ 700 W" in text
+    assert "(results/nvidia-h200/2026-01-02-0123abcd.json)" in text
+    assert "M=512, N=4096, K=4096" in text
+    assert all(f"| {name} " in text for name in FORMATS)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 6 + 2
+    assert "llama.cpp (total)" in text
+    assert "cuBLAS fp16 (kernel)" in text
+
+
+def test_a_digit_changed_by_hand_is_found(tree):
+    text = rewritten(tree)
+    readme = tree / "README.md"
+    readme.write_text(text.replace("26.5", "27.5"))
+    (sentence,) = report.check(readme, root=tree)
+    assert "27.5" in sentence
+    assert "26.5" in sentence
+
+
+def test_a_new_run_and_a_removed_line_are_found(tree):
+    text = rewritten(tree)
+    readme = tree / "README.md"
+    readme.write_text(text.replace("\n| 4", "\nx| 4", 1))
+    assert len(report.check(readme, root=tree)) == 1
+    readme.write_text(text.replace("| | llama.cpp", "", 1).replace("\n\nllama", "\nllama"))
+    assert report.check(readme, root=tree)
+    readme.write_text(text)
+    newer = make_run()
+    newer = replace(
+        newer,
+        env=replace(newer.env, utc="2026-03-03T00:00:00Z"),
+        rows=tuple(replace(r, tflops=(r.tflops or 0) * 1.1) for r in newer.rows),
+    )
+    record.write(newer, tree / "results")
+    assert len(report.check(readme, root=tree)) >= 6
+
+
+def test_missing_markers_or_readme_are_sentences(tree):
+    readme = tree / "README.md"
+    readme.write_text("nothing")
+    assert "needs one" in report.check(readme, root=tree)[0]
+    with pytest.raises(ValueError, match="needs one"):
+        report.rewrite(readme, root=tree)
+    readme.unlink()
+    assert report.check(readme, root=tree) == ["README.md does not exist"]
+
+
+def test_nothing_measured_yet(tmp_path):
+    (tmp_path / "README.md").write_text(README)
+    assert report.rewrite(tmp_path / "README.md", root=tmp_path)
+    assert report.NOTHING in (tmp_path / "README.md").read_text()
+    assert report.check(tmp_path / "README.md", root=tmp_path) == []
+
+
+def test_stale_steps_are_marked(tree):
+    assert rewritten(tree).count(report.STALE) == 7  # no sources at all: every rung, and the note
+    (tree / "steps").mkdir()
+    (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
+    now = record.source_hash(4, tree)
+    run = make_run()
+    rows = tuple(replace(r, source_hash=now) if r.step == 4 else r for r in run.rows)
+    path = record.headline(tree / "results")
+    record.write(replace(run, rows=rows), path=path)
+    (line,) = (x for x in rewritten(tree).splitlines() if "dot products packed" in x)
+    assert line.startswith("| 4 |")
+
+
+def test_what_was_not_measured_is_a_dash_and_a_failure_says_so():
+    run = make_run(peers=False)
+    rows = []
+    for row in run.rows:
+        if row.step == 4 and row.format == "q5_1":
+            continue
+        if row.step == 5 and row.format == "q8_0":
+            row = replace(row, status="failed", why="wrong")
+        if row.step == 5 and row.format == "q4_1":
+            row = replace(row, status="unsupported", why="no")
+        rows.append(row)
+    table = report.ladder_table(Run(env=run.env, rows=tuple(rows)), "r.json")
+    four, five = (
+        line.split(" | ") for line in table.splitlines() if line.startswith(("| 4", "| 5"))
+    )
+    assert four[6] == "-"
+    assert five[4] == "-"
+    assert five[7] == "failed"
+    assert "llama.cpp" not in table
+
+
+def test_a_run_without_figures_has_no_table():
+    assert report.ladder_table(Run(env=Environment()), "r.json") == report.NOTHING
+
+
+def test_numbers_have_three_digits_and_ranges():
+    assert [report.number(x) for x in (0.042, 0.5, 1, 9.999, 12, 99.97, 188.4)] == [
+        "0.042",
+        "0.5",
+        "1.00",
+        "10.0",
+        "12.0",
+        "100",
+        "188",
+    ]
+    assert report.span([2.0, None, 2.5]) == "2.00-2.50x"
+    assert report.span([None]) == "-"
+    assert report.percent([0.018, 0.42]) == "2-42 %"
+    assert report.percent([0.004]) == "0.4 %"
+
+
+def test_command_line(tree, capsys):
+    run = str(record.headline(tree / "results"))
+    readme = str(tree / "README.md")
+    assert report.main([run, "--readme", readme]) == 0
+    assert "rewritten" in capsys.readouterr().out
+    assert report.main([run, "--readme", readme, "--check"]) == 1  # its charts are not drawn yet
+    errors = capsys.readouterr().err
+    assert "README" not in errors
+    assert "is missing: run `make charts`" in errors or "does not show" in errors
