@@ -493,13 +493,21 @@ def source_hash(step: int, root: Path = ROOT) -> str | None:
 
 @lru_cache(maxsize=256)
 def code_only(source: str) -> str:
-    """Python source without comments, docstrings, blank lines and trailing blanks."""
+    """Python source without comments, docstrings, blank lines and trailing blanks.
+
+    Text that is not Python (a file being edited) is its own code: it equals no recorded hash.
+    """
     lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        tree = ast.parse(source)
+    except (SyntaxError, tokenize.TokenError):
+        return source
+    for token in tokens:
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and _is_text(node.value):
             for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 lines[row - 1] = ""
@@ -614,7 +622,7 @@ def environment(command: str | None = None, *, root: Path = ROOT) -> Environment
 
 def finished(env: Environment, limits: Limits | None = None) -> Environment:
     """The environment after the run: clocks and throttle reasons now, and the measured limits."""
-    smi = nvidia_smi()
+    smi = nvidia_smi(device=str(_device_facts().get("pci_bus_id") or "0"))
     limits = limits or env.limits
     return replace(
         env,

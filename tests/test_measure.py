@@ -455,3 +455,37 @@ def test_a_step_that_cannot_is_unsupported_with_its_reason():
     assert result.status == "unsupported"
     assert "not A8" in (result.why or "")
     assert device.log == []
+
+
+@pytest.mark.gpu
+def test_the_protocol_on_this_gpu():
+    """A real step, captured in a graph, rotated, checked before and after."""
+    from steps.machines import Gpu, why_no_gpu
+
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+    import steps
+    from reference import Problem, check
+
+    machine, stopwatch = Gpu(), measure.GpuStopwatch()
+    for number, family in ((1, "A16"), (2, "A8")):
+        step, problem = steps.find(number), Problem(16, 1024, 2048, "q4_1")
+        result = measure.measure_step(
+            step,
+            family,
+            "q4_1",
+            machine.array(problem.a),
+            problem.n,
+            machine=machine,
+            stopwatch=stopwatch,
+            packed=measure.pack_weights(step, problem.blocks),
+            check=lambda c, q81, p=problem, f=family: check(c, p, f, q81),
+        )
+        assert result.status == "ok", result.why
+        assert result.timing == "graph", stopwatch.why_no_graph
+        assert result.kernel_us is not None
+        assert result.total_us is not None
+        assert result.launch_us is not None
+        assert 0 < result.kernel_us <= result.total_us * 1.02
+        assert 0.5 < result.launch_us < 1000
+        assert result.registers is not None

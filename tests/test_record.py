@@ -235,6 +235,8 @@ def test_a_hash_follows_code_and_not_prose(tmp_path):
     (tmp_path / "qformats" / "device.py").write_text("d = 2\n")
     assert record.source_hash(7, tmp_path) != first
     assert record.source_hash(8, tmp_path) is None
+    lay_sources(tmp_path, "def broken(:\n")
+    assert record.source_hash(7, tmp_path) not in (None, first)
 
 
 def test_stale_rows_are_known(tmp_path):
