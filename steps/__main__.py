@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -113,9 +113,11 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(
-        name: str, runs: str, text: str, *parents: Parser, steps: str | None = None
+        name: str, runs: str, text: str, *parents: Parser, steps: str | None = None, **options: Any
     ) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=text, description=text, parents=list(parents))
+        one = commands.add_parser(
+            name, help=text, description=text, parents=list(parents), **options
+        )
         one.set_defaults(runs=runs, steps=[])
         if steps == "*":
             one.add_argument("steps", nargs="*", metavar="STEP", help="numbers, or all (default)")
@@ -197,7 +199,7 @@ def _parser() -> Parser:
 
     command("launch", "run:launch", "launch a step once on the GPU", _data(), steps="1")
     command("doctor", "doctor:doctor", "what this machine can run, and why not the rest", as_json)
-    command("pitfalls", "tools:pitfalls", "the museum of this problem's bugs")
+    command("pitfalls", "tools:pitfalls", "the museum of this problem's bugs", add_help=False)
     return parser
 
 

@@ -82,28 +82,26 @@ def _drawn(table: Table, file: TextIO) -> bool:
     try:
         from rich import box
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table as RichTable
     except ImportError:
         return False
     console = Console(file=file)
-    drawn = RichTable(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    drawn = RichTable(box=box.SIMPLE_HEAD)
     for column in table.columns:
         justify: Literal["left", "right"] = "left" if column.words else "right"
         drawn.add_column(column.name, justify=justify, no_wrap=True)
     for line in table.lines:
-        drawn.add_row(*map(_escaped, line.cells), style=_STYLES[line.tone])
-    if console.measure(drawn).minimum > console.width:
+        drawn.add_row(*map(escape, line.cells), style=_STYLES[line.tone])
+    unlimited = console.options.update(width=10_000)
+    if console.measure(drawn, options=unlimited).maximum > console.width:
         return False  # a long line that the terminal wraps loses nothing; a cell cut short does
+    if table.title:
+        console.print(escape(table.title), highlight=False)
     console.print(drawn)
     for note in table.notes:
-        console.print(_escaped(note), highlight=False)
+        console.print(escape(note), highlight=False)
     return True
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 class Progress:
