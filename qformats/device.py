@@ -1,22 +1,25 @@
 """What a kernel needs to know of a block: Numba device functions, made once for each format.
 
-`device_format("q5_1")` gives the same six names for every weight format, so that one kernel factory,
-which captures them, serves all five:
+`device_format("q5_1")` gives the same four names for every weight format, so that one kernel
+factory, which captures them, serves all five:
 
-    code(w, at, j)     -> int32   stored code of element j (0..31), by single bytes
-    words(w, at, i)    -> 2 x int32  codes of elements 4i..4i+3 and 16+4i..16+4i+3 (i = 0..3), one a byte
-    scale(w, at)       -> float32 d
-    offset(w, at)      -> float32 z, such that every format's value is  d * code + z
+    code(w, at, j)   -> int32         stored code of element j (0..31), by single bytes
+    words(w, at, i)  -> int32, int32  codes of elements 4i.. and 16 + 4i.. (i = 0..3), one a byte
+    scale(w, at)     -> float32       d
+    offset(w, at)    -> float32       z, such that every format's value is  d * code + z
 
-`w` is the weight matrix as plain bytes (uint8, 1-D) and `at` the byte where a block begins. A dot product
-with one Q8_1 block (scale da, codes qa, sum s) is then, for every format,
+`w` is the weight matrix as plain bytes (uint8, 1-D) and `at` the byte where a block begins. A dot
+product with one Q8_1 block (scale da, codes qa, sum s) is then, for every format,
 
-    d * da * sum(code * qa)  +  z * s            z * s is the *compensation*: -8 d s in Q4_0, m s in Q4_1 ...
+    d * da * sum(code * qa)  +  z * s
 
-**Loads.** A Q4_0 block is 18 bytes long and its quants begin at byte 2, so a 4-byte load there would be
-misaligned in every block (CUDA error 716). A 32-bit word is therefore fetched in the widest pieces which
-the layout guarantees: `b1` four bytes, `b2` two halves, `b4` the whole word. `safe_load` derives the choice
-from the block's size and the field's offset; it is not a table to get wrong.
+where z * s is the *compensation*: -8 d s in Q4_0, -16 d s in Q5_0, m s in Q4_1 and Q5_1, 0 in Q8_0.
+
+**Loads.** A Q4_0 block is 18 bytes long and its quants begin at byte 2, so a 4-byte load there
+would be misaligned in every other block (CUDA error 716). A 32-bit word is therefore fetched in
+the widest pieces which the layout guarantees: `b1` four bytes, `b2` two halves, `b4` the whole
+word. `safe_load` derives the choice from the block's size and the field's offset; it is not a
+table to get wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ HALF = BLOCK // 2  # byte j of qs holds elements j and j + 16
 NIBBLES = 0x0F0F0F0F  # the low nibble of each byte of a word
 
 
-# --- safe 32-bit loads ------------------------------------------------------------------------------
+# --- safe 32-bit loads
+# ------------------------------------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
 def b1(p, i):
     """The 32-bit word at byte i, from single bytes: any alignment."""
@@ -75,13 +79,13 @@ def safe_load(format_name: str, field: str) -> Callable[[Any, Any], Any]:
     return {1: b1, 2: b2}.get(math.gcd(dtype.itemsize, offset, 4), b4)
 
 
-# --- codes ------------------------------------------------------------------------------------------
+# --- codes ----------------------------------------------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
 def fifth_bits(four):
     """Four bits -> the fifth bit (value 16) of each byte of a word.
 
-    The product lays copies of the nibble 7 bits apart, so that bit j lands on bit 8j + 4; copies never
-    overlap, so nothing carries, and the mask keeps the one bit of each copy that is wanted.
+    The product lays copies of the nibble 7 bits apart, so that bit j lands on bit 8j + 4; copies
+    never overlap, so nothing carries, and the mask keeps the one bit of each copy that is wanted.
     """
     return int32((uint32(four) * uint32(0x02040810)) & uint32(0x10101010))
 
@@ -108,7 +112,8 @@ def device_format(format_name: str) -> DeviceFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def nibble(w, at, j):
-        return int32((uint32(w[at + QS + j % HALF]) >> uint32(4 * (j // HALF))) & uint32(15))
+        # shifts and masks, not // and %: Python's floor division costs extra for a signed j
+        return int32((uint32(w[at + QS + (j & 15)]) >> uint32((j >> 4) << 2)) & uint32(15))
 
     @cuda.jit(device=True, forceinline=True)
     def nibble_words(w, at, i):
@@ -117,7 +122,7 @@ def device_format(format_name: str) -> DeviceFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def five_bit(w, at, j):
-        fifth = (uint32(w[at + QH + j // 8]) >> uint32(j % 8)) & uint32(1)
+        fifth = (uint32(w[at + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)
         return int32(nibble(w, at, j) | int32(fifth << uint32(4)))
 
     @cuda.jit(device=True, forceinline=True)
@@ -156,7 +161,7 @@ def device_format(format_name: str) -> DeviceFormat:
     return DeviceFormat(code, words, scale, minimum if "m" in fields else centred)
 
 
-# --- Q8_1 on the GPU --------------------------------------------------------------------------------
+# --- Q8_1 on the GPU ------------------------------------------------------------------------------
 WARP = 0xFFFFFFFF  # all 32 lanes take part
 WARPS = 8  # blocks of 32 values that one thread block quantizes
 SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a block is zero
@@ -175,18 +180,20 @@ def round_half_away(x):
 def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     """The kernel that quantizes float32 A[M, K] to Q8_1: one warp a block, one lane a value.
 
-    layout "blocks": kernel(a, blocks)      ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36];
-                                            d and s are rounded to f16 there, and s overflows at 65504.
-    layout "slabs": kernel(a, qs, ds)       int8 [ceil(K/32) * 2, M, 16], 16 codes of row m followed by 16
-                                            of row m + 1, and float32 [ceil(K/32), M, 2] (d and s), both flat:
-                                            aligned for 128-bit loads, d and s not rounded.
+    layout "blocks": kernel(a, blocks)
+        ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36]; d and s are rounded to f16
+        there, and s overflows at 65504.
+    layout "slabs": kernel(a, qs, ds)
+        int8 [ceil(K/32) * 2, M, 16], 16 codes of row m followed by 16 of row m + 1, and
+        float32 [ceil(K/32), M, 2] (d and s), both flat: aligned for 128-bit loads, not rounded.
+
     s "codes": s = d * sum(q), as ggml's CPU reference; "values": s = sum of the raw values, as
     llama.cpp's CUDA kernels. Lanes at or past column K contribute zeros: K needs no padding.
     """
     if layout not in ("blocks", "slabs") or s not in ("codes", "values"):
         raise ValueError(
-            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are 'blocks' and 'slabs', "
-            "s is of 'codes' or 'values'"
+            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are 'blocks' and "
+            "'slabs', s is of 'codes' or 'values'"
         )
     blocks, of_codes = layout == "blocks", s == "codes"
 

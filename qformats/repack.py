@@ -101,15 +101,16 @@ UNIT = 16
 
 
 def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats, Floats]:
-    """Planes of blocks [N, K//32] with K outermost: what one step along K reads of all rows lies together.
+    """Planes of blocks [N, K//32] with K outermost: what one step along K reads of all rows lies
+    together.
 
     (qs, qh, scale, offset), each flat: qs uint8[K//32 * units, N, 16], where 16 bytes of row n are
-    followed by 16 bytes of row n + 1, so that 32 lanes with a row each load 512 bytes in one piece, all
-    aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in formats
-    without one; scale and offset float32[K//32, N].
+    followed by 16 bytes of row n + 1, so that 32 lanes with a row each load 512 bytes in one piece,
+    all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
+    formats without one; scale and offset float32[K//32, N].
     """
     apart = planes(blocks)
-    n, blocks_k = blocks.shape
+    n = blocks.shape[0]
     units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
     qh = apart.qh.T if apart.qh.size else np.zeros(1, np.uint32)
     return tuple(  # type: ignore[return-value]

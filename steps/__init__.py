@@ -1,7 +1,7 @@
 """The ladder: numbered GEMM kernels over ggml's quantized blocks, one idea a file.
 
     from steps import gemm
-    c = gemm(a, w)            # a: float32 [M, K], w: blocks [N, K/32]; the best supported step is chosen
+    c = gemm(a, w)            # a: float32[M, K], w: blocks[N, K/32]; the best step for this GPU
     c = gemm(a, w, step=4)    # one step in particular
 
 `ladder()` finds the steps (every module `steps/stepNN_*.py`), so adding a step is adding one file.

@@ -1,8 +1,9 @@
-"""How activations reach a kernel: as they are, or quantized on the GPU to Q8_1 in one of two layouts.
+"""How activations reach a kernel: as they are, or quantized on the GPU to Q8_1 in two layouts.
 
-A step names one of these functions (or `by_family` of two); the harness runs and times the launches they
-return apart from the step's own. `encode` and `decode` go between a layout and plain (q, d, s) arrays, so
-that the checker can read the very bits a kernel multiplied and a test can hand it bits of its own.
+A step names one of these functions (or `by_family` of two); the harness runs and times the launches
+they return apart from the step's own. `encode` and `decode` go between a layout and plain (q, d, s)
+arrays, so that the checker can read the very bits a kernel multiplied and a test can hand it bits
+of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def float32_rows(family: Family, a: Any, machine: Machine) -> Activations:
 
 
 def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8: ggml's 36-byte Q8_1 blocks, uint8 [M * K/32 * 36]; s = d * sum(q), four times as accurate as
-    the sum of the raw values for formats with a minimum (facts of the format: qformats.codec)."""
+    """A8: ggml's 36-byte Q8_1 blocks, uint8[M * K/32 * 36], with s = d * sum(q): four to six times
+    as accurate as the sum of the raw values in formats with a minimum."""
     m, k = a.shape
     blocks = machine.empty((m * ceil_div(k, BLOCK) * BLOCK_Q8_1,), np.uint8)
     launch = Launch(q8_1_quantizer("blocks"), *q8_1_grid(m, k), (a, blocks))
@@ -33,7 +34,8 @@ def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
 
 
 def q8_1_slabs(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8 [K/16, M, 16]
+    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8 [K/16, M,
+    16]
     and float32 [K/32, M, 2] (d and s side by side). d and s are not rounded to f16."""
     m, k = a.shape
     values = ceil_div(k, BLOCK) * m

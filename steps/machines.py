@@ -1,9 +1,9 @@
-"""Where a `Launch` runs: a GPU, or the simulator on any CPU. The rest of the laboratory does not care.
+"""Where a `Launch` runs: a GPU, or the simulator on any CPU. Nothing else in the house cares.
 
-    machine = best_machine()                 # a GPU where there is one
-    a = machine.array(numpy_array)
-    machine.run(launch)
-    c = machine.host(out)
+machine = best_machine()                 # a GPU where there is one
+a = machine.array(numpy_array)
+machine.run(launch)
+c = machine.host(out)
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class Simulator:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Uninitialised memory: garbage, so that reading it unwritten shows."""
-        return np.frombuffer(
-            bytes([0xA5]) * (int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype
-        ).reshape(shape).copy()
+        return np.full(shape, 0xA5, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
 
     def host(self, array: np.ndarray) -> np.ndarray:
         return array
@@ -84,7 +82,9 @@ class Gpu:
             raise_shared_limit(launch.kernel, launch.args, launch.shared_bytes)
         with warnings.catch_warnings():
             # one token on a big GPU is a small grid, and that is the work asked for
-            warnings.filterwarnings("ignore", message="Grid size .* will likely result in GPU under")
+            warnings.filterwarnings(
+                "ignore", message="Grid size .* will likely result in GPU under"
+            )
             launch.kernel[launch.grid, launch.block, self.stream, launch.shared_bytes](*launch.args)
 
     def synchronize(self) -> None:

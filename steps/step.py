@@ -1,8 +1,9 @@
 """The contract of a step: what a lesson hands over, and nothing else.
 
-A step says *what* to run as data, a `Launch`; a machine (`steps.machines`) runs it on a GPU or in the
-simulator, and the offline compiler turns it into machine code. The harness checks, times and draws a
-step from the few functions here, so a step file holds its idea and no timing, data or printing.
+A step says *what* to run as data, a `Launch`; a machine (`steps.machines`) runs it on a GPU or in
+the simulator, and the offline compiler turns it into machine code. The harness checks, times and
+draws a step from the few functions here, so a step file holds its idea and no timing, data or
+printing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_f
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch as data: `kernel[grid, block](*args)` with `shared_bytes` of dynamic memory.
+    """One kernel launch as data: `kernel[grid, block](*args)`, `shared_bytes` of dynamic memory.
 
     `args` are the arrays of one machine (device arrays on a GPU, NumPy arrays in the simulator) and
     Python scalars, in the order of the kernel's parameters.
@@ -80,15 +81,16 @@ MakeLaunch = Callable[[Format, Family, Shape, tuple[Any, ...], tuple[Any, ...], 
 class Step:
     """One rung of the ladder.
 
-    number, name, title : 4, "step04_dp4a_emulated", one line for tables.
-    families            : the activation families it multiplies, the one that continues the ladder last.
-    parents             : the step each family is compared with ("x parent"); absent for a first rung.
-    unit                : the arithmetic unit that bounds it, per family.
-    pack                : blocks[N, K/32] -> arrays the kernel reads (host side, done once, timed apart).
-    activations         : (family, a, machine) -> `Activations` (timed apart).
-    launch              : (format, family, shape, weights, activations, out) -> `Launch`.
-    contains, forbids   : SASS opcode prefixes its machine code must and must not hold, per family.
-    min_cc              : smallest compute capability (7.5 is the oldest that the pinned toolkit compiles).
+    number, name, title: 4, "step04_dp4a_emulated", one line for tables.
+    families: the activation families it multiplies, the one that continues the ladder last.
+    parents: the step each family is compared with ("x parent"); absent for a first rung.
+    unit: the arithmetic unit that bounds it, per family.
+    pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
+    activations: (family, a, machine) -> `Activations` (timed apart).
+    launch: (format, family, shape, weights, activations, out) -> `Launch`.
+    contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
+        alternatives of one promise are joined by "|".
+    min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     """
 
     number: int

@@ -1,14 +1,18 @@
 """Step 1: naive W4A16 - one thread computes one element of C.
 
-What is new        Nothing yet; every later step is read against this one. A thread walks along K, turns each
-                   stored code into a float (value = d * code + z) and multiplies it with a float32 activation.
-Why it should help It does not: it is the floor. Each weight byte is fetched by every one of the M tokens, and
-                   the 32 lanes of a warp read 32 different rows of W, so one load instruction touches 32
-                   cache lines: napkin, 17 such loads a block x 32 lines = 544 cycles of L1 for 1024
-                   multiply-adds of a warp, about 2 a cycle and SM where the FMA units could do 128.
-What it costs      Nothing: no shared memory, no barrier, no repacked weights.
-Machine code       LDG.E.U8 (bytes, one at a time), I2F and FFMA for every element.
-Read next          step02_naive_w4a8
+What is new
+    Nothing yet; every later step is read against this one. A thread walks along K, turns each
+    stored code into a float (value = d * code + z) and multiplies it with a float32 activation.
+Why it should help
+    It does not: it is the floor. Napkin: half a warp has 16 different rows of W, so one byte load
+    costs 16 passes of the L1 cache, and A costs 2 more. 18 cycles for 32 multiply-adds is 1.8 a
+    cycle and SM, where the FMA units could do 128: 132 SM x 1.9 GHz x 1.8 x 2 = 0.9 TFLOPS.
+What it costs
+    Nothing: no shared memory, no barrier, no repacked weights.
+Machine code
+    LDG.E.U8 (bytes, one at a time; .S8 in Q8_0); I2F and two FFMA for every element.
+Read next
+    step02_naive_w4a8
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ def kernel(fmt: Format) -> Any:
 
     @cuda.jit
     def w4a16_naive(w, a, c):
-        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w holds the blocks of row n one after another."""
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w holds the blocks of row n in a row."""
         n, m = cuda.grid(2)  # x is the fast axis: let it run along n, so that stores coalesce
         if m >= c.shape[0] or n >= c.shape[1]:
             return
@@ -68,6 +72,6 @@ STEP = Step(
     pack=as_bytes,
     activations=float32_rows,
     launch=launch,
-    contains={"A16": ("LDG.E.U8", "I2F", "FFMA")},
+    contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},
     forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},
 )

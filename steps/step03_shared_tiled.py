@@ -1,16 +1,24 @@
 """Step 3: shared-memory tiles - fetch an element once for 32 outputs.
 
-What is new        A thread block stages a 32 x 32 tile of A and of W (one block of 32 along K) in shared memory;
-                   each of its 1024 threads stages one element of each and then reads 64 from the tile. Weights
-                   are decoded on the way in: to float32 (W4A16) or to int8 (W4A8).
-Why it should help Napkin: a weight is fetched and decoded once for 32 tokens, not once for each, and the
-                   gathers that bound steps 1 and 2 become coalesced rows. What remains is two shared loads for
-                   each multiply-add, 32 lanes a cycle and SM: 16 multiply-adds a cycle, 8x step 1's two.
-What it costs      Two barriers for every 32 of K, and 1024 threads whose last tile may be mostly empty.
-                   Rows of a tile are padded (33 floats, 36 bytes): 32 lanes reading a column of unpadded rows
-                   would meet in one bank, with an odd number of words between them each has its own.
-Machine code       STS and BAR.SYNC appear; LDS stands beside every FFMA (W4A16) or IMAD (W4A8).
-Read next          step04_dp4a_emulated
+What is new
+    A thread block stages a 32 x 32 tile of A and of W (one block of 32 along K) in shared memory;
+    each of its 1024 threads stages one element of each and then reads 64 from the tile. Weights are
+    decoded on the way in: to float32 (W4A16) or to int8 (W4A8).
+Why it should help
+    A weight is fetched and decoded once for 32 tokens, and the gathers that bound steps 1 and 2
+    become coalesced rows. What remains is two shared loads for each multiply-add. Napkin: shared
+    memory serves 32 lanes a cycle and SM, so 16 multiply-adds a cycle: 132 x 1.9 GHz x 16 x 2 = 8
+    TFLOPS.
+What it costs
+    Two barriers for every 32 of K, and 1024 threads whose last tile may be mostly empty. Rows of a
+    tile are padded (33 floats, 36 bytes): 32 lanes reading a column of unpadded rows would meet in
+    one bank; with an odd number of words from row to row each lane has a bank of its own.
+Machine code
+    STS and BAR.SYNC appear; LDS stands beside every FFMA (W4A16). In W4A8 ptxas notices four byte
+    products in a row and packs them into IDP.4A by itself, at the price of 6 PRMT and 8 LDS.U8
+    each.
+Read next
+    step04_dp4a_emulated
 """
 
 from __future__ import annotations
@@ -27,6 +35,9 @@ from steps.activations import by_family, float32_rows, q8_1_blocks
 from steps.instructions import half_to_float, load_u16
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
+BLOCKS_PER_SM: Final = (
+    2  # caps a thread at 32 registers: one block multiplies while the other stages
+)
 TILE: Final = 32  # tokens and features of a tile: one warp stages one row, 1024 threads the tile
 ROW_F32: Final = BLOCK + 1  # floats from one tile row to the next: odd, so a column has 32 banks
 ROW_I8: Final = BLOCK + 4  # bytes from one tile row to the next: 9 words, odd for the same reason
@@ -41,7 +52,7 @@ def kernel_a16(fmt: Format) -> Any:
     code, scale, offset = fields.code, fields.scale, fields.offset
     block_bytes = fmt.block_bytes
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(TILE * TILE, BLOCKS_PER_SM))
     def w4a16_tiled(w, a, c):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T"""
         tile_a = cuda.shared.array((TILE, ROW_F32), float32)
@@ -63,9 +74,10 @@ def kernel_a16(fmt: Format) -> Any:
             tile_w[ty, tx] = v
             cuda.syncthreads()
 
-            # --- multiply: token ty, feature tx
-            for j in range(BLOCK):
-                acc += tile_a[ty, j] * tile_w[tx, j]
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
+            if m0 + ty < c.shape[0]:
+                for j in range(BLOCK):
+                    acc += tile_a[ty, j] * tile_w[tx, j]
             cuda.syncthreads()
 
         # --- registers -> global
@@ -81,9 +93,9 @@ def kernel_a8(fmt: Format) -> Any:
     code, scale, offset = fields.code, fields.scale, fields.offset
     block_bytes = fmt.block_bytes
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(TILE * TILE, BLOCKS_PER_SM))
     def w4a8_tiled(w, a, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; a holds the Q8_1 blocks of row m one after another."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; a holds the Q8_1 blocks of row m in a row."""
         tile_a = cuda.shared.array((TILE, ROW_I8), int8)
         tile_w = cuda.shared.array((TILE, ROW_I8), int8)
         scale_a = cuda.shared.array(TILE, float32)
@@ -97,23 +109,26 @@ def kernel_a8(fmt: Format) -> Any:
             # --- global -> shared: row ty of each tile, element tx of the block
             if m0 + ty < c.shape[0]:
                 at = ((m0 + ty) * blocks_k + b) * BLOCK_Q8_1
-                tile_a[ty, tx] = int8(a[at + QA + tx])
-                if tx == 0:
-                    scale_a[ty] = half_to_float(load_u16(a, at))
-                    sum_a[ty] = half_to_float(load_u16(a, at + 2))
+                qa, da, s = a[at + QA + tx], load_u16(a, at), load_u16(a, at + 2)
+                tile_a[ty, tx] = int8(qa)
+                if tx == 0:  # (all lanes have loaded: one branch less to wait in)
+                    scale_a[ty] = half_to_float(da)
+                    sum_a[ty] = half_to_float(s)
             if n0 + ty < c.shape[1]:
                 at = ((n0 + ty) * blocks_k + b) * block_bytes
-                tile_w[ty, tx] = int8(code(w, at, tx))
+                q, d, z = code(w, at, tx), scale(w, at), offset(w, at)
+                tile_w[ty, tx] = int8(q)
                 if tx == 0:
-                    scale_w[ty] = scale(w, at)
-                    offset_w[ty] = offset(w, at)
+                    scale_w[ty] = d
+                    offset_w[ty] = z
             cuda.syncthreads()
 
-            # --- multiply: token ty, feature tx (rows past the edge hold leftovers that are never stored)
-            total = int32(0)
-            for j in range(BLOCK):
-                total = int32(total + int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
-            acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
+            if m0 + ty < c.shape[0]:  # (features past the edge are leftovers that are never stored)
+                total = int32(0)
+                for j in range(BLOCK):
+                    total = int32(total + int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
+                acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
             cuda.syncthreads()
 
         # --- registers -> global
@@ -143,6 +158,9 @@ STEP = Step(
     pack=as_bytes,
     activations=by_family(float32_rows, q8_1_blocks),
     launch=launch,
-    contains={"A16": ("STS", "LDS", "BAR.SYNC", "FFMA"), "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD")},
+    contains={
+        "A16": ("STS", "LDS", "BAR.SYNC", "FFMA"),
+        "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD"),
+    },
     forbids={"A16": ("IDP", "IMMA", "HMMA"), "A8": ("IMMA", "HMMA")},
 )

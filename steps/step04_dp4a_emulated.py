@@ -1,19 +1,24 @@
 """Step 4: dp4a emulated - two products ride in one 32-bit multiply-add.
 
-What is new        Weights and activations travel as 32-bit words of four int8, and their dot products use plain
-                   integer instructions only. The trick is that a 32-bit product has room for a sum: put two
-                   codes of W in the halves of one register and two of A, *crossed*, in the halves of another,
-                       (w0 + w1 2^16) * (a1 + a0 2^16) = w0 a1  +  (w0 a0 + w1 a1) 2^16  +  w1 a0 2^32
-                   The last term falls off the register, the middle one is the dot product wanted, and the first
-                   is in the way but small. Accumulate v += ..., and at the end
-                       sum = (v + 2^15) >> 16         exact while both |sums| stay below 2^15.
-                   How many pairs fit before that? 4-bit codes: 8 pairs, 8 x 2 x 15 x 127 = 30480, half a
-                   block; 5-bit: 4 pairs, 31496; 8-bit: a single one, 2 x 128 x 127 = 32512.
-Why it should help Napkin: step 3 issues two 1-byte shared loads and one IMAD for each multiply-add. Here two
-                   4-byte loads and one IMAD serve two of them: the shared-memory bound doubles to 32 a cycle.
-What it costs      Splitting words into pairs when a tile is staged, once for 32 uses; twice the shared bytes.
-Machine code       32-bit LDS and IMAD; PRMT makes the pairs. No IDP: that is the instruction emulated here.
-Read next          step05_vectorized
+What is new
+    Weights and activations travel as 32-bit words of four int8, and their dot products use plain
+    integer instructions only. The trick is that a 32-bit product has room for a sum: put two codes
+    of W in the halves of one register and two of A, *crossed*, in the halves of another,
+        (w0 + w1 2^16) * (a1 + a0 2^16) = w0 a1  +  (w0 a0 + w1 a1) 2^16  +  w1 a0 2^32
+    The last term falls off the register, the middle one is the dot product wanted, and the first is
+    in the way but small. Accumulate v += ..., and at the end
+        sum = (v + 2^15) >> 16                   exact while both sums stay below 2^15 in magnitude.
+    How many pairs fit before that? 4-bit codes: 8 pairs, 8 x 2 x 15 x 127 = 30480, half a block;
+    5-bit: 4 pairs, 31496; 8-bit: a single one, 2 x 128 x 127 = 32512.
+Why it should help
+    Step 3 issues two 1-byte shared loads for each multiply-add; here two 4-byte loads and one IMAD
+    serve two. Napkin: the shared-memory bound doubles to 32 a cycle and SM, 16 TFLOPS.
+What it costs
+    Splitting words into pairs when a tile is staged, once for 32 uses; twice the shared bytes.
+Machine code
+    32-bit LDS and IMAD; PRMT makes the pairs. No IDP: that is the instruction emulated here.
+Read next
+    step05_vectorized
 """
 
 from __future__ import annotations
@@ -30,6 +35,9 @@ from steps.activations import q8_1_blocks
 from steps.instructions import half_to_float, load_u16, prmt
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
+BLOCKS_PER_SM: Final = (
+    2  # caps a thread at 32 registers: one block multiplies while the other stages
+)
 TILE: Final = 32  # tokens and features of a tile, 1024 threads with one output each, as in step 3
 WORDS: Final = BLOCK // 4  # words of four int8 in one row of a tile
 PAIRS: Final = BLOCK // 2  # pairs in one row, which is how they are kept
@@ -37,7 +45,9 @@ ROW: Final = PAIRS + 1  # words from one tile row to the next: odd, so a column 
 QA: Final = 4  # a Q8_1 block: f16 d at byte 0, f16 s at byte 2, then the 32 codes
 LARGEST: Final = {4: 15, 5: 31, 8: 128}  # |code| of W, by bits; those of A reach 127
 CHAIN: Final = {4: 8, 5: 4, 8: 1}  # pair products that one accumulator carries, by bits of W
-ROUND: Final = 1 << 15  # lifts the low half above zero, so that it borrows nothing from the sum above
+ROUND: Final = (
+    1 << 15
+)  # lifts the low half above zero, so that it borrows nothing from the sum above
 
 for _bits, _chain in CHAIN.items():
     assert 2 * _chain * LARGEST[_bits] * 127 < 1 << 15, "a chain's sum must fit the upper half"
@@ -50,9 +60,10 @@ SCALE_W: Final = SCALE_A + TILE  # a feature's scale and offset each
 assert SCALE_W <= TILE * TILE, "one thread for each thing to stage"
 
 
-# --- words of four int8 -> pairs --------------------------------------------------------------------
-# PRMT picks the four bytes of its result by a selector nibble each, out of two registers: 0-3 are the
-# word's bytes, 4 is a zero, and bit 3 of a nibble asks for the picked byte's sign, eight times over.
+# --- words of four int8 -> pairs
+# -------------------------------------------------------------------- PRMT picks the four bytes of
+# its result by a selector nibble each, out of two registers: 0-3 are the word's bytes, 4 is a zero,
+# and bit 3 of a nibble asks for the picked byte's sign, eight times over.
 @cuda.jit(device=True, forceinline=True)
 def pairs(word):
     """Bytes w0 w1 w2 w3 -> w0 + w1 2^16 and w2 + w3 2^16."""
@@ -76,9 +87,9 @@ def kernel(fmt: Format) -> Any:
     block_bytes = fmt.block_bytes
     chain = CHAIN[fmt.bits]
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(TILE * TILE, BLOCKS_PER_SM))
     def w4a8_dp4a_emulated(w, a, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; a holds the Q8_1 blocks of row m one after another."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; a holds the Q8_1 blocks of row m in a row."""
         tile_a = cuda.shared.array((TILE, ROW), int32)
         tile_w = cuda.shared.array((TILE, ROW), int32)
         scale_a = cuda.shared.array(TILE, float32)
@@ -120,14 +131,15 @@ def kernel(fmt: Format) -> Any:
                     offset_w[tx] = offset(w, at)
             cuda.syncthreads()
 
-            # --- multiply: token ty, feature tx (rows past the edge hold leftovers that are never stored)
-            total = int32(0)
-            for first in range(0, PAIRS, chain):
-                v = int32(ROUND)
-                for p in range(first, first + chain):
-                    v = int32(v + tile_a[ty, p] * tile_w[tx, p])
-                total = int32(total + (v >> int32(16)))
-            acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
+            if m0 + ty < c.shape[0]:  # (features past the edge are leftovers that are never stored)
+                total = int32(0)
+                for first in range(0, PAIRS, chain):
+                    v = int32(ROUND)
+                    for p in range(first, first + chain):
+                        v = int32(v + tile_a[ty, p] * tile_w[tx, p])
+                    total = int32(total + (v >> int32(16)))
+                acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
             cuda.syncthreads()
 
         # --- registers -> global

@@ -1,18 +1,23 @@
 """Step 5: vectorized - 128 bits an access, a small tile of C in each thread's registers.
 
-What is new        A thread owns 8 tokens x 4 features. For every pair of K it reads 12 words from shared memory in
-                   three 128-bit loads and multiplies each of the 8 with each of the 4. Global memory is read 128
-                   bits at a time too: the weights are repacked once into *slabs* (codes, fifth bits, scales and
-                   offsets apart), in which 16 bytes of one row are followed by 16 bytes of the next, so that
-                   every address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
-Why it should help Napkin: in step 4 two shared words fed one IMAD; here 12 words feed 32, so shared memory is no
-                   longer the bound and the multiplier is: 64 IMAD a cycle and SM, two products each, is
-                   132 SM x 1.8 GHz x 64 x 4 = 61 TOPS. A tile of 128 x 64 also reads A and W from L2 a
-                   half to a quarter as often as one of 32 x 32.
-What it costs      About 120 registers a thread; a repack of the weights (timed apart). For few tokens a tile of 128
-                   would be mostly empty: a thread then owns one token.
-Machine code       LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
-Read next          the hardware's own dp4a, which does with one instruction what two multiply-adds do here
+What is new
+    A thread owns 8 tokens x 4 features. For every pair of K it reads 12 words from shared memory in
+    three 128-bit loads and multiplies each of the 8 with each of the 4. Global memory is read 128
+    bits at a time too: the weights are repacked once into *slabs* (codes, fifth bits, scales and
+    offsets apart, K outermost), in which 16 bytes of one row are followed by 16 bytes of the next,
+    so that every address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
+Why it should help
+    In step 4 two shared words fed one IMAD; here 12 words feed 32, so shared memory is no longer
+    the bound and the multiplier is. Napkin: 64 IMAD a cycle and SM, two products each, is 132 SM x
+    1.9 GHz x 64 x 4 = 64 TOPS; staging, scaling and barriers will leave about half.
+What it costs
+    About 120 registers a thread, so two blocks of 256 threads share an SM; a repack of the weights
+    (timed apart). For few tokens a tile of 128 would be mostly empty: a thread then owns one token.
+Machine code
+    LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
+Read next
+    The hardware's own dp4a would do with one instruction what two multiply-adds do here. What would
+    you add next?
 """
 
 from __future__ import annotations
@@ -32,19 +37,25 @@ from steps.step import Family, Launch, Shape, Step, ceil_div
 SIDE: Final = 16  # a thread block is 16 x 16 threads
 THREADS: Final = SIDE * SIDE
 TN: Final = 4  # features of one thread: one 128-bit load
+BLOCKS_PER_SM: Final = (
+    2  # caps a thread at 128 registers: while one block stages, the other multiplies
+)
 FEW: Final = 16  # up to so many tokens a thread owns one of them, else 8
 BN: Final = SIDE * TN  # features of a tile
 PAIRS: Final = BLOCK // 2  # pairs of codes along one block
 NIBBLES: Final = 0x0F0F0F0F  # the low nibble of each byte of a word
 LARGEST: Final = {4: 15, 5: 31, 8: 128}  # |code| of W, by bits; those of A reach 127
 CHAIN: Final = {4: 8, 5: 4, 8: 1}  # pair products that one accumulator carries, by bits of W
-ROUND: Final = 1 << 15  # lifts the low half above zero, so that it borrows nothing from the sum above
+ROUND: Final = (
+    1 << 15
+)  # lifts the low half above zero, so that it borrows nothing from the sum above
 
 for _bits, _chain in CHAIN.items():
     assert 2 * _chain * LARGEST[_bits] * 127 < 1 << 15, "a chain's sum must fit the upper half"
 
 
-# --- words of four int8 -> pairs, as in step 4 ------------------------------------------------------
+# --- words of four int8 -> pairs, as in step 4
+# ------------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
 def pairs(word):
     """Bytes w0 w1 w2 w3 -> w0 + w1 2^16 and w2 + w3 2^16."""
@@ -93,7 +104,7 @@ def kernel(fmt: Format, tm: int) -> Any:
         stage_w(tile, 2 * i, row, low)
         stage_w(tile, PAIRS // 2 + 2 * i, row, high)
 
-    @cuda.jit
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
         """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.slabs)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [pair][token]
@@ -115,7 +126,8 @@ def kernel(fmt: Format, tm: int) -> Any:
                 acc[i, j] = 0
 
         for b in range(blocks_k):
-            # --- global -> registers -> shared: a unit of 16 bytes each, split into pairs on the way
+            # --- global -> registers -> shared: a unit of 16 bytes each, split into pairs on the
+            # way
             for u in range(t, 2 * bm, THREADS):
                 half, row = u // bm, u % bm
                 if m0 + row < M:

@@ -1,7 +1,7 @@
 """Runs a step on a problem and says whether the result is right, before anybody believes its speed.
 
-The output is pre-filled with NaN and lies between two guard bands; the inputs must come back unchanged.
-What is compared with what, and the limits, are in `reference.check`.
+The output is pre-filled with NaN and lies between two guard bands; the inputs must come back
+unchanged. What is compared with what, and the limits, are in `reference.check`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Q81, Check, Problem, check
-from steps.activations import decode
+from steps.activations import decode, encode
 from steps.step import Activations, Family, Launch, Machine, Shape, Step
 
 GUARD = 1024
-"""Floats on each side of the output that no kernel may touch (4 KB: keeps C's rows as aligned as alone)."""
+"""Floats on each side of the output that no kernel may touch; 4 KB, so C is as aligned as alone."""
 
 _CANARY = np.float32(-7.25e30)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One step's operands on a machine, ready to launch: what `verify` checks and `results` times."""
+    """One step's operands on a machine, ready to launch: what is checked is what is timed."""
 
     shape: Shape
     weights: tuple[Any, ...]
@@ -53,15 +53,11 @@ def prepare(
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
     if given is not None and activations.layout is not None:
-        from steps.activations import encode
-
         arrays = tuple(machine.array(x) for x in encode(activations.layout, given))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
-    launch = step.launch(
-        FORMATS[format_name], family, shape, weights, activations.arrays, out
-    )
+    launch = step.launch(FORMATS[format_name], family, shape, weights, activations.arrays, out)
     return Prepared(shape, weights, on_machine, activations, out, guarded, launch)
 
 
@@ -87,7 +83,7 @@ def result(prepared: Prepared, machine: Machine) -> np.ndarray:
 def verify(
     step: Step, family: Family, problem: Problem, machine: Machine, given: Q81 | None = None
 ) -> Check:
-    """Checks one step on one problem: the values, the guard bands, and that inputs are unchanged."""
+    """Checks one step on one problem: values, guard bands, and that its inputs are unchanged."""
     prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine, given)
     before = step.pack(problem.blocks)
     c = multiply(prepared, machine)

@@ -1,8 +1,8 @@
-"""The classical acceptance of this ladder: M=4, N=512, K=1024, every format within 1 % of the float product.
+"""The classical acceptance: M=4, N=512, K=1024, every format within 1 % of the float product.
 
-The whole product takes a GPU (tests/test_steps_gpu.py). Here each step computes 8 of the 512 output features of
-the same problem in the simulator - features are independent, so these are the values a GPU would give - and the
-whole product is checked at the level of the formats, with NumPy.
+The whole product takes a GPU (tests/test_steps_gpu.py). Here each step computes 8 of the 512 output
+features of the same problem in the simulator - features are independent, so these are the values a
+GPU would give - and the whole product is checked at the level of the formats, with NumPy.
 """
 
 from __future__ import annotations
