@@ -61,6 +61,8 @@ def _command(name: str) -> Command:
 
 def _is_said_to_the_user(error: Exception) -> bool:
     """Whether it is the sentence of a refused request, and not a bug whose traceback is wanted."""
+    if isinstance(error, ImportError):
+        return error.name is None  # the registry's own, about a file that is no step
     return type(error).__name__ in ("UsageError", "RecordError") or isinstance(error, OSError)
 
 
