@@ -3,6 +3,7 @@
     from steps import gemm
     c = gemm(a, w)            # a: float32[M, K], w: blocks[N, K/32]; the best step for this GPU
     c = gemm(a, w, step=4)    # one step in particular
+    c = gemm(a, pack(w))      # ... with weights repacked and uploaded once, for many products
 
 `ladder()` finds the steps (every module `steps/stepNN_*.py`), so adding a step is adding one file.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steps.step import Step
 
-__all__ = ["find", "gemm", "ladder"]
+__all__ = ["find", "gemm", "ladder", "pack"]
 
 
 def ladder() -> tuple[Step, ...]:
@@ -31,8 +32,15 @@ def find(number: int) -> Step:
     return found(number)
 
 
-def gemm(a: Any, w: Any, *, step: int | None = None, out: Any = None) -> Any:
+def gemm(a: Any, w: Any, *, step: int | None = None, out: Any = None, **options: Any) -> Any:
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T on the GPU. See `steps.door.gemm`."""
     from steps.door import gemm as through_the_door
 
-    return through_the_door(a, w, step=step, out=out)
+    return through_the_door(a, w, step=step, out=out, **options)
+
+
+def pack(w: Any, **options: Any) -> Any:
+    """Weights repacked and uploaded once, for any number of products. See `steps.door.pack`."""
+    from steps.door import pack as at_the_door
+
+    return at_the_door(w, **options)

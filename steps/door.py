@@ -1,7 +1,6 @@
 """The front door: a checked GEMM over ggml's blocks, by the best step that this machine can run.
 
-    from steps import gemm
-    from steps.door import pack
+    from steps import gemm, pack
 
     c = gemm(a, w)                  # a: float32 [M, K]; w: blocks [N, K/32] of qformats
     handle = pack(w)                # repacked and uploaded once ...

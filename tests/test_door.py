@@ -116,6 +116,8 @@ def test_inputs_come_back_unchanged() -> None:
 
 
 def test_the_package_opens_the_same_door() -> None:
+    handle = steps.pack(weights(), step=2, machine=MACHINE)
+    assert steps.gemm(activations(), handle, family="A8").shape == (2, 3)
     if why_no_gpu() is None:
         c = steps.gemm(activations(), weights())
         assert c.shape == (2, 3)
