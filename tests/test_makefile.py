@@ -1,4 +1,4 @@
-"""The Makefile: every target documented, the set-up right in what it installs, options passed on."""
+"""The Makefile: every target documented, the right set-up, and options passed on."""
 
 from __future__ import annotations
 
