@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qformats import WEIGHT_FORMATS
+from reference import BENCH_SHAPES, DISTRIBUTIONS
 from steps import bench as benching
 from steps import table
 from steps.bench import DEFAULT_SHAPE
@@ -32,7 +33,7 @@ from steps.checks import (
     select,
     with_ancestors,
 )
-from steps.step import Machine, Step, scheme
+from steps.step import Family, Machine, Step, scheme
 from steps.table import Column, Line, Table, Tone
 
 SIMULATED = "checked in the simulator at small shapes; nothing is timed, as speed takes a GPU"
@@ -106,6 +107,14 @@ def shape_of(args: Namespace, default: Size = DEFAULT_SHAPE) -> Size:
             f"K={shape[2]} is not a multiple of the block of 32: use {shape[2] // 32 * 32 + 32}"
         )
     return shape
+
+
+def timed_distribution(args: Namespace) -> str:
+    """What timed data is drawn from: --dist, or normal (for golden too, which has one shape)."""
+    asked: str | None = args.dist
+    if asked is not None and asked not in DISTRIBUTIONS:
+        raise UsageError(f"unknown distribution {asked!r}: use one of {', '.join(DISTRIBUTIONS)}")
+    return "normal" if asked in (None, "golden") else asked
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -197,24 +206,30 @@ def check(args: Namespace) -> int:
 
 def bench(args: Namespace) -> int:
     """The whole matrix with peers, into one JSON file; 1 if any row failed."""
-    from reference import BENCH_SHAPES
     from results import record
 
-    machines("gpu")
+    _, machine, _ = machines("gpu")
     one = asked_shape(args, DEFAULT_SHAPE)
     shapes = [one] if one else list(BENCH_SHAPES)
     works = select(named(args.steps), formats_of(args.format), args.scheme)
     count = len(works) * len(shapes)
     budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
+    outcomes = _checked(works, machine, False, args, quick=True)
     env = record.environment()
     measuring = benching.Bench.here(budget)
     recorder = benching.Recorder(env, measuring.limits, args.out)
-    distribution = args.dist or "normal"
+    distribution = timed_distribution(args)
     found: list[Any] = []
-    broken: str | None = None
+    broken = outcomes.broken
     with table.progress(count) as report:
         rows = benching.rows(
-            measuring, works, shapes, distribution=distribution, seed=args.seed, report=report
+            measuring,
+            works if broken is None else (),
+            shapes,
+            distribution=distribution,
+            seed=args.seed,
+            wrong=_wrong(outcomes),
+            report=report,
         )
         try:
             for i, row in enumerate(rows, 1):
@@ -225,11 +240,12 @@ def bench(args: Namespace) -> int:
             if not fatal(error):
                 raise
             broken = f"{type(error).__name__}: {error}"
-    names = tuple(dict.fromkeys(work.format for work in works))
-    peers: tuple[Any, ...] = ()
+    path = recorder.save(found)  # before the peers, whose failure must not cost the rows
     if broken is None and not args.no_peers:
-        peers = benching.same_work_by_others(env.gpu, shapes, names, budget)
-    path = recorder.save(found, peers)
+        names = tuple(dict.fromkeys(work.format for work in works))
+        path = recorder.save(
+            found, benching.same_work_by_others(env.gpu, shapes, names, measuring.budget)
+        )
     rows_ = benching.sorted_rows(found)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
@@ -252,7 +268,7 @@ def launch(args: Namespace) -> int:
     work = one_work(args)
     gpu = machine(0)
     shape = shape_of(args)
-    posed = problem(work.format, shape, args.dist or "normal", args.seed)
+    posed = problem(work.format, shape, timed_distribution(args), args.seed)
     prepared = prepare(work.step, work.family, work.format, posed.a, posed.blocks, gpu)
     for each in (*prepared.activations.launches, prepared.launch):
         gpu.run(each)
@@ -294,12 +310,21 @@ def _checked(
             shape=asked,
             distribution=args.dist,
             seed=args.seed,
-            order=args.order,
+            order=getattr(args, "order", None),
         )
 
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
     with table.progress(len(works)) as report:
         return check_works(works, cases_of, machine, report)
+
+
+def _wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
+    """Why works must not be timed: (step, family, format) -> the first sentence."""
+    return {
+        (o.work.step.number, o.work.family, o.work.format): o.failures[0]
+        for o in outcomes.each
+        if not o.ok
+    }
 
 
 def _measured(
@@ -308,11 +333,6 @@ def _measured(
     """(rows with ratios, where they were saved). A CUDA error ends it and is in `outcomes`."""
     from results import record
 
-    wrong = {
-        (o.work.step.number, o.work.family, o.work.format): o.failures[0]
-        for o in outcomes.each
-        if not o.ok
-    }
     env = record.environment()
     measuring = benching.Bench.here(benching.Budget())
     found: list[Any] = []
@@ -321,9 +341,9 @@ def _measured(
             measuring,
             works,
             [shape],
-            distribution=args.dist or "normal",
+            distribution=timed_distribution(args),
             seed=args.seed,
-            wrong=wrong,
+            wrong=_wrong(outcomes),
             report=report,
         )
         try:
@@ -335,10 +355,13 @@ def _measured(
             outcomes.broken = f"{type(error).__name__}: {error}"
     saved = None
     if args.save:
-        peers = benching.same_work_by_others(
-            env.gpu, [shape], formats_of(args.format), measuring.budget
-        )
-        saved = benching.Recorder(env, measuring.limits).save(found, peers)
+        recorder = benching.Recorder(env, measuring.limits)
+        saved = recorder.save(found)
+        if outcomes.broken is None:
+            names = formats_of(args.format)
+            recorder.save(
+                found, benching.same_work_by_others(env.gpu, [shape], names, measuring.budget)
+            )
     return benching.sorted_rows(found), saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -272,3 +273,35 @@ def test_a_wrong_step_is_shown_but_not_timed(monkeypatch, capsys) -> None:
     assert "FAILED 2" not in printed.out
     assert "FAILED 1 of 2 cases" in printed.out
     assert printed.err == "step 1 W4A16 q4_0 is wrong\n"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_bench_checks_measures_records_and_prints(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(bench, "same_work_by_others", lambda *_: ())
+    out = tmp_path / "run.json"
+    args = asked(command="bench", out=out, seconds=None, no_peers=False, dist="golden")
+    del args.order
+    assert run.bench(args) == 0
+    saved = record.read(out)
+    assert [(row.step, row.shape) for row in saved.rows] == [(5, (2, 8, 32))]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.splitlines()[-1] == f"wrote {out}"
+    assert "normal data" in printed.out
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(tmp_path, monkeypatch, capsys) -> None:
+    real = bench.rows
+
+    def lost(*args, **options):
+        yield from itertools.islice(real(*args, **options), 1)
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(bench, "rows", lost)
+    monkeypatch.setattr(run, "fatal", lambda _: True)
+    out = tmp_path / "run.json"
+    args = asked(command="bench", steps=["1", "2"], out=out, seconds=1, no_peers=False)
+    assert run.bench(args) == 1
+    assert [row.step for row in record.read(out).rows] == [1]
+    assert "the run ended early: RuntimeError: an illegal memory access" in capsys.readouterr().err
