@@ -31,31 +31,39 @@ from qformats import BLOCK, Format
 from qformats.device import fifth_bits
 from qformats.repack import UNIT, slabs
 from steps.activations import q8_1_slabs
-from steps.instructions import load_f32x2, load_u32x4, prmt, store_f32x4
+from steps.instructions import (
+    load_f32x2,
+    load_f32x4,
+    load_u32x4,
+    prmt,
+    store_f32x2,
+    store_f32x4,
+    store_u32,
+)
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
-SIDE: Final = 16  # a thread block is 16 x 16 threads
-THREADS: Final = SIDE * SIDE
+SIDE: Final = 16  # threads of a block along M
+BLOCKS_PER_SM: Final = 2  # caps a thread at 128 registers: one block multiplies, one stages
 TN: Final = 4  # features of one thread: one 128-bit load
-BLOCKS_PER_SM: Final = (
-    2  # caps a thread at 128 registers: while one block stages, the other multiplies
-)
-FEW: Final = 16  # up to so many tokens a thread owns one of them, else 8
-BN: Final = SIDE * TN  # features of a tile
-PAIRS: Final = BLOCK // 2  # pairs of codes along one block
+FEW: Final = 16  # up to so many tokens a thread owns one of them, else 8:
+TILES: Final = {True: (1, 8, 8), False: (8, 16, 2)}  # few -> (tokens of a thread, threads along N,
+#   blocks of K a stage). Few tokens mean little work between two barriers and few tiles for 132 SMs:
+#   deeper stages and narrower tiles.
+HALF: Final = BLOCK // 2  # pairs along one block of K; also the distance of a byte's two nibbles
 NIBBLES: Final = 0x0F0F0F0F  # the low nibble of each byte of a word
-LARGEST: Final = {4: 15, 5: 31, 8: 128}  # |code| of W, by bits; those of A reach 127
-CHAIN: Final = {4: 8, 5: 4, 8: 1}  # pair products that one accumulator carries, by bits of W
-ROUND: Final = (
-    1 << 15
-)  # lifts the low half above zero, so that it borrows nothing from the sum above
+CENTRE: Final = {
+    4: 8,
+    5: 16,
+    8: 0,
+}  # taken off the codes of W, by bits: a chain holds twice as many
+CHAIN: Final = {4: 16, 5: 8, 8: 1}  # pair products that one accumulator carries, by bits of W
+ROUND: Final = 1 << 15  # lifts the low half above zero: it borrows nothing from the sum above
 
 for _bits, _chain in CHAIN.items():
-    assert 2 * _chain * LARGEST[_bits] * 127 < 1 << 15, "a chain's sum must fit the upper half"
+    assert 2 * _chain * (1 << (_bits - 1)) * 127 < 1 << 15, "a chain's sum must fit the upper half"
 
 
-# --- words of four int8 -> pairs, as in step 4
-# ------------------------------------------------------
+# --- words of four int8 -> pairs, as in step 4 ----------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
 def pairs(word):
     """Bytes w0 w1 w2 w3 -> w0 + w1 2^16 and w2 + w3 2^16."""
@@ -73,135 +81,166 @@ def crossed_pairs(word):
 
 
 @cache
-def kernel(fmt: Format, tm: int) -> Any:
-    """The kernel for `tm` tokens a thread: 1, or a multiple of 4."""
-    bm = SIDE * tm  # tokens of a tile
-    words_a, words_w = PAIRS * bm, PAIRS * BN
-    chain = CHAIN[fmt.bits]
+def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
+    """The kernel for `tm` tokens a thread (1 or a multiple of 4), `columns` threads along N and
+    `depth` blocks of K a stage."""
+    threads = SIDE * columns
+    bm, bn = SIDE * tm, columns * TN  # tokens and features of a tile
+    words_a, words_w = depth * HALF * bm, depth * HALF * bn
+    floats_a, floats_w = 2 * depth * bm, 2 * depth * bn
+    assert threads % bm == 0, "a thread stages units of one row of A ..."
+    assert threads % bn == 0, "... and of one row of W"
+    centre = float32(CENTRE[fmt.bits])
+    centre_pair = CENTRE[fmt.bits] * (1 + (1 << 16))
     units = 2 if fmt.bits == 8 else 1  # 128-bit loads for one block of W
+    # how often a thread loads a unit of A, one of W, scales of A, scales of W in one stage
+    units_a, units_w = ceil_div(2 * depth * bm, threads), ceil_div(units * depth * bn, threads)
+    pieces_a, pieces_w = ceil_div(depth * bm, threads), ceil_div(depth * bn, threads)
     five_bits = fmt.bits == 5
-    compensated = fmt.name != "q8_0"  # whose offset is zero
+    alone = CHAIN[fmt.bits] == 1  # each product is shifted down before it is added
+    run, start = (HALF, 0) if alone else (CHAIN[fmt.bits], ROUND)
+    compensated = fmt.name in ("q4_1", "q5_1")  # centred, the others need none
 
     @cuda.jit(device=True, forceinline=True)
     def stage_a(tile, p, row, word):
         first, second = crossed_pairs(word)
-        tile[p * bm + row] = first
-        tile[(p + 1) * bm + row] = second
+        store_u32(tile, p * bm + row, first)
+        store_u32(tile, (p + 1) * bm + row, second)
 
     @cuda.jit(device=True, forceinline=True)
     def stage_w(tile, p, row, word):
         first, second = pairs(word)
-        tile[p * BN + row] = first
-        tile[(p + 1) * BN + row] = second
+        store_u32(tile, p * bn + row, first - centre_pair)
+        store_u32(tile, (p + 1) * bn + row, second - centre_pair)
 
     @cuda.jit(device=True, forceinline=True)
-    def stage_nibbles(tile, i, row, word, qh):
+    def stage_nibbles(tile, p, i, row, word, qh):
         """Word i of a unit: elements 4i.. in its low nibbles, 16 + 4i.. in its high ones."""
         low, high = uint32(word) & uint32(NIBBLES), (uint32(word) >> uint32(4)) & uint32(NIBBLES)
         if five_bits:
             low |= uint32(fifth_bits((qh >> uint32(4 * i)) & uint32(15)))
-            high |= uint32(fifth_bits((qh >> uint32(16 + 4 * i)) & uint32(15)))
-        stage_w(tile, 2 * i, row, low)
-        stage_w(tile, PAIRS // 2 + 2 * i, row, high)
+            high |= uint32(fifth_bits((qh >> uint32(HALF + 4 * i)) & uint32(15)))
+        stage_w(tile, p + 2 * i, row, low)
+        stage_w(tile, p + HALF // 2 + 2 * i, row, high)
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_add(v, x, w):
+        if alone:
+            return int32(v + (int32(x * int32(w) + ROUND) >> int32(16)))
+        return int32(v + x * int32(w))
+
+    @cuda.jit(device=True, forceinline=True)
+    def finished(v):
+        return v if alone else int32(v >> int32(16))
+
+    @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
         """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.slabs)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [pair][token]
         tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [pair][feature]
-        scale_a = cuda.shared.array(bm, float32)
-        sum_a = cuda.shared.array(bm, float32)
-        scale_w = cuda.shared.array(BN, float32)
-        offset_w = cuda.shared.array(BN, float32)
+        ds_a = cuda.shared.array(floats_a, float32, alignment=16)  # d, s of a token
+        dz_w = cuda.shared.array(floats_w, float32, alignment=16)  # d, z of a feature
         acc = cuda.local.array((tm, TN), float32)
-        total = cuda.local.array((tm, TN), int32)
         v = cuda.local.array((tm, TN), int32)
-        xa = cuda.local.array(tm, int32)
+        xa = cuda.local.array(4, int32)
         M, N = c.shape
         tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
-        t = ty * SIDE + tx
-        m0, n0 = cuda.blockIdx.y * bm, cuda.blockIdx.x * BN
+        t = uint32(ty * columns + tx)  # unsigned: division by a power of two is then one shift
+        m0, n0 = cuda.blockIdx.y * bm, cuda.blockIdx.x * bn
         for i in range(tm):
             for j in range(TN):
                 acc[i, j] = 0
 
-        for b in range(blocks_k):
-            # --- global -> registers -> shared: a unit of 16 bytes each, split into pairs on the
-            # way
-            for u in range(t, 2 * bm, THREADS):
-                half, row = u // bm, u % bm
-                if m0 + row < M:
-                    x0, x1, x2, x3 = load_u32x4(qa, ((2 * b + half) * M + m0 + row) * UNIT)
-                    p = half * (PAIRS // 2)
-                    stage_a(tile_a, p, row, x0)
-                    stage_a(tile_a, p + 2, row, x1)
-                    stage_a(tile_a, p + 4, row, x2)
-                    stage_a(tile_a, p + 6, row, x3)
-            for u in range(t, units * BN, THREADS):
-                half, row = u // BN, u % BN
-                if n0 + row < N:
-                    x0, x1, x2, x3 = load_u32x4(qs, ((units * b + half) * N + n0 + row) * UNIT)
-                    if units == 2:
-                        p = half * (PAIRS // 2)
-                        stage_w(tile_w, p, row, x0)
-                        stage_w(tile_w, p + 2, row, x1)
-                        stage_w(tile_w, p + 4, row, x2)
-                        stage_w(tile_w, p + 6, row, x3)
-                    else:
-                        fifth = uint32(0)
-                        if five_bits:
-                            fifth = qh[b * N + n0 + row]
-                        stage_nibbles(tile_w, 0, row, x0, fifth)
-                        stage_nibbles(tile_w, 1, row, x1, fifth)
-                        stage_nibbles(tile_w, 2, row, x2, fifth)
-                        stage_nibbles(tile_w, 3, row, x3, fifth)
-            if t < bm and m0 + t < M:
-                scale_a[t], sum_a[t] = load_f32x2(ds, (b * M + m0 + t) * 2)
-            if t < BN and n0 + t < N:
-                scale_w[t] = scale[b * N + n0 + t]
-                offset_w[t] = offset[b * N + n0 + t]
+        for b in range(0, blocks_k, depth):
+            left = min(depth, blocks_k - b)  # blocks of K in this stage
+            # --- global -> registers -> shared: a unit of 16 bytes each, split into pairs
+            row = t % bm
+            if m0 + row < M:
+                for i in range(units_a):
+                    unit = t // bm + i * (threads // bm)
+                    if unit < 2 * left:
+                        x = load_u32x4(qa, ((2 * b + unit) * M + m0 + row) * UNIT)
+                        p = unit * (HALF // 2)
+                        stage_a(tile_a, p, row, x[0])
+                        stage_a(tile_a, p + 2, row, x[1])
+                        stage_a(tile_a, p + 4, row, x[2])
+                        stage_a(tile_a, p + 6, row, x[3])
+                for i in range(pieces_a):
+                    slab = t // bm + i * (threads // bm)
+                    if slab < left:
+                        da, s = load_f32x2(ds, ((b + slab) * M + m0 + row) * 2)
+                        store_f32x2(ds_a, (slab * bm + row) * 2, da, s)
+            row = t % bn
+            if n0 + row < N:
+                for i in range(units_w):
+                    unit = t // bn + i * (threads // bn)
+                    if unit < units * left:
+                        x = load_u32x4(qs, ((units * b + unit) * N + n0 + row) * UNIT)
+                        p = unit * (HALF // units)
+                        if units == 2:
+                            stage_w(tile_w, p, row, x[0])
+                            stage_w(tile_w, p + 2, row, x[1])
+                            stage_w(tile_w, p + 4, row, x[2])
+                            stage_w(tile_w, p + 6, row, x[3])
+                        else:
+                            fifth = uint32(0)
+                            if five_bits:
+                                fifth = qh[(b + unit) * N + n0 + row]
+                            stage_nibbles(tile_w, p, 0, row, x[0], fifth)
+                            stage_nibbles(tile_w, p, 1, row, x[1], fifth)
+                            stage_nibbles(tile_w, p, 2, row, x[2], fifth)
+                            stage_nibbles(tile_w, p, 3, row, x[3], fifth)
+                for i in range(pieces_w):
+                    slab = t // bn + i * (threads // bn)
+                    if slab < left:
+                        at = (b + slab) * N + n0 + row
+                        d, z = scale[at], offset[at]
+                        store_f32x2(dz_w, (slab * bn + row) * 2, d, z + centre * d)
             cuda.syncthreads()
 
-            # --- shared -> registers, multiply: tokens 4 ty.. and 64 + 4 ty.., features 4 tx..
-            for i in range(tm):
-                for j in range(TN):
-                    total[i, j] = 0
-            for first in range(0, PAIRS, chain):
-                for i in range(tm):
-                    for j in range(TN):
-                        v[i, j] = ROUND
-                for p in range(first, first + chain):
-                    if tm == 1:
-                        xa[0] = tile_a[p * bm + ty]
-                    else:
-                        for i in range(0, tm, 4):
-                            xa[i], xa[i + 1], xa[i + 2], xa[i + 3] = load_u32x4(
-                                tile_a, p * bm + i * SIDE + 4 * ty
-                            )
-                    w0, w1, w2, w3 = load_u32x4(tile_w, p * BN + TN * tx)
+            for slab in range(left):
+                # --- shared -> registers, multiply: tokens 4 ty.. and 64 + 4 ty.., features 4 tx..
+                for part in range(HALF // run):
+                    first = slab * HALF + part * run
                     for i in range(tm):
-                        v[i, 0] = int32(v[i, 0] + xa[i] * int32(w0))
-                        v[i, 1] = int32(v[i, 1] + xa[i] * int32(w1))
-                        v[i, 2] = int32(v[i, 2] + xa[i] * int32(w2))
-                        v[i, 3] = int32(v[i, 3] + xa[i] * int32(w3))
-                for i in range(tm):
-                    for j in range(TN):
-                        total[i, j] = int32(total[i, j] + (v[i, j] >> int32(16)))
+                        for j in range(TN):
+                            v[i, j] = start
+                    for p in range(first, first + run):
+                        w = load_u32x4(tile_w, p * bn + TN * tx)
+                        for i in range(0, tm, 4):
+                            if tm == 1:
+                                xa[0] = tile_a[p * bm + ty]
+                            else:
+                                xa[0], xa[1], xa[2], xa[3] = load_u32x4(
+                                    tile_a, p * bm + i * SIDE + 4 * ty
+                                )
+                            for r in range(min(tm, 4)):
+                                v[i + r, 0] = multiply_add(v[i + r, 0], xa[r], w[0])
+                                v[i + r, 1] = multiply_add(v[i + r, 1], xa[r], w[1])
+                                v[i + r, 2] = multiply_add(v[i + r, 2], xa[r], w[2])
+                                v[i + r, 3] = multiply_add(v[i + r, 3], xa[r], w[3])
 
-            # --- scale
-            for i in range(tm):
-                row = ty if tm == 1 else (i // 4) * 4 * SIDE + 4 * ty + i % 4
-                da, s = scale_a[row], sum_a[row]
-                for j in range(TN):
-                    acc[i, j] += scale_w[TN * tx + j] * da * float32(total[i, j])
-                    if compensated:
-                        acc[i, j] += offset_w[TN * tx + j] * s
+                    # --- scale
+                    d0, z0, d1, z1 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2)
+                    d2, z2, d3, z3 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2 + 4)
+                    for i in range(tm):
+                        row = ty if tm == 1 else i // 4 * 4 * SIDE + 4 * ty + i % 4
+                        da, s = load_f32x2(ds_a, (slab * bm + row) * 2)
+                        acc[i, 0] += d0 * da * float32(finished(v[i, 0]))
+                        acc[i, 1] += d1 * da * float32(finished(v[i, 1]))
+                        acc[i, 2] += d2 * da * float32(finished(v[i, 2]))
+                        acc[i, 3] += d3 * da * float32(finished(v[i, 3]))
+                        if compensated and part == 0:
+                            acc[i, 0] += z0 * s
+                            acc[i, 1] += z1 * s
+                            acc[i, 2] += z2 * s
+                            acc[i, 3] += z3 * s
             cuda.syncthreads()
 
         # --- registers -> global: 128 bits at once where the row allows it
         n = n0 + TN * tx
         for i in range(tm):
-            m = m0 + (ty if tm == 1 else (i // 4) * 4 * SIDE + 4 * ty + i % 4)
+            m = m0 + (ty if tm == 1 else i // 4 * 4 * SIDE + 4 * ty + i % 4)
             if m < M:
                 if N % TN == 0 and n < N:
                     store_f32x4(c, m * N + n, acc[i, 0], acc[i, 1], acc[i, 2], acc[i, 3])
@@ -216,10 +255,10 @@ def kernel(fmt: Format, tm: int) -> Any:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    tm = 1 if shape.m <= FEW else 8
-    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, SIDE * tm))
+    tm, columns, depth = TILES[shape.m <= FEW]
+    grid = (ceil_div(shape.n, columns * TN), ceil_div(shape.m, SIDE * tm))
     args = (*weights, *activations, out, shape.k // BLOCK)
-    return Launch(kernel(fmt, tm), grid, (SIDE, SIDE), args)
+    return Launch(kernel(fmt, tm, columns, depth), grid, (columns, SIDE), args)
 
 
 STEP = Step(
