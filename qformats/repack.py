@@ -109,6 +109,8 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
     all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
     formats without one; scale and offset float32[K//32, N].
     """
+    if blocks.ndim != 2:
+        raise ValueError(f"slabs takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions")
     apart = planes(blocks)
     n = blocks.shape[0]
     units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)

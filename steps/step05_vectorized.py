@@ -4,20 +4,19 @@ What is new
     A thread owns 8 tokens x 4 features. For every pair of K it reads 12 words from shared memory in
     three 128-bit loads and multiplies each of the 8 with each of the 4. Global memory is read 128
     bits at a time too: the weights are repacked once into *slabs* (codes, fifth bits, scales and
-    offsets apart, K outermost), in which 16 bytes of one row are followed by 16 bytes of the next,
-    so that every address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
+    offsets apart, K outermost), in which 16 bytes of one row are followed by 16 of the next: every
+    address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
 Why it should help
-    In step 4 two shared words fed one IMAD; here 12 words feed 32, so shared memory is no longer
-    the bound and the multiplier is. Napkin: 64 IMAD a cycle and SM, two products each, is 132 SM x
-    1.9 GHz x 64 x 4 = 64 TOPS; staging, scaling and barriers will leave about half.
+    In step 4 two shared words fed one IMAD, here 12 words feed 32: shared memory is no longer the
+    bound, the multiplier is. Napkin: 64 IMAD a cycle and SM, two products each, is 132 SM x 1.9 GHz
+    x 64 x 4 = 64 TOPS; staging, scaling and barriers will leave about half.
 What it costs
-    About 120 registers a thread, so two blocks of 256 threads share an SM; a repack of the weights
-    (timed apart). For few tokens a tile of 128 would be mostly empty: a thread then owns one token.
+    About 120 registers a thread, so two blocks of 256 threads share an SM; a repack of the weights.
+    For few tokens a tile of 128 would be mostly empty: a thread then owns one of them.
 Machine code
     LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
 Read next
-    The hardware's own dp4a would do with one instruction what two multiply-adds do here. What would
-    you add next?
+    The hardware's dp4a: one instruction for what two do here. What would you add next?
 """
 
 from __future__ import annotations
@@ -45,18 +44,14 @@ from steps.step import Family, Launch, Shape, Step, ceil_div
 SIDE: Final = 16  # threads of a block along M
 BLOCKS_PER_SM: Final = 2  # caps a thread at 128 registers: one block multiplies, one stages
 TN: Final = 4  # features of one thread: one 128-bit load
-FEW: Final = 16  # up to so many tokens a thread owns one of them, else 8:
-TILES: Final = {True: (1, 8, 8), False: (8, 16, 2)}  # few -> (tokens of a thread, threads along N,
-#   blocks of K a stage). Few tokens mean little work between two barriers and few tiles for 132 SMs:
-#   deeper stages and narrower tiles.
+FEW: Final = 16  # tokens up to which there is little work between two barriers and few tiles:
+# few -> tokens of a thread, threads along N, blocks of K in one stage
+TILES: Final = {True: (1, 8, 8), False: (8, 16, 2)}
 HALF: Final = BLOCK // 2  # pairs along one block of K; also the distance of a byte's two nibbles
 NIBBLES: Final = 0x0F0F0F0F  # the low nibble of each byte of a word
-CENTRE: Final = {
-    4: 8,
-    5: 16,
-    8: 0,
-}  # taken off the codes of W, by bits: a chain holds twice as many
-CHAIN: Final = {4: 16, 5: 8, 8: 1}  # pair products that one accumulator carries, by bits of W
+# By bits of W: what is taken off the codes, so that they are signed and a chain holds twice as many
+CENTRE: Final = {4: 8, 5: 16, 8: 0}
+CHAIN: Final = {4: 16, 5: 8, 8: 1}  # pair products that one accumulator carries
 ROUND: Final = 1 << 15  # lifts the low half above zero: it borrows nothing from the sum above
 
 for _bits, _chain in CHAIN.items():
@@ -82,29 +77,27 @@ def crossed_pairs(word):
 
 @cache
 def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
-    """The kernel for `tm` tokens a thread (1 or a multiple of 4), `columns` threads along N and
-    `depth` blocks of K a stage."""
+    """The kernel for `tm` tokens a thread (1 or 8), `columns` threads along N, `depth` blocks of K
+    a stage."""
     threads = SIDE * columns
     bm, bn = SIDE * tm, columns * TN  # tokens and features of a tile
-    words_a, words_w = depth * HALF * bm, depth * HALF * bn
-    floats_a, floats_w = 2 * depth * bm, 2 * depth * bn
     assert threads % bm == 0, "a thread stages units of one row of A ..."
     assert threads % bn == 0, "... and of one row of W"
-    centre = float32(CENTRE[fmt.bits])
-    centre_pair = CENTRE[fmt.bits] * (1 + (1 << 16))
+    words_a, words_w = depth * HALF * bm, depth * HALF * bn
+    floats_a, floats_w = 2 * depth * bm, 2 * depth * bn
     units = 2 if fmt.bits == 8 else 1  # 128-bit loads for one block of W
-    # how often a thread loads a unit of A, one of W, scales of A, scales of W in one stage
-    units_a, units_w = ceil_div(2 * depth * bm, threads), ceil_div(units * depth * bn, threads)
-    pieces_a, pieces_w = ceil_div(depth * bm, threads), ceil_div(depth * bn, threads)
     five_bits = fmt.bits == 5
+    # 128-bit loads of one thread for one stage, of A and of W
+    units_a, units_w = ceil_div(2 * depth * bm, threads), ceil_div(units * depth * bn, threads)
+    centre, centre_pair = float32(CENTRE[fmt.bits]), CENTRE[fmt.bits] * (1 + (1 << 16))
     alone = CHAIN[fmt.bits] == 1  # each product is shifted down before it is added
-    run, start = (HALF, 0) if alone else (CHAIN[fmt.bits], ROUND)
-    compensated = fmt.name in ("q4_1", "q5_1")  # centred, the others need none
+    run, start, shift = (HALF, 0, 0) if alone else (CHAIN[fmt.bits], ROUND, 16)
+    compensated = fmt.name in ("q4_1", "q5_1")  # centring leaves the others an offset of zero
 
     @cuda.jit(device=True, forceinline=True)
     def stage_a(tile, p, row, word):
         first, second = crossed_pairs(word)
-        store_u32(tile, p * bm + row, first)
+        store_u32(tile, p * bm + row, first)  # (tile[i] = x would first ask whether i < 0)
         store_u32(tile, (p + 1) * bm + row, second)
 
     @cuda.jit(device=True, forceinline=True)
@@ -114,14 +107,17 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
         store_u32(tile, (p + 1) * bn + row, second - centre_pair)
 
     @cuda.jit(device=True, forceinline=True)
-    def stage_nibbles(tile, p, i, row, word, qh):
-        """Word i of a unit: elements 4i.. in its low nibbles, 16 + 4i.. in its high ones."""
-        low, high = uint32(word) & uint32(NIBBLES), (uint32(word) >> uint32(4)) & uint32(NIBBLES)
-        if five_bits:
-            low |= uint32(fifth_bits((qh >> uint32(4 * i)) & uint32(15)))
-            high |= uint32(fifth_bits((qh >> uint32(HALF + 4 * i)) & uint32(15)))
-        stage_w(tile, p + 2 * i, row, low)
-        stage_w(tile, p + HALF // 2 + 2 * i, row, high)
+    def stage_word(tile, unit, i, row, word, qh):
+        """Word i of a unit of W: four codes of 8 bits, or 4i.. and 16 + 4i.. in its nibbles."""
+        if units == 2:
+            stage_w(tile, unit * (HALF // 2) + 2 * i, row, word)
+        else:
+            low, high = uint32(word) & uint32(NIBBLES), uint32(word >> 4) & uint32(NIBBLES)
+            if five_bits:
+                low |= uint32(fifth_bits((qh >> uint32(4 * i)) & uint32(15)))
+                high |= uint32(fifth_bits((qh >> uint32(HALF + 4 * i)) & uint32(15)))
+            stage_w(tile, unit * HALF + 2 * i, row, low)
+            stage_w(tile, unit * HALF + HALF // 2 + 2 * i, row, high)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_add(v, x, w):
@@ -130,8 +126,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
         return int32(v + x * int32(w))
 
     @cuda.jit(device=True, forceinline=True)
-    def finished(v):
-        return v if alone else int32(v >> int32(16))
+    def token(i, ty):
+        """Of a thread's i-th row, in the tile: four neighbours, then four 64 further on."""
+        return ty if tm == 1 else i // 4 * 4 * SIDE + 4 * ty + i % 4
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
@@ -165,41 +162,31 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                         stage_a(tile_a, p + 2, row, x[1])
                         stage_a(tile_a, p + 4, row, x[2])
                         stage_a(tile_a, p + 6, row, x[3])
-                for i in range(pieces_a):
-                    slab = t // bm + i * (threads // bm)
-                    if slab < left:
-                        da, s = load_f32x2(ds, ((b + slab) * M + m0 + row) * 2)
-                        store_f32x2(ds_a, (slab * bm + row) * 2, da, s)
+                        if unit % 2 == 0:
+                            da, sum_a = load_f32x2(ds, ((b + unit // 2) * M + m0 + row) * 2)
+                            store_f32x2(ds_a, (unit // 2 * bm + row) * 2, da, sum_a)
             row = t % bn
             if n0 + row < N:
                 for i in range(units_w):
                     unit = t // bn + i * (threads // bn)
                     if unit < units * left:
                         x = load_u32x4(qs, ((units * b + unit) * N + n0 + row) * UNIT)
-                        p = unit * (HALF // units)
-                        if units == 2:
-                            stage_w(tile_w, p, row, x[0])
-                            stage_w(tile_w, p + 2, row, x[1])
-                            stage_w(tile_w, p + 4, row, x[2])
-                            stage_w(tile_w, p + 6, row, x[3])
-                        else:
-                            fifth = uint32(0)
-                            if five_bits:
-                                fifth = qh[(b + unit) * N + n0 + row]
-                            stage_nibbles(tile_w, p, 0, row, x[0], fifth)
-                            stage_nibbles(tile_w, p, 1, row, x[1], fifth)
-                            stage_nibbles(tile_w, p, 2, row, x[2], fifth)
-                            stage_nibbles(tile_w, p, 3, row, x[3], fifth)
-                for i in range(pieces_w):
-                    slab = t // bn + i * (threads // bn)
-                    if slab < left:
-                        at = (b + slab) * N + n0 + row
-                        d, z = scale[at], offset[at]
-                        store_f32x2(dz_w, (slab * bn + row) * 2, d, z + centre * d)
+                        fifth = uint32(0)
+                        if five_bits:
+                            fifth = qh[(b + unit) * N + n0 + row]
+                        stage_word(tile_w, unit, 0, row, x[0], fifth)
+                        stage_word(tile_w, unit, 1, row, x[1], fifth)
+                        stage_word(tile_w, unit, 2, row, x[2], fifth)
+                        stage_word(tile_w, unit, 3, row, x[3], fifth)
+                        if unit % units == 0:
+                            slab = unit // units
+                            at = (b + slab) * N + n0 + row
+                            d, z = scale[at], offset[at]
+                            store_f32x2(dz_w, (slab * bn + row) * 2, d, z + centre * d)
             cuda.syncthreads()
 
             for slab in range(left):
-                # --- shared -> registers, multiply: tokens 4 ty.. and 64 + 4 ty.., features 4 tx..
+                # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
                 for part in range(HALF // run):
                     first = slab * HALF + part * run
                     for i in range(tm):
@@ -211,9 +198,8 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                             if tm == 1:
                                 xa[0] = tile_a[p * bm + ty]
                             else:
-                                xa[0], xa[1], xa[2], xa[3] = load_u32x4(
-                                    tile_a, p * bm + i * SIDE + 4 * ty
-                                )
+                                at = p * bm + token(i, ty)
+                                xa[0], xa[1], xa[2], xa[3] = load_u32x4(tile_a, at)
                             for r in range(min(tm, 4)):
                                 v[i + r, 0] = multiply_add(v[i + r, 0], xa[r], w[0])
                                 v[i + r, 1] = multiply_add(v[i + r, 1], xa[r], w[1])
@@ -224,12 +210,11 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                     d0, z0, d1, z1 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2)
                     d2, z2, d3, z3 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2 + 4)
                     for i in range(tm):
-                        row = ty if tm == 1 else i // 4 * 4 * SIDE + 4 * ty + i % 4
-                        da, s = load_f32x2(ds_a, (slab * bm + row) * 2)
-                        acc[i, 0] += d0 * da * float32(finished(v[i, 0]))
-                        acc[i, 1] += d1 * da * float32(finished(v[i, 1]))
-                        acc[i, 2] += d2 * da * float32(finished(v[i, 2]))
-                        acc[i, 3] += d3 * da * float32(finished(v[i, 3]))
+                        da, s = load_f32x2(ds_a, (slab * bm + token(i, ty)) * 2)
+                        acc[i, 0] += d0 * da * float32(v[i, 0] >> int32(shift))
+                        acc[i, 1] += d1 * da * float32(v[i, 1] >> int32(shift))
+                        acc[i, 2] += d2 * da * float32(v[i, 2] >> int32(shift))
+                        acc[i, 3] += d3 * da * float32(v[i, 3] >> int32(shift))
                         if compensated and part == 0:
                             acc[i, 0] += z0 * s
                             acc[i, 1] += z1 * s
@@ -240,7 +225,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
         # --- registers -> global: 128 bits at once where the row allows it
         n = n0 + TN * tx
         for i in range(tm):
-            m = m0 + (ty if tm == 1 else i // 4 * 4 * SIDE + 4 * ty + i % 4)
+            m = m0 + token(i, ty)
             if m < M:
                 if N % TN == 0 and n < N:
                     store_f32x4(c, m * N + n, acc[i, 0], acc[i, 1], acc[i, 2], acc[i, 3])

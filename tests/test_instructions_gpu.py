@@ -56,4 +56,4 @@ def test_offline_code_is_what_is_launched():
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     offline = machine_code(case.kernel, signature, arch)
     case.kernel.compile(signature)
-    assert case.kernel.get_regs_per_thread(signature) == offline.registers
+    assert case.kernel.overloads[signature].regs_per_thread == offline.registers

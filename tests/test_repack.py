@@ -137,3 +137,9 @@ def test_a_scale_that_no_block_can_hold_is_refused():
         from_planes(dataclasses.replace(apart, scale=scale))
     with pytest.raises(ValueError, match=r"offset = .* at block \(0, 0\) is not a float16"):
         from_planes(dataclasses.replace(apart, offset=apart.offset * np.float32(1.0001)))
+
+
+def test_slabs_take_a_matrix() -> None:
+    row = quantize(np.ones(64, np.float32), "q4_0")
+    with pytest.raises(ValueError, match=r"a matrix of blocks \[N, K//32\], got 1 dimensions"):
+        slabs(row)
