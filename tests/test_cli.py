@@ -261,6 +261,8 @@ def test_an_interrupt_is_not_a_traceback() -> None:
         stdout=subprocess.PIPE,
         stderr=theirs,
         text=True,
+        # a shell's background job, which this suite may be, ignores Ctrl-C and hands that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     seen = ""
