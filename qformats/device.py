@@ -1,9 +1,11 @@
 """What a kernel needs to know of a block: Numba device functions, made once for each format.
 
-`device_format("q5_1")` gives the same four names for every weight format, so that one kernel
+`device_format("q5_1")` gives the same five names for every weight format, so that one kernel
 factory, which captures them, serves all five:
 
     code(w, at, j)   -> int32         stored code of element j (0..31), by single bytes
+    codes(w, at, j)  -> int32, int32  those of elements j and j + 16 (j < 16): a nibble format keeps
+                                      them in one byte, which is loaded once
     words(w, at, i)  -> int32, int32  codes of elements 4i.. and 16 + 4i.. (i = 0..3), one a byte
     scale(w, at)     -> float32       d
     offset(w, at)    -> float32       z, such that every format's value is  d * code + z
@@ -95,6 +97,7 @@ class DeviceFormat:
     """The device functions of one weight format; see the module's docstring."""
 
     code: Any
+    codes: Any
     words: Any
     scale: Any
     offset: Any
@@ -116,6 +119,11 @@ def device_format(format_name: str) -> DeviceFormat:
         return int32((uint32(w[at + QS + (j & 15)]) >> uint32((j >> 4) << 2)) & uint32(15))
 
     @cuda.jit(device=True, forceinline=True)
+    def nibbles(w, at, j):
+        byte = uint32(w[at + QS + j])
+        return int32(byte & uint32(15)), int32(byte >> uint32(4))
+
+    @cuda.jit(device=True, forceinline=True)
     def nibble_words(w, at, i):
         q = uint32(load_qs(w, at + QS + 4 * i))
         return int32(q & uint32(NIBBLES)), int32((q >> uint32(4)) & uint32(NIBBLES))
@@ -124,6 +132,13 @@ def device_format(format_name: str) -> DeviceFormat:
     def five_bit(w, at, j):
         fifth = (uint32(w[at + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)
         return int32(nibble(w, at, j) | int32(fifth << uint32(4)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def five_bits(w, at, j):
+        low, high = nibbles(w, at, j)
+        low |= ((uint32(w[at + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
+        high |= ((uint32(w[at + QH + 2 + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
+        return int32(low), int32(high)
 
     @cuda.jit(device=True, forceinline=True)
     def five_bit_words(w, at, i):
@@ -136,6 +151,10 @@ def device_format(format_name: str) -> DeviceFormat:
     @cuda.jit(device=True, forceinline=True)
     def signed_byte(w, at, j):
         return int32(int8(w[at + QS + j]))  # int8 read as unsigned is one of the classical bugs
+
+    @cuda.jit(device=True, forceinline=True)
+    def signed_bytes(w, at, j):
+        return signed_byte(w, at, j), signed_byte(w, at, j + HALF)
 
     @cuda.jit(device=True, forceinline=True)
     def signed_words(w, at, i):
@@ -153,12 +172,12 @@ def device_format(format_name: str) -> DeviceFormat:
     def centred(w, at):
         return centre * half_to_float(load_u16(w, at + D))
 
-    code, words = {
-        4: (nibble, nibble_words),
-        5: (five_bit, five_bit_words),
-        8: (signed_byte, signed_words),
+    code, codes, words = {
+        4: (nibble, nibbles, nibble_words),
+        5: (five_bit, five_bits, five_bit_words),
+        8: (signed_byte, signed_bytes, signed_words),
     }[fmt.bits]
-    return DeviceFormat(code, words, scale, minimum if "m" in fields else centred)
+    return DeviceFormat(code, codes, words, scale, minimum if "m" in fields else centred)
 
 
 # --- Q8_1 on the GPU ------------------------------------------------------------------------------
