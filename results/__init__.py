@@ -3,7 +3,7 @@
     limits.py   what this GPU can do at most, measured
     measure.py  the one timing protocol
     record.py   a run as data: environment and rows, read, validated, written atomically
-    peers.py    the same work by others: cuBLAS through torch, llama.cpp's published figures
+    peers.py    the same work by others: cuBLAS through torch, llama.cpp's figures from another run
     charts.py   run -> SVG            (python -m results.charts)
     report.py   run -> the tables between the README's markers
 

@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The same product by someone else. `same_run` is false for published figures."""
+    """The same product by someone else. `same_run` is false for figures of another run."""
 
     peer: str  # "cublas_fp16", "ggml", ...
     format: str

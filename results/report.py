@@ -94,7 +94,7 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
     notes = []
     if any(p.peer == "ggml" and p.shape == shape for p in run.peers):
         notes.append(
-            "llama.cpp: its published time from float32 to float32 on the same GPU model, "
+            "llama.cpp: its time from float32 to float32 on the same GPU model, "
             "activation quantization included, not of this run."
         )
     if any(p.peer == "cublas_fp16" and p.shape == shape for p in run.peers):

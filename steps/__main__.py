@@ -168,7 +168,7 @@ def _parser() -> Parser:
     one.add_argument(
         "--seconds", type=_positive, help="device time to aim at (slow kernels take what they take)"
     )
-    one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no published figures")
+    one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp")
 
     one = command("diff", "listing:diff", "a step's file against its parent's", steps="1")
     one.add_argument(

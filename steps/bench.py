@@ -195,7 +195,7 @@ class Recorder:
 def same_work_by_others(
     gpu: str | None, shapes: Sequence[Size], formats: Sequence[str], budget: Budget
 ) -> tuple[Peer, ...]:
-    """cuBLAS through torch where it is installed, measured now; llama.cpp's published figures."""
+    """cuBLAS through torch where it is installed, measured now; llama.cpp's, from another run."""
     from results.peers import cublas_fp16, given_peers
 
     return (*cublas_fp16(shapes, budget), *given_peers(gpu, shapes, formats))
