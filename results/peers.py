@@ -3,8 +3,8 @@
     cublas_fp16   cuBLAS through torch, where torch is installed: measured in the same run, by the
                   same protocol (rotated weights, CUDA graphs, the same sampling). Kernel only: both
                   operands are float16 already, so it reads 2 bytes a weight and quantizes nothing.
-    ggml          llama.cpp's CUDA kernels, from `results/peers/*.json`: another run, by the protocol
-                  that the file states. From float32 A to float32 C.
+    ggml          llama.cpp's CUDA kernels, from `results/peers/*.json`: another run, by the
+                  protocol that the file states. From float32 A to float32 C.
 
 The first is a kernel time and the second a total; charts and tables say which they compare with.
 """
