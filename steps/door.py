@@ -28,6 +28,9 @@ from steps.step import Family, Launch, Machine, Shape, Step
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
 """Thread blocks along x, y and z that CUDA launches at most."""
 
+ALIGNMENT: Final = 16
+"""Bytes of the widest access of any step: an output must begin at a multiple of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -113,6 +116,8 @@ def gemm(
     source = _as_numba(a) if on_device else where.array(a)
     target = _as_numba(out) if on_device and out is not None else where.empty((m, n), np.float32)
     activations = chosen.activations(of_family, source, where)
+    if activations.layout == "blocks" and not on_device:
+        FORMATS["q8_1"].quantize(a)  # refuses what would overflow the f16 d or s of a 36-byte block
     own = chosen.launch(fmt, of_family, Shape(m, n, k), weights.arrays, activations.arrays, target)
     launches = (*activations.launches, own)
     for launch in launches:
@@ -250,6 +255,11 @@ def _require_out(out: Any, a: Any, m: int, n: int, on_device: bool) -> None:
         read_only = not out.flags.writeable
     if read_only:
         raise ValueError("out is read-only")
+    if on_device and start % ALIGNMENT:
+        raise ValueError(
+            f"out begins {start % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, where 128-bit "
+            "stores must begin: use an array of its own, or a view that skips whole groups of 4"
+        )
 
 
 def _machine(asked: Machine | None, of_weights: Machine | None = None) -> Machine:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import steps
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from reference import Problem, nmse, same_operands_a16
 from steps import door
 from steps.machines import Simulator, why_no_gpu
@@ -185,6 +185,13 @@ READ_ONLY.setflags(write=False)
             ValueError,
             "read-only",
         ),
+        (
+            OnDevice((2, 64)),
+            W,
+            {"out": OnDevice((2, 3), address=9000)},
+            ValueError,
+            "out begins 8 bytes past a multiple of 16",
+        ),
     ],
 )
 def test_refused_with_one_sentence_and_nothing_written(a, w, options, error, said) -> None:
@@ -195,6 +202,16 @@ def test_refused_with_one_sentence_and_nothing_written(a, w, options, error, sai
     assert "\n" not in str(refused.value)
     if before is not None:
         np.testing.assert_array_equal(out, before)
+
+
+def test_sums_that_a_block_cannot_hold_are_refused_or_multiplied() -> None:
+    """Steps 2 to 4 keep s in f16, step 5 in float32: one clear sentence, or the right result."""
+    loud = np.full((1, 64), 3000.0, np.float32)
+    for step in (2, 3, 4):
+        with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
+            door.gemm(loud, W, step=step, machine=Simulator())
+    c = door.gemm(loud, W, step=5, machine=Simulator())
+    np.testing.assert_allclose(c, loud @ dequantize(W).T, rtol=1e-4)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,7 +1,7 @@
 """The kernel that quantizes activations: both layouts, both sums, any K; simulator and GPU.
 
-The limits are those of two IEEE implementations, of which one may contract a multiply and a subtract
-(a GPU's): a code may differ by one, on at most one value in ten thousand, where it lies on a tie.
+The limits are those of two IEEE implementations, of which one (a GPU's) may contract a multiply and
+a subtract: a code may differ by one, on at most one value in ten thousand, where it lies on a tie.
 """
 
 from __future__ import annotations
