@@ -49,8 +49,7 @@ HALF = BLOCK // 2  # byte j of qs holds elements j and j + 16
 NIBBLES = 0x0F0F0F0F  # the low nibble of each byte of a word
 
 
-# --- safe 32-bit loads
-# ------------------------------------------------------------------------------
+# --- safe 32-bit loads ----------------------------------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
 def b1(p, i):
     """The 32-bit word at byte i, from single bytes: any alignment."""

@@ -36,7 +36,8 @@ from steps.instructions import half_to_float, load_u16
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BLOCKS_PER_SM: Final = (
-    2  # caps a thread at 32 registers: one block multiplies while the other stages
+    # caps a thread at 32 registers, so that one block multiplies while the other stages
+    2
 )
 TILE: Final = 32  # tokens and features of a tile: one warp stages one row, 1024 threads the tile
 ROW_F32: Final = BLOCK + 1  # floats from one tile row to the next: odd, so a column has 32 banks

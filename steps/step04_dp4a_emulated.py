@@ -36,7 +36,8 @@ from steps.instructions import half_to_float, load_u16, prmt
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BLOCKS_PER_SM: Final = (
-    2  # caps a thread at 32 registers: one block multiplies while the other stages
+    # caps a thread at 32 registers, so that one block multiplies while the other stages
+    2
 )
 TILE: Final = 32  # tokens and features of a tile, 1024 threads with one output each, as in step 3
 WORDS: Final = BLOCK // 4  # words of four int8 in one row of a tile
@@ -46,8 +47,9 @@ QA: Final = 4  # a Q8_1 block: f16 d at byte 0, f16 s at byte 2, then the 32 cod
 LARGEST: Final = {4: 15, 5: 31, 8: 128}  # |code| of W, by bits; those of A reach 127
 CHAIN: Final = {4: 8, 5: 4, 8: 1}  # pair products that one accumulator carries, by bits of W
 ROUND: Final = (
+    # lifts the low half above zero, so that it borrows nothing from the sum above
     1 << 15
-)  # lifts the low half above zero, so that it borrows nothing from the sum above
+)
 
 for _bits, _chain in CHAIN.items():
     assert 2 * _chain * LARGEST[_bits] * 127 < 1 << 15, "a chain's sum must fit the upper half"
@@ -60,10 +62,9 @@ SCALE_W: Final = SCALE_A + TILE  # a feature's scale and offset each
 assert SCALE_W <= TILE * TILE, "one thread for each thing to stage"
 
 
-# --- words of four int8 -> pairs
-# -------------------------------------------------------------------- PRMT picks the four bytes of
-# its result by a selector nibble each, out of two registers: 0-3 are the word's bytes, 4 is a zero,
-# and bit 3 of a nibble asks for the picked byte's sign, eight times over.
+# --- words of four int8 -> pairs ------------------------------------------------------------------
+# PRMT picks the four bytes of its result by a selector nibble each, out of two registers: 0-3 are
+# the word's bytes, 4 is a zero, and bit 3 of a nibble asks for the picked byte's sign, eight times.
 @cuda.jit(device=True, forceinline=True)
 def pairs(word):
     """Bytes w0 w1 w2 w3 -> w0 + w1 2^16 and w2 + w3 2^16."""
