@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,9 +35,7 @@ from results.record import Limits
 
 THREADS: Final = 256
 BLOCKS_PER_SM: Final = (1, 2, 4, 8)
-CHAINS: Final = (
-    16  # independent accumulators a thread: an FMA is 4 cycles deep, with 8 warps or more
-)
+CHAINS: Final = 16  # independent accumulators a thread: an FMA is 4 cycles deep
 UNROLL: Final = 8  # so that the loop's own counter and branch are 3 of some 130 instructions
 SEEDS: Final = 4096  # random words that a kernel starts from
 LOAD_VECTORS: Final = 4  # 16-byte loads in flight a thread
@@ -64,48 +62,27 @@ class Ceiling:
 
 
 @cache
-def fma_loop() -> Any:
-    """float32 multiply-adds: acc = acc * a + b with |a| < 1, so it stays finite."""
-    from numba import cuda, float32
+def multiply_add_loop(name: str) -> Any:
+    """acc = acc * a + b in a Numba type: float32 (finite, as |a| < 1) or int32 (modulo 2^32)."""
+    import numba
+    from numba import cuda
 
-    @cuda.jit
-    def fma(seeds, out, rounds):
-        t = cuda.grid(1)
-        acc = cuda.local.array(CHAINS, float32)
-        for j in range(CHAINS):
-            acc[j] = seeds[(t + 97 * j) % SEEDS]
-        a, b = seeds[t % SEEDS], seeds[(t + 1) % SEEDS]
-        for _ in range(rounds):
-            for _ in range(UNROLL):
-                for j in range(CHAINS):
-                    acc[j] = acc[j] * a + b
-        total = float32(0)
-        for j in range(CHAINS):
-            total += acc[j]
-        out[t] = total
-
-    return fma
-
-
-@cache
-def multiply_add_loop() -> Any:
-    """int32 multiply-adds: acc = acc * a + b, modulo 2^32."""
-    from numba import cuda, int32
+    number = getattr(numba, name)
 
     @cuda.jit
     def multiply_add(seeds, out, rounds):
         t = cuda.grid(1)
-        acc = cuda.local.array(CHAINS, int32)
+        acc = cuda.local.array(CHAINS, number)
         for j in range(CHAINS):
             acc[j] = seeds[(t + 97 * j) % SEEDS]
         a, b = seeds[t % SEEDS], seeds[(t + 1) % SEEDS]
         for _ in range(rounds):
             for _ in range(UNROLL):
                 for j in range(CHAINS):
-                    acc[j] = int32(acc[j] * a + b)
-        total = int32(0)
+                    acc[j] = number(acc[j] * a + b)
+        total = number(0)
         for j in range(CHAINS):
-            total = int32(total + acc[j])
+            total = number(total + acc[j])
         out[t] = total
 
     return multiply_add
@@ -149,30 +126,33 @@ C_WORDS: Final = 4 * TILES_M * TILES_N  # and accumulators, a thread
 
 
 @cache
-def mma_s8_loop() -> Any:
-    """int8 tensor-core products of one warp's 32 x 32 tile."""
-    from numba import cuda, int32, uint32
+def mma_loop(instruction: str, name: str) -> Any:
+    """Tensor-core products of one warp's 32 x 32 tile, accumulated in a Numba type."""
+    import numba
+    from numba import cuda, uint32
 
-    from steps.instructions import mma_m16n8k32_s8
+    from steps import instructions
+
+    mma, number = getattr(instructions, instruction), getattr(numba, name)
 
     @cuda.jit
-    def mma_s8(seeds, out, rounds):
+    def tensor_core(seeds, out, rounds):
         t = cuda.grid(1)
         a = cuda.local.array(A_WORDS, uint32)
         b = cuda.local.array(B_WORDS, uint32)
-        c = cuda.local.array(C_WORDS, int32)
+        c = cuda.local.array(C_WORDS, number)
         for j in range(A_WORDS):
             a[j] = uint32(seeds[(t + j) % SEEDS])
         for j in range(B_WORDS):
             b[j] = uint32(seeds[(t + 97 + j) % SEEDS])
         for j in range(C_WORDS):
-            c[j] = 0
+            c[j] = number(0)
         for _ in range(rounds):
             for _ in range(UNROLL):
                 for i in range(TILES_M):
                     for j in range(TILES_N):
                         at = 4 * (i * TILES_N + j)
-                        c0, c1, c2, c3 = mma_m16n8k32_s8(
+                        c[at], c[at + 1], c[at + 2], c[at + 3] = mma(
                             a[4 * i],
                             a[4 * i + 1],
                             a[4 * i + 2],
@@ -184,68 +164,24 @@ def mma_s8_loop() -> Any:
                             c[at + 2],
                             c[at + 3],
                         )
-                        c[at], c[at + 1], c[at + 2], c[at + 3] = c0, c1, c2, c3
-        total = int32(0)
+        total = number(0)
         for j in range(C_WORDS):
-            total = int32(total + c[j])
+            total = number(total + c[j])
         out[t] = total
 
-    return mma_s8
-
-
-@cache
-def mma_f16_loop() -> Any:
-    """f16 tensor-core products with float32 accumulators, of one warp's 32 x 32 tile."""
-    from numba import cuda, float32, uint32
-
-    from steps.instructions import mma_m16n8k16_f16
-
-    @cuda.jit
-    def mma_f16(seeds, out, rounds):
-        t = cuda.grid(1)
-        a = cuda.local.array(A_WORDS, uint32)
-        b = cuda.local.array(B_WORDS, uint32)
-        c = cuda.local.array(C_WORDS, float32)
-        for j in range(A_WORDS):
-            a[j] = uint32(seeds[(t + j) % SEEDS])
-        for j in range(B_WORDS):
-            b[j] = uint32(seeds[(t + 97 + j) % SEEDS])
-        for j in range(C_WORDS):
-            c[j] = float32(0)
-        for _ in range(rounds):
-            for _ in range(UNROLL):
-                for i in range(TILES_M):
-                    for j in range(TILES_N):
-                        at = 4 * (i * TILES_N + j)
-                        c0, c1, c2, c3 = mma_m16n8k16_f16(
-                            a[4 * i],
-                            a[4 * i + 1],
-                            a[4 * i + 2],
-                            a[4 * i + 3],
-                            b[2 * j],
-                            b[2 * j + 1],
-                            c[at],
-                            c[at + 1],
-                            c[at + 2],
-                            c[at + 3],
-                        )
-                        c[at], c[at + 1], c[at + 2], c[at + 3] = c0, c1, c2, c3
-        total = float32(0)
-        for j in range(C_WORDS):
-            total += c[j]
-        out[t] = total
-
-    return mma_f16
+    return tensor_core
 
 
 _SCALAR: Final = 2 * CHAINS * UNROLL
 _MMA: Final = 2 * 16 * 8 * TILES_M * TILES_N * UNROLL // 32  # per k and thread of the warp
+_INT8: Final = partial(mma_loop, "mma_m16n8k32_s8", "int32")
+_FP16: Final = partial(mma_loop, "mma_m16n8k16_f16", "float32")
 CEILINGS: Final = (
-    Ceiling("fp32", fma_loop, _SCALAR, ("FFMA",), np.float32),
-    Ceiling("int32", multiply_add_loop, _SCALAR, ("IMAD",), np.int32),
+    Ceiling("fp32", partial(multiply_add_loop, "float32"), _SCALAR, ("FFMA",), np.float32),
+    Ceiling("int32", partial(multiply_add_loop, "int32"), _SCALAR, ("IMAD",), np.int32),
     Ceiling("dp4a", dp4a_loop, 4 * _SCALAR, ("IDP",), np.int32),
-    Ceiling("tensor_int8", mma_s8_loop, 32 * _MMA, ("IMMA",), np.int32, (8, 0)),
-    Ceiling("tensor_fp16", mma_f16_loop, 16 * _MMA, ("HMMA",), np.uint32, (8, 0)),
+    Ceiling("tensor_int8", _INT8, 32 * _MMA, ("IMMA",), np.int32, (8, 0)),
+    Ceiling("tensor_fp16", _FP16, 16 * _MMA, ("HMMA",), np.uint32, (8, 0)),
 )
 
 
