@@ -1,6 +1,6 @@
 """The verdict: is this C right, how wrong is it, where, and whose fault is it?
 
-Five layers look at a result, each of which misses what another sees:
+Seven layers look at a result, each of which misses what another sees:
 
     nan           not one NaN or Inf, anywhere: comparisons are false on NaN, so it is asked first
     exact         problems made of small integers: bit for bit, any order of summation

@@ -42,8 +42,8 @@ TOLERANCE: Final = 1.05  # a limit is itself a measurement, on a clock that move
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Device time for one row. 420 rows at the default take under three minutes, plus the rows
-    whose single launch is longer than their share."""
+    """Device time for one row: a third of a second by default, more where single launches are
+    longer than their share of it."""
 
     kernel_seconds: float = 0.20
     total_seconds: float = 0.08

@@ -29,9 +29,8 @@ GOING_ROUND: Final = ("integer", "normal", "uniform", "integer", "llm")
 ORDERS: Final = (0, -1, 1, 2)
 """Lane orders in turn: ascending, descending, shuffled."""
 
-QUICK: Final = (
-    3  # a quick check gives each format every third shape, so that all come up among them
-)
+QUICK: Final = 3
+"""A quick check gives each format every third shape, so that all come up among them."""
 
 
 class UsageError(Exception):

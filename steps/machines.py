@@ -92,11 +92,12 @@ class Gpu:
 
 
 def why_no_gpu() -> str | None:
-    """None where a CUDA GPU can be used, else one sentence saying why not."""
+    """None where a CUDA GPU can be used, else why not, in words that can end a sentence."""
     try:
         if cuda.is_available():
             return None
-        return "the CUDA driver finds no device"
+        error = cuda.cuda_error()
+        return str(error).strip().splitlines()[0].rstrip(".") if error else "no device was found"
     except Exception as error:  # a broken driver raises many types; each is a reason, none a crash
         return f"{type(error).__name__}: {error}"
 

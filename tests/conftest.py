@@ -1,21 +1,8 @@
 """Skips `gpu` tests where there is no GPU, with the reason in the summary."""
 
-import functools
-
 import pytest
 
-import steps.instructions  # noqa: F401 - before anything imports numba.cuda: see its _numpy_shim
-
-
-@functools.cache
-def why_no_gpu() -> str | None:
-    """None where a CUDA GPU can be used, else the reason as a phrase."""
-    from numba import cuda
-
-    if cuda.is_available():
-        return None
-    error = cuda.cuda_error()
-    return str(error).strip().splitlines()[0] if error else "no device found"
+from steps.machines import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-import steps
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
+from steps.checks import Work, cases, check_works
 from steps.machines import Gpu
 from steps.step import Family, Step
-from steps.verify import multiply, prepare, verify
+from steps.verify import multiply, prepare
+from tests.works import WORKS
 
 pytestmark = pytest.mark.gpu
 
 
-def works() -> Iterator[pytest.param]:
-    for step in steps.ladder():
-        for family, name in itertools.product(step.families, step.formats):
-            yield pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
-
-
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
-    machine = Gpu()
-    distributions = itertools.cycle(("integer", "normal", "llm", "integer", "uniform"))
-    cases = zip(GPU_CHECK_SHAPES, distributions, strict=False)
-    for seed, ((m, n, k), distribution) in enumerate(cases):
-        problem = Problem(m, n, k, name, distribution, seed)
-        verdict = verify(step, family, problem, machine)
-        assert verdict.ok, f"M={m} N={n} K={k} {distribution} seed {seed}: {verdict}"
+    outcomes = check_works(
+        [Work(step, family, name)], lambda name: cases(name, simulated=False), lambda order: Gpu()
+    )
+    assert outcomes.each[0].cases == 1 + len(GPU_CHECK_SHAPES)  # and the golden one
+    assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_golden_case(step: Step, family: Family, name: str) -> None:
     golden, machine = GOLDEN[name], Gpu()
     prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
     assert multiply(prepared, machine)[0, 0] == golden.value
 
 
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
     problem, machine = Problem(4, 512, 1024, name, "uniform"), Gpu()
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
@@ -51,7 +41,7 @@ def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
         assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < 1e-4
 
 
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_bit_identical_from_run_to_run(step: Step, family: Family, name: str) -> None:
     problem, machine = Problem(130, 200, 544, name, "normal"), Gpu()
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine)

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 import steps
 from qformats import WEIGHT_FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Problem
+from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
 from steps.step import Family, Step
 from steps.verify import multiply, prepare, verify
+from tests.works import WORKS
 
 DESCENDING = -1
 
 
-def works() -> Iterator[pytest.param]:
-    """(step, family, format) of the whole ladder, with readable ids."""
-    for step in steps.ladder():
-        for family, name in itertools.product(step.families, step.formats):
-            yield pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
-
-
-def everything(step: Step, family: Family, name: str) -> None:
-    """All check shapes; the distribution, seed and lane order go round so that each meets each."""
-    cases = zip(
-        CHECK_SHAPES,
-        itertools.cycle(("integer", "normal", "uniform", "integer", "llm")),
-        itertools.cycle((0, DESCENDING, 1, 2)),
-    )
-    for seed, ((m, n, k), distribution, order) in enumerate(cases):
-        problem = Problem(m, n, k, name, distribution, seed)
-        verdict = verify(step, family, problem, Simulator(order))
-        assert verdict.ok, f"M={m} N={n} K={k} {distribution} seed {seed} order {order}: {verdict}"
-
-
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
-    everything(step, family, name)
+    """Distributions, seeds and lane orders go round, so that the shapes meet each of them."""
+    outcomes = check_works(
+        [Work(step, family, name)], lambda name: cases(name, simulated=True), Simulator
+    )
+    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES)  # and the golden one
+    assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
     """A missing barrier would show in at least one of these orders."""
     problem = Problem(3, 35, 96, name, "integer", seed=7)
@@ -57,7 +41,7 @@ def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, 
     assert verify(step, family, problem, Simulator()).ok
 
 
-@pytest.mark.parametrize(("step", "family", "name"), list(works()))
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_golden_case(step: Step, family: Family, name: str) -> None:
     """1 x 1 x 32 by hand: 141 in Q4_0."""
     golden = GOLDEN[name]

@@ -1,0 +1,16 @@
+"""The works that tests go through: every step in its families and formats, with readable ids."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from steps import ladder
+
+# (step, family, format)
+WORKS = [
+    pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
+    for step in ladder()
+    for family, name in itertools.product(step.families, step.formats)
+]
