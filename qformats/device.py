@@ -36,11 +36,13 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint32
 
 from qformats import BLOCK, FORMATS
+from qformats.repack import CODE_UNIT, TILE_K, TILE_ROWS
 from steps.instructions import (
     float_to_half,
     half_to_float,
     load_u16,
     load_u32,
+    load_u32x4,
     store_f32x2,
     store_u16,
 )
@@ -265,3 +267,114 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
 def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """(grid, block) of the quantizer for A[m, k]; rows on x, the axis that may exceed 65535."""
     return (m, -(-k // (BLOCK * WARPS))), (32, WARPS)
+
+
+# --- records of qformats.repack.tiles -------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class TileFormat:
+    """Where the parts of a record of `qformats.repack.tiles` lie, and how lanes read them.
+
+    record_bytes : bytes of one record; bits_at, scales_at, minima_at: where those parts begin.
+    unit         : the bytes of `fragments` are codes times this (`qformats.repack.CODE_UNIT`)
+    signed       : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
+    minimum      : whether there are minima
+    load(m, at, lane, half)
+        what one lane needs of the record at byte `at` of array m for one half of 64 K
+    fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
+    """
+
+    record_bytes: int
+    bits_at: int
+    scales_at: int
+    minima_at: int
+    unit: int
+    signed: bool
+    minimum: bool
+    load: Any
+    fragments: Any
+
+
+HIGH_NIBBLES = 0xF0F0F0F0
+LOWEST_OF_FIVE = 0x08080808  # the bit below the upper nibble of each byte
+
+
+@cache
+def tile_format(format_name: str) -> TileFormat:
+    """The record of a weight format, for capture in a kernel factory."""
+    fmt = FORMATS[format_name]
+    minimum = "m" in (fmt.dtype.names or ())
+    record = fmt.block_bytes * TILE_ROWS * TILE_K // BLOCK
+    scale_bytes = TILE_ROWS * (TILE_K // BLOCK) * 2
+    scales_at = record - (2 if minimum else 1) * scale_bytes
+    bits_at = TILE_ROWS * TILE_K // 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_4(m, at, lane, half):
+        return load_u32x4(m, at + half * 512 + lane * 16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_5(m, at, lane, half):
+        w0, w1, w2, w3 = load_u32x4(m, at + half * 512 + lane * 16)
+        return w0, w1, w2, w3, load_u32(m, at + bits_at + lane * 8 + half * 4)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_8(m, at, lane, half):
+        a0, a1, a2, a3 = load_u32x4(m, at + half * 1024 + lane * 16)
+        b0, b1, b2, b3 = load_u32x4(m, at + half * 1024 + 512 + lane * 16)
+        return a0, a1, a2, a3, b0, b1, b2, b3
+
+    @cuda.jit(device=True, forceinline=True)
+    def low(word):
+        return uint32(uint32(word << uint32(4)) & uint32(HIGH_NIBBLES))
+
+    @cuda.jit(device=True, forceinline=True)
+    def high(word):
+        return uint32(uint32(word) & uint32(HIGH_NIBBLES))
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_4(w):
+        w0, w1, w2, w3 = w
+        return low(w0), low(w1), high(w0), high(w1), low(w2), low(w3), high(w2), high(w3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def up(bits, count):
+        return uint32(uint32(bits << uint32(count)) & uint32(LOWEST_OF_FIVE))
+
+    @cuda.jit(device=True, forceinline=True)
+    def down(bits, count):
+        return uint32(uint32(bits >> uint32(count)) & uint32(LOWEST_OF_FIVE))
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_5(w):
+        w0, w1, w2, w3, bits = w
+        return (
+            low(w0) | up(bits, 3),
+            low(w1) | up(bits, 2),
+            high(w0) | up(bits, 1),
+            high(w1) | up(bits, 0),
+            low(w2) | down(bits, 1),
+            low(w3) | down(bits, 2),
+            high(w2) | down(bits, 3),
+            high(w3) | down(bits, 4),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_8(w):
+        return w
+
+    load, fragments = {
+        4: (load_4, fragments_4),
+        5: (load_5, fragments_5),
+        8: (load_8, fragments_8),
+    }[fmt.bits]
+    return TileFormat(
+        record_bytes=record,
+        bits_at=bits_at,
+        scales_at=scales_at,
+        minima_at=record - scale_bytes,
+        unit=CODE_UNIT[fmt.bits],
+        signed=not minimum,
+        minimum=minimum,
+        load=load,
+        fragments=fragments,
+    )

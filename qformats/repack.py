@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qformats.codec import WEIGHT_FORMATS, Blocks, Floats, Format, format_of
+from qformats.codec import BLOCK, WEIGHT_FORMATS, Blocks, Floats, Format, format_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,3 +119,68 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
         np.ascontiguousarray(plane).reshape(-1)
         for plane in (units, qh, apart.scale.T, apart.offset.T)
     )
+
+
+TILE_ROWS, TILE_K = 16, 128
+"""One record of `tiles`: the rows of an mma's A operand, and four blocks along K."""
+
+CODE_UNIT = {4: 16, 5: 8, 8: 1}
+"""By bits of W: what a code is multiplied by in the bytes that a tensor core is given. A nibble
+stays in the upper half of its byte (one mask, no shift down), a fifth bit goes right below it."""
+
+
+def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
+    """Blocks [N, K//32] as records of 16 rows x 128 K, laid out as `mma.m16n8k32` wants its A.
+
+    uint8 [ceil(N/16), ceil(K/128), record], flat: exactly the bytes ggml needs for 64 blocks, in
+    another order; rows and blocks beyond the matrix have scale 0. A record is, for lane 4g + t,
+
+        codes   4 and 5 bits: for each half of 64 K, 16 bytes a lane: for its two blocks a word of
+                row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
+                and k = 16 + 4t + i (high), as byte 4t + i of a ggml block does
+                8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
+        bits    5 bits only: 8 bytes a lane, a word for each half; bit 8i + 4b + r is the lowest bit
+                of the code in byte i of register a_r of block b (the nibbles are the upper four)
+        scales  float16 [8 g][row g, row g + 8][4 blocks]
+        minima  q4_1 and q5_1 only: likewise
+
+    Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
+    """
+    if blocks.ndim != 2:
+        raise ValueError(f"tiles takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions")
+    fmt = _weight_format(blocks)
+    n, blocks_k = blocks.shape
+    rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
+    padded = blocks
+    if (n, blocks_k) != (rows * TILE_ROWS, deep * 4):
+        padded = np.zeros((rows * TILE_ROWS, deep * 4), blocks.dtype)
+        padded[:n, :blocks_k] = blocks
+    # axes of a plane: row tile, row g or g + 8, g, K tile, block
+    by_tile = (rows, 2, 8, deep, 4)
+    qs = np.ascontiguousarray(padded["qs"]).view(np.uint8)
+    parts = []
+    if fmt.bits == 8:  # ... half of the block, t, byte
+        words = qs.view("<u4").reshape(*by_tile, 2, 4)
+        parts.append(words.transpose(0, 3, 4, 2, 6, 5, 1))
+    else:
+        if fmt.bits == 5:
+            bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
+            low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
+            centre = np.uint8(16 if fmt.name == "q5_0" else 0)
+            low, high = low ^ centre, high ^ centre
+            qs = np.asarray(low >> 1 | (high >> 1) << 4, np.uint8)
+        elif fmt.name == "q4_0":
+            qs = qs ^ np.uint8(0x88)
+        # ... half of the record, block of that half, t
+        words = np.ascontiguousarray(qs).view("<u4").reshape(rows, 2, 8, deep, 2, 2, 4)
+        parts.append(words.transpose(0, 3, 4, 2, 6, 5, 1))
+        if fmt.bits == 5:
+            lowest = np.stack([low, high], axis=-2) & 1  # [..., half of the block, 16 bytes]
+            lowest = lowest.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b part t i
+            # word of a lane and half: byte i, bit 4 b + 2 part + (row g + 8)
+            octets = lowest.transpose(0, 3, 2, 7, 4, 8, 5, 6, 1).reshape(rows, deep, 32, 2, 4, 8)
+            parts.append(np.packbits(octets, axis=-1, bitorder="little"))
+    own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
+    parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
+    flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
+    return (np.concatenate(flat, axis=1).reshape(-1),)

@@ -28,7 +28,9 @@ class Launch:
     """One kernel launch as data: `kernel[grid, block](*args)`, `shared_bytes` of dynamic memory.
 
     `args` are the arrays of one machine (device arrays on a GPU, NumPy arrays in the simulator) and
-    Python scalars, in the order of the kernel's parameters.
+    Python scalars, in the order of the kernel's parameters. `overlap`: it may begin while the
+    launch before it still runs (programmatic dependent launch, compute capability 9.0 and later);
+    the kernel itself calls `wait_for_previous` before it reads what that launch wrote.
     """
 
     kernel: Any
@@ -36,6 +38,7 @@ class Launch:
     block: tuple[int, ...]
     args: tuple[Any, ...]
     shared_bytes: int = 0
+    overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,14 @@ operands are always (array, index), the index counting elements of that array ta
 
 from . import _numpy_shim  # noqa: F401 - first: see there
 from .arithmetic import dp4a, dp4a_us, float_to_half, half_to_float, prmt
-from .async_copy import cp_async_16, cp_async_16_zfill, cp_async_commit, cp_async_wait
+from .async_copy import (
+    cp_async_8_zfill,
+    cp_async_16,
+    cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+)
+from .launch_order import let_next_start, wait_for_previous
 from .memory import (
     load_f32x2,
     load_f32x4,
@@ -30,12 +37,15 @@ from .tensor_core import (
     ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
+    mma_m16n8k8_tf32,
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
 )
 from .warp import shfl, shfl_down, shfl_up, shfl_xor
 
 __all__ = [
+    "cp_async_8_zfill",
     "cp_async_16",
     "cp_async_16_zfill",
     "cp_async_commit",
@@ -48,14 +58,17 @@ __all__ = [
     "ldmatrix_x2_trans",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
+    "let_next_start",
     "load_f32x2",
     "load_f32x4",
     "load_u16",
     "load_u32",
     "load_u32x2",
     "load_u32x4",
+    "mma_m16n8k8_tf32",
     "mma_m16n8k16_f16",
     "mma_m16n8k32_s8",
+    "mma_m16n8k32_u8",
     "prmt",
     "shfl",
     "shfl_down",
@@ -67,4 +80,5 @@ __all__ = [
     "store_u32",
     "store_u32x2",
     "store_u32x4",
+    "wait_for_previous",
 ]

@@ -17,13 +17,14 @@ from numba.cuda.types import uint32
 from .define import GLOBAL, SHARED, ptx
 
 _SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
+_PAIR = 8  # two floats, such as the d and s of a Q8_1 block
 
 
-def _issue(lane, destination, at: int, source, source_at: int, size: int) -> None:
-    read = source.locate(source_at, size, _SIZE) if size else 0
-    write = destination.locate(at, _SIZE)
-    destination.bytes[write : write + _SIZE] = b"\xff" * _SIZE
-    lane.copies.append((destination.bytes, write, source.bytes, read, size))
+def _issue(lane, destination, at: int, source, source_at: int, size: int, of: int = _SIZE) -> None:
+    read = source.locate(source_at, size, of) if size else 0
+    write = destination.locate(at, of)
+    destination.bytes[write : write + of] = b"\xff" * of
+    lane.copies.append((destination.bytes, write, of, source.bytes, read, size))
 
 
 @ptx(
@@ -55,6 +56,20 @@ def cp_async_16_zfill(lane, destination, di, source, si, size):
     _issue(lane, destination, di, source, si, size)
 
 
+@ptx(
+    "cp.async.ca.shared.global [$0], [$1], 8, $2;",
+    takes=(SHARED, GLOBAL, uint32),
+    scope="lane",
+    memory=True,
+    min_cc=(8, 0),
+)
+def cp_async_8_zfill(lane, destination, di, source, si, size):
+    """Of 8 aligned bytes `size` (0 or 8) are copied, the rest become zero; through L1. LDGSTS."""
+    if size > _PAIR:
+        raise ValueError(f"cp_async_8_zfill reads at most 8 bytes, got {size}")
+    _issue(lane, destination, di, source, si, size, _PAIR)
+
+
 @ptx("cp.async.commit_group;", scope="lane", memory=True, min_cc=(8, 0))
 def cp_async_commit(lane):
     """Close the copies issued since the last commit into a group (empty if there are none)."""
@@ -74,9 +89,9 @@ def cp_async_wait(newest: int):
 
     def twin(lane):
         while len(lane.groups) > newest:
-            for destination, write, source, read, size in lane.groups.popleft():
+            for destination, write, of, source, read, size in lane.groups.popleft():
                 data = bytes(source[read : read + size])
-                destination[write : write + _SIZE] = data.ljust(_SIZE, b"\0")
+                destination[write : write + of] = data.ljust(of, b"\0")
 
     twin.__name__ = f"cp_async_wait_{newest}"
     twin.__doc__ = f"Wait until at most {newest} groups of this thread are under way."

@@ -22,6 +22,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.cuda import cgutils, types
+from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
 from .c_types import as_dtype, cast_to
@@ -118,6 +119,7 @@ def ptx(
     scope: str | None = None,
     memory: bool = False,
     min_cc: tuple[int, int] = (7, 5),
+    optional: bool = False,
 ) -> Callable:
     """Decorator: make an instruction of this PTX `text` and of the function, its twin.
 
@@ -128,6 +130,7 @@ def ptx(
     barriers.
     min_cc: the first compute capability that has it; offline compilation for an older one fails
     with a sentence.
+    optional: an older one does without: no code is made for it there (and nothing returned).
     """
     results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
     constraints = ["=" + _REGISTER[t] for t in results]
@@ -140,6 +143,8 @@ def ptx(
     attributes = ("convergent",) if ordered else ()
 
     def lower(context, builder, signature, arguments):
+        if optional and targetconfig.ConfigStack().top().compute_capability[:2] < min_cc:
+            return context.get_dummy_value()
         values, position = [], 0
         for operand in takes:
             if isinstance(operand, Address):

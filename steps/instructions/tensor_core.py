@@ -15,11 +15,17 @@ With g = lane // 4 (0..7) and t = lane % 4 (PTX ISA 9.7.15, "Matrix Fragments fo
                  row g    |      a0       |        a2        |      k = 2t ..    |  b0  |
                  row g+8  |      a1       |        a3        |      k = 8+2t ..  |  b1  |
 
-    both:    C[16, 8]      n = 2t     2t+1
+    m16n8k8, tf32: a register is one float32, of which the 10 upper bits of significand are read
+
+             A[16, 8]      k = t    t+4                            B[8, 8]          n = g
+                 row g    |  a0   |   a2   |                           k = t     |  b0  |
+                 row g+8  |  a1   |   a3   |                           k = t+4   |  b1  |
+
+    all:     C[16, 8]      n = 2t     2t+1
                  row g    |  c0   |   c1   |
                  row g+8  |  c2   |   c3   |
 
-In bytes both are the same picture, so one layout of shared memory and one `ldmatrix` serve both: a
+In bytes all are the same picture, so one layout of shared memory and one `ldmatrix` serve all: a
 row of A, and a column of B (which is a row of W), is K contiguous bytes.
 
 `ldmatrix` (PTX ISA 9.7.15.5.15) loads 8 x 8 matrices of 16-bit elements: lane 8i + r gives the
@@ -46,7 +52,7 @@ _C_ROW = np.stack([_G, _G, _G + 8, _G + 8], axis=1)
 _C_COLUMN = np.stack([2 * _T, 2 * _T + 1] * 2, axis=1)
 
 
-def _multiply(lanes: list[tuple], element, accumulator, exact) -> list[list]:
+def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[list]:
     """C + A @ B of one mma, its fragments given lane by lane, products and sums in `exact`."""
     if len(lanes) != 32:
         raise SimulatorError(f"mma needs a full warp; this one has {len(lanes)} lanes")
@@ -55,7 +61,7 @@ def _multiply(lanes: list[tuple], element, accumulator, exact) -> list[list]:
     a[_A_ROW, _A_WORD] = words[:, :4]
     b[_G[:, None], _B_WORD] = words[:, 4:]
     c[_C_ROW, _C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
-    c += a.view(element).astype(exact) @ b.view(element).astype(exact).T
+    c += a.view(element).astype(exact) @ b.view(element_b or element).astype(exact).T
     return c[_C_ROW, _C_COLUMN].tolist()
 
 
@@ -70,6 +76,34 @@ def _multiply(lanes: list[tuple], element, accumulator, exact) -> list[list]:
 def mma_m16n8k32_s8(lanes):
     """(a0..a3, b0, b1, c0..c3) -> C + A @ B in int32, modulo 2^32; A, B signed bytes. IMMA."""
     return _multiply(lanes, np.int8, np.int32, np.int64)
+
+
+@ptx(
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    returns=(int32,) * 4,
+    takes=(uint32,) * 6 + (int32,) * 4,
+    scope="warp",
+    min_cc=(8, 0),
+)
+def mma_m16n8k32_u8(lanes):
+    """As `mma_m16n8k32_s8`, the bytes of A unsigned and those of B signed. IMMA."""
+    return _multiply(lanes, np.uint8, np.int32, np.int64, np.int8)
+
+
+@ptx(
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    returns=(float32,) * 4,
+    takes=(uint32,) * 6 + (float32,) * 4,
+    scope="warp",
+    min_cc=(8, 0),
+)
+def mma_m16n8k8_tf32(lanes):
+    """(a0..a3, b0, b1, c0..c3) -> C + A @ B in float32; A, B the bits of float32s, of which the
+    lower 13 are not read. HMMA.1688.F32.TF32. Rounding as in `mma_m16n8k16_f16`."""
+    kept = [tuple(x & 0xFFFFE000 for x in lane[:6]) + lane[6:] for lane in lanes]
+    return _multiply(kept, np.float32, np.float32, np.float64)
 
 
 @ptx(
