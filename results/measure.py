@@ -79,12 +79,16 @@ class Replay(Protocol):
         ...
 
 
-class Stopwatch(Protocol):
-    """A device that can be timed: GpuStopwatch, or a fake in the tests."""
-
-    l2_bytes: int
+class Captures(Protocol):
+    """What `sample` needs of a device; a launch is whatever that device takes for one."""
 
     def capture(self, launches: Sequence[Any]) -> Replay: ...
+
+
+class Stopwatch(Captures, Protocol):
+    """A device on which a whole row can be timed: GpuStopwatch, or a fake in the tests."""
+
+    l2_bytes: int
 
     def issue(self, launch: Any) -> float:
         """Launch through the dispatcher without waiting; the host's seconds."""
@@ -118,7 +122,7 @@ class Timing:
 
 
 def sample(
-    stopwatch: Stopwatch,
+    stopwatch: Captures,
     work: Callable[[int], Sequence[Any]],
     slots: int,
     seconds: float,
@@ -176,7 +180,7 @@ class Group:
     """A replay captured when it is first needed: a slow kernel never gets to most of them."""
 
     def __init__(
-        self, stopwatch: Stopwatch, work: Callable[[int], Sequence[Any]], turn: range
+        self, stopwatch: Captures, work: Callable[[int], Sequence[Any]], turn: range
     ) -> None:
         self.repetitions = len(turn)
         self._stopwatch, self._work, self._turn = stopwatch, work, turn
@@ -437,8 +441,8 @@ def measure_step(
         stopwatch=stopwatch,
         packed=packed,
         activations=lambda: step.activations(family, a, machine),
-        launch=lambda weights, arrays, out: step.launch(
-            FORMATS[format_name], family, shape, weights, arrays, out
+        launch=lambda weights, arrays, out: step.prepare(
+            machine, FORMATS[format_name], family, shape, weights, arrays, out
         ),
         check=checked,
         limits=limits,

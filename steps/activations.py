@@ -45,6 +45,12 @@ def q8_1_slabs(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((qs, ds), (launch,), "slabs")
 
 
+def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8 without a pass: the kernel reads float32 A[M, K] and quantizes it to Q8_1 itself, by the
+    recipe of `q8_1_slabs`."""
+    return Activations((a,), layout="inside")
+
+
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     """One function for a step of both families."""
 
@@ -57,6 +63,8 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
 def encode(layout: str, q81: Q81) -> tuple[np.ndarray, ...]:
     """(q, d, s) -> the arrays of a layout, as the GPU's quantizer would have left them."""
     m, k = q81.q.shape
+    if layout == "inside":
+        raise ValueError("a kernel that quantizes inside takes no Q8_1 bits")
     if layout == "slabs":
         units = q81.q.astype(np.int8).reshape(m, -1, UNIT).transpose(1, 0, 2)
         ds = np.stack([q81.d.T, q81.s.T], axis=-1).astype(np.float32)
@@ -68,7 +76,10 @@ def encode(layout: str, q81: Q81) -> tuple[np.ndarray, ...]:
 
 
 def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81:
-    """The arrays of a layout -> (q, d, s): the bits that the kernel really read."""
+    """The arrays of a layout -> (q, d, s): the bits that the kernel really read; where it made
+    them itself ("inside"), those the recipe prescribes."""
+    if layout == "inside":
+        return Q81.of_values(arrays[0].reshape(m, k))
     if layout == "slabs":
         qs, ds = arrays
         q = qs.reshape(-1, m, UNIT).transpose(1, 0, 2).reshape(m, k)

@@ -118,7 +118,9 @@ def gemm(
     activations = chosen.activations(of_family, source, where)
     if activations.layout == "blocks" and not on_device:
         FORMATS["q8_1"].quantize(a)  # refuses what would overflow the f16 d or s of a 36-byte block
-    own = chosen.launch(fmt, of_family, Shape(m, n, k), weights.arrays, activations.arrays, target)
+    own = chosen.prepare(
+        where, fmt, of_family, Shape(m, n, k), weights.arrays, activations.arrays, target
+    )
     launches = (*activations.launches, own)
     for launch in launches:
         _require_grid(launch, m, n)

@@ -101,7 +101,9 @@ def launches(work: Work, shape: Size) -> tuple[tuple[Launch, ...], Launch]:
     a = machine.empty((m, k), np.float32)
     activations = work.step.activations(work.family, a, machine)
     out = machine.empty((m, n), np.float32)
-    own = work.step.launch(fmt, work.family, Shape(m, n, k), weights, activations.arrays, out)
+    own = work.step.prepare(
+        machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out
+    )
     return activations.launches, own
 
 

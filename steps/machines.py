@@ -9,6 +9,7 @@ c = machine.host(out)
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from steps.instructions.compile import raise_shared_limit
 from steps.instructions.simulator import simulate
 from steps.step import Launch
 
+H200_SMS = 132
 STATIC_SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a kernel gets without asking the driver for more."""
 
@@ -56,36 +58,43 @@ class Simulator:
 
 
 class Gpu:
-    """Runs kernels on the current CUDA device; `stream` 0 is the default stream."""
+    """Runs kernels on the current CUDA device, and copies, on one stream.
+
+    `stream`: 0, the default stream; a handle; or a stream of Numba, cuda.core, torch or CuPy.
+    """
 
     def __init__(self, stream: Any = 0) -> None:
         reason = why_no_gpu()
         if reason is not None:
             raise RuntimeError(f"no CUDA GPU can be used here: {reason}")
+        from steps.launcher import core_stream, stream_handle
+
         device = cuda.get_current_device()
         name = device.name
         self.name = name.decode() if isinstance(name, bytes) else str(name)
         self.cc = tuple(device.compute_capability)
-        self.stream = stream
+        self.sms = int(device.MULTIPROCESSOR_COUNT)
+        self.stream = core_stream(stream)
+        handle = stream_handle(stream)
+        self._copies = cuda.external_stream(handle) if handle else 0
+        self._owner = stream  # a handle does not keep its stream alive
 
     def array(self, host: np.ndarray) -> Any:
-        return cuda.to_device(np.ascontiguousarray(host), stream=self.stream)
+        return cuda.to_device(np.ascontiguousarray(host), stream=self._copies)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return cuda.device_array(shape, dtype, stream=self.stream)
+        return cuda.device_array(shape, dtype, stream=self._copies)
 
     def host(self, array: Any) -> np.ndarray:
-        return array.copy_to_host(stream=self.stream)
+        copy = array.copy_to_host(stream=self._copies)
+        if self._copies:
+            self._copies.synchronize()  # on a stream of its own a copy is only queued
+        return copy
 
     def run(self, launch: Launch) -> None:
-        if launch.shared_bytes > STATIC_SHARED_LIMIT:
-            raise_shared_limit(launch.kernel, launch.args, launch.shared_bytes)
-        with warnings.catch_warnings():
-            # one token on a big GPU is a small grid, and that is the work asked for
-            warnings.filterwarnings(
-                "ignore", message="Grid size .* will likely result in GPU under"
-            )
-            launch.kernel[launch.grid, launch.block, self.stream, launch.shared_bytes](*launch.args)
+        from steps.launcher import load
+
+        load(launch)(self.stream)
 
     def synchronize(self) -> None:
         cuda.synchronize()
@@ -105,3 +114,9 @@ def why_no_gpu() -> str | None:
 def best_machine() -> Simulator | Gpu:
     """A GPU where there is one, else the simulator."""
     return Simulator() if why_no_gpu() else Gpu()
+
+
+@cache
+def multiprocessors() -> int:
+    """The SMs of the current GPU; without one those of an H200, for which kernels are sized."""
+    return H200_SMS if why_no_gpu() else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)

@@ -55,8 +55,8 @@ class Activations:
     """The activations as a step reads them.
 
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
-    `layout` names how Q8_1 lies in `arrays` ("blocks" or "planes", see `qformats.device`); None for
-    the A16 family.
+    `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `qformats.device`), or
+    "inside" where the kernel makes it of float32 A itself; None for the A16 family.
     """
 
     arrays: tuple[Any, ...]
@@ -77,7 +77,8 @@ class Machine(Protocol):
 
 PackWeights = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 MakeActivations = Callable[[Family, Any, Machine], Activations]
-MakeLaunch = Callable[[Format, Family, Shape, tuple[Any, ...], tuple[Any, ...], Any], Launch]
+MakeLaunch = Callable[..., Launch]
+Scratch = Callable[[Format, Family, Shape], tuple[tuple[tuple[int, ...], Any], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,11 @@ class Step:
     unit: the arithmetic unit that bounds it, per family.
     pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
     activations: (family, a, machine) -> `Activations` (timed apart).
-    launch: (format, family, shape, weights, activations, out) -> `Launch`.
+    launch: (format, family, shape, weights, activations, out) -> `Launch`; for a step with
+        `scratch`, its arrays follow as one more argument.
+    scratch: (format, family, shape) -> ((shape, dtype), ...) of memory the kernel works in besides,
+        such as partial sums that thread blocks hand each other. It is all zero before the first
+        launch; what must be zero for the next one, the kernel leaves so.
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
@@ -104,11 +109,29 @@ class Step:
     pack: PackWeights
     activations: MakeActivations
     launch: MakeLaunch
+    scratch: Scratch | None = None
     parents: Mapping[Family, int] = field(default_factory=dict)
     contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
     min_cc: tuple[int, int] = (7, 5)
+
+    def prepare(
+        self,
+        machine: Machine,
+        fmt: Format,
+        family: Family,
+        shape: Shape,
+        weights: tuple[Any, ...],
+        activations: tuple[Any, ...],
+        out: Any,
+    ) -> Launch:
+        """The step's own launch on a machine, where its scratch memory is allocated first."""
+        operands = (fmt, family, shape, weights, activations, out)
+        if self.scratch is None:
+            return self.launch(*operands)
+        sizes = self.scratch(fmt, family, shape)
+        return self.launch(*operands, tuple(machine.array(np.zeros(*each)) for each in sizes))
 
     def supports(
         self, format_name: str, family: str, cc: tuple[int, int] | None = None

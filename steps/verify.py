@@ -52,12 +52,14 @@ def prepare(
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if given is not None and activations.layout is not None:
+    if given is not None and activations.layout not in (None, "inside"):
         arrays = tuple(machine.array(x) for x in encode(activations.layout, given))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
-    launch = step.launch(FORMATS[format_name], family, shape, weights, activations.arrays, out)
+    launch = step.prepare(
+        machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
+    )
     return Prepared(shape, weights, on_machine, activations, out, guarded, launch)
 
 
