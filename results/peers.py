@@ -3,10 +3,12 @@
     cublas_fp16   cuBLAS through torch, where torch is installed: measured in the same run, by the
                   same protocol (rotated weights, CUDA graphs, the same sampling). Kernel only: both
                   operands are float16 already, so it reads 2 bytes a weight and quantizes nothing.
-    ggml          llama.cpp's CUDA kernels, from `results/peers/*.json`: another run, by the
-                  protocol that the file states. From float32 A to float32 C.
+    ggml          llama.cpp's CUDA kernels, from float32 A to float32 C: measured in the same run
+                  where a CUDA build of llama-cpp-python is installed (`results.llama_cpp`), else
+                  from `results/peers/*.json`, another run by the protocol that the file states.
 
-The first is a kernel time and the second a total; charts and tables say which they compare with.
+The first is a kernel time and the second a total; charts and tables say which they compare with,
+and every figure whether it is of the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from results import llama_cpp
 from results.measure import Budget, sample, slots_for
 from results.record import ROOT, Peer, RecordError
 
@@ -66,6 +69,24 @@ def given_peers(
         if (wanted_shapes is None or peer.shape in wanted_shapes)
         and (wanted_formats is None or peer.format in wanted_formats)
     )
+
+
+def ggml(
+    gpu: str | None,
+    shapes: Sequence[tuple[int, int, int]],
+    formats: Sequence[str],
+    l2_bytes: int,
+    budget: Budget | None = None,
+    folder: Path = GIVEN,
+) -> tuple[tuple[Peer, ...], str | None]:
+    """llama.cpp at each (M, N, K) in each format: measured here, or as given where that fails.
+
+    Returns the figures and, where some were not measured, why not.
+    """
+    here, why = llama_cpp.measured(shapes, formats, l2_bytes=l2_bytes, gpu=gpu, budget=budget)
+    done = {(peer.format, peer.shape) for peer in here}
+    given = given_peers(gpu, shapes, formats, folder)
+    return (*here, *(peer for peer in given if (peer.format, peer.shape) not in done)), why
 
 
 def torch_version() -> str | None:
@@ -126,7 +147,7 @@ def cublas_fp16(
 
 
 class TorchStopwatch:
-    """results.measure.Stopwatch over torch: a launch is a function of no arguments."""
+    """Captures calls of torch; a launch is a function of no arguments."""
 
     def __init__(self) -> None:
         import torch
@@ -135,23 +156,8 @@ class TorchStopwatch:
         self.l2_bytes = int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20))
 
     def capture(self, launches: Sequence[Callable[[], Any]]) -> TorchReplay:
-        self.wait()
-        return TorchReplay(self._torch, launches)
-
-    def issue(self, launch: Callable[[], Any]) -> float:
-        raise NotImplementedError("a peer's launch cost is not measured")
-
-    def issue_and_wait(self, launch: Callable[[], Any]) -> tuple[float, float]:
-        raise NotImplementedError("a peer's launch cost is not measured")
-
-    def duplicate(self, array: Any) -> Any:
-        return array.clone()
-
-    def wait(self) -> None:
         self._torch.cuda.synchronize()
-
-    def sm_mhz(self, replay: Any) -> float | None:
-        return None
+        return TorchReplay(self._torch, launches)
 
 
 class TorchReplay:

@@ -92,10 +92,12 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
         lines.append("| " + " | ".join(cells) + " |")
     lines += [_peer_line(run, peer, names, shape) for peer in charts.peers_of(run)]
     notes = []
-    if any(p.peer == "ggml" and p.shape == shape for p in run.peers):
+    if llama_cpp := [p for p in run.peers if p.peer == "ggml" and p.shape == shape]:
+        here = [peer for peer in llama_cpp if peer.same_run]
+        where = "of this run" if len(here) == len(llama_cpp) else "partly of this run"
         notes.append(
             "llama.cpp: its time from float32 to float32 on the same GPU model, "
-            "activation quantization included, not of this run."
+            f"activation quantization included, {where if here else 'not of this run'}."
         )
     if any(p.peer == "cublas_fp16" and p.shape == shape for p in run.peers):
         notes.append("cuBLAS: kernel only, both operands already float16.")

@@ -193,9 +193,19 @@ class Recorder:
 
 
 def same_work_by_others(
-    gpu: str | None, shapes: Sequence[Size], formats: Sequence[str], budget: Budget
+    gpu: str | None,
+    shapes: Sequence[Size],
+    formats: Sequence[str],
+    budget: Budget,
+    l2_bytes: int,
+    say: Callable[[str], None],
 ) -> tuple[Peer, ...]:
-    """cuBLAS through torch where it is installed, measured now; llama.cpp's, from another run."""
-    from results.peers import cublas_fp16, given_peers
+    """cuBLAS through torch where it is installed, measured now; llama.cpp's, measured now where
+    llama-cpp-python is installed with CUDA, else from another run. `say` hears why not now."""
+    from results.peers import cublas_fp16, ggml
 
-    return (*cublas_fp16(shapes, budget), *given_peers(gpu, shapes, formats))
+    cublas = cublas_fp16(shapes, budget)
+    llama_cpp, why = ggml(gpu, shapes, formats, l2_bytes, budget)
+    if why:
+        say(f"llama.cpp's figures are those given, where there are any: {why}")
+    return (*cublas, *llama_cpp)

@@ -39,6 +39,7 @@ PACKAGES: Final = (
     "matplotlib",
     "gguf",
     "torch",
+    "llama-cpp-python",
     "pytest",
     "hypothesis",
 )
@@ -77,6 +78,7 @@ class Findings:
     no_simulator: str | None = None
     no_machine_code: str | None = None
     no_gpu: str | None = None
+    no_llama_cpp: str | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
@@ -105,7 +107,17 @@ def examine() -> Findings:
         found.problems.append(
             f"Python {platform.python_version()} is too old: 3.11 or later is needed"
         )
-    for probe in (_packages, _tools, _simulator, _machine_code, _driver, _gpu, _steps, _env):
+    for probe in (
+        _packages,
+        _tools,
+        _simulator,
+        _machine_code,
+        _driver,
+        _gpu,
+        _llama_cpp,
+        _steps,
+        _env,
+    ):
         reason = _guarded(probe, found)
         if reason:
             found.problems.append(f"{probe.__name__.strip('_')} could not be examined: {reason}")
@@ -275,6 +287,12 @@ def _other_processes() -> list[str] | None:
     return [line for line in lines if line.split()[0] != str(os.getpid())]
 
 
+def _llama_cpp(found: Findings) -> None:
+    from results.llama_cpp import why_not
+
+    found.no_llama_cpp = why_not()
+
+
 def _steps(found: Findings) -> None:
     import steps
 
@@ -337,6 +355,8 @@ def _print(found: Findings) -> None:
     for name, reason in reasons:
         if reason:
             print(f"no {name}: {reason}")
+    if found.no_llama_cpp:
+        print(f"a bench takes llama.cpp's figures from another run: {found.no_llama_cpp}")
     for step in found.steps:
         if step["gpu"] and step["gpu"] != found.no_gpu:
             print(step["gpu"])

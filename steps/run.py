@@ -243,9 +243,10 @@ def bench(args: Namespace) -> int:
     path = recorder.save(found)  # before the peers, whose failure must not cost the rows
     if broken is None and not args.no_peers:
         names = tuple(dict.fromkeys(work.format for work in works))
-        path = recorder.save(
-            found, benching.same_work_by_others(env.gpu, shapes, names, measuring.budget)
+        others = benching.same_work_by_others(
+            env.gpu, shapes, names, measuring.budget, measuring.stopwatch.l2_bytes, _remark
         )
+        path = recorder.save(found, others)
     rows_ = benching.sorted_rows(found)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
@@ -258,6 +259,10 @@ def bench(args: Namespace) -> int:
     if broken:
         print(f"the run ended early: {broken}", file=sys.stderr)
     return 1 if bad or broken else 0
+
+
+def _remark(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 def launch(args: Namespace) -> int:
@@ -359,9 +364,10 @@ def _measured(
         saved = recorder.save(found)
         if outcomes.broken is None:
             names = formats_of(args.format)
-            recorder.save(
-                found, benching.same_work_by_others(env.gpu, [shape], names, measuring.budget)
+            others = benching.same_work_by_others(
+                env.gpu, [shape], names, measuring.budget, measuring.stopwatch.l2_bytes, _remark
             )
+            recorder.save(found, others)
     return benching.sorted_rows(found), saved
 
 
