@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
@@ -35,7 +34,7 @@ from results.record import Limits, Row, source_hash
 
 ROTATION: Final = 4  # copies of the weights fill this many L2s; see 2. above
 SAMPLE_SECONDS: Final = 5e-3  # one replay: 0.1 % of it is the start of the graph (about 6 us)
-MAX_LAUNCHES: Final = 512  # in one graph: capturing a launch costs the host some 30 us
+MAX_LAUNCHES: Final = 512  # in one graph: loading and capturing one costs the host some 50 us
 SLOW_SECONDS: Final = 0.05  # a launch this long is warm after one, and its total needs few samples
 TOLERANCE: Final = 1.05  # a limit is itself a measurement, on a clock that moves by a few per cent
 
@@ -91,7 +90,7 @@ class Stopwatch(Captures, Protocol):
     l2_bytes: int
 
     def issue(self, launch: Any) -> float:
-        """Launch through the dispatcher without waiting; the host's seconds."""
+        """Launch without waiting; the host's seconds, compiling and loading left out."""
         ...
 
     def issue_and_wait(self, launch: Any) -> tuple[float, float]:
@@ -488,7 +487,7 @@ def _times(
 
 
 def launch_cost(stopwatch: Stopwatch, launch: Any) -> tuple[float, float]:
-    """(host microseconds of one launch through the dispatcher, seconds until it is done).
+    """(host microseconds of one prepared launch, seconds until it is done).
 
     The GPU is not waited for in the first figure, the median of as many launches as the GPU
     finishes in about 10 ms, at most 30; the second, of one launch, is the host's view and rough.
@@ -552,7 +551,7 @@ class GpuStopwatch:
         from cuda.core import Device
         from numba import cuda
 
-        import steps.instructions  # noqa: F401  (mends NumPy before numba.cuda first compiles)
+        from steps.launcher import load
 
         cuda.current_context()  # cuda.core and Numba then share the primary context
         device = cuda.get_current_device()
@@ -560,6 +559,7 @@ class GpuStopwatch:
         self.graphs = graphs
         self.why_no_graph: str | None = None if graphs else "not wanted"
         self._cuda = cuda
+        self._load = load
         self._device = Device(device.id)
         self._device.set_current()
         self._stream = self._device.create_stream()
@@ -576,16 +576,19 @@ class GpuStopwatch:
         return _LaunchReplay(self, launches)
 
     def issue(self, launch: Any) -> float:
-        configured = _configured(launch, self._stream)
-        start = time.perf_counter()
-        configured(*launch.args)
-        return time.perf_counter() - start
+        cost, _ = self._issue(launch)
+        return cost
 
     def issue_and_wait(self, launch: Any) -> tuple[float, float]:
-        start = time.perf_counter()
-        cost = self.issue(launch)
+        cost, start = self._issue(launch)
         self.wait()
         return cost, time.perf_counter() - start
+
+    def _issue(self, launch: Any) -> tuple[float, float]:
+        loaded = self._load(launch)
+        start = time.perf_counter()
+        loaded(self._stream)
+        return time.perf_counter() - start, start
 
     def duplicate(self, array: Any) -> Any:
         twin = self._cuda.device_array_like(array)
@@ -635,15 +638,16 @@ class _GraphReplay(_Timed):
 
     def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
         super().__init__(stopwatch, launches)
+        # Kept, as a graph does not own the arrays it works on; loaded before the capture begins.
+        self._loaded = [stopwatch._load(launch) for launch in launches]
         builder = stopwatch._device.create_graph_builder()
         builder.begin_building()
         try:
-            for launch in launches:
-                _configured(launch, builder)(*launch.args)
+            for loaded in self._loaded:
+                loaded(builder)
         finally:
             builder.end_building()
         self._graph = builder.complete()
-        self._keep = tuple(launches)  # a graph does not own the arrays it works on
         self._graph.upload(stopwatch._stream)
 
     def start(self) -> None:
@@ -655,18 +659,11 @@ class _LaunchReplay(_Timed):
 
     def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
         super().__init__(stopwatch, launches)
-        self._calls = [(_configured(each, stopwatch._stream), each.args) for each in launches]
+        self._loaded = [stopwatch._load(launch) for launch in launches]
 
     def start(self) -> None:
-        for configured, arguments in self._calls:
-            configured(*arguments)
-
-
-def _configured(launch: Any, stream: Any) -> Any:
-    """kernel[grid, block, stream, shared_bytes]; a small grid is no reason for a warning here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Grid size .* will likely result in GPU under")
-        return launch.kernel[launch.grid, launch.block, stream, launch.shared_bytes]
+        for loaded in self._loaded:
+            loaded(self._stopwatch._stream)
 
 
 def _sm_clock(device: Any) -> Callable[[], float] | None:

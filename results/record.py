@@ -55,9 +55,9 @@ class Row:
 
     Times are in microseconds per product. `kernel_us` (median; `p20_us`, `p80_us` and `samples`
     belong to it) is the kernel alone, `activation_us` the pass that prepares A, `total_us` both in
-    one CUDA graph, from float32 A to float32 C; `launch_us` is the host's cost of one launch
-    through Numba's dispatcher, which none of the others contains; `pack_us` the host's one-time
-    repack of W.
+    one CUDA graph, from float32 A to float32 C; `launch_us` is the host's cost of one
+    prepared launch (`steps.launcher`), which none of the others contains; `pack_us` the host's
+    one-time repack of W.
     `tflops` = 2MNK / kernel_us; `gbps` counts weights, activations and C once; `limit_share` is
     the least possible time on this GPU (see measure.floor_us) over kernel_us.
     The ratios compare kernel_us at the same format and shape.

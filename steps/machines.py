@@ -8,20 +8,17 @@ c = machine.host(out)
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from steps.instructions.compile import raise_shared_limit
 from steps.instructions.simulator import simulate
+from steps.launcher import core_stream, load, stream_handle
 from steps.step import Launch
 
 H200_SMS = 132
-STATIC_SHARED_LIMIT = 48 * 1024
-"""Bytes of shared memory a kernel gets without asking the driver for more."""
 
 
 class Simulator:
@@ -67,8 +64,6 @@ class Gpu:
         reason = why_no_gpu()
         if reason is not None:
             raise RuntimeError(f"no CUDA GPU can be used here: {reason}")
-        from steps.launcher import core_stream, stream_handle
-
         device = cuda.get_current_device()
         name = device.name
         self.name = name.decode() if isinstance(name, bytes) else str(name)
@@ -76,24 +71,22 @@ class Gpu:
         self.sms = int(device.MULTIPROCESSOR_COUNT)
         self.stream = core_stream(stream)
         handle = stream_handle(stream)
-        self._copies = cuda.external_stream(handle) if handle else 0
-        self._owner = stream  # a handle does not keep its stream alive
+        self._numba_stream: Any = cuda.external_stream(handle) if handle else 0
+        self._owner = stream  # its handle alone would not keep it alive
 
     def array(self, host: np.ndarray) -> Any:
-        return cuda.to_device(np.ascontiguousarray(host), stream=self._copies)
+        return cuda.to_device(np.ascontiguousarray(host), stream=self._numba_stream)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return cuda.device_array(shape, dtype, stream=self._copies)
+        return cuda.device_array(shape, dtype, stream=self._numba_stream)
 
     def host(self, array: Any) -> np.ndarray:
-        copy = array.copy_to_host(stream=self._copies)
-        if self._copies:
-            self._copies.synchronize()  # on a stream of its own a copy is only queued
+        copy = array.copy_to_host(stream=self._numba_stream)
+        if self._numba_stream:
+            self._numba_stream.synchronize()  # on a stream of its own a copy is only queued
         return copy
 
     def run(self, launch: Launch) -> None:
-        from steps.launcher import load
-
         load(launch)(self.stream)
 
     def synchronize(self) -> None:

@@ -27,7 +27,8 @@ def test_hardware_equals_numpy(case, seed):
 def test_more_than_48_kb_of_dynamic_shared_memory():
     from numba import cuda, int32
 
-    from steps.instructions.compile import raise_shared_limit
+    from steps.launcher import load
+    from steps.step import Launch
 
     @cuda.jit
     def far(out):
@@ -38,8 +39,7 @@ def test_more_than_48_kb_of_dynamic_shared_memory():
         out[t] = stage[15 * 1024 + 31 - t]
 
     out = cuda.to_device(np.zeros(32, np.int32))
-    raise_shared_limit(far, (out,), 64 * 1024)
-    far[1, 32, 0, 64 * 1024](out)
+    load(Launch(far, (1,), (32,), (out,), shared_bytes=64 * 1024))()
     np.testing.assert_array_equal(out.copy_to_host(), np.arange(32)[::-1])
 
 

@@ -159,28 +159,6 @@ def opcodes(sass: str) -> Counter:
     )
 
 
-def raise_shared_limit(kernel: CUDADispatcher, args: Sequence, shared_bytes: int) -> None:
-    """Let `kernel` be launched with `args` and `shared_bytes` of dynamic shared memory on this GPU.
-
-    Above 48 KB a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute is
-    raised, which numba-cuda does not do (its issue 94). Compiles the kernel for these arguments if
-    it is not yet; needs the driver. RuntimeError where the GPU has less shared memory.
-    """
-    from cuda.bindings import driver as cuda_driver
-    from numba import cuda
-
-    compiled = kernel.compile(signature_of(args))
-    attribute = cuda_driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    handle = compiled._codelibrary.get_cufunc().handle
-    device = cuda.get_current_device().id
-    (error,) = cuda_driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
-    if error:
-        raise RuntimeError(
-            f"{kernel.__name__} cannot have {shared_bytes} bytes of dynamic shared memory on this "
-            f"GPU: {error.name}"
-        )
-
-
 @contextmanager
 def _pretending_to_be(cc: tuple[int, int, str]) -> Iterator[None]:
     """Answer numba-cuda's two questions about the current device with `cc`; not thread-safe."""
