@@ -128,9 +128,7 @@ class Ggml:
         for name, (result, *parameters) in FUNCTIONS.items():
             function = getattr(library, name, None)
             if function is None:
-                raise NotMeasured(
-                    f"its ggml has no function {name}: another ABI than is known here"
-                )
+                raise NotMeasured(f"its ggml has no {name}: another ABI than is known here")
             function.restype, function.argtypes = result, parameters
             self._functions[name] = function
         for name in WEIGHT_FORMATS:
@@ -241,6 +239,15 @@ class Products:
         self.m, self.n, self.k = a.shape[0], blocks.shape[0], a.shape[1]
         self._contexts: list[Any] = []
         self._buffers: list[Any] = []
+        self._last: Any = None
+        self._c_bytes = 4 * self.m * self.n
+        try:
+            self._allocate(a, blocks, copies)
+        except NotMeasured:  # the next, smaller product may have the memory
+            self.close()
+            raise
+
+    def _allocate(self, a: np.ndarray, blocks: np.ndarray, copies: int) -> None:
         ggml = self.ggml
         context = self._context((copies + 1) * ggml.ggml_tensor_overhead())
         kind = TYPES[_format_name(blocks)]
@@ -252,10 +259,8 @@ class Products:
         for tensor in self._weights:
             self._upload(tensor, blocks)
         self._upload(self._a, a)
-        self._c_bytes = 4 * self.m * self.n
         room = self._c_bytes + ggml.ggml_backend_get_alignment(self._backend)
         self._c = self._buffer(ggml.ggml_backend_alloc_buffer(self._backend, room))
-        self._last: Any = None
 
     def close(self) -> None:
         for buffer in self._buffers:
