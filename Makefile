@@ -8,7 +8,7 @@
 #   PYTHON=...    the interpreter to make the environment with (default python3)
 #   VENV=system   use $(PYTHON) as it is and install nothing
 #
-#   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= SAVE=1   are passed on to the commands
+#   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL= SAVE=1   are passed on to the commands
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -84,9 +84,9 @@ profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)
 	@$(PY) -m steps profile $(STEP) $(DATA)
 
-sanitize: $(READY) ## compute-sanitizer (memcheck, racecheck) over the checks of all steps (or STEP=)
+sanitize: $(READY) ## compute-sanitizer (all four tools, or TOOL=) over the checks of all steps (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
-		$(if $(SCHEME),--scheme '$(SCHEME)')
+		$(if $(SCHEME),--scheme '$(SCHEME)') $(if $(TOOL),--tool $(TOOL))
 
 pitfalls: $(READY) ## the museum: the bugs this problem is known for, and what catches each
 	@$(PY) -m steps pitfalls

@@ -193,7 +193,10 @@ def _parser() -> Parser:
 
     one = command("sanitize", "tools:sanitize", "Compute Sanitizer over the checks", steps="*")
     one.add_argument(
-        "--tool", nargs="+", choices=("memcheck", "racecheck", "initcheck", "synccheck")
+        "--tool",
+        nargs="+",
+        choices=("memcheck", "racecheck", "initcheck", "synccheck"),
+        help="some of its tools (default all four)",
     )
     one.add_argument("--format", action="append", default=[], metavar="F", help="default all")
     one.add_argument("--scheme", help="W4A16, A8 ... (default all)")

@@ -18,6 +18,7 @@ import pytest
 
 from steps import __main__ as cli
 from steps import doctor, listing, run, table
+from steps import tools as nvidia
 from steps.checks import GOING_ROUND, ORDERS, UsageError, cases, select, with_ancestors
 from steps.registry import find, ladder
 from steps.table import Column, Line, Table
@@ -235,6 +236,34 @@ def test_what_takes_a_gpu_says_so(arguments: list[str], said: str, capsys) -> No
     assert printed.out == ""
     assert one_sentence(printed.err), printed.err
     assert said in printed.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "tools"),
+    [
+        ([], ["memcheck", "racecheck", "initcheck", "synccheck"]),
+        (["--tool", "synccheck"], ["synccheck"]),
+        (["--tool", "initcheck", "memcheck"], ["initcheck", "memcheck"]),
+    ],
+)
+def test_sanitize_runs_every_tool_and_remembers_what_failed(
+    asked: list[str], tools: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    ran: list[list[str]] = []
+
+    def tool(command, hint=""):
+        ran.append(command)
+        return 1 if command[2] == tools[0] else 0
+
+    monkeypatch.setattr(nvidia, "machines", lambda which: None)
+    monkeypatch.setattr(nvidia, "find_tool", lambda name: name)
+    monkeypatch.setattr(nvidia, "_run", tool)
+    assert cli.main(["sanitize", "2", "--quick", *asked]) == 1
+    assert [command[:3] for command in ran] == [["compute-sanitizer", "--tool", t] for t in tools]
+    for command in ran:
+        assert ("--report-api-errors" in command) == (command[2] == "memcheck")
+        assert command[-5:] == ["2", "--machine", "gpu", "--small", "--quick"]
+    assert capsys.readouterr().err == f"compute-sanitizer found errors with {tools[0]}\n"
 
 
 def test_a_refusal_as_the_shell_sees_it() -> None:

@@ -70,6 +70,11 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["diff", "STEP=5"], "python -m steps diff 5"),
         (["sass", "STEP=4", "ARCH=sm_80"], "python -m steps sass 4 --arch 'sm_80'"),
         (["ptx", "STEP=4"], "python -m steps ptx 4 --arch 'sm_90a'"),
+        (["sanitize"], "python -m steps sanitize"),
+        (
+            ["sanitize", "STEP=4", "TOOL=memcheck racecheck"],
+            "python -m steps sanitize 4 --tool memcheck racecheck",
+        ),
         (["test"], "python -m pytest -n auto"),
         (["docs-check"], "python -m results.report --check"),
     ],
