@@ -16,7 +16,7 @@ What it costs
 Machine code
     LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
 Read next
-    The hardware's dp4a: one instruction for what two do here. What would you add next?
+    The hardware has one instruction for the two IMADs and all the PRMTs: step06_dp4a
 """
 
 from __future__ import annotations
