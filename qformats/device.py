@@ -33,18 +33,27 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int8, int32, uint32
+from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
 from qformats.repack import CODE_UNIT, TILE_K, TILE_ROWS
 from steps.instructions import (
+    address,
+    dp4a,
     float_to_half,
     half_to_float,
+    let_next_start,
+    load_f32,
+    load_f32x4,
     load_u16,
     load_u32,
     load_u32x4,
+    prmt,
+    shfl_xor,
     store_f32x2,
     store_u16,
+    store_u32,
+    wait_for_previous,
 )
 
 HALF = BLOCK // 2  # byte j of qs holds elements j and j + 16
@@ -182,23 +191,30 @@ def device_format(format_name: str) -> DeviceFormat:
 
 
 # --- Q8_1 on the GPU ------------------------------------------------------------------------------
-WARP = 0xFFFFFFFF  # all 32 lanes take part
-WARPS = 8  # blocks of 32 values that one thread block quantizes
+LANES = 4  # lanes of a block of 32: each takes four neighbours of either half, 128 bits a load
+TOKENS = 32 // LANES  # of a warp: the codes that one store of it writes are 128 bytes without a gap
+WARPS = 8  # of a thread block, side by side along K
+AHEAD = 2  # blocks of a lane, whose loads are all under way before the first is used
 SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a block is zero
 BLOCK_Q8_1 = FORMATS["q8_1"].block_bytes
+FOUR_ONES = 0x01010101  # dp4a with it adds up four codes
 
 
 @cuda.jit(device=True, forceinline=True)
-def round_half_away(x):
-    """C's roundf: halves go away from zero. (Adding 0.5 first would round 0.49999997 up.)"""
-    whole = int32(x)
-    rest = x - float32(whole)
-    return whole + int32(rest >= float32(0.5)) - int32(rest <= float32(-0.5))
+def round_half_away(twice):
+    """C's roundf of x = twice / 2: halves go away from zero.
+
+    |2x| cut to an integer t gives (t + 1) >> 1, because x rounds to n + 1 and not to n as soon as
+    2x reaches 2n + 1. A negative t is shifted as it is: >> rounds down, away from zero. No float is
+    added: 0.49999997 + 0.5 would be 1, and a compiler may contract a sum with the product before.
+    """
+    t = int32(twice)
+    return int32(int32(t + 1 + int32(t >> 31)) >> 1)
 
 
 @cache
 def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
-    """The kernel that quantizes float32 A[M, K] to Q8_1: one warp a block, one lane a value.
+    """The kernel that quantizes float32 A[M, K], C-contiguous, to Q8_1; `q8_1_grid` for its launch.
 
     layout "blocks": kernel(a, blocks)
         ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36]; d and s are rounded to f16
@@ -208,7 +224,12 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
         float32 [ceil(K/32), M, 2] (d and s), both flat: aligned for 128-bit loads, not rounded.
 
     s "codes": s = d * sum(q), as ggml's CPU reference; "values": s = sum of the raw values, as
-    llama.cpp's CUDA kernels. Lanes at or past column K contribute zeros: K needs no padding.
+    llama.cpp's CUDA kernels. Columns at or past K count as zeros: K needs no padding. d, the codes
+    and the s of "codes" are the codec's bit for bit; but where d is subnormal the codes are 0.
+
+    A warp quantizes blocks of eight tokens side by side, four lanes a block. Where rows of A begin
+    at multiples of 16 bytes they are read 128 bits at a time, else value by value. With
+    `Launch.overlap` the kernel may follow the one that makes A, and be followed, without a gap.
     """
     if layout not in ("blocks", "slabs") or s not in ("codes", "values"):
         raise ValueError(
@@ -218,55 +239,109 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     blocks, of_codes = layout == "blocks", s == "codes"
 
     @cuda.jit(device=True, forceinline=True)
-    def quantized(a, m, k):
-        """One lane's code, and its block's d and s (alike in all 32 lanes)."""
-        x = a[m, k] if k < a.shape[1] else float32(0)
-        largest, total = abs(x), x
-        for step in (16, 8, 4, 2, 1):
-            largest = max(largest, cuda.shfl_xor_sync(WARP, largest, step))
-            total += cuda.shfl_xor_sync(WARP, total, step)
+    def load(x, i, a, m, k, wide):
+        """x[i, 0..3] = a[m, k..k+3] and x[i, 4..7] = a[m, k+16..k+19], zeros outside of a."""
+        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+        at = int64(m) * columns + k
+        for j in range(8):
+            x[i, j] = 0
+        for half in range(2):
+            j, far = 4 * half, HALF * half
+            if wide:
+                if m < rows and uint32(k + far) < columns:
+                    x[i, j], x[i, j + 1], x[i, j + 2], x[i, j + 3] = load_f32x4(a, at + far)
+            else:
+                for n in range(4):
+                    if m < rows and uint32(k + far + n) < columns:
+                        x[i, j + n] = load_f32(a, at + far + n)
+
+    @cuda.jit(device=True, forceinline=True)
+    def four_codes(x, i, j, twice):
+        """Codes of x[i, j..j+3] as the bytes of a word; `twice` is 2 / d."""
+        q0, q1 = round_half_away(x[i, j] * twice), round_half_away(x[i, j + 1] * twice)
+        q2, q3 = round_half_away(x[i, j + 2] * twice), round_half_away(x[i, j + 3] * twice)
+        return prmt(prmt(q0, q1, 0x0040), prmt(q2, q3, 0x0040), 0x5410)
+
+    @cuda.jit(device=True, forceinline=True)
+    def quantized(x, i):
+        """Two words of a lane's codes, and d and s of its block (alike in the block's lanes)."""
+        largest, total = abs(x[i, 0]), x[i, 0]
+        for j in range(1, 8):
+            largest = max(largest, abs(x[i, j]))
+            total += x[i, j]
+        largest = max(largest, shfl_xor(largest, 1))
+        largest = max(largest, shfl_xor(largest, 2))
         d = largest / float32(127)
-        code = round_half_away(x * (float32(1) / d)) if d >= SMALLEST_NORMAL else int32(0)
+        inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
+        low, high = four_codes(x, i, 0, inverse + inverse), four_codes(x, i, 4, inverse + inverse)
         if of_codes:
-            total = float32(code)
-            for step in (16, 8, 4, 2, 1):
-                total += cuda.shfl_xor_sync(WARP, total, step)
-            total *= d
-        return code, d, total
+            count = dp4a(low, FOUR_ONES, dp4a(high, FOUR_ONES, 0))
+            count = int32(count + shfl_xor(count, 1))
+            total = d * float32(int32(count + shfl_xor(count, 2)))
+        else:
+            total += shfl_xor(total, 1)
+            total += shfl_xor(total, 2)
+        return low, high, d, total
+
+    @cuda.jit(device=True, forceinline=True)
+    def place():
+        """(lane t of a block, the token m, the first of AHEAD blocks along K) of this thread."""
+        lane = uint32(cuda.threadIdx.x)  # unsigned: a division by four is one shift
+        m = uint32(cuda.blockIdx.x * TOKENS + lane // uint32(LANES))
+        first = uint32((cuda.blockIdx.y * WARPS + cuda.threadIdx.y) * AHEAD)
+        return uint32(lane % uint32(LANES)), m, first
+
+    @cuda.jit(device=True, forceinline=True)
+    def rows_are_aligned(a):
+        return a.shape[1] & 3 == 0 and address(a, 0) & 15 == 0
 
     @cuda.jit
     def q8_1_blocks(a, out):
-        lane, m = cuda.threadIdx.x, cuda.blockIdx.x
-        block = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
-        blocks_k = (a.shape[1] + BLOCK - 1) // BLOCK
-        if block >= blocks_k:
-            return
-        code, d, s = quantized(a, m, block * BLOCK + lane)
-        at = (m * blocks_k + block) * BLOCK_Q8_1
-        out[at + 4 + lane] = code & 255
-        if lane == 0:
-            store_u16(out, at, float_to_half(d))
-            store_u16(out, at + 2, float_to_half(s))
+        let_next_start()
+        x = cuda.local.array((AHEAD, 8), float32)
+        t, m, first = place()
+        rows, blocks_k = uint32(a.shape[0]), uint32(uint32(a.shape[1] + BLOCK - 1) // uint32(BLOCK))
+        wide = rows_are_aligned(a)
+        wait_for_previous()
+        for i in range(AHEAD):
+            load(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
+        for i in range(AHEAD):
+            low, high, d, s = quantized(x, i)
+            block = uint32(first + i)
+            if m < rows and block < blocks_k:
+                at = (int64(m) * blocks_k + block) * BLOCK_Q8_1
+                store_u32(out, at + 4 + 4 * t, low)
+                store_u32(out, at + 4 + HALF + 4 * t, high)
+                if t == 0:
+                    store_u16(out, at, float_to_half(d))
+                    store_u16(out, at + 2, float_to_half(s))
 
     @cuda.jit
     def q8_1_slabs(a, qs, ds):
-        lane, m = cuda.threadIdx.x, cuda.blockIdx.x
-        block = cuda.blockIdx.y * WARPS + cuda.threadIdx.y
-        blocks_k = (a.shape[1] + BLOCK - 1) // BLOCK
-        if block >= blocks_k:
-            return
-        code, d, s = quantized(a, m, block * BLOCK + lane)
-        rows = a.shape[0]
-        qs[((2 * block + lane // HALF) * rows + m) * HALF + lane % HALF] = code
-        if lane == 0:
-            store_f32x2(ds, (block * rows + m) * 2, d, s)
+        let_next_start()
+        x = cuda.local.array((AHEAD, 8), float32)
+        t, m, first = place()
+        rows, blocks_k = uint32(a.shape[0]), uint32(uint32(a.shape[1] + BLOCK - 1) // uint32(BLOCK))
+        wide = rows_are_aligned(a)
+        wait_for_previous()
+        for i in range(AHEAD):
+            load(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
+        for i in range(AHEAD):
+            low, high, d, s = quantized(x, i)
+            block = uint32(first + i)
+            if m < rows and block < blocks_k:
+                at = int64(block) * rows
+                store_u32(qs, (2 * at + m) * HALF + 4 * t, low)
+                store_u32(qs, (2 * at + rows + m) * HALF + 4 * t, high)
+                if t == 0:
+                    store_f32x2(ds, (at + m) * 2, d, s)
 
     return q8_1_blocks if blocks else q8_1_slabs
 
 
 def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(grid, block) of the quantizer for A[m, k]; rows on x, the axis that may exceed 65535."""
-    return (m, -(-k // (BLOCK * WARPS))), (32, WARPS)
+    """(grid, block) of the quantizer for A[m, k]; tokens on x, which may have the most blocks."""
+    return (-(-m // TOKENS), -(-k // (BLOCK * WARPS * AHEAD))), (32, WARPS)
 
 
 # --- records of qformats.repack.tiles -------------------------------------------------------------

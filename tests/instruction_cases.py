@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from steps.instructions import (
+    address,
     cp_async_16,
     cp_async_16_zfill,
     cp_async_commit,
@@ -25,6 +26,7 @@ from steps.instructions import (
     ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
+    load_f32,
     load_f32x2,
     load_f32x4,
     load_u16,
@@ -211,6 +213,27 @@ def bytes_expected(blocks):
         axis=1,
     )
     return (out.reshape(-1),)
+
+
+@cuda.jit
+def aligned_kernel(source, out):
+    """128 bits at once where the address allows, else value by value."""
+    i = cuda.threadIdx.x
+    if address(source, i) % 16 == 0:
+        x = load_f32x4(source, i)
+        out[i] = x[0] + x[1] + x[2] + x[3]
+    else:
+        out[i] = load_f32(source, i)
+
+
+def aligned_inputs(rng):
+    return (rng.integers(-99, 99, 32).astype(np.float32),)
+
+
+def aligned_expected(source):
+    out = source.copy()
+    out[::4] = source.reshape(-1, 4).sum(axis=1)
+    return (out,)
 
 
 # --- tensor cores and asynchronous copies
@@ -480,6 +503,7 @@ CASES = (
         bytes_expected,
         contains=("LDG.E.U16", "STS.U16"),
     ),
+    Case("aligned", aligned_kernel, aligned_inputs, aligned_expected, contains=("LDG.E.128",)),
     Case(
         "gemm_s8",
         gemm_s8_kernel,

@@ -19,6 +19,8 @@ from .async_copy import (
 )
 from .launch_order import let_next_start, wait_for_previous
 from .memory import (
+    address,
+    load_f32,
     load_f32x2,
     load_f32x4,
     load_u16,
@@ -45,6 +47,7 @@ from .tensor_core import (
 from .warp import shfl, shfl_down, shfl_up, shfl_xor
 
 __all__ = [
+    "address",
     "cp_async_8_zfill",
     "cp_async_16",
     "cp_async_16_zfill",
@@ -59,6 +62,7 @@ __all__ = [
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
     "let_next_start",
+    "load_f32",
     "load_f32x2",
     "load_f32x4",
     "load_u16",

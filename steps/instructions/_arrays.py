@@ -190,6 +190,14 @@ class CheckedArray:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
         return self.bytes
 
+    def address(self, index: int) -> int:
+        """Where element `index` of the flat array lies, in bytes from the start of its allocation.
+
+        OutOfRange outside of the array.
+        """
+        offset = self.locate(index, self.dtype.itemsize, 1)
+        return offset + _offset_in_allocation(self.data)
+
     def locate(self, index: int, size: int, alignment: int | None = None) -> int:
         """The byte offset of element `index` of the flat array for an access of `size` bytes.
 

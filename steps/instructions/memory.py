@@ -1,4 +1,4 @@
-"""Wide loads and stores: 2 to 16 bytes of any array in one access.
+"""Loads and stores of 2 to 16 bytes of any array in one access, and the address they would use.
 
 Operands are (array, index); `index` counts elements of the array, which is taken as flat. The
 address must be a multiple of the size of the access: the GPU faults otherwise (CUDA error 716), a
@@ -109,6 +109,7 @@ load_u16 = _load("load_u16", uint16, 1, "2 bytes at array[index] as an unsigned 
 load_u32 = _load("load_u32", uint32, 1, "4 bytes at array[index] as an unsigned integer.")
 load_u32x2 = _load("load_u32x2", uint32, 2, "8 bytes at array[index] as two 32-bit words.")
 load_u32x4 = _load("load_u32x4", uint32, 4, "16 bytes at array[index] as four 32-bit words.")
+load_f32 = _load("load_f32", float32, 1, "4 bytes at array[index] as a float32.")
 load_f32x2 = _load("load_f32x2", float32, 2, "8 bytes at array[index] as two float32.")
 load_f32x4 = _load("load_f32x4", float32, 4, "16 bytes at array[index] as four float32.")
 
@@ -118,3 +119,30 @@ store_u32x2 = _store("store_u32x2", uint32, 2, "Two words to the 8 bytes at arra
 store_u32x4 = _store("store_u32x4", uint32, 4, "Four words to the 16 bytes at array[index].")
 store_f32x2 = _store("store_f32x2", float32, 2, "Two float32 to the 8 bytes at array[index].")
 store_f32x4 = _store("store_f32x4", float32, 4, "Four float32 to the 16 bytes at array[index].")
+
+
+def _define_address():
+    def address(array, index):
+        """Where array[index] lies, in bytes: for a kernel that reads wide only where it may. In the
+        simulator it is counted from the start of the allocation, a multiple of 256."""
+        return array.address(index)
+
+    def typing(given):
+        fits = isinstance(given[0], types.Array)
+        return (types.int64, (given[0], types.int64)) if fits else None
+
+    def lower(context, builder, signature, arguments):
+        pointer = element_pointer(context, builder, signature.args[0], *arguments)
+        return builder.ptrtoint(pointer, ir.IntType(64))
+
+    return define(
+        address,
+        "ptrtoint",
+        casts=(array_operand, index),
+        results=(cast_of(types.int64),),
+        typing=typing,
+        lower=lower,
+    )
+
+
+address = _define_address()
