@@ -10,7 +10,8 @@ NumPy in, NumPy out. For `a` on the GPU (a Numba, torch or CuPy array: anything 
 `__cuda_array_interface__`) the result is a Numba device array, which those libraries take without a
 copy; the work is queued on the default stream. Everything is checked before anything is launched,
 and nothing is written on an error. One thing is not checked: whether values on the GPU are finite,
-as that would cost a pass over them.
+as that would cost a pass over them. (Only where a step keeps activations in 36-byte blocks, in
+which large sums overflow, are they fetched and looked at: no such step is taken for its speed.)
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def gemm(
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T in float32.
 
     a       : float32 [M, K], C-contiguous, NumPy or on the GPU.
-    w       : blocks [N, K/32], a NumPy array of a dtype of `qformats`, or what `pack` made of them.
+    w       : blocks [N, K/32], a NumPy array of a dtype of `qformats` (a view too), or what `pack`
+              made of them.
     step    : the number of one step; by default the highest that takes the format on this device.
     family  : "A16" multiplies float32 activations, "A8" quantizes them to Q8_1 first; by default
               whichever the step does best.
@@ -116,8 +118,9 @@ def gemm(
     source = _as_numba(a) if on_device else where.array(a)
     target = _as_numba(out) if on_device and out is not None else where.empty((m, n), np.float32)
     activations = chosen.activations(of_family, source, where)
-    if activations.layout == "blocks" and not on_device:
-        FORMATS["q8_1"].quantize(a)  # refuses what would overflow the f16 d or s of a 36-byte block
+    if activations.layout == "blocks":
+        # refuses what would overflow the f16 d or s of a 36-byte block
+        FORMATS["q8_1"].quantize(where.host(source) if on_device else a)
     own = chosen.prepare(
         where, fmt, of_family, Shape(m, n, k), weights.arrays, activations.arrays, target
     )
@@ -201,6 +204,11 @@ def _require_matrix(name: str, x: Any, on_device: bool) -> tuple[int, int]:
                 f"{name} must be C-contiguous, got strides {tuple(strides)} for shape {shape}: "
                 "make a contiguous copy"
             )
+    if on_device and (past := facts["data"][0] % dtype.itemsize):
+        raise ValueError(
+            f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, where a GPU reads no "
+            f"{dtype}: make an aligned copy"
+        )
     return shape[0], shape[1]
 
 
@@ -221,8 +229,6 @@ def _weight_format(w: Any) -> Format:
         raise ValueError(f"w must have shape [N, K/32], got {w.ndim} dimensions: {w.shape}")
     if w.size == 0:
         raise ValueError(f"w is empty: its shape is {w.shape}")
-    if not w.flags.c_contiguous:
-        raise ValueError(f"w must be C-contiguous, got strides {w.strides} for shape {w.shape}")
     for field in ("d", "m"):
         if field in (w.dtype.names or ()) and not np.isfinite(w[field]).all():
             n, b = np.argwhere(~np.isfinite(w[field]))[0]

@@ -156,7 +156,6 @@ READ_ONLY.setflags(write=False)
         (A, "q4_0", {}, TypeError, "w must be blocks as a NumPy array"),
         (A, W[0], {}, ValueError, r"w must have shape \[N, K/32\], got 1 dimensions"),
         (A, W[:0], {}, ValueError, "w is empty"),
-        (A, W[:, ::2], {}, ValueError, "w must be C-contiguous"),
         (A, BAD_SCALE, {}, ValueError, "w has d = inf in block 1 of row 2"),
         (A, W, {"step": 99}, ValueError, "there is no step 99"),
         (A, W, {"step": 2, "family": "A16"}, ValueError, "step 2 is of family A8, not A16"),
