@@ -102,7 +102,7 @@ def mma_m16n8k32_u8(lanes):
 def mma_m16n8k8_tf32(lanes):
     """(a0..a3, b0, b1, c0..c3) -> C + A @ B in float32; A, B the bits of float32s, of which the
     lower 13 are not read. HMMA.1688.F32.TF32. Rounding as in `mma_m16n8k16_f16`."""
-    kept = [tuple(x & 0xFFFFE000 for x in lane[:6]) + lane[6:] for lane in lanes]
+    kept = [(*(x & 0xFFFFE000 for x in lane[:6]), *lane[6:]) for lane in lanes]
     return _multiply(kept, np.float32, np.float32, np.float64)
 
 
