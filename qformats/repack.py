@@ -149,6 +149,8 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
     if blocks.ndim != 2:
         raise ValueError(f"tiles takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions")
     fmt = _weight_format(blocks)
+    if blocks.size == 0:
+        raise ValueError(f"blocks of shape {blocks.shape} hold nothing; pass [N, K//32] of them")
     n, blocks_k = blocks.shape
     rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
