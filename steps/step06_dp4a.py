@@ -5,6 +5,7 @@ What is new
     needs two IMADs for that, and before them two PRMTs and a sum for each pair of each word. Now a
     word of four codes goes to shared memory as it is: half the words, and a stage twice as deep in
     the same space. The rest is step 5: `python -m steps diff 6` shows the two side by side.
+    (Also, the loads of a stage no longer wait for each other: see the comment there.)
 Why it should help
     IDP.4A issues at the rate of IMAD, 64 lanes a cycle and SM, and does twice the work, and 12
     words of shared memory still feed 32 of them. No sum can overflow (32 x 128 x 128 < 2^31), so
@@ -17,7 +18,7 @@ Machine code
     IDP.4A.S8.S8 fills the loop, 256 for each block of K; the IMAD that is left computes addresses.
     What is left beside it: I2F, FMUL, FFMA for each of 32 outputs, once in 32 of K.
 Read next
-    Tensor cores: a warp multiplies 16 x 8 x 32 bytes in one instruction. What would you add next?
+    A tensor core multiplies 16 x 8 x 32 bytes in one instruction: step07_tensor_core_int8
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from steps.instructions import (
     dp4a,
     load_f32x2,
     load_f32x4,
+    load_u32,
     load_u32x4,
     store_f32x2,
     store_f32x4,
@@ -61,14 +63,14 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
     a stage."""
     threads = SIDE * columns
     bm, bn = SIDE * tm, columns * TN  # tokens and features of a tile
-    assert threads % bm == 0, "a thread stages units of one row of A ..."
-    assert threads % bn == 0, "... and of one row of W"
+    assert depth * bm % threads == 0, "every thread stages as many units of one row of A ..."
+    assert depth * bn % threads == 0, "... and of one row of W"
     words_a, words_w = depth * WORDS * bm, depth * WORDS * bn
     floats_a, floats_w = 2 * depth * bm, 2 * depth * bn
     units = 2 if fmt.bits == 8 else 1  # 128-bit loads for one block of W
     five_bits = fmt.bits == 5
     # 128-bit loads of one thread for one stage, of A and of W
-    units_a, units_w = ceil_div(2 * depth * bm, threads), ceil_div(units * depth * bn, threads)
+    units_a, units_w = 2 * depth * bm // threads, units * depth * bn // threads
     centre = CENTRE.get(fmt.name, 0)
     compensated = fmt.name in ("q4_1", "q5_1")  # centring leaves the others an offset of zero
 
@@ -131,42 +133,43 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 acc[i, j] = 0
 
         for b in range(0, blocks_k, depth):
-            left = min(depth, blocks_k - b)  # blocks of K in this stage
-            # --- global -> registers -> shared: a unit of 16 bytes each, four words
+            # --- global -> registers -> shared: a unit of 16 bytes each, four words. Beyond the
+            # matrix its last row and block are read instead, as nobody uses them: without a branch
+            # between the loads, all of them are under way at once.
             row = t % bm
-            if m0 + row < M:
-                for i in range(units_a):
-                    unit = t // bm + i * (threads // bm)
-                    if unit < 2 * left:
-                        x = load_u32x4(qa, ((2 * b + unit) * M + m0 + row) * UNIT)
-                        p = unit * (WORDS // 2)
-                        store_u32(tile_a, p * bm + row, x[0])
-                        store_u32(tile_a, (p + 1) * bm + row, x[1])
-                        store_u32(tile_a, (p + 2) * bm + row, x[2])
-                        store_u32(tile_a, (p + 3) * bm + row, x[3])
-                        if unit % 2 == 0:
-                            da, sum_a = load_f32x2(ds, ((b + unit // 2) * M + m0 + row) * 2)
-                            store_f32x2(ds_a, (unit // 2 * bm + row) * 2, da, sum_a)
+            m = min(m0 + row, M - 1)
+            for i in range(units_a):
+                unit = t // bm + i * (threads // bm)
+                x = load_u32x4(qa, (min(2 * b + unit, 2 * blocks_k - 1) * M + m) * UNIT)
+                p = unit * (WORDS // 2)
+                store_u32(tile_a, p * bm + row, x[0])
+                store_u32(tile_a, (p + 1) * bm + row, x[1])
+                store_u32(tile_a, (p + 2) * bm + row, x[2])
+                store_u32(tile_a, (p + 3) * bm + row, x[3])
+            for i in range(units_a // 2):
+                slab = t // bm + i * (threads // bm)
+                da, sum_a = load_f32x2(ds, (min(b + slab, blocks_k - 1) * M + m) * 2)
+                store_f32x2(ds_a, (slab * bm + row) * 2, da, sum_a)
             row = t % bn
-            if n0 + row < N:
-                for i in range(units_w):
-                    unit = t // bn + i * (threads // bn)
-                    if unit < units * left:
-                        x = load_u32x4(qs, ((units * b + unit) * N + n0 + row) * UNIT)
-                        fifth = uint32(0)
-                        if five_bits:
-                            fifth = qh[(b + unit) * N + n0 + row]
-                        stage_word(tile_w, unit, 0, row, x[0], fifth)
-                        stage_word(tile_w, unit, 1, row, x[1], fifth)
-                        stage_word(tile_w, unit, 2, row, x[2], fifth)
-                        stage_word(tile_w, unit, 3, row, x[3], fifth)
-                        if unit % units == 0:
-                            slab = unit // units
-                            at = (b + slab) * N + n0 + row
-                            store_f32x2(dz_w, (slab * bn + row) * 2, scale[at], offset[at])
+            n = min(n0 + row, N - 1)
+            for i in range(units_w):
+                unit = t // bn + i * (threads // bn)
+                at = min(units * b + unit, units * blocks_k - 1) * N + n
+                x = load_u32x4(qs, at * UNIT)
+                fifth = uint32(0)
+                if five_bits:
+                    fifth = load_u32(qh, at)
+                stage_word(tile_w, unit, 0, row, x[0], fifth)
+                stage_word(tile_w, unit, 1, row, x[1], fifth)
+                stage_word(tile_w, unit, 2, row, x[2], fifth)
+                stage_word(tile_w, unit, 3, row, x[3], fifth)
+            for i in range(units_w // units):
+                slab = t // bn + i * (threads // bn)
+                at = min(b + slab, blocks_k - 1) * N + n
+                store_f32x2(dz_w, (slab * bn + row) * 2, scale[at], offset[at])
             cuda.syncthreads()
 
-            for slab in range(left):
+            for slab in range(min(depth, blocks_k - b)):
                 # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
                 for i in range(tm):
                     for j in range(TN):

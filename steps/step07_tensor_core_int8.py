@@ -1,0 +1,200 @@
+"""Step 7: tensor_core_int8 - a warp multiplies 16 x 8 x 32 bytes in one instruction.
+
+What is new
+    `mma.sync.m16n8k32`: each of 32 lanes holds a *fragment* of three small matrices, and the tensor
+    core multiplies them. For lane 4g + t (g = 0..7, t = 0..3), a register being four bytes:
+
+        W  16 features x 32 K                A  32 K x 8 tokens        C  16 features x 8 tokens
+                   k = 4t..  16+4t..                     token g                  token 2t  2t+1
+        row g    |   a0    |   a2    |       k =    4t.. |  b0  |       row g    |   c0   |  c1  |
+        row g+8  |   a1    |   a3    |       k = 16+4t.. |  b1  |       row g+8  |   c2   |  c3  |
+
+    W is packed into records in just this order (qformats.repack.tiles): a lane loads 16 bytes, a
+    few masks and shifts make a0..a3 of them, and no other lane needs them: they never see shared
+    memory. Activations do, as every warp needs all of them; their slabs hold 16 K of a token, then
+    of the next, so that b0 of 32 lanes is 128 bytes in a row and no two lanes meet in a bank.
+Why it should help
+    One IMMA does the work of 32 IDP.4A. Scales still differ from block to block, so each of its
+    4 sums a lane is scaled before the next: I2F, FMUL, FFMA, twelve instructions beside one IMMA.
+    They, no longer the products, are the bound: with the fragments 19 issue slots for an IMMA, or
+    132 SM x 4 x 1.8 GHz / 19 x 8192 operations = 410 TOPS; memory and barriers will take half.
+What it costs
+    Compute capability 8.0, and weights in an order that serves nothing but this instruction.
+Machine code
+    IMMA.16832; no IDP, and no LDS.128 either: fragments are single words, 128 bytes for a warp.
+Read next
+    The warps wait for what they could have asked for earlier: step08_async_pipeline
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32, uint32
+
+from qformats import BLOCK, Format
+from qformats.device import tile_format
+from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from steps.activations import q8_1_slabs
+from steps.instructions import (
+    half_to_float,
+    load_f32x2,
+    load_u32,
+    load_u32x4,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    store_u32x4,
+)
+from steps.step import Family, Launch, Shape, Step, ceil_div
+
+TOKENS: Final = 8  # of one mma
+BLOCKS: Final = TILE_K // BLOCK  # of K in a record, and in a stage
+UNITS: Final = TILE_K // UNIT  # of 16 activations in a stage
+FEW: Final = 16  # tokens up to which a tile of 64 would be mostly empty
+# few -> warps of a block, one record (16 features) each; mma of a warp side by side along M
+TILES: Final = {True: (4, 2), False: (8, 8)}
+BLOCKS_PER_SM: Final = {True: 4, False: 2}  # few -> the others multiply while one waits
+
+
+@cache
+def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
+    """The kernel for tiles of `warps` records (16 features each) x `columns` times 8 tokens."""
+    record = tile_format(fmt.name)
+    load, fragments, minimum = record.load, record.fragments, record.minimum
+    record_bytes, scales_at, minima_at = record.record_bytes, record.scales_at, record.minima_at
+    mma = mma_m16n8k32_s8 if record.signed else mma_m16n8k32_u8
+    per_unit = float32(1 / record.unit)  # a power of two: exact
+    threads, bm = 32 * warps, columns * TOKENS
+    assert threads % bm == 0, "a thread stages units of one token"
+    words_a, floats_a = UNITS * bm * 4, BLOCKS * bm
+    floats_s = floats_a if minimum else 2  # the others have no use for s
+    everyone = BLOCKS * bm % threads == 0  # has a scale to stage
+    units_a, scales_a = UNITS * bm // threads, ceil_div(BLOCKS * bm, threads)  # of one thread
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, d, d8, m, m8):
+        """One block of K: d, m are the scale and minimum of row g, d8, m8 those of row g + 8."""
+        for j in range(columns):
+            # --- shared -> registers: word t of token g lies at 4 g + t
+            first = (2 * block * bm + j * TOKENS) * 4 + lane
+            b0, b1 = load_u32(tile_a, first), load_u32(tile_a, first + 4 * bm)
+            c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, 0, 0, 0, 0)
+            # --- scale
+            token = block * bm + j * TOKENS + 2 * (lane % 4)
+            da, da1 = load_f32x2(d_a, token)
+            acc[j, 0] += d * da * float32(c0)
+            acc[j, 1] += d * da1 * float32(c1)
+            acc[j, 2] += d8 * da * float32(c2)
+            acc[j, 3] += d8 * da1 * float32(c3)
+            if minimum:
+                s, s1 = load_f32x2(s_a, token)
+                acc[j, 0] += m * s
+                acc[j, 1] += m * s1
+                acc[j, 2] += m8 * s
+                acc[j, 3] += m8 * s1
+
+    @cuda.jit(device=True, forceinline=True)
+    def lower(word):
+        return half_to_float(word & uint32(0xFFFF))
+
+    @cuda.jit(device=True, forceinline=True)
+    def upper(word):
+        return half_to_float(word >> uint32(16))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_two(acc, tile_a, d_a, s_a, block, lane, a, d, d8, m, m8):
+        """Two blocks of K: their fragments, and words of two scales or minima as float16."""
+        a0, a1, a2, a3, b0, b1, b2, b3 = a
+        one, one8 = lower(d) * per_unit, lower(d8) * per_unit
+        two, two8 = upper(d) * per_unit, upper(d8) * per_unit
+        multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, one, one8, lower(m), lower(m8))
+        block += 1
+        multiply(acc, tile_a, d_a, s_a, block, lane, b0, b1, b2, b3, two, two8, upper(m), upper(m8))
+
+    @cuda.jit(launch_bounds=(threads, blocks_per_sm))
+    def w4a8_tensor_core_int8(w, qa, ds, c, blocks_k):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a in slabs."""
+        tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [unit][token][word]
+        d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
+        s_a = cuda.shared.array(floats_s, float32, alignment=16)
+        acc = cuda.local.array((columns, 4), float32)
+        M, N = c.shape
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
+        t = uint32(warp * 32 + lane)  # unsigned: division by a power of two is then one shift
+        m0, tile = cuda.blockIdx.y * bm, cuda.blockIdx.x * warps + warp
+        n = tile * TILE_ROWS + lane // 4
+        deep = (blocks_k + BLOCKS - 1) // BLOCKS
+        # a warp beyond N multiplies the last record, as it must meet the others at the barriers
+        at = min(tile, (N + TILE_ROWS - 1) // TILE_ROWS - 1) * deep * record_bytes
+        for j in range(columns):
+            for i in range(4):
+                acc[j, i] = 0
+
+        row = t % bm
+        m = min(m0 + row, M - 1)
+        for k in range(0, blocks_k, BLOCKS):
+            # --- W: global -> registers, asked for first as it comes from furthest away
+            low, high = load(w, at, lane, 0), load(w, at, lane, 1)
+            scales = load_u32x4(w, at + scales_at + 16 * (lane // 4))
+            minima = scales
+            if minimum:
+                minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
+            at += record_bytes
+
+            # --- A: global -> shared. Beyond M, where nobody looks, and beyond K the last row and
+            # block are read again; there the records have codes and scales of 0, and so has A.
+            for i in range(units_a):
+                unit = t // bm + i * (threads // bm)
+                x = load_u32x4(qa, (min(2 * k + unit, 2 * blocks_k - 1) * M + m) * UNIT)
+                store_u32x4(tile_a, (unit * bm + row) * 4, x[0], x[1], x[2], x[3])
+            for i in range(scales_a):
+                block = t // bm + i * (threads // bm)
+                if everyone or block < BLOCKS:
+                    d, s = load_f32x2(ds, (min(k + block, blocks_k - 1) * M + m) * 2)
+                    inside = k + block < blocks_k
+                    d_a[block * bm + row] = d if inside else float32(0)
+                    if minimum:
+                        s_a[block * bm + row] = s if inside else float32(0)
+            cuda.syncthreads()
+
+            s0, s1, s2, s3 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
+            z0, z1, z2, z3 = minima
+            multiply_two(acc, tile_a, d_a, s_a, 0, lane, fragments(low), s0, s2, z0, z2)
+            multiply_two(acc, tile_a, d_a, s_a, 2, lane, fragments(high), s1, s3, z1, z3)
+            cuda.syncthreads()
+
+        # --- registers -> global
+        for j in range(columns):
+            for i in range(4):
+                token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
+                if token < M and feature < N:
+                    c[token, feature] = acc[j, i]
+
+    return w4a8_tensor_core_int8
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    few = shape.m <= FEW
+    warps, columns = TILES[few]
+    grid = (ceil_div(shape.n, warps * TILE_ROWS), ceil_div(shape.m, columns * TOKENS))
+    args = (*weights, *activations, out, shape.k // BLOCK)
+    return Launch(kernel(fmt, warps, columns, BLOCKS_PER_SM[few]), grid, (32, warps), args)
+
+
+STEP = Step(
+    number=7,
+    name="step07_tensor_core_int8",
+    title="int8 tensor cores: mma.sync m16n8k32, scales once a block",
+    families=("A8",),
+    parents={"A8": 6},
+    unit={"A8": "tensor_int8"},
+    pack=tiles,
+    activations=q8_1_slabs,
+    launch=launch,
+    min_cc=(8, 0),
+    contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},
+    forbids={"A8": ("IDP", "HMMA", "LDSM", "LDGSTS")},
+)
