@@ -14,7 +14,7 @@ import numpy as np
 
 from qformats import BLOCK, block_q8_1
 from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
-from qformats.repack import UNIT
+from qformats.repack import TILE_K, UNIT
 from reference.product import Q81
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
@@ -34,13 +34,13 @@ def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
 
 
 def q8_1_slabs(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8 [K/16, M,
-    16]
-    and float32 [K/32, M, 2] (d and s side by side). d and s are not rounded to f16."""
+    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8
+    [K/16, M, 16] and float32 [K/32, M, 2] (d and s side by side), K rounded up to a multiple of
+    128 and zeros beyond. d and s are not rounded to f16."""
     m, k = a.shape
-    values = ceil_div(k, BLOCK) * m
-    qs = machine.empty((values * BLOCK,), np.int8)
-    ds = machine.empty((values * 2,), np.float32)
+    values = m * ceil_div(k, TILE_K) * TILE_K
+    qs = machine.empty((values,), np.int8)
+    ds = machine.empty((values // BLOCK * 2,), np.float32)
     launch = Launch(q8_1_quantizer("slabs"), *q8_1_grid(m, k), (a, qs, ds))
     return Activations((qs, ds), (launch,), "slabs")
 
@@ -66,8 +66,11 @@ def encode(layout: str, q81: Q81) -> tuple[np.ndarray, ...]:
     if layout == "inside":
         raise ValueError("a kernel that quantizes inside takes no Q8_1 bits")
     if layout == "slabs":
-        units = q81.q.astype(np.int8).reshape(m, -1, UNIT).transpose(1, 0, 2)
+        more = -k % TILE_K
+        units = np.pad(q81.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
+        units = units.transpose(1, 0, 2)
         ds = np.stack([q81.d.T, q81.s.T], axis=-1).astype(np.float32)
+        ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
         return np.ascontiguousarray(units).reshape(-1), ds.reshape(-1)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
     blocks["d"], blocks["s"] = q81.d, q81.s
@@ -82,8 +85,8 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81:
         return Q81.of_values(arrays[0].reshape(m, k))
     if layout == "slabs":
         qs, ds = arrays
-        q = qs.reshape(-1, m, UNIT).transpose(1, 0, 2).reshape(m, k)
-        ds = ds.reshape(-1, m, 2)
+        q = qs.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
+        ds = ds.reshape(-1, m, 2)[: k // BLOCK]
         return Q81(q=q, d=ds[..., 0].T, s=ds[..., 1].T)
     blocks = arrays[0].view(block_q8_1).reshape(m, k // BLOCK)
     q = blocks["qs"].reshape(m, k).view(np.int8)

@@ -19,6 +19,7 @@ from steps.launcher import core_stream, load, stream_handle
 from steps.step import Launch
 
 H200_SMS = 132
+H200_SHARED = 227 * 1024
 
 
 class Simulator:
@@ -113,3 +114,11 @@ def best_machine() -> Simulator | Gpu:
 def multiprocessors() -> int:
     """The SMs of the current GPU; without one those of an H200, for which kernels are sized."""
     return H200_SMS if why_no_gpu() else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+@cache
+def shared_memory() -> int:
+    """Bytes of shared memory that one thread block of the current GPU can be given; see above."""
+    if why_no_gpu():
+        return H200_SHARED
+    return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

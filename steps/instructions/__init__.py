@@ -9,9 +9,9 @@ operands are always (array, index), the index counting elements of that array ta
 """
 
 from . import _numpy_shim  # noqa: F401 - first: see there
-from .arithmetic import dp4a, dp4a_us, float_to_half, half_to_float, prmt
+from .arithmetic import as_bits, as_float, dp4a, dp4a_us, float_to_half, half_to_float, prmt
 from .async_copy import (
-    cp_async_8_zfill,
+    cp_async_4,
     cp_async_16,
     cp_async_16_zfill,
     cp_async_commit,
@@ -27,6 +27,7 @@ from .memory import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    store_f32,
     store_f32x2,
     store_f32x4,
     store_u16,
@@ -48,7 +49,9 @@ from .warp import shfl, shfl_down, shfl_up, shfl_xor
 
 __all__ = [
     "address",
-    "cp_async_8_zfill",
+    "as_bits",
+    "as_float",
+    "cp_async_4",
     "cp_async_16",
     "cp_async_16_zfill",
     "cp_async_commit",
@@ -78,6 +81,7 @@ __all__ = [
     "shfl_down",
     "shfl_up",
     "shfl_xor",
+    "store_f32",
     "store_f32x2",
     "store_f32x4",
     "store_u16",

@@ -60,3 +60,15 @@ def half_to_float(bits):
 def float_to_half(x):
     """The 16 bits of x rounded to the nearest float16, ties to even; infinity from 65520 on."""
     return int(np.float16(x).view(np.uint16))
+
+
+@ptx("mov.b32 $0, $1;", returns=uint32, takes=(float32,))
+def as_bits(x):
+    """The 32 bits of a float32."""
+    return int(np.float32(x).view(np.uint32))
+
+
+@ptx("mov.b32 $0, $1;", returns=float32, takes=(uint32,))
+def as_float(bits):
+    """The float32 of 32 bits."""
+    return np.uint32(bits).view(np.float32)

@@ -17,7 +17,7 @@ from numba.cuda.types import uint32
 from .define import GLOBAL, SHARED, ptx
 
 _SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
-_PAIR = 8  # two floats, such as the d and s of a Q8_1 block
+_WORD = 4  # one float, such as a scale
 
 
 def _issue(lane, destination, at: int, source, source_at: int, size: int, of: int = _SIZE) -> None:
@@ -57,17 +57,15 @@ def cp_async_16_zfill(lane, destination, di, source, si, size):
 
 
 @ptx(
-    "cp.async.ca.shared.global [$0], [$1], 8, $2;",
-    takes=(SHARED, GLOBAL, uint32),
+    "cp.async.ca.shared.global [$0], [$1], 4;",
+    takes=(SHARED, GLOBAL),
     scope="lane",
     memory=True,
     min_cc=(8, 0),
 )
-def cp_async_8_zfill(lane, destination, di, source, si, size):
-    """Of 8 aligned bytes `size` (0 or 8) are copied, the rest become zero; through L1. LDGSTS."""
-    if size > _PAIR:
-        raise ValueError(f"cp_async_8_zfill reads at most 8 bytes, got {size}")
-    _issue(lane, destination, di, source, si, size, _PAIR)
+def cp_async_4(lane, destination, di, source, si):
+    """Begin to copy 4 bytes from source[si] to destination[di], both aligned; by L1. LDGSTS."""
+    _issue(lane, destination, di, source, si, _WORD, _WORD)
 
 
 @ptx("cp.async.commit_group;", scope="lane", memory=True, min_cc=(8, 0))

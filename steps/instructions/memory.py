@@ -117,6 +117,7 @@ store_u16 = _store("store_u16", uint16, 1, "The low 16 bits of x0 to array[index
 store_u32 = _store("store_u32", uint32, 1, "A 32-bit word to the 4 bytes at array[index].")
 store_u32x2 = _store("store_u32x2", uint32, 2, "Two words to the 8 bytes at array[index].")
 store_u32x4 = _store("store_u32x4", uint32, 4, "Four words to the 16 bytes at array[index].")
+store_f32 = _store("store_f32", float32, 1, "A float32 to the 4 bytes at array[index].")
 store_f32x2 = _store("store_f32x2", float32, 2, "Two float32 to the 8 bytes at array[index].")
 store_f32x4 = _store("store_f32x4", float32, 4, "Four float32 to the 16 bytes at array[index].")
 
