@@ -14,6 +14,9 @@ from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from steps.instructions import (
     address,
+    as_bits,
+    as_float,
+    cp_async_4,
     cp_async_16,
     cp_async_16_zfill,
     cp_async_commit,
@@ -26,6 +29,7 @@ from steps.instructions import (
     ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
+    let_next_start,
     load_f32,
     load_f32x2,
     load_f32x4,
@@ -33,19 +37,23 @@ from steps.instructions import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    mma_m16n8k8_tf32,
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
     prmt,
     shfl,
     shfl_down,
     shfl_up,
     shfl_xor,
+    store_f32,
     store_f32x2,
     store_f32x4,
     store_u16,
     store_u32,
     store_u32x2,
     store_u32x4,
+    wait_for_previous,
 )
 
 
@@ -140,6 +148,21 @@ def half_inputs(rng):
 def half_expected(bits, x):
     with np.errstate(over="ignore"):
         return bits.view(np.float16).astype(np.float32), x.astype(np.float16).view(np.uint16)
+
+
+@cuda.jit
+def bits_kernel(x, words, bits, floats):
+    i = cuda.grid(1)
+    bits[i] = as_bits(x[i])
+    floats[i] = as_float(words[i])
+
+
+def bits_inputs(rng):
+    """Both zeros, subnormals, infinities and whatever else is no NaN."""
+    w = words(rng, 256)
+    w[:6] = 0, 0x80000000, 1, 0x007FFFFF, 0x7F800000, 0xFF800000
+    w[np.isnan(w.view(np.float32))] = 0x3F800001
+    return w.view(np.float32)[::-1].copy(), w
 
 
 # --- memory
@@ -243,38 +266,55 @@ wait_all = cp_async_wait(0)
 wait_all_but_one = cp_async_wait(1)
 
 
-@cuda.jit
-def gemm_s8_kernel(a, b, c):
-    """C[32, 16] = A[32, 64] B[16, 64]^T in int8; a block is one warp and owns a 16 x 8 tile."""
-    stage_a = cuda.shared.array((16, 32), int8, alignment=16)
-    stage_b = cuda.shared.array((8, 32), int8, alignment=16)
-    lane = cuda.threadIdx.x
-    m, n = cuda.blockIdx.y * 16, cuda.blockIdx.x * 8
-    row, half = lane >> 1, 16 * (lane & 1)
-    c0 = c1 = c2 = c3 = int32(0)
-    for k in range(0, GEMM_K, 32):
-        cp_async_16(stage_a, row * 32 + half, a, (m + row) * GEMM_K + k + half)
-        if lane < 16:
-            cp_async_16(stage_b, row * 32 + half, b, (n + row) * GEMM_K + k + half)
-        cp_async_commit()
-        wait_all()
-        cuda.syncthreads()
-        a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 32 + 16 * (lane >> 4))
-        b0, b1 = ldmatrix_x2(stage_b, (lane & 7) * 32 + 16 * ((lane >> 3) & 1))
-        c0, c1, c2, c3 = mma_m16n8k32_s8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
-        cuda.syncthreads()
-    g, t = lane >> 2, lane & 3
-    c[m + g, n + 2 * t] = c0
-    c[m + g, n + 2 * t + 1] = c1
-    c[m + g + 8, n + 2 * t] = c2
-    c[m + g + 8, n + 2 * t + 1] = c3
+def gemm_8_kernel(mma: Any) -> Any:
+    @cuda.jit
+    def gemm_8(a, b, c):
+        """C[32, 16] = A[32, 64] B[16, 64]^T in bytes; a block is one warp and owns 16 x 8 of C."""
+        stage_a = cuda.shared.array((16, 32), int8, alignment=16)
+        stage_b = cuda.shared.array((8, 32), int8, alignment=16)
+        lane = cuda.threadIdx.x
+        m, n = cuda.blockIdx.y * 16, cuda.blockIdx.x * 8
+        row, half = lane >> 1, 16 * (lane & 1)
+        c0 = c1 = c2 = c3 = int32(0)
+        for k in range(0, GEMM_K, 32):
+            cp_async_16(stage_a, row * 32 + half, a, (m + row) * GEMM_K + k + half)
+            if lane < 16:
+                cp_async_16(stage_b, row * 32 + half, b, (n + row) * GEMM_K + k + half)
+            cp_async_commit()
+            wait_all()
+            cuda.syncthreads()
+            a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 32 + 16 * (lane >> 4))
+            b0, b1 = ldmatrix_x2(stage_b, (lane & 7) * 32 + 16 * ((lane >> 3) & 1))
+            c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
+            cuda.syncthreads()
+        g, t = lane >> 2, lane & 3
+        c[m + g, n + 2 * t] = c0
+        c[m + g, n + 2 * t + 1] = c1
+        c[m + g + 8, n + 2 * t] = c2
+        c[m + g + 8, n + 2 * t + 1] = c3
+
+    return gemm_8
 
 
-def gemm_s8_inputs(rng):
-    a = rng.integers(-128, 128, (GEMM_M, GEMM_K)).astype(np.int8)
-    b = rng.integers(-128, 128, (GEMM_N, GEMM_K)).astype(np.int8)
-    a[0], b[0] = -128, -128
-    return a, b
+def gemm_8_case(name: str, mma: Any, dtype: Any, opcode: str) -> Case:
+    """A of bytes of `dtype`, B of signed ones; the extreme ones meet in row 0 and column 0."""
+    limits = np.iinfo(dtype)
+
+    def inputs(rng):
+        a = rng.integers(limits.min, limits.max, (GEMM_M, GEMM_K), dtype, endpoint=True)
+        b = rng.integers(-128, 127, (GEMM_N, GEMM_K), np.int8, endpoint=True)
+        a[0], b[0] = limits.max if limits.min == 0 else limits.min, -128
+        return a, b
+
+    return Case(
+        name,
+        gemm_8_kernel(mma),
+        inputs,
+        lambda a, b: (a.astype(np.int32) @ b.astype(np.int32).T,),
+        grid=(GEMM_N // 8, GEMM_M // 16),
+        contains=(opcode, "LDSM.16.M88.4", "LDSM.16.M88.2", "LDGSTS.E.BYPASS.128"),
+        oldest="sm_80",
+    )
 
 
 @cuda.jit
@@ -311,6 +351,49 @@ def gemm_f16_expected(a, b):
     c = a.view(np.float16).astype(np.float64) @ b.view(np.float16).astype(np.float64)
     rows = np.arange(8)[:, None]
     c[:8, 0::2] += rows
+    c[:8, 1::2] += 1
+    c[8:, 0::2] += 0.5
+    c[8:, 1::2] += np.arange(4)
+    return (c.astype(np.float32),)
+
+
+@cuda.jit
+def gemm_tf32_kernel(a, b, c):
+    """C[16, 8] = A[16, 8] B[8, 8]^T plus a constant for each register, operands as bits."""
+    lane = cuda.threadIdx.x
+    g, t = lane >> 2, lane & 3
+    c0, c1, c2, c3 = mma_m16n8k8_tf32(
+        load_u32(a, g * 8 + t),
+        load_u32(a, (g + 8) * 8 + t),
+        load_u32(a, g * 8 + t + 4),
+        load_u32(a, (g + 8) * 8 + t + 4),
+        load_u32(b, g * 8 + t),
+        load_u32(b, g * 8 + t + 4),
+        float32(g),
+        float32(1),
+        float32(0.5),
+        float32(t),
+    )
+    c[g, 2 * t] = c0
+    c[g, 2 * t + 1] = c1
+    c[g + 8, 2 * t] = c2
+    c[g + 8, 2 * t + 1] = c3
+
+
+def gemm_tf32_inputs(rng):
+    """As for float16, and below what tf32 holds bits that must make no difference."""
+
+    def operand(rows):
+        x = (rng.integers(-512, 513, (rows, 8)) / 8).astype(np.float32).view(np.uint32)
+        return x | rng.integers(0, 1 << 13, x.shape, np.uint32)
+
+    return operand(16), operand(8)
+
+
+def gemm_tf32_expected(a, b):
+    a, b = ((x & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b))
+    c = a @ b.T
+    c[:8, 0::2] += np.arange(8)[:, None]
     c[:8, 1::2] += 1
     c[8:, 0::2] += 0.5
     c[8:, 1::2] += np.arange(4)
@@ -376,6 +459,37 @@ def pipeline_expected(source, tiles):
     out = source.reshape(tiles, 64, 16)[:, ::-1].copy()
     out[-1, :, 8:] = 0
     return (out.reshape(-1),)
+
+
+@cuda.jit
+def gather_kernel(source, out):
+    """Every third value through shared memory; lanes beyond the end write a zero instead."""
+    stage = cuda.shared.array(32, float32)
+    t = cuda.threadIdx.x
+    if 3 * t < source.size:
+        cp_async_4(stage, t, source, 3 * t)
+    else:
+        stage[t] = 0
+    cp_async_commit()
+    wait_all()
+    cuda.syncthreads()
+    out[t] = stage[31 - t]
+
+
+def gather_expected(source):
+    out = np.zeros(32, np.float32)
+    taken = source[::3]
+    out[: taken.size] = taken
+    return (out[::-1].copy(),)
+
+
+@cuda.jit
+def ordered_kernel(x, out):
+    """Launched alone, as any other kernel: the launch before it has ended long since."""
+    t = cuda.threadIdx.x
+    let_next_start()
+    wait_for_previous()
+    out[t] = x[t] + 1
 
 
 # --- warps
@@ -492,8 +606,16 @@ CASES = (
     ),
     copy_case("u32x4", load_u32x4, store_u32x4, 4, uint32, ".128"),
     copy_case("u32x2", load_u32x2, store_u32x2, 2, uint32, ".64"),
+    Case(
+        "bits",
+        bits_kernel,
+        bits_inputs,
+        lambda x, w: (x.view(np.uint32), w.view(np.float32)),
+        block=256,
+    ),
     copy_case("f32x4", load_f32x4, store_f32x4, 4, float32, ".128"),
     copy_case("f32x2", load_f32x2, store_f32x2, 2, float32, ".64"),
+    copy_case("f32", load_f32, store_f32, 1, float32, ""),
     copy_case("u32", load_u32, store_u32, 1, uint32, ""),
     copy_case("u16", load_u16, store_u16, 1, uint16, ".U16"),
     Case(
@@ -504,21 +626,22 @@ CASES = (
         contains=("LDG.E.U16", "STS.U16"),
     ),
     Case("aligned", aligned_kernel, aligned_inputs, aligned_expected, contains=("LDG.E.128",)),
-    Case(
-        "gemm_s8",
-        gemm_s8_kernel,
-        gemm_s8_inputs,
-        lambda a, b: (a.astype(np.int32) @ b.astype(np.int32).T,),
-        grid=(GEMM_N // 8, GEMM_M // 16),
-        contains=("IMMA.16832.S8.S8", "LDSM.16.M88.4", "LDSM.16.M88.2", "LDGSTS.E.BYPASS.128"),
-        oldest="sm_80",
-    ),
+    gemm_8_case("gemm_s8", mma_m16n8k32_s8, np.int8, "IMMA.16832.S8.S8"),
+    gemm_8_case("gemm_u8", mma_m16n8k32_u8, np.uint8, "IMMA.16832.U8.S8"),
     Case(
         "gemm_f16",
         gemm_f16_kernel,
         gemm_f16_inputs,
         gemm_f16_expected,
         contains=("HMMA.16816.F32", "LDSM.16.MT88.2"),
+        oldest="sm_80",
+    ),
+    Case(
+        "gemm_tf32",
+        gemm_tf32_kernel,
+        gemm_tf32_inputs,
+        gemm_tf32_expected,
+        contains=("HMMA.1688.F32.TF32",),
         oldest="sm_80",
     ),
     Case(
@@ -536,6 +659,20 @@ CASES = (
         block=64,
         contains=("LDGSTS.E.BYPASS.128", "LDGDEPBAR", "DEPBAR.LE"),
         oldest="sm_80",
+    ),
+    Case(
+        "gather",
+        gather_kernel,
+        lambda rng: (rng.normal(size=70).astype(np.float32),),
+        gather_expected,
+        contains=("LDGSTS.E",),
+        oldest="sm_80",
+    ),
+    Case(
+        "launch_order",
+        ordered_kernel,
+        lambda rng: (rng.integers(0, 99, 32).astype(np.int32),),
+        lambda x: (x + 1,),
     ),
     Case(
         "shuffles",

@@ -65,6 +65,18 @@ def test_every_instruction_has_a_case():
     assert not missing
 
 
+def test_optional_instructions_are_left_out_where_there_are_none():
+    """griddepcontrol came with compute capability 9.0; older GPUs get the kernel without it."""
+    (case,) = (case for case in CASES if case.name == "launch_order")
+    inputs, expected = case.prepare(seed=0)
+    signature = signature_of((*inputs, *expected))
+    for arch, made in {"sm_75": 0, "sm_80": 0, "sm_89": 0, "sm_90a": 1, "sm_100a": 1}.items():
+        code = machine_code(case.kernel, signature, arch)
+        assert code.ptx.count("griddepcontrol") == 2 * made
+        assert code.count("ACQBULK") == made, arch
+        assert code.count("PREEXIT") == made, arch
+
+
 def test_address_must_be_in_the_right_memory():
     @cuda.jit
     def from_global(source, out):
