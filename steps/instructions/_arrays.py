@@ -195,8 +195,12 @@ class CheckedArray:
 
         OutOfRange outside of the array.
         """
-        offset = self.locate(index, self.dtype.itemsize, 1)
-        return offset + _offset_in_allocation(self.data)
+        offset = CheckedArray.locate(self, index, self.dtype.itemsize, 1)
+        return offset + offset_in_allocation(self.data)
+
+    def locate_for(self, lane: int, index: int, size: int) -> int:
+        """As `locate`, for another lane of the warp than the one that runs."""
+        return self.locate(index, size)
 
     def locate(self, index: int, size: int, alignment: int | None = None) -> int:
         """The byte offset of element `index` of the flat array for an access of `size` bytes.
@@ -214,7 +218,7 @@ class CheckedArray:
             )
         alignment = alignment or size
         if self._base is None:
-            self._base = _offset_in_allocation(self.data)
+            self._base = offset_in_allocation(self.data)
         if (offset + self._base) % alignment:
             where = f" at byte {self._base} of its allocation" if self._base else ""
             raise Misaligned(
@@ -272,12 +276,16 @@ def garbage(shape, dtype) -> np.ndarray:
     return np.full(prod(shape) * dtype.itemsize, 0xA5, np.uint8).view(dtype).reshape(shape)
 
 
-def _offset_in_allocation(data: np.ndarray) -> int:
+def offset_in_allocation(data: np.ndarray) -> int:
     """Bytes from the start of the owner of the memory, which stands for an aligned allocation."""
-    root = data
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    return data.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return data.__array_interface__["data"][0] - owner(data).__array_interface__["data"][0]
+
+
+def owner(data: np.ndarray) -> np.ndarray:
+    """The array whose memory `data` is a view of."""
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return data
 
 
 def _show_key(key) -> str:

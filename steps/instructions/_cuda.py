@@ -38,9 +38,9 @@ class _Shared:
                 data = block.dynamic[:usable].view(dtype)
             else:
                 data = garbage(shape, dtype)
-            found = CheckedArray(
-                data, _declared_name("shared"), "shared", alignment or dtype.alignment
-            )
+            banks = now().banks
+            make = CheckedArray if banks is None else banks.array
+            found = make(data, _declared_name("shared"), "shared", alignment or dtype.alignment)
             block.shared[key] = found
         return found
 

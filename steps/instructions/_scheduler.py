@@ -122,6 +122,7 @@ class Schedule:
     current: "Schedule | None" = None
     __slots__ = (
         "arguments",
+        "banks",
         "block_dim",
         "error",
         "grid_dim",
@@ -134,9 +135,18 @@ class Schedule:
         "ready",
     )
 
-    def __init__(self, kernel: Callable, arguments: tuple, grid: Dim3, block: Dim3, order: int):
+    def __init__(
+        self,
+        kernel: Callable,
+        arguments: tuple,
+        grid: Dim3,
+        block: Dim3,
+        order: int,
+        banks: Any = None,
+    ):
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
         self.order = order
+        self.banks = banks  # a BankCounter, or None where nobody asked
         self.random = random.Random(order)
         self.ready: deque[Lane] = deque()
         self.lane: Lane  # the one that runs
@@ -188,6 +198,8 @@ class Schedule:
                 lane.greenlet.switch()
             if self.error is None:
                 self._all_finished(blocks)
+            if self.banks is not None:
+                self.banks.close(blocks)
         finally:
             self.ready = deque()
             for lane in lanes:
@@ -249,7 +261,10 @@ class Schedule:
 
     def meet_block(self, what: str, function: Callable, operands=()):
         """All threads of the block. Threads that have exited count as missing: see `simulate`."""
-        return self.meet(what, ("block",), len(self.lane.block.lanes), function, operands)
+        block = self.lane.block
+        if self.banks is not None:
+            function = self.banks.closing(block, function)
+        return self.meet(what, ("block",), len(block.lanes), function, operands)
 
     def meet_warp(self, what: str, function: Callable, operands=(), mask: int = FULL_MASK):
         """The lanes of the warp that `mask` names; a partial last warp has fewer than 32."""

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ._arrays import CheckedArray, CheckedRecord
+from ._arrays import CheckedArray, offset_in_allocation, owner
 from ._scheduler import WARP, Block, Lane, Site, here, kernel_codes, now
 from .errors import SimulatorError
 
@@ -144,21 +144,31 @@ class BankCounter:
         place = (*_way_here(), size)
         visit = opened.visits[lane.index, place]
         opened.visits[lane.index, place] += 1
-        warp, at = divmod(lane.index, WARP)
-        key = (warp, place, visit)
-        site, lanes = opened.accesses.setdefault(key, (here(), [None] * WARP))
-        lanes[at] = address
+        key = (lane.index // WARP, place, visit)
+        if key not in opened.accesses:
+            opened.accesses[key] = (here(), [None] * WARP)
+        opened.accesses[key][1][lane.index % WARP] = address
 
-    def close(self, block: Block) -> None:
-        """At a barrier or the end of a block: what was begun before it is complete."""
-        opened = self._open.pop(block, None)
-        if opened is None:
-            return
-        for (_, place, _), (site, addresses) in opened.accesses.items():
-            traffic = self.sites.setdefault(site, Traffic())
-            traffic.accesses += 1
-            traffic.wavefronts += wavefronts(addresses, place[-1])
-            traffic.ideal += without_conflicts(addresses, place[-1])
+    def close(self, blocks: Iterable[Block]) -> None:
+        """At a barrier or the end of blocks: what was begun before it is complete."""
+        for block in blocks:
+            opened = self._open.pop(block, None)
+            if opened is None:
+                continue
+            for (_, place, _), (site, addresses) in opened.accesses.items():
+                traffic = self.sites.setdefault(site, Traffic())
+                traffic.accesses += 1
+                traffic.wavefronts += wavefronts(addresses, place[-1])
+                traffic.ideal += without_conflicts(addresses, place[-1])
+
+    def closing(self, block: Block, function: Callable) -> Callable:
+        """`function` of a barrier, called when all threads of the block have reached it."""
+
+        def closed(operands: list) -> list:
+            self.close((block,))
+            return function(operands)
+
+        return closed
 
 
 @dataclass(slots=True)
@@ -181,11 +191,8 @@ class _CountedArray(CheckedArray):
         self._counter = counter
         if data.dtype.names:
             raise SimulatorError(f"{name} is an array of records, whose accesses are not counted")
-        root = data
-        while root.base is not None and hasattr(root.base, "__array_interface__"):
-            root = root.base
-        self._start = data.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        self._start += id(root) % _APART * _APART
+        # Relative to its allocation: moving all lanes by a whole number of words changes no count.
+        self._start = id(owner(data)) * _APART + offset_in_allocation(data)
 
     def _share(self, data: Any, name: str | None = None) -> CheckedArray:
         return _CountedArray(data, name or self.name, self.space, self.alignment, self._counter)
@@ -194,12 +201,15 @@ class _CountedArray(CheckedArray):
         self._counter.record(lane, self._start + offset, size)
 
     def _offset(self, key: Any) -> int:
+        """The byte of one element; SimulatorError where the key names more of them."""
         keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) < self.ndim or any(isinstance(i, slice) for i in keys):
+            raise SimulatorError(f"{self.name}: storing a part at once is not counted, only values")
         return sum(int(i) * stride for i, stride in zip(keys, self.data.strides, strict=True))
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
-        if not isinstance(value, CheckedArray | CheckedRecord):
+        if not isinstance(value, CheckedArray):  # a part of it, of which nothing is read yet
             self._count(now().lane, self._offset(key), self.itemsize)
         return value
 

@@ -9,7 +9,9 @@ What it checks: indices (negative ones too), alignment, barriers that not all th
 deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
 copies read before the wait (their data is not there).
 
-What it does not know: bank conflicts, speed, FMA contraction, and the types Numba infers for what
+What it counts when asked: bank conflicts (`steps.instructions.banks`).
+
+What it does not know: speed, FMA contraction, and the types Numba infers for what
 lies between two casts. There float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the
 tests of machine code look for; and uint32 - uint32 is a huge uint64 where it would be negative, so
 compare and shift such a difference only after `int32(...)` or `uint32(...)`.
@@ -30,6 +32,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from ._arrays import CheckedArray
 from ._cuda import CUDA
 from ._scheduler import Dim3, Schedule, kernel_codes, now
+from .banks import BankCounter
 from .c_types import as_dtype, cast_to
 from .define import INSTRUCTIONS, Twin
 from .errors import BarrierDivergence, Deadlock, Misaligned, OutOfRange, SimulatorError
@@ -55,6 +58,7 @@ def simulate(
     order: int = 0,
     shared_bytes: int = 0,
     resident: int = 1,
+    banks: BankCounter | None = None,
 ) -> None:
     """Run `kernel[grid, block, 0, shared_bytes](*args)` on the CPU, writing NumPy arrays in place.
 
@@ -63,6 +67,7 @@ def simulate(
         barrier shows up in at least one of them.
     resident: how many blocks are in flight together; more than 1 only matters to kernels whose
     blocks wait for each other.
+    banks: counts what the kernel's accesses cost in shared memory (`steps.instructions.banks`).
 
     Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach,
     because they have exited or wait elsewhere, is BarrierDivergence. Hardware since Volta lets
@@ -87,7 +92,7 @@ def simulate(
             f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
         )
     arguments = tuple(_argument(a, name) for a, name in zip(args, names, strict=True))
-    schedule = Schedule(_rebuilt(kernel.py_func), arguments, grid_dim, block_dim, order)
+    schedule = Schedule(_rebuilt(kernel.py_func), arguments, grid_dim, block_dim, order, banks)
     schedule.run(shared_bytes, resident)
 
 

@@ -131,7 +131,7 @@ def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
     rows = []
     for i, (array, index) in enumerate(lanes[: 8 * count]):
         try:
-            start = array.locate(index, 16)
+            start = array.locate_for(i, index, 16)
         except SimulatorError as error:
             error.lane_in_warp = i
             raise
