@@ -142,20 +142,19 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
                 minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
             at += record_bytes
 
-            # --- A: global -> shared. Beyond M, where nobody looks, and beyond K the last row and
-            # block are read again; there the records have codes and scales of 0, and so has A.
+            # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
+            # looks, the last row is read again: without a branch no load waits for another
             for i in range(units_a):
                 unit = t // bm + i * (threads // bm)
-                x = load_u32x4(qa, (min(2 * k + unit, 2 * blocks_k - 1) * M + m) * UNIT)
+                x = load_u32x4(qa, ((2 * k + unit) * M + m) * UNIT)
                 store_u32x4(tile_a, (unit * bm + row) * 4, x[0], x[1], x[2], x[3])
             for i in range(scales_a):
                 block = t // bm + i * (threads // bm)
                 if everyone or block < BLOCKS:
-                    d, s = load_f32x2(ds, (min(k + block, blocks_k - 1) * M + m) * 2)
-                    inside = k + block < blocks_k
-                    d_a[block * bm + row] = d if inside else float32(0)
+                    d, s = load_f32x2(ds, ((k + block) * M + m) * 2)
+                    d_a[block * bm + row] = d
                     if minimum:
-                        s_a[block * bm + row] = s if inside else float32(0)
+                        s_a[block * bm + row] = s
             cuda.syncthreads()
 
             s0, s1, s2, s3 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
