@@ -54,8 +54,14 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
         assert golden.value == 141
 
 
+# One more row and column than the tile of each step that has a large one, and K beyond a stage.
+EDGES = ((5, (129, 65, 32)), (6, (129, 65, 32)), (7, (65, 129, 160)))
+
+
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_a_tile_edge_in_both_directions(name: str) -> None:
-    """The largest tile of the ladder is 128 x 64: one more row and column than that, in step 5."""
-    problem = Problem(129, 65, 32, name, "integer", seed=1)
-    assert verify(steps.find(5), "A8", problem, Simulator(5)).ok
+@pytest.mark.parametrize(("number", "shape"), EDGES)
+def test_a_tile_edge_in_both_directions(
+    number: int, shape: tuple[int, int, int], name: str
+) -> None:
+    problem = Problem(*shape, name, "integer", seed=1)
+    assert verify(steps.find(number), "A8", problem, Simulator(5)).ok
