@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from steps.instructions.banks import BankCounter
 from steps.instructions.simulator import simulate
 from steps.launcher import core_stream, load, stream_handle
 from steps.step import Launch
@@ -23,13 +24,15 @@ H200_SHARED = 227 * 1024
 
 
 class Simulator:
-    """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes."""
+    """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes, and `banks`
+    counts their bank conflicts in shared memory."""
 
     name = "simulator"
     cc: tuple[int, int] | None = None
 
-    def __init__(self, order: int = 0) -> None:
+    def __init__(self, order: int = 0, banks: BankCounter | None = None) -> None:
         self.order = order
+        self.banks = banks
 
     def array(self, host: np.ndarray) -> np.ndarray:
         return np.array(host, order="C")
@@ -49,6 +52,7 @@ class Simulator:
             launch.args,
             order=self.order,
             shared_bytes=launch.shared_bytes,
+            banks=self.banks,
         )
 
     def synchronize(self) -> None:

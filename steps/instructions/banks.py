@@ -24,10 +24,13 @@ GPU may be kinder where the halves or quarters of a warp want the same words.
 
 from __future__ import annotations
 
+import dis
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -235,6 +238,14 @@ def _way_here() -> tuple[tuple[int, int], ...]:
     way = []
     while frame is not None:
         if id(frame.f_code) in kernel_codes:
-            way.append((id(frame.f_code), frame.f_lasti))
+            starts = _starts(id(frame.f_code))
+            way.append((id(frame.f_code), starts[bisect_right(starts, frame.f_lasti) - 1]))
         frame = frame.f_back
     return tuple(way)
+
+
+@cache
+def _starts(code_id: int) -> list[int]:
+    """Where the instructions of a kernel's code begin. Between them lie caches, and once CPython
+    has specialised an `x[i]`, it is the last of them that f_lasti names."""
+    return [instruction.offset for instruction in dis.get_instructions(kernel_codes[code_id])]
