@@ -189,10 +189,22 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                     m0, m8, m0, m8, upper, lower, acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
                 )
 
+    # --- registers -> global
     @cuda.jit(device=True, forceinline=True)
-    def store(c, m, n, M, N, value):
-        if m < M and n < N:
-            store_f32(c, m * N + n, value)
+    def store(c, m, n, value):
+        if m < c.shape[0] and n < c.shape[1]:
+            store_f32(c, m * c.shape[1] + n, value)
+
+    @cuda.jit(device=True, forceinline=True)
+    def write_tile(acc, c, m, n):
+        """Of each mma a thread holds tokens m, m + 1 of features n, n + 8."""
+        for i in range(ROW_TILES):
+            for j in range(columns):
+                r = 4 * (i * columns + j)
+                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r])
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1])
+                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2])
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3])
 
     @cuda.jit(launch_bounds=(threads, resident))
     def w4a8_async_pipeline(w, qa, ds, c, steps):
@@ -243,12 +255,12 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             # what the next block needs is on its way to registers while this one is multiplied
             fetch_tokens(b_odd, x_odd, ring, base, first, lane, 1)
             multiply(acc, a, b_even, x_even, scales, 0)
+            if minimum:
+                add_minima(acc, ring, base, weights, first, lane)
             fetch_tokens(b_even, x_even, ring, base, first, lane, 2)
             multiply(acc, a, b_odd, x_odd, scales, 1)
             fetch_weights(a, ring, weights, lane, 1)
             fetch_tokens(b_odd, x_odd, ring, base, first, lane, 3)
-            if minimum:
-                add_minima(acc, ring, base, weights, first, lane)
             multiply(acc, a, b_even, x_even, scales, 2)
 
             # --- the next stage is there for all, and all have read the last of this one
@@ -270,15 +282,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             fetch_weights(a, ring, weights, lane, 0)
             fetch_scales(scales, ring, weights, lane)
 
-        # --- registers -> global
-        m, n = m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2)
-        for i in range(ROW_TILES):
-            for j in range(columns):
-                r = 4 * (i * columns + j)
-                store(c, m + 8 * j, n + TILE_ROWS * i, M, N, acc[r])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i, M, N, acc[r + 1])
-                store(c, m + 8 * j, n + TILE_ROWS * i + 8, M, N, acc[r + 2])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, M, N, acc[r + 3])
+        write_tile(acc, c, m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2))
 
     return w4a8_async_pipeline, threads, stage_bytes
 
