@@ -4,6 +4,7 @@
     c = gemm(a, w)            # a: float32[M, K], w: blocks[N, K/32]; the best step for this GPU
     c = gemm(a, w, step=4)    # one step in particular
     c = gemm(a, pack(w))      # ... with weights repacked and uploaded once, for many products
+    plan = gemm.plan(m, w)    # all that m tokens need, made once: plan(a, out) only launches
 
 `ladder()` finds the steps (every module `steps/stepNN_*.py`), so adding a step is adding one file.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steps.step import Step
 
-__all__ = ["find", "gemm", "ladder", "pack"]
+__all__ = ["find", "gemm", "ladder", "pack", "plan"]
 
 
 def ladder() -> tuple[Step, ...]:
@@ -44,3 +45,13 @@ def pack(w: Any, **options: Any) -> Any:
     from steps.door import pack as at_the_door
 
     return at_the_door(w, **options)
+
+
+def plan(m: int, w: Any, **options: Any) -> Any:
+    """A prepared product of m tokens, called with (a, out) on a GPU. See `steps.plans.plan`."""
+    from steps.plans import plan as prepared
+
+    return prepared(m, w, **options)
+
+
+gemm.plan = plan  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ c = machine.host(out)
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from numba import cuda
 
 from steps.instructions.banks import BankCounter
 from steps.instructions.simulator import simulate
-from steps.launcher import core_stream, load, stream_handle
+from steps.launcher import load, stream_handle
 from steps.step import Launch
 
 H200_SMS = 132
@@ -58,6 +59,9 @@ class Simulator:
     def synchronize(self) -> None:
         pass
 
+    def on(self, stream: Any) -> Simulator:
+        return self
+
 
 class Gpu:
     """Runs kernels on the current CUDA device, and copies, on one stream.
@@ -72,12 +76,21 @@ class Gpu:
         device = cuda.get_current_device()
         name = device.name
         self.name = name.decode() if isinstance(name, bytes) else str(name)
-        self.cc = tuple(device.compute_capability)
+        major, minor = device.compute_capability
+        self.cc: tuple[int, int] | None = (int(major), int(minor))
         self.sms = int(device.MULTIPROCESSOR_COUNT)
-        self.stream = core_stream(stream)
-        handle = stream_handle(stream)
-        self._numba_stream: Any = cuda.external_stream(handle) if handle else 0
+        self._use(stream)
+
+    def _use(self, stream: Any) -> None:
+        self.stream = stream_handle(stream)
+        self._numba_stream: Any = cuda.external_stream(self.stream) if self.stream else 0
         self._owner = stream  # its handle alone would not keep it alive
+
+    def on(self, stream: Any) -> Gpu:
+        """The same GPU, on another stream."""
+        other = copy(self)
+        other._use(stream)
+        return other
 
     def array(self, host: np.ndarray) -> Any:
         return cuda.to_device(np.ascontiguousarray(host), stream=self._numba_stream)
@@ -86,10 +99,10 @@ class Gpu:
         return cuda.device_array(shape, dtype, stream=self._numba_stream)
 
     def host(self, array: Any) -> np.ndarray:
-        copy = array.copy_to_host(stream=self._numba_stream)
+        values: np.ndarray = array.copy_to_host(stream=self._numba_stream)
         if self._numba_stream:
             self._numba_stream.synchronize()  # on a stream of its own a copy is only queued
-        return copy
+        return values
 
     def run(self, launch: Launch) -> None:
         load(launch)(self.stream)

@@ -99,6 +99,8 @@ class Step:
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
+    most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
+        better, the front door takes it for no more. It is right for every M all the same.
     """
 
     number: int
@@ -115,6 +117,7 @@ class Step:
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
     min_cc: tuple[int, int] = (7, 5)
+    most_tokens: int | None = None
 
     def prepare(
         self,

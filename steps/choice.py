@@ -1,0 +1,132 @@
+"""Which step multiplies: the one asked for, the fastest where it was measured, else the highest.
+
+`make tune` measures every step at many M on a GPU and leaves a table (`steps.tuning`). Where no
+table knows the GPU, the highest step of the ladder that it can run is taken, as each step is meant
+to be faster than the one before, up to the M that it is meant for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from steps import tuning
+from steps.registry import find, ladder
+from steps.step import Family, Launch, Shape, Step, scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A step for a product, and why. `str` of it is a sentence.
+
+    cut: grid, threads of a block and shared memory of its launch; empty before there is one.
+    """
+
+    step: Step
+    family: Family
+    format: str
+    shape: Shape
+    why: str
+    cut: str = ""
+
+    def __str__(self) -> str:
+        m, n, k = self.shape.m, self.shape.n, self.shape.k
+        return (
+            f"step {self.step.number} ({self.step.title}) as {scheme(self.format, self.family)} "
+            f"for M={m} N={n} K={k}{self.cut and f', {self.cut}'}: {self.why}"
+        )
+
+
+def choose(
+    format_name: str,
+    shape: Shape,
+    machine: Any,
+    *,
+    step: int | None = None,
+    family: str | None = None,
+    among: Sequence[Step] | None = None,
+) -> Choice:
+    """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
+
+    step, family : only this one; a step alone is taken in the family that continues the ladder.
+    among        : only these, such as all that read weights as they are packed.
+    ValueError with a step's own reason where there is none.
+    """
+    cc: tuple[int, int] | None = machine.cc
+    if step is not None:
+        one = find(step)
+        wanted = family or one.families[-1]
+        if why := one.supports(format_name, known_family(wanted), cc):
+            raise ValueError(why)
+        return Choice(one, known_family(wanted), format_name, shape, "it was asked for")
+
+    possible = supporting(format_name, family, cc, among)
+    if among is not None and len(among) == 1:
+        why = "it is the one that w is packed for"
+        only = possible[0]
+        return Choice(only, known_family(family or only.families[-1]), format_name, shape, why)
+    works = [(one, each) for one in possible for each in one.families if family in (None, each)]
+    table = None
+    if cc is not None:
+        table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
+    entry = table and table.entry(format_name, shape.m, shape.n, shape.k)
+    timed = {work: entry.us(work[0].number, work[1]) for work in works} if entry else {}
+    times = {work: us for work, us in timed.items() if us is not None}
+    if table and entry and times:
+        best, of_family = min(times, key=lambda work: times[work])
+        why = (
+            f"the fastest of {len(times)} measured at {entry.where} on {table.gpu}, "
+            f"{times[best, of_family]:.3g} us"
+        )
+        if table.gpu != machine.name:
+            why += f", the nearest to {machine.name} that was tuned"
+        return Choice(best, of_family, format_name, shape, why)
+
+    meant = [one for one in possible if one.most_tokens is None or shape.m <= one.most_tokens]
+    best = (meant or possible)[-1]
+    kind = "step" if among is None else "step of this packing"
+    why = f"the highest {kind} for so many tokens that runs on {machine.name}"
+    if table is not None:
+        why += f", as the table of {table.gpu} has no time for it"
+    elif cc is not None:
+        why += ", as no GPU like it was tuned (make tune)"
+    return Choice(best, known_family(family or best.families[-1]), format_name, shape, why)
+
+
+def supporting(
+    format_name: str,
+    family: str | None,
+    cc: tuple[int, int] | None,
+    among: Sequence[Step] | None = None,
+) -> list[Step]:
+    """The steps that can run a format, lowest first; ValueError where there is none."""
+    found, why = [], "there is no step"
+    for one in ladder() if among is None else among:
+        reason = one.supports(format_name, known_family(family or one.families[-1]), cc)
+        if reason is None:
+            found.append(one)
+        else:
+            why = reason
+    if not found:
+        raise ValueError(f"no step can do this: {why}")
+    return found
+
+
+def known_family(name: str) -> Family:
+    """ValueError for what is neither A16 nor A8."""
+    if name == "A16":
+        return "A16"
+    if name == "A8":
+        return "A8"
+    raise ValueError(f"unknown family {name!r}: use A16 or A8")
+
+
+def cut(launch: Launch) -> str:
+    """How a launch cuts the product: "grid 32x4 of 256 threads, 65536 bytes of shared memory"."""
+    grid = "x".join(map(str, launch.grid))
+    threads = 1
+    for extent in launch.block:
+        threads *= extent
+    shared = f", {launch.shared_bytes} bytes of shared memory" if launch.shared_bytes else ""
+    return f"grid {grid} of {threads} threads{shared}"
