@@ -316,6 +316,9 @@ def test_the_ends_of_every_shape_on_a_gpu(step: Step, family: Family, name: str)
         assert (c[:4] == -7).all()
         assert (c[4 + m * n :] == -7).all()
         require_near(c[4 : 4 + m * n].reshape(m, n), family, problem.a, problem.blocks, half)
+        out.copy_to_device(np.full((m, n), np.nan, np.float32))
+        steps.plan(m, handle, family=family)(a, out)
+        np.testing.assert_array_equal(around.copy_to_host(), c)
 
 
 @pytest.mark.gpu
@@ -326,10 +329,13 @@ def test_what_is_refused_on_a_gpu_writes_nothing(step: Step, family: Family, nam
     problem = Problem(2, 6, BLOCK, name)
     a = cuda.to_device(problem.a)
     around = cuda.to_device(np.full(64, -7, np.float32))
+    plan = steps.plan(2, problem.blocks, step=step.number, family=family)
     for offset in (1, 2, 3):
         out = around[offset : offset + 12].reshape(2, 6)
         with pytest.raises(ValueError, match=f"out begins {4 * offset} bytes past"):
             steps.gemm(a, problem.blocks, step=step.number, family=family, out=out)
+        with pytest.raises(ValueError, match=f"out begins {4 * offset} bytes past"):
+            plan(a, out)
     loud = np.full((2, BLOCK), 1e30, np.float32)
     out = around[:12].reshape(2, 6)
     ask = {"step": step.number, "family": family, "out": out}
