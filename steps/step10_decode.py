@@ -1,0 +1,385 @@
+"""Step 10: decode - a handful of tokens, where all that counts is how fast the weights arrive.
+
+What is new
+    One launch from float32 A to C. A warp asks for its first records of weights before it looks at
+    anything else, keeps a ring of them on their way in shared memory of its own, so that no barrier
+    holds the stream up, and quantizes its part of A meanwhile. An mma has eight columns: for one or
+    two tokens four blocks of K share them, and one promotion serves 128 K (see below). Where thread
+    blocks split K, the last to arrive adds up in order what the others left: no second launch, and
+    the same bits in every run.
+Why it should help
+    At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
+    all. For a record of 2048 weights a warp issues some 80 instructions, a third of what an SM
+    could while the record arrives; for 16 tokens some 200, three quarters of it.
+What it costs
+    Every thread block quantizes the A that it needs, so many do the same. 110 KB of shared memory:
+    of two blocks that fit an SM the second may be the next launch's, which fills its ring while
+    this one finishes (programmatic dependent launch, sm_90).
+Machine code
+    LDGSTS of weights before the first LDG of A, IMMA, and no BAR.SYNC in the loop.
+Read next
+    Nothing on this ladder yet. What would you add next?
+
+B for one token: the weights of block j meet zeros in the columns of the other blocks.
+
+              n = 0    1    2    3    4    5    6    7
+    mma 0   |  block 0  |     0     |     0     |     0     |    all four add to one C, where the
+    mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
+    mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
+    mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import BLOCK, Format
+from qformats.device import load_values, quantized, rows_are_aligned, sum_of_codes, tile_format
+from qformats.repack import TILE_K, TILE_ROWS, tiles
+from steps.activations import float32_quantized_inside
+from steps.instructions import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    half_to_float,
+    let_next_start,
+    load_f32x2,
+    load_f32x4,
+    load_u16,
+    load_u32x2,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    shfl,
+    shfl_xor,
+    store_f32,
+    store_f32x2,
+    store_u32x2,
+    wait_for_previous,
+)
+from steps.machines import multiprocessors
+from steps.step import Family, Launch, Shape, Step, ceil_div
+
+MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
+WARPS: Final = {4: 16, 5: 8, 8: 8}  # of a thread block by bits of W: larger records, fewer rings
+SHARED: Final = 112 * 1024  # bytes of a thread block, so that two fit an SM
+STAGES: Final = 8  # records that a warp has under way at most
+EARLY: Final = 2  # of them are asked for before A, which would wait in line behind more
+SLICE: Final = (
+    14 * 1024
+)  # values of A that a thread block quantizes; where there are more, K is cut
+AHEAD: Final = 3  # blocks of A of a lane whose loads are under way together
+PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
+BLOCKS: Final = TILE_K // BLOCK  # of K in a record
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a product is cut.
+
+    tokens: columns of a thread block. rows, records: its row tiles, and its records along K.
+    slices: thread blocks along K. warps: of a thread block; `across` of them lie along N, the
+    others along K. stages: of a warp's ring. shared: bytes of a thread block.
+    """
+
+    tokens: int
+    rows: int
+    records: int
+    slices: int
+    warps: int
+    across: int
+    stages: int
+    shared: int
+
+
+def split(fmt: Format, shape: Shape) -> Split:
+    """A thread block for each multiprocessor, or as few more as the shape allows."""
+    tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
+    deep, warps, tile = ceil_div(shape.k, TILE_K), WARPS[fmt.bits], tile_format(fmt.name)
+    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, SLICE)))
+    slices = ceil_div(deep, records)
+    beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
+    rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
+    # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
+    sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in (1, 2, 4, 8) if w < warps}
+    fitting = [w for w in sums if sums[w] <= PARTIALS] + [warps]
+    across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
+    fixed = records * BLOCKS * (tokens * BLOCK + max(2, tokens) * (8 if tile.minimum else 4))
+    fixed += sums.get(across, 0)
+    stage = warps * tile.record_bytes
+    stages = max(2, min(STAGES, (SHARED - fixed) // stage))
+    return Split(tokens, rows, records, slices, warps, across, stages, fixed + stages * stage)
+
+
+@cache
+def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> Any:
+    """The kernel of a `Split`."""
+    tile = tile_format(fmt.name)
+    record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    unit = float32(1 / tile.unit)  # goes into d of A; a power of two
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    along = warps // across
+    share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
+    columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
+    single = tokens == 1  # both columns of a block are the one token, and half the sums unused
+    n_b, n_acc, values = 2 * groups, 4 * groups, 2 if single else 4 * groups
+    holders = 4 // share  # lanes of four that have sums, once the blocks of K are added up
+    floats, pair = TILE_ROWS * tokens, 16 * holders  # of C in a row tile; of all lanes, two each
+    size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
+    step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
+    early, at_codes, stride = min(EARLY, stages), warps * stages * record, 8 * across
+    wait_for_oldest = cp_async_wait(stages - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def ask(smem, slot, w, at, left, more, jump, deep, lane):
+        """Ask for the record at byte `at` of w, if any is left; where is the next one?"""
+        if more > 0:
+            for i in range(0, record, 512):
+                if i + 512 <= record or i + 16 * lane < record:
+                    cp_async_16(smem, slot + i + 16 * lane, w, at + i + 16 * lane)
+            at, left, more = at + record, int32(left - 1), int32(more - 1)
+            if left == 0:
+                at, left = at + jump, deep
+        cp_async_commit()
+        return at, left, more
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_two_rows(smem, at):
+        """Scales or minima of rows g and g + 8."""
+        return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
+
+    @cuda.jit(device=True, forceinline=True)
+    def promoted(total, count, scale, m, s):
+        total += float32(count) * scale
+        return total + m * s if minimum else total
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, u, b, v, smem, slot, at_b, at_d, lane):
+        """acc += the record at `slot` times the activations at `at_b` and `at_d` (of this lane)."""
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
+            for j in range(groups):
+                r, p, mine = 4 * j, 2 * j, share == 1 or group // columns == turn
+                if turn == 0:
+                    b[p], b[p + 1] = load_u32x2(smem, at_b + (block * tokens + 8 * j) * BLOCK)
+                    v[r], v[r + 1], v[r + 2], v[r + 3] = 0, 0, 0, 0
+                b0, b1 = (b[p], b[p + 1]) if mine else (uint32(0), uint32(0))
+                x0, x1, x2, x3 = v[r], v[r + 1], v[r + 2], v[r + 3]
+                x0, x1, x2, x3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, x0, x1, x2, x3)
+                v[r], v[r + 1], v[r + 2], v[r + 3] = x0, x1, x2, x3
+            if turn == share - 1:
+                first = block - turn
+                at = slot + 16 * group + 2 * (first + (quad * share >> 2))
+                w0, w8 = of_two_rows(smem, at + scales_at)
+                m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
+                for j in range(groups):
+                    r, at = 4 * j, at_d + (first * tokens + 8 * j) * size_d
+                    if minimum:
+                        d0, s0, d1, s1 = load_f32x4(smem, at)
+                    else:
+                        d0, d1 = s0, s1 = load_f32x2(smem, at)
+                    acc[r] = promoted(acc[r], v[r], w0 * d0, m0, s0)
+                    acc[r + 1] = promoted(acc[r + 1], v[r + 2], w8 * d0, m8, s0)
+                    acc[r + 2] = promoted(acc[r + 2], v[r + 1], w0 * d1, m0, s1)
+                    acc[r + 3] = promoted(acc[r + 3], v[r + 3], w8 * d1, m8, s1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put(array, at, size, acc):
+        """A lane's sums to array[at], two and two; a float is `size` of its elements."""
+        for r in range(0, values, 2):
+            store_f32x2(array, at + r // 2 * pair * size, acc[r], acc[r + 1])
+
+    @cuda.jit(device=True, forceinline=True)
+    def total(acc, array, at, size, count, distance):
+        """A lane's sums = those that `put` left at `count` places, in order."""
+        for r in range(values):
+            acc[r] = 0
+        for i in range(count):
+            for r in range(0, values, 2):
+                x0, x1 = load_f32x2(array, at + (i * distance + r // 2 * pair) * size)
+                acc[r] += x0
+                acc[r + 1] += x1
+
+    @cuda.jit(device=True, forceinline=True)
+    def hand_over(acc, c, sums, row, row_tiles, lane, done):
+        """A row tile's sums to C if they are all, else to where its last slice will find them."""
+        (M, N), z, quad = c.shape, cuda.blockIdx.z, int32(lane & 3)
+        if not done:
+            tile_at = (z * row_tiles + row) * cuda.gridDim.y + cuda.blockIdx.y
+            put(sums, tile_at * floats + (int32(lane >> 2) * holders + quad) * 2, 1, acc)
+        else:
+            for r in range(values):
+                i = z * MOST_TOKENS + 2 * quad + r // 4 * 8 + r // 2 % 2
+                j = row * TILE_ROWS + int32(lane >> 2) + r % 2 * 8
+                if i < M and j < N:
+                    store_f32(c, i * N + j, acc[r])
+
+    @cuda.jit(launch_bounds=(32 * warps, 2))
+    def w4a8_decode(w, a, c, rows, records, sums, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a float32.
+
+        A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
+        """
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        x = cuda.local.array((AHEAD, 8), float32)
+        u, b = cuda.local.array(8, uint32), cuda.local.array(n_b, uint32)
+        v, acc = cuda.local.array(n_acc, int32), cuda.local.array(n_acc, float32)
+        let_next_start()
+        t = int32(cuda.threadIdx.x)
+        lane, warp = int32(t & 31), int32(t >> 5)
+        group, quad = int32(lane >> 2), int32(lane & 3)
+
+        # --- this warp's share: row tiles `row`, + across ... before `end`, records k0 .. k0 + deep
+        in_row = int32((a.shape[1] + TILE_K - 1) // TILE_K)
+        row_tiles = int32((c.shape[1] + TILE_ROWS - 1) // TILE_ROWS)
+        first_k, first_row = int32(cuda.blockIdx.y * records), int32(cuda.blockIdx.x * rows)
+        here = int32(min(records, in_row - first_k))
+        each = int32((here + along - 1) // along)
+        k0 = int32(min(here, warp // across * each))
+        deep = int32(min(here - k0, each))
+        row, end = int32(first_row + warp % across), int32(min(first_row + rows, row_tiles))
+        more = int32(max(0, end - row + across - 1) // across * deep)  # records to ask for
+        left, jump = deep, int32((across * in_row - deep) * record)
+        at = (int64(row) * in_row + first_k + k0) * record
+        slot = ring = int32(warp * (stages * record))
+
+        # --- weights, the first: they wait for no launch before this one
+        for i in range(early):
+            to = int32(ring + i * record)
+            at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+        wait_for_previous()
+
+        # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
+        at_d = int32(at_codes + int32(records) * step_b)
+        at_sums = int32(at_d + int32(records) * step_d)
+        wide = rows_are_aligned(a)
+        begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
+        stop = int32((k0 + deep) * (BLOCKS * tokens))
+        for start in range(begin, max(stop, begin + 1), stride * AHEAD):
+            for i in range(AHEAD):
+                item = int32(start + stride * i + group)
+                m = cuda.blockIdx.z * MOST_TOKENS + item % tokens if item < stop else a.shape[0]
+                k = (first_k * BLOCKS + item // tokens) * BLOCK + 4 * quad
+                load_values(x, i, a, uint32(m), uint32(k), wide)
+            if start == begin:  # now that A is asked for, the other records
+                for i in range(early, stages):
+                    to = int32(ring + i * record)
+                    at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+            for i in range(AHEAD):
+                item = int32(start + stride * i + group)
+                if item - group < stop:
+                    low, high, d = quantized(x, i)
+                    s = sum_of_codes(low, high, d) if minimum else d
+                    if item < stop:
+                        store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
+                        if minimum:
+                            store_f32x2(smem, at_d + item * size_d, d * unit, s)
+                        else:
+                            store_f32(smem, at_d + item * size_d, d * unit)
+        if across == 1:
+            cuda.syncwarp()
+        else:
+            cuda.syncthreads()
+
+        # --- the stream
+        at_b = int32(at_codes + k0 * step_b + (group // 2 if single else group) * BLOCK + 8 * quad)
+        at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
+        own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
+        for tile_row in range(row, end if deep > 0 else row, across):
+            for r in range(n_acc):
+                acc[r] = 0
+            for k in range(deep):
+                wait_for_oldest()
+                cuda.syncwarp()
+                multiply(acc, u, b, v, smem, slot, at_b + k * step_b, at_d + k * step_d, lane)
+                cuda.syncwarp()
+                at, left, more = ask(smem, slot, w, at, left, more, jump, deep, lane)
+                slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
+            for r in range(values):  # the blocks of K that shared columns
+                if holders == 1:
+                    acc[r] += shfl_xor(acc[r], 1)
+                if holders < 4:
+                    acc[r] += shfl_xor(acc[r], 2)
+            if quad < holders:
+                if along > 1:
+                    place = int32(warp // across * rows + tile_row - first_row) * floats + own
+                    put(smem, at_sums + 4 * place, 4, acc)
+                else:
+                    hand_over(acc, c, sums, tile_row, row_tiles, lane, whole)
+
+        # --- the sums of the warps along K, then those of the thread blocks along K
+        first = int32(first_row + warp)
+        if along > 1:
+            cuda.syncthreads()
+            for tile_row in range(first, end, warps):
+                place, count = int32(tile_row - first_row) * floats + own, (here + each - 1) // each
+                if quad < holders:
+                    total(acc, smem, at_sums + 4 * place, 4, count, rows * floats)
+                    hand_over(acc, c, sums, tile_row, row_tiles, lane, whole)
+        if not whole:
+            slices, base = cuda.gridDim.y, cuda.blockIdx.z * row_tiles
+            cuda.threadfence()  # all sums are to be seen by whoever sees the arrival
+            cuda.syncwarp()
+            for chunk in range(first, end, 32 * warps):  # one row tile a lane: who is its last?
+                mine, last = chunk + lane * warps, int32(0)
+                if mine < end:
+                    last = int32(cuda.atomic.add(arrived, base + mine, 1) == slices - 1)
+                    if last > 0:
+                        arrived[base + mine] = 0  # as the next launch must find it
+                cuda.threadfence()
+                for i in range(min(32, (end - chunk + warps - 1) // warps)):
+                    if shfl(last, i) > 0 and quad < holders:
+                        tile_row = chunk + i * warps
+                        total(
+                            acc, sums, (base + tile_row) * slices * floats + own, 1, slices, floats
+                        )
+                        hand_over(acc, c, sums, tile_row, row_tiles, lane, True)
+
+    return w4a8_decode
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
+    """Sums of slices, float32 [M/16, N/16, slices, 16 * tokens], in the order of lanes; how many
+    slices of a row tile have arrived, int32 [M/16, N/16]."""
+    cut = split(fmt, shape)
+    row_tiles = ceil_div(shape.m, MOST_TOKENS) * ceil_div(shape.n, TILE_ROWS)
+    sums = row_tiles * cut.slices * TILE_ROWS * cut.tokens if cut.slices > 1 else 1
+    return ((sums,), np.float32), ((row_tiles,), np.int32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    workspace: tuple,
+) -> Launch:  # fmt: skip
+    cut = split(fmt, shape)
+    rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
+    args = (*weights, *activations, out, cut.rows, cut.records, *workspace)
+    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages)
+    grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
+    return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
+
+
+STEP = Step(
+    number=10,
+    name="step10_decode",
+    title="decode: weights stream to warps of their own, one launch",
+    families=("A8",),
+    parents={"A8": 9},
+    unit={"A8": "tensor_int8"},
+    pack=tiles,
+    activations=float32_quantized_inside,
+    launch=launch,
+    scratch=scratch,
+    min_cc=(8, 0),
+    contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDG.E.128", "LDGDEPBAR")},
+    forbids={"A8": ("HMMA", "LDL", "STL")},
+)
