@@ -32,7 +32,7 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check test bench charts doctor diff ptx sass profile \
+.PHONY: help setup list ladder check test bench tune charts doctor diff ptx sass profile \
         sanitize pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -60,6 +60,9 @@ test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewh
 
 bench: $(READY) ## measure all steps at all shapes on this GPU, with peers, into results/<gpu>/
 	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(OUT),--out '$(OUT)')
+
+tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
+	@$(PY) -m steps tune $(STEP) $(DATA)
 
 charts: $(READY) ## redraw results/charts/ and the README's table from the latest run
 	@$(PY) -m results.charts

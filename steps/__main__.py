@@ -170,6 +170,14 @@ def _parser() -> Parser:
     )
     one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp")
 
+    command(
+        "tune",
+        "tuning:tune",
+        "time the steps at many M, for the front door to choose by",
+        _data(),
+        steps="*",
+    )
+
     one = command("diff", "listing:diff", "a step's file against its parent's", steps="1")
     one.add_argument(
         "--against", type=_positive, metavar="STEP", help="another one than its parent"

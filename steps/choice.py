@@ -66,21 +66,21 @@ def choose(
         why = "it is the one that w is packed for"
         only = possible[0]
         return Choice(only, known_family(family or only.families[-1]), format_name, shape, why)
-    works = [(one, each) for one in possible for each in one.families if family in (None, each)]
     table = None
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
     entry = table and table.entry(format_name, shape.m, shape.n, shape.k)
-    timed = {work: entry.us(work[0].number, work[1]) for work in works} if entry else {}
-    times = {work: us for work, us in timed.items() if us is not None}
-    if table and entry and times:
-        best, of_family = min(times, key=lambda work: times[work])
-        why = (
-            f"the fastest of {len(times)} measured at {entry.where} on {table.gpu}, "
-            f"{times[best, of_family]:.3g} us"
-        )
+    timed = [
+        (us, one, each)
+        for one in possible
+        for each in one.families
+        if family in (None, each) and entry and (us := entry.us(one.number, each)) is not None
+    ]
+    if table and entry and timed:
+        us, best, of_family = min(timed, key=lambda work: work[0])
+        why = f"the fastest of {len(timed)} measured at {entry.where} on {table.gpu}, {us:.3g} us"
         if table.gpu != machine.name:
-            why += f", the nearest to {machine.name} that was tuned"
+            why += f", the nearest to {machine.name} tuned"
         return Choice(best, of_family, format_name, shape, why)
 
     meant = [one for one in possible if one.most_tokens is None or shape.m <= one.most_tokens]

@@ -128,11 +128,9 @@ class Plan:
 
     def _load(self) -> None:
         """Compile and lay out both launches, and note where the addresses of a and out stand."""
-        from numba import cuda
-
         from steps.launcher import load, stream_handle
 
-        self._handle_of, self._device = stream_handle, cuda.get_current_device().id
+        self._handle_of, self._device = stream_handle, current_device()
         self._loaded = [load(launch) for launch in self._launches]
         self._places = [
             (loaded.arguments, i, start == A, offset)  # arguments[i] = address + offset
@@ -150,6 +148,13 @@ class Plan:
         for launch in self._launches:
             self._machine.run(launch)
         out[...] = self._out
+
+
+def current_device() -> int:
+    """The number of the GPU that launches go to."""
+    from numba import cuda
+
+    return int(cuda.get_current_device().id)
 
 
 def _nowhere(start: int, shape: tuple[int, int]) -> Any:
