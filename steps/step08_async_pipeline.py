@@ -48,7 +48,6 @@ from steps.instructions import (
     cp_async_wait,
     half_to_float,
     ldmatrix_x4,
-    let_next_start,
     load_f32,
     load_f32x2,
     load_u16,
@@ -57,7 +56,6 @@ from steps.instructions import (
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
     store_f32,
-    wait_for_previous,
 )
 from steps.machines import shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
@@ -232,18 +230,14 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
         for i in range(n_acc):
             acc[i] = 0
 
-        let_next_start()
         for step in range(stages):
             if step < steps:
-                copy_weights(ring, step * stage_bytes, t, w, at_w + step * record, next_row)
-        wait_for_previous()  # the weights were there; the activations have just been quantized
-        for step in range(stages):
-            if step < steps:
+                copy_weights(ring, step * stage_bytes, t, w, at_w, next_row)
                 copy_tokens(ring, step * stage_bytes, t, qa, at_a, ds, at_ds, M)
             cp_async_commit()
+            at_w += record
             at_a += UNITS * UNIT * M
             at_ds += BLOCKS * 2 * M
-        at_w += stages * record
         wait_for_first()
         cuda.syncthreads()
         base = int32(0)
@@ -291,13 +285,14 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     bm = 2 * WARP_M if "m" in (fmt.dtype.names or ()) and shape.m > WARP_M else WARP_M
+    _, threads, stage_bytes = kernel(fmt, bm, STAGES)
     # bytes for each of the blocks that share an SM, which keeps 1 KB of every one
-    share = shared_memory() * bm // (2 * WARP_M) - 1024
-    stages = min(STAGES, share // kernel(fmt, bm, STAGES)[2])
-    run, threads, stage_bytes = kernel(fmt, bm, stages)
+    share = (shared_memory() + 1024) * threads // (32 * WARPS_PER_SM) - 1024
+    stages = min(STAGES, share // stage_bytes)
+    run = kernel(fmt, bm, stages)[0]
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm))
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(run, grid, (threads,), args, stages * stage_bytes, overlap=True)
+    return Launch(run, grid, (threads,), args, stages * stage_bytes)
 
 
 STEP = Step(

@@ -66,8 +66,10 @@ from steps.step import Family, Launch, Shape, Step, ceil_div
 BN: Final = 128  # features of a tile of C
 WARP_N: Final = 32  # features of a warp
 WARP_M: Final = 64  # its tokens at most: 64 accumulators a thread
-FEW: Final = (16, 32)  # tokens of a tile where there are no more
-WARPS_PER_SM: Final = 8  # as many as their registers allow
+TOKENS: Final = (128, 64, 32, 16)  # of a tile; 128 spares q4_1 and q5_1 registers
+FEW: Final = 32  # tokens of a tile below which a warp's fragments are used too seldom
+WARPS_PER_SM: Final = 8  # as many as their registers allow; twice that for few tokens
+IN_FLIGHT: Final = 64  # registers for sums of others on their way
 STAGES: Final = 4  # of the ring: more hide nothing further
 BLOCKS: Final = TILE_K // BLOCK  # of K in a stage
 UNITS: Final = TILE_K // UNIT  # of 16 K in a stage
@@ -76,8 +78,12 @@ WARPS_N: Final = BN // WARP_N  # warps side by side along the features
 ROW_TILES: Final = WARP_N // TILE_ROWS  # records that a warp multiplies
 A_WORDS: Final = 8 * ROW_TILES  # A fragments of two blocks
 SCALE_WORDS: Final = 4 * ROW_TILES  # float16 scales of four
-FULL: Final = 0.9  # of the last wave of tiles: from there on they are kept whole
+FULL: Final = 0.9  # share of the blocks' time: with so little to win tiles are kept whole
 TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 operand keeps
+
+
+def warps_per_sm(bm: int) -> int:
+    return 2 * WARPS_PER_SM if bm == TOKENS[-1] else WARPS_PER_SM
 
 
 @cache
@@ -90,7 +96,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
-    threads, resident = 32 * warps, WARPS_PER_SM // warps
+    threads, resident = 32 * warps, warps_per_sm(bm) // warps
     # a stage: a record of each of 8 rows, then of `bm` tokens the codes, d, and s where it counts
     at_codes = RECORDS * record
     at_d = at_codes + TILE_K * bm
@@ -99,6 +105,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     together = threads // bm  # units of K that the threads copy at a time, one token each
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
+    at_once = IN_FLIGHT // n_acc  # sums of other blocks that are loaded together
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     # --- global -> shared: ask for the operands of one stage
@@ -229,16 +236,21 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     @cuda.jit(device=True, forceinline=True)
     def add_up(partials, from_block, to_block, begins, units, t, acc):
         """acc = the sums of these blocks for the tile that begins at unit `begins`, in order."""
+        part = cuda.local.array(IN_FLIGHT, float32)
         for r in range(n_acc):
             acc[r] = 0
-        for other in range(from_block, to_block + 1):
-            slot = 2 * other + (1 if beginning(units, other) < begins else 0)
-            for r in range(0, n_acc, 4):
-                p = load_f32x4(partials, (slot * n_acc + r) * threads + 4 * t)
-                acc[r] += p[0]
-                acc[r + 1] += p[1]
-                acc[r + 2] += p[2]
-                acc[r + 3] += p[3]
+        for other in range(from_block, to_block + 1, at_once):
+            for i in range(at_once):
+                one = min(other + i, to_block)
+                slot = 2 * one + (1 if beginning(units, one) < begins else 0)
+                for r in range(0, n_acc, 4):
+                    p = load_f32x4(partials, (slot * n_acc + r) * threads + 4 * t)
+                    q = i * n_acc + r
+                    part[q], part[q + 1], part[q + 2], part[q + 3] = p[0], p[1], p[2], p[3]
+            for i in range(at_once):
+                if other + i <= to_block:
+                    for r in range(n_acc):
+                        acc[r] += part[i * n_acc + r]
 
     @cuda.jit(launch_bounds=(threads, resident))
     def w4a8_stream_k(w, qa, ds, c, steps, partials, arrived):
@@ -257,9 +269,9 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
         warp, lane = t >> 5, t & 31
         # what this warp multiplies
         row_w, first = warp % WARPS_N * ROW_TILES, warp // WARPS_N * tokens
-        # the stretch of this block; a unit is one step of one tile, K fastest, then tokens
-        tiles_m = int32((M + bm - 1) // bm)
-        units = int32(tiles_m * ((N + BN - 1) // BN) * steps)
+        # the stretch of this block; a unit is one step of one tile, K fastest, then features
+        tiles_n = int32((N + BN - 1) // BN)
+        units = int32((M + bm - 1) // bm * tiles_n * steps)
         block = int32(cuda.blockIdx.x)
         begin, end = beginning(units, block), beginning(units, block + 1)
         let_next_start()
@@ -268,7 +280,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             tile = int32(unit // int32(steps))
             k0 = int32(unit - tile * steps)
             count = int32(min(steps - k0, end - unit))
-            m0, n0 = tile % tiles_m * bm, tile // tiles_m * BN
+            m0, n0 = tile // tiles_n * bm, tile % tiles_n * BN
             # where this thread copies from; rows and tokens beyond the matrix repeat one within
             row, last = n0 // TILE_ROWS + warp, (N - 1) // TILE_ROWS
             at_w = (min(row, last) * steps + k0) * record + 16 * lane
@@ -355,15 +367,23 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
 
 def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int]:
-    """(tokens of a tile, thread blocks, tiles) of a shape."""
-    bm = next((bm for bm in FEW if shape.m <= bm), WARP_M)
-    if "m" in (fmt.dtype.names or ()) and shape.m > WARP_M:
-        bm = 2 * WARP_M
-    tiles_c = ceil_div(shape.n, BN) * ceil_div(shape.m, bm)
-    blocks = multiprocessors() * (WARPS_PER_SM // (WARPS_N * ceil_div(bm, WARP_M)))
+    """(tokens of a tile, thread blocks, tiles) of a shape: the largest tiles of which there are at
+    least half as many as blocks; then nobody shares a tile with more than one other."""
+    minimum = "m" in (fmt.dtype.names or ())
+    steps = ceil_div(shape.k, TILE_K)
+    for bm in TOKENS if minimum else TOKENS[1:]:
+        if shape.m <= bm // 2 and bm > TOKENS[-1]:
+            continue  # half of it would be empty
+        tiles_c = ceil_div(shape.n, BN) * ceil_div(shape.m, bm)
+        blocks = multiprocessors() * warps_per_sm(bm) // (WARPS_N * ceil_div(bm, WARP_M))
+        if 2 * tiles_c >= FULL * blocks or bm <= FEW:
+            break
     if tiles_c >= FULL * blocks * ceil_div(tiles_c, blocks):
         return bm, tiles_c, tiles_c
-    return bm, min(blocks, tiles_c * ceil_div(shape.k, TILE_K)), tiles_c
+    parts = min(blocks // tiles_c, steps)
+    if tiles_c * parts >= FULL * blocks:
+        return bm, tiles_c * parts, tiles_c  # equal parts: nobody works on two tiles
+    return bm, min(blocks, tiles_c * steps), tiles_c
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
@@ -383,10 +403,11 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     bm, blocks, _ = tiling(fmt, shape)
+    _, threads, stage_bytes = kernel(fmt, bm, STAGES)
     # bytes for each of the blocks that share an SM, which keeps 1 KB of every one
-    share = shared_memory() * max(bm, WARP_M) // (2 * WARP_M) - 1024
-    stages = min(STAGES, share // kernel(fmt, bm, STAGES)[2])
-    run, threads, stage_bytes = kernel(fmt, bm, stages)
+    share = (shared_memory() + 1024) * threads // (32 * warps_per_sm(bm)) - 1024
+    stages = min(STAGES, share // stage_bytes)
+    run = kernel(fmt, bm, stages)[0]
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
     return Launch(run, (blocks,), (threads,), args, stages * stage_bytes, overlap=True)
 
