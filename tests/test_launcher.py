@@ -14,7 +14,7 @@ from steps import launcher
 from steps.instructions.compile import signature_of
 from steps.launcher import load, parameters, stream_handle
 from steps.step import Launch
-from tests.fake_gpu import FakeGpu, device_array, gpu  # noqa: F401
+from tests.fake_gpu import FakeGpu, device_array
 
 BLOCK = np.dtype([("d", np.float16), ("qs", np.uint8, (16,))])
 ARGUMENTS = (
@@ -109,7 +109,7 @@ def test_what_is_no_stream_is_refused(stream: Any) -> None:
         stream_handle(stream)
 
 
-def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None:  # noqa: F811
+def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None:
     array = device_array((3, 5), np.float32, 1 << 50)
     kernel = SimpleNamespace(__name__="kernel")
     loaded = gpu.load(Launch(kernel, (1,), (32,), (array, 7, np.float32(1.5), np.int8(-1))))
@@ -126,7 +126,7 @@ def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None: 
     assert gpu.launched[-1][2][4] == 1 << 51
 
 
-def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings.driver import CUresult
 
     refused = CUresult.CUDA_ERROR_INVALID_VALUE
