@@ -39,7 +39,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import load_values, quantized, rows_are_aligned, sum_of_codes, tile_format
+from qformats.device import quantized, rows_are_aligned, sum_of_codes, tile_format
 from qformats.repack import TILE_K, TILE_ROWS, tiles
 from steps.activations import float32_quantized_inside
 from steps.instructions import (
@@ -48,6 +48,7 @@ from steps.instructions import (
     cp_async_wait,
     half_to_float,
     let_next_start,
+    load_f32,
     load_f32x2,
     load_f32x4,
     load_u16,
@@ -65,7 +66,9 @@ from steps.machines import multiprocessors
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
 MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
-WARPS: Final = {4: 16, 5: 8, 8: 8}  # of a thread block by bits of W: larger records, fewer rings
+# warps of a thread block, by bits of W: the larger its records, the fewer rings have room
+WARPS: Final = {4: 16, 5: 8, 8: 8}
+RESIDENT: Final = {1: 2, 2: 2, 4: 2, 8: 2, 16: 1}  # blocks an SM has registers for, by tokens
 SHARED: Final = 112 * 1024  # bytes of a thread block, so that two fit an SM
 STAGES: Final = 8  # records that a warp has under way at most
 EARLY: Final = 2  # of them are asked for before A, which would wait in line behind more
@@ -105,7 +108,8 @@ def split(fmt: Format, shape: Shape) -> Split:
     beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
     rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
     # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
-    sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in (1, 2, 4, 8) if w < warps}
+    factors = [w for w in range(1, warps) if warps % w == 0]
+    sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in factors}
     fitting = [w for w in sums if sums[w] <= PARTIALS] + [warps]
     across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
     fixed = records * BLOCKS * (tokens * BLOCK + max(2, tokens) * (8 if tile.minimum else 4))
@@ -133,7 +137,7 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
     size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     early, at_codes, stride = min(EARLY, stages), warps * stages * record, 8 * across
-    wait_for_oldest = cp_async_wait(stages - 1)
+    resident, wait_for_oldest = RESIDENT[tokens], cp_async_wait(stages - 1)
 
     @cuda.jit(device=True, forceinline=True)
     def ask(smem, slot, w, at, left, more, jump, deep, lane):
@@ -147,6 +151,32 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                 at, left = at + jump, deep
         cp_async_commit()
         return at, left, more
+
+    @cuda.jit(device=True, forceinline=True)
+    def token_and_block(item, first):
+        """Of an item in the order of shared memory: [block][token]."""
+        return cuda.blockIdx.z * MOST_TOKENS + item % tokens, int32(first + item // tokens)
+
+    @cuda.jit(device=True, forceinline=True)
+    def place(a, item, stop, first, quad):
+        """Where four of its values begin. Outside of A it is the last ones' place: a load behind a
+        branch of its own would wait for those before."""
+        m, k = token_and_block(int32(min(item, stop - 1)), first)
+        return min(m, a.shape[0] - 1) * a.shape[1] + min(k * BLOCK, a.shape[1] - BLOCK) + 4 * quad
+
+    @cuda.jit(device=True, forceinline=True)
+    def ask_for_activations(x, a, item, stop, first, quad):
+        """x[i, 0..3], x[i, 4..7] = values 4t.. and 16 + 4t.. of the block of item + i strides."""
+        if rows_are_aligned(a):
+            for i in range(AHEAD):
+                at = place(a, item + stride * i, stop, first, quad)
+                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
+                x[i, 4], x[i, 5], x[i, 6], x[i, 7] = load_f32x4(a, at + BLOCK // 2)
+        else:
+            for i in range(AHEAD):
+                at = place(a, item + stride * i, stop, first, quad)
+                for j in range(8):
+                    x[i, j] = load_f32(a, at + j // 4 * (BLOCK // 2) + j % 4)
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -223,7 +253,7 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                 if i < M and j < N:
                     store_f32(c, i * N + j, acc[r])
 
-    @cuda.jit(launch_bounds=(32 * warps, 2))
+    @cuda.jit(launch_bounds=(32 * warps, resident))
     def w4a8_decode(w, a, c, rows, records, sums, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a float32.
 
@@ -261,15 +291,10 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
         at_d = int32(at_codes + int32(records) * step_b)
         at_sums = int32(at_d + int32(records) * step_d)
-        wide = rows_are_aligned(a)
         begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
         stop = int32((k0 + deep) * (BLOCKS * tokens))
         for start in range(begin, max(stop, begin + 1), stride * AHEAD):
-            for i in range(AHEAD):
-                item = int32(start + stride * i + group)
-                m = cuda.blockIdx.z * MOST_TOKENS + item % tokens if item < stop else a.shape[0]
-                k = (first_k * BLOCKS + item // tokens) * BLOCK + 4 * quad
-                load_values(x, i, a, uint32(m), uint32(k), wide)
+            ask_for_activations(x, a, start + group, stop, first_k * BLOCKS, quad)
             if start == begin:  # now that A is asked for, the other records
                 for i in range(early, stages):
                     to = int32(ring + i * record)
@@ -278,6 +303,9 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                 item = int32(start + stride * i + group)
                 if item - group < stop:
                     low, high, d = quantized(x, i)
+                    m, k = token_and_block(item, first_k * BLOCKS)
+                    if m >= a.shape[0] or k * BLOCK >= a.shape[1]:
+                        low, high, d = uint32(0), uint32(0), float32(0)
                     s = sum_of_codes(low, high, d) if minimum else d
                     if item < stop:
                         store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
@@ -297,13 +325,15 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
         for tile_row in range(row, end if deep > 0 else row, across):
             for r in range(n_acc):
                 acc[r] = 0
-            for k in range(deep):
+            for _ in range(deep):
                 wait_for_oldest()
                 cuda.syncwarp()
-                multiply(acc, u, b, v, smem, slot, at_b + k * step_b, at_d + k * step_d, lane)
+                multiply(acc, u, b, v, smem, slot, at_b, at_d, lane)
                 cuda.syncwarp()
+                at_b, at_d = int32(at_b + step_b), int32(at_d + step_d)
                 at, left, more = ask(smem, slot, w, at, left, more, jump, deep, lane)
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
+            at_b, at_d = int32(at_b - deep * step_b), int32(at_d - deep * step_d)
             for r in range(values):  # the blocks of K that shared columns
                 if holders == 1:
                     acc[r] += shfl_xor(acc[r], 1)

@@ -49,6 +49,9 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
     prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
     c = multiply(prepared, machine)
     assert c.shape == (1, 1)
+    if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
+        assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
+        return
     assert c[0, 0] == golden.value
     if name == "q4_0":
         assert golden.value == 141
