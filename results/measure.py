@@ -10,8 +10,11 @@
 4. Samples are taken until the mean is known to 0.3 % or the time is used up; reported are the
    median with the 20 % and 80 % quantiles. A kernel of a tenth of a second or more gets one warm-up
    and three samples.
-5. Measured apart: `pack` (host), the activation pass, the kernel, and activation pass and kernel in
-   one graph ("total": from float32 A to float32 C).
+5. Measured apart: `pack` (host), the activation pass, the kernel alone (it waits for the launch
+   before it to end), and activation pass and kernel in one graph ("total": from float32 A to
+   float32 C). A total begins when the product before it has ended, but its kernel may begin under
+   its activation pass (`Launch.overlap`). Where it may, products in which every launch begins under
+   the one before it are measured besides ("chain"), as the layers of a model can run.
 6. The output, pre-filled with NaN, is checked again after the timed launches have written it.
 7. A time below what the measured limits of this GPU allow is a failure, not a record.
 
@@ -36,6 +39,7 @@ ROTATION: Final = 4  # copies of the weights fill this many L2s; see 2. above
 SAMPLE_SECONDS: Final = 5e-3  # one replay: 0.1 % of it is the start of the graph (about 6 us)
 MAX_LAUNCHES: Final = 512  # in one graph: loading and capturing one costs the host some 50 us
 SLOW_SECONDS: Final = 0.05  # a launch this long is warm after one, and its total needs few samples
+OVERLAP_CC: Final = (9, 0)  # the first compute capability on which launches can overlap
 TOLERANCE: Final = 1.05  # a limit is itself a measurement, on a clock that moves by a few per cent
 
 
@@ -206,6 +210,11 @@ def _enough(
     return statistics.stdev(times) / math.sqrt(len(times)) <= budget.relative_error * mean
 
 
+def overlapping(launch: Any, overlap: bool) -> Any:
+    """The launch, allowed or not allowed to begin while the one before it runs."""
+    return launch if launch.overlap == overlap else replace(launch, overlap=overlap)
+
+
 def slots_for(weight_bytes: int, l2_bytes: int, rotation: int = ROTATION) -> int:
     """How many copies of the weights fill `rotation` times the L2."""
     return max(1, math.ceil(rotation * l2_bytes / max(weight_bytes, 1)))
@@ -350,6 +359,7 @@ def measure(
     for each in (*inputs.launches, prepared):
         machine.run(each)
     before = check(machine.host(out), inputs)
+    chained = prepared.overlap and (getattr(machine, "cc", None) or (0, 0)) >= OVERLAP_CC
     row = replace(
         row,
         pack_us=packed.pack_us,
@@ -367,7 +377,7 @@ def measure(
     copies += [tuple(map(stopwatch.duplicate, original)) for _ in range(slots - 1)]
     launches = [launch(weights, inputs.arrays, out) for weights in copies]
     stopwatch.wait()
-    times = _times(stopwatch, launches, tuple(inputs.launches), budget)
+    times = _times(stopwatch, launches, tuple(inputs.launches), budget, chained)
     row = replace(row, **times)
 
     # --- check again
@@ -377,6 +387,7 @@ def measure(
 
     # --- judge
     kernel_us: float = times["kernel_us"]
+    least_us = min(times[name] or kernel_us for name in ("kernel_us", "total_us", "chain_us"))
     traffic = Traffic(
         weights=packed.nbytes,
         activations=sum(int(array.nbytes) for array in inputs.arrays),
@@ -392,7 +403,7 @@ def measure(
         gbps=traffic.total / kernel_us * 1e-3,
         limit_share=None if floor is None else floor / kernel_us,
     )
-    if why := impossible(kernel_us, floor):
+    if why := impossible(least_us, floor):
         return without_result(row, "failed", why)
     return replace(row, status="ok", why=None)
 
@@ -450,29 +461,41 @@ def measure_step(
 
 
 def _times(
-    stopwatch: Stopwatch, launches: Sequence[Any], activation: tuple[Any, ...], budget: Budget
+    stopwatch: Stopwatch,
+    launches: Sequence[Any],
+    activation: tuple[Any, ...],
+    budget: Budget,
+    chained: bool,
 ) -> dict[str, Any]:
     """The timed fields of a row. `launches` has one launch per copy of the weights."""
     slots = len(launches)
-    launch_us, once = launch_cost(stopwatch, launches[0])
+    alone = [overlapping(launch, False) for launch in launches]
+    first = tuple(overlapping(launch, False) for launch in activation)
+    launch_us, once = launch_cost(stopwatch, alone[0])
     slow = once >= SLOW_SECONDS
     kernel, replay = sample(
-        stopwatch, lambda i: (launches[i % slots],), slots, budget.kernel_seconds, budget, once=once
+        stopwatch, lambda i: (alone[i % slots],), slots, budget.kernel_seconds, budget, once=once
     )
     clock = None if slow else stopwatch.sm_mhz(replay)
-    activation_us, total_us = 0.0, kernel.us  # nothing to prepare: the kernel reads A as it is
-    if activation:
-        alone, _ = sample(stopwatch, lambda _: activation, 1, budget.activation_seconds, budget)
-        both, _ = sample(
+
+    def products(before: tuple[Any, ...]) -> float:
+        """Microseconds of a product: these launches, then the kernel as the step has it."""
+        timing, _ = sample(
             stopwatch,
-            lambda i: (*activation, launches[i % slots]),
+            lambda i: (*before, launches[i % slots]),
             slots,
             budget.total_seconds,
             budget,
             min_samples=1 if slow else None,
             once=once,
         )
-        activation_us, total_us = alone.us, both.us
+        return timing.us
+
+    activation_us, total_us = 0.0, kernel.us  # nothing to prepare: the kernel reads A as it is
+    if activation:
+        passes, _ = sample(stopwatch, lambda _: first, 1, budget.activation_seconds, budget)
+        activation_us, total_us = passes.us, products(first)
+    chain_us = products(tuple(overlapping(each, True) for each in first)) if chained else None
     return {
         "kernel_us": kernel.us,
         "p20_us": kernel.p20_us,
@@ -482,6 +505,7 @@ def _times(
         "sm_mhz": clock,
         "activation_us": activation_us,
         "total_us": total_us,
+        "chain_us": chain_us,
         "launch_us": launch_us,
     }
 

@@ -55,9 +55,11 @@ class Row:
 
     Times are in microseconds per product. `kernel_us` (median; `p20_us`, `p80_us` and `samples`
     belong to it) is the kernel alone, `activation_us` the pass that prepares A, `total_us` both in
-    one CUDA graph, from float32 A to float32 C; `launch_us` is the host's cost of one
-    prepared launch (`steps.launcher`), which none of the others contains; `pack_us` the host's
-    one-time repack of W.
+    one CUDA graph, from float32 A to float32 C, begun when the product before it has ended;
+    `chain_us` the same where every launch may begin under the one before it (`Launch.overlap`),
+    null for steps that do not say so and on GPUs before compute capability 9.0; `launch_us` is the
+    host's cost of one prepared launch (`steps.launcher`), which none of the others contains;
+    `pack_us` the host's one-time repack of W.
     `tflops` = 2MNK / kernel_us; `gbps` counts weights, activations and C once; `limit_share` is
     the least possible time on this GPU (see measure.floor_us) over kernel_us.
     The ratios compare kernel_us at the same format and shape.
@@ -78,6 +80,7 @@ class Row:
     kernel_us: float | None = None
     activation_us: float | None = None
     total_us: float | None = None
+    chain_us: float | None = None  # runs from before there was one lack it
     pack_us: float | None = None
     launch_us: float | None = None
     p20_us: float | None = None

@@ -373,7 +373,17 @@ def _measured(
 
 # --- what is printed ------------------------------------------------------------------------------
 
-_MEASURED = ("time", "TFLOPS", "GB/s", "of limit", "x parent", "x step 1", "registers")
+_MEASURED = (
+    "kernel",
+    "total",
+    "chain",
+    "TFLOPS",
+    "GB/s",
+    "of limit",
+    "x parent",
+    "x step 1",
+    "registers",
+)
 
 
 def _run_table(
@@ -405,6 +415,8 @@ def _run_table(
             table.error(row.nmse_same_operands),
             table.error(row.nmse_float),
             table.microseconds(row.kernel_us),
+            table.microseconds(row.total_us),
+            table.microseconds(row.chain_us),
             table.figure(row.tflops),
             table.figure(row.gbps),
             table.share(row.limit_share),

@@ -245,7 +245,17 @@ def test_a_measured_run_prints_one_table(capsys) -> None:
     assert run.run(asked()) == 0
     title, _, head, _, *lines = capsys.readouterr().out.splitlines()
     assert title == "Pretended GPU, M=2 N=8 K=32"
-    for name in ("kernel error", "format error", "time", "TFLOPS", "GB/s", "of limit", "verdict"):
+    for name in (
+        "kernel error",
+        "format error",
+        "kernel",
+        "total",
+        "chain",
+        "TFLOPS",
+        "GB/s",
+        "of limit",
+        "verdict",
+    ):
         assert name in head
     assert [line.split()[0] for line in lines] == ["1", "4", "5"], "and what it is compared with"
     assert "2.00x" in lines[-1]

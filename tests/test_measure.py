@@ -25,6 +25,7 @@ class FakeLaunch:
     seconds: float
     shared_bytes: int = 0
     kernel: Any = None
+    overlap: bool = False
     effect: Callable[[], None] = lambda: None
 
 
@@ -44,8 +45,12 @@ class FakeReplay:
 
 @dataclass
 class FakeDevice:
-    """Both a machine and a stopwatch; `log` has every launch that ran, in order."""
+    """Both a machine and a stopwatch; `log` has every launch that ran, in order.
 
+    A launch that may overlap takes 2 us less.
+    """
+
+    cc: tuple[int, int] | None = (9, 0)
     l2_bytes: int = 50 * MB
     noise: Callable[[], float] = lambda: 1.0
     log: list[str] = field(default_factory=list)
@@ -55,7 +60,8 @@ class FakeDevice:
         for launch in launches:
             self.log.append(launch.name)
             launch.effect()
-        return sum(launch.seconds for launch in launches) * self.noise()
+        times = (launch.seconds - 2e-6 * launch.overlap for launch in launches)
+        return sum(times) * self.noise()
 
     def capture(self, launches):
         return FakeReplay(self, tuple(launches))
@@ -215,6 +221,7 @@ def measured(
     *,
     seconds: float = 30e-6,
     activation: bool = True,
+    overlap: bool = False,
     breaks_after: int | None = None,
     limits: Limits | None = None,
     weight_bytes: int = 10 * MB,
@@ -227,7 +234,7 @@ def measured(
         def effect():
             out[...] = 2.0 if breaks_after is not None and next(launched) >= breaks_after else 1.0
 
-        return FakeLaunch("kernel", seconds, effect=effect)
+        return FakeLaunch("kernel", seconds, overlap=overlap, effect=effect)
 
     def check(c, inputs):
         seen.append(c)
@@ -273,6 +280,35 @@ def test_without_an_activation_pass_the_total_is_the_kernel():
     result, _ = measured(FakeDevice(), activation=False)
     assert result.activation_us == 0.0
     assert result.total_us == result.kernel_us
+
+
+def test_a_kernel_alone_overlaps_nothing_a_total_within_itself_and_a_chain_all_along():
+    result, _ = measured(FakeDevice(), overlap=True)
+    assert result.kernel_us == pytest.approx(30.0)
+    assert result.activation_us == pytest.approx(5.0)
+    assert result.total_us == pytest.approx(33.0)  # the kernel begins under the activation pass
+    assert result.chain_us == pytest.approx(31.0)  # ... which begins under the kernel before
+
+
+def test_without_an_activation_pass_only_the_chain_overlaps():
+    result, _ = measured(FakeDevice(), overlap=True, activation=False)
+    assert result.kernel_us == result.total_us == pytest.approx(30.0)
+    assert result.chain_us == pytest.approx(28.0)
+
+
+@pytest.mark.parametrize(("overlap", "cc"), [(False, (9, 0)), (True, (8, 9)), (True, None)])
+def test_no_chain_where_nothing_overlaps(overlap, cc):
+    result, _ = measured(FakeDevice(cc=cc), overlap=overlap)
+    assert result.status == "ok"
+    assert result.chain_us is None
+
+
+def test_a_chain_faster_than_the_machine_is_no_record():
+    limits = Limits(copy_tbps=10 / 30.0, read_tbps=10 / 30.0)  # 10 MB in 30 us
+    assert measured(FakeDevice(), limits=limits)[0].status == "ok"
+    result, _ = measured(FakeDevice(), limits=limits, overlap=True, activation=False)
+    assert result.status == "failed"
+    assert "28 us is less than the 30 us" in (result.why or "")
 
 
 def test_a_slow_row_runs_few_launches():

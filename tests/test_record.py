@@ -77,6 +77,7 @@ def test_schema_has_the_documented_keys():
         "kernel_us",
         "activation_us",
         "total_us",
+        "chain_us",
         "pack_us",
         "p20_us",
         "p80_us",
@@ -95,6 +96,16 @@ def test_schema_has_the_documented_keys():
     ]
     assert set(documented) <= set(data["rows"][0])
     assert set(data["peers"][0]) == {"peer", "format", "M", "N", "K", "us", "same_run", "source"}
+
+
+def test_runs_from_before_a_field_was_recorded_are_read():
+    data = json.loads(record.to_json(make_run()))
+    for row in data["rows"]:
+        del row["chain_us"]
+    assert record.from_json(json.dumps(data)).rows[0].chain_us is None
+    committed = record.headline()
+    assert committed is not None
+    assert record.read(committed).rows
 
 
 def test_one_row_per_line_and_six_digits():
