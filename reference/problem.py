@@ -71,9 +71,12 @@ GPU_CHECK_SHAPES: Final[tuple[Shape, ...]] = (
     (512, 500, 1024),
 )
 
-# Decode (1, 16) and prefill (512, 4096) tokens on the (N, K) of an 8-billion-parameter model.
+# Decode (1, 8, 16), a batch of 128, and prefill (512, 4096) on the (N, K) of an 8-billion-parameter
+# model.
 BENCH_SHAPES: Final[tuple[Shape, ...]] = tuple(
-    (m, n, k) for m in (1, 16, 512, 4096) for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
+    (m, n, k)
+    for m in (1, 8, 16, 128, 512, 4096)
+    for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
 )
 
 # LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339) reports outlier features in about 0.1 % of
