@@ -7,7 +7,7 @@ Nothing here knows of kernels or GPUs; it imports numpy and `qformats` only.
     verdict = check(c, problem, "A8", q81)        # ok, both errors, the worst element, one sentence
 """
 
-from reference.check import Check, Limits, bound, check, limits, nmse
+from reference.check import Check, Limits, Reference, bound, check, limits, nmse
 from reference.problem import (
     BENCH_SHAPES,
     CHECK_SHAPES,
@@ -38,6 +38,7 @@ __all__ = [
     "Golden",
     "Limits",
     "Problem",
+    "Reference",
     "bound",
     "check",
     "limits",

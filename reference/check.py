@@ -17,8 +17,10 @@ The two errors are always reported apart. `limits` says where each number comes 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -27,9 +29,9 @@ from qformats import format_of
 from reference.problem import GOLDEN, Problem
 from reference.product import (
     Q81,
-    magnitude_a8,
+    both_a8,
     magnitude_a16,
-    same_operands_a8,
+    parts,
     same_operands_a16,
     sample,
     unquantized,
@@ -247,6 +249,81 @@ class Check:
         return self.ok
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What some operands give: C and `bound`'s magnitude float64[rows, columns], and what is wrong
+    with the activations themselves, if anything."""
+
+    same: Array
+    size: Array
+    complaint: str | None = None
+
+
+class Reference:
+    """The outputs of a problem that are compared, and what each of them should be.
+
+    Nothing is worked out twice: steps that multiply the same Q8_1 bits share one float64 product,
+    and all steps the unquantized one. The arguments are those of `check`.
+    """
+
+    def __init__(
+        self, problem: Problem, limit: int = SAMPLE_LIMIT, blocks: Array | None = None
+    ) -> None:
+        self.problem = problem
+        self.rows, self.columns = sample(problem.m, problem.n, limit)
+        self._blocks = blocks
+        self._expected: dict[bytes, Expected] = {}
+
+    @cached_property
+    def blocks(self) -> Array:
+        """The weights of the columns compared."""
+        return (self.problem.blocks if self._blocks is None else self._blocks)[self.columns]
+
+    @cached_property
+    def meant(self) -> Array:
+        """The unquantized product, float64[rows, columns]."""
+        return unquantized(self.problem.a[self.rows], self.problem.w[self.columns])
+
+    @cached_property
+    def nmse_weights(self) -> float:
+        """The error of the dequantized weights, as `nmse` of all of them would have it."""
+        layout, error, energy = format_of(self.blocks), 0.0, 0.0
+        for part in parts(self.columns.size, self.problem.k):
+            w = self.problem.w[self.columns[part]].astype(np.float64)
+            energy += float(np.sum(w**2))
+            w -= layout.dequantize(self.blocks[part])
+            error += float(np.sum(w**2))
+        if not math.isfinite(error):
+            return math.inf
+        return error / energy if energy else (math.inf if error else 0.0)
+
+    def expected(self, q81: Q81 | None, a: Array, exact: bool) -> Expected:
+        """What the Q8_1 bits of all tokens (A8), or float32 a[M, K] (A16), give."""
+        if q81 is None:
+            a = a[self.rows]
+            key = _digest(a)
+            if key not in self._expected:
+                same, size = same_operands_a16(a, self.blocks), magnitude_a16(a, self.blocks)
+                self._expected[key] = Expected(same, size)
+            return self._expected[key]
+        q81 = q81.rows(self.rows)
+        key = _digest(q81.q, q81.d, q81.s, np.array(exact))
+        if key not in self._expected:
+            complaint = None
+            if self.problem.distribution != "golden":
+                complaint = check_activations(q81, self.problem.a[self.rows], exact, self.rows)
+            self._expected[key] = Expected(*both_a8(q81, self.blocks), complaint)
+        return self._expected[key]
+
+
+def _digest(*arrays: Array) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
+
+
 def check(
     c: Array,
     problem: Problem,
@@ -257,6 +334,7 @@ def check(
     operands: str = "f32",
     blocks: Array | None = None,
     limit: int = SAMPLE_LIMIT,
+    reference: Reference | None = None,
 ) -> Check:
     """Judge c float32[M, N] as the answer of a `family` step to `problem`.
 
@@ -268,27 +346,26 @@ def check(
     blocks       the weights it multiplied, if not problem.blocks (a codec under test)
     limit        how many outputs to compare at most, see `sample` (the Q8_1 bits of those rows
                  too); NaN and Inf are sought in all
+    reference    of this problem, blocks and limit, where more than one answer is judged
 
     TypeError or ValueError for what is no answer at all: wrong type, dtype, shape or family.
     """
     _known_family(family)
     _require_answer(c, problem)
     q81, a = _given(activations, problem, family)
-    weights = problem.blocks if blocks is None else blocks
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and (q81 is None or golden.gave(q81)))
 
-    rows, columns = sample(problem.m, problem.n, limit)
+    if reference is None:
+        reference = Reference(problem, limit, blocks)
+    elif reference.problem is not problem:
+        raise ValueError(f"a reference of {reference.problem} cannot judge {problem}")
+    rows, columns = reference.rows, reference.columns
     part = c[np.ix_(rows, columns)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinite d or s is found below, not warned about
-        if q81 is not None:
-            same = same_operands_a8(q81.rows(rows), weights[columns])
-            size = magnitude_a8(q81.rows(rows), weights[columns])
-        else:
-            same = same_operands_a16(a[rows], weights[columns])
-            size = magnitude_a16(a[rows], weights[columns])
-    meant = unquantized(problem.a[rows], problem.w[columns])
+        wanted = reference.expected(q81, a, exact)
+    same, size, meant = wanted.same, wanted.size, reference.meant
     allowed = limits(problem, family, operands, (rows.size, columns.size))
 
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -323,17 +400,13 @@ def check(
             f"NMSE {float_error:.2e} against the float product is outside "
             f"{_range(allowed.nmse_float)}"
         )
-    if allowed.nmse_weights:
-        of_weights = nmse(format_of(weights).dequantize(weights[columns]), problem.w[columns])
-        if not _within(of_weights, allowed.nmse_weights):
-            found["weights"] = (
-                f"NMSE {of_weights:.2e} of the weights alone is outside "
-                f"{_range(allowed.nmse_weights)}: this is not ggml's {problem.format}"
-            )
-    if q81 is not None and problem.distribution != "golden":
-        complaint = check_activations(q81.rows(rows), problem.a[rows], exact, rows)
-        if complaint:
-            found["activations"] = complaint
+    if allowed.nmse_weights and not _within(reference.nmse_weights, allowed.nmse_weights):
+        found["weights"] = (
+            f"NMSE {reference.nmse_weights:.2e} of the weights alone is outside "
+            f"{_range(allowed.nmse_weights)}: this is not ggml's {problem.format}"
+        )
+    if wanted.complaint:
+        found["activations"] = wanted.complaint
 
     if found:
         verdict = "wrong: " + "; ".join(found.values())

@@ -13,6 +13,7 @@ sums: K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ from qformats import BLOCK, format_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pick = Array | slice
+
+PART: Final = 2**18  # weights of a product that are float64 at a time: 2 MB
 
 # Tiles a kernel may use, whose last, partial one is where a ragged edge goes wrong.
 TILES: Final = (8, 16, 32, 64, 128, 256)
@@ -67,16 +70,9 @@ class Q81:
         """
         if s not in ("codes", "values"):
             raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
-        x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
-        d = np.abs(x).max(axis=-1) / np.float32(127)
-        with np.errstate(divide="ignore"):
-            inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
-        scaled = x * inverse[..., None]
-        # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
-        # cannot round up by accident as it could in float32.
-        q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
-        total = d * q.sum(axis=-1).astype(np.float32) if s == "codes" else x.sum(axis=-1)
-        return cls(q.astype(np.int8).reshape(a.shape), d, total.astype(np.float32))
+        parts = [_quantized(a[part], s) for part in parts(*a.shape)]
+        q, d, total = (np.concatenate(planes) for planes in zip(*parts, strict=True))
+        return cls(q, d, total)
 
     def rows(self, pick: Pick) -> Q81:
         """The same, of some tokens only."""
@@ -87,15 +83,37 @@ class Q81:
         return self.q * np.repeat(self.d.astype(np.float64), BLOCK, axis=1)
 
 
+def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
+    """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
+    x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
+    d = np.abs(x).max(axis=-1) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+    scaled = x * inverse[..., None]
+    # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
+    # cannot round up by accident as it could in float32.
+    q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
+    total = d * q.sum(axis=-1).astype(np.float32) if s == "codes" else x.sum(axis=-1)
+    return q.astype(np.int8).reshape(a.shape), d, total.astype(np.float32)
+
+
 def unquantized(a: Array, w: Array) -> Array:
     """A @ W^T of float32[M, K] and float32[N, K], in float64[M, N]."""
-    return np.asarray(a.astype(np.float64) @ w.astype(np.float64).T)
+    a = a.astype(np.float64)
+    c = np.empty((a.shape[0], w.shape[0]))
+    for part in parts(w.shape[0], w.shape[1]):
+        c[:, part] = a @ w[part].astype(np.float64).T
+    return c
 
 
 def same_operands_a16(a: Array, blocks: Array) -> Array:
     """float32 A[M, K] times the dequantized blocks[N, K/32], in float64[M, N]."""
     _same_k(a.shape[1], blocks)
-    return unquantized(a, format_of(blocks).dequantize(blocks))
+    fmt, a = format_of(blocks), a.astype(np.float64)
+    c = np.empty((a.shape[0], blocks.shape[0]))
+    for part in parts(blocks.shape[0], a.shape[1]):
+        c[:, part] = a @ fmt.dequantize(blocks[part]).astype(np.float64).T
+    return c
 
 
 def magnitude_a16(a: Array, blocks: Array) -> Array:
@@ -105,10 +123,14 @@ def magnitude_a16(a: Array, blocks: Array) -> Array:
     well as one that dequantizes each weight first (whose terms |a * w| are never larger).
     """
     _same_k(a.shape[1], blocks)
-    codes, scale, offset = _operands(blocks)
-    weights = np.abs(codes * np.repeat(scale, BLOCK, axis=1))
-    weights += np.repeat(np.abs(offset), BLOCK, axis=1)
-    return np.asarray(np.abs(a).astype(np.float64) @ weights.T)
+    a = np.abs(a).astype(np.float64)
+    c = np.empty((a.shape[0], blocks.shape[0]))
+    for part in parts(blocks.shape[0], a.shape[1]):
+        weights, offset = _operands(blocks[part])
+        size = np.abs(weights, out=weights).reshape(*offset.shape, BLOCK)
+        size += np.abs(offset)[..., None]
+        c[:, part] = a @ weights.T
+    return c
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:
@@ -117,10 +139,7 @@ def same_operands_a8(q81: Q81, blocks: Array) -> Array:
     Per block  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel computes in
     its own way; summed over the K/32 blocks.
     """
-    _same_k(q81.q.shape[1], blocks)
-    codes, scale, offset = _operands(blocks)
-    weights = codes * np.repeat(scale, BLOCK, axis=1)
-    return np.asarray(q81.values() @ weights.T + q81.s.astype(np.float64) @ offset.T)
+    return both_a8(q81, blocks)[0]
 
 
 def magnitude_a8(q81: Q81, blocks: Array) -> Array:
@@ -129,12 +148,22 @@ def magnitude_a8(q81: Q81, blocks: Array) -> Array:
     By elements, not by blocks: it bounds the partial sums of a kernel that turns part of a block
     (one packed word, say) into float32 as well as those of one that sums a whole block in int32.
     """
+    return both_a8(q81, blocks)[1]
+
+
+def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
+    """(same_operands_a8, magnitude_a8): the weights are made float64 once for both."""
     _same_k(q81.q.shape[1], blocks)
-    codes, scale, offset = _operands(blocks)
-    weights = np.abs(codes * np.repeat(scale, BLOCK, axis=1))
-    return np.asarray(
-        np.abs(q81.values()) @ weights.T + np.abs(q81.s.astype(np.float64)) @ np.abs(offset).T
-    )
+    values, sums = q81.values(), q81.s.astype(np.float64)
+    sizes, of_sums = np.abs(values), np.abs(sums)
+    same = np.empty((values.shape[0], blocks.shape[0]))
+    size = np.empty_like(same)
+    for part in parts(blocks.shape[0], values.shape[1]):
+        weights, offset = _operands(blocks[part])
+        same[:, part] = values @ weights.T + sums @ offset.T
+        np.abs(weights, out=weights)
+        size[:, part] = sizes @ weights.T + of_sums @ np.abs(offset).T
+    return same, size
 
 
 def sample(m: int, n: int, limit: int = 2**18, seed: int = 0) -> tuple[Array, Array]:
@@ -168,14 +197,19 @@ def _choose(size: int, count: int, rng: np.random.Generator) -> Array:
     return np.sort(np.concatenate([kept, rng.choice(others, extra, replace=False)]))
 
 
-def _operands(blocks: Array) -> tuple[Array, Array, Array]:
-    """codes [N, K], scale and offset [N, K/32] in float64."""
+def parts(n: int, k: int) -> Iterator[slice]:
+    """N in parts whose weights in float64 stay in a cache: several times as fast as all at once."""
+    step = max(1, PART // k)
+    for start in range(0, n, step):
+        yield slice(start, start + step)
+
+
+def _operands(blocks: Array) -> tuple[Array, Array]:
+    """scale * code [N, K] and offset [N, K/32] in float64."""
     layout = format_of(blocks)
-    return (
-        layout.codes(blocks).astype(np.float64),
-        layout.scale(blocks).astype(np.float64),
-        layout.offset(blocks).astype(np.float64),
-    )
+    codes = layout.codes(blocks).reshape(*blocks.shape, BLOCK)
+    weights = codes * layout.scale(blocks).astype(np.float64)[..., None]
+    return weights.reshape(blocks.shape[0], -1), layout.offset(blocks).astype(np.float64)
 
 
 def _same_k(k: int, blocks: Array) -> None:

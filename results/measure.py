@@ -28,7 +28,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -277,12 +277,23 @@ class Verdict(Protocol):
     def verdict(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A step's weights on the host, and what packing them cost; made once for every M."""
+    """Weights as some steps read them, and what packing them cost; made once for all rows."""
 
     arrays: tuple[np.ndarray, ...]
     pack_us: float
+    _copies: list[tuple[Any, ...]] = field(default_factory=list, repr=False)
+
+    def copies(self, machine: Any, stopwatch: Stopwatch) -> Sequence[tuple[Any, ...]]:
+        """Copies on the device, as many as fill the rotation; made when first asked for, one
+        uploaded and the others from that, and kept as long as this is."""
+        if not self._copies:
+            original = tuple(machine.array(array) for array in self.arrays)
+            slots = slots_for(self.nbytes, stopwatch.l2_bytes)
+            more = [tuple(map(stopwatch.duplicate, original)) for _ in range(slots - 1)]
+            self._copies.extend((original, *more))
+        return self._copies
 
     @property
     def nbytes(self) -> int:
@@ -342,6 +353,7 @@ def measure(
     """Check, time and check again: `row` (from blank_row) with its results.
 
     machine     : steps.machines.Gpu (`array`, `run`, `host`).
+    packed      : the weights; rows of steps that read the same packing share its copies.
     activations : () -> steps.step.Activations on that machine, made from float32 A.
     launch      : (weights, activation arrays, out) -> steps.step.Launch.
     check       : (C on the host, Activations) -> verdict; called before and after the timing.
@@ -349,15 +361,17 @@ def measure(
     is raised, as nothing after it can be trusted.
     """
     shape = (row.M, row.N)
-    blank = np.full(shape, np.nan, np.float32)
-    original = tuple(machine.array(array) for array in packed.arrays)
+    blank = machine.array(np.full(shape, np.nan, np.float32))
+    copies = packed.copies(machine, stopwatch)
     inputs = activations()
 
     # --- check
-    out = machine.array(blank)
-    prepared = launch(original, inputs.arrays, out)
-    for each in (*inputs.launches, prepared):
+    out = stopwatch.duplicate(blank)
+    prepared = launch(copies[0], inputs.arrays, out)
+    for each in inputs.launches:
         machine.run(each)
+    stopwatch.wait()
+    first = stopwatch.issue_and_wait(overlapping(prepared, False))
     before = check(machine.host(out), inputs)
     chained = prepared.overlap and (getattr(machine, "cc", None) or (0, 0)) >= OVERLAP_CC
     row = replace(
@@ -371,13 +385,10 @@ def measure(
         return without_result(row, "failed", before.verdict)
 
     # --- time
-    out = machine.array(blank)  # so that the second check sees what the timed launches wrote
-    slots = slots_for(packed.nbytes, stopwatch.l2_bytes)
-    copies = [original]
-    copies += [tuple(map(stopwatch.duplicate, original)) for _ in range(slots - 1)]
+    out = blank  # so that the second check sees what the timed launches wrote
     launches = [launch(weights, inputs.arrays, out) for weights in copies]
     stopwatch.wait()
-    times = _times(stopwatch, launches, tuple(inputs.launches), budget, chained)
+    times = _times(stopwatch, launches, tuple(inputs.launches), budget, first, chained)
     row = replace(row, **times)
 
     # --- check again
@@ -434,16 +445,26 @@ def measure_step(
     from steps.step import Shape, scheme
 
     m, k = a.shape
-    shape = Shape(m, n, k)
+    shape, fmt = Shape(m, n, k), FORMATS[format_name]
     row = blank_row(step, format_name, scheme(format_name, family), (m, n, k))
     if why := step.supports(format_name, family, getattr(machine, "cc", None)):
         return without_result(row, "unsupported", why)
 
+    # One for all copies of the weights, as layers that run one after the other can share it.
+    scratch = tuple(
+        tuple(machine.array(np.zeros(*each)) for each in sizes(fmt, family, shape))
+        for sizes in (step.scratch,)
+        if sizes is not None
+    )
+    bits: list[tuple[tuple[np.ndarray, ...], Any]] = []  # those of the first check, decoded
+
     def checked(c: np.ndarray, inputs: Any) -> Verdict:
         if inputs.layout is None:
             return check(c, None)
-        arrays = tuple(machine.host(array) for array in inputs.arrays)
-        return check(c, decode(inputs.layout, arrays, m, k))
+        arrays = tuple(np.array(machine.host(array)) for array in inputs.arrays)
+        if not bits or not all(map(np.array_equal, arrays, bits[0][0])):
+            bits[:] = [(arrays, decode(inputs.layout, arrays, m, k))]
+        return check(c, bits[0][1])
 
     return measure(
         row,
@@ -451,8 +472,8 @@ def measure_step(
         stopwatch=stopwatch,
         packed=packed,
         activations=lambda: step.activations(family, a, machine),
-        launch=lambda weights, arrays, out: step.prepare(
-            machine, FORMATS[format_name], family, shape, weights, arrays, out
+        launch=lambda weights, arrays, out: step.launch(
+            fmt, family, shape, weights, arrays, out, *scratch
         ),
         check=checked,
         limits=limits,
@@ -465,13 +486,18 @@ def _times(
     launches: Sequence[Any],
     activation: tuple[Any, ...],
     budget: Budget,
+    issued: tuple[float, float],
     chained: bool,
 ) -> dict[str, Any]:
-    """The timed fields of a row. `launches` has one launch per copy of the weights."""
+    """The timed fields of a row. `launches` has one launch per copy of the weights.
+
+    issued: what `Stopwatch.issue_and_wait` said of the launch that was checked, which is the
+            warm-up of a slow kernel too.
+    """
     slots = len(launches)
     alone = [overlapping(launch, False) for launch in launches]
     first = tuple(overlapping(launch, False) for launch in activation)
-    launch_us, once = launch_cost(stopwatch, alone[0])
+    launch_us, once = launch_cost(stopwatch, alone[0], issued), issued[1]
     slow = once >= SLOW_SECONDS
     kernel, replay = sample(
         stopwatch, lambda i: (alone[i % slots],), slots, budget.kernel_seconds, budget, once=once
@@ -510,18 +536,20 @@ def _times(
     }
 
 
-def launch_cost(stopwatch: Stopwatch, launch: Any) -> tuple[float, float]:
-    """(host microseconds of one prepared launch, seconds until it is done).
+def launch_cost(stopwatch: Stopwatch, launch: Any, issued: tuple[float, float]) -> float:
+    """Host microseconds of one prepared launch, the GPU not being waited for.
 
-    The GPU is not waited for in the first figure, the median of as many launches as the GPU
-    finishes in about 10 ms, at most 30; the second, of one launch, is the host's view and rough.
+    The median of as many launches as the GPU finishes in about 10 ms, at least one and at most 30.
+    Of a slow kernel it is the cost of its first launch, which is the higher one: its time on the
+    GPU is ten thousand times as long.
     """
+    cost, done = issued
+    if done >= SLOW_SECONDS:
+        return cost * 1e6
+    count = min(30, max(1, int(0.01 / max(done, 1e-6))))
+    costs = [stopwatch.issue(launch) for _ in range(count)]
     stopwatch.wait()
-    cost, done = stopwatch.issue_and_wait(launch)
-    count = min(30, int(0.01 / max(done, 1e-6)))
-    costs = [stopwatch.issue(launch) for _ in range(count)]  # the first was cold
-    stopwatch.wait()
-    return statistics.median(costs or [cost]) * 1e6, done
+    return statistics.median(costs) * 1e6
 
 
 def resources(launch: Any) -> dict[str, Any]:
@@ -614,6 +642,12 @@ class GpuStopwatch:
         loaded(self._stream)
         return time.perf_counter() - start, start
 
+    def _load_each(self, launches: Sequence[Any]) -> list[Any]:
+        """Loaded, each distinct launch once: a graph repeats a few many times."""
+        distinct = {id(launch): launch for launch in launches}
+        loaded = {key: self._load(launch) for key, launch in distinct.items()}
+        return [loaded[id(launch)] for launch in launches]
+
     def duplicate(self, array: Any) -> Any:
         twin = self._cuda.device_array_like(array)
         twin.copy_to_device(array)
@@ -663,7 +697,7 @@ class _GraphReplay(_Timed):
     def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
         super().__init__(stopwatch, launches)
         # Kept, as a graph does not own the arrays it works on; loaded before the capture begins.
-        self._loaded = [stopwatch._load(launch) for launch in launches]
+        self._loaded = stopwatch._load_each(launches)
         builder = stopwatch._device.create_graph_builder()
         builder.begin_building()
         try:
@@ -683,7 +717,7 @@ class _LaunchReplay(_Timed):
 
     def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
         super().__init__(stopwatch, launches)
-        self._loaded = [stopwatch._load(launch) for launch in launches]
+        self._loaded = stopwatch._load_each(launches)
 
     def start(self) -> None:
         for loaded in self._loaded:

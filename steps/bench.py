@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from reference import Check, Problem, check
+from reference import Check, Problem, Reference, check
 from results import measure, record
 from results.measure import Budget, Packed, Stopwatch, interleaved, pack_weights
 from results.record import Environment, Limits, Peer, Row, Run
@@ -57,6 +57,18 @@ class FirstTokens(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """One problem for all steps: what is right, worked out once, and A on the machine."""
+
+    reference: Reference
+    a: Any
+
+    @classmethod
+    def of(cls, problem: Problem, machine: Any) -> Task:
+        return cls(Reference(problem, COMPARED), machine.array(problem.a))
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """What measures: a machine, its stopwatch, its measured limits, and how long to take."""
 
@@ -74,17 +86,18 @@ class Bench:
         machine, stopwatch = Gpu(), measure.GpuStopwatch()
         return cls(machine, stopwatch, measure_limits(stopwatch, machine), budget)
 
-    def row(self, work: Work, problem: Problem, packed: Packed) -> Row:
+    def row(self, work: Work, task: Task, packed: Packed) -> Row:
         """One row, checked before and after it is timed."""
+        problem = task.reference.problem
 
         def judged(c: np.ndarray, q81: Any) -> Check:
-            return check(c, problem, work.family, q81, limit=COMPARED)
+            return check(c, problem, work.family, q81, reference=task.reference)
 
         return measure.measure_step(
             work.step,
             work.family,
             work.format,
-            self.machine.array(problem.a),
+            task.a,
             problem.n,
             machine=self.machine,
             stopwatch=self.stopwatch,
@@ -116,22 +129,21 @@ def rows(
         for (n, k), group in itertools.groupby(_by_weights(shapes), key=lambda s: s[1:]):
             tokens = sorted({m for m, _, _ in group})
             whole = Problem(tokens[-1], n, k, name, distribution, seed)
-            packed: dict[int, Packed] = {}
+            packed: dict[Any, Packed] = {}  # by the function that packs, which steps share
+            task: Task | None = None
             for m, work in interleaved(tokens, own):
                 report(f"{work} at M={m} N={n} K={k}")
                 blank = measure.blank_row(work.step, name, work.scheme, (m, n, k))
                 if why := wrong.get((work.step.number, work.family, name)):
                     yield measure.without_result(blank, "failed", why)
                     continue
-                problem = (
-                    whole
-                    if m == whole.m
-                    else FirstTokens(m, n, k, name, distribution, seed, of=whole)
-                )
                 try:
-                    if work.step.number not in packed:
-                        packed[work.step.number] = pack_weights(work.step, whole.blocks)
-                    yield bench.row(work, problem, packed[work.step.number])
+                    if task is None or task.reference.problem.m != m:
+                        some = FirstTokens(m, n, k, name, distribution, seed, of=whole)
+                        task = Task.of(whole if m == whole.m else some, bench.machine)
+                    if work.step.pack not in packed:
+                        packed[work.step.pack] = pack_weights(work.step, whole.blocks)
+                    yield bench.row(work, task, packed[work.step.pack])
                 except Exception as error:
                     if fatal(error):
                         raise

@@ -27,24 +27,30 @@ SECONDS = {1: 8e-3, 2: 6e-3, 3: 4e-3, 4: 2e-3, 5: 1e-3}
 
 @dataclass
 class FakeReplay:
-    launches: int
+    parts: list
     duration: float
     how: str = "graph"
 
+    @property
+    def launches(self) -> int:
+        return len(self.parts)
+
     def seconds(self) -> float:
+        Simulator().run(self.parts[-1])
         return self.duration
 
 
 @dataclass
 class FakeStopwatch:
-    """Runs each launch once, when it is issued; replays only tell the time of the step at hand."""
+    """Runs launches when they are issued, of a replay the last one; the time is that of the step at
+    hand."""
 
     now: int = 1
     l2_bytes: int = 1
     issued: list[str] = field(default_factory=list)
 
     def capture(self, launches):
-        return FakeReplay(len(launches), SECONDS[self.now] * len(launches))
+        return FakeReplay(list(launches), SECONDS[self.now] * len(launches))
 
     def issue(self, launch):
         Simulator().run(launch)
@@ -67,9 +73,9 @@ class FakeStopwatch:
 class TimedBench(bench.Bench):
     """A bench that tells its stopwatch which step is timed."""
 
-    def row(self, work: Work, problem: Problem, packed: Any) -> record.Row:
+    def row(self, work: Work, task: bench.Task, packed: Any) -> record.Row:
         self.stopwatch.now = work.step.number
-        return super().row(work, problem, packed)
+        return super().row(work, task, packed)
 
 
 def fake_bench(limits: Limits | None = None) -> TimedBench:

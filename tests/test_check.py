@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from reference import (
     GOLDEN,
     Q81,
     Problem,
+    Reference,
     bound,
     check,
     limits,
@@ -29,6 +31,7 @@ from reference import (
 from reference.check import CLASSICAL, WEIGHT_NMSE, check_activations, roundings
 from reference.problem import pack_block
 
+checking = importlib.import_module("reference.check")  # reference.check is its function
 FAMILIES = ("A16", "A8")
 
 
@@ -455,3 +458,40 @@ def test_what_is_no_answer_is_an_error_not_a_verdict() -> None:
         check(c, problem, "A16", problem.a[:, :32])
     with pytest.raises(ValueError, match="'f8': use one of f32, f16, bf16"):
         check(c, problem, "A16", operands="f8")
+
+
+# --- one reference for many answers ---------------------------------------------------------------
+
+
+def test_answers_to_one_problem_share_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    for name in ("both_a8", "same_operands_a16", "unquantized"):
+        real = getattr(checking, name)
+        monkeypatch.setattr(
+            checking, name, lambda *args, n=name, f=real: (made.append(n), f(*args))[1]
+        )
+    problem = Problem(5, 34, 96, "q5_1")
+    reference = Reference(problem)
+    f32, f16 = Q81.of_values(problem.a), Q81.of_blocks(FORMATS["q8_1"].quantize(problem.a))
+    for q81 in (f32, f16, f32, f16, None, None):
+        family = "A16" if q81 is None else "A8"
+        c = answer(problem, family, q81)
+        assert check(c, problem, family, q81, reference=reference) == check(
+            c, problem, family, q81, reference=Reference(problem)
+        )
+    assert made.count("both_a8") == 2 + 4
+    assert made.count("same_operands_a16") == 1 + 2
+    assert made.count("unquantized") == 1 + 6
+
+
+def test_a_shared_reference_still_sees_other_bits_and_other_problems() -> None:
+    problem = Problem(5, 34, 96, "q4_0")
+    reference, q81 = Reference(problem), Q81.of_values(problem.a)
+    c = answer(problem, "A8", q81)
+    assert check(c, problem, "A8", q81, reference=reference)
+    wrong = Q81(q81.q, q81.d * np.float32(1.01), q81.s)
+    assert not check(c, problem, "A8", wrong, reference=reference)
+    q81.q[0, 0] ^= 64  # the same arrays with other contents
+    assert not check(c, problem, "A8", q81, reference=reference)
+    with pytest.raises(ValueError, match="cannot judge"):
+        check(c, Problem(5, 34, 96, "q4_0", seed=1), "A8", q81, reference=reference)

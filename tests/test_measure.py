@@ -261,7 +261,7 @@ def test_a_row_is_checked_timed_and_checked_again():
     assert result.status == "ok"
     assert result.why is None
     assert len(seen) == 2
-    assert device.copies == 19  # with the original 20 x 10 MB = 4 x the L2
+    assert device.copies == 19 + 1  # with the original 20 x 10 MB = 4 x the L2; and one output
     assert result.kernel_us == pytest.approx(30.0)
     assert result.activation_us == pytest.approx(5.0)
     assert result.total_us == pytest.approx(35.0)
@@ -316,7 +316,15 @@ def test_a_slow_row_runs_few_launches():
     result, _ = measured(device, seconds=1.0)
     assert result.status == "ok"
     assert result.samples == 3
-    assert device.log.count("kernel") <= 6  # check, warm-up, three samples, total
+    assert device.log.count("kernel") == 5  # check and warm-up in one, three samples, total
+
+
+def test_rows_of_one_packing_share_its_copies():
+    device, packed = FakeDevice(), Packed((np.zeros(10 * MB, np.uint8),), pack_us=1.0)
+    copies = packed.copies(device, device)
+    assert len(copies) == 20
+    assert packed.copies(device, device) is copies
+    assert device.copies == 19
 
 
 def test_a_wrong_output_is_never_timed():

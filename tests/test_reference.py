@@ -119,7 +119,7 @@ def test_shape_lists_cover_what_they_are_for() -> None:
         assert any(n > tile and n % tile for _, n, _ in GPU_CHECK_SHAPES)
     assert sum(k % 256 != 0 for _, _, k in GPU_CHECK_SHAPES) > len(GPU_CHECK_SHAPES) // 2
     assert all(m * n <= 2**18 for m, n, _ in GPU_CHECK_SHAPES)  # `check` compares them in full
-    assert len(BENCH_SHAPES) == 12
+    assert len(BENCH_SHAPES) == 18
     assert (512, 4096, 4096) in BENCH_SHAPES
     assert (4096, 14336, 4096) in BENCH_SHAPES
 

@@ -290,6 +290,7 @@ class Timed(Simulator):
         return 5e-6
 
     def issue_and_wait(self, launch: Any) -> tuple[float, float]:
+        self.run(launch)
         return 5e-6, self.us[launch.kernel.__name__] * 1e-6
 
     def duplicate(self, array: np.ndarray) -> np.ndarray:
