@@ -70,8 +70,8 @@ class Q81:
         """
         if s not in ("codes", "values"):
             raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
-        parts = [_quantized(a[part], s) for part in parts(*a.shape)]
-        q, d, total = (np.concatenate(planes) for planes in zip(*parts, strict=True))
+        planes = zip(*(_quantized(a[part], s) for part in parts(*a.shape)), strict=True)
+        q, d, total = (np.concatenate(each) for each in planes)
         return cls(q, d, total)
 
     def rows(self, pick: Pick) -> Q81:
