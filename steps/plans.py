@@ -5,7 +5,7 @@
 
 A call checks type, shape, contiguity and address of both arrays, puts the two addresses where the
 kernels expect them and launches: one kernel, or two for a step with an activation pass, at a few
-microseconds of host time each. Nothing is allocated, copied or waited for, nor values looked at. The
+microseconds of host time each. Nothing is allocated, copied or waited for, no value looked at. The
 arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the stream on
 which their library works at that moment, or on the `stream` that the plan or the call names.
 
