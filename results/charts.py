@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from results.peers import KIND, LABELS
-from results.record import ROOT, Row, Run, headline, read
+from results.record import ROOT, Peer, Row, Run, headline, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,11 +118,20 @@ def main_shape(rows: Sequence[Row]) -> Shape | None:
     return max(found, key=lambda shape: (found[shape], shape), default=None)
 
 
-def peer_us(run: Run, peer: str, format_name: str, shape: Shape) -> float | None:
-    """A peer's time for the same work: cuBLAS fp16 stands beside every format."""
+def peer_at(run: Run, peer: str, format_name: str, shape: Shape) -> Peer | None:
+    """A peer's figure for the same work, of the same run where there is one.
+
+    cuBLAS fp16 stands beside every format.
+    """
     wanted = "f16" if peer == "cublas_fp16" else format_name
-    same = (p for p in run.peers if (p.peer, p.format, p.shape) == (peer, wanted, shape))
-    return next((p.us for p in same), None)
+    same = [p for p in run.peers if (p.peer, p.format, p.shape) == (peer, wanted, shape)]
+    return max(same, key=lambda p: p.same_run, default=None)
+
+
+def peer_us(run: Run, peer: str, format_name: str, shape: Shape) -> float | None:
+    """Its time in microseconds."""
+    found = peer_at(run, peer, format_name, shape)
+    return None if found is None else found.us
 
 
 def peers_of(run: Run) -> list[str]:

@@ -1,31 +1,44 @@
-"""The README's ladder table: a pure function of one run's JSON and of the sources in this tree.
+"""The README's tables: pure functions of one run's JSON and of the sources in this tree.
 
-It stands between two markers and is never edited by hand; `make docs-check` fails when it drifts:
+Each stands between two markers and is never edited by hand; `make docs-check` fails when it drifts:
 
-    <!-- ladder:begin -->
+    <!-- ladder:begin -->       TFLOPS of every rung at the main shape
     <!-- ladder:end -->
+    <!-- peers:begin -->        the fastest step against llama.cpp and cuBLAS at every shape
+    <!-- peers:end -->
 
-    python -m results.report            # rewrite the table in README.md
-    python -m results.report --check    # exit 1 and say what drifted, in the table and the charts
+    python -m results.report            # rewrite the tables in README.md
+    python -m results.report --check    # exit 1 and say what drifted, in the tables and the charts
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from results import charts
-from results.charts import dims, formats, main_shape, number, peer_us, rungs, timed
-from results.record import ROOT, Row, Run, headline, read, stale_steps
+from results.charts import (
+    Shape,
+    dims,
+    formats,
+    main_shape,
+    number,
+    peer_at,
+    peer_us,
+    rungs,
+    timed,
+)
+from results.record import ROOT, Peer, Row, Run, headline, read, stale_steps
 
-BEGIN: Final = "<!-- ladder:begin -->"
-END: Final = "<!-- ladder:end -->"
 README: Final = ROOT / "README.md"
 ABSENT: Final = "-"
 STALE: Final = "(stale)"
+STALE_NOTE: Final = f"{STALE}: the step's code has changed since; `make bench` measures it again."
+ELSEWHERE: Final = "*"
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
 )
@@ -92,17 +105,16 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
         lines.append("| " + " | ".join(cells) + " |")
     lines += [_peer_line(run, peer, names, shape) for peer in charts.peers_of(run)]
     notes = []
-    if llama_cpp := [p for p in run.peers if p.peer == "ggml" and p.shape == shape]:
-        here = [peer for peer in llama_cpp if peer.same_run]
-        where = "of this run" if len(here) == len(llama_cpp) else "partly of this run"
+    llama_cpp = [peer_at(run, "ggml", name, shape) for name in names]
+    if known := [peer for peer in llama_cpp if peer]:
         notes.append(
-            "llama.cpp: its time from float32 to float32 on the same GPU model, "
-            f"activation quantization included, {where if here else 'not of this run'}."
+            "llama.cpp: its time from float32 to float32, activation quantization included, "
+            f"{provenance(known)}."
         )
     if any(p.peer == "cublas_fp16" and p.shape == shape for p in run.peers):
         notes.append("cuBLAS: kernel only, both operands already float16.")
     if any(step in stale for step, _ in rungs(rows)):
-        notes.append(f"{STALE}: the step's code has changed since; `make bench` measures it again.")
+        notes.append(STALE_NOTE)
     if notes:
         lines += ["", " ".join(notes)]
     return "\n".join(lines)
@@ -121,59 +133,181 @@ def _peer_line(run: Run, peer: str, names: Sequence[str], shape: tuple[int, int,
     return "| | " + " | ".join([charts.peer_label(peer), "", *cells, "", "", ""]) + " |"
 
 
-def section(run_path: Path | None, root: Path = ROOT) -> str:
+# ------------------------------------------------------------------- against llama.cpp and cuBLAS
+
+FEW_TOKENS: Final = 16
+"""Up to this M products are decode: a table of times, with chains; above it with TFLOPS."""
+
+
+def peers_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> str:
+    """The fastest step in total time beside llama.cpp, where that has a figure, and cuBLAS."""
+    every = [row for row in timed(run) if row.total_us is not None]
+    names = formats(every)
+    shapes = sorted(
+        (
+            shape
+            for shape in charts.shapes(every)
+            if any(peer_at(run, "ggml", name, shape) for name in names)
+        ),
+        key=lambda shape: shape[0],  # and by weights within
+    )
+    if not shapes:
+        return NOTHING if not every else "llama.cpp has no figure at the shapes of this run."
+    cublas = any(peer_at(run, "cublas_fp16", "f16", shape) for shape in shapes)
+    head = ["M", "N", "K", *names, *(["cuBLAS fp16"] if cublas else [])]
+    lines = [
+        "llama.cpp's microseconds -> those of the fastest step, how many times as fast, and which "
+        f"step, on an {run.env.where}, measured in [{Path(source).name}]({source}).",
+    ]
+    for decode in (True, False):
+        part = [shape for shape in shapes if (shape[0] <= FEW_TOKENS) == decode]
+        if not part:
+            continue
+        lines += ["", "| " + " | ".join(head) + " |"]
+        lines += ["|--:|--:|--:|" + ":--|" * len(names) + ("--:|" if cublas else "")]
+        for shape in part:
+            cells = [*map(str, shape)]
+            cells += [_against(run, every, name, shape, decode, stale) for name in names]
+            if cublas:
+                cells.append(_figure(peer_us(run, "cublas_fp16", "f16", shape), shape, decode))
+            lines.append("| " + " | ".join(cells) + " |")
+    known = [p for s in shapes for name in names if (p := peer_at(run, "ggml", name, s))]
+    notes = [
+        "Compared is the total: from float32 A to float32 C, activation pass included, weights "
+        "from memory."
+    ]
+    if any(row.chain_us is not None and row.M <= FEW_TOKENS for row in every):
+        notes.append(
+            "Chain: the same when each launch may begin under the one before it (programmatic "
+            "dependent launch)."
+        )
+    notes.append(f"llama.cpp's figures are {provenance(known)}.")
+    if not all(p.same_run for p in known) and any(p.same_run for p in known):
+        notes.append(f"{ELSEWHERE}: of the other run.")
+    if cublas:
+        notes.append("cuBLAS: kernel only, both operands already float16.")
+    if any(STALE in line for line in lines):
+        notes.append(STALE_NOTE)
+    return "\n".join([*lines, "", " ".join(notes)])
+
+
+def _against(
+    run: Run, rows: Sequence[Row], name: str, shape: Shape, decode: bool, stale: frozenset[int]
+) -> str:
+    """ "16.4 -> 10.4 us, 1.58x (step 10); chain 8.90 us, 1.84x"."""
+    own = [row for row in rows if row.format == name and row.shape == shape]
+    best = min(own, key=lambda row: row.total_us or 0, default=None)
+    peer = peer_at(run, "ggml", name, shape)
+    if best is None or best.total_us is None:
+        return ABSENT
+
+    def cell_of(us: float, first: str) -> str:
+        ratio = "" if peer is None else f", {number(peer.us / us)}x"
+        return f"{first}{_figure(us, shape, decode)}{ratio}"
+
+    mark = "" if peer is None or peer.same_run else ELSEWHERE
+    mixed = any(p.peer == "ggml" and p.same_run for p in run.peers)
+    before = "" if peer is None else f"{number(peer.us)}{mark if mixed else ''} -> "
+    text = cell_of(best.total_us, before)
+    text += f" (step {best.step}{' ' + STALE if best.step in stale else ''})"
+    if decode and best.chain_us is not None:
+        text += "; " + cell_of(best.chain_us, "chain ")
+    return text
+
+
+def _figure(us: float | None, shape: Shape, decode: bool) -> str:
+    """ "10.4 us", for many tokens "66.1 us, 260 TFLOPS"."""
+    if us is None:
+        return ABSENT
+    m, n, k = shape
+    more = "" if decode else f", {number(2 * m * n * k / us * 1e-6)} TFLOPS"
+    return f"{number(us)} us{more}"
+
+
+def provenance(peers: Sequence[Peer]) -> str:
+    """Where figures are from: "of the same run (llama-cpp-python 0.3.16)", or of which other."""
+
+    def who(same_run: bool) -> str:
+        sources = (p.source for p in peers if p.same_run == same_run)
+        # the first words of a source name the software, its last ones the file of given figures
+        short = [re.split(r"[;,] ", source)[0] for source in sources]
+        return ", ".join(dict.fromkeys(short))
+
+    here, given = who(True), who(False)
+    there = f"of another run on the same GPU model ({given})"
+    if here:
+        return f"of the same run ({here})" + (f", some {there}" if given else "")
+    return there
+
+
+# --------------------------------------------------------------------------------------- the README
+
+TABLES: Final = {"ladder": ladder_table, "peers": peers_table}
+"""Between the markers of each name stands what its function makes of the run."""
+
+
+def section(name: str, run_path: Path | None, root: Path = ROOT) -> str:
     """What belongs between the markers, for a run's file (None: nothing measured yet)."""
     if run_path is None:
         return NOTHING
     run = read(run_path)
     path = run_path.resolve()
     source = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
-    return ladder_table(run, source.as_posix(), stale_steps(run, root))
+    return TABLES[name](run, source.as_posix(), stale_steps(run, root))
 
 
-def split(text: str) -> tuple[str, str, str]:
+def split(text: str, name: str) -> tuple[str, str, str]:
     """(before, between, after) the markers; ValueError unless there is one of each, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"needs one {BEGIN} and after it one {END}")
-    before, rest = text.split(BEGIN)
-    between, after = rest.split(END)
-    return before, between, after
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"needs one {begin} and after it one {end}")
+    before, rest = text.split(begin)
+    between, after = rest.split(end)
+    return before + begin, between, end + after
 
 
 def rewrite(readme: Path = README, run: Path | None = None, root: Path = ROOT) -> bool:
-    """Put the table of `run` (default: the headline) into the README; whether that changed it."""
-    text = readme.read_text(encoding="utf-8")
-    try:
-        before, _, after = split(text)
-    except ValueError as error:
-        raise ValueError(f"{readme.name} {error}") from None
-    table = section(run or headline(root / "results"), root)
-    new = f"{before}{BEGIN}\n{table}\n{END}{after}"
+    """Put the tables of `run` (default: the headline) into the README; whether that changed it."""
+    text = new = readme.read_text(encoding="utf-8")
+    run = run or headline(root / "results")
+    for name in TABLES:
+        try:
+            before, _, after = split(new, name)
+        except ValueError as error:
+            raise ValueError(f"{readme.name} {error}") from None
+        new = f"{before}\n{section(name, run, root)}\n{after}"
     if new != text:
         readme.write_text(new, encoding="utf-8")
     return new != text
 
 
 def check(readme: Path = README, run: Path | None = None, root: Path = ROOT) -> list[str]:
-    """What docs-check has to say of the README's table: one sentence per line that drifted."""
+    """What docs-check has to say of the README's tables: one sentence per line that drifted."""
     if not readme.exists():
         return [f"{readme.name} does not exist"]
-    try:
-        _, between, _ = split(readme.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return [f"{readme.name} {error}"]
-    have = between.strip("\n").split("\n")
-    want = section(run or headline(root / "results"), root).split("\n")
-    cure = "`python -m results.report` rewrites the table"
-    if len(have) != len(want):
-        return [
-            f"{readme.name}: the table has {len(have)} lines, the run gives {len(want)}; {cure}"
+    text, run = readme.read_text(encoding="utf-8"), run or headline(root / "results")
+    cure = "`python -m results.report` rewrites it"
+    found: list[str] = []
+    for name in TABLES:
+        try:
+            _, between, _ = split(text, name)
+        except ValueError as error:
+            found.append(f"{readme.name} {error}")
+            continue
+        have = between.strip("\n").split("\n")
+        want = section(name, run, root).split("\n")
+        if len(have) != len(want):
+            found.append(
+                f"{readme.name}: the {name} table has {len(have)} lines, the run gives "
+                f"{len(want)}; {cure}"
+            )
+            continue
+        found += [
+            f"{readme.name}: {old!r} should be {new!r}; {cure}"
+            for old, new in zip(have, want, strict=True)
+            if old != new
         ]
-    return [
-        f"{readme.name}: {old!r} should be {new!r}; {cure}"
-        for old, new in zip(have, want, strict=True)
-        if old != new
-    ]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,13 @@ LADDER = (
     (3, "step03_shared_tiled", "A8", 2, "int32", 0.12, "shared-memory tiles"),
     (4, "step04_dp4a_emulated", "A8", 3, "packed_int32", 0.13, "dot products packed"),
     (5, "step05_vectorized", "A8", 4, "packed_int32", 0.42, "128-bit accesses"),
+    (6, "step06_dp4a", "A8", 5, "dp4a", 0.55, "dp4a: four products an instruction"),
+    (7, "step07_tensor_core_int8", "A8", 6, "tensor_int8", 0.13, "int8 tensor cores"),
+    (8, "step08_async_pipeline", "A8", 7, "tensor_int8", 0.22, "asynchronous pipeline"),
+    (9, "step09_stream_k", "A8", 8, "tensor_int8", 0.24, "stream-K: an even share for every SM"),
+    (10, "step10_decode", "A8", 9, "tensor_int8", 0.12, "decode: weights stream, one launch"),
 )
+OVERLAPPING = (9, 10)
 FORMATS = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
 NMSE = {"q4_0": 7.4e-3, "q4_1": 6.1e-3, "q5_0": 1.8e-3, "q5_1": 1.4e-3, "q8_0": 2.9e-5}
 TOPS = {
@@ -24,7 +30,9 @@ TOPS = {
     "tensor_fp16": 568.0,
 }
 SHAPES = tuple(
-    (m, n, k) for m in (1, 16, 512, 4096) for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
+    (m, n, k)
+    for m in (1, 8, 16, 128, 512, 4096)
+    for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
 )
 TBPS = 4.26
 
@@ -35,9 +43,12 @@ def make_row(entry, name: str, shape: tuple[int, int, int], wobble: float) -> Ro
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + 4 * m * n
     operations = 2 * m * n * k
-    us = max(moved / (TBPS * min(1, 6 * share) * 1e6), operations / (TOPS[unit] * share * 1e6), 2.5)
+    reach = {9: 0.35, 10: 0.85}.get(step, min(0.2, 3 * share))
+    tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole
+    work = 2 * tokens * n * k / (TOPS[unit] * share * 1e6)
+    us = max(moved / (TBPS * reach * 1e6), work, 2.5)
     us *= wobble * (1.06 if name.startswith("q5") else 1.0)
-    activation = 0.0 if family == "A16" else max(2.0, m * k * 5 / 3e6)
+    activation = 0.0 if family == "A16" or step == 10 else max(1.5, m * k * 5 / 3e6)
     return Row(
         step=step,
         name=module,
@@ -53,6 +64,7 @@ def make_row(entry, name: str, shape: tuple[int, int, int], wobble: float) -> Ro
         kernel_us=us,
         activation_us=activation,
         total_us=us + activation,
+        chain_us=us + activation - 0.9 if step in OVERLAPPING else None,
         pack_us=12000.0 * step,
         launch_us=21.0,
         p20_us=us * 0.995,

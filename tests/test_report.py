@@ -10,7 +10,8 @@ from results import record, report
 from results.record import Environment, Run
 from tests.synthetic_run import FORMATS, make_run
 
-README = "# Title\n\nbefore\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nafter\n"
+README = "# Title\n\nbefore\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
+README += "<!-- peers:begin -->\n<!-- peers:end -->\n\nafter\n"
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def rewritten(tree) -> str:
 def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree):
     text = rewritten(tree)
     assert text.startswith("# Title\n\nbefore\n\n<!-- ladder:begin -->\nKernel TFLOPS")
-    assert text.endswith("<!-- ladder:end -->\n\nafter\n")
+    assert "<!-- ladder:end -->\n\nbetween\n\n<!-- peers:begin -->\nllama.cpp's" in text
+    assert text.endswith("<!-- peers:end -->\n\nafter\n")
     assert not report.rewrite(tree / "README.md", root=tree)
     assert report.check(tree / "README.md", root=tree) == []
 
@@ -40,8 +42,11 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
     assert "(results/nvidia-h200/2026-01-02-0123abcd.json)" in text
     assert "M=512, N=4096, K=4096" in text
     assert all(f"| {name} " in text for name in FORMATS)
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 6 + 2
+    ladder, peers = text.split("between")
+    lines = [line for line in ladder.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 11 + 2
+    lines = [line for line in peers.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 * 1 + 17  # llama.cpp has no figure at one of the 18 shapes
     assert "llama.cpp (total)" in text
     assert "cuBLAS fp16 (kernel)" in text
 
@@ -49,7 +54,7 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
 def test_a_digit_changed_by_hand_is_found(tree):
     text = rewritten(tree)
     readme = tree / "README.md"
-    readme.write_text(text.replace("26.5", "27.5"))
+    readme.write_text(text.replace("26.5", "27.5", 1))
     (sentence,) = report.check(readme, root=tree)
     assert "27.5" in sentence
     assert "26.5" in sentence
@@ -91,7 +96,8 @@ def test_nothing_measured_yet(tmp_path):
 
 
 def test_stale_steps_are_marked(tree):
-    assert rewritten(tree).count(report.STALE) == 7  # no sources at all: every rung, and the note
+    ladder = rewritten(tree).split("between")[0]
+    assert ladder.count(report.STALE) == 12  # no sources at all: every rung, and the note
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
     now = record.source_hash(4, tree)
@@ -101,6 +107,74 @@ def test_stale_steps_are_marked(tree):
     record.write(replace(run, rows=rows), path=path)
     (line,) = (x for x in rewritten(tree).splitlines() if "dot products packed" in x)
     assert line.startswith("| 4 |")
+
+
+# --- against llama.cpp and cuBLAS -----------------------------------------------------------------
+
+
+def peers_cells(run: Run, m: int, n: int, k: int, stale=frozenset()) -> list[str]:
+    table = report.peers_table(run, "r.json", stale)
+    (line,) = (x for x in table.splitlines() if x.startswith(f"| {m} | {n} | {k} |"))
+    return line.strip("| ").split(" | ")[3:]
+
+
+def of(run: Run, **fields) -> list:
+    return [r for r in run.rows if all(getattr(r, key) == x for key, x in fields.items())]
+
+
+def test_the_fastest_step_in_total_time_is_set_against_llama_cpp():
+    run = make_run()
+    rows = of(run, M=1, N=4096, K=14336, format="q4_0")
+    best = min(rows, key=lambda row: row.total_us)
+    (peer,) = (p for p in run.peers if (p.format, p.shape) == ("q4_0", best.shape))
+    times = [report.number(us) for us in (peer.us, best.total_us, best.chain_us)]
+    ratios = [report.number(peer.us / us) for us in (best.total_us, best.chain_us)]
+    cells = peers_cells(run, 1, 4096, 14336)
+    assert best.step == 10
+    assert len(cells) == 5 + 1
+    assert cells[0] == (
+        f"{times[0]} -> {times[1]} us, {ratios[0]}x (step 10); chain {times[2]} us, {ratios[1]}x"
+    )
+    assert cells[5] == "32.6 us"
+
+
+def test_many_tokens_have_tflops_and_no_chain():
+    cells = peers_cells(make_run(), 512, 4096, 4096)
+    assert "TFLOPS" in cells[0]
+    assert "(step 9)" in cells[0]
+    assert "chain" not in cells[0]
+    assert cells[5] == "24.9 us, 690 TFLOPS"
+
+
+def test_a_figure_of_the_same_run_counts_and_where_from_is_said():
+    run = make_run()
+    given = next(p for p in run.peers if (p.format, p.shape) == ("q4_0", (1, 4096, 14336)))
+    here = replace(
+        given, us=99.0, same_run=True, source="llama-cpp-python 9 (ggml 1), by the clock"
+    )
+    mixed = replace(run, peers=(*run.peers, here))
+    cells = peers_cells(mixed, 1, 4096, 14336)
+    assert cells[0].startswith("99.0 -> ")
+    assert cells[1].split()[0].endswith(report.ELSEWHERE)
+    note = report.peers_table(mixed, "r.json").splitlines()[-1]
+    assert "of the same run (llama-cpp-python 9 (ggml 1)), some of another run" in note
+    note = report.peers_table(run, "r.json").splitlines()[-1]
+    assert "llama.cpp's figures are of another run on the same GPU model (invented)." in note
+    assert "*" not in report.peers_table(run, "r.json")
+
+
+def test_what_failed_is_not_the_fastest_and_a_stale_one_is_marked():
+    run = make_run()
+    rows = tuple(
+        replace(r, status="failed", why="wrong") if r.step in (9, 10) else r for r in run.rows
+    )
+    (first, *_) = peers_cells(replace(run, rows=rows), 512, 4096, 4096, frozenset({8}))
+    assert first.endswith(f"(step 8 {report.STALE})")
+
+
+def test_without_llama_cpp_there_is_nothing_to_compare():
+    assert "no figure" in report.peers_table(make_run(peers=False), "r.json")
+    assert report.peers_table(Run(env=Environment()), "r.json") == report.NOTHING
 
 
 def test_what_was_not_measured_is_a_dash_and_a_failure_says_so():
