@@ -40,9 +40,10 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import quantized, rows_are_aligned, sum_of_codes, tile_format
-from qformats.repack import TILE_K, TILE_ROWS, tiles
-from steps.activations import float32_quantized_inside
+from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.instructions import (
+    cp_async_4,
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
@@ -52,6 +53,7 @@ from steps.instructions import (
     load_f32x2,
     load_f32x4,
     load_u16,
+    load_u32,
     load_u32x2,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
@@ -62,22 +64,25 @@ from steps.instructions import (
     store_u32x2,
     wait_for_previous,
 )
-from steps.machines import multiprocessors
-from steps.step import Family, Launch, Shape, Step, ceil_div
+from steps.machines import multiprocessors, shared_memory
+from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 
 MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
 # warps of a thread block, by bits of W: the larger its records, the fewer rings have room
 WARPS: Final = {4: 16, 5: 8, 8: 8}
-RESIDENT: Final = {1: 2, 2: 2, 4: 2, 8: 2, 16: 1}  # blocks an SM has registers for, by tokens
-SHARED: Final = 112 * 1024  # bytes of a thread block, so that two fit an SM
+FUSED: Final = 4  # tokens up to which a thread block quantizes what it needs of A itself
+SHARED: Final = 150 * 1024  # bytes of a thread block: a second one would get more than its share
+SHARED_GIVEN: Final = 220 * 1024  # where A, as it was quantized, lies there too
 STAGES: Final = 8  # records that a warp has under way at most
-EARLY: Final = 2  # of them are asked for before A, which would wait in line behind more
+EARLY: Final = 1  # of them are asked for before A, which would wait in line behind more
 SLICE: Final = (
     14 * 1024
 )  # values of A that a thread block quantizes; where there are more, K is cut
-AHEAD: Final = 3  # blocks of A of a lane whose loads are under way together
+SLICE_GIVEN: Final = 112 * 1024  # values of A that fit beside the rings
+AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together
 PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
 BLOCKS: Final = TILE_K // BLOCK  # of K in a record
+UNITS: Final = TILE_K // UNIT  # of 16 K in a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,9 @@ class Split:
 def split(fmt: Format, shape: Shape) -> Split:
     """A thread block for each multiprocessor, or as few more as the shape allows."""
     tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
+    given, shared = shape.m > FUSED, SHARED_GIVEN if shape.m > FUSED else SHARED
     deep, warps, tile = ceil_div(shape.k, TILE_K), WARPS[fmt.bits], tile_format(fmt.name)
-    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, SLICE)))
+    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, SLICE_GIVEN if given else SLICE)))
     slices = ceil_div(deep, records)
     beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
     rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
@@ -115,13 +121,13 @@ def split(fmt: Format, shape: Shape) -> Split:
     fixed = records * BLOCKS * (tokens * BLOCK + max(2, tokens) * (8 if tile.minimum else 4))
     fixed += sums.get(across, 0)
     stage = warps * tile.record_bytes
-    stages = max(2, min(STAGES, (SHARED - fixed) // stage))
+    stages = max(2, min(STAGES, (min(shared, shared_memory()) - fixed) // stage))
     return Split(tokens, rows, records, slices, warps, across, stages, fixed + stages * stage)
 
 
 @cache
-def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> Any:
-    """The kernel of a `Split`."""
+def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given: bool) -> Any:
+    """The kernel of a `Split`; `given`: A comes in slabs, else it is quantized here."""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
@@ -136,8 +142,10 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
     floats, pair = TILE_ROWS * tokens, 16 * holders  # of C in a row tile; of all lanes, two each
     size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
-    early, at_codes, stride = min(EARLY, stages), warps * stages * record, 8 * across
-    resident, wait_for_oldest = RESIDENT[tokens], cp_async_wait(stages - 1)
+    early = stages if given else min(EARLY, stages)
+    at_codes, stride = warps * stages * record, 8 * across
+    w_unit = unit if given else float32(1)  # the scale takes what d of A could not
+    wait_for_oldest, wait_for_all = cp_async_wait(stages - 1), cp_async_wait(0)
 
     @cuda.jit(device=True, forceinline=True)
     def ask(smem, slot, w, at, left, more, jump, deep, lane):
@@ -179,6 +187,23 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                     x[i, j] = load_f32(a, at + j // 4 * (BLOCK // 2) + j % 4)
 
     @cuda.jit(device=True, forceinline=True)
+    def copy_activations(smem, at_d, qa, ds, M, first, k0, deep, part, lane):
+        """A in slabs -> shared memory, a warp's records, or its part of them; tokens beyond M are
+        other ones again."""
+        for i in range(32 * part + lane, deep * UNITS * tokens, 32 * across):
+            token = min(cuda.blockIdx.z * MOST_TOKENS + i % tokens, M - 1)
+            at = (int64(first + k0) * UNITS + i // tokens) * M + token
+            cp_async_16(smem, at_codes + k0 * step_b + i * UNIT, qa, at * UNIT)
+        for i in range(32 * part + lane, deep * BLOCKS * tokens, 32 * across):
+            token = min(cuda.blockIdx.z * MOST_TOKENS + i % tokens, M - 1)
+            at = (int64(first + k0) * BLOCKS + i // tokens) * M + token
+            cp_async_4(smem, at_d + k0 * step_d + i * size_d, ds, 2 * at)
+            if minimum:
+                cp_async_4(smem, at_d + k0 * step_d + i * size_d + 4, ds, 2 * at + 1)
+        cp_async_commit()
+        wait_for_all()
+
+    @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
         """Scales or minima of rows g and g + 8."""
         return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
@@ -200,7 +225,12 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
             for j in range(groups):
                 r, p, mine = 4 * j, 2 * j, share == 1 or group // columns == turn
                 if turn == 0:
-                    b[p], b[p + 1] = load_u32x2(smem, at_b + (block * tokens + 8 * j) * BLOCK)
+                    if given:
+                        unit_at = at_b + (2 * block * tokens + 8 * j) * UNIT
+                        b[p] = load_u32(smem, unit_at)
+                        b[p + 1] = load_u32(smem, unit_at + tokens * UNIT)
+                    else:
+                        b[p], b[p + 1] = load_u32x2(smem, at_b + (block * tokens + 8 * j) * BLOCK)
                     v[r], v[r + 1], v[r + 2], v[r + 3] = 0, 0, 0, 0
                 b0, b1 = (b[p], b[p + 1]) if mine else (uint32(0), uint32(0))
                 x0, x1, x2, x3 = v[r], v[r + 1], v[r + 2], v[r + 3]
@@ -210,6 +240,7 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                 first = block - turn
                 at = slot + 16 * group + 2 * (first + (quad * share >> 2))
                 w0, w8 = of_two_rows(smem, at + scales_at)
+                w0, w8 = w0 * w_unit, w8 * w_unit
                 m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
                 for j in range(groups):
                     r, at = 4 * j, at_d + (first * tokens + 8 * j) * size_d
@@ -253,9 +284,10 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
                 if i < M and j < N:
                     store_f32(c, i * N + j, acc[r])
 
-    @cuda.jit(launch_bounds=(32 * warps, resident))
-    def w4a8_decode(w, a, c, rows, records, sums, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a float32.
+    @cuda.jit(launch_bounds=(32 * warps, 1))
+    def w4a8_decode(w, a, ds, c, in_row, rows, records, sums, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a
+        float32 [M, K], or with `ds` in slabs.
 
         A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
         """
@@ -269,7 +301,6 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
         group, quad = int32(lane >> 2), int32(lane & 3)
 
         # --- this warp's share: row tiles `row`, + across ... before `end`, records k0 .. k0 + deep
-        in_row = int32((a.shape[1] + TILE_K - 1) // TILE_K)
         row_tiles = int32((c.shape[1] + TILE_ROWS - 1) // TILE_ROWS)
         first_k, first_row = int32(cuda.blockIdx.y * records), int32(cuda.blockIdx.x * rows)
         here = int32(min(records, in_row - first_k))
@@ -291,35 +322,40 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
         at_d = int32(at_codes + int32(records) * step_b)
         at_sums = int32(at_d + int32(records) * step_d)
-        begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
-        stop = int32((k0 + deep) * (BLOCKS * tokens))
-        for start in range(begin, max(stop, begin + 1), stride * AHEAD):
-            ask_for_activations(x, a, start + group, stop, first_k * BLOCKS, quad)
-            if start == begin:  # now that A is asked for, the other records
-                for i in range(early, stages):
-                    to = int32(ring + i * record)
-                    at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
-            for i in range(AHEAD):
-                item = int32(start + stride * i + group)
-                if item - group < stop:
-                    low, high, d = quantized(x, i)
-                    m, k = token_and_block(item, first_k * BLOCKS)
-                    if m >= a.shape[0] or k * BLOCK >= a.shape[1]:
-                        low, high, d = uint32(0), uint32(0), float32(0)
-                    s = sum_of_codes(low, high, d) if minimum else d
-                    if item < stop:
-                        store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
-                        if minimum:
-                            store_f32x2(smem, at_d + item * size_d, d * unit, s)
-                        else:
-                            store_f32(smem, at_d + item * size_d, d * unit)
+        if given:
+            M, part = int32(c.shape[0]), int32(warp % across)
+            copy_activations(smem, at_d, a, ds, M, first_k, k0, deep, part, lane)
+        else:
+            begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
+            stop = int32((k0 + deep) * (BLOCKS * tokens))
+            for start in range(begin, max(stop, begin + 1), stride * AHEAD):
+                ask_for_activations(x, a, start + group, stop, first_k * BLOCKS, quad)
+                if start == begin:  # now that A is asked for, the other records
+                    for i in range(early, stages):
+                        to = int32(ring + i * record)
+                        at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+                for i in range(AHEAD):
+                    item = int32(start + stride * i + group)
+                    if item - group < stop:
+                        low, high, d = quantized(x, i)
+                        m, k = token_and_block(item, first_k * BLOCKS)
+                        if m >= a.shape[0] or k * BLOCK >= a.shape[1]:
+                            low, high, d = uint32(0), uint32(0), float32(0)
+                        s = sum_of_codes(low, high, d) if minimum else d
+                        if item < stop:
+                            store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
+                            if minimum:
+                                store_f32x2(smem, at_d + item * size_d, d * unit, s)
+                            else:
+                                store_f32(smem, at_d + item * size_d, d * unit)
         if across == 1:
             cuda.syncwarp()
         else:
             cuda.syncthreads()
 
         # --- the stream
-        at_b = int32(at_codes + k0 * step_b + (group // 2 if single else group) * BLOCK + 8 * quad)
+        own = int32((group // 2 if single else group) * BLOCK + 8 * quad)
+        at_b = int32(at_codes + k0 * step_b + (group * UNIT + 4 * quad if given else own))
         at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
         own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
         for tile_row in range(row, end if deep > 0 else row, across):
@@ -377,6 +413,11 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int) -> An
     return w4a8_decode
 
 
+def activations(family: Family, a: Any, machine: Machine) -> Activations:
+    """For few tokens A itself, for more of them in slabs: too much for each block to quantize."""
+    return (float32_quantized_inside if a.shape[0] <= FUSED else q8_1_slabs)(family, a, machine)
+
+
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
     """Sums of slices, float32 [M/16, N/16, slices, 16 * tokens], in the order of lanes; how many
     slices of a row tile have arrived, int32 [M/16, N/16]."""
@@ -392,8 +433,9 @@ def launch(
 ) -> Launch:  # fmt: skip
     cut = split(fmt, shape)
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
-    args = (*weights, *activations, out, cut.rows, cut.records, *workspace)
-    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages)
+    a, ds = activations if len(activations) == 2 else activations * 2
+    args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
+    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, shape.m > FUSED)
     grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 
@@ -406,7 +448,7 @@ STEP = Step(
     parents={"A8": 9},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=float32_quantized_inside,
+    activations=activations,
     launch=launch,
     scratch=scratch,
     min_cc=(8, 0),
