@@ -412,7 +412,7 @@ def tile_format(format_name: str) -> TileFormat:
     @cuda.jit(device=True, forceinline=True)
     def load_5(m, at, lane, half):
         w0, w1, w2, w3 = load_u32x4(m, at + half * 512 + lane * 16)
-        return w0, w1, w2, w3, load_u32(m, at + bits_at + lane * 8 + half * 4)
+        return w0, w1, w2, w3, load_u32(m, at + bits_at + half * 128 + lane * 4)
 
     @cuda.jit(device=True, forceinline=True)
     def load_8(m, at, lane, half):

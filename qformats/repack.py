@@ -139,8 +139,8 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
                 row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
                 and k = 16 + 4t + i (high), as byte 4t + i of a ggml block does
                 8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
-        bits    5 bits only: 8 bytes a lane, a word for each half; bit 8i + 4b + r is the lowest bit
-                of the code in byte i of register a_r of block b (the nibbles are the upper four)
+        bits    5 bits only: for each half a word a lane; bit 8i + 4b + r is the lowest bit of the
+                code in byte i of register a_r of block b (the nibbles are the upper four)
         scales  float16 [8 g][row g, row g + 8][4 blocks]
         minima  q4_1 and q5_1 only: likewise
 
@@ -179,8 +179,8 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
         if fmt.bits == 5:
             lowest = np.stack([low, high], axis=-2) & 1  # [..., half of the block, 16 bytes]
             lowest = lowest.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b part t i
-            # word of a lane and half: byte i, bit 4 b + 2 part + (row g + 8)
-            octets = lowest.transpose(0, 3, 2, 7, 4, 8, 5, 6, 1).reshape(rows, deep, 32, 2, 4, 8)
+            # word of a half and lane: byte i, bit 4 b + 2 part + (row g + 8)
+            octets = lowest.transpose(0, 3, 4, 2, 7, 8, 5, 6, 1).reshape(rows, deep, 2, 32, 4, 8)
             parts.append(np.packbits(octets, axis=-1, bitorder="little"))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]

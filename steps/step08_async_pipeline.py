@@ -33,7 +33,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int32, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import tile_format
@@ -86,11 +86,12 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
     threads, resident = 32 * warps, WARPS_PER_SM // warps
-    # a stage: a record of each of 8 rows, then of `bm` tokens the codes, d, and s where it counts
+    # a stage: a record of each of 8 rows, then of `bm` tokens the codes, d, and s if it counts
     at_codes = RECORDS * record
     at_d = at_codes + TILE_K * bm
     at_s = at_d + 4 * BLOCKS * bm
-    stage_bytes = at_s + (4 * BLOCKS * bm if minimum else 0)
+    pitch = bm + 8  # floats from one block's s to the next: the four quads in four sets of banks
+    stage_bytes = at_s + (4 * BLOCKS * pitch if minimum else 0)
     together = threads // bm  # units of K that the threads copy at a time, one token each
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
@@ -98,36 +99,45 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     # --- global -> shared: ask for the operands of one stage
     @cuda.jit(device=True, forceinline=True)
-    def copy_weights(ring, base, t, w, at, next_row):
+    def copy_weights(ring, base, t, w, own, other):
+        """Records `own` and, in a block of four warps, `other` of each warp."""
         lane, warp = t & 31, t >> 5
         for i in range(RECORDS // warps):
             to = base + (warp + i * warps) * record + 16 * lane
+            at = int64(own if i == 0 else other) * record + 16 * lane
             for chunk in range(0, record, 512):
                 if chunk + 512 <= record or 16 * lane < record - chunk:
-                    cp_async_16(ring, to + chunk, w, at + i * next_row + chunk)
+                    cp_async_16(ring, to + chunk, w, at + chunk)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_tokens(ring, base, t, qa, at_a, ds, at_ds, M):
-        token, u = t & (bm - 1), t // bm
+    def copy_tokens(ring, base, t, qa, ds, step, token, M):
+        u = t // bm
+        unit, block = int32((step * UNITS + u) * M + token), int32((step * BLOCKS + u) * M + token)
+        column = t & (bm - 1)
         for i in range(0, UNITS, together):
-            to = base + at_codes + ((u + i) * bm + token) * UNIT
-            cp_async_16(ring, to, qa, at_a + i * M * UNIT)
+            to = base + at_codes + ((u + i) * bm + column) * UNIT
+            cp_async_16(ring, to, qa, int64(unit + i * M) * UNIT)
         for i in range(0, BLOCKS, together):
             if together <= BLOCKS or u < BLOCKS:
-                to = base + at_d + ((u + i) * bm + token) * 4
-                cp_async_4(ring, to, ds, at_ds + i * M * 2)
+                at = int64(block + i * M) * 2
+                cp_async_4(ring, base + at_d + ((u + i) * bm + column) * 4, ds, at)
                 if minimum:
-                    cp_async_4(ring, to + at_s - at_d, ds, at_ds + i * M * 2 + 1)
+                    to = base + at_s + ((u + i) * pitch + column) * 4
+                    cp_async_4(ring, to, ds, at + 1)
 
     # --- shared -> registers
     @cuda.jit(device=True, forceinline=True)
-    def fetch_tokens(b, x, ring, base, first, lane, block):
-        """B fragments of one block of 32 K and the scales of their tokens."""
+    def fetch_tokens(b, ring, base, first, lane, block):
+        """B fragments of one block of 32 K."""
         unit_k, token = 2 * block + (lane >> 3 & 1), first + (lane >> 4) * 8 + (lane & 7)
         at = base + at_codes + (unit_k * bm + token) * UNIT
         for j in range(pairs):
             b0, b1, b2, b3 = ldmatrix_x4(ring, at + 16 * UNIT * j)
             b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3] = b0, b1, b2, b3
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_d(x, ring, base, first, lane, block):
+        """The scales of its tokens."""
         at = base + at_d + (block * bm + first + 2 * (lane & 3)) * 4
         for j in range(columns):
             x[2 * j], x[2 * j + 1] = load_f32x2(ring, at + 32 * j)
@@ -179,7 +189,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             m0 = as_bits(half_to_float(load_u16(ring, at)))
             m8 = as_bits(half_to_float(load_u16(ring, at + 8)))
             for j in range(columns):
-                s = load_f32(ring, base + at_s + (quad * bm + first + 8 * j + group) * 4)
+                s = load_f32(ring, base + at_s + (quad * pitch + first + 8 * j + group) * 4)
                 upper = as_bits(s) & uint32(TF32)
                 lower = as_bits(s - as_float(upper))
                 r = 4 * (i * columns + j)
@@ -213,66 +223,63 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
         scales = cuda.local.array(SCALE_WORDS, uint32)
         b_even = cuda.local.array(n_b, uint32)
         b_odd = cuda.local.array(n_b, uint32)
-        x_even = cuda.local.array(n_b, float32)
-        x_odd = cuda.local.array(n_b, float32)
-        M, N = c.shape
+        x = cuda.local.array(n_b, float32)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
-        m0, n0 = cuda.blockIdx.y * bm, cuda.blockIdx.x * BN
+        m0, n0 = int32(cuda.blockIdx.y * bm), int32(cuda.blockIdx.x * BN)
         # what this warp multiplies
         row_w, first = warp % WARPS_N * ROW_TILES, warp // WARPS_N * tokens
         # where this thread copies from; rows and tokens beyond the matrix repeat one within
-        row, last = n0 // TILE_ROWS + warp, (N - 1) // TILE_ROWS
-        at_w = min(row, last) * steps * record + 16 * lane
-        next_row = (min(row + warps, last) - min(row, last)) * steps * record
-        token = min(m0 + (t & (bm - 1)), M - 1)
-        at_a, at_ds = (t // bm * M + token) * UNIT, (t // bm * M + token) * 2
+        row, last = int32(n0 // TILE_ROWS + warp), int32((N - 1) // TILE_ROWS)
+        own = int32(min(row, last) * steps)
+        other = int32(min(row + warps, last) * steps)
+        token = int32(min(m0 + (t & (bm - 1)), M - 1))
         for i in range(n_acc):
             acc[i] = 0
 
         for step in range(stages):
             if step < steps:
-                copy_weights(ring, step * stage_bytes, t, w, at_w, next_row)
-                copy_tokens(ring, step * stage_bytes, t, qa, at_a, ds, at_ds, M)
+                copy_weights(ring, step * stage_bytes, t, w, own + step, other + step)
+                copy_tokens(ring, step * stage_bytes, t, qa, ds, step, token, M)
             cp_async_commit()
-            at_w += record
-            at_a += UNITS * UNIT * M
-            at_ds += BLOCKS * 2 * M
         wait_for_first()
         cuda.syncthreads()
         base = int32(0)
         weights = row_w * record
         fetch_weights(a, ring, weights, lane, 0)
         fetch_scales(scales, ring, weights, lane)
-        fetch_tokens(b_even, x_even, ring, base, first, lane, 0)
+        fetch_tokens(b_even, ring, base, first, lane, 0)
         for step in range(steps):
-            # what the next block needs is on its way to registers while this one is multiplied
-            fetch_tokens(b_odd, x_odd, ring, base, first, lane, 1)
-            multiply(acc, a, b_even, x_even, scales, 0)
+            # the fragments of the next block are on their way while this one is multiplied
+            fetch_d(x, ring, base, first, lane, 0)
+            fetch_tokens(b_odd, ring, base, first, lane, 1)
+            multiply(acc, a, b_even, x, scales, 0)
             if minimum:
                 add_minima(acc, ring, base, weights, first, lane)
-            fetch_tokens(b_even, x_even, ring, base, first, lane, 2)
-            multiply(acc, a, b_odd, x_odd, scales, 1)
+            fetch_d(x, ring, base, first, lane, 1)
+            fetch_tokens(b_even, ring, base, first, lane, 2)
+            multiply(acc, a, b_odd, x, scales, 1)
             fetch_weights(a, ring, weights, lane, 1)
-            fetch_tokens(b_odd, x_odd, ring, base, first, lane, 3)
-            multiply(acc, a, b_even, x_even, scales, 2)
+            fetch_d(x, ring, base, first, lane, 2)
+            fetch_tokens(b_odd, ring, base, first, lane, 3)
+            multiply(acc, a, b_even, x, scales, 2)
+            fetch_d(x, ring, base, first, lane, 3)
 
             # --- the next stage is there for all, and all have read the last of this one
             wait_for_next()
             cuda.syncthreads()
-            if step + stages < steps:
-                copy_weights(ring, base, t, w, at_w, next_row)
-                copy_tokens(ring, base, t, qa, at_a, ds, at_ds, M)
+            ahead = int32(step + stages)
+            if ahead < steps:
+                copy_weights(ring, base, t, w, own + ahead, other + ahead)
+                copy_tokens(ring, base, t, qa, ds, ahead, token, M)
             cp_async_commit()
-            at_w += record
-            at_a += UNITS * UNIT * M
-            at_ds += BLOCKS * 2 * M
             base = int32(base + stage_bytes)
             if base == stages * stage_bytes:
                 base = int32(0)
             weights = base + row_w * record
-            fetch_tokens(b_even, x_even, ring, base, first, lane, 0)
-            multiply(acc, a, b_odd, x_odd, scales, 3)
+            fetch_tokens(b_even, ring, base, first, lane, 0)
+            multiply(acc, a, b_odd, x, scales, 3)
             fetch_weights(a, ring, weights, lane, 0)
             fetch_scales(scales, ring, weights, lane)
 

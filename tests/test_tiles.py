@@ -76,8 +76,8 @@ def record(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int
                                 low, high = low >> 1, high >> 1
                             out.append((low & 15) | (high & 15) << 4)
     if bits == 5:
-        for g, t in lanes:
-            for half in range(2):
+        for half in range(2):
+            for g, t in lanes:
                 word = 0
                 for i in range(4):
                     for b in range(2):
