@@ -6,7 +6,8 @@
     tflops.svg                        TFLOPS per format at the main shape
     roofline.svg                      every step under the limits measured on this GPU
     error.svg                         the format's error and the kernel's error, apart
-    time.svg                          time from float32 to float32 against M
+    time.svg                          time from float32 to float32 against M, a panel per format
+    time-q4_0-n4096-k4096.svg ...     the same of one format, large; one for each (N, K)
 
 The same file gives the same bytes with the same matplotlib: ids are salted with a constant, and no
 date or version is written. Text stays text, so a chart can be searched and diffed. The colours are
@@ -38,6 +39,7 @@ COLORS: Final = dict(
 )
 INK: Final = "#222222"
 PALE: Final = "#8c8c8c"
+PEER_GREY: Final = "#6b6b6b"
 PEER_COLORS: Final = {"ggml": "#7a3e9d", "cublas_fp16": "#444444"}
 MAIN_SHAPE: Final = (512, 4096, 4096)
 MAIN_FORMAT: Final = "q4_0"
@@ -227,7 +229,8 @@ def ladder_chart(run: Run, source: str, shape: Shape) -> Figure:
     figure = new_figure(
         max(7.5, 2.6 + 1.05 * len(ladder)), 4.9, f"Speed over step 1 at {dims(shape)}", run, source
     )
-    axes = figure.add_axes((0.085, 0.2, 0.735, 0.62))
+    across = figure.get_size_inches()[0]
+    axes = figure.add_axes((0.75 / across, 0.2, 1 - 2.1 / across, 0.62))
     width = 0.8 / max(len(names), 1)
     top, low = 1.0, 1.0
     for x, rung in enumerate(ladder):
@@ -575,7 +578,7 @@ def time_chart(run: Run, source: str) -> Figure:
     names, ladder = formats(rows), rungs(rows)
     columns = 3
     lines = math.ceil((len(names) + 1) / columns)
-    panel = max(2.2, 0.165 * (len(ladder) + len(peers_of(run))))  # a line for every label
+    panel = max(2.2, 0.185 * (len(ladder) + len(peers_of(run))))  # a line for every label
     pitch = panel + 0.7
     height = 0.9 + pitch * lines
     figure = new_figure(
@@ -658,6 +661,76 @@ def time_chart(run: Run, source: str) -> Figure:
     return figure
 
 
+def steps_chart(run: Run, source: str, n: int, k: int) -> Figure:
+    """Total time against M in one format: a line per rung, peers grey, each named at its end."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    rows = [row for row in timed(run) if row.shape[1:] == (n, k)]
+    have = formats(rows)
+    name = MAIN_FORMAT if MAIN_FORMAT in have else have[0]
+    rows = [row for row in rows if row.format == name]
+    ladder, ms = rungs(rows), sorted({row.M for row in rows})
+    lines: list[tuple[str, Any, dict[str, Any], list[tuple[int, float]]]] = []
+    for rung in ladder:
+        points = sorted(
+            (row.M, row.total_us or row.kernel_us or 0.0)
+            for row in rows
+            if (row.step, row.family) == rung
+        )
+        marker = {"marker": "s" if rung[1] == "A16" else "o", "markersize": 4.5, "linewidth": 1.8}
+        lines.append((rung_label(rung, rows), step_color(rung, ladder), marker, points))
+    for peer, dashes in zip(peers_of(run), ((0, (6, 2)), (0, (2, 2))), strict=False):
+        points = [(m, us) for m in ms if (us := peer_us(run, peer, name, (m, n, k)))]
+        if points:
+            dashed = {"linestyle": dashes, "linewidth": 2.2, "zorder": 3}
+            lines.append((LABELS[peer], PEER_GREY, dashed, points))
+    figure = new_figure(
+        9.5,
+        6.6,
+        f"Time against M, all steps: {name}, N={n}, K={k}, float32 to float32",
+        run,
+        source,
+    )
+    axes = figure.add_axes((0.085, 0.125, 0.655, 0.755))
+    for _, color, how, points in lines:
+        axes.plot(*zip(*points, strict=True), color=color, **how)
+    times = [us for *_, points in lines for _, us in points]
+    lo, hi = min(times) / 1.4, max(times) * 1.4
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(min(ms) / 1.35, max(ms) * 1.35)
+    axes.set_ylim(lo, hi)
+    axes.set_xticks(ms, [str(m) for m in ms])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    plain_log(axes.yaxis)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: duration(us)))
+    scale = math.log(hi / lo)
+    heights = spread([math.log(points[-1][1] / lo) / scale for *_, points in lines], 0.042)
+    for (label, color, _, points), y in zip(lines, heights, strict=True):
+        axes.annotate(
+            label,
+            xy=points[-1],
+            xytext=(1.045, y),
+            textcoords=axes.transAxes,
+            va="center",
+            fontsize=9,
+            color=color,
+            fontweight="bold" if color == PEER_GREY else "normal",
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "relpos": (0, 0.5)},
+            annotation_clip=False,
+        )
+    axes.set_xlabel("M, tokens")
+    figure.text(
+        0.02,
+        0.02,
+        "Activation pass included. Squares: A16. Dashed: llama.cpp, the same work; cuBLAS, the "
+        "kernel alone on float16 operands.",
+        fontsize=8.5,
+        color="#555555",
+    )
+    return figure
+
+
 # ------------------------------------------------------------------------------------------- files
 
 
@@ -673,6 +746,10 @@ def plans(run: Run) -> dict[str, Callable[[str], Figure]]:
         made["tflops"] = lambda source: tflops_chart(run, source)
         made["roofline"] = lambda source: roofline_chart(run, source)
         made["time"] = lambda source: time_chart(run, source)
+        for n, k in dict.fromkeys(shape[1:] for shape in shapes(rows)):
+            have = formats(row for row in rows if row.shape[1:] == (n, k))
+            name = MAIN_FORMAT if MAIN_FORMAT in have else have[0]
+            made[f"time-{name}-n{n}-k{k}"] = partial(_steps_at, run, n, k)
     if any(row.nmse_float is not None for row in run.rows):
         made["error"] = lambda source: error_chart(run, source)
     return made
@@ -680,6 +757,10 @@ def plans(run: Run) -> dict[str, Callable[[str], Figure]]:
 
 def _ladder_at(run: Run, shape: Shape, source: str) -> Figure:
     return ladder_chart(run, source, shape)
+
+
+def _steps_at(run: Run, n: int, k: int, source: str) -> Figure:
+    return steps_chart(run, source, n, k)
 
 
 def render(run: Run, source: str, kind: str = "svg") -> dict[str, bytes]:

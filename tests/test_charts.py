@@ -33,6 +33,7 @@ def test_every_chart_is_there(files):
         "tflops.svg",
         "roofline.svg",
         "time.svg",
+        "time-q4_0-n4096-k4096.svg",
         "error.svg",
     }
 
@@ -51,12 +52,14 @@ def test_titles_say_which_gpu_and_which_file(files):
 
 
 def test_every_step_and_format_is_named(files):
-    for name in ("tflops.svg", "roofline.svg", "time.svg", "error.svg"):
+    every = ("tflops.svg", "roofline.svg", "time.svg", "time-q4_0-n4096-k4096.svg", "error.svg")
+    for name in every:
         text = text_of(files[name])
         for label in ("1 naive A16", "2 naive A8", "3 shared tiled A16", "3 shared tiled A8"):
             assert label in text, (name, label)
         assert "4 dp4a emulated A8" in text
         assert "5 vectorized A8" in text
+        assert "10 decode A8" in text
     for name in ("tflops.svg", "time.svg", "error.svg", "ladder-m512-n4096-k4096.svg"):
         assert all(format_name in text_of(files[name]) for format_name in FORMATS), name
 
@@ -66,7 +69,8 @@ def test_limits_and_peers_are_labelled(files):
     assert "copy 4.26 TB/s" in roofline
     for label in charts.UNIT_LABELS.values():
         assert label in roofline
-    for name in ("ladder-m512-n4096-k4096.svg", "tflops.svg", "time.svg"):
+    large = "time-q4_0-n4096-k4096.svg"
+    for name in ("ladder-m512-n4096-k4096.svg", "tflops.svg", "time.svg", large):
         assert "llama.cpp" in text_of(files[name])
         assert "cuBLAS fp16" in text_of(files[name])
 
@@ -101,8 +105,29 @@ def test_missing_data_is_left_out_or_said():
 def test_without_step_1_there_is_no_ladder_and_without_rows_no_chart():
     run = make_run(SMALL, formats=("q4_0",))
     rest = tuple(row for row in run.rows if row.step != 1)
-    assert set(charts.plans(replace(run, rows=rest))) == {"tflops", "roofline", "time", "error"}
+    assert set(charts.plans(replace(run, rows=rest))) == {
+        "tflops",
+        "roofline",
+        "time",
+        "time-q4_0-n4096-k4096",
+        "error",
+    }
     assert charts.render(Run(env=Environment()), "a.json") == {}
+
+
+def test_one_chart_of_all_steps_for_each_size_of_weights() -> None:
+    run = make_run(((1, 64, 32), (8, 64, 32), (1, 32, 64)), formats=("q5_0", "q8_0"))
+    found = [name for name in charts.plans(run) if name.startswith("time-")]
+    assert found == ["time-q5_0-n32-k64", "time-q5_0-n64-k32"]
+
+
+def test_a_figure_of_the_same_run_is_the_one_drawn() -> None:
+    run = make_run(SMALL)
+    given = next(p for p in run.peers if p.peer == "ggml")
+    here = replace(given, us=3.0, same_run=True)
+    for peers in ((given, here), (here, given)):
+        one = replace(run, peers=peers)
+        assert charts.peer_us(one, "ggml", given.format, given.shape) == 3.0
 
 
 def test_labels_are_spread_apart_in_order():
@@ -118,7 +143,7 @@ def test_command_line_draws_and_drifts_are_found(tmp_path, capsys):
     run = record.write(make_run(((512, 4096, 4096),), formats=("q4_0",)), tmp_path)
     out = tmp_path / "charts"
     assert charts.main([str(run), "--out", str(out)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 6
     assert charts.drifts(out, run) == []
     (out / "time.svg").unlink()
     (out / "old.svg").write_text("<svg/>")
