@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -37,6 +38,10 @@ from steps.step import Family, Machine, Step, scheme
 from steps.table import Column, Line, Table, Tone
 
 SIMULATED = "checked in the simulator at small shapes; nothing is timed, as speed takes a GPU"
+
+SAVE_SECONDS = 30.0
+"""A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
+and writing a thousand rows takes a second."""
 
 
 # --- where and what -------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def bench(args: Namespace) -> int:
     recorder = benching.Recorder(env, measuring.limits, args.out)
     distribution = timed_distribution(args)
     found: list[Any] = []
-    broken = outcomes.broken
+    broken, saved = outcomes.broken, time.monotonic()
     with table.progress(count) as report:
         rows = benching.rows(
             measuring,
@@ -232,10 +237,11 @@ def bench(args: Namespace) -> int:
             report=report,
         )
         try:
-            for i, row in enumerate(rows, 1):
+            for row in rows:
                 found.append(row)
-                if i % 20 == 0:
+                if time.monotonic() - saved >= SAVE_SECONDS:
                     recorder.save(found)
+                    saved = time.monotonic()
         except Exception as error:  # what was measured before it is still worth keeping
             if not fatal(error):
                 raise
