@@ -17,15 +17,7 @@ What it costs
 Machine code
     LDGSTS where there were LDG and STS; LDSM; IMMA, I2FP, FMUL, FFMA and little else in the loop.
 Read next
-    step09_stream_k.py: the same loop for shapes whose tiles do not fill the GPU.
-
-No lanes that shared memory serves together meet in a bank, without padding or swizzle. Weights are
-in fragment order: lane l reads the l-th 16 bytes. Activations are slabs, 16 K of a token followed
-by the same 16 K of the next, so the 8 rows of an ldmatrix phase are 128 bytes in one piece:
-
-                   token 0   token 1           token 63
-    K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |    unit 0     ldmatrix: b0 of 8 tokens
-    K 16..31     |  16 B   |  16 B   |  ...  |  16 B   |    unit 1     ldmatrix: b1 of 8 tokens
+    The same loop for shapes whose tiles do not fill the GPU: step09_stream_k
 """
 
 from __future__ import annotations
@@ -75,6 +67,13 @@ SCALE_WORDS: Final = 4 * ROW_TILES  # float16 scales of four
 TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 operand keeps
 
 
+# No lanes that shared memory serves together meet in a bank, and nothing is swizzled for it: weights
+# are in fragment order, lane l reads the l-th 16 bytes; activations are slabs, 16 K of a token and
+# then the same 16 K of the next, so the 8 rows of an ldmatrix phase are 128 bytes in one piece:
+#
+#                    token 0   token 1           token 63
+#     K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |    unit 0     ldmatrix: b0 of 8 tokens
+#     K 16..31     |  16 B   |  16 B   |  ...  |  16 B   |    unit 1     ldmatrix: b1 of 8 tokens
 @cache
 def kernel(fmt: Format, bm: int, stages: int) -> Any:
     """(the kernel for tiles of `bm` tokens and a ring of `stages`, threads, bytes of one stage)"""

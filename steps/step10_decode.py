@@ -79,7 +79,7 @@ SLICE: Final = (
     14 * 1024
 )  # values of A that a thread block quantizes; where there are more, K is cut
 SLICE_GIVEN: Final = 112 * 1024  # values of A that fit beside the rings
-AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together
+AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together, at most
 PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
 BLOCKS: Final = TILE_K // BLOCK  # of K in a record
 UNITS: Final = TILE_K // UNIT  # of 16 K in a record
@@ -91,7 +91,8 @@ class Split:
 
     tokens: columns of a thread block. rows, records: its row tiles, and its records along K.
     slices: thread blocks along K. warps: of a thread block; `across` of them lie along N, the
-    others along K. stages: of a warp's ring. shared: bytes of a thread block.
+    others along K. stages: of a warp's ring. ahead: blocks of A that a lane loads at a time.
+    shared: bytes of a thread block.
     """
 
     tokens: int
@@ -101,6 +102,7 @@ class Split:
     warps: int
     across: int
     stages: int
+    ahead: int
     shared: int
 
 
@@ -122,11 +124,15 @@ def split(fmt: Format, shape: Shape) -> Split:
     fixed += sums.get(across, 0)
     stage = warps * tile.record_bytes
     stages = max(2, min(STAGES, (min(shared, shared_memory()) - fixed) // stage))
-    return Split(tokens, rows, records, slices, warps, across, stages, fixed + stages * stage)
+    ahead = min(AHEAD, ceil_div(ceil_div(records, warps // across) * BLOCKS * tokens, 8 * across))
+    shared = fixed + stages * stage
+    return Split(tokens, rows, records, slices, warps, across, stages, ahead, shared)
 
 
 @cache
-def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given: bool) -> Any:
+def kernel(
+    fmt: Format, tokens: int, warps: int, across: int, stages: int, ahead: int, given: bool
+) -> Any:
     """The kernel of a `Split`; `given`: A comes in slabs, else it is quantized here."""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
@@ -176,12 +182,12 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given
     def ask_for_activations(x, a, item, stop, first, quad):
         """x[i, 0..3], x[i, 4..7] = values 4t.. and 16 + 4t.. of the block of item + i strides."""
         if rows_are_aligned(a):
-            for i in range(AHEAD):
+            for i in range(ahead):
                 at = place(a, item + stride * i, stop, first, quad)
                 x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
                 x[i, 4], x[i, 5], x[i, 6], x[i, 7] = load_f32x4(a, at + BLOCK // 2)
         else:
-            for i in range(AHEAD):
+            for i in range(ahead):
                 at = place(a, item + stride * i, stop, first, quad)
                 for j in range(8):
                     x[i, j] = load_f32(a, at + j // 4 * (BLOCK // 2) + j % 4)
@@ -201,7 +207,6 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given
             if minimum:
                 cp_async_4(smem, at_d + k0 * step_d + i * size_d + 4, ds, 2 * at + 1)
         cp_async_commit()
-        wait_for_all()
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -292,7 +297,7 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given
         A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
         """
         smem = cuda.shared.array(0, uint8, alignment=128)
-        x = cuda.local.array((AHEAD, 8), float32)
+        x = cuda.local.array((ahead, 8), float32)
         u, b = cuda.local.array(8, uint32), cuda.local.array(n_b, uint32)
         v, acc = cuda.local.array(n_acc, int32), cuda.local.array(n_acc, float32)
         let_next_start()
@@ -325,16 +330,17 @@ def kernel(fmt: Format, tokens: int, warps: int, across: int, stages: int, given
         if given:
             M, part = int32(c.shape[0]), int32(warp % across)
             copy_activations(smem, at_d, a, ds, M, first_k, k0, deep, part, lane)
+            wait_for_all()
         else:
             begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
             stop = int32((k0 + deep) * (BLOCKS * tokens))
-            for start in range(begin, max(stop, begin + 1), stride * AHEAD):
+            for start in range(begin, max(stop, begin + 1), stride * ahead):
                 ask_for_activations(x, a, start + group, stop, first_k * BLOCKS, quad)
                 if start == begin:  # now that A is asked for, the other records
                     for i in range(early, stages):
                         to = int32(ring + i * record)
                         at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
-                for i in range(AHEAD):
+                for i in range(ahead):
                     item = int32(start + stride * i + group)
                     if item - group < stop:
                         low, high, d = quantized(x, i)
@@ -435,7 +441,7 @@ def launch(
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = activations if len(activations) == 2 else activations * 2
     args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
-    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, shape.m > FUSED)
+    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, cut.ahead, shape.m > FUSED)
     grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 
@@ -451,7 +457,8 @@ STEP = Step(
     activations=activations,
     launch=launch,
     scratch=scratch,
+    most_tokens=MOST_TOKENS,
     min_cc=(8, 0),
-    contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDG.E.128", "LDGDEPBAR")},
+    contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR")},
     forbids={"A8": ("HMMA", "LDL", "STL")},
 )
