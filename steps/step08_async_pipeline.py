@@ -67,9 +67,9 @@ SCALE_WORDS: Final = 4 * ROW_TILES  # float16 scales of four
 TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 operand keeps
 
 
-# No lanes that shared memory serves together meet in a bank, and nothing is swizzled for it: weights
-# are in fragment order, lane l reads the l-th 16 bytes; activations are slabs, 16 K of a token and
-# then the same 16 K of the next, so the 8 rows of an ldmatrix phase are 128 bytes in one piece:
+# No lanes that shared memory serves together meet in a bank, and nothing is swizzled for it. The
+# weights are in fragment order: lane l reads the l-th 16 bytes. The activations are slabs, 16 K of
+# a token, then 16 K of the next: the 8 rows of an ldmatrix phase are 128 bytes in one piece.
 #
 #                    token 0   token 1           token 63
 #     K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |    unit 0     ldmatrix: b0 of 8 tokens
@@ -313,5 +313,5 @@ STEP = Step(
     launch=launch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDGDEPBAR", "BAR.SYNC")},
-    forbids={"A8": ("STS", "LDL", "STL", "IDP")},
+    forbids={"A8": ("STS", "IDP")},
 )

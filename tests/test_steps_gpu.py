@@ -9,7 +9,7 @@ from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16
 from steps.checks import Work, cases, check_works
 from steps.machines import Gpu
 from steps.step import Family, Step
-from steps.verify import multiply, prepare
+from steps.verify import multiply, prepare, verify
 from tests.works import WORKS
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,9 @@ def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> No
 def test_golden_case(step: Step, family: Family, name: str) -> None:
     golden, machine = GOLDEN[name], Gpu()
     prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
+        assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
+        return
     assert multiply(prepared, machine)[0, 0] == golden.value
 
 

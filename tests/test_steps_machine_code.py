@@ -52,15 +52,17 @@ def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
 
 
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
-    """None at all; or, in a kernel of mma at the limit of 255 registers, a few words that ptxas
-    keeps there while it multiplies: none from the first mma to the last, unrolled loop and all."""
-    lines = code.sass.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line]
+    """None at all; or, in a kernel of mma that has all the registers its launch bounds allow, a few
+    words that ptxas keeps there while it multiplies. On sm_90a, where the figures are from, none is
+    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most."""
     if not code.count("LDL", "STL"):
         return code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
+    lines = code.sass.splitlines()
+    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line]
     loop = lines[multiplies[0] : multiplies[-1]] if multiplies else lines
-    outside = not any("LDL" in line or "STL" in line for line in loop)
-    return outside and code.registers == 255 and code.spill_store_bytes <= 64
+    touched = sum("LDL" in line or "STL" in line for line in loop)
+    few = 0 if code.arch == "sm_90a" else 2
+    return touched <= few and code.registers in (128, 255) and code.spill_store_bytes <= 64
 
 
 @pytest.mark.parametrize(("step", "family", "arch"), list(works(ARCHITECTURES)))
