@@ -38,6 +38,7 @@ from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
+    fence,
     half_to_float,
     ldmatrix_x4,
     let_next_start,
@@ -352,14 +353,14 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                 begins = tile * steps
                 from_block, to_block = at_work(units, begins), at_work(units, begins + steps - 1)
                 hand_over(partials, 2 * block + (1 if begin < begins else 0), t, acc)
-                cuda.threadfence()
+                fence()
                 cuda.syncthreads()
                 if t == 0:
                     before[0] = cuda.atomic.add(arrived, tile, 1)
                 cuda.syncthreads()
                 whole = before[0] == to_block - from_block
                 if whole:
-                    cuda.threadfence()
+                    fence()
                     add_up(partials, from_block, to_block, begins, units, t, acc)
                     if t == 0:
                         arrived[tile] = 0  # for the next launch

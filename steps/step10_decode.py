@@ -47,6 +47,7 @@ from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
+    fence,
     half_to_float,
     let_next_start,
     load_f32,
@@ -399,7 +400,7 @@ def kernel(
                     hand_over(acc, c, sums, tile_row, row_tiles, lane, whole)
         if not whole:
             slices, base = cuda.gridDim.y, cuda.blockIdx.z * row_tiles
-            cuda.threadfence()  # all sums are to be seen by whoever sees the arrival
+            fence()  # all sums are to be seen by whoever sees the arrival
             cuda.syncwarp()
             for chunk in range(first, end, 32 * warps):  # one row tile a lane: who is its last?
                 mine, last = chunk + lane * warps, int32(0)
@@ -407,7 +408,7 @@ def kernel(
                     last = int32(cuda.atomic.add(arrived, base + mine, 1) == slices - 1)
                     if last > 0:
                         arrived[base + mine] = 0  # as the next launch must find it
-                cuda.threadfence()
+                fence()
                 for i in range(min(32, (end - chunk + warps - 1) // warps)):
                     if shfl(last, i) > 0 and quad < holders:
                         tile_row = chunk + i * warps

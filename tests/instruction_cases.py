@@ -23,6 +23,7 @@ from steps.instructions import (
     cp_async_wait,
     dp4a,
     dp4a_us,
+    fence,
     float_to_half,
     half_to_float,
     ldmatrix_x2,
@@ -490,6 +491,7 @@ def ordered_kernel(x, out):
     let_next_start()
     wait_for_previous()
     out[t] = x[t] + 1
+    fence()
 
 
 # --- warps

@@ -51,7 +51,7 @@ def raw(value: Any) -> bytes:
     return value.tobytes()
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS, ids=repr)
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=lambda a: type(a).__name__)
 def test_parameters_are_those_of_numbas_own_launcher(argument: Any) -> None:
     from numba.cuda.dispatcher import _Kernel
 

@@ -20,6 +20,7 @@ from .async_copy import (
 from .launch_order import let_next_start, wait_for_previous
 from .memory import (
     address,
+    fence,
     load_f32,
     load_f32x2,
     load_f32x4,
@@ -58,6 +59,7 @@ __all__ = [
     "cp_async_wait",
     "dp4a",
     "dp4a_us",
+    "fence",
     "float_to_half",
     "half_to_float",
     "ldmatrix_x2",

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
-from .define import array_operand, cast_of, define, element_pointer, index, pack
+from .define import array_operand, cast_of, define, element_pointer, index, pack, ptx
 
 _CODE = {uint16: "H", uint32: "I", float32: "f"}  # letters of the struct module
 
@@ -147,3 +147,10 @@ def _define_address():
 
 
 address = _define_address()
+
+
+@ptx("fence.acq_rel.gpu;", scope="lane", memory=True)
+def fence(lane):
+    """What this thread wrote before is seen by whoever sees what it writes after: by thread blocks
+    on other SMs too, if they call it in between likewise. MEMBAR.ALL.GPU, a lighter one than
+    `cuda.threadfence` (MEMBAR.SC.GPU), which orders all fences of the GPU besides."""
