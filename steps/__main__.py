@@ -170,12 +170,15 @@ def _parser() -> Parser:
     )
     one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp")
 
-    command(
+    one = command(
         "tune",
         "tuning:tune",
         "time the steps at many M, for the front door to choose by",
         _data(),
         steps="*",
+    )
+    one.add_argument(
+        "--run", type=Path, metavar="PATH", help="take the times of a bench, and measure nothing"
     )
 
     one = command("diff", "listing:diff", "a step's file against its parent's", steps="1")

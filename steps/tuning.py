@@ -29,6 +29,7 @@ from results import record
 from results.measure import Budget, Packed, Stopwatch, measure_step
 from results.record import Environment, Run
 from steps import table as show
+from steps.checks import UsageError
 from steps.step import Family, Shape
 
 if TYPE_CHECKING:
@@ -193,11 +194,37 @@ def write(table: Tuning, root: Path = RESULTS) -> Path:
     return path
 
 
+def entries_of(run: Run) -> tuple[Entry, ...]:
+    """What a bench measured, as entries. A step that is FAR slower than the best of a product is
+    left out: no table makes it the fastest of its neighbours."""
+    found: dict[tuple[str, int, int, int], dict[str, float]] = {}
+    for row in run.rows:
+        if row.status == "ok" and row.total_us:
+            times = found.setdefault((row.format, row.N, row.K, row.M), {})
+            times[f"{row.step} {row.family}"] = row.total_us
+    return tuple(
+        Entry(*key, {work: us for work, us in times.items() if us <= FAR * min(times.values())})
+        for key, times in found.items()
+    )
+
+
+def _take_over(path: Path) -> int:
+    run = record.read(path)
+    table = Tuning(run.env, entries_of(run))
+    if not table.entries:
+        raise UsageError(f"{path} has no row with a time")
+    print(f"wrote {write(table)}")
+    return 0
+
+
 # --- measuring ------------------------------------------------------------------------------------
 
 
 def tune(args: Namespace) -> int:
-    """The command: times the steps on this GPU and writes its table; 1 if one was wrong."""
+    """The command: times the steps on this GPU and writes its table; 1 if one was wrong. With
+    `--run` nothing is timed: a bench has measured the same."""
+    if args.run:
+        return _take_over(args.run)
     from reference import BENCH_SHAPES
     from results.measure import GpuStopwatch
     from steps import run

@@ -334,3 +334,39 @@ def test_without_a_gpu_the_command_is_one_sentence() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no CUDA GPU can be used here" in done.stderr
+
+
+# --- from a bench ---------------------------------------------------------------------------------
+def test_a_bench_gives_the_totals_of_what_came_near(tmp_path: Path) -> None:
+    from tests.synthetic_run import make_run
+
+    run = make_run()
+    entries = tuning.entries_of(run)
+    assert entries, "the synthetic run has rows"
+    for one in entries:
+        rows = {
+            f"{row.step} {row.family}": row.total_us
+            for row in run.rows
+            if (row.format, row.N, row.K, row.M) == (one.format, one.n, one.k, one.m)
+            and row.status == "ok"
+        }
+        best = min(us for us in rows.values() if us)
+        near = {work: us for work, us in rows.items() if us and us <= tuning.FAR * best}
+        assert dict(one.times) == near
+    wrong = replace(run, rows=tuple(replace(row, status="failed") for row in run.rows))
+    assert tuning.entries_of(wrong) == ()
+
+
+def test_the_command_takes_a_bench_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.synthetic_run import make_run
+
+    run = make_run()
+    path = record.write(run, path=tmp_path / "run.json")
+    written = tmp_path / "tuning.json"
+    monkeypatch.setattr(tuning, "write", lambda table: written.write_text(tuning.to_json(table)))
+    assert tuning.tune(SimpleNamespace(run=path)) == 0
+    again = tuning.read(written)
+    assert {e.where for e in again.entries} == {e.where for e in tuning.entries_of(run)}
+    assert again.gpu == run.env.gpu
