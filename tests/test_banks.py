@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import cuda, float32, uint8
 
+import steps
+from qformats import WEIGHT_FORMATS
+from reference import Problem
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
@@ -20,6 +23,8 @@ from steps.instructions import (
 )
 from steps.instructions.banks import BankCounter, wavefronts, without_conflicts
 from steps.instructions.simulator import SimulatorError, simulate
+from steps.machines import Simulator
+from steps.verify import prepare
 
 LANES = range(32)
 
@@ -240,3 +245,38 @@ def test_what_cannot_be_counted_is_refused() -> None:
         simulate(records, 1, 1, (out,), banks=BankCounter())
     with pytest.raises(SimulatorError, match="stage: storing a part at once is not counted"):
         simulate(filled, 1, 1, (out,), banks=BankCounter())
+
+
+# --- what steps 7 to 10 say of themselves ---------------------------------------------------------
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("number", [7, 8, 9])
+def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
+    counter = _counted(number, Problem(40, 128, 256, name))
+    assert counter.wavefronts > 1000
+    assert counter.conflicts == 0, counter.report()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_decoding_conflicts_only_where_it_copies_d_and_s(tokens: int) -> None:
+    """Of formats with a minimum d and s lie side by side, and are copied 4 bytes at a time; that is
+    before the stream of weights, in which no two lanes meet."""
+    for name in WEIGHT_FORMATS:
+        counter = _counted(10, Problem(tokens, 128, 256, name))
+        if tokens > 4 and name in ("q4_1", "q5_1"):
+            guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
+            assert len(guilty) == 2
+            assert all("cp_async_4(" in line for line in guilty)
+        else:
+            assert counter.conflicts == 0, f"{name}\n{counter.report()}"
+
+
+def _counted(number: int, problem: Problem) -> BankCounter:
+    """The step's own launch, without its activation pass."""
+    counter = BankCounter()
+    machine = Simulator(banks=counter)
+    step = steps.find(number)
+    prepared = prepare(step, "A8", problem.format, problem.a, problem.blocks, machine)
+    for launch in prepared.activations.launches:
+        Simulator().run(launch)
+    machine.run(prepared.launch)
+    return counter
