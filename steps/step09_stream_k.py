@@ -7,7 +7,7 @@ What is new
     them up, always in the order of K: the same bits from run to run, whoever was last.
 Why it should help
     With 128 tokens and 4096 features step 8 has 64 tiles for the 264 blocks that fit a GPU of 132
-    SMs, and needs the time of 256. Shared out, the same work is 12 us of multiplying and some 5 us
+    SMs, and needs the time of 256. Shared out, the same work is 15 us of multiplying and some 5 us
     for the sums, 8 MB that go to the L2 and back.
 What it costs
     Scratch memory of two tiles a block, and those sums' way through the L2; a few registers of the

@@ -26,7 +26,9 @@ HEADINGS = (
     "Machine code",
     "Read next",
 )
-LONGEST = 480  # lines; the rungs up to 7 have half of that
+LONGEST = 270  # lines: what a person reads in one sitting
+# Longer than that, and no longer: step 9 repeats the 118 lines of step 8's tile.
+LONGER = {"step08_async_pipeline": 320, "step09_stream_k": 440, "step10_decode": 470}
 ALLOWED = {
     "__future__",
     "collections",
@@ -102,8 +104,8 @@ def test_read_next_names_a_step_that_exists(path: Path, tree: ast.Module) -> Non
         assert text.rstrip().endswith(following), "Read next leads up the ladder"
 
 
-def test_a_step_is_no_longer_than_a_lesson(source: str) -> None:
-    assert 50 <= len(source.splitlines()) <= LONGEST
+def test_a_step_is_no_longer_than_a_lesson(path: Path, source: str) -> None:
+    assert 50 <= len(source.splitlines()) <= LONGER.get(path.stem, LONGEST)
 
 
 def test_a_step_imports_the_vocabulary_and_no_other_step(tree: ast.Module) -> None:
