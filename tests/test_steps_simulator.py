@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -68,3 +70,43 @@ def test_a_tile_edge_in_both_directions(
 ) -> None:
     problem = Problem(*shape, name, "integer", seed=1)
     assert verify(steps.find(number), "A8", problem, Simulator(5)).ok
+
+
+# --- steps that cut work by the number of SMs -----------------------------------------------------
+# On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
+# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not.
+SHARED_WORK = (
+    (9, 1, (3, 300, 640), {}),
+    (9, 1, (40, 200, 416), {}),
+    (10, 2, (1, 150, 416), {}),
+    (10, 1, (3, 90, 544), {"SLICE": 512}),
+    (10, 2, (9, 150, 544), {"SLICE_GIVEN": 4096}),
+)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize(("number", "sms", "shape", "constants"), SHARED_WORK)
+def test_work_shared_by_few_sms(
+    number: int, sms: int, shape: tuple, constants: dict, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right, launched again with the same scratch memory too, and the same bits in any order."""
+    step = steps.find(number)
+    module = sys.modules[step.launch.__module__]
+    monkeypatch.setattr(module, "multiprocessors", lambda: sms)
+    for constant, value in constants.items():
+        monkeypatch.setattr(module, constant, value)
+    problem, results = Problem(*shape, name), []
+    for order in (0, -1, 5):
+        machine = Simulator(order)
+        assert verify(step, "A8", problem, machine).ok
+        prepared = prepare(step, "A8", name, problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine).copy())
+        sums, arrived = prepared.launch.args[-2:]
+        assert not arrived.any(), "the next launch counts on"
+        machine.host(prepared.out)[...] = np.nan
+        sums[...] = (
+            np.nan
+        )  # of the launch before: right, so they would hide one that comes too early
+        machine.run(prepared.launch)
+        results.append(machine.host(prepared.out).copy())
+    assert all(np.array_equal(results[0], other) for other in results)
