@@ -25,7 +25,10 @@ from steps.instructions import (
     dp4a_us,
     fence,
     float_to_half,
+    floats_to_halves,
     half_to_float,
+    hfma2,
+    hmul2,
     ldmatrix_x2,
     ldmatrix_x2_trans,
     ldmatrix_x4,
@@ -149,6 +152,62 @@ def half_inputs(rng):
 def half_expected(bits, x):
     with np.errstate(over="ignore"):
         return bits.view(np.float16).astype(np.float32), x.astype(np.float16).view(np.uint16)
+
+
+@cuda.jit
+def packed_half_kernel(a, b, c, products, sums):
+    i = cuda.grid(1)
+    products[i] = hmul2(a[i], b[i])
+    sums[i] = hfma2(a[i], b[i], c[i])
+
+
+def packed_half_inputs(rng):
+    """Words of two halves: of every exponent, and codes as subnormals times a scale plus offset."""
+
+    def operand():
+        bits = rng.integers(0, 1 << 16, 1024).astype(np.uint16)
+        return np.where(bits & 0x7C00 == 0x7C00, bits & 0x83FF, bits).astype(np.uint16)
+
+    a, b, c = operand(), operand(), operand()
+    a[:256] &= 0x07FF
+    c[:256] = (b[:256].view(np.float16) * np.float16(-(2.0**-14))).view(np.uint16)
+    c[256:320] = b[256:320]
+    a[256:320] = np.arange(-32, 32).astype(np.float16).view(np.uint16) | np.uint16(1)
+    return tuple(x.view(np.uint32) for x in (a, b, c))
+
+
+def packed_half_expected(a, b, c):
+    """In integers, in units of 2^-48 (that of the smallest product), rounded to 11 bits at most."""
+
+    def units(x):
+        return [int(v) for v in x.view(np.float16).astype(np.float64) * 2.0**24]
+
+    def rounded(exact, negative):
+        unit = 1 << max(abs(exact).bit_length() - 11, 24)
+        count, rest = divmod(abs(exact), unit)
+        count += 2 * rest > unit or (2 * rest == unit and count & 1)
+        return (-1.0 if negative else 1.0) * (count * unit * 2.0**-48)
+
+    x, y, z = units(a), units(b), units(c)
+    signs = (a ^ b).view(np.int16) < 0
+    products = [rounded(p * q, s) for p, q, s in zip(x, y, signs, strict=True)]
+    exact = [p * q + (r << 24) for p, q, r in zip(x, y, z, strict=True)]
+    zero = signs & (c.view(np.int16) < 0)  # a sum of nothing but -0
+    sums = [rounded(v, v < 0 or (v == 0 and s)) for v, s in zip(exact, zero, strict=True)]
+    with np.errstate(over="ignore"):
+        return tuple(np.array(v).astype(np.float16).view(np.uint32) for v in (products, sums))
+
+
+@cuda.jit
+def halves_kernel(low, high, out):
+    i = cuda.grid(1)
+    out[i] = floats_to_halves(low[i], high[i])
+
+
+def halves_expected(low, high):
+    with np.errstate(over="ignore"):
+        pairs = np.stack([low, high], axis=1).astype(np.float16)
+    return (pairs.view(np.uint32)[:, 0],)
 
 
 @cuda.jit
@@ -605,6 +664,25 @@ CASES = (
         block=256,
         grid=63488 // 256,
         contains=("HADD2.F32", "F2FP.PACK_AB|F2FP.F16.F32.PACK_AB"),
+    ),
+    Case(
+        "packed_half",
+        packed_half_kernel,
+        packed_half_inputs,
+        packed_half_expected,
+        block=256,
+        grid=2,
+        contains=("HFMA2|HFMA2.MMA|HMUL2",),
+    ),
+    Case(
+        "halves",
+        halves_kernel,
+        lambda rng: (half_inputs(rng)[1][:512], half_inputs(rng)[1][:512]),
+        halves_expected,
+        block=256,
+        grid=2,
+        contains=("F2FP.PACK_AB|F2FP.F16.F32.PACK_AB",),
+        oldest="sm_80",
     ),
     copy_case("u32x4", load_u32x4, store_u32x4, 4, uint32, ".128"),
     copy_case("u32x2", load_u32x2, store_u32x2, 2, uint32, ".64"),

@@ -9,7 +9,18 @@ operands are always (array, index), the index counting elements of that array ta
 """
 
 from . import _numpy_shim  # noqa: F401 - first: see there
-from .arithmetic import as_bits, as_float, dp4a, dp4a_us, float_to_half, half_to_float, prmt
+from .arithmetic import (
+    as_bits,
+    as_float,
+    dp4a,
+    dp4a_us,
+    float_to_half,
+    floats_to_halves,
+    half_to_float,
+    hfma2,
+    hmul2,
+    prmt,
+)
 from .async_copy import (
     cp_async_4,
     cp_async_16,
@@ -61,7 +72,10 @@ __all__ = [
     "dp4a_us",
     "fence",
     "float_to_half",
+    "floats_to_halves",
     "half_to_float",
+    "hfma2",
+    "hmul2",
     "ldmatrix_x2",
     "ldmatrix_x2_trans",
     "ldmatrix_x4",

@@ -1,5 +1,7 @@
 """Arithmetic on packed bytes and half-precision bits, one 32-bit register at a time."""
 
+import struct
+
 import numpy as np
 from numba.cuda.types import float32, int32, uint16, uint32
 
@@ -60,6 +62,44 @@ def half_to_float(bits):
 def float_to_half(x):
     """The 16 bits of x rounded to the nearest float16, ties to even; infinity from 65520 on."""
     return int(np.float16(x).view(np.uint16))
+
+
+def halves(word: int) -> tuple[float, float]:
+    """The two float16 of a 32-bit word, the lower first (host and twins only)."""
+    return struct.unpack("<2e", struct.pack("<I", word))
+
+
+def of_halves(low: float, high: float) -> int:
+    """The word of two values, each rounded to the nearest float16 (host and twins only)."""
+    try:
+        return int.from_bytes(struct.pack("<2e", low, high), "little")
+    except OverflowError:  # Python has no rounding to infinity
+        with np.errstate(over="ignore"):
+            return int(np.array([low, high]).astype("<f2").view("<u4")[0])
+
+
+@ptx("cvt.rn.f16x2.f32 $0, $2, $1;", returns=uint32, takes=(float32, float32), min_cc=(8, 0))
+def floats_to_halves(low, high):
+    """Both rounded to the nearest float16, ties to even, in one word. F2FP.F16.F32.PACK_AB."""
+    return of_halves(low, high)
+
+
+@ptx("mul.rn.f16x2 $0, $1, $2;", returns=uint32, takes=(uint32, uint32))
+def hmul2(a, b):
+    """a * b of two float16 each, rounded once; subnormals count in full. HFMA2 or HMUL2."""
+    (a0, a1), (b0, b1) = halves(a), halves(b)
+    return of_halves(a0 * b0, a1 * b1)
+
+
+@ptx("fma.rn.f16x2 $0, $1, $2, $3;", returns=uint32, takes=(uint32, uint32, uint32))
+def hfma2(a, b, c):
+    """a * b + c of two float16 each, rounded once; subnormals count in full. HFMA2.
+
+    The twin adds in float64, whose rounding is never seen: where it is inexact the product is below
+    2^-15 and the sum above 2^5, too far from the middle between two float16 for it to matter.
+    """
+    (a0, a1), (b0, b1), (c0, c1) = halves(a), halves(b), halves(c)
+    return of_halves(a0 * b0 + c0, a1 * b1 + c1)
 
 
 @ptx("mov.b32 $0, $1;", returns=uint32, takes=(float32,))
