@@ -52,7 +52,7 @@ class Dim3:
 class Block:
     """One thread block: its lanes, its shared memory, and who waits where."""
 
-    __slots__ = ("dynamic", "index", "lanes", "shared", "waiting")
+    __slots__ = ("barriers", "dynamic", "index", "lanes", "shared", "waiting")
 
     def __init__(self, index: Dim3, shared_bytes: int):
         self.index = index
@@ -61,6 +61,7 @@ class Block:
         # float64.
         self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
         self.waiting: dict[tuple, list[Lane]] = {}
+        self.barriers: dict = {}  # address -> mbarrier
         self.lanes: list[Lane] = []
 
 

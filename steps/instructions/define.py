@@ -73,9 +73,9 @@ class Twin:
     """The meaning of an instruction in the simulator.
 
     `function` takes the operands, cast to the declared types, and returns the result(s), which are
-    cast likewise. With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` it
-    takes a list of the operand tuples of all lanes, is called once when the last lane has arrived,
-    and returns the list of their results.
+    cast likewise. With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` (or
+    "warpgroup") it takes a list of the operand tuples of all lanes, is called once when the last
+    lane has arrived, and returns the list of their results.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Definition:
     twin: Twin
 
 
+_COLLECTIVE = ("warp", "warpgroup")
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 INSTRUCTIONS: dict[Any, Definition] = {}  # Numba intrinsic -> Definition
@@ -125,7 +126,7 @@ def ptx(
 
     returns: a Numba scalar type, a tuple of them (the kernel gets a tuple), or None.
     takes: a Numba scalar type per register operand, SHARED or GLOBAL per (array, index) pair.
-    scope: None, "lane" or "warp": see `Twin`.
+    scope: None, "lane", "warp" or "warpgroup": see `Twin`.
     memory: it reads or writes memory, so LLVM must keep it in order with loads, stores and
     barriers.
     min_cc: the first compute capability that has it; offline compilation for an older one fails
@@ -238,7 +239,7 @@ def define(
     parameters = list(inspect.signature(twin).parameters.values())
     if scope == "lane":
         parameters = parameters[1:]
-    elif scope == "warp":  # the twin sees all lanes at once; the kernel passes the operands of one
+    elif scope in _COLLECTIVE:  # the twin sees all lanes at once; a kernel passes one's operands
         parameters = [inspect.Parameter(f"x{i}", _POSITIONAL) for i in range(len(casts))]
     if len(parameters) != len(casts):
         raise TypeError(

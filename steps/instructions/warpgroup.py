@@ -1,0 +1,378 @@
+"""Tensor cores as Hopper has them: four warps multiply a tile, behind the threads' backs.
+
+A *warpgroup* is four warps, the first of them a multiple of four. All 128 threads execute `wgmma`
+together (PTX ISA 9.7.16, compute capability 9.0 only): D[64, N] += A[64, K] B[K, N], where a row of
+A and a column of B are 32 bytes along K: 16 float16 or 32 bytes. N is 8, 16, 24, 32 or a multiple
+of 16 up to 256.
+
+    A, in registers: warp w of the four holds rows 16 w to 16 w + 15 in the fragments of
+    `mma_m16n8k16_f16` or `mma_m16n8k32_s8` (steps/instructions/tensor_core.py): a0, a1, a2, a3.
+
+    D, in registers: a tuple of N / 2 values; with g = lane // 4 and t = lane % 4
+
+             D[64, N]          n = 8j + 2t     8j + 2t + 1
+             row 16w + g      |   d[4j]     |   d[4j + 1]   |
+             row 16w + g + 8  |   d[4j + 2] |   d[4j + 3]   |
+
+    B, in shared memory, where a *descriptor* says (`matrix_descriptor`).
+
+It returns at once. Multiplications are closed into groups (`wgmma_commit`) and waited for
+(`wgmma_wait`), and until then the accumulators belong to the tensor cores and B must stay as it is:
+
+    wgmma_fence()                                  before the first wgmma of a group
+    for u in range(4):
+        acc = wgmma_f16(acc, a0, a1, a2, a3, b + u * (2 * leading >> 4), 1)
+    wgmma_commit()
+    acc = wgmma_wait_all(acc)                      wgmma_wait_all = wgmma_wait(0), at module level
+
+The accumulators go through every instruction as a tuple, which is how the compilers know that they
+change. If ptxas finds accumulators or A fragments touched while they may be in use, it makes every
+`wgmma` wait for itself and says so only in a remark (C7510 to C7520), which the tests of machine
+code look for. It sees a touch where a loop may be passed without a turn (`while True: ... break`,
+or a first turn outside, has none) and where a loop lies between a `wgmma` and its wait.
+"""
+
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba.cuda import cgutils, types
+from numba.cuda.core.errors import TypingError
+from numba.cuda.types import float32, int32, int64, uint32
+
+from .define import SHARED, array_operand, cast_of, define, index, pack, ptx
+from .errors import SimulatorError
+
+GROUP = 128  # threads of a warpgroup
+_HOPPER = (9, 0)
+_LETTER = {float32: "f", int32: "r"}
+_WIDTHS = (8, 24, *range(16, 257, 16))  # what both kinds of numbers have
+
+
+def _accumulators(value):
+    return value
+
+
+def _asm(builder, text, results, operands, constraints):
+    kind = ir.LiteralStructType(results)
+    function = ir.FunctionType(kind, [v.type for v in operands])
+    assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+    value = builder.call(assembly, operands, attrs=("convergent",))
+    return [builder.extract_value(value, i) for i in range(len(results))]
+
+
+def _through(context, builder, tuple_type, values, text, operands=(), constraints=()):
+    """LLVM: assembly that changes a tuple of accumulators in their registers."""
+    count = len(values)
+    letter = _LETTER[tuple_type.dtype]
+    kind = context.get_value_type(tuple_type.dtype)
+    tied = [f"={letter}"] * count + [str(i) for i in range(count)]
+    parts = _asm(
+        builder,
+        text,
+        [kind] * count,
+        [*values, *operands],
+        ",".join([*tied, *constraints]),
+    )
+    return pack(context, builder, tuple_type, parts)
+
+
+def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, element, exact, doc: str):
+    """One of the multiplications: its PTX for every N, and its twin."""
+
+    def typing(given):
+        acc = given[0]
+        if not (isinstance(acc, types.UniTuple) and acc.dtype == accumulator):
+            raise TypingError(f"{name} accumulates in a tuple of {accumulator}, not in {acc}")
+        if 2 * acc.count not in _WIDTHS:
+            raise TypingError(
+                f"{name} got {acc.count} accumulators, half of N: N is 8, 16, 24, 32 or a multiple "
+                "of 16 up to 256"
+            )
+        return acc, (acc, *[uint32] * 4, int64, int32)
+
+    def lower(context, builder, signature, arguments):
+        tuple_type = signature.return_type
+        count = tuple_type.count
+        values = cgutils.unpack_tuple(builder, arguments[0], count)
+        d = ",".join(f"${i}" for i in range(count))
+        a0 = 2 * count
+        a = ",".join(f"${a0 + i}" for i in range(4))
+        text = (
+            f"{{.reg .pred p; setp.ne.b32 p, ${a0 + 5}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{2 * count}{shape}.{numbers} "
+            f"{{{d}}}, {{{a}}}, ${a0 + 4}, p{tail};}}"
+        )
+        constraints = (*"rrrr", "l", "r")
+        return _through(context, builder, tuple_type, values, text, arguments[1:], constraints)
+
+    def twin(lanes):
+        return _multiply(lanes, element, exact)
+
+    twin.__name__, twin.__doc__ = name, doc
+    casts = (_accumulators, *[cast_of(uint32)] * 4, cast_of(int64), cast_of(int32))
+    return define(
+        twin,
+        f".{numbers} ",
+        scope="warpgroup",
+        casts=casts,
+        results=(_accumulators,),
+        typing=typing,
+        lower=lower,
+        min_cc=_HOPPER,
+    )
+
+
+def _multiply(lanes: list, element, exact) -> list[tuple]:
+    raise SimulatorError("wgmma is not simulated yet")
+
+
+wgmma_f16 = _wgmma(
+    "wgmma_f16",
+    "k16",
+    "f32.f16.f16",
+    float32,
+    ", 1, 1, 0",
+    (np.float16, np.float16),
+    np.float32,
+    "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B, or A @ B where accumulate is 0; float16 "
+    "with float32 sums. HGMMA.",
+)
+wgmma_s8 = _wgmma(
+    "wgmma_s8",
+    "k32",
+    "s32.s8.s8",
+    int32,
+    "",
+    (np.int8, np.int8),
+    np.int64,
+    "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B in int32, modulo 2^32; bytes of A and B "
+    "signed. IGMMA.",
+)
+wgmma_u8 = _wgmma(
+    "wgmma_u8",
+    "k32",
+    "s32.u8.s8",
+    int32,
+    "",
+    (np.uint8, np.int8),
+    np.int64,
+    "As `wgmma_s8`, the bytes of A unsigned and those of B signed. IGMMA.",
+)
+
+
+@ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
+def wgmma_fence(lane):
+    """Before the first `wgmma` of a group: registers written so far may be read by it."""
+
+
+@ptx("wgmma.commit_group.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
+def wgmma_commit(lane):
+    """Close the multiplications since the last commit into a group."""
+
+
+@cache
+def wgmma_wait(newest: int):
+    """The instruction acc -> acc that waits until at most the `newest` youngest groups run.
+
+    A factory, since PTX takes the number as an immediate. The accumulators that it returns may be
+    read if all of their groups are done; the others must be passed on to `wgmma` or another wait.
+    """
+    if not 0 <= newest <= 7:
+        raise ValueError(f"wgmma_wait takes a number of groups from 0 to 7, got {newest}")
+
+    def typing(given):
+        acc = given[0]
+        if not (isinstance(acc, types.UniTuple) and acc.dtype in _LETTER):
+            raise TypingError(f"wgmma_wait takes a tuple of accumulators, not {acc}")
+        return acc, (acc,)
+
+    text = f"wgmma.wait_group.sync.aligned {newest};"
+
+    def lower(context, builder, signature, arguments):
+        kind = signature.return_type
+        values = cgutils.unpack_tuple(builder, arguments[0], kind.count)
+        return _through(context, builder, kind, values, text, (), ("~{memory}",))
+
+    def twin(lanes):
+        return [acc for (acc,) in lanes]
+
+    twin.__name__ = f"wgmma_wait_{newest}"
+    twin.__doc__ = f"Wait until at most {newest} groups of this warpgroup run."
+    return define(
+        twin,
+        text,
+        scope="warpgroup",
+        casts=(_accumulators,),
+        results=(_accumulators,),
+        typing=typing,
+        lower=lower,
+        min_cc=_HOPPER,
+    )
+
+
+# --- accumulators
+
+
+def _zeros(name: str, dtype):
+    @cache
+    def factory(count: int):
+        kind = types.UniTuple(dtype, count)
+        zeros = (cast_of(dtype)(0),) * count
+
+        def twin():
+            return zeros
+
+        def lower(context, builder, signature, arguments):
+            return ir.Constant(ir.ArrayType(context.get_value_type(dtype), count), None)
+
+        twin.__name__ = f"{name}_{count}"
+        twin.__doc__ = f"A tuple of {count} zeros."
+        return define(
+            twin,
+            f"zeroinitializer {count}",
+            casts=(),
+            results=(_accumulators,),
+            typing=lambda given: (kind, ()),
+            lower=lower,
+        )
+
+    factory.__name__ = name
+    return factory
+
+
+zeros_f32 = _zeros("zeros_f32", float32)
+zeros_i32 = _zeros("zeros_i32", int32)
+
+
+def _define_spread():
+    def spread(array, values):
+        """array[i] = values[i] for a tuple, such as accumulators; a loop may then index them. The
+        array is a `cuda.local.array` of its length and type, which stays in registers."""
+        for i, value in enumerate(values):
+            array[i] = value
+
+    def typing(given):
+        array, values = given
+        if not (isinstance(array, types.Array) and isinstance(values, types.UniTuple)):
+            return None
+        if array.dtype != values.dtype:
+            raise TypingError(f"spread of {values} into an array of {array.dtype}")
+        return types.void, (array, values)
+
+    def lower(context, builder, signature, arguments):
+        array_type, tuple_type = signature.args
+        data = context.make_array(array_type)(context, builder, value=arguments[0]).data
+        for i, value in enumerate(cgutils.unpack_tuple(builder, arguments[1], tuple_type.count)):
+            builder.store(value, builder.gep(data, [ir.Constant(ir.IntType(64), i)]))
+        return context.get_dummy_value()
+
+    return define(
+        spread,
+        "store",
+        casts=(array_operand, _accumulators),
+        results=(),
+        typing=typing,
+        lower=lower,
+    )
+
+
+spread = _define_spread()
+
+
+# --- where B lies
+
+
+def _define_descriptor():
+    def matrix_descriptor(array, index, leading, stride):
+        """The descriptor of B at array[index] in shared memory, an int64, for `wgmma`.
+
+        B is cut into *core matrices* of 8 columns of B (tokens) by 16 bytes along K, each of them
+        128 bytes in one piece, column after column:
+
+                         K bytes 0..15              K bytes 16..31
+            n  0..7   | 8 x 16 B, at 0       |   | 8 x 16 B, at leading          |
+            n  8..15  | 8 x 16 B, at stride  |   | 8 x 16 B, at leading + stride |
+            ...
+            n  N-8..  | at (N/8 - 1) stride  |   | at leading + (N/8 - 1) stride |
+
+        `leading` is the distance in bytes of core matrices that are neighbours along K, `stride` of
+        neighbours along N (PTX ISA 9.7.16.5.1, K-major, no swizzle: the "leading-dimension" and the
+        "stride-dimension byte offset"); all three are multiples of 16. With units of 16 bytes,
+        K outermost, [K/16, tokens, 16] as in `q8_1_slabs`: leading = 16 * tokens, stride = 128.
+
+        In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
+        descriptor + (2 * leading >> 4).
+        """
+        raise SimulatorError("matrix_descriptor is not simulated yet")
+
+    def typing(given):
+        fits = isinstance(given[0], types.Array)
+        return (int64, (given[0], int64, int32, int32)) if fits else None
+
+    def lower(context, builder, signature, arguments):
+        array, at, leading, stride = arguments
+        word, wide = ir.IntType(32), ir.IntType(64)
+        address = SHARED.lower(context, builder, signature.args[0], array, at)
+
+        def field(value, bit):
+            units = builder.lshr(builder.and_(value, ir.Constant(word, 0x3FFFF)), word(4))
+            return builder.shl(builder.zext(units, wide), wide(bit))
+
+        low = builder.or_(field(address, 0), field(leading, 16))
+        return builder.or_(low, field(stride, 32))
+
+    return define(
+        matrix_descriptor,
+        "matrix_descriptor",
+        casts=(SHARED.check, index, cast_of(int32), cast_of(int32)),
+        results=(cast_of(int64),),
+        typing=typing,
+        lower=lower,
+    )
+
+
+matrix_descriptor = _define_descriptor()
+
+
+# --- registers and barriers of a warpgroup
+
+
+def _setmaxnreg(change: str):
+    @cache
+    def factory(registers: int):
+        if registers % 8 or not 24 <= registers <= 256:
+            raise ValueError(
+                f"setmaxnreg takes a multiple of 8 from 24 to 256 registers, got {registers}"
+            )
+
+        def twin(lanes):
+            return [None] * len(lanes)
+
+        twin.__name__ = f"setmaxnreg_{change}_{registers}"
+        twin.__doc__ = f"Each thread of this warpgroup has {registers} registers from now on."
+        return ptx(
+            f"setmaxnreg.{change}.sync.aligned.u32 {registers};",
+            scope="warpgroup",
+            memory=True,
+            min_cc=_HOPPER,
+        )(twin)
+
+    factory.__name__ = f"setmaxnreg_{change}"
+    return factory
+
+
+setmaxnreg_dec = _setmaxnreg("dec")
+setmaxnreg_inc = _setmaxnreg("inc")
+
+
+@ptx("bar.sync $0, $1;", takes=(int32, int32), scope="lane", memory=True)
+def barrier_sync(lane, barrier, threads):
+    """Wait at barrier 1..15 until `threads` threads (whole warps) have come there. BAR.SYNC."""
+    raise SimulatorError("barrier_sync is not simulated yet")
+
+
+@ptx("bar.arrive $0, $1;", takes=(int32, int32), scope="lane", memory=True)
+def barrier_arrive(lane, barrier, threads):
+    """Count this warp at a barrier where others wait (`barrier_sync`), and go on. BAR.ARV."""
+    raise SimulatorError("barrier_arrive is not simulated yet")
