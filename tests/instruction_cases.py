@@ -14,6 +14,7 @@ from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from steps.instructions import (
     address,
+    and_xor,
     as_bits,
     as_float,
     cp_async_4,
@@ -127,6 +128,17 @@ def prmt_expected(a, b, selector):
     taken = np.take_along_axis(pool, (picks & 7).astype(np.int64), axis=1)
     taken = np.where(picks & 8, np.where(taken & 128, 255, 0), taken)
     return (np.ascontiguousarray(taken.astype(np.uint8)).view(np.uint32)[:, 0],)
+
+
+@cuda.jit
+def and_xor_kernel(a, b, c, out):
+    i = cuda.grid(1)
+    out[0, i] = and_xor(a[i], b[i], c[i])
+    out[1, i] = and_xor(a[i], 0x000F000F, 0x00080008)
+
+
+def and_xor_expected(a, b, c):
+    return (np.stack([a & b ^ c, (a & 0x000F000F) ^ 0x00080008]),)
 
 
 @cuda.jit
@@ -655,6 +667,14 @@ CASES = (
         prmt_expected,
         block=256,
         contains=("PRMT",),
+    ),
+    Case(
+        "and_xor",
+        and_xor_kernel,
+        lambda rng: (words(rng, 256), words(rng, 256)[::-1].copy(), words(rng, 256)),
+        and_xor_expected,
+        block=256,
+        contains=("LOP3.LUT",),
     ),
     Case(
         "half",

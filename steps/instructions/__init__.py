@@ -10,6 +10,7 @@ operands are always (array, index), the index counting elements of that array ta
 
 from . import _numpy_shim  # noqa: F401 - first: see there
 from .arithmetic import (
+    and_xor,
     as_bits,
     as_float,
     dp4a,
@@ -87,6 +88,7 @@ from .warpgroup import (
 
 __all__ = [
     "address",
+    "and_xor",
     "as_bits",
     "as_float",
     "barrier_arrive",

@@ -52,6 +52,12 @@ def prmt(a, b, selector):
     return result
 
 
+@ptx("lop3.b32 $0, $1, $2, $3, 0x6A;", returns=uint32, takes=(uint32, uint32, uint32))
+def and_xor(a, b, c):
+    """(a & b) ^ c, in one instruction even where b and c are constants. LOP3."""
+    return a & b ^ c
+
+
 @ptx("cvt.f32.f16 $0, $1;", returns=float32, takes=(uint16,))
 def half_to_float(bits):
     """The float16 whose 16 bits are `bits`, exactly, as float32."""
