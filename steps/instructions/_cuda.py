@@ -42,6 +42,7 @@ class _Shared:
             make = CheckedArray if banks is None else banks.array
             found = make(data, _declared_name("shared"), "shared", alignment or dtype.alignment)
             block.shared[key] = found
+            block.memory.add(found.data, found.name)
         return found
 
 

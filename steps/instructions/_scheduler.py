@@ -5,6 +5,9 @@ or where it polls. A lane that never waits runs from start to end before the nex
 kernel does without a barrier it does in the most revealing way: one thread is as far ahead of the
 others as the barriers allow.
 
+Bulk copies (`steps.instructions._asynchronous`) arrive when nobody else can go on, or, where the
+order is shuffled, now and then before.
+
 The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served;
 -1 descending, a warp goes on as far as it can before the next; any other number seeds a shuffle.
 """
@@ -21,9 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._asynchronous import BarrierWait, BulkCopy, MBarrier, SharedMemory
 from .errors import BarrierDivergence, Deadlock, SimulatorError
 
 WARP = 32
+WARPGROUP = 128
 FULL_MASK = 0xFFFFFFFF
 _PATIENCE = (
     64  # rounds of nothing but polling, by every ready lane, before they are declared deadlocked
@@ -52,7 +57,17 @@ class Dim3:
 class Block:
     """One thread block: its lanes, its shared memory, and who waits where."""
 
-    __slots__ = ("barriers", "dynamic", "index", "lanes", "shared", "waiting")
+    __slots__ = (
+        "barriers",
+        "dynamic",
+        "index",
+        "lanes",
+        "memory",
+        "multiplying",
+        "registers",
+        "shared",
+        "waiting",
+    )
 
     def __init__(self, index: Dim3, shared_bytes: int):
         self.index = index
@@ -61,8 +76,21 @@ class Block:
         # float64.
         self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
         self.waiting: dict[tuple, list[Lane]] = {}
-        self.barriers: dict = {}  # address -> mbarrier
+        self.memory = SharedMemory()
+        self.barriers: dict[int, NamedBarrier] = {}  # those of `barrier_sync`, while in use
+        self.multiplying: dict[int, list] = {}  # warpgroup -> its wgmma under way
+        self.registers: dict[int, int] = {}  # warpgroup -> what it gave itself (setmaxnreg)
         self.lanes: list[Lane] = []
+
+
+class NamedBarrier:
+    """A barrier of some of a block's threads, from its first arrival to its last."""
+
+    __slots__ = ("arrived", "threads")
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.arrived: set[int] = set()
 
 
 class Lane:
@@ -70,8 +98,10 @@ class Lane:
 
     __slots__ = (
         "block",
+        "commits",
         "copies",
         "done",
+        "fenced",
         "greenlet",
         "groups",
         "index",
@@ -86,12 +116,14 @@ class Lane:
         self.block, self.index, self.thread = block, index, thread
         self.greenlet: Any = None
         self.result: Any = None  # of the meeting it was woken from
-        self.meeting = ""  # what it waits at, where, and what it brought
+        self.meeting: Any = ""  # what it waits at, where, and what it brought
         self.site: Site
         self.operands: Any = None
         self.done = False
         self.copies: list = []  # cp.async issued and not yet committed
         self.groups: deque = deque()  # committed groups, oldest first
+        self.commits = 0  # groups of wgmma it closed
+        self.fenced = False  # whether it called wgmma_fence since
 
 
 class Site(NamedTuple):
@@ -125,6 +157,7 @@ class Schedule:
         "arguments",
         "banks",
         "block_dim",
+        "copies",
         "error",
         "grid_dim",
         "kernel",
@@ -150,6 +183,7 @@ class Schedule:
         self.banks = banks  # a BankCounter, or None where nobody asked
         self.random = random.Random(order)
         self.ready: deque[Lane] = deque()
+        self.copies: list[BulkCopy] = []  # under way, in the order they were asked for
         self.lane: Lane  # the one that runs
         self.error: tuple[Lane, Exception] | None = None
         self.polls = 0
@@ -194,7 +228,10 @@ class Schedule:
         self.polls = 0
         self._wake(lanes)
         try:
-            while self.ready and self.error is None:
+            while (self.ready or self.copies) and self.error is None:
+                if self.copies and (not self.ready or self._early()):
+                    self._land()
+                    continue
                 self.lane = lane = self._next()
                 lane.greenlet.switch()
             if self.error is None:
@@ -202,7 +239,7 @@ class Schedule:
             if self.banks is not None:
                 self.banks.close(blocks)
         finally:
-            self.ready = deque()
+            self.ready, self.copies = deque(), []
             for lane in lanes:
                 if lane.greenlet and not lane.greenlet.dead:
                     lane.greenlet.throw(greenlet.GreenletExit)
@@ -234,6 +271,22 @@ class Schedule:
         i = self.random.randrange(len(ready))
         ready[i], ready[-1] = ready[-1], ready[i]
         return ready.pop()
+
+    def _early(self) -> bool:
+        """Whether a bulk copy arrives before it has to."""
+        return self.order not in (0, -1) and self.random.random() < 0.25
+
+    def _land(self) -> None:
+        """One bulk copy arrives: they need not keep their order."""
+        i = {0: 0, -1: -1}.get(self.order)
+        copy = self.copies.pop(self.random.randrange(len(self.copies)) if i is None else i)
+        self.polls = 0
+        try:
+            if copy.land():
+                self._resume(copy.lane.block, ("mbarrier", id(copy.barrier)))
+        except SimulatorError as error:
+            error.site = copy.site
+            self.error = copy.lane, error
 
     # --- waiting
     def meet(self, what: str, key: tuple, members: int, function: Callable, operands, check=True):
@@ -280,9 +333,87 @@ class Schedule:
         members = (mask & ((1 << size) - 1)).bit_count()
         return self.meet(what, ("warp", warp, mask), members, function, operands)
 
+    def meet_warpgroup(self, what: str, function: Callable, operands=()):
+        """The 128 threads of the warpgroup."""
+        group = self.lane.index // WARPGROUP
+        there = len(self.lane.block.lanes) - group * WARPGROUP
+        if there < WARPGROUP:
+            raise SimulatorError(
+                f"{what} needs a warpgroup of 128 threads; the last of this block has {there}"
+            )
+        return self.meet(what, ("warpgroup", group), WARPGROUP, function, operands)
+
+    def wait_for_phase(self, barrier: MBarrier, parity: int) -> None:
+        """Wait until the phase of that parity is complete."""
+        lane = self.lane
+        phase = barrier.phase_of(lane, parity)
+        if barrier.phase == phase:
+            self._park(("mbarrier", id(barrier)), BarrierWait(barrier, parity))
+        barrier.passed(lane, phase)
+
+    def arrive(self, barrier: MBarrier, expected: int = 0) -> None:
+        """Count an arrival at an mbarrier."""
+        if barrier.arrive(expected):
+            self._resume(self.lane.block, ("mbarrier", id(barrier)))
+
+    def copy(self, copy: BulkCopy) -> None:
+        """A bulk copy is under way from now on."""
+        other = next((c for c in self.copies if copy.overlaps(c)), None)
+        if other is not None:
+            raise SimulatorError(
+                f"a bulk copy goes where another of {other.size} bytes is under way to"
+            )
+        self.copies.append(copy)
+
+    def count_at_barrier(self, number: int, threads: int, *, stay: bool) -> None:
+        """Arrive at a named barrier, and wait there if `stay`."""
+        what = "barrier_sync" if stay else "barrier_arrive"
+        lane, barriers = self.lane, self.lane.block.barriers
+        if not 1 <= number <= 15:
+            raise SimulatorError(
+                f"{what} takes a barrier from 1 to 15 (0 is that of cuda.syncthreads), got {number}"
+            )
+        if threads % WARP or not 0 < threads <= len(lane.block.lanes):
+            raise SimulatorError(
+                f"{what} takes a number of threads that is a multiple of 32 and at most the "
+                f"block's {len(lane.block.lanes)}, got {threads}"
+            )
+        self.meet_warp(what, lambda operands: [None] * len(operands))
+        barrier = barriers.setdefault(number, NamedBarrier(threads))
+        if barrier.threads != threads:
+            raise SimulatorError(
+                f"{what}: barrier {number} is in use by {barrier.threads} threads, not {threads}"
+            )
+        if lane.index in barrier.arrived:
+            raise SimulatorError(
+                f"{what}: the thread has arrived at barrier {number} already, which lacks "
+                f"{threads - len(barrier.arrived)} of {threads} threads"
+            )
+        barrier.arrived.add(lane.index)
+        if len(barrier.arrived) == threads:
+            del barriers[number]
+            self._resume(lane.block, ("barrier", number))
+        elif stay:
+            self._park(("barrier", number), f"barrier_sync({number}, {threads})")
+
+    def _park(self, key: tuple, meeting: Any) -> None:
+        """The lane does nothing until `_resume`."""
+        lane = self.lane
+        lane.site, lane.meeting = here(), meeting
+        lane.block.waiting.setdefault(key, []).append(lane)
+        self.main.switch()
+
+    def _resume(self, block: Block, key: tuple) -> None:
+        """All lanes that are parked there go on."""
+        lanes = block.waiting.pop(key, [])
+        self.polls = 0
+        self._wake(sorted(lanes, key=lambda lane: lane.index))
+
     def poll(self) -> None:
         """Let all others run; the lane waits for a change in memory (nanosleep and its like)."""
         self.polls += 1
+        if self.copies and self.polls > len(self.ready):  # everybody polls: time for a copy
+            self._land()
         if self.polls > _PATIENCE * (len(self.ready) + 1):
             raise Deadlock(f"{len(self.ready) + 1} thread(s) poll and nothing changes any more")
         if self.order in (0, -1):
@@ -313,7 +444,9 @@ class Schedule:
             exited = [lane for lane in block.lanes if lane.done]
             if exited:
                 parts.append(f"{_threads(exited)} have exited")
-            kind = BarrierDivergence if exited or len(block.waiting) == 1 else Deadlock
+            alone = exited or len(block.waiting) == 1
+            spins = any(key[0] == "mbarrier" for key in block.waiting)
+            kind = BarrierDivergence if alone and not spins else Deadlock
             raise kind(f"no thread of block {block.index} can go on: {'; '.join(parts)}")
 
     def _located(self, lane: Lane, error: Exception) -> Exception:
@@ -321,7 +454,7 @@ class Schedule:
         index = getattr(error, "lane_in_warp", None)
         if index is not None:  # found while acting for the whole warp
             lane = lane.block.lanes[lane.index // WARP * WARP + index]
-        site, step = None, error.__traceback__
+        site, step = getattr(error, "site", None), error.__traceback__
         while step is not None:
             if id(step.tb_frame.f_code) in kernel_codes:
                 code = step.tb_frame.f_code

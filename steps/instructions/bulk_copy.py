@@ -26,7 +26,11 @@ copies bring needs none: waiting on the mbarrier is enough.
 
 from numba.cuda.types import uint32
 
+from ._arrays import CheckedArray
+from ._asynchronous import BulkCopy
+from ._scheduler import here, now
 from .define import GLOBAL, SHARED, ptx
+from .errors import SimulatorError
 
 _UNIT = 16  # bytes: addresses and sizes of bulk copies are multiples
 _HOPPER = (9, 0)
@@ -42,10 +46,18 @@ _HOPPER = (9, 0)
 def bulk_copy(lane, destination, di, source, si, size, barrier, bi):
     """Begin to copy `size` bytes from source[si] to destination[di], to be reported to the mbarrier
     at barrier[bi]. Both addresses and the size are multiples of 16. UBLKCP."""
+    if not size or size % _UNIT:
+        raise SimulatorError(f"bulk_copy takes a multiple of 16 bytes, got {size}")
+    reports_to = lane.block.memory.barrier(barrier, bi)
+    if not reports_to.fenced:
+        raise SimulatorError(
+            f"bulk_copy reports to mbarrier {reports_to.name}, which its maker has not made known: "
+            "fence_mbarrier_init follows mbarrier_init"
+        )
+    write = CheckedArray.locate(destination, di, size, _UNIT)
     read = source.locate(si, size, _UNIT)
-    write = destination.locate(di, size, _UNIT)
-    destination.bytes[write : write + size] = bytes(source.bytes[read : read + size])
-    lane.block.barriers[_key(barrier, bi)].complete(-size)
+    copy = BulkCopy(lane, here(), destination, write, source, read, size, reports_to)
+    now().copy(copy)
 
 
 @ptx(
@@ -64,29 +76,10 @@ def prefetch_l2(lane, source, si, size):
 @ptx("fence.proxy.async.shared::cta;", scope="lane", memory=True, min_cc=_HOPPER)
 def fence_proxy_async(lane):
     """What this thread wrote to shared memory before, bulk copies and `wgmma` may read after."""
+    lane.block.memory.fence()
 
 
 # --- mbarriers
-
-
-class _MBarrier:
-    """The counts of one barrier."""
-
-    def __init__(self, count: int):
-        self.count = self.pending = count
-        self.bytes = 0
-        self.phase = 0
-
-    def complete(self, size: int = 0, arrivals: int = 0) -> None:
-        self.bytes += size
-        self.pending -= arrivals
-        if not self.pending and not self.bytes:
-            self.phase += 1
-            self.pending = self.count
-
-
-def _key(barrier, index: int) -> int:
-    return barrier.data.__array_interface__["data"][0] + barrier.locate(index, 8)
 
 
 @ptx(
@@ -101,12 +94,14 @@ def mbarrier_init(lane, barrier, bi, count):
 
     One thread does so for all barriers, then `fence_mbarrier_init`; `cuda.syncthreads` follows.
     """
-    lane.block.barriers[_key(barrier, bi)] = _MBarrier(count)
+    lane.block.memory.make_barrier(lane, barrier, bi, count)
 
 
 @ptx("fence.mbarrier_init.release.cluster;", scope="lane", memory=True, min_cc=_HOPPER)
 def fence_mbarrier_init(lane):
     """Make this thread's new mbarriers known to bulk copies."""
+    for made in lane.block.memory.barriers.values():
+        made.fenced |= made.maker is lane
 
 
 # `.release.cta` and `.acquire.cta` are what arrive and wait mean without a qualifier. With
@@ -120,7 +115,7 @@ def fence_mbarrier_init(lane):
 )
 def mbarrier_arrive(lane, barrier, bi):
     """Count an arrival in the current phase: who waits for it sees what this thread did before."""
-    lane.block.barriers[_key(barrier, bi)].complete(0, 1)
+    now().arrive(lane.block.memory.barrier(barrier, bi))
 
 
 @ptx(
@@ -132,7 +127,7 @@ def mbarrier_arrive(lane, barrier, bi):
 )
 def mbarrier_arrive_expect(lane, barrier, bi, size):
     """Count an arrival, and `size` bytes of bulk copies that the current phase must wait for."""
-    lane.block.barriers[_key(barrier, bi)].complete(size, 1)
+    now().arrive(lane.block.memory.barrier(barrier, bi), size)
 
 
 @ptx(
@@ -144,8 +139,4 @@ def mbarrier_arrive_expect(lane, barrier, bi, size):
 )
 def mbarrier_wait(lane, barrier, bi, parity):
     """Wait until the phase of this parity (0 or 1) is complete. SYNCS.PHASECHK."""
-    from ._scheduler import now
-
-    at = _key(barrier, bi)
-    while lane.block.barriers[at].phase & 1 == parity:
-        now().poll()
+    now().wait_for_phase(lane.block.memory.barrier(barrier, bi), parity)

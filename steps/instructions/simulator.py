@@ -7,7 +7,8 @@ process simulates, compiles and launches.
 
 What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
 deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
-copies read before the wait (their data is not there).
+copies read before the wait (their data is not there), arrivals, bytes and parities of mbarriers,
+accumulators and operands of `wgmma` touched before the wait.
 
 What it counts when asked: bank conflicts (`steps.instructions.banks`).
 
@@ -242,11 +243,13 @@ def _instruction(twin: Twin) -> Callable:
         return lambda *operands: restore(function(*convert(operands)))
     if twin.scope == "lane":
         return lambda *operands: restore(function(now().lane, *convert(operands)))
-    if twin.scope == "warp":
+    if twin.scope in ("warp", "warpgroup"):
 
         def together(all_operands: list) -> list:
             results = function(all_operands)
             return [restore(r) for r in results] if twin.results else [None] * len(all_operands)
 
+        if twin.scope == "warpgroup":
+            return lambda *operands: now().meet_warpgroup(twin.name, together, convert(operands))
         return lambda *operands: now().meet_warp(twin.name, together, convert(operands))
     raise ValueError(f"{twin.name} has the unknown scope {twin.scope!r}")

@@ -45,11 +45,11 @@ from .errors import SimulatorError
 _LANE = np.arange(32)
 _G, _T = _LANE // 4, _LANE % 4
 # Where lane l's registers lie when a tile is cut into 32-bit words, row by row.
-_A_ROW = np.stack([_G, _G + 8, _G, _G + 8], axis=1)
-_A_WORD = np.stack([_T, _T, _T + 4, _T + 4], axis=1)
-_B_WORD = np.stack([_T, _T + 4], axis=1)
-_C_ROW = np.stack([_G, _G, _G + 8, _G + 8], axis=1)
-_C_COLUMN = np.stack([2 * _T, 2 * _T + 1] * 2, axis=1)
+A_ROW = np.stack([_G, _G + 8, _G, _G + 8], axis=1)
+A_WORD = np.stack([_T, _T, _T + 4, _T + 4], axis=1)
+B_WORD = np.stack([_T, _T + 4], axis=1)
+C_ROW = np.stack([_G, _G, _G + 8, _G + 8], axis=1)
+C_COLUMN = np.stack([2 * _T, 2 * _T + 1] * 2, axis=1)
 
 
 def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[list]:
@@ -58,11 +58,11 @@ def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -
         raise SimulatorError(f"mma needs a full warp; this one has {len(lanes)} lanes")
     words = np.array([lane[:6] for lane in lanes], np.uint32)
     a, b, c = np.empty((16, 8), np.uint32), np.empty((8, 8), np.uint32), np.empty((16, 8), exact)
-    a[_A_ROW, _A_WORD] = words[:, :4]
-    b[_G[:, None], _B_WORD] = words[:, 4:]
-    c[_C_ROW, _C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
+    a[A_ROW, A_WORD] = words[:, :4]
+    b[_G[:, None], B_WORD] = words[:, 4:]
+    c[C_ROW, C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
     c += a.view(element).astype(exact) @ b.view(element_b or element).astype(exact).T
-    return c[_C_ROW, _C_COLUMN].tolist()
+    return c[C_ROW, C_COLUMN].tolist()
 
 
 @ptx(

@@ -40,16 +40,21 @@ from numba.cuda import cgutils, types
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, int64, uint32
 
+from ._arrays import CheckedArray
+from ._multiply import begin, wait
+from ._scheduler import WARPGROUP, now
 from .define import SHARED, array_operand, cast_of, define, index, pack, ptx
 from .errors import SimulatorError
 
-GROUP = 128  # threads of a warpgroup
+REGISTERS = 65536  # of a multiprocessor
 _HOPPER = (9, 0)
+_UNIT = 16  # bytes: what descriptors count in
 _LETTER = {float32: "f", int32: "r"}
 _WIDTHS = (8, 24, *range(16, 257, 16))  # what both kinds of numbers have
 
 
 def _accumulators(value):
+    """The operand as it is: a tuple, or what a `wgmma` of the simulator returned."""
     return value
 
 
@@ -77,8 +82,9 @@ def _through(context, builder, tuple_type, values, text, operands=(), constraint
     return pack(context, builder, tuple_type, parts)
 
 
-def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, element, exact, doc: str):
+def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: tuple, doc: str):
     """One of the multiplications: its PTX for every N, and its twin."""
+    host = np.float32 if accumulator == float32 else np.int32
 
     def typing(given):
         acc = given[0]
@@ -107,7 +113,7 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, element,
         return _through(context, builder, tuple_type, values, text, arguments[1:], constraints)
 
     def twin(lanes):
-        return _multiply(lanes, element, exact)
+        return begin(lanes, dtypes, host)
 
     twin.__name__, twin.__doc__ = name, doc
     casts = (_accumulators, *[cast_of(uint32)] * 4, cast_of(int64), cast_of(int32))
@@ -123,10 +129,6 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, element,
     )
 
 
-def _multiply(lanes: list, element, exact) -> list[tuple]:
-    raise SimulatorError("wgmma is not simulated yet")
-
-
 wgmma_f16 = _wgmma(
     "wgmma_f16",
     "k16",
@@ -134,7 +136,6 @@ wgmma_f16 = _wgmma(
     float32,
     ", 1, 1, 0",
     (np.float16, np.float16),
-    np.float32,
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B, or A @ B where accumulate is 0; float16 "
     "with float32 sums. HGMMA.",
 )
@@ -145,7 +146,6 @@ wgmma_s8 = _wgmma(
     int32,
     "",
     (np.int8, np.int8),
-    np.int64,
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B in int32, modulo 2^32; bytes of A and B "
     "signed. IGMMA.",
 )
@@ -156,7 +156,6 @@ wgmma_u8 = _wgmma(
     int32,
     "",
     (np.uint8, np.int8),
-    np.int64,
     "As `wgmma_s8`, the bytes of A unsigned and those of B signed. IGMMA.",
 )
 
@@ -164,11 +163,14 @@ wgmma_u8 = _wgmma(
 @ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
 def wgmma_fence(lane):
     """Before the first `wgmma` of a group: registers written so far may be read by it."""
+    lane.fenced = True
 
 
 @ptx("wgmma.commit_group.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
 def wgmma_commit(lane):
     """Close the multiplications since the last commit into a group."""
+    lane.commits += 1
+    lane.fenced = False
 
 
 @cache
@@ -195,7 +197,7 @@ def wgmma_wait(newest: int):
         return _through(context, builder, kind, values, text, (), ("~{memory}",))
 
     def twin(lanes):
-        return [acc for (acc,) in lanes]
+        return wait(lanes, newest)
 
     twin.__name__ = f"wgmma_wait_{newest}"
     twin.__doc__ = f"Wait until at most {newest} groups of this warpgroup run."
@@ -249,6 +251,10 @@ def _define_spread():
     def spread(array, values):
         """array[i] = values[i] for a tuple, such as accumulators; a loop may then index them. The
         array is a `cuda.local.array` of its length and type, which stays in registers."""
+        if len(array) != len(values):
+            raise SimulatorError(
+                f"spread of {len(values)} values into {array.name}, which has {len(array)}"
+            )
         for i, value in enumerate(values):
             array[i] = value
 
@@ -304,7 +310,14 @@ def _define_descriptor():
         In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
         descriptor + (2 * leading >> 4).
         """
-        raise SimulatorError("matrix_descriptor is not simulated yet")
+        offset = CheckedArray.locate(array, index, _UNIT)
+        start = now().lane.block.memory.address(array, offset)
+        for name, bytes_ in (("leading", leading), ("stride", stride)):
+            if bytes_ % _UNIT or not 0 <= bytes_ < 1 << 18:
+                raise SimulatorError(
+                    f"{name} of a matrix_descriptor is a multiple of 16 below 2^18, got {bytes_}"
+                )
+        return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32
 
     def typing(given):
         fits = isinstance(given[0], types.Array)
@@ -347,6 +360,15 @@ def _setmaxnreg(change: str):
             )
 
         def twin(lanes):
+            block, group = now().lane.block, now().lane.index // WARPGROUP
+            block.registers[group] = registers
+            total = WARPGROUP * sum(block.registers.values())
+            if total > REGISTERS:
+                raise SimulatorError(
+                    f"setmaxnreg_{change}({registers}): the block's warpgroups would have {total} "
+                    f"registers, more than the {REGISTERS} of a multiprocessor: this one would "
+                    "wait for ever"
+                )
             return [None] * len(lanes)
 
         twin.__name__ = f"setmaxnreg_{change}_{registers}"
@@ -369,10 +391,10 @@ setmaxnreg_inc = _setmaxnreg("inc")
 @ptx("bar.sync $0, $1;", takes=(int32, int32), scope="lane", memory=True)
 def barrier_sync(lane, barrier, threads):
     """Wait at barrier 1..15 until `threads` threads (whole warps) have come there. BAR.SYNC."""
-    raise SimulatorError("barrier_sync is not simulated yet")
+    now().count_at_barrier(barrier, threads, stay=True)
 
 
 @ptx("bar.arrive $0, $1;", takes=(int32, int32), scope="lane", memory=True)
 def barrier_arrive(lane, barrier, threads):
     """Count this warp at a barrier where others wait (`barrier_sync`), and go on. BAR.ARV."""
-    raise SimulatorError("barrier_arrive is not simulated yet")
+    now().count_at_barrier(barrier, threads, stay=False)
