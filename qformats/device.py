@@ -39,9 +39,15 @@ from qformats import BLOCK, FORMATS
 from qformats.repack import CODE_UNIT, TILE_K, TILE_ROWS
 from steps.instructions import (
     address,
+    and_xor,
+    as_bits,
+    as_float,
     dp4a,
     float_to_half,
+    floats_to_halves,
     half_to_float,
+    hfma2,
+    hmul2,
     let_next_start,
     load_f32,
     load_f32x4,
@@ -366,6 +372,97 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (-(-m // TOKENS), -(-k // (BLOCK * WARPS * AHEAD))), (32, WARPS)
 
 
+# --- float16 on the GPU ---------------------------------------------------------------------------
+ROWS = 4  # tokens of a thread block: 64 bytes of a store are one piece, and 512 tokens fill a GPU
+HALF_THREADS = 1024  # of a thread block: a row of 4096 is under way at once
+AT_ONCE = 4  # 128-bit loads of a lane under way at once
+LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
+
+
+@cache
+def half_rounder() -> Any:
+    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
+
+    kernel(a, units, factors): float16 [K/8, M, 8], flat, 8 values of row m followed by 8 of row
+    m + 1, K rounded up to a multiple of 128 and zeros beyond; float32 [M]. The values of a row are
+    multiplied by a power of two that brings the largest into [2^14, 2^15), factors[m] is its
+    inverse (see `reference.Halves`). In a unit stand, of 16 K, first k, then k + 2 for
+    k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
+    weights. K is a multiple of 4.
+
+    A row is read twice, for its largest value and to be rounded; the second time it comes from the
+    caches. Inf and NaN spoil their own row: they count as the largest, and stay what they are.
+    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
+    """
+    step = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_4(a, m, k, wide):
+        """a[m, k..k+3], zeros outside of a."""
+        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+        x = float32(0), float32(0), float32(0), float32(0)
+        if m < rows and k < columns:
+            at = int64(m) * columns + k
+            if wide:
+                x = load_f32x4(a, at)
+            else:
+                x = load_f32(a, at), load_f32(a, at + 1), load_f32(a, at + 2), load_f32(a, at + 3)
+        return x
+
+    @cuda.jit(device=True, forceinline=True)
+    def size(x):
+        """The bits of |x|: as integers they order floats, and NaN comes last."""
+        return int32(as_bits(x) & uint32(0x7FFFFFFF))
+
+    @cuda.jit
+    def half_units(a, units, factors):
+        let_next_start()
+        largest = cuda.shared.array(ROWS, int32)
+        thread = uint32(cuda.threadIdx.x)
+        # four lanes for 16 K of a row, beside them the other rows, then the next 16 K
+        t, row, group = thread & uint32(3), (thread >> uint32(2)) & uint32(ROWS - 1), thread >> 4
+        m = uint32(cuda.blockIdx.x * ROWS + row)
+        first = uint32(16 * group + 4 * t)
+        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+        padded = uint32((columns + uint32(TILE_K - 1)) & uint32(~(TILE_K - 1) & 0xFFFFFFFF))
+        wide = rows_are_aligned(a)
+        if thread < ROWS:
+            largest[thread] = 0
+        wait_for_previous()
+        most = int32(0)
+        for k in range(first, columns, AT_ONCE * step):
+            x = cuda.local.array((AT_ONCE, 4), float32)
+            for i in range(AT_ONCE):
+                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_4(a, m, uint32(k + i * step), wide)
+            for i in range(AT_ONCE):
+                for j in range(4):
+                    most = max(most, size(x[i, j]))
+        cuda.syncthreads()
+        cuda.atomic.max(largest, row, most)
+        cuda.syncthreads()
+
+        # 2^(141 - e) brings 2^(e - 127) to 2^14
+        exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
+        scale = as_float(uint32(268 - exponent) << uint32(23))
+        for k in range(first, padded, step):
+            x0, x1, x2, x3 = load_4(a, m, uint32(k), wide)
+            if m < rows:
+                unit = int64(uint32(k) >> uint32(4)) * 2 * rows + m
+                store_u32(units, unit * 8 + 2 * t, floats_to_halves(x0 * scale, x2 * scale))
+                store_u32(
+                    units, (unit + rows) * 8 + 2 * t, floats_to_halves(x1 * scale, x3 * scale)
+                )
+        if m < rows and first == 0:
+            factors[m] = as_float(uint32(exponent - 14) << uint32(23))
+
+    return half_units
+
+
+def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
+    """(grid, block) of `half_rounder` for m tokens."""
+    return (-(-m // ROWS),), (HALF_THREADS,)
+
+
 # --- records of qformats.repack.tiles -------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TileFormat:
@@ -474,4 +571,143 @@ def tile_format(format_name: str) -> TileFormat:
         minimum=minimum,
         load=load,
         fragments=fragments,
+    )
+
+
+# --- the same records as float16 ------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class HalfFormat:
+    """How lanes make float16 weights of a record of `qformats.repack.half_tiles`.
+
+    record_bytes : bytes of one record
+    words(m, at, lane, half)
+        what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
+    scales(m, at, lane) -> what it needs of the scales and minima
+    multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
+        register, of one of the four blocks of 32 K
+    fragments(words, step, multipliers) -> (a0, a1, a2, a3)
+        of `mma_m16n8k16_f16` for step 0 to 3 of 16 K of that half, whose block the multipliers are
+        of. With g = lane // 4, t = lane % 4 the registers hold
+
+                         lower half   upper half
+            row g          a0: 4t       4t + 2          of these 16 K
+            row g + 8      a1: 4t       4t + 2
+            row g          a2: 4t + 1   4t + 3
+            row g + 8      a3: 4t + 1   4t + 3
+
+        and not neighbours, because so a mask finds both codes of a register in one word. B must
+        have its K in the same order: `float16_units` writes it so.
+    `half`, `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
+    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a LOP3 and a shift more;
+    multipliers are three quarters of an instruction besides.
+    """
+
+    record_bytes: int
+    words: Any
+    scales: Any
+    multipliers: Any
+    fragments: Any
+
+
+SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
+
+
+@cache
+def half_format(format_name: str) -> HalfFormat:
+    """The float16 weights of a format, for capture in a kernel factory."""
+    tile = tile_format(format_name)
+    scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
+    # the code that stands for 0: as a float16, negative, times d' it is the offset ...
+    centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
+    minus_centre = (0x8000 | centre) * 0x00010001
+    # ... and what has been flipped in codes that are kept as two's complement
+    flip = centre * 0x00010001
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales_alone(m, at, lane):
+        return load_u32x4(m, at + scales_at + (lane >> 2) * 16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales_and_minima(m, at, lane):
+        d0, d1, d2, d3 = load_u32x4(m, at + scales_at + (lane >> 2) * 16)
+        m0, m1, m2, m3 = load_u32x4(m, at + minima_at + (lane >> 2) * 16)
+        return d0, d1, d2, d3, m0, m1, m2, m3
+
+    @cuda.jit(device=True, forceinline=True)
+    def twice(word, block):
+        return prmt(word, word, 0x3232 if block & 1 else 0x1010)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_row(scales, row, block):
+        word = 2 * row + (block >> 1)
+        d = twice(scales[word], block)
+        offset = twice(scales[4 + word], block) if minimum else hmul2(d, minus_centre)
+        return d, hmul2(d, SIXTEENTH), offset
+
+    @cuda.jit(device=True, forceinline=True)
+    def multipliers(scales, block):
+        return of_row(scales, 0, block), of_row(scales, 1, block)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_4(word, step, odd):
+        """Nibbles of bytes 0 and 2, or of 1 and 3, where they are: the upper ones 4 bits up."""
+        w = uint32(word) >> uint32(8 * odd)
+        up = 4 * (step & 1)
+        return and_xor(w, 0x000F000F << up, flip << up)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_4(w, step, multipliers):
+        g, h = w[2 * (step >> 1)], w[2 * (step >> 1) + 1]
+        (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
+        x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
+        return (
+            hfma2(codes_4(g, step, 0), x, off_g),
+            hfma2(codes_4(h, step, 0), y, off_h),
+            hfma2(codes_4(g, step, 1), x, off_g),
+            hfma2(codes_4(h, step, 1), y, off_h),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_5(word, bits, step, odd, row):
+        """A nibble, one bit up, and below it the lowest bit: of block step // 2, register
+        row + 2 (step & 1), bytes 0 and 2 or 1 and 3."""
+        w = uint32(word) >> uint32(7) if odd else uint32(word) << uint32(1)
+        up = 4 * (step & 1)
+        at = 8 * odd + 4 * (step >> 1) + row + 2 * (step & 1) - up
+        b = uint32(bits) >> uint32(at) if at >= 0 else uint32(bits) << uint32(-at)
+        return and_xor(w, 0x001E001E << up, and_xor(b, 0x00010001 << up, flip << up))
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_5(w, step, multipliers):
+        g, h, bits = w[2 * (step >> 1)], w[2 * (step >> 1) + 1], w[4]
+        (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
+        x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
+        return (
+            hfma2(codes_5(g, bits, step, 0, 0), x, off_g),
+            hfma2(codes_5(h, bits, step, 0, 1), y, off_h),
+            hfma2(codes_5(g, bits, step, 1, 0), x, off_g),
+            hfma2(codes_5(h, bits, step, 1, 1), y, off_h),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_8(word, odd):
+        return and_xor(uint32(word) >> uint32(8 * odd), 0x00FF00FF, flip)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_8(w, step, multipliers):
+        g, h = w[2 * step], w[2 * step + 1]
+        (x, _, off_g), (y, _, off_h) = multipliers
+        return (
+            hfma2(codes_8(g, 0), x, off_g),
+            hfma2(codes_8(h, 0), y, off_h),
+            hfma2(codes_8(g, 1), x, off_g),
+            hfma2(codes_8(h, 1), y, off_h),
+        )
+
+    return HalfFormat(
+        record_bytes=tile.record_bytes,
+        words=tile.load,
+        scales=scales_and_minima if minimum else scales_alone,
+        multipliers=multipliers,
+        fragments={4: fragments_4, 5: fragments_5, 8: fragments_8}[FORMATS[format_name].bits],
     )

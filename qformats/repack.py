@@ -80,6 +80,17 @@ def _weight_format(blocks: Blocks) -> Format:
     return fmt
 
 
+def _matrix_format(taker: str, blocks: Blocks) -> Format:
+    if blocks.ndim != 2:
+        raise ValueError(
+            f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
+        )
+    fmt = _weight_format(blocks)
+    if blocks.size == 0:
+        raise ValueError(f"blocks of shape {blocks.shape} hold nothing; pass [N, K//32] of them")
+    return fmt
+
+
 def _as_half(value: Floats, what: str) -> NDArray[np.float16]:
     with np.errstate(all="ignore"):
         half = value.astype(np.float16)
@@ -109,8 +120,7 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
     all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
     formats without one; scale and offset float32[K//32, N].
     """
-    if blocks.ndim != 2:
-        raise ValueError(f"slabs takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions")
+    _matrix_format("slabs", blocks)
     apart = planes(blocks)
     n = blocks.shape[0]
     units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
@@ -146,11 +156,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
 
     Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
     """
-    if blocks.ndim != 2:
-        raise ValueError(f"tiles takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions")
-    fmt = _weight_format(blocks)
-    if blocks.size == 0:
-        raise ValueError(f"blocks of shape {blocks.shape} hold nothing; pass [N, K//32] of them")
+    fmt = _matrix_format("tiles", blocks)
     n, blocks_k = blocks.shape
     rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
@@ -186,3 +192,46 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
     return (np.concatenate(flat, axis=1).reshape(-1),)
+
+
+HALF_UNIT = 2.0**-24
+"""The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
+integer n < 2048 is n * HALF_UNIT, so that a mask alone makes a number of a code."""
+
+
+def half_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
+    """`tiles` for kernels that dequantize to float16, and what their sums are to be multiplied by.
+
+    (records, factors): the records of `tiles` with the scales and minima of each row in units of
+    factors[n], a power of two, float32 [N rounded up to whole records]. A weight in that unit is
+
+        code * HALF_UNIT * d' + m'      d' = d / (factor * HALF_UNIT),  m' = m / factor
+
+    one multiply-add with the bits of the code taken as a float16 (-8, -16 or -128 times
+    HALF_UNIT * d' for m' in formats without minima). The factor is such that the row's largest
+    |d'| lies in [2^15, 2^16) or its largest |m'| in [2^14, 2^15), so that nothing overflows.
+
+    d' is exact. Weights and minima above 2^-14 in that unit keep float16's 11 bits; below, they are
+    multiples of HALF_UNIT. So a block whose d is down to 2^-9 of the row's largest loses nothing
+    against its own largest weight, and however small it is, a weight is off by no more than 2^-15
+    of the row's largest |d| (2^-38 of its largest |m|, if that is more). A row whose blocks all
+    have d = 0, m = 0 has factor 2^-15. d and m that are no numbers stay so, spoil what multiplies
+    them, and do not count as the largest.
+    """
+    fmt = _matrix_format("half_tiles", blocks)
+    power = 15 - _exponent(blocks["d"], -24)
+    scaled = blocks.copy()
+    if "m" in (fmt.dtype.names or ()):
+        power = np.minimum(power, 38 - _exponent(blocks["m"], -24))
+        scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 24)
+    scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
+    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
+    factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
+    return *tiles(scaled), factors
+
+
+def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
+    """floor(log2) of the largest finite |value| of each row, at least `least`."""
+    size = np.abs(halves.astype(np.float64))
+    largest = np.where(np.isfinite(size), size, 0.0).max(axis=1, initial=2.0**least)
+    return np.frexp(largest)[1] - 1

@@ -19,8 +19,10 @@ from reference.problem import (
 )
 from reference.product import (
     Q81,
+    Halves,
     magnitude_a8,
     magnitude_a16,
+    magnitude_half,
     same_operands_a8,
     same_operands_a16,
     sample,
@@ -36,6 +38,7 @@ __all__ = [
     "Q81",
     "Check",
     "Golden",
+    "Halves",
     "Limits",
     "Problem",
     "Reference",
@@ -44,6 +47,7 @@ __all__ = [
     "limits",
     "magnitude_a8",
     "magnitude_a16",
+    "magnitude_half",
     "nmse",
     "same_operands_a8",
     "same_operands_a16",

@@ -10,7 +10,8 @@ Seven layers look at a result, each of which misses what another sees:
     float         the error against the unquantized product, which is the *format's*: a kernel that
                   agrees with a wrong codec is caught here
     weights       the codec alone: the dequantized weights, the sharpest sign of a wrong recipe
-    activations   the Q8_1 bits an A8 step made, against the recipe: "same operands" trusts them
+    activations   the bits a step made of A, Q8_1 or float16, against the recipe: "same operands"
+                  trusts them
 
 The two errors are always reported apart. `limits` says where each number comes from.
 """
@@ -29,8 +30,10 @@ from qformats import format_of
 from reference.problem import GOLDEN, Problem
 from reference.product import (
     Q81,
+    Halves,
     both_a8,
     magnitude_a16,
+    magnitude_half,
     parts,
     same_operands_a16,
     sample,
@@ -45,12 +48,17 @@ SAMPLE_LIMIT: Final = 2**18  # outputs compared in full; larger results are samp
 # --- rounding -------------------------------------------------------------------------------------
 
 _U32: Final = 2.0**-24  # unit roundoff of float32, round to nearest
-# What one rounding of an operand costs, and one of the accumulator. Tensor cores accumulate in
-# float32 but may truncate, which is two roundings to nearest.
+# What one rounding of an operand costs, how many a term has of them, and what one of the
+# accumulator costs. Tensor cores accumulate in float32 but may truncate: two roundings to nearest.
 _OPERANDS: Final = {
-    "f32": (0.0, _U32),
-    "f16": (2.0**-11, 2 * _U32),
-    "bf16": (2.0**-8, 2 * _U32),
+    "f32": (0.0, 0, _U32),
+    "f16": (2.0**-11, 2, 2 * _U32),
+    "bf16": (2.0**-8, 2, 2 * _U32),
+    "f16_weights": (2.0**-11, 1, 2 * _U32),  # A is given as it was rounded: `Halves`
+}
+_OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smallest step
+    np.dtype(np.float32): (0.0, 0.0),
+    np.dtype(np.float16): (2.0**-11, 2.0**-25),
 }
 
 
@@ -94,15 +102,16 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
     Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|, and sum |t_i| is `magnitude`
     (`magnitude_a16`, `magnitude_a8`).
-    Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2.
+    Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2, or one for
+    weights alone (f16_weights, whose magnitude is `magnitude_half`).
 
     It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
     of n, not like n. That is what NMSE is for.
     """
-    v, u = _rounding_units(operands)
+    v, count, u = _rounding_units(operands)
     n = roundings(family, k)
     gamma = n * u / (1 - n * u)
-    return np.asarray(((1 + v) ** 2 * (1 + gamma) - 1) * magnitude)
+    return np.asarray(((1 + v) ** count * (1 + gamma) - 1) * magnitude)
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -205,6 +214,8 @@ def _kernel_limit(family: str, k: int, operands: str) -> tuple[float, str]:
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
         return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
+    if operands == "f16_weights":
+        return 2e-7, "weights rounded to f16, once: 3e-8 measured; f16 outputs as much again"
     if operands == "f16":
         return 1e-6, "operands rounded to f16: 6e-8 ... 9e-8 measured"
     if operands == "bf16":
@@ -297,16 +308,27 @@ class Reference:
             return math.inf
         return error / energy if energy else (math.inf if error else 0.0)
 
-    def expected(self, q81: Q81 | None, a: Array, exact: bool) -> Expected:
-        """What the Q8_1 bits of all tokens (A8), or float32 a[M, K] (A16), give."""
-        if q81 is None:
+    def expected(self, given: Q81 | Halves | None, a: Array, exact: bool) -> Expected:
+        """What the Q8_1 bits of all tokens (A8), their halves or float32 a[M, K] (A16) give."""
+        if isinstance(given, Halves):
+            halves = given.rows(self.rows)
+            key = _digest(halves.h, halves.factor)
+            if key not in self._expected:
+                values = halves.values()
+                self._expected[key] = Expected(
+                    same_operands_a16(values, self.blocks),
+                    magnitude_half(values, self.blocks),
+                    check_halves(halves, self.problem.a[self.rows], self.rows),
+                )
+            return self._expected[key]
+        if given is None:
             a = a[self.rows]
             key = _digest(a)
             if key not in self._expected:
                 same, size = same_operands_a16(a, self.blocks), magnitude_a16(a, self.blocks)
                 self._expected[key] = Expected(same, size)
             return self._expected[key]
-        q81 = q81.rows(self.rows)
+        q81 = given.rows(self.rows)
         key = _digest(q81.q, q81.d, q81.s, np.array(exact))
         if key not in self._expected:
             complaint = None
@@ -328,7 +350,7 @@ def check(
     c: Array,
     problem: Problem,
     family: str,
-    activations: Q81 | Array | None = None,
+    activations: Q81 | Halves | Array | None = None,
     exact: bool | None = None,
     *,
     operands: str = "f32",
@@ -336,13 +358,14 @@ def check(
     limit: int = SAMPLE_LIMIT,
     reference: Reference | None = None,
 ) -> Check:
-    """Judge c float32[M, N] as the answer of a `family` step to `problem`.
+    """Judge c float32 or float16[M, N] as the answer of a `family` step to `problem`.
 
-    activations  A8: the Q8_1 bits the kernel multiplied (required). A16: None, or the float32[M, K]
-                 it really multiplied where that is not problem.a
+    activations  A8: the Q8_1 bits the kernel multiplied (required). A16: None, or what it really
+                 multiplied where that is not problem.a: float32[M, K], or `Halves`, whose weights
+                 are then taken to be rounded to float16 too
     exact        demand bit equality; None means problem.exact, and holds for the golden case too
                  when its own bits are given
-    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16"
+    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16" (not for `Halves`)
     blocks       the weights it multiplied, if not problem.blocks (a codec under test)
     limit        how many outputs to compare at most, see `sample` (the Q8_1 bits of those rows
                  too); NaN and Inf are sought in all
@@ -352,7 +375,10 @@ def check(
     """
     _known_family(family)
     _require_answer(c, problem)
-    q81, a = _given(activations, problem, family)
+    given, a = _given(activations, problem, family)
+    q81 = given if isinstance(given, Q81) else None
+    if isinstance(given, Halves):
+        operands = "f16_weights"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and (q81 is None or golden.gave(q81)))
@@ -364,13 +390,18 @@ def check(
     rows, columns = reference.rows, reference.columns
     part = c[np.ix_(rows, columns)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinite d or s is found below, not warned about
-        wanted = reference.expected(q81, a, exact)
+        wanted = reference.expected(given, a, exact)
     same, size, meant = wanted.same, wanted.size, reference.meant
+    if exact and c.dtype == np.float16:  # the one rounding that is left
+        same = same.astype(np.float16).astype(np.float64)
     allowed = limits(problem, family, operands, (rows.size, columns.size))
 
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.abs(part - same)
-        ratio = np.where(error == 0, 0.0, error / bound(family, problem.k, size, operands))
+        roundoff, least = _OUTPUTS[c.dtype]
+        permitted = bound(family, problem.k, size, operands)
+        permitted += roundoff * (np.abs(same) + permitted) + least
+        ratio = np.where(error == 0, 0.0, error / permitted)
     ratio[~np.isfinite(part) | np.isnan(ratio)] = math.inf
     i, j = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     worst = (int(rows[i]), int(columns[j]))
@@ -496,29 +527,49 @@ def check_activations(
     return None
 
 
+def check_halves(halves: Halves, a: Array, rows: Array | None = None) -> str | None:
+    """None if these are a[M, K] in float16, bit for bit, else a sentence; `rows` as above.
+
+    A product with a power of two is exact, and the rounding is the same everywhere.
+    """
+    right = Halves.of_values(a)
+    for name in ("factor", "h"):
+        got, wanted = getattr(halves, name), getattr(right, name)
+        wrong = ~(got == wanted)
+        if wrong.any():
+            m, *k = (int(i) for i in np.argwhere(wrong)[0])
+            place = ", ".join(map(str, (m if rows is None else rows[m], *k)))
+            return (
+                f"{np.count_nonzero(wrong)} of {wrong.size} float16 activations ({name}) differ "
+                f"from the recipe, the first at ({place}): got {got[(m, *k)]:.9g}, expected "
+                f"{wanted[(m, *k)]:.9g}"
+            )
+    return None
+
+
 def _known_family(family: str) -> None:
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}: use one of {', '.join(FAMILIES)}")
 
 
-def _rounding_units(operands: str) -> tuple[float, float]:
+def _rounding_units(operands: str) -> tuple[float, int, float]:
     if operands not in _OPERANDS:
         raise ValueError(f"unknown operands {operands!r}: use one of {', '.join(_OPERANDS)}")
     return _OPERANDS[operands]
 
 
 def _require_answer(c: Array, problem: Problem) -> None:
-    if not isinstance(c, np.ndarray) or c.dtype != np.float32:
+    if not isinstance(c, np.ndarray) or c.dtype not in _OUTPUTS:
         found = getattr(c, "dtype", type(c).__name__)
-        raise TypeError(f"C must be a float32 array, got {found}")
+        raise TypeError(f"C must be a float32 or float16 array, got {found}")
     if c.shape != (problem.m, problem.n):
         raise ValueError(f"C must be of shape (M, N) = ({problem.m}, {problem.n}), got {c.shape}")
 
 
 def _given(
-    activations: Q81 | Array | None, problem: Problem, family: str
-) -> tuple[Q81 | None, Array]:
-    """The operands the kernel was given: (q81, _) for A8, (None, a) for A16."""
+    activations: Q81 | Halves | Array | None, problem: Problem, family: str
+) -> tuple[Q81 | Halves | None, Array]:
+    """The operands the kernel was given: (q81, _) for A8, (halves, _) or (None, a) for A16."""
     if family == "A8":
         if not isinstance(activations, Q81):
             raise TypeError(
@@ -532,7 +583,14 @@ def _given(
             )
         return activations, problem.a
     if isinstance(activations, Q81):
-        raise TypeError("an A16 result is checked against float32 activations, got Q81")
+        raise TypeError("an A16 result is checked against float activations, got Q81")
+    if isinstance(activations, Halves):
+        if activations.h.shape != (problem.m, problem.k):
+            raise ValueError(
+                f"float16 activations must be [M, K] = ({problem.m}, {problem.k}), "
+                f"got {activations.h.shape}"
+            )
+        return activations, problem.a
     if activations is None:
         return None, problem.a
     if activations.shape != (problem.m, problem.k):

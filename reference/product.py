@@ -6,6 +6,8 @@ Three answers to "what should C be", for three questions:
     same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
     same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
 
+`Q81` and `Halves` are activations as kernels are given them; of `Halves` A is `values()`.
+
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
 sums: K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
@@ -83,6 +85,52 @@ class Q81:
         return self.q * np.repeat(self.d.astype(np.float64), BLOCK, axis=1)
 
 
+@dataclass(frozen=True)
+class Halves:
+    """Activations in float16 with a power of two for each token: value = h * factor.
+
+    h float16[M, K], factor float32[M]. TypeError or ValueError if they are not.
+    """
+
+    h: Array
+    factor: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("h", np.float16), ("factor", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Halves.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.h.ndim != 2 or self.factor.shape != self.h.shape[:1]:
+            raise ValueError(
+                f"Halves need h [M, K] and factor [M], got {self.h.shape} and {self.factor.shape}"
+            )
+
+    @classmethod
+    def of_values(cls, a: Array) -> Halves:
+        """Round float32[M, K], each token scaled so that its largest |a| is in [2^14, 2^15).
+
+        A token that is below 2^-112 throughout is scaled by 2^126, the most that has a float32
+        inverse; one that holds a NaN or an infinity, by 2^-114.
+        """
+        largest = np.abs(a.astype(np.float64)).max(axis=1)
+        finite = np.isfinite(largest)
+        _, exponent = np.frexp(np.where(finite, largest, 0.0))  # largest < 2^exponent
+        shift = np.where(largest == 0, 126, np.minimum(15 - exponent, 126))
+        shift = np.where(finite, shift, -114)
+        h = np.ldexp(a.astype(np.float64), shift[:, None])
+        with np.errstate(over="ignore"):  # beside an infinity
+            return cls(h.astype(np.float16), np.ldexp(1.0, -shift).astype(np.float32))
+
+    def rows(self, pick: Pick) -> Halves:
+        """The same, of some tokens only."""
+        return Halves(self.h[pick], self.factor[pick])
+
+    def values(self) -> Array:
+        """h * factor in float64[M, K]."""
+        return self.h * self.factor.astype(np.float64)[:, None]
+
+
 def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
     """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
     x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
@@ -107,7 +155,7 @@ def unquantized(a: Array, w: Array) -> Array:
 
 
 def same_operands_a16(a: Array, blocks: Array) -> Array:
-    """float32 A[M, K] times the dequantized blocks[N, K/32], in float64[M, N]."""
+    """A[M, K] of floats times the dequantized blocks[N, K/32], in float64[M, N]."""
     _same_k(a.shape[1], blocks)
     fmt, a = format_of(blocks), a.astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
@@ -131,6 +179,27 @@ def magnitude_a16(a: Array, blocks: Array) -> Array:
         size += np.abs(offset)[..., None]
         c[:, part] = a @ weights.T
     return c
+
+
+def least_half(blocks: Array) -> Array:
+    """What a weight may be off by however small it is, float64[N], where it is rounded to float16.
+
+    A row of blocks[N, K/32] is scaled so that its largest |d| is float16 2^-9 at least, and its
+    largest |m| 2^14 where that would overflow. There weight and minimum are rounded to multiples of
+    2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-38 of the largest |m|.
+    """
+    least = np.abs(blocks["d"].astype(np.float64)).max(axis=1) * 2.0**-15
+    if "m" in (blocks.dtype.names or ()):
+        m = np.abs(blocks["m"].astype(np.float64)).max(axis=1)
+        least = np.maximum(least, m * 2.0**-38)
+    return np.asarray(least)
+
+
+def magnitude_half(a: Array, blocks: Array) -> Array:
+    """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
+    one rounding of 2^-11 that is what rounding the weights to float16 may cost."""
+    of_rows = np.abs(a).astype(np.float64).sum(axis=1)
+    return magnitude_a16(a, blocks) + np.outer(of_rows, 2.0**11 * least_half(blocks))
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:

@@ -1,9 +1,9 @@
-"""How activations reach a kernel: as they are, or quantized on the GPU to Q8_1 in two layouts.
+"""How activations reach a kernel: as they are, rounded to float16, or quantized to Q8_1.
 
 A step names one of these functions (or `by_family` of two); the harness runs and times the launches
-they return apart from the step's own. `encode` and `decode` go between a layout and plain (q, d, s)
-arrays, so that the checker can read the very bits a kernel multiplied and a test can hand it bits
-of its own.
+they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
+(`Q81`, `Halves`), so that the checker can read the very bits a kernel multiplied and a test can
+hand it bits of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from qformats import BLOCK, block_q8_1
-from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
+from qformats.device import BLOCK_Q8_1, half_grid, half_rounder, q8_1_grid, q8_1_quantizer
 from qformats.repack import TILE_K, UNIT
-from reference.product import Q81
+from reference.product import Q81, Halves
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
 
@@ -51,6 +51,27 @@ def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activa
     return Activations((a,), layout="inside")
 
 
+HALVES = 8
+"""float16 in a unit of 16 bytes."""
+
+PAST = 256
+"""Tokens past the last one that a tile of `float16_units` may read: their columns of C are
+nobody's, and are not written."""
+
+
+def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
+    """A16 in float16, K outermost: float16 [K/8, M, 8] with room for `PAST` tokens after the last
+    unit, and float32 [M] by which each token's products are to be multiplied. K rounded up to a
+    multiple of 128 and zeros beyond; for its order and the powers of two see
+    `qformats.device.half_rounder`."""
+    m, k = a.shape
+    units = ceil_div(k, TILE_K) * TILE_K // HALVES
+    halves = machine.empty(((units * m + PAST) * HALVES,), np.float16)
+    factors = machine.empty((m,), np.float32)
+    launch = Launch(half_rounder(), *half_grid(m), (a, halves, factors))
+    return Activations((halves, factors), (launch,), "halves")
+
+
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     """One function for a step of both families."""
 
@@ -60,29 +81,38 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     return activations
 
 
-def encode(layout: str, q81: Q81) -> tuple[np.ndarray, ...]:
-    """(q, d, s) -> the arrays of a layout, as the GPU's quantizer would have left them."""
-    m, k = q81.q.shape
-    if layout == "inside":
-        raise ValueError("a kernel that quantizes inside takes no Q8_1 bits")
+def encode(layout: str, given: Q81 | Halves) -> tuple[np.ndarray, ...]:
+    """(q, d, s) or halves -> the arrays of a layout, as the GPU would have left them."""
+    if isinstance(given, Halves) is not (layout == "halves") or layout == "inside":
+        raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
+    if isinstance(given, Halves):
+        m, k = given.h.shape
+        h = np.pad(given.h, ((0, 0), (0, -k % TILE_K))).reshape(m, -1, 4, 2, 2)
+        units = h.transpose(1, 4, 0, 2, 3)  # of 16 K: k = 4 t + 2 i + odd -> odd, token, t, i
+        return np.pad(units.reshape(-1), (0, PAST * HALVES)), given.factor
+    m, k = given.q.shape
     if layout == "slabs":
         more = -k % TILE_K
-        units = np.pad(q81.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
+        units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
         units = units.transpose(1, 0, 2)
-        ds = np.stack([q81.d.T, q81.s.T], axis=-1).astype(np.float32)
+        ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
         return np.ascontiguousarray(units).reshape(-1), ds.reshape(-1)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
-    blocks["d"], blocks["s"] = q81.d, q81.s
-    blocks["qs"] = q81.q.reshape(m, k // BLOCK, BLOCK)
+    blocks["d"], blocks["s"] = given.d, given.s
+    blocks["qs"] = given.q.reshape(m, k // BLOCK, BLOCK)
     return (blocks.view(np.uint8).reshape(-1),)
 
 
-def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81:
-    """The arrays of a layout -> (q, d, s): the bits that the kernel really read; where it made
-    them itself ("inside"), those the recipe prescribes."""
+def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 | Halves:
+    """The arrays of a layout -> (q, d, s) or halves: the bits that the kernel really read; where it
+    made them itself ("inside"), those the recipe prescribes."""
     if layout == "inside":
         return Q81.of_values(arrays[0].reshape(m, k))
+    if layout == "halves":
+        units, factor = arrays
+        h = units[: units.size - PAST * HALVES].reshape(-1, 2, m, 4, 2)
+        return Halves(h.transpose(2, 0, 3, 4, 1).reshape(m, -1)[:, :k], factor)
     if layout == "slabs":
         qs, ds = arrays
         q = qs.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)

@@ -57,7 +57,8 @@ class Activations:
 
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
     `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `qformats.device`), or
-    "inside" where the kernel makes it of float32 A itself; None for the A16 family.
+    "inside" where the kernel makes it of float32 A itself; for the A16 family it is "halves" where
+    A was rounded to float16 first, else None.
     """
 
     arrays: tuple[Any, ...]
@@ -99,6 +100,7 @@ class Step:
         launch; what must be zero for the next one, the kernel leaves so.
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
+    outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, the front door takes it for no more. It is right for every M all the same.
@@ -117,6 +119,7 @@ class Step:
     contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
+    outputs: tuple[str, ...] = ("float32",)
     min_cc: tuple[int, int] = (7, 5)
     most_tokens: int | None = None
 

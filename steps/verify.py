@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from qformats import FORMATS
-from reference import Q81, Check, Problem, check
+from reference import Q81, Check, Halves, Problem, check
 from steps.activations import decode, encode
 from steps.step import Activations, Family, Launch, Machine, Shape, Step
 
 GUARD = 1024
-"""Floats on each side of the output that no kernel may touch; 4 KB, so C is as aligned as alone."""
+"""Floats on each side of the output that no kernel may touch; KBs, so C is as aligned as alone."""
 
-_CANARY = np.float32(-7.25e30)
+_CANARY = {np.dtype(np.float32): np.float32(-7.25e30), np.dtype(np.float16): np.float16(-7.25e3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,21 @@ def prepare(
     blocks: np.ndarray,
     machine: Machine,
     given: Q81 | None = None,
+    dtype: Any = np.float32,
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
     `given`: Q8_1 bits to multiply instead of what the machine would make of `a` (A8 only).
+    `dtype`: of C, one of `step.outputs`.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if given is not None and activations.layout not in (None, "inside"):
+    if given is not None and activations.layout in ("blocks", "slabs"):
         arrays = tuple(machine.array(x) for x in encode(activations.layout, given))
         activations = replace(activations, arrays=arrays, launches=())
-    guarded = machine.array(_guarded_nan(shape.m * shape.n))
+    guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
     launch = step.prepare(
         machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
@@ -64,7 +66,7 @@ def prepare(
 
 
 def multiply(prepared: Prepared, machine: Machine) -> np.ndarray:
-    """Runs the activation pass and the step; C as float32[M, N] on the host."""
+    """Runs the activation pass and the step; C [M, N] on the host."""
     for launch in (*prepared.activations.launches, prepared.launch):
         machine.run(launch)
     return result(prepared, machine)
@@ -75,18 +77,25 @@ def result(prepared: Prepared, machine: Machine) -> np.ndarray:
     host = machine.host(prepared.guarded)
     size = prepared.shape.m * prepared.shape.n
     outside = np.concatenate([host[:GUARD], host[GUARD + size :]])
-    if not (outside == _CANARY).all():
-        where = int(np.flatnonzero(outside != _CANARY)[0])
+    if not (outside == _CANARY[host.dtype]).all():
+        where = int(np.flatnonzero(outside != _CANARY[host.dtype])[0])
         side = f"{GUARD - where} before" if where < GUARD else f"{where - GUARD} after"
         raise RuntimeError(f"the kernel wrote outside C, {side} its {size} floats")
     return host[GUARD : GUARD + size].reshape(prepared.shape.m, prepared.shape.n)
 
 
 def verify(
-    step: Step, family: Family, problem: Problem, machine: Machine, given: Q81 | None = None
+    step: Step,
+    family: Family,
+    problem: Problem,
+    machine: Machine,
+    given: Q81 | None = None,
+    dtype: Any = np.float32,
 ) -> Check:
     """Checks one step on one problem: values, guard bands, and that its inputs are unchanged."""
-    prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine, given)
+    prepared = prepare(
+        step, family, problem.format, problem.a, problem.blocks, machine, given, dtype
+    )
     before = step.pack(problem.blocks)
     c = multiply(prepared, machine)
     for array, kept in zip(prepared.weights, before, strict=True):
@@ -97,8 +106,8 @@ def verify(
     return check(c, problem, family, operands(prepared, machine))
 
 
-def operands(prepared: Prepared, machine: Machine) -> Q81 | None:
-    """The Q8_1 bits that the kernel multiplied, read back; None for the A16 family."""
+def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | None:
+    """What the kernel multiplied, read back: Q8_1 bits or halves; None where it was A itself."""
     layout = prepared.activations.layout
     if layout is None:
         return None
@@ -106,7 +115,7 @@ def operands(prepared: Prepared, machine: Machine) -> Q81 | None:
     return decode(layout, arrays, prepared.shape.m, prepared.shape.k)
 
 
-def _guarded_nan(size: int) -> np.ndarray:
-    filled = np.full(size + 2 * GUARD, np.nan, np.float32)
-    filled[:GUARD] = filled[GUARD + size :] = _CANARY
+def _guarded_nan(size: int, dtype: np.dtype) -> np.ndarray:
+    filled = np.full(size + 2 * GUARD, np.nan, dtype)
+    filled[:GUARD] = filled[GUARD + size :] = _CANARY[dtype]
     return filled

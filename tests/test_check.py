@@ -17,6 +17,7 @@ from reference import (
     CHECK_SHAPES,
     GOLDEN,
     Q81,
+    Halves,
     Problem,
     Reference,
     bound,
@@ -442,25 +443,89 @@ def test_what_is_no_answer_is_an_error_not_a_verdict() -> None:
         check(c.T, problem, "A16")
     with pytest.raises(ValueError, match=r"got \(12,\)"):
         check(c.ravel(), problem, "A16")
-    with pytest.raises(TypeError, match="float32 array, got float64"):
+    with pytest.raises(TypeError, match="float32 or float16 array, got float64"):
         check(c.astype(np.float64), problem, "A16")
-    with pytest.raises(TypeError, match="float32 array, got list"):
+    with pytest.raises(TypeError, match="float16 array, got list"):
         check(c.tolist(), problem, "A16")
     with pytest.raises(ValueError, match="'W4A16': use one of A16, A8"):
         check(c, problem, "W4A16")
     with pytest.raises(TypeError, match=r"pass activations=Q81\(q, d, s\), got NoneType"):
         check(c, problem, "A8")
-    with pytest.raises(TypeError, match="float32 activations, got Q81"):
+    with pytest.raises(TypeError, match="float activations, got Q81"):
         check(c, problem, "A16", q81)
     with pytest.raises(ValueError, match=r"\(3, 64\), got \(2, 64\)"):
         check(c, problem, "A8", q81.rows(slice(0, 2)))
     with pytest.raises(ValueError, match=r"\(3, 64\), got \(3, 32\)"):
         check(c, problem, "A16", problem.a[:, :32])
+    with pytest.raises(ValueError, match=r"\(3, 64\), got \(3, 32\)"):
+        check(c, problem, "A16", Halves.of_values(problem.a[:, :32]))
     with pytest.raises(ValueError, match="'f8': use one of f32, f16, bf16"):
         check(c, problem, "A16", operands="f8")
 
 
 # --- one reference for many answers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform", "llm", "integer"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_halves_are_judged_as_they_were_given(distribution: str, dtype: type) -> None:
+    """One rounding is left, of the weights; and one of the outputs where those are float16."""
+    for name in WEIGHT_FORMATS:
+        problem = Problem(32, 48, 256, name, distribution)
+        halves = Halves.of_values(problem.a)
+        w = dequantize(problem.blocks).astype(np.float16).astype(np.float64)
+        c = halves.values() @ w.T
+        if dtype is np.float16:
+            c = np.clip(c, -6e4, 6e4)
+            assert distribution != "integer" or (np.abs(c) < 6e4).all()
+        verdict = check(c.astype(dtype), problem, "A16", halves)
+        assert verdict, verdict.verdict
+        off = check((c * 1.001).astype(dtype), problem, "A16", halves)
+        assert "nmse" in off.failures
+        one = c.astype(dtype)
+        one[5, 7] += np.float32(1e-2) * np.abs(c).max()
+        assert "bound" in check(one, problem, "A16", halves).failures
+        if distribution == "integer":
+            one = c.astype(dtype)
+            one[5, 7] = np.nextafter(one[5, 7], dtype(np.inf))
+            assert check(one, problem, "A16", halves).failures == ("exact",)
+
+
+def test_halves_that_are_not_the_recipe_are_found() -> None:
+    problem = Problem(4, 6, 64, "q5_0")
+    right = Halves.of_values(problem.a)
+    assert check(
+        (right.values() @ dequantize(problem.blocks).T).astype(np.float32), problem, "A16", right
+    )
+    for m, change in (
+        (2, lambda h, f: h.__setitem__((2, 9), -h[2, 9])),
+        (3, lambda h, f: f.__setitem__(3, 2 * f[3])),
+    ):
+        h, factor = right.h.copy(), right.factor.copy()
+        change(h, factor)
+        wrong = Halves(h, factor)
+        c = (wrong.values() @ dequantize(problem.blocks).astype(np.float64).T).astype(np.float32)
+        found = check(c, problem, "A16", wrong)
+        assert "activations" in found.failures
+        assert f"the first at ({m}" in found.verdict
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 2.0**-140])
+def test_halves_keep_eleven_bits_of_the_largest(scale: float) -> None:
+    a = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    a[1] = 0
+    a *= np.float32(scale)
+    halves = Halves.of_values(a)
+    largest = np.abs(a.astype(np.float64)).max(axis=1)
+    h = np.abs(halves.h.astype(np.float64)).max(axis=1)
+    assert (
+        np.abs(halves.values() - a)
+        <= np.maximum(2.0**-11 * np.abs(a), 2.0**-38 * largest[:, None] + 2.0**-151)
+    ).all()
+    if scale > 1e-32:
+        assert ((h >= 2.0**14) & (h <= 2.0**15))[largest > 0].all()
+    frexp = np.frexp(halves.factor)[0]
+    assert (frexp == 0.5).all(), "powers of two"
 
 
 def test_answers_to_one_problem_share_its_products(monkeypatch: pytest.MonkeyPatch) -> None:

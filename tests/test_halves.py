@@ -1,0 +1,289 @@
+"""float16 operands: weights made of records in registers, activations rounded on the GPU.
+
+The expectation is the float64 value of each weight from ggml's block, and `reference.Halves`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda, uint8, uint32
+
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
+from qformats.device import AT_ONCE, half_format, half_grid, half_rounder, tile_format
+from qformats.repack import HALF_UNIT, TILE_K, TILE_ROWS, half_tiles, tiles
+from reference import Halves, Problem
+from reference.product import least_half
+from steps.activations import HALVES, PAST, decode, encode, float16_units
+from steps.instructions import store_u32x4
+from steps.instructions.compile import machine_code, signature_of
+from steps.instructions.simulator import simulate
+from steps.machines import Gpu, Simulator
+from steps.step import Launch
+from tests.test_repack import any_blocks
+
+weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
+MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
+
+
+def exact_weights(blocks: np.ndarray) -> np.ndarray:
+    """code * scale + offset in float64 [N, K]."""
+    fmt = FORMATS[{f.dtype: n for n, f in FORMATS.items()}[blocks.dtype]]
+    codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
+    scale, offset = fmt.scale(blocks).astype(np.float64), fmt.offset(blocks).astype(np.float64)
+    return (codes * scale[..., None] + offset[..., None]).reshape(len(blocks), -1)
+
+
+def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.ndarray:
+    blocks = any_blocks(name, (n, blocks_k))
+    blocks["d"] = d
+    if "m" in blocks.dtype.names:
+        blocks["m"] = m
+    return blocks
+
+
+def fields(name: str, records: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
+    """d', and m' where there are minima, float16 [n, blocks_k] of records."""
+    tile, deep = tile_format(name), -(-blocks_k * BLOCK // TILE_K)
+    by_record = records.reshape(-1, deep, tile.record_bytes)
+    found = []
+    for at in (tile.scales_at, tile.minima_at)[: 1 + tile.minimum]:
+        halves = np.ascontiguousarray(by_record[:, :, at : at + 128]).view(np.float16)
+        halves = halves.reshape(-1, deep, 8, 2, 4).transpose(0, 3, 2, 1, 4)
+        found.append(halves.reshape(-1, deep * 4)[:n, :blocks_k])
+    return found
+
+
+# --- the records ----------------------------------------------------------------------------------
+
+
+@weight_format
+def test_only_scales_and_minima_differ_from_tiles(name: str) -> None:
+    blocks = blocks_with(name, 20, 6, 0.37, -1.5)
+    tile = tile_format(name)
+    plain, (records, factors) = tiles(blocks)[0], half_tiles(blocks)
+    assert records.dtype == np.uint8
+    assert (factors.dtype, factors.shape) == (np.float32, (32,))
+    same = (plain == records).reshape(-1, tile.record_bytes)
+    assert same[:, : tile.scales_at].all()
+    assert not same[:, tile.scales_at :].all()
+
+
+@weight_format
+def test_scales_are_exact_and_the_largest_of_a_row_is_below_overflow(name: str) -> None:
+    rng = np.random.default_rng(1)
+    d = rng.standard_normal((37, 9)) * 2.0 ** rng.integers(-20, 14, (37, 9))
+    m = rng.standard_normal((37, 9)) * 2.0 ** rng.integers(-20, 14, (37, 9))
+    m[0], d[1], d[2], m[2], d[3], m[3] = 6e4, 2.0**-24, 65504, -65504, 0, 0
+    m[4], d[4] = 6e4, 2.0**-24
+    blocks = blocks_with(name, 37, 9, d, m)
+    records, factors = half_tiles(blocks)
+    factors = factors[:37, None].astype(np.float64)
+    assert (np.frexp(factors)[0] == 0.5).all(), "powers of two"
+    scaled = fields(name, records, 37, 9)
+    assert (scaled[0].astype(np.float64) * factors * HALF_UNIT == blocks["d"]).all()
+    top = np.abs(scaled[0].astype(np.float64)).max(axis=1)
+    full = (top >= 2.0**15) & (top < 2.0**16)
+    if "m" in blocks.dtype.names:
+        off = np.abs(scaled[1] * factors - blocks["m"].astype(np.float64))
+        assert (off <= np.maximum(factors * 2.0**-25, 0)).all()
+        top_m = np.abs(scaled[1].astype(np.float64)).max(axis=1)
+        assert (top_m < 2.0**15).all()
+        full |= top_m >= 2.0**14
+        assert not top[4] >= 2.0**15, "the minimum of 6e4 is what fills float16 there"
+    assert (full == (np.arange(37) != 3)).all()
+
+
+@weight_format
+def test_what_is_no_number_stays_so_and_the_others_as_they_were(name: str) -> None:
+    blocks = blocks_with(name, 18, 4, 0.25, 2.0)
+    wanted = fields(name, half_tiles(blocks)[0], 18, 4)
+    for field in {"d", "m"} & set(blocks.dtype.names):
+        for value in (np.inf, -np.inf, np.nan):
+            odd = blocks.copy()
+            odd[field][3, 1] = value
+            records, factors = half_tiles(odd)
+            assert (factors == half_tiles(blocks)[1]).all()
+            for was, now in zip(wanted, fields(name, records, 18, 4), strict=True):
+                other = now != was
+                assert np.count_nonzero(other) <= 1
+                assert not np.isfinite(now[other]).any()
+
+
+def test_what_is_refused() -> None:
+    blocks = blocks_with("q4_0", 2, 3, 1)
+    with pytest.raises(ValueError, match=r"half_tiles takes a matrix .* got 1 dimensions"):
+        half_tiles(blocks[0])
+    with pytest.raises(ValueError, match=r"shape \(0, 3\) hold nothing"):
+        half_tiles(blocks[:0])
+
+
+# --- what a kernel makes of them ------------------------------------------------------------------
+
+
+@cuda.jit(device=True, forceinline=True)
+def put(out, i, half, step, lane, f):
+    store_u32x4(out, (((i * 2 + half) * 4 + step) * 32 + lane) * 4, f[0], f[1], f[2], f[3])
+
+
+@cache
+def fragment_reader(name: str) -> Any:
+    """kernel(records, out[record, half, step, lane, register]): one warp a record."""
+    form = half_format(name)
+    words, scales, size = form.words, form.scales, form.record_bytes
+    multipliers, fragments = form.multipliers, form.fragments
+
+    @cuda.jit
+    def read(records, out):
+        lane, i = cuda.threadIdx.x, cuda.blockIdx.x
+        s = scales(records, i * size, lane)
+        for half in range(2):
+            w = words(records, i * size, lane, half)
+            first, second = multipliers(s, 2 * half), multipliers(s, 2 * half + 1)
+            put(out, i, half, 0, lane, fragments(w, 0, first))
+            put(out, i, half, 1, lane, fragments(w, 1, first))
+            put(out, i, half, 2, lane, fragments(w, 2, second))
+            put(out, i, half, 3, lane, fragments(w, 3, second))
+
+    return read
+
+
+def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(float16 [N, K] that a kernel makes of whole records, factors [N])."""
+    n, k = len(blocks), blocks.shape[1] * BLOCK
+    assert (n % TILE_ROWS, k % TILE_K) == (0, 0)
+    records, factors = half_tiles(blocks)
+    out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
+    simulate(fragment_reader(name), len(out), 32, (records, out))
+    # row tile, K tile, half, step, g, t, odd, row g or g + 8, pair: of 16 K 4 t + odd + 2 pair
+    parts = out.view(np.float16).reshape(n // TILE_ROWS, k // TILE_K, 2, 4, 8, 4, 2, 2, 2)
+    return parts.transpose(0, 7, 4, 1, 2, 3, 5, 8, 6).reshape(n, k), factors
+
+
+@weight_format
+def test_a_weight_is_rounded_once(name: str) -> None:
+    """To the nearest float16 of the exact value, down to the smallest normal one; and scales of
+    very different size in a row lose no more than `least_half` says."""
+    rng = np.random.default_rng(2)
+    d = rng.standard_normal((32, 8)) * 2.0 ** rng.integers(-3, 1, (32, 8))
+    blocks = blocks_with(name, 32, 8, d, -d * 8)
+    got, factors = fragments_as_weights(name, blocks)
+    exact = exact_weights(blocks) / factors[:, None]
+    normal = np.abs(exact) >= 2.0**-13
+    np.testing.assert_array_equal(got[normal], exact[normal].astype(np.float16))
+    assert np.count_nonzero(normal) > 0.7 * got.size
+
+    d *= 2.0 ** rng.integers(-20, 1, (32, 8))
+    blocks = blocks_with(name, 32, 8, d, rng.standard_normal((32, 8)) * 2.0 ** rng.integers(-9, 9))
+    got, factors = fragments_as_weights(name, blocks)
+    exact, least = exact_weights(blocks), least_half(blocks)[:, None]
+    off = np.abs(got * factors[:, None].astype(np.float64) - exact)
+    assert (off <= 2.0**-11 * np.abs(exact) + least).all()
+
+
+@weight_format
+def test_powers_of_two_are_exact(name: str) -> None:
+    """What the integer problems rest on."""
+    blocks = Problem(1, 32, 256, name, "integer").blocks
+    got, factors = fragments_as_weights(name, blocks)
+    np.testing.assert_array_equal(got * factors[:, None].astype(np.float64), exact_weights(blocks))
+
+
+@weight_format
+def test_instructions_of_a_fragment(name: str) -> None:
+    """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 twice that of 5 bits."""
+    bits = FORMATS[name].bits
+    code = machine_code(fragment_reader(name), (uint8[::1], uint32[:, :, :, :, ::1]), "sm_90a")
+    rows_blocks = 8  # each with a splat of d, and two products or one and the minimum
+    assert code.count("LOP3") <= (64 if bits == 5 else 32) + 3
+    assert code.count("HFMA2", "HMUL2") <= 32 + 2 * rows_blocks + 4
+    assert code.count("PRMT") <= 3 * rows_blocks
+    assert code.count("SHF") + code.count("IMAD.SHL") <= {4: 8, 5: 46, 8: 16}[bits] + 4
+    assert code.stack_bytes == code.spill_store_bytes == 0
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
+    """What the kernel makes of float32 A, which begins `offset` floats into a buffer of NaN."""
+    around = np.full(offset + a.size + 8, np.nan, np.float32)
+    around[offset : offset + a.size] = a.reshape(-1)
+    view = machine.array(around)[offset : offset + a.size].reshape(*a.shape)
+    activations = float16_units("A16", view, machine)
+    assert activations.layout == "halves"
+    for launch in activations.launches:
+        machine.run(launch)
+    return tuple(machine.host(x) for x in activations.arrays)
+
+
+def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
+    """Of every size that float32 has, one of zeros."""
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal((m, k), dtype=np.float32)
+    with np.errstate(under="ignore"):
+        a *= np.float32(2.0) ** rng.integers(-148, 120, (m, 1)).astype(np.float32)
+    a[m // 2] = 0
+    return a
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 160), (9, 96), (3, 4192)])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_activations_are_the_recipe_bit_for_bit(
+    machine: Any, shape: tuple[int, int], offset: int
+) -> None:
+    a = odd_rows(*shape, seed=offset)
+    units, factors = rounded(machine(), a, offset)
+    got, want = decode("halves", (units, factors), *shape), Halves.of_values(a)
+    assert isinstance(got, Halves)
+    np.testing.assert_array_equal(got.h, want.h)
+    np.testing.assert_array_equal(got.factor, want.factor)
+    whole = units[: units.size - PAST * HALVES]
+    np.testing.assert_array_equal(whole, encode("halves", want)[0][: whole.size])  # zeros beyond K
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
+    a = odd_rows(6, 64)
+    want = Halves.of_values(a)
+    a[1, 5], a[2, 40], a[4, 0] = np.nan, np.inf, -np.inf
+    a[4, 1] = np.nan
+    got = decode("halves", rounded(machine(), a), 6, 64)
+    for m in range(6):
+        if m in (1, 2, 4):
+            np.testing.assert_array_equal(np.isfinite(got.h[m]), np.isfinite(a[m]))
+            assert np.isfinite(got.factor[m])
+        else:
+            np.testing.assert_array_equal(got.h[m], want.h[m])
+            assert got.factor[m] == want.factor[m]
+
+
+def test_the_pass_writes_its_units_and_nothing_else() -> None:
+    a = odd_rows(7, 96)
+    units, factors = (np.full_like(x, 7) for x in encode("halves", Halves.of_values(a)))
+    Simulator(3).run(Launch(half_rounder(), *half_grid(7), (a, units, factors)))
+    assert (units[-PAST * HALVES :] == 7).all()
+    np.testing.assert_array_equal(
+        decode("halves", (units, factors), 7, 96).h, Halves.of_values(a).h
+    )
+
+
+def test_layouts_are_made_of_what_they_hold() -> None:
+    halves = Halves.of_values(odd_rows(2, 32))
+    with pytest.raises(ValueError, match="layout 'slabs' are not made of Halves"):
+        encode("slabs", halves)
+
+
+def test_machine_code_of_the_pass() -> None:
+    """Whole rows under way before the first is looked at; two blocks of 1024 threads on an SM."""
+    (launch,) = float16_units("A16", np.zeros((4, 64), np.float32), Simulator()).launches
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert code.registers <= 32
+    assert code.count("F2FP") >= 2
+    assert code.count("ACQBULK") == code.count("PREEXIT") == 1
+    assert code.count("LDG.E.128") >= AT_ONCE + 1
