@@ -582,9 +582,10 @@ class HalfFormat:
     record_bytes : bytes of one record
     words(m, at, lane, half)
         what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
-    scales(m, at, lane) -> what it needs of the scales and minima
+    scales(m, at, lane, half)
+        likewise of the scales and minima
     multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
-        register, of one of the four blocks of 32 K
+        register, of block 0 or 1 of that half
     fragments(words, step, multipliers) -> (a0, a1, a2, a3)
         of `mma_m16n8k16_f16` for step 0 to 3 of 16 K of that half, whose block the multipliers are
         of. With g = lane // 4, t = lane % 4 the registers hold
@@ -597,7 +598,7 @@ class HalfFormat:
 
         and not neighbours, because so a mask finds both codes of a register in one word. B must
         have its K in the same order: `float16_units` writes it so.
-    `half`, `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
+    `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
     HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a LOP3 and a shift more;
     multipliers are three quarters of an instruction besides.
     """
@@ -624,24 +625,24 @@ def half_format(format_name: str) -> HalfFormat:
     flip = centre * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_alone(m, at, lane):
-        return load_u32x4(m, at + scales_at + (lane >> 2) * 16)
+    def scales_alone(m, at, lane, half):
+        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+        return load_u32(m, row_g), load_u32(m, row_g + 8)
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_and_minima(m, at, lane):
-        d0, d1, d2, d3 = load_u32x4(m, at + scales_at + (lane >> 2) * 16)
-        m0, m1, m2, m3 = load_u32x4(m, at + minima_at + (lane >> 2) * 16)
-        return d0, d1, d2, d3, m0, m1, m2, m3
+    def scales_and_minima(m, at, lane, half):
+        d_g, d_h = scales_alone(m, at, lane, half)
+        row_g = at + minima_at + (lane >> 2) * 16 + 4 * half
+        return d_g, d_h, load_u32(m, row_g), load_u32(m, row_g + 8)
 
     @cuda.jit(device=True, forceinline=True)
     def twice(word, block):
-        return prmt(word, word, 0x3232 if block & 1 else 0x1010)
+        return prmt(word, word, 0x3232 if block else 0x1010)
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):
-        word = 2 * row + (block >> 1)
-        d = twice(scales[word], block)
-        offset = twice(scales[4 + word], block) if minimum else hmul2(d, minus_centre)
+        d = twice(scales[row], block)
+        offset = twice(scales[2 + row], block) if minimum else hmul2(d, minus_centre)
         return d, hmul2(d, SIXTEENTH), offset
 
     @cuda.jit(device=True, forceinline=True)

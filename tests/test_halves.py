@@ -139,10 +139,9 @@ def fragment_reader(name: str) -> Any:
     @cuda.jit
     def read(records, out):
         lane, i = cuda.threadIdx.x, cuda.blockIdx.x
-        s = scales(records, i * size, lane)
         for half in range(2):
-            w = words(records, i * size, lane, half)
-            first, second = multipliers(s, 2 * half), multipliers(s, 2 * half + 1)
+            w, s = words(records, i * size, lane, half), scales(records, i * size, lane, half)
+            first, second = multipliers(s, 0), multipliers(s, 1)
             put(out, i, half, 0, lane, fragments(w, 0, first))
             put(out, i, half, 1, lane, fragments(w, 1, first))
             put(out, i, half, 2, lane, fragments(w, 2, second))
