@@ -202,7 +202,7 @@ def _tile(handed: list, accumulator: type) -> Tile:
     ):
         return Tile(first.matrix)
     count = len(first)
-    values = np.zeros((_ROWS, 2 * count), accumulator)
+    values: np.ndarray = np.zeros((_ROWS, 2 * count), accumulator)
     if any(acc is not first for acc in handed) or any(first):
         rows, columns = _places(2 * count)
         values[rows, columns] = np.array([tuple(acc) for acc in handed], accumulator)

@@ -178,14 +178,18 @@ class _ReportingLinker(driver._Linker):
 
 
 def _refuse_missing(llvm: str, kernel: str, cc: tuple, arch: str) -> None:
-    """ValueError where the code holds an instruction newer than the architecture."""
+    """ValueError where the code holds an instruction that the architecture does not have."""
+    missing = []
     for instruction in INSTRUCTIONS.values():
-        if instruction.min_cc > cc[:2] and f'"{instruction.text}"' in llvm:
-            newer = "sm_{}{}".format(*instruction.min_cc)
-            raise ValueError(
-                f"{kernel} uses {instruction.name}, which needs {newer}; "
-                f"it cannot be compiled for {arch}"
-            )
+        newer = instruction.min_cc > cc[:2] or instruction.only not in (None, arch)
+        if newer and instruction.text in llvm:
+            needed = instruction.only or "sm_{}{}".format(*instruction.min_cc)
+            missing.append((needed, instruction.name))
+    if missing:
+        needed, name = max(missing)
+        raise ValueError(
+            f"{kernel} uses {name}, which needs {needed}; it cannot be compiled for {arch}"
+        )
 
 
 def _reported(pattern: str, log: str) -> int:

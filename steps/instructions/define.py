@@ -98,11 +98,13 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What is known of one instruction: its text, the oldest GPU that has it, and its twin."""
+    """What is known of one instruction: its text (or a part of it that no other has), the oldest
+    GPU that has it, or the only one, and its twin."""
 
     name: str
     text: str
     min_cc: tuple[int, int]
+    only: str | None
     twin: Twin
 
 
@@ -120,6 +122,7 @@ def ptx(
     scope: str | None = None,
     memory: bool = False,
     min_cc: tuple[int, int] = (7, 5),
+    only: str | None = None,
     optional: bool = False,
 ) -> Callable:
     """Decorator: make an instruction of this PTX `text` and of the function, its twin.
@@ -131,6 +134,7 @@ def ptx(
     barriers.
     min_cc: the first compute capability that has it; offline compilation for an older one fails
     with a sentence.
+    only: the one architecture that has it, such as "sm_90a"; likewise.
     optional: an older one does without: no code is made for it there (and nothing returned).
     """
     results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
@@ -213,6 +217,7 @@ def ptx(
             typing=typing,
             lower=lower,
             min_cc=min_cc,
+            only=only,
         )
 
     return decorate
@@ -229,6 +234,7 @@ def define(
     is_tuple: bool = False,
     scope: str | None = None,
     min_cc: tuple[int, int] = (7, 5),
+    only: str | None = None,
 ):
     """Register an instruction from its twin and its two Numba halves; returns the intrinsic.
 
@@ -257,7 +263,7 @@ def define(
     described.__signature__ = inspect.Signature([context_parameter, *parameters])
     instruction = intrinsic(typed)
     meaning = Twin(twin.__name__, twin, scope, casts, results, is_tuple)
-    INSTRUCTIONS[instruction] = Definition(twin.__name__, text, min_cc, meaning)
+    INSTRUCTIONS[instruction] = Definition(twin.__name__, text, min_cc, only, meaning)
     return instruction
 
 

@@ -26,10 +26,10 @@ It returns at once. Multiplications are closed into groups (`wgmma_commit`) and 
     acc = wgmma_wait_all(acc)                      wgmma_wait_all = wgmma_wait(0), at module level
 
 The accumulators go through every instruction as a tuple, which is how the compilers know that they
-change. If ptxas finds accumulators or A fragments touched while they may be in use, it makes every
-`wgmma` wait for itself and says so only in a remark (C7510 to C7520), which the tests of machine
-code look for. It sees a touch where a loop may be passed without a turn (`while True: ... break`,
-or a first turn outside, has none) and where a loop lies between a `wgmma` and its wait.
+change. Where ptxas finds accumulators or A fragments touched while they may be in use, it makes
+every `wgmma` wait for itself and says so only in a remark (C7510 to C7519), which the tests of
+machine code look for. A fragments carried from one turn of a loop to the next are such a touch;
+made and used in one turn they are not.
 """
 
 from functools import cache
@@ -47,7 +47,7 @@ from .define import SHARED, array_operand, cast_of, define, index, pack, ptx
 from .errors import SimulatorError
 
 REGISTERS = 65536  # of a multiprocessor
-_HOPPER = (9, 0)
+_HOPPER = "sm_90a"  # and no other: later ones multiply otherwise
 _UNIT = 16  # bytes: what descriptors count in
 _LETTER = {float32: "f", int32: "r"}
 _WIDTHS = (8, 24, *range(16, 257, 16))  # what both kinds of numbers have
@@ -125,7 +125,7 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: 
         results=(_accumulators,),
         typing=typing,
         lower=lower,
-        min_cc=_HOPPER,
+        only=_HOPPER,
     )
 
 
@@ -160,13 +160,13 @@ wgmma_u8 = _wgmma(
 )
 
 
-@ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
+@ptx("wgmma.fence.sync.aligned;", scope="lane", memory=True, only=_HOPPER)
 def wgmma_fence(lane):
     """Before the first `wgmma` of a group: registers written so far may be read by it."""
     lane.fenced = True
 
 
-@ptx("wgmma.commit_group.sync.aligned;", scope="lane", memory=True, min_cc=_HOPPER)
+@ptx("wgmma.commit_group.sync.aligned;", scope="lane", memory=True, only=_HOPPER)
 def wgmma_commit(lane):
     """Close the multiplications since the last commit into a group."""
     lane.commits += 1
@@ -209,7 +209,7 @@ def wgmma_wait(newest: int):
         results=(_accumulators,),
         typing=typing,
         lower=lower,
-        min_cc=_HOPPER,
+        only=_HOPPER,
     )
 
 
@@ -377,7 +377,7 @@ def _setmaxnreg(change: str):
             f"setmaxnreg.{change}.sync.aligned.u32 {registers};",
             scope="warpgroup",
             memory=True,
-            min_cc=_HOPPER,
+            only=_HOPPER,
         )(twin)
 
     factory.__name__ = f"setmaxnreg_{change}"
