@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from ._scheduler import WARP, Block, Site, here, now
+from ._scheduler import WARP, WARPGROUP, Block, Site, here, in_words, now
 from .errors import SimulatorError
 from .tensor_core import A_ROW, A_WORD, C_COLUMN, C_ROW
 
@@ -145,51 +145,50 @@ class Multiplication:
 def begin(lanes: list[list], dtypes: tuple, accumulator: type) -> list[Accumulators]:
     """A wgmma of one warpgroup, from (acc, a0, a1, a2, a3, descriptor, accumulate) of each lane."""
     block, group = _warpgroup()
-    threads = block.lanes[len(lanes) * group : len(lanes) * (group + 1)]
-    if len({thread.commits for thread in threads}) > 1:
-        raise SimulatorError("some threads of the warpgroup have called wgmma_commit, others not")
-    for thread in threads:
-        if not thread.fenced:
-            error = SimulatorError("each group of wgmma begins with wgmma_fence")
-            error.lane_in_warp = thread.index % WARP
-            raise error
+    commits = _commits(block, group)
+    threads = block.lanes[WARPGROUP * group : WARPGROUP * (group + 1)]
+    if unfenced := [thread for thread in threads if not thread.fenced]:
+        raise SimulatorError(
+            f"each group of wgmma begins with wgmma_fence, which {in_words(unfenced)} did not call"
+        )
     if len({tuple(lane[5:]) for lane in lanes}) > 1:
         raise SimulatorError("the threads of a warpgroup give wgmma different descriptors or flags")
     tile = _tile([lane[0] for lane in lanes], accumulator)
     words = np.array([lane[1:5] for lane in lanes], np.uint32).reshape(4, WARP, 4)
-    a = np.empty((4, 16, _K_BYTES // 4), np.uint32)
-    a[:, A_ROW, A_WORD] = words
+    rows = np.empty((4, 16, _K_BYTES // 4), np.uint32)
+    rows[:, A_ROW, A_WORD] = words
     descriptor, adds = lanes[0][5:]
-    under_way = block.multiplying.setdefault(group, [])
-    under_way.append(
-        Multiplication(
-            block, tile, a.reshape(_ROWS, -1), descriptor, bool(adds), dtypes, threads[0].commits
-        )
-    )
+    a = rows.reshape(_ROWS, -1)
+    begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, commits)
+    block.multiplying.setdefault(group, []).append(begun)
     return [Accumulators(tile, i) for i in range(len(lanes))]
 
 
-def wait(lanes: list[list], newest: int) -> list:
-    """The accumulators of each lane after the wait for all groups but the `newest` last."""
+def wait(handed: list, newest: int) -> list:
+    """Each lane's accumulators after the wait for all groups but the `newest` last."""
     block, group = _warpgroup()
-    threads = block.lanes[len(lanes) * group : len(lanes) * (group + 1)]
-    if len({thread.commits for thread in threads}) > 1:
-        raise SimulatorError("some threads of the warpgroup have called wgmma_commit, others not")
+    commits = _commits(block, group)
     under_way = block.multiplying.get(group, [])
-    done = threads[0].commits - newest
-    while under_way and under_way[0].group < done:
+    while under_way and under_way[0].group < commits - newest:
         under_way.pop(0).execute()
-    handed = [lane[0] for lane in lanes]
-    if not isinstance(handed[0], Accumulators) or isinstance(handed[0], Landed):
+    if type(handed[0]) is not Accumulators:
         return handed
     tile = _current(handed)
     kind = Accumulators if tile.under_way else Landed
-    return [kind(tile, i) for i in range(len(lanes))]
+    return [kind(tile, i) for i in range(len(handed))]
 
 
 def _warpgroup() -> tuple[Block, int]:
     lane = now().lane
-    return lane.block, lane.index // 128
+    return lane.block, lane.index // WARPGROUP
+
+
+def _commits(block: Block, group: int) -> int:
+    """How many groups the warpgroup has closed."""
+    threads = block.lanes[WARPGROUP * group : WARPGROUP * (group + 1)]
+    if len({thread.commits for thread in threads}) > 1:
+        raise SimulatorError("some threads of the warpgroup have called wgmma_commit, others not")
+    return threads[0].commits
 
 
 def _tile(handed: list, accumulator: type) -> Tile:

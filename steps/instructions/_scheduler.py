@@ -352,9 +352,10 @@ class Schedule:
         barrier.passed(lane, phase)
 
     def arrive(self, barrier: MBarrier, expected: int = 0) -> None:
-        """Count an arrival at an mbarrier."""
+        """Count an arrival at an mbarrier; who waited for it runs before the lane goes on."""
         if barrier.arrive(expected):
             self._resume(self.lane.block, ("mbarrier", id(barrier)))
+            self.pause()
 
     def copy(self, copy: BulkCopy) -> None:
         """A bulk copy is under way from now on."""
@@ -393,6 +394,7 @@ class Schedule:
         if len(barrier.arrived) == threads:
             del barriers[number]
             self._resume(lane.block, ("barrier", number))
+            self.pause()
         elif stay:
             self._park(("barrier", number), f"barrier_sync({number}, {threads})")
 
@@ -416,6 +418,10 @@ class Schedule:
             self._land()
         if self.polls > _PATIENCE * (len(self.ready) + 1):
             raise Deadlock(f"{len(self.ready) + 1} thread(s) poll and nothing changes any more")
+        self.pause()
+
+    def pause(self) -> None:
+        """Let all others run as far as they can; the lane goes on after them."""
         if self.order in (0, -1):
             self.ready.append(self.lane)
         else:
@@ -429,7 +435,7 @@ class Schedule:
             sites.setdefault((*member.site[:2], member.meeting), []).append(member)
         if len(sites) > 1:
             parts = "; ".join(
-                f"{_threads(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values()
+                f"{in_words(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values()
             )
             raise BarrierDivergence(f"the threads meet at different places: {parts}")
 
@@ -438,12 +444,12 @@ class Schedule:
             if not block.waiting:
                 continue
             parts = [
-                f"{_threads(g)} wait at {g[0].meeting} in {g[0].site}"
+                f"{in_words(g)} wait at {g[0].meeting} in {g[0].site}"
                 for g in block.waiting.values()
             ]
             exited = [lane for lane in block.lanes if lane.done]
             if exited:
-                parts.append(f"{_threads(exited)} have exited")
+                parts.append(f"{in_words(exited)} have exited")
             alone = exited or len(block.waiting) == 1
             spins = any(key[0] == "mbarrier" for key in block.waiting)
             kind = BarrierDivergence if alone and not spins else Deadlock
@@ -473,7 +479,7 @@ def now() -> Schedule:
     return Schedule.current
 
 
-def _threads(lanes: Iterable[Lane]) -> str:
+def in_words(lanes: Iterable[Lane]) -> str:
     """ "threads 0-15, 40" from lanes, by linear index."""
     indices = sorted(lane.index for lane in lanes)
     runs: list[list[int]] = []

@@ -196,15 +196,18 @@ def wgmma_wait(newest: int):
         values = cgutils.unpack_tuple(builder, arguments[0], kind.count)
         return _through(context, builder, kind, values, text, (), ("~{memory}",))
 
-    def twin(lanes):
-        return wait(lanes, newest)
+    name = f"wgmma_wait_{newest}"
 
-    twin.__name__ = f"wgmma_wait_{newest}"
+    def twin(lane, acc):
+        now().pause()  # whoever was let go too early writes now to what is being read
+        return now().meet_warpgroup(name, lambda handed: wait(handed, newest), acc)
+
+    twin.__name__ = name
     twin.__doc__ = f"Wait until at most {newest} groups of this warpgroup run."
     return define(
         twin,
         text,
-        scope="warpgroup",
+        scope="lane",
         casts=(_accumulators,),
         results=(_accumulators,),
         typing=typing,
