@@ -8,6 +8,15 @@ What is new
     columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K (see
     below). Where thread blocks split K, the last to arrive adds up in order what the others left:
     no launch for it, and the same bits in every run.
+
+    B for one token: the weights of block j meet zeros in the columns of the other blocks.
+
+              n = 0    1    2    3    4    5    6    7
+    mma 0   |  block 0  |     0     |     0     |     0     |    all four add to one C, where the
+    mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
+    mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
+    mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
+
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
@@ -19,15 +28,7 @@ What it costs
 Machine code
     LDGSTS of weights before the first LDG of A, IMMA, and no BAR.SYNC in the loop.
 Read next
-    Nothing on this ladder yet. What would you add next?
-
-B for one token: the weights of block j meet zeros in the columns of the other blocks.
-
-              n = 0    1    2    3    4    5    6    7
-    mma 0   |  block 0  |     0     |     0     |     0     |    all four add to one C, where the
-    mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
-    mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
-    mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
+    Scales that go into the weights, so that sums need none: step11_w4a16_tensor_core
 """
 
 from __future__ import annotations

@@ -18,10 +18,12 @@ import pytest
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
 from reference import (
+    Halves,
     Problem,
     bound,
     magnitude_a8,
     magnitude_a16,
+    magnitude_half,
     same_operands_a8,
     same_operands_a16,
 )
@@ -85,7 +87,7 @@ def odd_tokens(in_half: bool) -> np.ndarray:
 def multiplied(
     step: Step, family: Family, a: np.ndarray, blocks: np.ndarray, machine: Machine, offset: int = 0
 ) -> tuple[np.ndarray, Any]:
-    """(C on the host, the Q8_1 bits that were multiplied or None).
+    """(C on the host, the Q8_1 bits or halves that were multiplied, None where it was A itself).
 
     A begins `offset` floats into a larger buffer of NaN, C lies in one too.
     """
@@ -105,23 +107,32 @@ def multiplied(
     return machine.host(out), decode(activations.layout, arrays, shape.m, shape.k)
 
 
-def require_right(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarray, q81: Any):
+def require_right(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarray, given: Any):
     """Every output within the rounding bound of the product of the same operands."""
-    if q81 is None:
+    operands = "f32"
+    if given is None:
         wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
+    elif isinstance(given, Halves):
+        a, operands = given.values(), "f16_weights"
+        wanted, size = same_operands_a16(a, blocks), magnitude_half(a, blocks)
     else:
-        wanted, size = same_operands_a8(q81, blocks), magnitude_a8(q81, blocks)
-    _require_within(c, wanted, bound(family, a.shape[1], size))
+        wanted, size = same_operands_a8(given, blocks), magnitude_a8(given, blocks)
+    _require_within(c, wanted, bound(family, a.shape[1], size, operands))
 
 
 def require_near(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarray, in_half: bool):
-    """The same, where the Q8_1 bits are not seen: within what they may lose of the product.
+    """The same, where the bits of A are not seen: within what they may lose of the product.
 
     A code is off by half of d = amax / 127 at most. float16 rounds d and s by 2^-11, and below
-    2^-14 more: such tokens are left out.
+    2^-14 more: such tokens are left out. A16 may round A and W to float16: A by 2^-11, or by 2^-39
+    of the token's largest.
     """
     wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
     allowed = bound(family, a.shape[1], size)
+    if family == "A16":
+        most = np.broadcast_to(np.abs(a).max(axis=1, keepdims=True), a.shape)
+        least = 2.0**-39 * magnitude_a16(most, blocks)
+        allowed = bound(family, a.shape[1], magnitude_half(a, blocks), "f16") + least
     if family == "A8":
         amax = np.abs(a).reshape(len(a), -1, BLOCK).max(axis=-1).astype(np.float64)
         weights = np.abs(FORMATS[format_of(blocks).name].dequantize(blocks)).astype(np.float64)

@@ -73,20 +73,25 @@ def test_no_spills_no_local_memory_no_double_precision(
         for launch, _ in launches(step, family, name):
             code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
             assert no_local_memory_where_it_counts(code), where
+            assert code.warnings == (), where
             assert not code.count("DADD", "DMUL", "DFMA", "DSETP"), f"{where} computes in float64"
             assert ".f64" not in code.ptx, f"{where} computes in float64"
             assert code.registers * math.prod(launch.block) <= REGISTERS, where
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize("number", [8, 9, 10])
+@pytest.mark.parametrize("number", [8, 9, 10, 11])
 def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
     """The last rungs choose among kernels by shape; these are the ones that the tables quote."""
-    shapes = [(1, 4096, 14336), (16, 4096, 14336)] if number == 10 else [(512, 4096, 4096)]
+    shapes = {
+        10: [(1, 4096, 14336), (16, 4096, 14336)],
+        11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
+    }.get(number, [(512, 4096, 4096)])
     for shape in shapes:
-        _, own = on_paper(Work(steps.find(number), "A8", name), shape)
+        *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)
         code = compiled(own, "sm_90a")
         assert no_local_memory_where_it_counts(code), code.log
+        assert code.warnings == ()
         assert code.registers * math.prod(own.block) <= REGISTERS
 
 

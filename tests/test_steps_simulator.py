@@ -60,7 +60,7 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
 
 
 # One more row and column than the tile of each step that has a large one, and K beyond a stage.
-EDGES = ((5, (129, 65, 32)), (6, (129, 65, 32)), (7, (65, 129, 160)))
+EDGES = ((5, (129, 65, 32)), (6, (129, 65, 32)), (7, (65, 129, 160)), (11, (65, 131, 160)))
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -69,7 +69,19 @@ def test_a_tile_edge_in_both_directions(
     number: int, shape: tuple[int, int, int], name: str
 ) -> None:
     problem = Problem(*shape, name, "integer", seed=1)
-    assert verify(steps.find(number), "A8", problem, Simulator(5)).ok
+    assert verify(steps.find(number), steps.find(number).families[-1], problem, Simulator(5)).ok
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
+def test_outputs_in_float16(number: int, name: str) -> None:
+    """Ragged, where a row is no multiple of four, and whole; the guard bands hold there too."""
+    step = steps.find(number)
+    for at, shape in enumerate([(9, 37, 96), (5, 132, 64), (1, 1, 32)]):
+        for distribution in ("uniform", "llm"):
+            problem = Problem(*shape, name, distribution)
+            found = verify(step, step.families[-1], problem, Simulator(at), dtype=np.float16)
+            assert found.ok, found.verdict
 
 
 # --- steps that cut work by the number of SMs -----------------------------------------------------
@@ -81,6 +93,10 @@ SHARED_WORK = (
     (10, 2, (1, 150, 416), {}),
     (10, 1, (3, 90, 544), {"SLICE": 512}),
     (10, 2, (9, 150, 544), {"SLICE_GIVEN": 4096}),
+    (11, 9, (3, 150, 416), {}),
+    (11, 3, (35, 70, 640), {}),
+    (11, 1, (3, 20, 160), {"TILES": {(256, 128): 1}}),
+    (11, 6, (9, 300, 288), {"TILES": {(256, 64): 1}}),
 )
 
 
@@ -90,7 +106,7 @@ def test_work_shared_by_few_sms(
     number: int, sms: int, shape: tuple, constants: dict, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right, launched again with the same scratch memory too, and the same bits in any order."""
-    step = steps.find(number)
+    step, family = steps.find(number), steps.find(number).families[-1]
     module = sys.modules[step.launch.__module__]
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
@@ -98,8 +114,8 @@ def test_work_shared_by_few_sms(
     problem, results = Problem(*shape, name), []
     for order in (0, -1, 5):
         machine = Simulator(order)
-        assert verify(step, "A8", problem, machine).ok
-        prepared = prepare(step, "A8", name, problem.a, problem.blocks, machine)
+        assert verify(step, family, problem, machine).ok
+        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
         results.append(multiply(prepared, machine).copy())
         sums, arrived = prepared.launch.args[-2:]
         assert not arrived.any(), "the next launch counts on"

@@ -1,0 +1,307 @@
+"""Step 11: W4A16 on tensor cores - the scale goes into the weights, and the sums are never touched.
+
+What is new
+    A weight is made float16 in registers, times its scale and with its offset, and the tensor core
+    adds up all of K in float32 by itself. The code needs no conversion: taken as the bits of a
+    float16 it is code * 2^-24, so a mask and one multiply-add make two weights of a word. A is
+    rounded to float16 once, each token in a power of two of its own; powers of two of features and
+    tokens are multiplied back at the end. Half of a block's warps take one half of each stage's K,
+    the others the other: 64 x 64 outputs a warp, and each fragment is used four or eight times.
+Why it should help
+    Steps 7 to 9 pay three instructions for each sum every 32 of K. Here 32 HMMA of a warp (16 of K)
+    come with some 60 other instructions (5 bits: 90), where the tensor core needs 240 cycles. An
+    H200's best with this instruction was measured at 568 TFLOPS; with a tile's beginning and end,
+    5000 cycles beside 61000 at K=4096, there should be 470. And nothing is lost but the
+    rounding of A and W: NMSE 1e-7, a hundredth of a hundredth of what Q8_1 costs.
+What it costs
+    250 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
+    memory, to be added up and written in full lines. Blocks whose scale is far below the largest of
+    their row lose precision (qformats.repack.half_tiles says how much).
+Machine code
+    HMMA.16816.F32, HFMA2, LOP3 and LDSM in the loop, and no I2F, no FFMA.
+Read next
+    The same weights as a register operand of Hopper's wgmma
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import Format
+from qformats.device import half_format
+from qformats.repack import TILE_K, TILE_ROWS, half_tiles
+from steps.activations import HALVES, float16_units
+from steps.epilogue import PAD, finish_tile
+from steps.instructions import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    ldmatrix_x4,
+    let_next_start,
+    mma_m16n8k16_f16,
+    store_f32,
+    wait_for_previous,
+)
+from steps.machines import multiprocessors, shared_memory
+from steps.step import Family, Launch, Shape, Step, ceil_div
+
+TILES: Final = {  # (features, tokens) of a tile of C: blocks an SM, as registers and ring allow
+    (256, 128): 1,  # weights are few bytes: high tiles read the least
+    (256, 64): 1,
+    (128, 64): 2,
+    (128, 32): 3,
+    (128, 16): 4,
+}
+WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
+STAGES: Final = 4  # of the ring, at most
+PARTS: Final = 16  # of K at most: more would take longer to add up
+UNITS: Final = TILE_K // HALVES  # of 8 K in a stage
+ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
+
+
+#     tile 256 x 64     K 0..63 of a stage   K 64..127        tile 256 x 128     K 0..127 of a stage
+#     features   0..63       warp 0           warp 4          features   0..63    warp 0    warp 4
+#     features  64..127      warp 1           warp 5          features  64..127   warp 1    warp 5
+#                  ...                                                     ...
+#                          tokens 0..63       0..63                          tokens 0..63   64..127
+@cache
+def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> Any:
+    """(kernel for tiles (features, tokens) and a ring of `stages`, threads, bytes of one stage)"""
+    bn, bm = tile
+    form = half_format(fmt.name)
+    record, words, scales = form.record_bytes, form.words, form.scales
+    multipliers, fragments = form.multipliers, form.fragments
+    n_words, n_scales = {4: 4, 5: 5, 8: 8}[fmt.bits], 4 if "m" in (fmt.dtype.names or ()) else 2
+    tokens = min(bm, WARP)  # of a warp
+    side, deep = bn // WARP, bm // tokens  # warps along the features and along the tokens
+    groups = 1 if side * deep == 8 else 2  # of warps, which share a stage's K
+    warps = side * deep * groups
+    threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
+    at_tokens = bn // TILE_ROWS * record
+    stage_bytes = at_tokens + 2 * TILE_K * bm
+    together = threads // bm  # units of K that the threads copy at a time, one token each
+    columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
+    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
+    finish, pitch = finish_tile(bn, bm, groups, threads, in_half), bn + PAD
+    wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
+
+    # --- global -> shared: ask for the operands of one stage
+    @cuda.jit(device=True, forceinline=True)
+    def copy_weights(ring, base, t, w, own, other):
+        """Two records of each warp."""
+        lane, warp = t & 31, t >> 5
+        for i in range(2):
+            to = base + (warp + i * warps) * record + 16 * lane
+            at = int64(own if i == 0 else other) * record + 16 * lane
+            for chunk in range(0, record, 512):
+                if chunk + 512 <= record or 16 * lane < record - chunk:
+                    cp_async_16(ring, to + chunk, w, at + chunk)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_tokens(ring, base, t, a, step, m0, M):
+        u, column = t // bm, t & (bm - 1)
+        unit = int32((step * UNITS + u) * M + m0 + column)
+        for i in range(0, UNITS, together):
+            to = base + at_tokens + ((u + i) * bm + column) * 16
+            cp_async_16(ring, to, a, int64(unit + i * M) * HALVES)
+
+    # --- shared -> registers
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_tokens(b, ring, at, step):
+        """B fragments of one step of 16 K: two units."""
+        for j in range(pairs):
+            b0, b1, b2, b3 = ldmatrix_x4(ring, at + (2 * step * bm + 16 * j) * 16)
+            b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3] = b0, b1, b2, b3
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_weights(w, s, ring, at, lane, half):
+        for i in range(ROW_TILES):
+            x, y = (
+                words(ring, at + i * record, lane, half),
+                scales(ring, at + i * record, lane, half),
+            )
+            for j in range(n_words):
+                w[i, j] = x[j]
+            for j in range(n_scales):
+                s[i, j] = y[j]
+
+    # --- multiply
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, w, s, b, step):
+        """acc += 16 K: the weights of a record become float16 and meet all tokens of the warp."""
+        for i in range(ROW_TILES):
+            a0, a1, a2, a3 = fragments(w[i], step, multipliers(s[i], step >> 1))
+            for j in range(columns):
+                r = 4 * (i * columns + j)
+                acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = mma_m16n8k16_f16(
+                    a0,
+                    a1,
+                    a2,
+                    a3,
+                    b[2 * j],
+                    b[2 * j + 1],
+                    acc[r],
+                    acc[r + 1],
+                    acc[r + 2],
+                    acc[r + 3],
+                )
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_sums(sums, acc, token, feature):
+        """Of each mma a thread holds tokens m, m + 1 of features n, n + 8."""
+        for i in range(ROW_TILES):
+            for j in range(columns):
+                r, at = 4 * (i * columns + j), (token + 8 * j) * pitch + feature + TILE_ROWS * i
+                store_f32(sums, at, acc[r])
+                store_f32(sums, at + pitch, acc[r + 1])
+                store_f32(sums, at + 8, acc[r + 2])
+                store_f32(sums, at + pitch + 8, acc[r + 3])
+
+    @cuda.jit(launch_bounds=(threads, TILES[tile]))
+    def w4a16_tensor_core(w, of_rows, a, of_tokens, c, steps, partials, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.half_tiles, a of
+        steps.activations.float16_units."""
+        ring = cuda.shared.array(0, uint8, alignment=128)
+        sums = cuda.shared.array(0, float32, alignment=128)  # the same memory, when K is done
+        acc = cuda.local.array(n_acc, float32)
+        codes = cuda.local.array((ROW_TILES, n_words), uint32)
+        s = cuda.local.array((ROW_TILES, n_scales), uint32)
+        b_even = cuda.local.array(n_b, uint32)
+        b_odd = cuda.local.array(n_b, uint32)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        t = int32(cuda.threadIdx.x)
+        warp, lane = t >> 5, t & 31
+        n0, m0 = int32(cuda.blockIdx.x * bn), int32(cuda.blockIdx.y * bm)
+        # this block's share of K, in stages
+        part, parts = int32(cuda.blockIdx.z), int32(cuda.gridDim.z)
+        k0 = int32(steps * part // parts)
+        count = int32(steps * (part + 1) // parts) - k0
+        # what this warp multiplies: these features and tokens, of a stage from this half on
+        feature, group = warp % side * WARP, warp // (side * deep)
+        first = warp // side % deep * tokens
+        half = group
+        weights = warp % side * ROW_TILES * record
+        b_row = first + (lane >> 4) * 8 + (lane & 7)
+        b_at = at_tokens + ((lane >> 3 & 1) * bm + b_row) * 16
+        # where it copies from: rows beyond the matrix repeat one within, tokens have room there
+        row, last = int32(n0 // TILE_ROWS + warp), int32((N - 1) // TILE_ROWS)
+        own = int32(min(row, last) * steps + k0)
+        other = int32(min(row + warps, last) * steps + k0)
+        for i in range(n_acc):
+            acc[i] = 0
+
+        let_next_start()
+        for step in range(stages):
+            if step < count:
+                copy_weights(ring, step * stage_bytes, t, w, own + step, other + step)
+        wait_for_previous()  # the weights were there; the activations have just been rounded
+        for step in range(stages):
+            if step < count:
+                copy_tokens(ring, step * stage_bytes, t, a, k0 + step, m0, M)
+            cp_async_commit()
+        wait_for_first()
+        cuda.syncthreads()
+        base, ahead = int32(0), int32(stages)
+        fetch_weights(codes, s, ring, weights, lane, half)
+        fetch_tokens(b_even, ring, b_at, 4 * half)
+        for _ in range(int32(count * turns)):
+            # the tokens of the next 16 K are on their way while these are multiplied
+            fetch_tokens(b_odd, ring, base + b_at, 4 * half + 1)
+            multiply(acc, codes, s, b_even, 0)
+            fetch_tokens(b_even, ring, base + b_at, 4 * half + 2)
+            multiply(acc, codes, s, b_odd, 1)
+            fetch_tokens(b_odd, ring, base + b_at, 4 * half + 3)
+            multiply(acc, codes, s, b_even, 2)
+            if turns == 2:
+                half = int32(half ^ 1)
+            if turns == 1 or half == 0:
+                # --- the next stage is there for all, and all have read the last of this one
+                wait_for_next()
+                cuda.syncthreads()
+                if ahead < count:
+                    copy_weights(ring, base, t, w, own + ahead, other + ahead)
+                    copy_tokens(ring, base, t, a, k0 + ahead, m0, M)
+                cp_async_commit()
+                ahead = int32(ahead + 1)
+                base = int32(base + stage_bytes)
+                if base == stages * stage_bytes:
+                    base = int32(0)
+            fetch_tokens(b_even, ring, base + b_at, 4 * half)
+            multiply(acc, codes, s, b_odd, 3)
+            fetch_weights(codes, s, ring, base + weights, lane, half)
+
+        # --- registers -> shared -> global
+        cuda.syncthreads()
+        put_sums(sums, acc, group * bm + first + 2 * (lane & 3), feature + (lane >> 2))
+        cuda.syncthreads()
+        at = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
+        finish(sums, c, m0, n0, of_rows, of_tokens, part, parts, at, partials, arrived)
+
+    return w4a16_tensor_core, threads, stage_bytes
+
+
+def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int]:
+    """(tile, how many of them, parts of K) that should take the fewest cycles."""
+    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0)
+    for (bn, bm), resident in TILES.items():
+        tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
+        # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 32 bytes a cycle reach it
+        stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 32)
+        for parts in range(1, min(PARTS, steps) + 1):
+            # the beginning and end of a tile, and its parts' way back at 48 bytes a cycle
+            ends = 4000 + (2000 + parts * bn * bm * 4 // 48 if parts > 1 else 0)
+            rounds = ceil_div(tiles * parts, multiprocessors() * resident)
+            cycles = rounds * (ceil_div(steps, parts) * stage + ends)
+            if cycles < least:
+                least, best = cycles, ((bn, bm), tiles, parts)
+    return best
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """The sums of each part of a tile, and a count for each tile."""
+    (bn, bm), tiles, parts = tiling(fmt, shape)
+    return ((tiles * parts * bm * bn if parts > 1 else 4,), np.float32), ((tiles,), np.int32)
+
+
+def launch(
+    fmt: Format,
+    family: Family,
+    shape: Shape,
+    weights: tuple,
+    activations: tuple,
+    out: Any,
+    scratch: tuple,
+) -> Launch:
+    tile, _, parts = tiling(fmt, shape)
+    in_half = out.dtype == np.float16
+    _, threads, stage_bytes = kernel(fmt, tile, STAGES, in_half)
+    # bytes for each of the blocks that share an SM, which keeps 1 KB of every one
+    share = (shared_memory() + 1024) // TILES[tile] - 1024
+    stages = min(STAGES, share // stage_bytes)
+    run = kernel(fmt, tile, stages, in_half)[0]
+    grid = (ceil_div(shape.n, tile[0]), ceil_div(shape.m, tile[1]), parts)
+    args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
+    sums = (1 if tile[1] > WARP else 2) * tile[1] * (tile[0] + PAD) * 4
+    return Launch(run, grid, (threads,), args, max(stages * stage_bytes, sums), overlap=True)
+
+
+STEP = Step(
+    number=11,
+    name="step11_w4a16_tensor_core",
+    title="W4A16 on tensor cores: float16 weights made in registers",
+    families=("A16",),
+    parents={"A16": 3},
+    unit={"A16": "tensor_fp16"},
+    pack=half_tiles,
+    activations=float16_units,
+    launch=launch,
+    scratch=scratch,
+    outputs=("float32", "float16"),
+    min_cc=(8, 0),
+    contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},
+    forbids={"A16": ("IMMA", "I2F", "IDP")},
+)
