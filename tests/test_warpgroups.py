@@ -56,6 +56,8 @@ wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
 def pipeline(fault: str | None = None) -> Any:
     """c[64, 8] = w a^T: a thread of a fifth warp copies into a ring, a warpgroup multiplies. With a
     fault built in."""
+    arrivals = {"one consumer counted": 1, "released unread": 128}.get(fault or "", 4)
+    no_release = fault in ("never released", "released early", "released unread")
 
     @cuda.jit
     def kernel(w, a, c):
@@ -66,7 +68,7 @@ def pipeline(fault: str | None = None) -> Any:
         if t == 0:
             for s in range(STAGES):
                 mbarrier_init(full, s, 1)
-                mbarrier_init(empty, s, 1 if fault == "one consumer counted" else 4)
+                mbarrier_init(empty, s, arrivals)
             if fault != "no fence after init":
                 fence_mbarrier_init()
         if fault != "no barrier after init":
@@ -97,6 +99,8 @@ def pipeline(fault: str | None = None) -> Any:
                     parity ^= 1
                 if fault != "no wait for full":
                     mbarrier_wait(full, s, parity)
+                if fault == "released unread":
+                    mbarrier_arrive(empty, s)
                 at = s * STAGE_BYTES
                 x = load_u32x4(ring, at + 16 * t)
                 where = matrix_descriptor(ring, at + W_BYTES, 16 * TOKENS, 128)
@@ -111,7 +115,7 @@ def pipeline(fault: str | None = None) -> Any:
                     acc = wait_for_all_but_one(acc)
                 elif fault != "no wait for wgmma":
                     acc = wait_for_all(acc)
-                if fault not in ("never released", "released early") and t & 31 == 0:
+                if not no_release and t & 31 == 0:
                     mbarrier_arrive(empty, s)
             row, column = 16 * (t >> 5) + (t >> 2 & 7), 2 * (t & 3)
             c[row, column], c[row, column + 1] = acc[0], acc[1]
@@ -163,6 +167,7 @@ FAULTS = {
         "wgmma begins with wgmma_fence, which threads 0-127 did not",
     ),
     "no commit": (SimulatorError, "accumulators are read while a wgmma works on them"),
+    "released unread": (SimulatorError, "wgmma reads ring where a bulk copy is still under way"),
     "released early": (SimulatorError, "the B of a wgmma changed before the wait for it"),
     "waited for one too few": (SimulatorError, "the B of a wgmma changed before the wait"),
     "no wait for wgmma": (SimulatorError, "accumulators are read while a wgmma works on them"),
@@ -258,6 +263,31 @@ def test_an_arrival_and_its_bytes_may_come_in_any_order():
         source = np.arange(128, dtype=np.uint32)
         simulate(kernel, 1, 64, (source,), order=order)
         np.testing.assert_array_equal(source[64:], source[:64])
+
+
+def test_copies_arrive_while_others_poll():
+    @cuda.jit
+    def kernel(source):
+        stage = cuda.shared.array(4, uint32, alignment=16)
+        flag = cuda.shared.array(1, int32)
+        bar = one_barrier()
+        t = cuda.threadIdx.x
+        if t == 0:
+            flag[0] = 0
+        cuda.syncthreads()
+        if t == 1:
+            mbarrier_arrive_expect(bar, 0, 16)
+            bulk_copy(stage, 0, source, 0, 16, bar, 0)
+            mbarrier_wait(bar, 0, 0)
+            flag[0] = 1
+        while flag[0] == 0:
+            cuda.nanosleep(20)
+        source[4 + t] = stage[3]
+
+    for order in ORDERS:
+        source = np.arange(4, 72, dtype=np.uint32)
+        simulate(kernel, 1, 64, (source,), order=order)
+        assert (source[3:67] == 7).all()
 
 
 def test_a_bulk_copy_is_of_16_aligned_bytes():
@@ -386,6 +416,39 @@ def test_wgmma_sees_what_threads_stored_only_after_a_fence():
     refused(multiply_kernel(fence=False), "wgmma reads what threads wrote to stage: fence_proxy_as")
 
 
+def test_b_released_by_one_of_two_warpgroups_too_early():
+    """The other's arrival is the last, and comes while the first only waits for its wgmma."""
+
+    @cuda.jit
+    def kernel(out):
+        stage = cuda.shared.array(256, uint8, alignment=128)
+        read = cuda.shared.array(1, np.uint64)
+        t = int32(cuda.threadIdx.x)
+        if t < 256:
+            stage[t] = 1
+        if t == 0:
+            mbarrier_init(read, 0, 2)
+        fence_proxy_async()
+        cuda.syncthreads()
+        if t == 0:
+            mbarrier_arrive(read, 0)
+        if t == 256:
+            mbarrier_wait(read, 0, 0)
+            stage[7] = 2
+        if 128 <= t < 256:
+            where = matrix_descriptor(stage, 0, 128, 256)
+            one = uint32(0x01010101)
+            acc = (int32(0), int32(0), int32(0), int32(0))
+            wgmma_fence()
+            acc = wgmma_s8(acc, one, one, one, one, where, 1)
+            wgmma_commit()
+            if t == 128:
+                mbarrier_arrive(read, 0)
+            acc = wait_for_all(acc)
+
+    refused(kernel, "the B of a wgmma changed before the wait for it", block=288)
+
+
 def test_all_of_a_warpgroup_take_part():
     refused(
         multiply_kernel(everyone=False), "threads 0-95 wait at wgmma_s8", kind=BarrierDivergence
@@ -506,6 +569,27 @@ def test_named_barriers_misused():
     refused(meeting(1, 128, others=64), "barrier 1 is in use by .* threads, not")
     refused(twice, "has arrived at barrier 1 already, which lacks 96 of 128 threads")
     refused(meeting(2, 96), r"threads .* wait at barrier_sync\(2, 96\)", kind=BarrierDivergence)
+
+
+def test_what_is_stored_after_an_arrival_may_come_too_late():
+    @cuda.jit
+    def kernel(out):
+        hand = cuda.shared.array(1, int32)
+        t = cuda.threadIdx.x
+        if t >= 32:
+            barrier_sync(1, 64)
+            out[t] = hand[0]
+        else:
+            barrier_arrive(1, 64)
+            if t == 0:
+                hand[0] = 5
+
+    seen = set()
+    for order in (0, -1):
+        out = np.zeros(64, np.int32)
+        simulate(kernel, 1, 64, (out,), order=order)
+        seen |= set(out[32:].tolist())
+    assert seen == {5, -0x5A5A5A5B}  # in time, and garbage
 
 
 # --- what the machine code is warned of, and what is counted
