@@ -1,6 +1,6 @@
 """Bulk copies from global to shared memory, and the barriers in memory that they complete on.
 
-One thread asks for kilobytes at once (PTX ISA 9.7.9.25, cp.async.bulk; compute capability 9.0). The
+One thread asks for kilobytes at once (PTX ISA, cp.async.bulk; compute capability 9.0). The
 copy reports to an *mbarrier*: a word of 8 bytes in shared memory that counts, phase by phase, the
 arrivals and the bytes still missing. A phase is complete when both counts are zero; then the next
 begins by itself, with the same number of arrivals to come. A waiting thread names the phase by its

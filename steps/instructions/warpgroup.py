@@ -1,9 +1,9 @@
 """Tensor cores as Hopper has them: four warps multiply a tile, behind the threads' backs.
 
 A *warpgroup* is four warps, the first of them a multiple of four. All 128 threads execute `wgmma`
-together (PTX ISA 9.7.16, compute capability 9.0 only): D[64, N] += A[64, K] B[K, N], where a row of
-A and a column of B are 32 bytes along K: 16 float16 or 32 bytes. N is 8, 16, 24, 32 or a multiple
-of 16 up to 256.
+together (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sm_90a only): D[64, N] +=
+A[64, K] B[K, N], where a row of A and a column of B are 32 bytes along K: 16 float16 or 32 bytes.
+N is 8, 16, 24, 32 or a multiple of 16 up to 256.
 
     A, in registers: warp w of the four holds rows 16 w to 16 w + 15 in the fragments of
     `mma_m16n8k16_f16` or `mma_m16n8k32_s8` (steps/instructions/tensor_core.py): a0, a1, a2, a3.
@@ -306,8 +306,8 @@ def _define_descriptor():
             n  N-8..  | at (N/8 - 1) stride  |   | at leading + (N/8 - 1) stride |
 
         `leading` is the distance in bytes of core matrices that are neighbours along K, `stride` of
-        neighbours along N (PTX ISA 9.7.16.5.1, K-major, no swizzle: the "leading-dimension" and the
-        "stride-dimension byte offset"); all three are multiples of 16. With units of 16 bytes,
+        neighbours along N (PTX ISA, "Matrix Descriptor Format", K-major, no swizzle: the
+        "leading-dimension" and the "stride-dimension byte offset"); all three are multiples of 16. With units of 16 bytes,
         K outermost, [K/16, tokens, 16] as in `q8_1_slabs`: leading = 16 * tokens, stride = 128.
 
         In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
