@@ -349,6 +349,7 @@ def measure(
     check: Callable[[np.ndarray, Any], Verdict],
     limits: Limits | None = None,
     budget: Budget = Budget(),
+    dtype: Any = np.float32,
 ) -> Row:
     """Check, time and check again: `row` (from blank_row) with its results.
 
@@ -357,11 +358,12 @@ def measure(
     activations : () -> steps.step.Activations on that machine, made from float32 A.
     launch      : (weights, activation arrays, out) -> steps.step.Launch.
     check       : (C on the host, Activations) -> verdict; called before and after the timing.
+    dtype       : of C.
     The status is "failed", with the reason, for a wrong output or an impossible time; a CUDA error
     is raised, as nothing after it can be trusted.
     """
     shape = (row.M, row.N)
-    blank = machine.array(np.full(shape, np.nan, np.float32))
+    blank = machine.array(np.full(shape, np.nan, dtype))
     copies = packed.copies(machine, stopwatch)
     inputs = activations()
 
@@ -376,6 +378,7 @@ def measure(
     chained = prepared.overlap and (getattr(machine, "cc", None) or (0, 0)) >= OVERLAP_CC
     row = replace(
         row,
+        output=np.dtype(dtype).name,
         pack_us=packed.pack_us,
         nmse_same_operands=before.nmse_same_operands,
         nmse_float=before.nmse_float,
@@ -402,7 +405,7 @@ def measure(
     traffic = Traffic(
         weights=packed.nbytes,
         activations=sum(int(array.nbytes) for array in inputs.arrays),
-        out=4 * row.M * row.N,
+        out=np.dtype(dtype).itemsize * row.M * row.N,
     )
     operations = 2 * row.M * row.N * row.K
     floor = floor_us(
@@ -432,13 +435,16 @@ def measure_step(
     check: Callable[[np.ndarray, Any], Verdict],
     limits: Limits | None = None,
     budget: Budget = Budget(),
+    dtype: Any = np.float32,
 ) -> Row:
     """`measure` for a steps.step.Step: one row of C[M, n] = a[M, K] @ W^T.
 
     a      : float32 [M, K] on the machine.
     packed : pack_weights(step, blocks[n, K/32]).
-    check  : (C on the host, the Q8_1 bits that were multiplied or None for A16) -> verdict; at the
-             largest shapes it may look at some rows of C only, as a float64 product takes long.
+    check  : (C on the host, the Q8_1 bits or halves that were multiplied, None where it was A) ->
+             verdict; at the largest shapes it may look at some rows of C only, as a float64 product
+             takes long.
+    dtype  : of C, one of the step's outputs.
     """
     from qformats import FORMATS
     from steps.activations import decode
@@ -447,7 +453,8 @@ def measure_step(
     m, k = a.shape
     shape, fmt = Shape(m, n, k), FORMATS[format_name]
     row = blank_row(step, format_name, scheme(format_name, family), (m, n, k))
-    if why := step.supports(format_name, family, getattr(machine, "cc", None)):
+    output = np.dtype(dtype).name
+    if why := step.supports(format_name, family, getattr(machine, "cc", None), output):
         return without_result(row, "unsupported", why)
 
     # One for all copies of the weights, as layers that run one after the other can share it.
@@ -478,6 +485,7 @@ def measure_step(
         check=checked,
         limits=limits,
         budget=budget,
+        dtype=dtype,
     )
 
 

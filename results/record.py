@@ -75,6 +75,7 @@ class Row:
     M: int
     N: int
     K: int
+    output: str = "float32"  # the dtype of C
     status: Status
     why: str | None = None  # a sentence unless status is "ok"
     kernel_us: float | None = None
@@ -468,7 +469,7 @@ def step_sources(step: int, root: Path = ROOT) -> tuple[Path, ...]:
     """What a step's machine code is made from: its file, the formats' side, the vocabulary."""
     own = sorted((root / "steps").glob(f"step{step:02d}_*.py"))
     shared = [root / "qformats" / name for name in ("device.py", "repack.py")]
-    shared.append(root / "steps" / "activations.py")
+    shared += [root / "steps" / name for name in ("activations.py", "epilogue.py")]
     vocabulary = [
         path
         for path in sorted((root / "steps" / "instructions").glob("*.py"))

@@ -86,12 +86,12 @@ class Bench:
         machine, stopwatch = Gpu(), measure.GpuStopwatch()
         return cls(machine, stopwatch, measure_limits(stopwatch, machine), budget)
 
-    def row(self, work: Work, task: Task, packed: Packed) -> Row:
-        """One row, checked before and after it is timed."""
+    def row(self, work: Work, task: Task, packed: Packed, dtype: Any = np.float32) -> Row:
+        """One row, checked before and after it is timed; `dtype` is C's."""
         problem = task.reference.problem
 
-        def judged(c: np.ndarray, q81: Any) -> Check:
-            return check(c, problem, work.family, q81, reference=task.reference)
+        def judged(c: np.ndarray, given: Any) -> Check:
+            return check(c, problem, work.family, given, reference=task.reference)
 
         return measure.measure_step(
             work.step,
@@ -105,6 +105,7 @@ class Bench:
             check=judged,
             limits=self.limits,
             budget=self.budget,
+            dtype=dtype,
         )
 
 

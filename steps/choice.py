@@ -46,22 +46,24 @@ def choose(
     step: int | None = None,
     family: str | None = None,
     among: Sequence[Step] | None = None,
+    output: str = "float32",
 ) -> Choice:
     """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
 
     step, family : only this one; a step alone is taken in the family that continues the ladder.
     among        : only these, such as all that read weights as they are packed.
+    output       : the dtype of C.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
     if step is not None:
         one = find(step)
         wanted = family or one.families[-1]
-        if why := one.supports(format_name, known_family(wanted), cc):
+        if why := one.supports(format_name, known_family(wanted), cc, output):
             raise ValueError(why)
         return Choice(one, known_family(wanted), format_name, shape, "it was asked for")
 
-    possible = supporting(format_name, family, cc, among)
+    possible = supporting(format_name, family, cc, among, output)
     if among is not None and len(among) == 1:
         why = "it is the one that w is packed for"
         only = possible[0]
@@ -99,11 +101,12 @@ def supporting(
     family: str | None,
     cc: tuple[int, int] | None,
     among: Sequence[Step] | None = None,
+    output: str = "float32",
 ) -> list[Step]:
     """The steps that can run a format, lowest first; ValueError where there is none."""
     found, why = [], "there is no step"
     for one in ladder() if among is None else among:
-        reason = one.supports(format_name, known_family(family or one.families[-1]), cc)
+        reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
         if reason is None:
             found.append(one)
         else:

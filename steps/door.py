@@ -29,6 +29,7 @@ from steps.choice import Choice, choose, cut, supporting
 from steps.operands import (
     activations_shape,
     is_device_array,
+    output_dtype,
     require_grid,
     require_out,
     stream_of,
@@ -95,12 +96,13 @@ def gemm(
     *,
     step: int | None = None,
     out: Any = None,
+    dtype: Any = np.float32,
     family: Family | None = None,
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
 ) -> Any:
-    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T in float32.
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T, in float32 or float16.
 
     a       : float32 [M, K], C-contiguous, NumPy or on the GPU; M is at least 1.
     w       : blocks [N, K/32], a NumPy array of a dtype of `qformats` (a view too), or what `pack`
@@ -109,7 +111,9 @@ def gemm(
               such a GPU (`make tune`), else the highest that the GPU can run.
     family  : "A16" multiplies float32 activations, "A8" quantizes them to Q8_1 first; by default
               whichever is the faster.
-    out     : where to write C: float32 [M, N], C-contiguous, of the same kind as `a`.
+    out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
+    dtype   : of C: float32, or float16, which not every step writes; what is larger than 65504
+              becomes infinite there.
     machine : where to multiply; by default the current GPU.
     stream  : where to queue the work: a stream of Numba, cuda.core, torch or CuPy, or a handle. By
               default the stream on which the caller's library works (torch's and CuPy's current
@@ -130,12 +134,13 @@ def gemm(
         )
     if not on_device and not np.isfinite(a).all():
         raise ValueError(f"a has {np.count_nonzero(~np.isfinite(a))} values that are NaN or Inf")
-    require_out(out, a, m, n, on_device)
+    dtype = output_dtype(dtype)
+    require_out(out, a, m, n, on_device, dtype)
 
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a lies on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family)
+    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if stream is None and on_device:
         stream = stream_of(a)
@@ -143,7 +148,7 @@ def gemm(
         where = where.on(stream)
 
     source = _as_numba(a) if on_device else where.array(a)
-    target = _as_numba(out) if on_device and out is not None else where.empty((m, n), np.float32)
+    target = _as_numba(out) if on_device and out is not None else where.empty((m, n), dtype)
     activations = choice.step.activations(choice.family, source, where)
     if activations.layout == "blocks":
         # refuses what would overflow the f16 d or s of a 36-byte block
@@ -176,14 +181,15 @@ def choice_for(
     machine: Gpu | Simulator,
     step: int | None,
     family: Family | None,
+    output: str = "float32",
 ) -> Choice:
     """`steps.choice.choose`, among the steps that can read `w` where it is packed already."""
     if not isinstance(w, Packed):
-        return choose(fmt.name, shape, machine, step=step, family=family)
+        return choose(fmt.name, shape, machine, step=step, family=family, output=output)
     if step is not None and find(step).pack is not w.steps[0].pack:
         raise ValueError(f"w is packed for {numbers(w.steps)}, not for step {step}")
     asked = family or w.family
-    return choose(fmt.name, shape, machine, step=step, family=asked, among=w.steps)
+    return choose(fmt.name, shape, machine, step=step, family=asked, among=w.steps, output=output)
 
 
 def numbers(steps: Sequence[Step]) -> str:

@@ -16,6 +16,9 @@ from steps.step import Launch
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
 """Thread blocks along x, y and z that CUDA launches at most."""
 
+OUTPUTS: Final = (np.dtype(np.float32), np.dtype(np.float16))
+"""What C may be written as, by the steps that say so (`Step.outputs`)."""
+
 ALIGNMENT: Final = 16
 """Bytes of the widest access of any step: an output must begin at a multiple of it."""
 
@@ -38,8 +41,22 @@ def activations_shape(a: Any, on_device: bool) -> tuple[int, int]:
     return m, k
 
 
-def require_matrix(name: str, x: Any, on_device: bool) -> tuple[int, int]:
-    """The shape of a float32, 2-dimensional, C-contiguous array; an error names what it is not."""
+def output_dtype(dtype: Any) -> np.dtype[Any]:
+    """float32 or float16; TypeError for anything else."""
+    try:
+        asked = np.dtype(dtype)
+    except TypeError:
+        asked = None
+    if asked not in OUTPUTS:
+        raise TypeError(f"dtype must be float32 or float16, got {dtype!r}")
+    return asked
+
+
+def require_matrix(
+    name: str, x: Any, on_device: bool, wanted: np.dtype[Any] = OUTPUTS[0]
+) -> tuple[int, int]:
+    """The shape of a float32, 2-dimensional, C-contiguous array, or of another dtype if `wanted`;
+    an error names what it is not."""
     if not on_device and not isinstance(x, np.ndarray):
         raise TypeError(
             f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
@@ -47,8 +64,8 @@ def require_matrix(name: str, x: Any, on_device: bool) -> tuple[int, int]:
         )
     facts = x.__cuda_array_interface__ if on_device else x.__array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
-    if dtype != np.float32 or not dtype.isnative:
-        raise TypeError(f"{name} must be float32, got {dtype}")
+    if dtype != wanted or not dtype.isnative:
+        raise TypeError(f"{name} must be {wanted}, got {dtype}")
     if len(shape) != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {len(shape)}: its shape is {shape}")
     strides = facts.get("strides")
@@ -92,13 +109,15 @@ def weight_format(w: Any) -> Format:
     return format_of(w)
 
 
-def require_out(out: Any, a: Any, m: int, n: int, on_device: bool) -> None:
+def require_out(
+    out: Any, a: Any, m: int, n: int, on_device: bool, dtype: np.dtype[Any] = OUTPUTS[0]
+) -> None:
     if out is None:
         return
     if is_device_array(out) != on_device:
         kinds = ("on the GPU", "a NumPy array")
         raise TypeError(f"out must be {kinds[not on_device]}, as a is")
-    shape = require_matrix("out", out, on_device)
+    shape = require_matrix("out", out, on_device, dtype)
     if shape != (m, n):
         raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {list(shape)}")
     if not on_device:
@@ -109,7 +128,7 @@ def require_out(out: Any, a: Any, m: int, n: int, on_device: bool) -> None:
     if read_only:
         raise ValueError("out is read-only")
     facts = a.__cuda_array_interface__
-    require_place(start, 4 * m * n, facts["data"][0], 4 * m * facts["shape"][1])
+    require_place(start, dtype.itemsize * m * n, facts["data"][0], 4 * m * facts["shape"][1])
 
 
 def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
@@ -123,8 +142,14 @@ def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
         )
 
 
-def address(name: str, x: Any, shape: tuple[int, int], device: int = 0) -> int:
-    """Where a float32 array of this shape begins on a GPU; an error names what it is not.
+def address(
+    name: str,
+    x: Any,
+    shape: tuple[int, int],
+    device: int = 0,
+    dtype: np.dtype[Any] = OUTPUTS[0],
+) -> int:
+    """Where an array of this shape and dtype begins on a GPU; an error names what it is not.
 
     Less than a microsecond for arrays of torch and Numba, whose `__cuda_array_interface__` is slow
     to ask for, so that a prepared call can afford it each time. Only torch says on which `device`.
@@ -132,20 +157,21 @@ def address(name: str, x: Any, shape: tuple[int, int], device: int = 0) -> int:
     torch = sys.modules.get("torch")
     start: int
     if torch is not None and isinstance(x, torch.Tensor):
-        fits = x.is_cuda and x.dtype is torch.float32 and x.shape == shape and x.is_contiguous()
+        kind = getattr(torch, dtype.name)
+        fits = x.is_cuda and x.dtype is kind and x.shape == shape and x.is_contiguous()
         if fits and (on := x.get_device()) != device:
             raise ValueError(f"{name} is on GPU {on} and the weights are on GPU {device}")
-        if fits and not (start := x.data_ptr()) % 4:
+        if fits and not (start := x.data_ptr()) % dtype.itemsize:
             return start
     elif getattr(x, "__cuda_ndarray__", False):  # Numba's
-        fits = x.dtype == np.float32 and x.shape == shape and x.is_c_contiguous()
-        if fits and not (start := x.device_ctypes_pointer.value or 0) % 4:
+        fits = x.dtype == dtype and x.shape == shape and x.is_c_contiguous()
+        if fits and not (start := x.device_ctypes_pointer.value or 0) % dtype.itemsize:
             return start
     if not is_device_array(x):
         raise TypeError(
             f"{name} must be on the GPU (with __cuda_array_interface__), got {type(x).__name__}"
         )
-    if require_matrix(name, x, True) != shape:
+    if require_matrix(name, x, True, dtype) != shape:
         have = x.__cuda_array_interface__["shape"]
         raise ValueError(f"{name} must have the plan's shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]

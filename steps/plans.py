@@ -30,7 +30,15 @@ import numpy as np
 from qformats import FORMATS
 from steps import door
 from steps.choice import Choice, cut
-from steps.operands import address, require_grid, require_matrix, require_place, stream_of
+from steps.operands import (
+    OUTPUTS,
+    address,
+    output_dtype,
+    require_grid,
+    require_matrix,
+    require_place,
+    stream_of,
+)
 from steps.step import Family, Shape
 
 if TYPE_CHECKING:
@@ -45,6 +53,7 @@ def plan(
     m: int,
     w: np.ndarray | door.Packed,
     *,
+    dtype: Any = np.float32,
     step: int | None = None,
     family: Family | None = None,
     stream: Any = None,
@@ -55,6 +64,7 @@ def plan(
     m            : the tokens of each call, at least 1.
     w            : blocks [N, K/32] of a dtype of `qformats`, or what `steps.pack` made of them;
                    many plans may share one handle.
+    dtype        : of `out`, float32 or float16, see `steps.gemm`.
     step, family : as for `steps.gemm`, decided now and told by `plan.choice`.
     stream       : where every call is queued, see `steps.gemm`; by default the stream on which the
                    library of `a` works when it is called.
@@ -63,26 +73,32 @@ def plan(
         raise ValueError(f"a plan is for a number of tokens from 1 up, got {m!r}")
     fmt, n, k = door.weights_shape(w)
     where = door.machine_for(machine, w)
-    choice = door.choice_for(fmt, Shape(int(m), n, k), w, where, step, family)
+    output = output_dtype(dtype)
+    choice = door.choice_for(fmt, Shape(int(m), n, k), w, where, step, family, output.name)
     packed = (
         w if isinstance(w, door.Packed) else door.pack(w, step=choice.step.number, machine=where)
     )
-    return Plan(choice, packed, where, stream)
+    return Plan(choice, packed, where, stream, output)
 
 
 class Plan:
     """A prepared product, see `plan`. `choice` says which step it is and why."""
 
     def __init__(
-        self, choice: Choice, weights: door.Packed, machine: Gpu | Simulator, stream: Any = None
+        self,
+        choice: Choice,
+        weights: door.Packed,
+        machine: Gpu | Simulator,
+        stream: Any = None,
+        dtype: np.dtype[Any] = OUTPUTS[0],
     ) -> None:
         m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
         on_gpu = machine.cc is not None
-        self._machine, self._stream = machine, stream
+        self._machine, self._stream, self._dtype = machine, stream, dtype
         self._a_shape, self._out_shape = (m, k), (m, n)
-        self._a_bytes, self._out_bytes = 4 * m * k, 4 * m * n
+        self._a_bytes, self._out_bytes = 4 * m * k, dtype.itemsize * m * n
         self._a = _nowhere(A, (m, k)) if on_gpu else machine.empty((m, k), np.float32)
-        self._out = _nowhere(OUT, (m, n)) if on_gpu else machine.empty((m, n), np.float32)
+        self._out = _nowhere(OUT, (m, n), dtype) if on_gpu else machine.empty((m, n), dtype)
         activations = choice.step.activations(choice.family, self._a, machine)
         own = choice.step.prepare(
             machine,
@@ -108,14 +124,15 @@ class Plan:
         """Queue out[:] = a @ dequantize(W)^T; returns before it is done.
 
         a      : float32 [M, K] of the plan, C-contiguous, on the GPU.
-        out    : float32 [M, N], C-contiguous, on the GPU, at a multiple of 16 bytes, apart from a.
+        out    : [M, N] of the plan's dtype, C-contiguous, on the GPU, at a multiple of 16 bytes,
+                 apart from a.
         stream : for this call alone, such as a cuda.core graph builder.
         TypeError or ValueError, and nothing launched, for arrays that the plan is not made for.
         """
         if self._machine.cc is None:
             return self._simulate(a, out)
         source = address("a", a, self._a_shape, self._device)
-        target = address("out", out, self._out_shape, self._device)
+        target = address("out", out, self._out_shape, self._device, self._dtype)
         require_place(target, self._out_bytes, source, self._a_bytes)
         for arguments, i, of_a, offset in self._places:
             arguments[i] = (source if of_a else target) + offset
@@ -141,8 +158,11 @@ class Plan:
 
     def _simulate(self, a: Any, out: Any) -> None:
         """The same in the simulator, whose arrays are NumPy's."""
-        for name, x, shape in (("a", a, self._a_shape), ("out", out, self._out_shape)):
-            if require_matrix(name, x, False) != shape:
+        for name, x, shape, dtype in (
+            ("a", a, self._a_shape, OUTPUTS[0]),
+            ("out", out, self._out_shape, self._dtype),
+        ):
+            if require_matrix(name, x, False, dtype) != shape:
                 raise ValueError(f"{name} must have the plan's shape {shape}, got {x.shape}")
         self._a[...] = a
         for launch in self._launches:
@@ -157,9 +177,9 @@ def current_device() -> int:
     return int(cuda.get_current_device().id)
 
 
-def _nowhere(start: int, shape: tuple[int, int]) -> Any:
-    """A float32 array that is nowhere, for laying out arguments."""
+def _nowhere(start: int, shape: tuple[int, int], dtype: np.dtype[Any] = OUTPUTS[0]) -> Any:
+    """An array that is nowhere, for laying out arguments."""
     from numba import cuda
 
-    facts = {"shape": shape, "typestr": "<f4", "data": (start, False), "strides": None}
+    facts = {"shape": shape, "typestr": dtype.str, "data": (start, False), "strides": None}
     return cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__={**facts, "version": 3}))

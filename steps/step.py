@@ -141,13 +141,19 @@ class Step:
         return self.launch(*operands, tuple(machine.array(np.zeros(*each)) for each in sizes))
 
     def supports(
-        self, format_name: str, family: str, cc: tuple[int, int] | None = None
+        self,
+        format_name: str,
+        family: str,
+        cc: tuple[int, int] | None = None,
+        output: str = "float32",
     ) -> str | None:
         """None, or one sentence saying why this step cannot run that work (on that device)."""
         if format_name not in self.formats:
             return f"step {self.number} has no {format_name}: it takes {', '.join(self.formats)}"
         if family not in self.families:
             return f"step {self.number} is of family {'/'.join(self.families)}, not {family}"
+        if output not in self.outputs:
+            return f"step {self.number} writes C as {' or '.join(self.outputs)}, not {output}"
         if cc is not None and cc < self.min_cc:
             have, need = (f"{major}.{minor}" for major, minor in (cc, self.min_cc))
             return f"step {self.number} needs compute capability {need}; this GPU has {have}"

@@ -65,7 +65,7 @@ class Tensor:
 def torch(current_stream: int) -> Any:
     """As much of torch as is asked for here."""
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
-    return SimpleNamespace(Tensor=Tensor, float32="float32", _C=raw)
+    return SimpleNamespace(Tensor=Tensor, float32="float32", float16="float16", _C=raw)
 
 
 @dataclass
@@ -104,6 +104,10 @@ def launch_noted(config: Any, function: Any, pointers: int, extra: int) -> tuple
     return (0,)
 
 
+def _nowhere(start: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return device_array(shape, dtype, start)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A machine for plans; the driver under `steps.launcher` notes launches."""
@@ -111,6 +115,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(launcher, "load", fake.load)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=launch_noted))
     monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
-    monkeypatch.setattr(plans, "_nowhere", lambda at, shape: device_array(shape, np.float32, at))
+    monkeypatch.setattr(plans, "_nowhere", _nowhere)
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     return fake

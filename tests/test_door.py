@@ -100,6 +100,37 @@ def test_out_is_filled_and_returned() -> None:
     np.testing.assert_array_equal(out, door.gemm(a, w, machine=MACHINE))
 
 
+def test_c_may_be_float16_where_a_step_writes_it() -> None:
+    """Rounded once from the float32 that it writes otherwise."""
+    a, w = activations(), weights()
+    for step in (one for one in steps.ladder() if "float16" in one.outputs):
+        full = door.gemm(a, w, step=step.number, machine=MACHINE)
+        c = door.gemm(a, w, step=step.number, dtype="float16", machine=MACHINE)
+        np.testing.assert_array_equal(c, full.astype(np.float16), strict=True)
+        out = np.zeros((2, 3), np.float16)
+        handle = door.pack(w, step=step.number, machine=MACHINE)
+        assert door.gemm(a, handle, out=out, dtype=np.float16) is out
+        np.testing.assert_array_equal(out, c)
+    _, choice = door.gemm(a, w, dtype=np.float16, machine=MACHINE, explain=True)
+    assert "float16" in choice.step.outputs
+
+
+def test_a_dtype_that_no_step_writes_is_refused() -> None:
+    a, w = activations(), weights()
+    for dtype in (np.float64, np.int8, "half a float", None):
+        with pytest.raises(TypeError, match="dtype must be float32 or float16, got "):
+            door.gemm(a, w, dtype=dtype, machine=Untouched())
+    with pytest.raises(ValueError, match="step 5 writes C as float32, not float16"):
+        door.gemm(a, w, step=5, dtype=np.float16, machine=Untouched())
+    with pytest.raises(TypeError, match="out must be float32, got float16"):
+        door.gemm(a, w, out=np.zeros((2, 3), np.float16), machine=Untouched())
+    with pytest.raises(TypeError, match="out must be float16, got float32"):
+        door.gemm(a, w, out=np.zeros((2, 3), np.float32), dtype="float16", machine=Untouched())
+    handle = door.pack(w, step=7, machine=MACHINE)
+    with pytest.raises(ValueError, match=r"no step can do this: step .* not float16"):
+        door.gemm(a, handle, dtype=np.float16)
+
+
 def test_inputs_come_back_unchanged() -> None:
     a, w = activations(), weights()
     before = a.copy(), w.copy()

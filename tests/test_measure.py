@@ -453,8 +453,11 @@ class SimulatorStopwatch(FakeDevice):
         return self.machine.empty(shape, dtype)
 
 
-@pytest.mark.parametrize(("number", "family"), [(1, "A16"), (2, "A8")])
-def test_a_real_step_goes_through_the_protocol(number, family):
+@pytest.mark.parametrize(
+    ("number", "family", "output"),
+    [(1, "A16", "float32"), (2, "A8", "float32"), (11, "A16", "float32"), (11, "A16", "float16")],
+)
+def test_a_real_step_goes_through_the_protocol(number, family, output):
     import steps
     from reference import Problem, check
 
@@ -469,16 +472,19 @@ def test_a_real_step_goes_through_the_protocol(number, family):
         machine=device,
         stopwatch=device,
         packed=measure.pack_weights(step, problem.blocks),
-        check=lambda c, q81: check(c, problem, family, q81),
+        check=lambda c, given: check(c, problem, family, given),
+        dtype=output,
     )
     assert result.status == "ok", result.why
+    assert result.output == output
     assert result.scheme == f"W5{family}"
     assert result.parent == step.parents.get(family)
     assert result.source_hash
     assert result.samples == 3
     assert result.nmse_same_operands is not None
     assert result.nmse_float is not None
-    assert result.nmse_same_operands < 1e-9 < result.nmse_float < 1e-2
+    least, most = (0, 1e-9) if number < 11 else (1e-9, 1e-6)
+    assert least <= result.nmse_same_operands < most < result.nmse_float < 1e-2
 
 
 def test_a_step_that_cannot_is_unsupported_with_its_reason():

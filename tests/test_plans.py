@@ -72,6 +72,19 @@ def test_one_handle_serves_every_step_of_its_packing() -> None:
     assert handle.steps == tuple(one for one in ladder() if one.pack is ladder()[-1].pack)
 
 
+def test_a_plan_may_write_float16() -> None:
+    machine, (*_, step) = Simulator(), (one for one in ladder() if "float16" in one.outputs)
+    plan = gemm.plan(M, PROBLEM.blocks, dtype=np.float16, step=step.number, machine=machine)
+    out = np.zeros((M, N), np.float16)
+    plan(PROBLEM.a, out)
+    wanted = gemm(PROBLEM.a, PROBLEM.blocks, step=step.number, machine=machine)
+    np.testing.assert_array_equal(out, wanted.astype(np.float16))
+    with pytest.raises(TypeError, match="out must be float16, got float32"):
+        plan(PROBLEM.a, wanted)
+    with pytest.raises(TypeError, match="dtype must be float32 or float16"):
+        gemm.plan(M, PROBLEM.blocks, dtype=np.float64, machine=machine)
+
+
 def test_explain_says_which_step_it_was_and_why() -> None:
     machine = Simulator()
     c, choice = gemm(PROBLEM.a, PROBLEM.blocks, step=1, machine=machine, explain=True)
@@ -147,6 +160,23 @@ def test_only_the_two_addresses_change(step, family, name, gpu: FakeGpu) -> None
     before = len(gpu.launched)
     plan(a, out)
     assert len(gpu.launched) == 2 * before
+
+
+def test_an_output_of_float16_has_half_the_bytes(gpu: FakeGpu, torch) -> None:
+    plan = planned(gpu, 11, dtype="float16")
+    a = on(SOMEWHERE, (M, K))
+    for out in (
+        on(SOMEWHERE - 48, (M, N), dtype="float16"),
+        device_array((M, N), np.float16, SOMEWHERE - 48),
+    ):
+        gpu.launched.clear()
+        plan(a, out)  # 30 bytes: it ends before a; float32 would not
+        assert {SOMEWHERE, SOMEWHERE - 48} <= addressed(gpu)
+    with pytest.raises(ValueError, match="out overlaps a"):
+        plan(a, on(SOMEWHERE - 16, (M, N), dtype="float16"))
+    for out in (on(2 * SOMEWHERE, (M, N)), device_array((M, N), np.float32, 2 * SOMEWHERE)):
+        with pytest.raises(TypeError, match="out must be float16, got float32"):
+            plan(a, out)
 
 
 def test_nothing_is_allocated_by_a_call(gpu: FakeGpu) -> None:
