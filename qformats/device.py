@@ -36,7 +36,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
-from qformats.repack import CODE_UNIT, TILE_K, TILE_ROWS
+from qformats.repack import CODE_UNIT, HALVES, TILE_K, TILE_ROWS
 from steps.instructions import (
     address,
     and_xor,
@@ -373,9 +373,9 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 # --- float16 on the GPU ---------------------------------------------------------------------------
-ROWS = 4  # tokens of a thread block: 64 bytes of a store are one piece, and 512 tokens fill a GPU
-HALF_THREADS = 1024  # of a thread block: a row of 4096 is under way at once
-AT_ONCE = 4  # 128-bit loads of a lane under way at once
+ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
+HALF_THREADS = 512  # of a thread block
+HELD = 4  # 128-bit loads of a lane under way at once, kept until they can be rounded
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
 
 
@@ -390,53 +390,71 @@ def half_rounder() -> Any:
     k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
     weights. K is a multiple of 4.
 
-    A row is read twice, for its largest value and to be rounded; the second time it comes from the
-    caches. Inf and NaN spoil their own row: they count as the largest, and stay what they are.
+    A row up to 4096 long is read once and waits in registers until its largest value is known; what
+    is longer is read again, from the caches. Inf and NaN spoil their own row: they count as the
+    largest, and stay what they are.
     With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
     step = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 
     @cuda.jit(device=True, forceinline=True)
-    def load_4(a, m, k, wide):
-        """a[m, k..k+3], zeros outside of a."""
+    def load_4(x, i, a, m, k, wide):
+        """x[i, 0..3] = a[m, k..k+3], zeros outside of a."""
         rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        x = float32(0), float32(0), float32(0), float32(0)
+        at = int64(m) * columns + k
+        for j in range(4):
+            x[i, j] = 0
         if m < rows and k < columns:
-            at = int64(m) * columns + k
             if wide:
-                x = load_f32x4(a, at)
+                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
             else:
-                x = load_f32(a, at), load_f32(a, at + 1), load_f32(a, at + 2), load_f32(a, at + 3)
-        return x
+                for j in range(4):
+                    x[i, j] = load_f32(a, at + j)
 
     @cuda.jit(device=True, forceinline=True)
     def size(x):
         """The bits of |x|: as integers they order floats, and NaN comes last."""
         return int32(as_bits(x) & uint32(0x7FFFFFFF))
 
+    @cuda.jit(device=True, forceinline=True)
+    def largest_of(x, i, most):
+        for j in range(4):
+            most = max(most, size(x[i, j]))
+        return most
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_4(units, rows, m, k, t, x, i, scale):
+        unit = int64(uint32(k) >> uint32(4)) * 2 * rows + m
+        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
+        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
+        store_u32(units, unit * HALVES + 2 * t, even)
+        store_u32(units, (unit + rows) * HALVES + 2 * t, odd)
+
     @cuda.jit
     def half_units(a, units, factors):
         let_next_start()
+        x = cuda.local.array((HELD, 4), float32)
         largest = cuda.shared.array(ROWS, int32)
         thread = uint32(cuda.threadIdx.x)
-        # four lanes for 16 K of a row, beside them the other rows, then the next 16 K
-        t, row, group = thread & uint32(3), (thread >> uint32(2)) & uint32(ROWS - 1), thread >> 4
+        # four lanes for 16 K of a row, beside them the other row, then the next 16 K
+        t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
+        first = uint32(thread // uint32(4 * ROWS) * 16 + 4 * t)
         m = uint32(cuda.blockIdx.x * ROWS + row)
-        first = uint32(16 * group + 4 * t)
         rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        padded = uint32((columns + uint32(TILE_K - 1)) & uint32(~(TILE_K - 1) & 0xFFFFFFFF))
+        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
         wide = rows_are_aligned(a)
         if thread < ROWS:
             largest[thread] = 0
         wait_for_previous()
+        for i in range(HELD):
+            load_4(x, i, a, m, uint32(first + i * step), wide)
         most = int32(0)
-        for k in range(first, columns, AT_ONCE * step):
-            x = cuda.local.array((AT_ONCE, 4), float32)
-            for i in range(AT_ONCE):
-                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_4(a, m, uint32(k + i * step), wide)
-            for i in range(AT_ONCE):
-                for j in range(4):
-                    most = max(most, size(x[i, j]))
+        for i in range(HELD):
+            most = largest_of(x, i, most)
+        for k in range(first + HELD * step, columns, step):
+            y = cuda.local.array((1, 4), float32)
+            load_4(y, 0, a, m, uint32(k), wide)
+            most = largest_of(y, 0, most)
         cuda.syncthreads()
         cuda.atomic.max(largest, row, most)
         cuda.syncthreads()
@@ -444,16 +462,16 @@ def half_rounder() -> Any:
         # 2^(141 - e) brings 2^(e - 127) to 2^14
         exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
         scale = as_float(uint32(268 - exponent) << uint32(23))
-        for k in range(first, padded, step):
-            x0, x1, x2, x3 = load_4(a, m, uint32(k), wide)
-            if m < rows:
-                unit = int64(uint32(k) >> uint32(4)) * 2 * rows + m
-                store_u32(units, unit * 8 + 2 * t, floats_to_halves(x0 * scale, x2 * scale))
-                store_u32(
-                    units, (unit + rows) * 8 + 2 * t, floats_to_halves(x1 * scale, x3 * scale)
-                )
-        if m < rows and first == 0:
-            factors[m] = as_float(uint32(exponent - 14) << uint32(23))
+        if m < rows:
+            for i in range(HELD):
+                if first + i * step < padded:
+                    store_4(units, rows, m, first + i * step, t, x, i, scale)
+            for k in range(first + HELD * step, padded, step):
+                y = cuda.local.array((1, 4), float32)
+                load_4(y, 0, a, m, uint32(k), wide)
+                store_4(units, rows, m, k, t, y, 0, scale)
+            if first == 0:
+                factors[m] = as_float(uint32(exponent - 14) << uint32(23))
 
     return half_units
 

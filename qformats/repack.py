@@ -194,6 +194,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
     return (np.concatenate(flat, axis=1).reshape(-1),)
 
 
+HALVES = 8
+"""float16 in a unit."""
+
 HALF_UNIT = 2.0**-24
 """The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
 integer n < 2048 is n * HALF_UNIT, so that a mask alone makes a number of a code."""

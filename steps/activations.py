@@ -14,7 +14,7 @@ import numpy as np
 
 from qformats import BLOCK, block_q8_1
 from qformats.device import BLOCK_Q8_1, half_grid, half_rounder, q8_1_grid, q8_1_quantizer
-from qformats.repack import TILE_K, UNIT
+from qformats.repack import HALVES, TILE_K, UNIT
 from reference.product import Q81, Halves
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
@@ -50,9 +50,6 @@ def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activa
     recipe of `q8_1_slabs`."""
     return Activations((a,), layout="inside")
 
-
-HALVES = 8
-"""float16 in a unit of 16 bytes."""
 
 PAST = 256
 """Tokens past the last one that a tile of `float16_units` may read: their columns of C are

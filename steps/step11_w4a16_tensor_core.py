@@ -33,8 +33,8 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import Format
 from qformats.device import half_format
-from qformats.repack import TILE_K, TILE_ROWS, half_tiles
-from steps.activations import HALVES, float16_units
+from qformats.repack import HALVES, TILE_K, TILE_ROWS, half_tiles
+from steps.activations import float16_units
 from steps.epilogue import PAD, finish_tile
 from steps.instructions import (
     cp_async_16,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -247,11 +249,29 @@ def test_what_cannot_be_counted_is_refused() -> None:
         simulate(filled, 1, 1, (out,), banks=BankCounter())
 
 
-# --- what steps 7 to 10 say of themselves ---------------------------------------------------------
+# --- what steps 7 to 11 say of themselves ---------------------------------------------------------
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [7, 8, 9])
+@pytest.mark.parametrize("number", [7, 8, 9, 11])
 def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
     counter = _counted(number, Problem(40, 128, 256, name))
+    assert counter.wavefronts > 1000
+    assert counter.conflicts == 0, counter.report()
+
+
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    list(
+        zip([(256, 128), (256, 64), (128, 64), (128, 32), (128, 16)], WEIGHT_FORMATS, strict=True)
+    ),
+)
+def test_no_tile_of_step_11_has_any(
+    tile: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it takes for a shape, sums on their way through shared memory included."""
+    module = sys.modules[steps.find(11).launch.__module__]
+    assert tile in module.TILES
+    monkeypatch.setattr(module, "TILES", {tile: module.TILES[tile]})
+    counter = _counted(11, Problem(20, 64, 256, name))
     assert counter.wavefronts > 1000
     assert counter.conflicts == 0, counter.report()
 
@@ -275,7 +295,8 @@ def _counted(number: int, problem: Problem) -> BankCounter:
     counter = BankCounter()
     machine = Simulator(banks=counter)
     step = steps.find(number)
-    prepared = prepare(step, "A8", problem.format, problem.a, problem.blocks, machine)
+    family = step.families[-1]
+    prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine)
     for launch in prepared.activations.launches:
         Simulator().run(launch)
     machine.run(prepared.launch)
