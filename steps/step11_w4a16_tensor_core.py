@@ -5,22 +5,22 @@ What is new
     adds up all of K in float32 by itself. The code needs no conversion: taken as the bits of a
     float16 it is code * 2^-24, so a mask and one multiply-add make two weights of a word. A is
     rounded to float16 once, each token in a power of two of its own; powers of two of features and
-    tokens are multiplied back at the end. Half of a block's warps take one half of each stage's K,
-    the others the other: 64 x 64 outputs a warp, and each fragment is used four or eight times.
+    tokens are multiplied back at the end. A warp has 64 x 64 outputs, so that a fragment serves
+    four or eight mma; where tiles are small, half of the warps take one half of a stage's K.
 Why it should help
     Steps 7 to 9 pay three instructions for each sum every 32 of K. Here 32 HMMA of a warp (16 of K)
-    come with some 60 other instructions (5 bits: 90), where the tensor core needs 240 cycles. An
-    H200's best with this instruction was measured at 568 TFLOPS; with a tile's beginning and end,
-    5000 cycles beside 61000 at K=4096, there should be 470. And nothing is lost but the
-    rounding of A and W: NMSE 1e-7, a hundredth of a hundredth of what Q8_1 costs.
+    take the tensor core 214 cycles and come with 70 other instructions (5 bits: 105), for which two
+    warps of a scheduler have four times the room. This instruction alone was measured at 568 TFLOPS
+    on an H200; less 3 % of idle SMs, 8 % for a tile's beginning and end, 7 % for barriers: 470. And
+    nothing is lost but the rounding of A and W: NMSE 3e-8, a thousandth of what Q8_1 costs.
 What it costs
     250 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
     memory, to be added up and written in full lines. Blocks whose scale is far below the largest of
     their row lose precision (qformats.repack.half_tiles says how much).
 Machine code
-    HMMA.16816.F32, HFMA2, LOP3 and LDSM in the loop, and no I2F, no FFMA.
+    HMMA.16816.F32, HFMA2, LOP3 and LDSM in the loop, and no I2FP, no FFMA.
 Read next
-    The same weights as a register operand of Hopper's wgmma
+    The same weights as a register operand of Hopper's wgmma: step12_w4a16_wgmma
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         warp, lane = t >> 5, t & 31
         n0, m0 = int32(cuda.blockIdx.x * bn), int32(cuda.blockIdx.y * bm)
         # this block's share of K, in stages
-        part, parts = int32(cuda.blockIdx.z), int32(cuda.gridDim.z)
-        k0 = int32(steps * part // parts)
-        count = int32(steps * (part + 1) // parts) - k0
+        part, parts = uint32(cuda.blockIdx.z), uint32(cuda.gridDim.z)
+        k0 = int32(uint32(steps * part) // parts)
+        count = int32(int32(uint32(steps * (part + 1)) // parts) - k0)
         # what this warp multiplies: these features and tokens, of a stage from this half on
         feature, group = warp % side * WARP, warp // (side * deep)
         first = warp // side % deep * tokens
@@ -234,7 +234,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
             multiply(acc, codes, s, b_odd, 3)
             fetch_weights(codes, s, ring, base + weights, lane, half)
 
-        # --- registers -> shared -> global
+        # --- registers -> shared -> global; nobody reads the ring any more
         cuda.syncthreads()
         put_sums(sums, acc, group * bm + first + 2 * (lane & 3), feature + (lane >> 2))
         cuda.syncthreads()
@@ -249,8 +249,8 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int]:
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0)
     for (bn, bm), resident in TILES.items():
         tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 32 bytes a cycle reach it
-        stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 32)
+        # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 24 bytes a cycle reach it
+        stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 24)
         for parts in range(1, min(PARTS, steps) + 1):
             # the beginning and end of a tile, and its parts' way back at 48 bytes a cycle
             ends = 4000 + (2000 + parts * bn * bm * 4 // 48 if parts > 1 else 0)
@@ -303,5 +303,5 @@ STEP = Step(
     outputs=("float32", "float16"),
     min_cc=(8, 0),
     contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},
-    forbids={"A16": ("IMMA", "I2F", "IDP")},
+    forbids={"A16": ("IMMA", "I2FP", "FFMA")},
 )

@@ -86,7 +86,8 @@ def test_outputs_in_float16(number: int, name: str) -> None:
 
 # --- steps that cut work by the number of SMs -----------------------------------------------------
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
-# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not.
+# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not; step
+# 11: K cut into parts, and its high tiles, which no small product is cut into.
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
@@ -95,8 +96,8 @@ SHARED_WORK = (
     (10, 2, (9, 150, 544), {"SLICE_GIVEN": 4096}),
     (11, 9, (3, 150, 416), {}),
     (11, 3, (35, 70, 640), {}),
-    (11, 1, (3, 20, 160), {"TILES": {(256, 128): 1}}),
-    (11, 6, (9, 300, 288), {"TILES": {(256, 64): 1}}),
+    (11, 1, (3, 20, 96), {"TILES": {(256, 128): 1}}),
+    (11, 6, (9, 300, 160), {"TILES": {(256, 64): 1}}),
 )
 
 
@@ -117,6 +118,7 @@ def test_work_shared_by_few_sms(
         assert verify(step, family, problem, machine).ok
         prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
         results.append(multiply(prepared, machine).copy())
+        assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is in parts"
         sums, arrived = prepared.launch.args[-2:]
         assert not arrived.any(), "the next launch counts on"
         machine.host(prepared.out)[...] = np.nan
