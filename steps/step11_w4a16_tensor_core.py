@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import Format
+from qformats import BLOCK, Format
 from qformats.device import half_format
 from qformats.repack import HALVES, TILE_K, TILE_ROWS, half_tiles
 from steps.activations import float16_units
@@ -70,7 +70,7 @@ ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
 #                          tokens 0..63       0..63                          tokens 0..63   64..127
 @cache
 def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> Any:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, threads, bytes of one stage)"""
+    """(kernel for tiles (features, tokens) and a ring of `stages`, threads of a block)"""
     bn, bm = tile
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
@@ -120,10 +120,8 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
     @cuda.jit(device=True, forceinline=True)
     def fetch_weights(w, s, ring, at, lane, half):
         for i in range(ROW_TILES):
-            x, y = (
-                words(ring, at + i * record, lane, half),
-                scales(ring, at + i * record, lane, half),
-            )
+            x = words(ring, at + i * record, lane, half)
+            y = scales(ring, at + i * record, lane, half)
             for j in range(n_words):
                 w[i, j] = x[j]
             for j in range(n_scales):
@@ -241,13 +239,30 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         at = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
         finish(sums, c, m0, n0, of_rows, of_tokens, part, parts, at, partials, arrived)
 
-    return w4a16_tensor_core, threads, stage_bytes
+    return w4a16_tensor_core, threads
+
+
+def ring_for(fmt: Format, tile: tuple[int, int]) -> tuple[int, int, int]:
+    """(blocks an SM, stages, bytes of each block): room for two stages, and for the sums."""
+    bn, bm = tile
+    stage = bn * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
+    sums = (1 if bm > WARP else 2) * bm * (bn + PAD) * 4
+    for blocks in range(TILES[tile], 0, -1):
+        # an SM keeps 1 KB of every block, and `finish` has a word
+        share = (shared_memory() + 1024) // blocks - 1024 - 16
+        stages = min(STAGES, share // stage)
+        if stages >= 2 and sums <= share:
+            return blocks, stages, max(stages * stage, sums)
+    return 0, 0, 0
 
 
 def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int]:
     """(tile, how many of them, parts of K) that should take the fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0)
-    for (bn, bm), resident in TILES.items():
+    for bn, bm in TILES:
+        resident, _, _ = ring_for(fmt, (bn, bm))
+        if not resident:
+            continue
         tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 24 bytes a cycle reach it
         stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 24)
@@ -277,16 +292,11 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     tile, _, parts = tiling(fmt, shape)
-    in_half = out.dtype == np.float16
-    _, threads, stage_bytes = kernel(fmt, tile, STAGES, in_half)
-    # bytes for each of the blocks that share an SM, which keeps 1 KB of every one
-    share = (shared_memory() + 1024) // TILES[tile] - 1024
-    stages = min(STAGES, share // stage_bytes)
-    run = kernel(fmt, tile, stages, in_half)[0]
+    _, stages, shared = ring_for(fmt, tile)
+    run, threads = kernel(fmt, tile, stages, out.dtype == np.float16)
     grid = (ceil_div(shape.n, tile[0]), ceil_div(shape.m, tile[1]), parts)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
-    sums = (1 if tile[1] > WARP else 2) * tile[1] * (tile[0] + PAD) * 4
-    return Launch(run, grid, (threads,), args, max(stages * stage_bytes, sums), overlap=True)
+    return Launch(run, grid, (threads,), args, shared, overlap=True)
 
 
 STEP = Step(
