@@ -84,6 +84,29 @@ def test_outputs_in_float16(number: int, name: str) -> None:
             assert found.ok, found.verdict
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
+def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name: str) -> None:
+    """NaN and Inf among the activations (the door does not look for them on a GPU) and in scales
+    (which it refuses)."""
+    step, machine, problem = steps.find(number), Simulator(2), Problem(9, 36, 96, name)
+    family = step.families[-1]
+
+    def product(a: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        return multiply(prepare(step, family, name, a, blocks, machine), machine).copy()
+
+    right = product(problem.a, problem.blocks)
+    assert np.isfinite(right).all()
+    a, blocks = problem.a.copy(), problem.blocks.copy()
+    a[1, 70], a[4, 3], a[4, 4] = np.nan, np.inf, -1
+    blocks["d"][35, 1], blocks["d"][20, 0] = np.nan, np.inf
+    c = product(a, blocks)
+    spoiled = np.zeros(c.shape, bool)
+    spoiled[[1, 4]] = spoiled[:, [20, 35]] = True
+    assert not np.isfinite(c[spoiled]).any()
+    np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
+
+
 # --- steps that cut work by the number of SMs -----------------------------------------------------
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
 # stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not; step
