@@ -28,7 +28,7 @@ HEADINGS = (
 )
 LONGEST = 270  # lines: what a person reads in one sitting
 # Longer than that, and no longer: step 9 repeats the 118 lines of step 8's tile.
-LONGER = {"step08_async_pipeline": 320, "step09_stream_k": 440, "step10_decode": 470}
+LONGER = {"step08_async_pipeline": 320, "step09_stream_k": 440, "step10_decode": 530}
 ALLOWED = {
     "__future__",
     "collections",
