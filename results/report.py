@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -112,7 +112,7 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
             f"{provenance(known)}."
         )
     if any(p.peer == "cublas_fp16" and p.shape == shape for p in run.peers):
-        notes.append("cuBLAS: kernel only, both operands already float16.")
+        notes.append(_cublas_note(run, {shape}))
     if any(step in stale for step, _ in rungs(rows)):
         notes.append(STALE_NOTE)
     if notes:
@@ -185,7 +185,7 @@ def peers_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> s
     if not all(p.same_run for p in known) and any(p.same_run for p in known):
         notes.append(f"{ELSEWHERE}: of the other run.")
     if cublas:
-        notes.append("cuBLAS: kernel only, both operands already float16.")
+        notes.append(_cublas_note(run, set(shapes)))
     if any(STALE in line for line in lines):
         notes.append(STALE_NOTE)
     return "\n".join([*lines, "", " ".join(notes)])
@@ -238,6 +238,13 @@ def provenance(peers: Sequence[Peer]) -> str:
     if here:
         return f"of the same run ({here})" + (f", some {there}" if given else "")
     return there
+
+
+def _cublas_note(run: Run, shapes: Collection[tuple[int, int, int]]) -> str:
+    """What cuBLAS's figures are, and that they are another run's, if so."""
+    figures = [p for p in run.peers if p.peer == "cublas_fp16" and p.shape in shapes]
+    elsewhere = "" if all(p.same_run for p in figures) else f", {provenance(figures)}"
+    return f"cuBLAS: kernel only, both operands already float16{elsewhere}."
 
 
 # --------------------------------------------------------------------------------------- the README

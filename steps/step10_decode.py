@@ -4,10 +4,11 @@ What is new
     A warp asks for its first records of weights before it looks at anything else, and keeps a ring
     of them on their way in shared memory of its own, so that no barrier holds the stream up. Up to
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
-    A meanwhile; more tokens come in slabs, which are copied beside the rings. An mma has eight
-    columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K (see
-    below). Where thread blocks split K, the last to arrive adds up in order what the others left:
-    no launch for it, and the same bits in every run.
+    A meanwhile; more tokens come in slabs, a record of A beside each record of weights, so that a
+    warp begins when its first of both is there. An mma has eight columns: for one or two tokens
+    four blocks of K share them, and one promotion serves 128 K (see below). Where thread blocks
+    split K, the last to arrive adds up in order what the others left: no launch for it, and the
+    same bits in every run.
 
     B for one token: the weights of block j meet zeros in the columns of the other blocks.
 
@@ -20,7 +21,7 @@ What is new
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
-    SM could while the record arrives; for 16 tokens some 215, four fifths of it.
+    SM could while the record arrives; for 16 tokens some 210, four fifths of it.
 What it costs
     Thread blocks that quantize the same A each for itself. 150 KB of shared memory, or 220 with A:
     where two blocks fit an SM, some SMs get two and take twice as long. In a chain the next launch
@@ -51,13 +52,14 @@ from steps.instructions import (
     cp_async_wait,
     fence,
     half_to_float,
+    ldmatrix_x4,
     let_next_start,
     load_f32,
     load_f32x2,
     load_f32x4,
     load_u16,
-    load_u32,
     load_u32x2,
+    load_u32x4,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
     shfl,
@@ -71,17 +73,21 @@ from steps.machines import multiprocessors, shared_memory
 from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 
 MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
-# warps of a thread block, by bits of W: the larger its records, the fewer rings have room
-WARPS: Final = {4: 16, 5: 8, 8: 8}
 FUSED: Final = 4  # tokens up to which a thread block quantizes what it needs of A itself
-SHARED: Final = 150 * 1024  # bytes of a thread block: a second one would get more than its share
+WARPS: Final = 16  # of a thread block
+FEWER: Final = 8  # where A is given, and records are large, or there are fewer than LITTLE
+LITTLE: Final = 128  # records of a thread block
+SHARED: Final = 150 * 1024  # bytes of a thread block
 SHARED_GIVEN: Final = 220 * 1024  # where A, as it was quantized, lies there too
+ALONE: Final = 116 * 1024  # bytes with which it has an SM to itself: of two, each gets half
 STAGES: Final = 8  # records that a warp has under way at most
-EARLY: Final = 1  # of them are asked for before A, which would wait in line behind more
-SLICE: Final = (
-    14 * 1024
-)  # values of A that a thread block quantizes; where there are more, K is cut
-SLICE_GIVEN: Final = 112 * 1024  # values of A that fit beside the rings
+RING: Final = 96 * 1024  # bytes that all have under way, where A is given
+EARLY: Final = 56 * 1024  # and before A, which would wait in line behind more
+EARLY_GIVEN: Final = 20 * 1024  # likewise where A is given
+SPARE: Final = 72 * 1024  # bytes that A must leave for the rings and the sums
+SLICE: Final = 14 * 1024  # values of A that a thread block quantizes; K is cut where there are more
+# values of A that fit beside the rings, by tokens: 16 leave little time to wait for the last block
+SLICE_GIVEN: Final = {8: 112 * 1024, 16: 64 * 1024}
 AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together, at most
 PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
 BLOCKS: Final = TILE_K // BLOCK  # of K in a record
@@ -94,8 +100,8 @@ class Split:
 
     tokens: columns of a thread block. rows, records: its row tiles, and its records along K.
     slices: thread blocks along K. warps: of a thread block; `across` of them lie along N, the
-    others along K. stages: of a warp's ring. ahead: blocks of A that a lane loads at a time.
-    shared: bytes of a thread block.
+    others along K. stages: of a warp's ring; `early` of them are asked for before A. ahead: blocks
+    of A that a lane loads at a time. shared: bytes of a thread block.
     """
 
     tokens: int
@@ -105,6 +111,7 @@ class Split:
     warps: int
     across: int
     stages: int
+    early: int
     ahead: int
     shared: int
 
@@ -112,12 +119,14 @@ class Split:
 def split(fmt: Format, shape: Shape) -> Split:
     """A thread block for each multiprocessor, or as few more as the shape allows."""
     tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
-    given, shared = shape.m > FUSED, SHARED_GIVEN if shape.m > FUSED else SHARED
-    deep, warps, tile = ceil_div(shape.k, TILE_K), WARPS[fmt.bits], tile_format(fmt.name)
-    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, SLICE_GIVEN if given else SLICE)))
+    given, tile, deep = shape.m > FUSED, tile_format(fmt.name), ceil_div(shape.k, TILE_K)
+    room = min(SLICE_GIVEN[tokens] if given else SLICE, shared_memory() - SPARE)
+    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, room)))
     slices = ceil_div(deep, records)
     beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
     rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
+    large = 3 * WARPS * tile.record_bytes > min(RING if given else SHARED, shared_memory() // 2)
+    warps = FEWER if large or (given and rows * records < LITTLE) else WARPS
     # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
     factors = [w for w in range(1, warps) if warps % w == 0]
     sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in factors}
@@ -125,18 +134,22 @@ def split(fmt: Format, shape: Shape) -> Split:
     across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
     fixed = records * BLOCKS * (tokens * BLOCK + max(2, tokens) * (8 if tile.minimum else 4))
     fixed += sums.get(across, 0)
-    stage = warps * tile.record_bytes
-    stages = max(2, min(STAGES, (min(shared, shared_memory()) - fixed) // stage))
-    ahead = min(AHEAD, ceil_div(ceil_div(records, warps // across) * BLOCKS * tokens, 8 * across))
-    shared = fixed + stages * stage
-    return Split(tokens, rows, records, slices, warps, across, stages, ahead, shared)
+    stage, each = warps * tile.record_bytes, ceil_div(records, warps // across)
+    ring = min(RING, SHARED_GIVEN - fixed) if given else SHARED - fixed
+    stages = max(2, min(STAGES, min(ring, shared_memory() - fixed) // stage))
+    mine = ceil_div(rows, across) * each  # records of a warp
+    early = EARLY_GIVEN // stage if given else min(EARLY // stage, mine // 4)
+    early = min(stages, max(1, early))
+    ahead = min(AHEAD, ceil_div(each * BLOCKS * tokens, 8 * across))
+    shared = min(max(ALONE, fixed + stages * stage), shared_memory())
+    return Split(tokens, rows, records, slices, warps, across, stages, early, ahead, shared)
 
 
 @cache
 def kernel(
-    fmt: Format, tokens: int, warps: int, across: int, stages: int, ahead: int, given: bool
+    fmt: Format, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
-    """The kernel of a `Split`; `given`: A comes in slabs, else it is quantized here."""
+    """The kernel of a `Split`. A comes in slabs for more than FUSED tokens, else as float32."""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
@@ -144,17 +157,18 @@ def kernel(
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     along = warps // across
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
+    given = share == 1
     columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
     single = tokens == 1  # both columns of a block are the one token, and half the sums unused
-    n_b, n_acc, values = 2 * groups, 4 * groups, 2 if single else 4 * groups
+    n_b, n_acc, values = 4 if given else 2, 4 * groups, 2 if single else 4 * groups
     holders = 4 // share  # lanes of four that have sums, once the blocks of K are added up
     floats, pair = TILE_ROWS * tokens, 16 * holders  # of C in a row tile; of all lanes, two each
     size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
-    early = stages if given else min(EARLY, stages)
+    private = given and across == 1  # A comes record by record, for no other warp needs it
     at_codes, stride = warps * stages * record, 8 * across
-    w_unit = unit if given else float32(1)  # the scale takes what d of A could not
-    wait_for_oldest, wait_for_all = cp_async_wait(stages - 1), cp_async_wait(0)
+    w_unit = unit if given else float32(1)  # the sums take what d of A could not
+    wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
     @cuda.jit(device=True, forceinline=True)
     def ask(smem, slot, w, at, left, more, jump, deep, lane):
@@ -196,20 +210,20 @@ def kernel(
                     x[i, j] = load_f32(a, at + j // 4 * (BLOCK // 2) + j % 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_activations(smem, at_d, qa, ds, M, first, k0, deep, part, lane):
-        """A in slabs -> shared memory, a warp's records, or its part of them; tokens beyond M are
-        other ones again."""
-        for i in range(32 * part + lane, deep * UNITS * tokens, 32 * across):
-            token = min(cuda.blockIdx.z * MOST_TOKENS + i % tokens, M - 1)
-            at = (int64(first + k0) * UNITS + i // tokens) * M + token
-            cp_async_16(smem, at_codes + k0 * step_b + i * UNIT, qa, at * UNIT)
-        for i in range(32 * part + lane, deep * BLOCKS * tokens, 32 * across):
-            token = min(cuda.blockIdx.z * MOST_TOKENS + i % tokens, M - 1)
-            at = (int64(first + k0) * BLOCKS + i // tokens) * M + token
-            cp_async_4(smem, at_d + k0 * step_d + i * size_d, ds, 2 * at)
+    def copy_activations(smem, at_d, qa, ds, M, first, k, lane):
+        """A record of A, in slabs -> shared memory; tokens beyond M are other ones again."""
+        for j in range(0, UNITS * tokens, 32):
+            item = j + lane
+            token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)
+            at = (int64(first + k) * UNITS + item // tokens) * M + token
+            cp_async_16(smem, at_codes + k * step_b + item * UNIT, qa, at * UNIT)
+        for j in range(0, BLOCKS * tokens, 32):
+            item = j + lane
+            token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)
+            at = (int64(first + k) * BLOCKS + item // tokens) * M + token
+            cp_async_4(smem, at_d + k * step_d + item * size_d, ds, 2 * at)
             if minimum:
-                cp_async_4(smem, at_d + k0 * step_d + i * size_d + 4, ds, 2 * at + 1)
-        cp_async_commit()
+                cp_async_4(smem, at_d + k * step_d + item * size_d + 4, ds, 2 * at + 1)
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -217,49 +231,78 @@ def kernel(
         return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
 
     @cuda.jit(device=True, forceinline=True)
-    def promoted(total, count, scale, m, s):
-        total += float32(count) * scale
-        return total + m * s if minimum else total
+    def of_block(q, block):
+        """Of two rows' scales or minima, four float16 a row, those of one block."""
+        low, high = q[block // 2], q[2 + block // 2]
+        return half_to_float(low >> (block % 2 * 16)), half_to_float(high >> (block % 2 * 16))
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, u, b, v, smem, slot, at_b, at_d, lane):
+    def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, smem, at):
+        """acc[r + ...] += an mma's sums, with the scales of two rows and, at `at`, two tokens."""
+        if minimum:
+            d0, s0, d1, s1 = load_f32x4(smem, at)
+        else:
+            d0, d1 = s0, s1 = load_f32x2(smem, at)
+        acc[r] += float32(v0) * (w0 * d0)
+        acc[r + 1] += float32(v2) * (w8 * d0)
+        acc[r + 2] += float32(v1) * (w0 * d1)
+        acc[r + 3] += float32(v3) * (w8 * d1)
+        if minimum:
+            acc[r] += m0 * s0
+            acc[r + 1] += m8 * s0
+            acc[r + 2] += m0 * s1
+            acc[r + 3] += m8 * s1
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_few(acc, u, b, smem, slot, at_b, at_d, lane):
         """acc += the record at `slot` times the activations at `at_b` and `at_d` (of this lane)."""
         group, quad = int32(lane >> 2), int32(lane & 3)
+        v0 = v1 = v2 = v3 = int32(0)
         for block in range(BLOCKS):
             if block % 2 == 0:
                 f = fragments(load(smem, slot, lane, block // 2))
                 u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
             q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
-            for j in range(groups):
-                r, p, mine = 4 * j, 2 * j, share == 1 or group // columns == turn
-                if turn == 0:
-                    if given:
-                        unit_at = at_b + (2 * block * tokens + 8 * j) * UNIT
-                        b[p] = load_u32(smem, unit_at)
-                        b[p + 1] = load_u32(smem, unit_at + tokens * UNIT)
-                    else:
-                        b[p], b[p + 1] = load_u32x2(smem, at_b + (block * tokens + 8 * j) * BLOCK)
-                    v[r], v[r + 1], v[r + 2], v[r + 3] = 0, 0, 0, 0
-                b0, b1 = (b[p], b[p + 1]) if mine else (uint32(0), uint32(0))
-                x0, x1, x2, x3 = v[r], v[r + 1], v[r + 2], v[r + 3]
-                x0, x1, x2, x3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, x0, x1, x2, x3)
-                v[r], v[r + 1], v[r + 2], v[r + 3] = x0, x1, x2, x3
+            if turn == 0:
+                b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
+                v0 = v1 = v2 = v3 = int32(0)
+            b0, b1 = (b[0], b[1]) if group // columns == turn else (uint32(0), uint32(0))
+            v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
             if turn == share - 1:
                 first = block - turn
                 at = slot + 16 * group + 2 * (first + (quad * share >> 2))
                 w0, w8 = of_two_rows(smem, at + scales_at)
-                w0, w8 = w0 * w_unit, w8 * w_unit
                 m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
-                for j in range(groups):
-                    r, at = 4 * j, at_d + (first * tokens + 8 * j) * size_d
-                    if minimum:
-                        d0, s0, d1, s1 = load_f32x4(smem, at)
-                    else:
-                        d0, d1 = s0, s1 = load_f32x2(smem, at)
-                    acc[r] = promoted(acc[r], v[r], w0 * d0, m0, s0)
-                    acc[r + 1] = promoted(acc[r + 1], v[r + 2], w8 * d0, m8, s0)
-                    acc[r + 2] = promoted(acc[r + 2], v[r + 1], w0 * d1, m0, s1)
-                    acc[r + 3] = promoted(acc[r + 3], v[r + 3], w8 * d1, m8, s1)
+                at = at_d + first * tokens * size_d
+                promote(acc, 0, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_many(acc, u, b, smem, slot, at_b, at_d, lane):
+        """The same for eight or sixteen tokens: a block of K has all columns to itself."""
+        scales = load_u32x4(smem, slot + scales_at + 16 * (lane >> 2))
+        minima = load_u32x4(smem, slot + minima_at + 16 * (lane >> 2)) if minimum else scales
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
+                x = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
+                b[0], b[1], b[2], b[3] = (x[0], x[2], x[1], x[3]) if groups == 2 else x
+            w0, w8 = of_block(scales, block)
+            m0, m8 = of_block(minima, block)
+            if minimum:  # the sums cannot take it
+                w0, w8 = w0 * w_unit, w8 * w_unit
+            q = block % 2 * 4
+            for j in range(groups):
+                p = 2 * (j if groups == 2 else block % 2)
+                v0, v1, v2, v3 = mma(
+                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1],
+                    int32(0), int32(0), int32(0), int32(0),
+                )  # fmt: skip
+                at = at_d + (block * tokens + 8 * j) * size_d
+                promote(acc, 4 * j, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+
+    multiply = multiply_many if given else multiply_few
 
     @cuda.jit(device=True, forceinline=True)
     def put(array, at, size, acc):
@@ -302,7 +345,7 @@ def kernel(
         smem = cuda.shared.array(0, uint8, alignment=128)
         x = cuda.local.array((ahead, 8), float32)
         u, b = cuda.local.array(8, uint32), cuda.local.array(n_b, uint32)
-        v, acc = cuda.local.array(n_acc, int32), cuda.local.array(n_acc, float32)
+        acc = cuda.local.array(n_acc, float32)
         let_next_start()
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
@@ -330,10 +373,24 @@ def kernel(
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
         at_d = int32(at_codes + int32(records) * step_b)
         at_sums = int32(at_d + int32(records) * step_d)
-        if given:
-            M, part = int32(c.shape[0]), int32(warp % across)
-            copy_activations(smem, at_d, a, ds, M, first_k, k0, deep, part, lane)
-            wait_for_all()
+        at_scales, M = at_d, int32(c.shape[0])
+        if private:  # as the weights: a record of A lies in the group of a later one of weights
+            for i in range(stages):
+                if i < deep:
+                    copy_activations(smem, at_d, a, ds, M, first_k, k0 + i, lane)
+                if early + i < stages:
+                    to = int32(ring + (early + i) * record)
+                    at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+                else:
+                    cp_async_commit()
+        elif given:
+            for i in range(warp % across, deep, across):
+                copy_activations(smem, at_d, a, ds, M, first_k, k0 + i, lane)
+            cp_async_commit()
+            for i in range(early, stages):
+                to = int32(ring + i * record)
+                at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+            wait_for_a()
         else:
             begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
             stop = int32((k0 + deep) * (BLOCKS * tokens))
@@ -364,22 +421,29 @@ def kernel(
 
         # --- the stream
         own = int32((group // 2 if single else group) * BLOCK + 8 * quad)
-        at_b = int32(at_codes + k0 * step_b + (group * UNIT + 4 * quad if given else own))
+        at_b = int32(at_codes + k0 * step_b + (lane * UNIT if given else own))
         at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
         own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
         for tile_row in range(row, end if deep > 0 else row, across):
             for r in range(n_acc):
                 acc[r] = 0
-            for _ in range(deep):
+            for i in range(deep):
                 wait_for_oldest()
                 cuda.syncwarp()
-                multiply(acc, u, b, v, smem, slot, at_b, at_d, lane)
+                multiply(acc, u, b, smem, slot, at_b, at_d, lane)
                 cuda.syncwarp()
+                if private:
+                    if tile_row == row and i + stages < deep:
+                        k = k0 + i + stages
+                        copy_activations(smem, at_scales, a, ds, M, first_k, k, lane)
                 at_b, at_d = int32(at_b + step_b), int32(at_d + step_d)
                 at, left, more = ask(smem, slot, w, at, left, more, jump, deep, lane)
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
             at_b, at_d = int32(at_b - deep * step_b), int32(at_d - deep * step_d)
-            for r in range(values):  # the blocks of K that shared columns
+            for r in range(values):
+                if given and not minimum:
+                    acc[r] *= w_unit
+                # the blocks of K that shared columns
                 if holders == 1:
                     acc[r] += shfl_xor(acc[r], 1)
                 if holders < 4:
@@ -444,7 +508,7 @@ def launch(
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = (*activations, workspace[0])[:2]  # float32 A has no scales: any array will do
     args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
-    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, cut.ahead, shape.m > FUSED)
+    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
     grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 

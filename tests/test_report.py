@@ -227,3 +227,15 @@ def test_command_line(tree, capsys):
     errors = capsys.readouterr().err
     assert "README" not in errors
     assert "is missing: run `make charts`" in errors or "does not show" in errors
+
+
+@pytest.mark.parametrize("table", [report.ladder_table, report.peers_table])
+def test_figures_of_cublas_from_another_run_are_said_to_be(table):
+    run = make_run()
+    ours = table(run, "run.json")
+    assert "cuBLAS: kernel only, both operands already float16." in ours
+    peers = tuple(
+        replace(peer, same_run=False) if peer.peer == "cublas_fp16" else peer for peer in run.peers
+    )
+    theirs = table(replace(run, peers=peers), "run.json")
+    assert "already float16, of another run on the same GPU model" in theirs

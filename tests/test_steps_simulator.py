@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import steps
-from qformats import WEIGHT_FORMATS
+from qformats import FORMATS, WEIGHT_FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Problem
 from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
-from steps.step import Family, Step
+from steps.step import Family, Shape, Step
 from steps.verify import multiply, prepare, verify
 from tests.works import WORKS
 
@@ -109,14 +109,16 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 
 # --- steps that cut work by the number of SMs -----------------------------------------------------
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
-# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not; step
-# 11: K cut into parts, and its high tiles, which no small product is cut into.
+# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
+# warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and its
+# high tiles, which no small product is cut into.
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
     (10, 2, (1, 150, 416), {}),
     (10, 1, (3, 90, 544), {"SLICE": 512}),
-    (10, 2, (9, 150, 544), {"SLICE_GIVEN": 4096}),
+    (10, 2, (9, 150, 544), {"SLICE_GIVEN": {16: 4096}}),
+    (10, 1, (7, 30, 4096), {"STAGES": 2}),
     (11, 9, (3, 130, 288), {}),
     (11, 3, (19, 36, 384), {}),
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
@@ -152,3 +154,17 @@ def test_work_shared_by_few_sms(
         machine.run(prepared.launch)
         results.append(machine.host(prepared.out).copy())
     assert all(np.array_equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("shared", [99, 163, 227])
+def test_decode_fits_any_gpu(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block."""
+    step = steps.find(10)
+    module = sys.modules[step.launch.__module__]
+    monkeypatch.setattr(module, "shared_memory", lambda: shared * 1024)
+    for name in WEIGHT_FORMATS:
+        for m in (1, 2, 4, 5, 8, 16, 40):
+            for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
+                cut = module.split(FORMATS[name], Shape(m, n, k))
+                assert cut.shared <= shared * 1024, (name, m, n, k, cut)
+                assert 1 <= cut.early <= cut.stages, (name, m, n, k, cut)
