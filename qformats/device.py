@@ -36,7 +36,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
-from qformats.repack import CODE_UNIT, HALVES, TILE_K, TILE_ROWS
+from qformats.repack import CODE_UNIT, HALVES, MINIMUM_UNIT, TILE_K, TILE_ROWS
 from steps.instructions import (
     address,
     and_xor,
@@ -595,7 +595,7 @@ def tile_format(format_name: str) -> TileFormat:
 # --- the same records as float16 ------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class HalfFormat:
-    """How lanes make float16 weights of a record of `qformats.repack.half_tiles`.
+    """How lanes make float16 weights of a record of `qformats.repack.tiles`.
 
     record_bytes : bytes of one record
     words(m, at, lane, half)
@@ -641,6 +641,7 @@ def half_format(format_name: str) -> HalfFormat:
     minus_centre = (0x8000 | centre) * 0x00010001
     # ... and what has been flipped in codes that are kept as two's complement
     flip = centre * 0x00010001
+    minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
     def scales_alone(m, at, lane, half):
@@ -660,7 +661,10 @@ def half_format(format_name: str) -> HalfFormat:
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):
         d = twice(scales[row], block)
-        offset = twice(scales[2 + row], block) if minimum else hmul2(d, minus_centre)
+        if minimum:
+            offset = hmul2(twice(scales[2 + row], block), minimum_unit)
+        else:
+            offset = hmul2(d, minus_centre)
         return d, hmul2(d, SIXTEENTH), offset
 
     @cuda.jit(device=True, forceinline=True)

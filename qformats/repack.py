@@ -139,11 +139,25 @@ CODE_UNIT = {4: 16, 5: 8, 8: 1}
 stays in the upper half of its byte (one mask, no shift down), a fifth bit goes right below it."""
 
 
-def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
-    """Blocks [N, K//32] as records of 16 rows x 128 K, laid out as `mma.m16n8k32` wants its A.
+HALVES = 8
+"""float16 in a unit."""
 
-    uint8 [ceil(N/16), ceil(K/128), record], flat: exactly the bytes ggml needs for 64 blocks, in
-    another order; rows and blocks beyond the matrix have scale 0. A record is, for lane 4g + t,
+HALF_UNIT = 2.0**-24
+"""The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
+integer n < 2048 is n * HALF_UNIT, so that a mask alone makes a number of a code."""
+
+MINIMUM_UNIT = 2.0**-15
+"""What minima in a record are to be multiplied by beside scales * HALF_UNIT: float16 could not hold
+them as finely as the weights they are added to."""
+
+
+def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
+    """Blocks [N, K//32] as records of 16 rows x 128 K, laid out as `mma.m16n8k32` wants its A, and
+    what a kernel's sums are to be multiplied by.
+
+    records: uint8 [ceil(N/16), ceil(K/128), record], flat: as many bytes as ggml needs for 64
+    blocks, in another order; rows and blocks beyond the matrix have scale 0. A record is, for lane
+    4g + t,
 
         codes   4 and 5 bits: for each half of 64 K, 16 bytes a lane: for its two blocks a word of
                 row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
@@ -151,12 +165,51 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
                 8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
         bits    5 bits only: for each half a word a lane; bit 8i + 4b + r is the lowest bit of the
                 code in byte i of register a_r of block b (the nibbles are the upper four)
-        scales  float16 [8 g][row g, row g + 8][4 blocks]
-        minima  q4_1 and q5_1 only: likewise
+        scales  float16 [8 g][row g, row g + 8][4 blocks]: d'
+        minima  q4_1 and q5_1 only: likewise m'
 
     Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
+
+    factors: float32 [N rounded up to whole records], a power of two for each row, in units of which
+    its scales and minima are kept,
+
+        d' = d / (factor * HALF_UNIT)      m' = m / (factor * MINIMUM_UNIT)
+
+    so that a kernel can make float16 weights of them, code * HALF_UNIT * d' + MINIMUM_UNIT * m',
+    with one multiply-add on the bits of a code taken as a float16 (formats without minima have -8,
+    -16 or -128 times HALF_UNIT * d' in their place). The factor is such that the row's largest |d'|
+    or |m'| lies in [2^15, 2^16): nothing overflows.
+
+    d' is exact, and so is m' unless it is below 2^-14, 2^-29 of the row's largest weight or so. Of
+    the float16 weights those above 2^-14 keep 11 bits; below, they are multiples of HALF_UNIT. So a
+    block whose d is down to 2^-9 of the row's largest loses nothing against its own largest weight,
+    and however small it is, a weight is off by no more than 2^-15 of the row's largest |d| (2^-24
+    of its largest |m|, if that is more). A row whose blocks all have d = 0, m = 0 has factor 2^-15.
+    d and m that are no numbers stay so, spoil what multiplies them, and do not count as the
+    largest.
     """
     fmt = _matrix_format("tiles", blocks)
+    scaled = blocks.copy()
+    with np.errstate(invalid="ignore"):  # a NaN of any kind is a NaN
+        power = 15 - _exponent(blocks["d"], -24)
+        if "m" in (fmt.dtype.names or ()):
+            power = np.minimum(power, 24 - _exponent(blocks["m"], -24))
+            scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 9)
+        scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
+    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
+    factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
+    return _records(scaled, fmt), factors
+
+
+def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
+    """floor(log2) of the largest finite |value| of each row, at least `least`."""
+    size = np.abs(halves.astype(np.float64))
+    largest = np.where(np.isfinite(size), size, 0.0).max(axis=1, initial=2.0**least)
+    return np.frexp(largest)[1] - 1
+
+
+def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
+    """The bytes of `tiles`."""
     n, blocks_k = blocks.shape
     rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
@@ -191,50 +244,4 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
-    return (np.concatenate(flat, axis=1).reshape(-1),)
-
-
-HALVES = 8
-"""float16 in a unit."""
-
-HALF_UNIT = 2.0**-24
-"""The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
-integer n < 2048 is n * HALF_UNIT, so that a mask alone makes a number of a code."""
-
-
-def half_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
-    """`tiles` for kernels that dequantize to float16, and what their sums are to be multiplied by.
-
-    (records, factors): the records of `tiles` with the scales and minima of each row in units of
-    factors[n], a power of two, float32 [N rounded up to whole records]. A weight in that unit is
-
-        code * HALF_UNIT * d' + m'      d' = d / (factor * HALF_UNIT),  m' = m / factor
-
-    one multiply-add with the bits of the code taken as a float16 (-8, -16 or -128 times
-    HALF_UNIT * d' for m' in formats without minima). The factor is such that the row's largest
-    |d'| lies in [2^15, 2^16) or its largest |m'| in [2^14, 2^15), so that nothing overflows.
-
-    d' is exact. Weights and minima above 2^-14 in that unit keep float16's 11 bits; below, they are
-    multiples of HALF_UNIT. So a block whose d is down to 2^-9 of the row's largest loses nothing
-    against its own largest weight, and however small it is, a weight is off by no more than 2^-15
-    of the row's largest |d| (2^-38 of its largest |m|, if that is more). A row whose blocks all
-    have d = 0, m = 0 has factor 2^-15. d and m that are no numbers stay so, spoil what multiplies
-    them, and do not count as the largest.
-    """
-    fmt = _matrix_format("half_tiles", blocks)
-    power = 15 - _exponent(blocks["d"], -24)
-    scaled = blocks.copy()
-    if "m" in (fmt.dtype.names or ()):
-        power = np.minimum(power, 38 - _exponent(blocks["m"], -24))
-        scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 24)
-    scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
-    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
-    factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return *tiles(scaled), factors
-
-
-def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
-    """floor(log2) of the largest finite |value| of each row, at least `least`."""
-    size = np.abs(halves.astype(np.float64))
-    largest = np.where(np.isfinite(size), size, 0.0).max(axis=1, initial=2.0**least)
-    return np.frexp(largest)[1] - 1
+    return np.concatenate(flat, axis=1).reshape(-1)

@@ -186,12 +186,12 @@ def least_half(blocks: Array) -> Array:
 
     A row of blocks[N, K/32] is scaled so that its largest |d| is float16 2^-9 at least, and its
     largest |m| 2^14 where that would overflow. There weight and minimum are rounded to multiples of
-    2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-38 of the largest |m|.
+    2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-24 of the largest |m|.
     """
     least = np.abs(blocks["d"].astype(np.float64)).max(axis=1) * 2.0**-15
     if "m" in (blocks.dtype.names or ()):
         m = np.abs(blocks["m"].astype(np.float64)).max(axis=1)
-        least = np.maximum(least, m * 2.0**-38)
+        least = np.maximum(least, m * 2.0**-24)
     return np.asarray(least)
 
 

@@ -1,7 +1,7 @@
 """From a tile of sums in shared memory to C: parts of K added up, units taken back, full lines.
 
 Steps whose operands are float16 share this. Their accumulators hold products in units of a feature
-and of a token, powers of two (`qformats.repack.half_tiles`, `steps.activations.float16_units`), lie
+and of a token, powers of two (`qformats.repack.tiles`, `steps.activations.float16_units`), lie
 scattered over a warp, and C may be float32 or float16. So they go to shared memory first, and each
 thread then takes four neighbouring features of a token, as C has them.
 """

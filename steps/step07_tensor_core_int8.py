@@ -35,7 +35,7 @@ from numba import cuda, float32, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import tile_format
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import q8_1_slabs
 from steps.instructions import (
     half_to_float,
@@ -64,7 +64,8 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     load, fragments, minimum = record.load, record.fragments, record.minimum
     record_bytes, scales_at, minima_at = record.record_bytes, record.scales_at, record.minima_at
     mma = mma_m16n8k32_s8 if record.signed else mma_m16n8k32_u8
-    per_unit = float32(1 / record.unit)  # a power of two: exact
+    # of scales against minima: a power of two, exact, as what is left for the end
+    per_unit = float32(HALF_UNIT / MINIMUM_UNIT / record.unit)
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages units of one token"
     words_a, floats_a = UNITS * bm * 4, BLOCKS * bm
@@ -113,8 +114,9 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         multiply(acc, tile_a, d_a, s_a, block, lane, b0, b1, b2, b3, two, two8, upper(m), upper(m8))
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
-    def w4a8_tensor_core_int8(w, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a in slabs."""
+    def w4a8_tensor_core_int8(w, factors, qa, ds, c, blocks_k):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
+        (qformats.repack.tiles), a in slabs."""
         tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [unit][token][word]
         d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
         s_a = cuda.shared.array(floats_s, float32, alignment=16)
@@ -168,7 +170,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
-                    c[token, feature] = acc[j, i]
+                    c[token, feature] = acc[j, i] * (factors[feature] * float32(MINIMUM_UNIT))
 
     return w4a8_tensor_core_int8
 

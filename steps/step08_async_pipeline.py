@@ -29,7 +29,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import tile_format
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import q8_1_slabs
 from steps.instructions import (
     as_bits,
@@ -80,7 +80,8 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments = tile.load, tile.fragments
-    minimum, unit = tile.minimum, float32(1 / tile.unit)
+    minimum = tile.minimum
+    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
@@ -198,24 +199,26 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     # --- registers -> global
     @cuda.jit(device=True, forceinline=True)
-    def store(c, m, n, value):
+    def store(c, m, n, value, factors):
         if m < c.shape[0] and n < c.shape[1]:
+            value *= factors[n] * float32(MINIMUM_UNIT)
             store_f32(c, m * c.shape[1] + n, value)
 
     @cuda.jit(device=True, forceinline=True)
-    def write_tile(acc, c, m, n):
+    def write_tile(acc, factors, c, m, n):
         """Of each mma a thread holds tokens m, m + 1 of features n, n + 8."""
         for i in range(ROW_TILES):
             for j in range(columns):
                 r = 4 * (i * columns + j)
-                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1])
-                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3])
+                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r], factors)
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1], factors)
+                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2], factors)
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3], factors)
 
     @cuda.jit(launch_bounds=(threads, resident))
-    def w4a8_async_pipeline(w, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a in slabs."""
+    def w4a8_async_pipeline(w, factors, qa, ds, c, steps):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
+        (qformats.repack.tiles), a in slabs."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(n_acc, float32)
         a = cuda.local.array(A_WORDS, uint32)
@@ -282,7 +285,9 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             fetch_weights(a, ring, weights, lane, 0)
             fetch_scales(scales, ring, weights, lane)
 
-        write_tile(acc, c, m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2))
+        write_tile(
+            acc, factors, c, m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2)
+        )
 
     return w4a8_async_pipeline, threads, stage_bytes
 

@@ -29,7 +29,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import tile_format
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import q8_1_slabs
 from steps.instructions import (
     as_bits,
@@ -93,7 +93,8 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments = tile.load, tile.fragments
-    minimum, unit = tile.minimum, float32(1 / tile.unit)
+    minimum = tile.minimum
+    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
@@ -212,20 +213,21 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     # --- registers -> global
     @cuda.jit(device=True, forceinline=True)
-    def store(c, m, n, value):
+    def store(c, m, n, value, factors):
         if m < c.shape[0] and n < c.shape[1]:
+            value *= factors[n] * float32(MINIMUM_UNIT)
             store_f32(c, m * c.shape[1] + n, value)
 
     @cuda.jit(device=True, forceinline=True)
-    def write_tile(acc, c, m, n):
+    def write_tile(acc, factors, c, m, n):
         """Of each mma a thread holds tokens m, m + 1 of features n, n + 8."""
         for i in range(ROW_TILES):
             for j in range(columns):
                 r = 4 * (i * columns + j)
-                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1])
-                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2])
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3])
+                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r], factors)
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1], factors)
+                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2], factors)
+                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3], factors)
 
     # --- which stretch belongs to whom
     @cuda.jit(device=True, forceinline=True)
@@ -264,8 +266,9 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                         acc[r] += part[i * n_acc + r]
 
     @cuda.jit(launch_bounds=(threads, resident))
-    def w4a8_stream_k(w, qa, ds, c, steps, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a in slabs."""
+    def w4a8_stream_k(w, factors, qa, ds, c, steps, partials, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
+        (qformats.repack.tiles), a in slabs."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         before = cuda.shared.array(1, int32)  # how many of a tile's blocks were done before this
         acc = cuda.local.array(n_acc, float32)
@@ -366,7 +369,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                         arrived[tile] = 0  # for the next launch
             if whole:
                 m, n = m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2)
-                write_tile(acc, c, m, n)
+                write_tile(acc, factors, c, m, n)
             cuda.syncthreads()  # the ring is free
             unit = int32(unit + count)
 

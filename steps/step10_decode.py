@@ -43,7 +43,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import quantized, rows_are_aligned, sum_of_codes, tile_format
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.instructions import (
     cp_async_4,
@@ -153,7 +153,7 @@ def kernel(
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    unit = float32(1 / tile.unit)  # goes into d of A; a power of two
+    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     along = warps // across
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
@@ -167,7 +167,6 @@ def kernel(
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     private = given and across == 1  # A comes record by record, for no other warp needs it
     at_codes, stride = warps * stages * record, 8 * across
-    w_unit = unit if given else float32(1)  # the sums take what d of A could not
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
     @cuda.jit(device=True, forceinline=True)
@@ -273,6 +272,8 @@ def kernel(
                 at = slot + 16 * group + 2 * (first + (quad * share >> 2))
                 w0, w8 = of_two_rows(smem, at + scales_at)
                 m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
+                if minimum:
+                    w0, w8 = w0 * unit, w8 * unit
                 at = at_d + first * tokens * size_d
                 promote(acc, 0, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
 
@@ -286,12 +287,11 @@ def kernel(
                 f = fragments(load(smem, slot, lane, block // 2))
                 u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
             if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
-                x = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
-                b[0], b[1], b[2], b[3] = (x[0], x[2], x[1], x[3]) if groups == 2 else x
+                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
             w0, w8 = of_block(scales, block)
             m0, m8 = of_block(minima, block)
-            if minimum:  # the sums cannot take it
-                w0, w8 = w0 * w_unit, w8 * w_unit
+            if minimum:  # the sums take it otherwise
+                w0, w8 = w0 * unit, w8 * unit
             q = block % 2 * 4
             for j in range(groups):
                 p = 2 * (j if groups == 2 else block % 2)
@@ -322,7 +322,7 @@ def kernel(
                 acc[r + 1] += x1
 
     @cuda.jit(device=True, forceinline=True)
-    def hand_over(acc, c, sums, row, row_tiles, lane, done):
+    def hand_over(acc, factors, c, sums, row, row_tiles, lane, done):
         """A row tile's sums to C if they are all, else to where its last slice will find them."""
         (M, N), z, quad = c.shape, cuda.blockIdx.z, int32(lane & 3)
         if not done:
@@ -333,12 +333,12 @@ def kernel(
                 i = z * MOST_TOKENS + 2 * quad + r // 4 * 8 + r // 2 % 2
                 j = row * TILE_ROWS + int32(lane >> 2) + r % 2 * 8
                 if i < M and j < N:
-                    store_f32(c, i * N + j, acc[r])
+                    store_f32(c, i * N + j, acc[r] * (factors[j] * float32(MINIMUM_UNIT)))
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
-    def w4a8_decode(w, a, ds, c, in_row, rows, records, sums, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records (qformats.repack.tiles), a
-        float32 [M, K], or with `ds` in slabs.
+    def w4a8_decode(w, factors, a, ds, c, in_row, rows, records, sums, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
+        (qformats.repack.tiles), a float32 [M, K], or with `ds` in slabs.
 
         A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
         """
@@ -411,9 +411,9 @@ def kernel(
                         if item < stop:
                             store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
                             if minimum:
-                                store_f32x2(smem, at_d + item * size_d, d * unit, s)
+                                store_f32x2(smem, at_d + item * size_d, d, s)
                             else:
-                                store_f32(smem, at_d + item * size_d, d * unit)
+                                store_f32(smem, at_d + item * size_d, d)
         if across == 1:
             cuda.syncwarp()
         else:
@@ -421,7 +421,10 @@ def kernel(
 
         # --- the stream
         own = int32((group // 2 if single else group) * BLOCK + 8 * quad)
-        at_b = int32(at_codes + k0 * step_b + (lane * UNIT if given else own))
+        matrix, in_matrix = int32(lane >> 3), int32(lane & 7)  # of ldmatrix: unit, then tokens
+        of_16 = int32((matrix & 1) * tokens + (matrix >> 1) * 8 + in_matrix)
+        at_b = int32(own if not given else (of_16 if groups == 2 else lane) * UNIT)
+        at_b += int32(at_codes + k0 * step_b)
         at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
         own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
         for tile_row in range(row, end if deep > 0 else row, across):
@@ -441,8 +444,8 @@ def kernel(
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
             at_b, at_d = int32(at_b - deep * step_b), int32(at_d - deep * step_d)
             for r in range(values):
-                if given and not minimum:
-                    acc[r] *= w_unit
+                if not minimum:
+                    acc[r] *= unit
                 # the blocks of K that shared columns
                 if holders == 1:
                     acc[r] += shfl_xor(acc[r], 1)
@@ -453,7 +456,7 @@ def kernel(
                     place = int32(warp // across * rows + tile_row - first_row) * floats + own
                     put(smem, at_sums + 4 * place, 4, acc)
                 else:
-                    hand_over(acc, c, sums, tile_row, row_tiles, lane, whole)
+                    hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, whole)
 
         # --- the sums of the warps along K, then those of the thread blocks along K
         first = int32(first_row + warp)
@@ -463,7 +466,7 @@ def kernel(
                 place, count = int32(tile_row - first_row) * floats + own, (here + each - 1) // each
                 if quad < holders:
                     total(acc, smem, at_sums + 4 * place, 4, count, rows * floats)
-                    hand_over(acc, c, sums, tile_row, row_tiles, lane, whole)
+                    hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, whole)
         if not whole:
             slices, base = cuda.gridDim.y, cuda.blockIdx.z * row_tiles
             fence()  # all sums are to be seen by whoever sees the arrival
@@ -481,7 +484,7 @@ def kernel(
                         total(
                             acc, sums, (base + tile_row) * slices * floats + own, 1, slices, floats
                         )
-                        hand_over(acc, c, sums, tile_row, row_tiles, lane, True)
+                        hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, True)
 
     return w4a8_decode
 

@@ -16,7 +16,7 @@ Why it should help
 What it costs
     250 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
     memory, to be added up and written in full lines. Blocks whose scale is far below the largest of
-    their row lose precision (qformats.repack.half_tiles says how much).
+    their row lose precision (qformats.repack.tiles says how much).
 Machine code
     HMMA.16816.F32, HFMA2, LOP3 and LDSM in the loop, and no I2FP, no FFMA.
 Read next
@@ -33,7 +33,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import half_format
-from qformats.repack import HALVES, TILE_K, TILE_ROWS, half_tiles
+from qformats.repack import HALVES, TILE_K, TILE_ROWS, tiles
 from steps.activations import float16_units
 from steps.epilogue import PAD, finish_tile
 from steps.instructions import (
@@ -161,7 +161,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
 
     @cuda.jit(launch_bounds=(threads, TILES[tile]))
     def w4a16_tensor_core(w, of_rows, a, of_tokens, c, steps, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.half_tiles, a of
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
         steps.activations.float16_units."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         sums = cuda.shared.array(0, float32, alignment=128)  # the same memory, when K is done
@@ -263,23 +263,23 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int]:
         resident, _, _ = ring_for(fmt, (bn, bm))
         if not resident:
             continue
-        tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
+        count = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 24 bytes a cycle reach it
         stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 24)
         for parts in range(1, min(PARTS, steps) + 1):
             # the beginning and end of a tile, and its parts' way back at 48 bytes a cycle
             ends = 4000 + (2000 + parts * bn * bm * 4 // 48 if parts > 1 else 0)
-            rounds = ceil_div(tiles * parts, multiprocessors() * resident)
+            rounds = ceil_div(count * parts, multiprocessors() * resident)
             cycles = rounds * (ceil_div(steps, parts) * stage + ends)
             if cycles < least:
-                least, best = cycles, ((bn, bm), tiles, parts)
+                least, best = cycles, ((bn, bm), count, parts)
     return best
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """The sums of each part of a tile, and a count for each tile."""
-    (bn, bm), tiles, parts = tiling(fmt, shape)
-    return ((tiles * parts * bm * bn if parts > 1 else 4,), np.float32), ((tiles,), np.int32)
+    (bn, bm), count, parts = tiling(fmt, shape)
+    return ((count * parts * bm * bn if parts > 1 else 4,), np.float32), ((count,), np.int32)
 
 
 def launch(
@@ -306,7 +306,7 @@ STEP = Step(
     families=("A16",),
     parents={"A16": 3},
     unit={"A16": "tensor_fp16"},
-    pack=half_tiles,
+    pack=tiles,
     activations=float16_units,
     launch=launch,
     scratch=scratch,

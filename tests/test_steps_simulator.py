@@ -110,8 +110,8 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # --- steps that cut work by the number of SMs -----------------------------------------------------
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
 # stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
-# warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and its
-# high tiles, which no small product is cut into.
+# warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
+# its high tiles, which no small product is cut into.
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),

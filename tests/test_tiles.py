@@ -6,6 +6,7 @@ from the bytes of ggml's blocks alone.
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import cache
 from typing import Any
@@ -94,6 +95,25 @@ def record(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int
     return bytes(out)
 
 
+def exponent(values: list[float]) -> int:
+    """floor(log2) of the largest of them that is a number, or of the smallest float16."""
+    return math.frexp(max([abs(v) for v in values if math.isfinite(v)] + [2.0**-24]))[1] - 1
+
+
+def in_units_of_the_row(name: str, blocks: np.ndarray) -> tuple[np.ndarray, list[float]]:
+    """Blocks whose d and m are d' and m', and the factor of each row."""
+    blocks, factors = blocks.copy(), []
+    for row in blocks:
+        power = 15 - exponent(row["d"].tolist())
+        with np.errstate(invalid="ignore"):
+            if name.endswith("_1"):
+                power = min(power, 24 - exponent(row["m"].tolist()))
+                row["m"] = row["m"].astype(np.float64) * 2.0 ** (power - 9)
+            row["d"] = row["d"].astype(np.float64) * 2.0**power
+        factors.append(2.0 ** (24 - power))
+    return blocks, factors
+
+
 def expected(name: str, blocks: np.ndarray) -> bytes:
     """All records; beyond the matrix lie blocks of zero bytes."""
     n, blocks_k = blocks.shape
@@ -119,11 +139,15 @@ def test_every_byte_lies_where_the_docstring_says(
 ) -> None:
     blocks = any_blocks(name, n, blocks_k, seed)
     before = blocks.tobytes()
-    (packed,) = tiles(blocks)
+    packed, factors = tiles(blocks)
     assert packed.dtype == np.uint8
     assert packed.ndim == 1
     assert packed.flags.c_contiguous
-    assert packed.tobytes() == expected(name, blocks)
+    scaled, of_rows = in_units_of_the_row(name, blocks)
+    assert packed.tobytes() == expected(name, scaled)
+    assert factors.dtype == np.float32
+    assert factors.shape == (-(-n // TILE_ROWS) * TILE_ROWS,)
+    assert factors[:n].tolist() == of_rows
     assert blocks.tobytes() == before
 
 
@@ -131,14 +155,19 @@ def test_every_byte_lies_where_the_docstring_says(
 def test_whole_records_take_the_bytes_of_ggml(name: str) -> None:
     """And every bit of a block is somewhere: two matrices never have the same tiles."""
     blocks = any_blocks(name, 2 * TILE_ROWS, 3 * BLOCKS)
-    (packed,) = tiles(blocks)
+    packed, factors = tiles(blocks)
+    of_codes = {"qs", "qh"} & set(blocks.dtype.names)
+    spans = [blocks.dtype.fields[field] for field in of_codes]
+    codes = {at + i for dtype, at in spans for i in range(dtype.itemsize)}
     assert packed.nbytes == blocks.nbytes == 6 * tile_format(name).record_bytes
     bits = np.unpackbits(packed).sum()
     raw = blocks.view(np.uint8).reshape(blocks.size, -1)
     for byte in range(raw.shape[1]):
         raw[5, byte] ^= 16
-        (other,) = tiles(blocks)
-        assert np.unpackbits(other ^ packed).sum() == 1
+        other, others = tiles(blocks)
+        if byte in codes:
+            assert np.unpackbits(other ^ packed).sum() == 1
+        assert (other != packed).any() or (others != factors).any()
         raw[5, byte] ^= 16
     assert bits == np.unpackbits(tiles(blocks)[0]).sum()
 
@@ -150,14 +179,15 @@ def test_rows_and_blocks_beyond_the_matrix_have_scale_zero(
 ) -> None:
     """So whatever their codes are multiplied with, they add nothing."""
     blocks = any_blocks(name, n, blocks_k)
-    blocks["d"] = 1
+    blocks["d"] = 1.5
     if "m" in blocks.dtype.names:
         blocks["m"] = 2
     f = tile_format(name)
     rows, deep = -(-n // TILE_ROWS), -(-blocks_k // BLOCKS)
     records = tiles(blocks)[0].reshape(rows, deep, f.record_bytes)
     size = TILE_ROWS * BLOCKS * 2
-    parts = {f.scales_at: 1, f.minima_at: 2} if f.minimum else {f.scales_at: 1}
+    d, m = 1.5 * 2.0**15, 2 * 2.0**6
+    parts = {f.scales_at: d, f.minima_at: m} if f.minimum else {f.scales_at: d}
     for at, value in parts.items():
         halves = np.ascontiguousarray(records[:, :, at : at + size]).view(np.float16)
         halves = halves.reshape(rows, deep, 8, 2, BLOCKS)  # row tile, K tile, g, half, block
@@ -212,7 +242,7 @@ def test_fragments_are_the_codes(name: str) -> None:
     form = tile_format(name)
     blocks = any_blocks(name, 2 * TILE_ROWS, 2 * BLOCKS)
     codes = FORMATS[name].codes(blocks) - CENTRE[name]
-    (records,) = tiles(blocks)
+    records, _ = tiles(blocks)
     out = np.zeros((4, 2, 32, 2, 4), np.uint32)
     simulate(fragment_reader(name), 4, 32, (records, out))
     got = out.view(np.int8 if form.signed else np.uint8).reshape(*out.shape, 4).astype(int)
