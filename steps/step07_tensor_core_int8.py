@@ -115,8 +115,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
     def w4a8_tensor_core_int8(w, factors, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
-        (qformats.repack.tiles), a in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
         tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [unit][token][word]
         d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
         s_a = cuda.shared.array(floats_s, float32, alignment=16)

@@ -79,8 +79,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     """(the kernel for tiles of `bm` tokens and a ring of `stages`, threads, bytes of one stage)"""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
-    load, fragments = tile.load, tile.fragments
-    minimum = tile.minimum
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
@@ -217,8 +216,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, resident))
     def w4a8_async_pipeline(w, factors, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
-        (qformats.repack.tiles), a in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(n_acc, float32)
         a = cuda.local.array(A_WORDS, uint32)

@@ -92,8 +92,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     """(the kernel for tiles of `bm` tokens and a ring of `stages`, threads, bytes of one stage)"""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
-    load, fragments = tile.load, tile.fragments
-    minimum = tile.minimum
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
@@ -267,8 +266,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, resident))
     def w4a8_stream_k(w, factors, qa, ds, c, steps, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
-        (qformats.repack.tiles), a in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         before = cuda.shared.array(1, int32)  # how many of a tile's blocks were done before this
         acc = cuda.local.array(n_acc, float32)

@@ -165,6 +165,7 @@ def kernel(
     floats, pair = TILE_ROWS * tokens, 16 * holders  # of C in a row tile; of all lanes, two each
     size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
+    again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
     private = given and across == 1  # A comes record by record, for no other warp needs it
     at_codes, stride = warps * stages * record, 8 * across
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
@@ -337,8 +338,8 @@ def kernel(
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def w4a8_decode(w, factors, a, ds, c, in_row, rows, records, sums, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w in records with a factor for each row
-        (qformats.repack.tiles), a float32 [M, K], or with `ds` in slabs.
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles; a: float32, or
+        with `ds` in slabs.
 
         A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
         """
@@ -421,10 +422,9 @@ def kernel(
 
         # --- the stream
         own = int32((group // 2 if single else group) * BLOCK + 8 * quad)
-        matrix, in_matrix = int32(lane >> 3), int32(lane & 7)  # of ldmatrix: unit, then tokens
-        of_16 = int32((matrix & 1) * tokens + (matrix >> 1) * 8 + in_matrix)
-        at_b = int32(own if not given else (of_16 if groups == 2 else lane) * UNIT)
-        at_b += int32(at_codes + k0 * step_b)
+        if given:  # a row of ldmatrix's four matrices: unit 0, unit 1, and again
+            own = int32((lane >> 3 & 1) * tokens + (lane >> 4) * again + (lane & 7)) * UNIT
+        at_b = int32(at_codes + k0 * step_b + own)
         at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
         own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
         for tile_row in range(row, end if deep > 0 else row, across):

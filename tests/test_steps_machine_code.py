@@ -73,7 +73,9 @@ def test_no_spills_no_local_memory_no_double_precision(
         for launch, _ in launches(step, family, name):
             code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
             assert no_local_memory_where_it_counts(code), where
-            assert code.warnings == (), where
+            # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
+            ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
+            assert [one for one in code.warnings if ignored not in one] == [], where
             assert not code.count("DADD", "DMUL", "DFMA", "DSETP"), f"{where} computes in float64"
             assert ".f64" not in code.ptx, f"{where} computes in float64"
             assert code.registers * math.prod(launch.block) <= REGISTERS, where
