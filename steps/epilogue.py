@@ -14,15 +14,20 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64
 
 from steps.instructions import (
+    barrier_sync,
     fence,
     float_to_half,
     floats_to_halves,
+    load_f32,
     load_f32x4,
+    shfl,
+    spread,
     store_f32,
     store_f32x4,
     store_u16,
     store_u32x2,
 )
+from steps.stretches import stretches
 
 PAD: Final = 4
 """Floats between one token's sums and the next's: the quads of an mma in four sets of banks."""
@@ -111,3 +116,166 @@ def finish_tile(features: int, tokens: int, groups: int, threads: int, in_half: 
                 arrived[tile] = 0  # for the next launch
 
     return finish
+
+
+# --- the same for warpgroups ----------------------------------------------------------------------
+GROUP: Final = 128
+"""Threads of a warpgroup."""
+
+ROWS: Final = 64
+"""Features of a `wgmma`, rows of its D."""
+
+SLICE: Final = 32
+"""Tokens of a warpgroup's sums that lie in shared memory at a time."""
+
+IN_FLIGHT: Final = 64
+"""Registers for sums of other blocks on their way."""
+
+
+@cache
+def write_row(in_half: bool) -> Any:
+    """write(c, at, there, x): x, four float32, to flat c from `at` on; only the first `there`."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(c, at, there, x):
+        if c.shape[1] & 3 == 0:
+            if there > 0:
+                if in_half:
+                    store_u32x2(c, at, floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]))
+                else:
+                    store_f32x4(c, at, x[0], x[1], x[2], x[3])
+        else:
+            for i in range(4):
+                if i < there:
+                    if in_half:
+                        store_u16(c, at + i, float_to_half(x[i]))
+                    else:
+                        store_f32(c, at + i, x[i])
+
+    return write
+
+
+@cache
+def finish_wgmma(tile: tuple[int, int], first_word: int, in_half: bool) -> tuple[Any, int]:
+    """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
+
+    finish(acc, lot, number, m0, n0, whole, shared, steps, to): the end of a tile of `stretches`, or
+    of a part of it, for two warpgroups with 64 features each and all tokens of the tile, a *lot*;
+    a tile of 256 features has two lots.
+
+    acc        : the accumulators of `wgmma`, all there.
+    number ... : of the tile; `whole` where these are the sums of all its K.
+    to         : (of_rows, of_tokens, c, partials, arrived), see `finish_tile`; but partials is
+                 float32 [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64]. The blocks leave
+                 parts of a tile there, and the last to come adds up all of them in the order of K.
+    """
+    bn, bm = tile
+    lots = bn // (2 * ROWS)
+    n_acc, n_tokens = bm // 2, bm // 8  # of a thread: sums of a lot, tokens that it writes
+    piece, pitch = min(bm, SLICE), ROWS + PAD
+    counts_at = first_word + 2 * piece * pitch
+    some = min(n_acc, IN_FLIGHT // lots)  # of a part's sums are loaded together
+    at_once = IN_FLIGHT // lots // some  # of so many parts
+    loaded = at_once * some
+    find, write = stretches(bn, bm), write_row(in_half)
+    sharers, slot = find.sharers, find.slot
+
+    @cuda.jit(device=True, forceinline=True)
+    def turn(acc, x, sums, group, t):
+        """Of each 8 tokens a thread holds m, m + 1 of features n and n + 8 of 64; afterwards, in x,
+        four neighbouring features of tokens m, m + 8, m + 16 ..."""
+        out = cuda.local.array(n_acc, float32)
+        spread(out, acc)
+        base = first_word + group * piece * pitch
+        put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
+        get = base + (t >> 4) * pitch + (t & 15) * 4
+        for first in range(0, bm, piece):
+            barrier_sync(1 + group, GROUP)
+            for j in range(0, piece, 8):
+                r, to = (first + j) // 2, put + j * pitch
+                store_f32(sums, to, out[r])
+                store_f32(sums, to + pitch, out[r + 1])
+                store_f32(sums, to + 8, out[r + 2])
+                store_f32(sums, to + pitch + 8, out[r + 3])
+            barrier_sync(1 + group, GROUP)
+            for j in range(0, piece, 8):
+                r = (first + j) // 2
+                x[r], x[r + 1], x[r + 2], x[r + 3] = load_f32x4(sums, get + j * pitch)
+
+    @cuda.jit(device=True, forceinline=True)
+    def place(block, own, number, shared, steps):
+        """Where in `partials` a block leaves its part of a tile."""
+        which = 2 * block + slot(block, number, shared, steps)
+        return int64(which) * (bn * bm) + own
+
+    @cuda.jit(device=True, forceinline=True)
+    def last_to_come(arrived, i, others, counts, group, t):
+        """Whether all other blocks' sums are there; the count is left at zero."""
+        fence()
+        barrier_sync(1 + group, GROUP)
+        if t == 0:
+            earlier = cuda.atomic.add(arrived, i, 1)
+            if earlier == others:
+                arrived[i] = 0  # for the next launch
+            counts[counts_at + group] = earlier
+        barrier_sync(1 + group, GROUP)
+        fence()
+        # shuffled, so that the compiler knows: the same for all lanes
+        return shfl(counts[counts_at + group], 0) == others
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_up(x, partials, own, first, last, number, shared, steps):
+        """x = the sums of blocks `first` to `last`, in this order."""
+        part = cuda.local.array(loaded, float32)
+        for begin in range(0, n_acc, some):
+            for r in range(some):
+                x[begin + r] = 0
+            for block in range(first, last + 1, at_once):
+                for i in range(at_once):
+                    one = int32(min(block + i, last))
+                    at = place(one, own, number, shared, steps) + begin * GROUP
+                    for r in range(0, some, 4):
+                        p, q = load_f32x4(partials, at + r * GROUP), i * some + r
+                        part[q], part[q + 1], part[q + 2], part[q + 3] = p[0], p[1], p[2], p[3]
+                for i in range(at_once):
+                    if block + i <= last:
+                        for r in range(some):
+                            x[begin + r] += part[i * some + r]
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(acc, lot, number, m0, n0, whole, shared, steps, to):
+        of_rows, of_tokens, c, partials, arrived = to
+        sums = cuda.shared.array(0, float32, alignment=128)  # all of the dynamic shared memory
+        counts = cuda.shared.array(0, int32, alignment=128)  # the same
+        x = cuda.local.array(n_acc, float32)
+        v = cuda.local.array(n_tokens, float32)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
+        # shuffled, so that addresses are not kept in registers from one lot to the next
+        m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + (2 * lot + group) * ROWS + (t & 15) * 4
+        m, n = int32(m), int32(n)
+        u = load_f32x4(of_rows, min(n, of_rows.size - 4))
+        for i in range(n_tokens):
+            v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
+        turn(acc, x, sums, group, t)
+        if not whole:
+            own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
+            at = place(int32(cuda.blockIdx.x), own, number, shared, steps)
+            for r in range(0, n_acc, 4):
+                store_f32x4(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
+            first, last = sharers(number, shared, steps)
+            count = (number * lots + lot) * 2 + group
+            whole = last_to_come(arrived, count, last - first, counts, group, t)
+            if whole:
+                add_up(x, partials, own, first, last, number, shared, steps)
+        if whole:
+            at, ahead = int64(m) * N + n, int64(8) * N
+            for i in range(n_tokens):
+                r = 4 * i
+                y0, y1 = x[r] * u[0] * v[i], x[r + 1] * u[1] * v[i]
+                y2, y3 = x[r + 2] * u[2] * v[i], x[r + 3] * u[3] * v[i]
+                if int32(m + 8 * i) < M:
+                    write(c, at, int32(N - n), (y0, y1, y2, y3))
+                at += ahead
+
+    return finish, counts_at + 2

@@ -60,7 +60,13 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
 
 
 # One more row and column than the tile of each step that has a large one, and K beyond a stage.
-EDGES = ((5, (129, 65, 32)), (6, (129, 65, 32)), (7, (65, 129, 160)), (11, (65, 131, 160)))
+EDGES = (
+    (5, (129, 65, 32)),
+    (6, (129, 65, 32)),
+    (7, (65, 129, 160)),
+    (11, (65, 131, 160)),
+    (12, (17, 131, 160)),
+)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -122,6 +128,11 @@ SHARED_WORK = (
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
     (11, 1, (3, 20, 64), {"TILES": {(256, 128): 1}}),
     (11, 6, (3, 260, 96), {"TILES": {(256, 64): 1}}),
+    (12, 5, (3, 150, 416), {"tiling": lambda *_: ((128, 16), 2, 5, 2)}),
+    (12, 4, (35, 300, 352), {"tiling": lambda *_: ((128, 32), 6, 4, 6)}),
+    (12, 2, (17, 290, 160), {"tiling": lambda *_: ((128, 16), 6, 2, 4), "STAGES": 2}),
+    (12, 3, (9, 300, 288), {"tiling": lambda *_: ((256, 64), 2, 3, 2)}),
+    (12, 2, (5, 20, 160), {"tiling": lambda *_: ((128, 128), 1, 2, 1)}),
 )
 
 
