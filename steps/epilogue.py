@@ -20,14 +20,16 @@ from steps.instructions import (
     floats_to_halves,
     load_f32,
     load_f32x4,
+    load_u32x4,
     shfl,
     spread,
     store_f32,
     store_f32x4,
     store_u16,
+    store_u32,
     store_u32x2,
+    store_u32x4,
 )
-from steps.stretches import stretches
 
 PAD: Final = 4
 """Floats between one token's sums and the next's: the quads of an mma in four sets of banks."""
@@ -125,6 +127,9 @@ GROUP: Final = 128
 ROWS: Final = 64
 """Features of a `wgmma`, rows of its D."""
 
+LOT: Final = 128
+"""Tokens of a lot at most, 64 accumulators: of more, compilers keep some in local memory."""
+
 SLICE: Final = 32
 """Tokens of a warpgroup's sums that lie in shared memory at a time."""
 
@@ -155,58 +160,69 @@ def write_row(in_half: bool) -> Any:
     return write
 
 
+@cuda.jit(device=True, forceinline=True)
+def load_i32x4(array, at):
+    x = load_u32x4(array, at)
+    return int32(x[0]), int32(x[1]), int32(x[2]), int32(x[3])
+
+
 @cache
-def finish_wgmma(tile: tuple[int, int], first_word: int, in_half: bool) -> tuple[Any, int]:
+def finish_wgmma(
+    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32
+) -> tuple[Any, int]:
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
-    finish(acc, lot, number, m0, n0, whole, shared, steps, to): the end of a tile of `stretches`, or
-    of a part of it, for two warpgroups with 64 features each and all tokens of the tile, a *lot*;
-    a tile of 256 features has two lots.
+    finish(acc, lot, number, m0, n0, first, last, early, to): the end of a tile, or of a part of it
+    (`steps.stretches`), for two warpgroups with 64 features each and all tokens of the tile, a
+    *lot*; a tile of 256 features has two lots.
 
-    acc        : the accumulators of `wgmma`, all there.
-    number ... : of the tile; `whole` where these are the sums of all its K.
+    acc        : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
+    number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
+                 the sums of all K.
     to         : (of_rows, of_tokens, c, partials, arrived), see `finish_tile`; but partials is
-                 float32 [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64]. The blocks leave
+                 `kind` [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64]. The blocks leave
                  parts of a tile there, and the last to come adds up all of them in the order of K.
     """
     bn, bm = tile
-    lots = bn // (2 * ROWS)
-    n_acc, n_tokens = bm // 2, bm // 8  # of a thread: sums of a lot, tokens that it writes
-    piece, pitch = min(bm, SLICE), ROWS + PAD
+    tokens = min(bm, LOT)
+    lots, side = bn // (2 * ROWS) * (bm // tokens), bn > 2 * ROWS  # side by side, or token by token
+    n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
+    piece, pitch = min(tokens, SLICE), ROWS + PAD
     counts_at = first_word + 2 * piece * pitch
     some = min(n_acc, IN_FLIGHT // lots)  # of a part's sums are loaded together
     at_once = IN_FLIGHT // lots // some  # of so many parts
     loaded = at_once * some
-    find, write = stretches(bn, bm), write_row(in_half)
-    sharers, slot = find.sharers, find.slot
+    write = write_row(in_half)
+    floats = kind == float32
+    load, store = (load_f32x4, store_f32x4) if floats else (load_i32x4, store_u32x4)
+    put_one = store_f32 if floats else store_u32
 
     @cuda.jit(device=True, forceinline=True)
     def turn(acc, x, sums, group, t):
         """Of each 8 tokens a thread holds m, m + 1 of features n and n + 8 of 64; afterwards, in x,
         four neighbouring features of tokens m, m + 8, m + 16 ..."""
-        out = cuda.local.array(n_acc, float32)
+        out = cuda.local.array(n_acc, kind)
         spread(out, acc)
         base = first_word + group * piece * pitch
         put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
         get = base + (t >> 4) * pitch + (t & 15) * 4
-        for first in range(0, bm, piece):
+        for first in range(0, tokens, piece):
             barrier_sync(1 + group, GROUP)
             for j in range(0, piece, 8):
                 r, to = (first + j) // 2, put + j * pitch
-                store_f32(sums, to, out[r])
-                store_f32(sums, to + pitch, out[r + 1])
-                store_f32(sums, to + 8, out[r + 2])
-                store_f32(sums, to + pitch + 8, out[r + 3])
+                put_one(sums, to, out[r])
+                put_one(sums, to + pitch, out[r + 1])
+                put_one(sums, to + 8, out[r + 2])
+                put_one(sums, to + pitch + 8, out[r + 3])
             barrier_sync(1 + group, GROUP)
             for j in range(0, piece, 8):
                 r = (first + j) // 2
-                x[r], x[r + 1], x[r + 2], x[r + 3] = load_f32x4(sums, get + j * pitch)
+                x[r], x[r + 1], x[r + 2], x[r + 3] = load(sums, get + j * pitch)
 
     @cuda.jit(device=True, forceinline=True)
-    def place(block, own, number, shared, steps):
+    def place(block, first, early, own):
         """Where in `partials` a block leaves its part of a tile."""
-        which = 2 * block + slot(block, number, shared, steps)
-        return int64(which) * (bn * bm) + own
+        return int64(2 * block + (early if block == first else 0)) * (bn * bm) + own
 
     @cuda.jit(device=True, forceinline=True)
     def last_to_come(arrived, i, others, counts, group, t):
@@ -224,18 +240,18 @@ def finish_wgmma(tile: tuple[int, int], first_word: int, in_half: bool) -> tuple
         return shfl(counts[counts_at + group], 0) == others
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(x, partials, own, first, last, number, shared, steps):
+    def add_up(x, partials, own, first, last, early):
         """x = the sums of blocks `first` to `last`, in this order."""
-        part = cuda.local.array(loaded, float32)
+        part = cuda.local.array(loaded, kind)
         for begin in range(0, n_acc, some):
             for r in range(some):
                 x[begin + r] = 0
             for block in range(first, last + 1, at_once):
                 for i in range(at_once):
                     one = int32(min(block + i, last))
-                    at = place(one, own, number, shared, steps) + begin * GROUP
+                    at = place(one, first, early, own) + begin * GROUP
                     for r in range(0, some, 4):
-                        p, q = load_f32x4(partials, at + r * GROUP), i * some + r
+                        p, q = load(partials, at + r * GROUP), i * some + r
                         part[q], part[q + 1], part[q + 2], part[q + 3] = p[0], p[1], p[2], p[3]
                 for i in range(at_once):
                     if block + i <= last:
@@ -243,37 +259,38 @@ def finish_wgmma(tile: tuple[int, int], first_word: int, in_half: bool) -> tuple
                             x[begin + r] += part[i * some + r]
 
     @cuda.jit(device=True, forceinline=True)
-    def finish(acc, lot, number, m0, n0, whole, shared, steps, to):
+    def finish(acc, lot, number, m0, n0, first, last, early, to):
         of_rows, of_tokens, c, partials, arrived = to
-        sums = cuda.shared.array(0, float32, alignment=128)  # all of the dynamic shared memory
+        sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
-        x = cuda.local.array(n_acc, float32)
+        x = cuda.local.array(n_acc, kind)
         v = cuda.local.array(n_tokens, float32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
         # shuffled, so that addresses are not kept in registers from one lot to the next
-        m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + (2 * lot + group) * ROWS + (t & 15) * 4
-        m, n = int32(m), int32(n)
+        m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + group * ROWS + (t & 15) * 4
+        m = int32(m + (0 if side else lot * tokens))
+        n = int32(n + (lot * 2 * ROWS if side else 0))
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         for i in range(n_tokens):
             v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
         turn(acc, x, sums, group, t)
+        whole = first == last
         if not whole:
             own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
-            at = place(int32(cuda.blockIdx.x), own, number, shared, steps)
+            at = place(int32(cuda.blockIdx.x), first, early, own)
             for r in range(0, n_acc, 4):
-                store_f32x4(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
-            first, last = sharers(number, shared, steps)
+                store(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
             count = (number * lots + lot) * 2 + group
             whole = last_to_come(arrived, count, last - first, counts, group, t)
             if whole:
-                add_up(x, partials, own, first, last, number, shared, steps)
+                add_up(x, partials, own, first, last, early)
         if whole:
             at, ahead = int64(m) * N + n, int64(8) * N
             for i in range(n_tokens):
                 r = 4 * i
-                y0, y1 = x[r] * u[0] * v[i], x[r + 1] * u[1] * v[i]
-                y2, y3 = x[r + 2] * u[2] * v[i], x[r + 3] * u[3] * v[i]
+                y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
+                y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
                 if int32(m + 8 * i) < M:
                     write(c, at, int32(N - n), (y0, y1, y2, y3))
                 at += ahead

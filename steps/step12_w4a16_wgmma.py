@@ -59,7 +59,7 @@ from steps.instructions import (
 )
 from steps.machines import multiprocessors, shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
-from steps.stretches import cuts, stretches
+from steps.stretches import cuts, shares, stretches
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -90,7 +90,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
     empty = full + 8 * stages
     finish, words_used = finish_wgmma(tile, (empty + 8 * stages + 127) // 128 * 32, in_half)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
-    begin, tile_at, following = find.begin, find.tile_at, find.following
+    begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
 
@@ -111,16 +111,17 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
         return acc
 
     @cuda.jit(launch_bounds=(3 * GROUP, 1))
-    def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, tail, partials, arrived):
+    def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.half_tiles, a of
-        steps.activations.float16_units; the first `tail` tiles are shared (steps.stretches)."""
+        steps.activations.float16_units; stretch as of steps.stretches.shares."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # so the compiler knows: one for all
-        steps, tiles_n = int32(steps), int32((N + bn - 1) // bn)
-        shared, units = int32(tail * steps), int32((M + bm - 1) // bm * tiles_n * steps)
-        unit, end = begin(shared, steps)
+        steps, tail, rate = int32(steps), int32(stretch[0]), stretch[1]
+        tiles_n = int32((N + bn - 1) // bn)
+        tiles = int32((M + bm - 1) // bm * tiles_n)
+        number, k0, count, left = begin(tail, rate, steps)
         if t == 0:
             for s in range(stages):
                 mbarrier_init(ring, full + 8 * s, 1)
@@ -137,8 +138,8 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
             if warp > WARPS:
                 wait_for_previous()  # the activations have just been rounded
             last, u = int32((N - 1) // TILE_ROWS), int32(lane + (warp - WARPS - 1) * UNITS // 2)
-            while unit < units:
-                _, m0, n0, k0, count = tile_at(unit, end, shared, steps, tiles_n)
+            while number < tiles:
+                m0, n0 = corner(number, tiles_n)
                 row = int32(min(n0 // TILE_ROWS + lane, last))
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
@@ -155,14 +156,17 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
                     s = int32(s + 1)
                     if s == stages:
                         s, parity = int32(0), int32(parity ^ 1)
-                unit = following(unit + count, end, shared, steps)
+                number, k0, count, left = go_on(number, left, tail, steps)
             return
 
         more_registers()
         wait_for_previous()
         before, own, other = int32(0), int32(warp * record), int32((warp + WARPS) * record)
-        while unit < units:
-            number, m0, n0, _, count = tile_at(unit, end, shared, steps, tiles_n)
+        while number < tiles:
+            m0, n0 = corner(number, tiles_n)
+            first = last = early = int32(0)
+            if count < steps:
+                first, last, early = sharers(number, tail, rate, steps)
             acc, more = no_sums(), no_sums()  # of the first lot of features and of the second
             step = int32(0)
             while True:
@@ -191,11 +195,11 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
             acc, more = wait_for_all(acc), wait_for_all(more)
             if lane == 0:
                 mbarrier_arrive(ring, empty + 8 * before)
-            to, whole = (of_rows, of_tokens, c, partials, arrived), count == steps
-            finish(acc, 0, number, m0, n0, whole, shared, steps, to)
+            to = of_rows, of_tokens, c, partials, arrived
+            finish(acc, 0, number, m0, n0, first, last, early, to)
             if lots == 2:
-                finish(more, 1, number, m0, n0, whole, shared, steps, to)
-            unit = following(unit + count, end, shared, steps)
+                finish(more, 1, number, m0, n0, first, last, early, to)
+            number, k0, count, left = go_on(number, left, tail, steps)
 
     return w4a16_wgmma, 4 * words_used
 
@@ -239,7 +243,8 @@ def launch(
     while kernel(fmt, tile, stages, in_half)[1] > shared_memory():
         stages -= 1
     run, shared_bytes = kernel(fmt, tile, stages, in_half)
-    args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), tail, *scratch)
+    steps = ceil_div(shape.k, TILE_K)
+    args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
     return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
 
 
@@ -258,5 +263,5 @@ STEP = Step(
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A16": ("HGMMA", "HFMA2", "UBLKCP", "SYNCS", "USETMAXREG")},
-    forbids={"A16": ("IMMA", "HMMA", "I2F", "LDGSTS", "LDSM")},
+    forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
 )

@@ -1,8 +1,8 @@
 """Work shared out evenly: which tiles of C, and which of their steps along K, a thread block does.
 
-A *unit* is one step along K of one tile; units are numbered K fastest, then features, then tokens.
-The units of the first `tail` tiles are one line, of which every block does an equal stretch, which
-may begin and end within a tile; after it come whole tiles, one for each block in turn:
+A *unit* is one step along K of one tile; tiles are numbered features first, then tokens. The units
+of the first `tail` tiles are one line, of which every block does an equal stretch, which may begin
+and end within a tile; after it come whole tiles, one for each block in turn:
 
          tile 0      tile 1      tile 2   |  tile 3   tile 4   tile 5   tile 6   tile 7 ...
     K  |-----------|-----------|-----------|
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, int32, uint32
+from numba import cuda, int32, int64, uint32
 
 from steps.step import ceil_div
 
@@ -32,23 +32,26 @@ PARTS: Final = 8
 class Stretches:
     """Device functions of a kernel with tiles of bn features x bm tokens, for its thread block.
 
-    In all of them `shared` is the number of units that are shared (tail * steps) and `steps` that
-    of a tile; they return int32.
+    `tail` tiles are shared, `rate` units a block (`shares`); a tile has `steps` units. All other
+    values are int32.
 
-    begin(shared, steps) -> (unit, end): where the block begins, and where its stretch ends.
-    tile_at(unit, end, shared, steps, tiles_n) -> (number, m0, n0, k0, count)
-        the tile with that unit, its first token and feature; the step along K from which the block
-        does `count` steps. tiles_n: tiles side by side along the features.
-    following(unit, end, shared, steps) -> unit: where the block goes on, done up to `unit`.
-    sharers(number, shared, steps) -> (first, last): the blocks that work on a shared tile.
-    slot(block, number, shared, steps): 0 or 1, the tile where the block's stretch begins, or ends.
+    begin(tail, rate, steps) -> (number, k0, count, left)
+        the block's first tile and step along K, how many steps of that tile it does, and how many
+        units of its stretch are left after them
+    go_on(number, left, tail, steps) -> (number, k0, count, left): the same for the next tile. The
+        block is done when number is not that of a tile.
+    corner(number, tiles_n) -> (m0, n0): the tile's first token and feature; tiles_n of them lie
+        side by side along the features.
+    sharers(number, tail, rate, steps) -> (first, last, early)
+        the blocks that work on a shared tile, and 1 if the first of them begins in one before, else
+        0. Of the two tiles that a block may leave unfinished, the one where its stretch ends is
+        number `early` of the first, every other is number 0.
     """
 
     begin: Any
-    tile_at: Any
-    following: Any
+    go_on: Any
+    corner: Any
     sharers: Any
-    slot: Any
 
 
 @cache
@@ -56,44 +59,61 @@ def stretches(bn: int, bm: int) -> Stretches:
     """The device functions, for capture in a kernel factory."""
 
     @cuda.jit(device=True, forceinline=True)
-    def beginning(shared, block):
-        return int32(uint32(shared * block) // uint32(cuda.gridDim.x))
+    def quotient(a, b):
+        return int32(uint32(a) // uint32(b))
 
     @cuda.jit(device=True, forceinline=True)
-    def following(unit, end, shared, steps):
-        if unit > shared:
-            return int32(unit + (cuda.gridDim.x - 1) * steps)
-        return int32(unit if unit < end else shared + cuda.blockIdx.x * steps)
+    def beginning(block, rate):
+        return int32(int64(block) * rate >> 32)
 
     @cuda.jit(device=True, forceinline=True)
-    def begin(shared, steps):
+    def begin(tail, rate, steps):
         block = int32(cuda.blockIdx.x)
-        end = beginning(shared, block + 1)
-        return following(beginning(shared, block), end, shared, steps), end
+        if tail == 0:
+            return block, int32(0), int32(steps), int32(0)
+        first = beginning(block, rate)
+        number = quotient(first, steps)
+        k0, units = int32(first - number * steps), int32(beginning(block + 1, rate) - first)
+        count = int32(min(steps - k0, units))
+        return number, k0, count, int32(units - count)
 
     @cuda.jit(device=True, forceinline=True)
-    def tile_at(unit, end, shared, steps, tiles_n):
-        number = int32(uint32(unit) // uint32(steps))
-        row = int32(uint32(number) // uint32(tiles_n))
-        k0 = int32(unit - number * steps)
-        count = int32(min(steps - k0, end - unit)) if unit < shared else int32(steps)
-        return number, int32(row * bm), int32((number - row * tiles_n) * bn), k0, count
+    def go_on(number, left, tail, steps):
+        if left > 0:
+            count = int32(min(steps, left))
+            return int32(number + 1), int32(0), count, int32(left - count)
+        ahead = cuda.gridDim.x if number >= tail else tail + cuda.blockIdx.x - number
+        return int32(number + ahead), int32(0), int32(steps), int32(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def at_work(shared, unit):
+    def corner(number, tiles_n):
+        row = int32(0)
+        if number >= tiles_n:  # a division takes 250 cycles, which few tokens need not wait for
+            row = quotient(number, tiles_n)
+        return int32(row * bm), int32((number - row * tiles_n) * bn)
+
+    @cuda.jit(device=True, forceinline=True)
+    def at_work(unit, units):
         """The block whose stretch holds a unit: the last that begins at or before it."""
-        return int32(uint32((unit + 1) * cuda.gridDim.x - 1) // uint32(shared))
+        return quotient((unit + 1) * cuda.gridDim.x - 1, units)
 
     @cuda.jit(device=True, forceinline=True)
-    def sharers(number, shared, steps):
-        unit = number * steps
-        return at_work(shared, unit), at_work(shared, unit + steps - 1)
+    def sharers(number, tail, rate, steps):
+        unit, units = int32(number * steps), int32(tail * steps)
+        first, last = at_work(unit, units), at_work(unit + steps - 1, units)
+        return first, last, int32(1 if beginning(first, rate) < unit else 0)
 
-    @cuda.jit(device=True, forceinline=True)
-    def slot(block, number, shared, steps):
-        return int32(1 if beginning(shared, block) < number * steps else 0)
+    return Stretches(begin, go_on, corner, sharers)
 
-    return Stretches(begin, tile_at, following, sharers, slot)
+
+def shares(tail: int, steps: int, blocks: int) -> tuple[int, int]:
+    """(tail, rate) for a kernel: units a block in 2^-32, so that it needs no division to find where
+    it begins. ValueError where there are fewer units than blocks."""
+    if 0 < tail * steps < blocks:
+        raise ValueError(
+            f"{tail} tiles of {steps} steps are shared by {blocks} blocks: use {tail * steps}"
+        )
+    return tail, -(-(tail * steps << 32) // blocks)
 
 
 def cuts(tiles: int, steps: int, sms: int) -> Iterator[tuple[int, int, int, int]]:
@@ -110,7 +130,7 @@ def cuts(tiles: int, steps: int, sms: int) -> Iterator[tuple[int, int, int, int]
     elif tiles % sms:
         # what is left over after whole rounds, alone or with one round more
         for tail in (tiles % sms, tiles % sms + sms):
-            if tail * PARTS >= sms:
+            if tail * min(PARTS, steps) >= sms:
                 rounds = (tiles - tail) // sms
                 units = ceil_div(tail * steps, sms)
                 yield sms, tail, rounds * steps + units, rounds + ceil_div(tail, sms) + 1
