@@ -36,26 +36,39 @@ PAD: Final = 4
 
 
 @cache
-def write_four(in_half: bool) -> Any:
-    """write(c, m, n, x): x, four float32, to c[m, n..n+3]; nothing beyond the edges. n % 4 == 0."""
+def write_row(in_half: bool) -> Any:
+    """write(c, at, there, x): x, four float32, to flat c from `at` on; only the first `there`."""
 
     @cuda.jit(device=True, forceinline=True)
-    def write(c, m, n, x):
-        M, N = c.shape
-        at = int64(m) * N + n
-        if m < M and n < N:
-            if N & 3 == 0:
+    def write(c, at, there, x):
+        if c.shape[1] & 3 == 0:
+            if there > 0:
                 if in_half:
                     store_u32x2(c, at, floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]))
                 else:
                     store_f32x4(c, at, x[0], x[1], x[2], x[3])
-            else:
-                for i in range(4):
-                    if n + i < N:
-                        if in_half:
-                            store_u16(c, at + i, float_to_half(x[i]))
-                        else:
-                            store_f32(c, at + i, x[i])
+        else:
+            for i in range(4):
+                if i < there:
+                    if in_half:
+                        store_u16(c, at + i, float_to_half(x[i]))
+                    else:
+                        store_f32(c, at + i, x[i])
+
+    return write
+
+
+@cache
+def write_four(in_half: bool) -> Any:
+    """write(c, m, n, x): x, four float32, to c[m, n..n+3]; nothing beyond the edges. n % 4 == 0."""
+
+    row = write_row(in_half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(c, m, n, x):
+        M, N = c.shape
+        if m < M:
+            row(c, int64(m) * N + n, N - n, x)
 
     return write
 
@@ -135,29 +148,6 @@ SLICE: Final = 32
 
 IN_FLIGHT: Final = 64
 """Registers for sums of other blocks on their way."""
-
-
-@cache
-def write_row(in_half: bool) -> Any:
-    """write(c, at, there, x): x, four float32, to flat c from `at` on; only the first `there`."""
-
-    @cuda.jit(device=True, forceinline=True)
-    def write(c, at, there, x):
-        if c.shape[1] & 3 == 0:
-            if there > 0:
-                if in_half:
-                    store_u32x2(c, at, floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3]))
-                else:
-                    store_f32x4(c, at, x[0], x[1], x[2], x[3])
-        else:
-            for i in range(4):
-                if i < there:
-                    if in_half:
-                        store_u16(c, at + i, float_to_half(x[i]))
-                    else:
-                        store_f32(c, at + i, x[i])
-
-    return write
 
 
 @cuda.jit(device=True, forceinline=True)
