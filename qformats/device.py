@@ -36,7 +36,17 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
-from qformats.repack import CODE_UNIT, HALVES, MINIMUM_UNIT, TILE_K, TILE_ROWS
+from qformats.repack import (
+    BYTE_UNIT,
+    BYTE_ZERO,
+    CENTRE,
+    CODE_UNIT,
+    HALVES,
+    MINIMUM_UNIT,
+    TILE_K,
+    TILE_ROWS,
+    UNIT,
+)
 from steps.instructions import (
     address,
     and_xor,
@@ -376,7 +386,37 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS = 512  # of a thread block
 HELD = 4  # 128-bit loads of a lane under way at once, kept until they can be rounded
+LARGEST_SCALE = np.finfo(np.float32).max
+ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_four(x, i, a, m, k, wide):
+    """x[i, 0..3] = a[m, k..k+3], zeros outside of a."""
+    rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+    at = int64(m) * columns + k
+    for j in range(4):
+        x[i, j] = 0
+    if m < rows and k < columns:
+        if wide:
+            x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
+        else:
+            for j in range(4):
+                x[i, j] = load_f32(a, at + j)
+
+
+@cuda.jit(device=True, forceinline=True)
+def size_bits(x):
+    """The bits of |x|: as integers they order floats, and NaN comes last."""
+    return int32(as_bits(x) & uint32(0x7FFFFFFF))
+
+
+@cuda.jit(device=True, forceinline=True)
+def largest_bits(x, i, most):
+    for j in range(4):
+        most = max(most, size_bits(x[i, j]))
+    return most
 
 
 @cache
@@ -395,32 +435,6 @@ def half_rounder() -> Any:
     largest, and stay what they are.
     With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
-    step = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_4(x, i, a, m, k, wide):
-        """x[i, 0..3] = a[m, k..k+3], zeros outside of a."""
-        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        at = int64(m) * columns + k
-        for j in range(4):
-            x[i, j] = 0
-        if m < rows and k < columns:
-            if wide:
-                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
-            else:
-                for j in range(4):
-                    x[i, j] = load_f32(a, at + j)
-
-    @cuda.jit(device=True, forceinline=True)
-    def size(x):
-        """The bits of |x|: as integers they order floats, and NaN comes last."""
-        return int32(as_bits(x) & uint32(0x7FFFFFFF))
-
-    @cuda.jit(device=True, forceinline=True)
-    def largest_of(x, i, most):
-        for j in range(4):
-            most = max(most, size(x[i, j]))
-        return most
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, scale):
@@ -447,14 +461,14 @@ def half_rounder() -> Any:
             largest[thread] = 0
         wait_for_previous()
         for i in range(HELD):
-            load_4(x, i, a, m, uint32(first + i * step), wide)
+            load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
         most = int32(0)
         for i in range(HELD):
-            most = largest_of(x, i, most)
-        for k in range(first + HELD * step, columns, step):
+            most = largest_bits(x, i, most)
+        for k in range(first + HELD * ROW_STEP, columns, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
-            load_4(y, 0, a, m, uint32(k), wide)
-            most = largest_of(y, 0, most)
+            load_four(y, 0, a, m, uint32(k), wide)
+            most = largest_bits(y, 0, most)
         cuda.syncthreads()
         cuda.atomic.max(largest, row, most)
         cuda.syncthreads()
@@ -464,11 +478,11 @@ def half_rounder() -> Any:
         scale = as_float(uint32(268 - exponent) << uint32(23))
         if m < rows:
             for i in range(HELD):
-                if first + i * step < padded:
-                    store_4(units, rows, m, first + i * step, t, x, i, scale)
-            for k in range(first + HELD * step, padded, step):
+                if first + i * ROW_STEP < padded:
+                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
+            for k in range(first + HELD * ROW_STEP, padded, ROW_STEP):
                 y = cuda.local.array((1, 4), float32)
-                load_4(y, 0, a, m, uint32(k), wide)
+                load_four(y, 0, a, m, uint32(k), wide)
                 store_4(units, rows, m, k, t, y, 0, scale)
             if first == 0:
                 factors[m] = as_float(uint32(exponent - 14) << uint32(23))
@@ -479,6 +493,72 @@ def half_rounder() -> Any:
 def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
     """(grid, block) of `half_rounder` for m tokens."""
     return (-(-m // ROWS),), (HALF_THREADS,)
+
+
+# --- int8 with one scale a token, on the GPU ------------------------------------------------------
+@cache
+def token_quantizer() -> Any:
+    """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
+    token; `half_grid` for its launch.
+
+    kernel(a, units, scales): int8 [K/16, M, 16], flat, 16 codes of row m followed by 16 of row
+    m + 1, K rounded up to a multiple of 128 and zeros beyond; float32 [M], d = amax / 127 of the
+    row. The recipe is that of Q8_1, with a row for a block; see `reference.Tokens`. K is a multiple
+    of 4. Rows are read as `half_rounder` reads them.
+
+    A row with an Inf or NaN has codes 0 and d Inf or NaN, which spoils it and no other.
+    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_4(units, rows, m, k, t, x, i, twice, finite):
+        unit = int64(uint32(k) >> uint32(4)) * rows + m
+        store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice) if finite else 0)
+
+    @cuda.jit
+    def token_units(a, units, scales):
+        let_next_start()
+        x = cuda.local.array((HELD, 4), float32)
+        largest = cuda.shared.array(ROWS, int32)
+        thread = uint32(cuda.threadIdx.x)
+        t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
+        first = uint32(thread // uint32(4 * ROWS) * 16 + 4 * t)
+        m = uint32(cuda.blockIdx.x * ROWS + row)
+        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
+        wide = rows_are_aligned(a)
+        if thread < ROWS:
+            largest[thread] = 0
+        wait_for_previous()
+        for i in range(HELD):
+            load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
+        most = int32(0)
+        for i in range(HELD):
+            most = largest_bits(x, i, most)
+        for k in range(first + HELD * ROW_STEP, columns, ROW_STEP):
+            y = cuda.local.array((1, 4), float32)
+            load_four(y, 0, a, m, uint32(k), wide)
+            most = largest_bits(y, 0, most)
+        cuda.syncthreads()
+        cuda.atomic.max(largest, row, most)
+        cuda.syncthreads()
+
+        d = as_float(uint32(largest[row])) / float32(127)
+        finite = d <= LARGEST_SCALE
+        inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
+        twice = inverse + inverse
+        if m < rows:
+            for i in range(HELD):
+                if first + i * ROW_STEP < padded:
+                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice, finite)
+            for k in range(first + HELD * ROW_STEP, padded, ROW_STEP):
+                y = cuda.local.array((1, 4), float32)
+                load_four(y, 0, a, m, uint32(k), wide)
+                store_4(units, rows, m, k, t, y, 0, twice, finite)
+            if first == 0:
+                scales[m] = d
+
+    return token_units
 
 
 # --- records of qformats.repack.tiles -------------------------------------------------------------
@@ -733,4 +813,94 @@ def half_format(format_name: str) -> HalfFormat:
         scales=scales_and_minima if minimum else scales_alone,
         multipliers=multipliers,
         fragments={4: fragments_4, 5: fragments_5, 8: fragments_8}[FORMATS[format_name].bits],
+    )
+
+
+# --- the same records as bytes --------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ByteFormat:
+    """How lanes make the int8 weights of a record of `qformats.repack.byte_tiles`.
+
+    record_bytes, used_bytes : of one record; what follows the first `used_bytes` is of no use
+    words(m, at, lane, half), scales(m, at, lane, half)
+        what one lane needs of the record at byte `at` of m, for one half of 64 K
+    fragments(words, scales, block) -> (a0, a1, a2, a3)
+        of block 0 or 1 of that half, as `mma_m16n8k32_s8` and `wgmma_s8` take them
+
+    In one register two codes, each taken as a float16 below 2^-13, are multiplied by d' and added
+    to m', which leaves an int8 in the lower byte of each; of two such registers a PRMT makes four.
+    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits four LOP3 and two
+    shifts more; and three instructions for what depends on the scale.
+    """
+
+    record_bytes: int
+    used_bytes: int
+    words: Any
+    scales: Any
+    fragments: Any
+
+
+LOWER_BYTES = 0x6240  # prmt: of two words with two numbers each the lower bytes, in turns
+ZERO_BITS = int(np.float16(BYTE_UNIT * BYTE_ZERO).view(np.uint16)) * 0x00010001
+
+
+@cache
+def byte_format(format_name: str) -> ByteFormat:
+    """The int8 weights of a format, for capture in a kernel factory."""
+    tile, half = tile_format(format_name), half_format(format_name)
+    minimum, bits = tile.minimum, FORMATS[format_name].bits
+    flip = 0x00080008 if format_name in CENTRE else 0  # what `tiles` did to nibbles
+    minus_centre = CENTRE.get(format_name, 0) * 0x00010001 | 0x80008000
+
+    @cuda.jit(device=True, forceinline=True)
+    def no_scales(m, at, lane, half):
+        return (uint32(0),)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_row(scales, row, block):
+        """(d' for codes where they are, for codes 4 bits up, m')"""
+        pick = 0x3232 if block else 0x1010
+        d = prmt(scales[row], scales[row], pick)
+        if minimum:
+            return d, hmul2(d, SIXTEENTH), prmt(scales[2 + row], scales[2 + row], pick)
+        return d, hmul2(d, SIXTEENTH), hfma2(d, minus_centre, ZERO_BITS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes(words, block, row, up, odd):
+        """Of a word two codes as integers of 16 bits, or 16 times as much where `up` is 1."""
+        nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
+        x = and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
+        if bits == 4:
+            return x
+        at = 8 * block + 2 * odd + row - 4
+        b = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
+        return and_xor(b, 0x00100010 << 4 * up, x)
+
+    @cuda.jit(device=True, forceinline=True)
+    def four(words, block, row, up, scale, offset):
+        even = hfma2(codes(words, block, row, up, 0), scale, offset)
+        odd = hfma2(codes(words, block, row, up, 1), scale, offset)
+        return prmt(even, odd, LOWER_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments(words, scales, block):
+        low_g, high_g, off_g = of_row(scales, 0, block)
+        low_h, high_h, off_h = of_row(scales, 1, block)
+        return (
+            four(words, block, 0, 0, low_g, off_g),
+            four(words, block, 1, 0, low_h, off_h),
+            four(words, block, 0, 1, high_g, off_g),
+            four(words, block, 1, 1, high_h, off_h),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_8(words, scales, block):
+        return words[4 * block], words[4 * block + 1], words[4 * block + 2], words[4 * block + 3]
+
+    return ByteFormat(
+        record_bytes=tile.record_bytes,
+        used_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
+        words=tile.load,
+        scales=no_scales if bits == 8 else half.scales,
+        fragments=fragments_8 if bits == 8 else fragments,
     )

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qformats.codec import BLOCK, WEIGHT_FORMATS, Blocks, Floats, Format, format_of
+from qformats.codec import (
+    BLOCK,
+    FORMATS,
+    WEIGHT_FORMATS,
+    Blocks,
+    Floats,
+    Format,
+    format_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,3 +253,126 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, axis=1).reshape(-1)
+
+
+# --- bytes: what an int8 tensor core multiplies, with one scale a row ----------------------------
+
+BYTE_UNIT = 2.0**-13
+BYTE_ZERO = 1280
+"""A float16 in [1/8, 1/4) is a multiple of BYTE_UNIT, and of 1280 + n of them the lower byte of its
+bits is n in two's complement: adding up in float16 with that constant rounds to int8."""
+
+CENTRE = {"q4_0": 8, "q5_0": 16}
+"""The code that stands for 0, in formats that have neither minima nor signed codes."""
+
+
+def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
+    """`tiles` for kernels that make int8 weights, and the one scale that each row then has.
+
+    (records, factors): the records of `tiles`, where d and m are numbers from which a kernel makes
+    the int8 of `byte_weights` by one multiply-add in float16,
+
+        code * (HALF_UNIT d') + m' = BYTE_UNIT * (BYTE_ZERO + int8)
+
+    with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
+    codes of q8_0 are the int8 already, and its d' is of no use. factors: float32 [N rounded up to
+    whole records].
+
+    Formats of 5 bits have another order, with which a kernel needs three instructions less for
+    eight codes: codes and scales are those of `tiles` for the lower four bits as a format of 4,
+    and in the word of a half and lane bit 16 h + 8 b + 4 u + 2 o + r is the fifth bit of the code
+    in byte 2 h + o of its block b, of row g + 8 r, lower (u = 0) or upper nibble.
+    """
+    fmt = _matrix_format("byte_tiles", blocks)
+    maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
+    if fmt.bits == 8:
+        made["qs"], made["d"] = byte_weights(blocks)[0].reshape(made["qs"].shape), 0
+    else:
+        made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
+        if "m" in (fmt.dtype.names or ()):
+            made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
+    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
+    factors[: len(blocks)] = maps.factor
+    return _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt), factors
+
+
+def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
+    """The records of 5 bits of `byte_tiles`."""
+    name = {"q5_0": "q4_0", "q5_1": "q4_1"}[format_of(blocks).name]
+    lower = np.zeros(blocks.shape, FORMATS[name].dtype)
+    for field in lower.dtype.names or ():
+        lower[field] = blocks[field]
+    n, blocks_k = blocks.shape
+    rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
+    fifth = np.zeros((rows * TILE_ROWS, deep * 4, BLOCK), np.uint8)
+    qh = np.ascontiguousarray(blocks["qh"])
+    fifth[:n, :blocks_k] = np.unpackbits(qh, axis=-1, bitorder="little")
+    by_place = fifth.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
+    octets = by_place.transpose(0, 3, 4, 2, 7, 8, 5, 6, 9, 1).reshape(rows * deep, -1)
+    bits = np.packbits(octets, axis=-1, bitorder="little")
+    records = _records(lower, FORMATS[name]).reshape(rows * deep, -1)
+    codes = TILE_ROWS * TILE_K // 2
+    return np.concatenate([records[:, :codes], bits, records[:, codes:]], axis=1).reshape(-1)
+
+
+def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
+    """Blocks [N, K//32] requantized to 8 bits: (int8 [N, K], float32 [N]), value = int8 * factor.
+
+    With f the factor of a row, a weight is rounded, halves to even, once:
+
+        q4_0, q5_0   (code - c) k / c, c = 8 or 16, k = c d / f rounded to an integer, |k| <= 127
+        q4_1, q5_1   code d' + m', m' = m / f rounded to an integer, and d' = d / f in float16,
+                     shifted so that both roundings together are least over all codes
+        q8_0         code d / f
+
+    f is the smallest for which no code that the format has leaves [-127, 127] (q8_0: no weight of
+    the row [-128, 127]), which is off by about one percent of what Q4_0 itself is; a power of two
+    that loses nothing at all is preferred. Where a d or m is no number the row is 0 times NaN.
+    """
+    fmt = _matrix_format("byte_weights", blocks)
+    maps = _byte_maps(fmt, blocks)
+    codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
+    w = np.rint(codes * maps.slope[..., None] + maps.offset[..., None])
+    return w.astype(np.int8).reshape(len(blocks), -1), maps.factor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByteMaps:
+    """int8 = code * slope + offset, rounded: float64 [N, K//32] both, and factor float32 [N]."""
+
+    slope: NDArray[np.float64]
+    offset: NDArray[np.float64]
+    factor: Floats
+
+
+def _byte_maps(fmt: Format, blocks: Blocks) -> _ByteMaps:
+    numbers = np.isfinite(fmt.scale(blocks)).all(axis=1, keepdims=True)
+    numbers &= np.isfinite(fmt.offset(blocks)).all(axis=1, keepdims=True)
+    d = np.where(numbers, fmt.scale(blocks), 0).astype(np.float64)
+    m = np.where(numbers, fmt.offset(blocks), 0).astype(np.float64)
+    top = 2**fmt.bits - 1
+    if fmt.bits == 8:
+        w = fmt.codes(blocks).reshape(*blocks.shape, BLOCK) * d[..., None]
+        reach = np.maximum(w.max(axis=2), w.min(axis=2) * (-127 / 128))
+    elif fmt.name in CENTRE:
+        reach = np.abs(m)  # = c |d|
+    else:
+        reach = np.maximum(np.abs(m), np.abs(m + top * d))
+    least = reach.max(axis=1, keepdims=True) / 127
+    least = np.where(least > 0, least, 1)
+    if fmt.bits < 8:
+        power = np.exp2(np.ceil(np.log2(least)))
+        lossless = (np.rint(d / power) == d / power) & (np.rint(m / power) == m / power)
+        least = np.where(lossless.all(axis=1, keepdims=True), power, least)
+    factor = least.astype(np.float32).astype(np.float64)
+    if fmt.bits == 8:
+        slope, offset = d / factor, np.zeros_like(d)
+    elif fmt.name in CENTRE:
+        offset = np.rint(m / factor)
+        slope = offset / -CENTRE[fmt.name]
+    else:
+        offset, codes = np.rint(m / factor), np.arange(top + 1.0)
+        slope = (d + (m - offset * factor) * codes.sum() / (codes**2).sum()) / factor
+        slope = slope.astype(np.float16).astype(np.float64)
+    factor = np.where(numbers, factor, np.nan)
+    return _ByteMaps(slope, offset, factor[:, 0].astype(np.float32))

@@ -20,6 +20,8 @@ from reference.problem import (
 from reference.product import (
     Q81,
     Halves,
+    Tokens,
+    both_tokens,
     magnitude_a8,
     magnitude_a16,
     magnitude_half,
@@ -42,6 +44,8 @@ __all__ = [
     "Limits",
     "Problem",
     "Reference",
+    "Tokens",
+    "both_tokens",
     "bound",
     "check",
     "limits",

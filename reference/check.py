@@ -10,8 +10,8 @@ Seven layers look at a result, each of which misses what another sees:
     float         the error against the unquantized product, which is the *format's*: a kernel that
                   agrees with a wrong codec is caught here
     weights       the codec alone: the dequantized weights, the sharpest sign of a wrong recipe
-    activations   the bits a step made of A, Q8_1 or float16, against the recipe: "same operands"
-                  trusts them
+    activations   the bits a step made of A, Q8_1, int8 or float16, against the recipe: "same
+                  operands" trusts them
 
 The two errors are always reported apart. `limits` says where each number comes from.
 """
@@ -27,11 +27,13 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import format_of
-from reference.problem import GOLDEN, Problem
+from reference.problem import GOLDEN, Golden, Problem
 from reference.product import (
     Q81,
     Halves,
+    Tokens,
     both_a8,
+    both_tokens,
     magnitude_a16,
     magnitude_half,
     parts,
@@ -55,6 +57,7 @@ _OPERANDS: Final = {
     "f16": (2.0**-11, 2, 2 * _U32),
     "bf16": (2.0**-8, 2, 2 * _U32),
     "f16_weights": (2.0**-11, 1, 2 * _U32),  # A is given as it was rounded: `Halves`
+    "int8": (0.0, 0, _U32),  # so are A and W: `Tokens`
 }
 _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smallest step
     np.dtype(np.float32): (0.0, 0.0),
@@ -76,7 +79,7 @@ def nmse(x: Array, ref: Array) -> float:
     return error / energy
 
 
-def roundings(family: str, k: int) -> int:
+def roundings(family: str, k: int, operands: str = "f32") -> int:
     """How many float32 roundings any one term of an output goes through, at most.
 
     A sum of n terms, in *any* order or tree (split-K, lanes, atomics), passes each term through
@@ -90,8 +93,13 @@ def roundings(family: str, k: int) -> int:
     packed word of four by a kernel that splits a block over lanes: 8 words and one compensation,
     9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
     rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
+
+    A8 of int8 ("int8"): one integer sum over all of K, exact; it becomes a float32 and is
+    multiplied by the factor of its row and by that of its token: 3, and one to spare.
     """
     _known_family(family)
+    if operands == "int8":
+        return 4
     return k + 4 if family == "A16" else 9 * (k // 32) + 4
 
 
@@ -109,7 +117,7 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
     of n, not like n. That is what NMSE is for.
     """
     v, count, u = _rounding_units(operands)
-    n = roundings(family, k)
+    n = roundings(family, k, operands)
     gamma = n * u / (1 - n * u)
     return np.asarray(((1 + v) ** count * (1 + gamma) - 1) * magnitude)
 
@@ -146,6 +154,15 @@ ACTIVATION_NMSE: Final[dict[str, tuple[float, float]]] = {
     "uniform": (1.3e-5, 7e-5),
     "normal": (2.6e-5, 2.1e-4),
     "llm": (3e-5, 3e-3),
+}
+
+# What int8 with one scale for each token, and weights requantized to one scale a row, add to that:
+# both scales follow the largest of K values (3 to 4.5 times their size), and a row's largest d. The
+# upper ends are for K up to 14336. "llm": an outlier channel sets the scale of all tokens.
+INT8_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (2e-5, 1e-4),
+    "normal": (5e-5, 4e-4),
+    "llm": (1e-4, 1.5e-2),
 }
 
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
@@ -188,16 +205,21 @@ def limits(
     # the columns of C are independent (one channel dominates every row alike).
     count = columns if problem.distribution == "llm" else rows * columns
     slack = 0.03 + 5 * 2 / math.sqrt(count)
-    added = ACTIVATION_NMSE[problem.distribution] if family == "A8" else (0.0, 0.0)
+    added, made = (0.0, 0.0), ""
+    if family == "A8":
+        table = INT8_NMSE if operands == "int8" else ACTIVATION_NMSE
+        added, made = table[problem.distribution], "int8" if operands == "int8" else "Q8_1"
     product: tuple[float, float] | None = None
     why_float = f"{count} independent outputs are too few to tell a format by its error"
     if count >= 1024:
         high = (expected + added[1]) * (1 + slack)
-        product = ((expected + added[0]) * (1 - slack), min(high, CLASSICAL))
+        most = math.inf if operands == "int8" else CLASSICAL  # of which no more is asked
+        product = ((expected + added[0]) * (1 - slack), min(high, most))
         why_float = (
             f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
-            + (f", Q8_1 up to {added[1]:.1e} more" if family == "A8" else "")
-            + f"; {100 * slack:.0f} % for sampling; 1 % at most, the classical acceptance"
+            + (f", {made} up to {added[1]:.1e} more" if made else "")
+            + f"; {100 * slack:.0f} % for sampling"
+            + ("" if operands == "int8" else "; 1 % at most, the classical acceptance")
         )
     # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
     weights: tuple[float, float] | None = None
@@ -211,6 +233,8 @@ def limits(
 
 def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[float, str]:
     _rounding_units(operands)
+    if operands == "int8":
+        return 9 * _U32**2, "exact integer sums, three roundings of each output: (3 u)^2 at most"
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
         return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
@@ -311,8 +335,18 @@ class Reference:
             return math.inf
         return error / energy if energy else (math.inf if error else 0.0)
 
-    def expected(self, given: Q81 | Halves | None, a: Array, exact: bool) -> Expected:
-        """What the Q8_1 bits of all tokens (A8), their halves or float32 a[M, K] (A16) give."""
+    def expected(self, given: Q81 | Halves | Tokens | None, a: Array, exact: bool) -> Expected:
+        """What the Q8_1 bits of all tokens or their int8 (A8), their halves or float32 a[M, K]
+        (A16) give."""
+        if isinstance(given, Tokens):
+            tokens = given.rows(self.rows)
+            key = _digest(tokens.q, tokens.d)
+            if key not in self._expected:
+                complaint = None
+                if self.problem.distribution != "golden":
+                    complaint = check_tokens(tokens, self.problem.a[self.rows], exact, self.rows)
+                self._expected[key] = Expected(*both_tokens(tokens, self.blocks), complaint)
+            return self._expected[key]
         if isinstance(given, Halves):
             halves = given.rows(self.rows)
             key = _digest(halves.h, halves.factor)
@@ -353,7 +387,7 @@ def check(
     c: Array,
     problem: Problem,
     family: str,
-    activations: Q81 | Halves | Array | None = None,
+    activations: Q81 | Halves | Tokens | Array | None = None,
     exact: bool | None = None,
     *,
     operands: str = "f32",
@@ -363,9 +397,10 @@ def check(
 ) -> Check:
     """Judge c float32 or float16[M, N] as the answer of a `family` step to `problem`.
 
-    activations  A8: the Q8_1 bits the kernel multiplied (required). A16: None, or what it really
-                 multiplied where that is not problem.a: float32[M, K], or `Halves`, whose weights
-                 are then taken to be rounded to float16 too
+    activations  A8: the Q8_1 bits the kernel multiplied, or `Tokens`, whose weights are then taken
+                 to be requantized to int8 (one of the two is required). A16: None, or what it
+                 really multiplied where that is not problem.a: float32[M, K], or `Halves`, whose
+                 weights are then taken to be rounded to float16 too
     exact        demand bit equality; None means problem.exact, and holds for the golden case too
                  when its own bits are given
     operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16" (not for `Halves`)
@@ -379,12 +414,13 @@ def check(
     _known_family(family)
     _require_answer(c, problem)
     given, a = _given(activations, problem, family)
-    q81 = given if isinstance(given, Q81) else None
     if isinstance(given, Halves):
         operands = "f16_weights"
+    if isinstance(given, Tokens):
+        operands = "int8"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
-        exact = problem.exact or (golden is not None and (q81 is None or golden.gave(q81)))
+        exact = problem.exact or (golden is not None and _golden_bits(golden, given))
 
     if reference is None:
         reference = Reference(problem, limit, blocks)
@@ -531,6 +567,32 @@ def check_activations(
     return None
 
 
+def check_tokens(
+    tokens: Tokens, a: Array, exact: bool = False, rows: Array | None = None
+) -> str | None:
+    """None if these are a[M, K] in int8, one scale a token, else a sentence; as `check_activations`
+    it lets 1e-4 of the codes differ by one, and d by 1e-6, nothing in the exact case."""
+    right = Tokens.of_values(a)
+    d = right.d.astype(np.float64)
+    wrong = ~(np.abs(tokens.d - d) <= (0.0 if exact else 1e-6) * d)
+    if wrong.any():
+        m = int(np.argmax(wrong))
+        return (
+            f"{np.count_nonzero(wrong)} of {wrong.size} scales of tokens are wrong, the first of "
+            f"token {m if rows is None else rows[m]}: got {tokens.d[m]:.9g}, expected {d[m]:.9g}"
+        )
+    off = np.abs(tokens.q.astype(np.int32) - right.q)
+    allowed = 0 if exact else max(1, int(1e-4 * off.size))
+    if (off > 1).any() or np.count_nonzero(off) > allowed:
+        m, k = (int(i) for i in np.unravel_index(int(np.argmax(off)), off.shape))
+        return (
+            f"{np.count_nonzero(off)} of {off.size} int8 activations differ from the recipe, the "
+            f"most at ({m if rows is None else rows[m]}, {k}): got {tokens.q[m, k]}, expected "
+            f"{right.q[m, k]}"
+        )
+    return None
+
+
 def check_halves(halves: Halves, a: Array, rows: Array | None = None) -> str | None:
     """None if these are a[M, K] in float16, bit for bit, else a sentence; `rows` as above.
 
@@ -570,24 +632,35 @@ def _require_answer(c: Array, problem: Problem) -> None:
         raise ValueError(f"C must be of shape (M, N) = ({problem.m}, {problem.n}), got {c.shape}")
 
 
+def _golden_bits(golden: Golden, given: Q81 | Halves | Tokens | None) -> bool:
+    """Whether an A8 step multiplied the golden bits, or an A16 step did."""
+    if isinstance(given, Tokens):
+        right = Tokens.of_q81(golden.q81)
+        return np.array_equal(given.q, right.q) and np.array_equal(given.d, right.d)
+    return not isinstance(given, Q81) or golden.gave(given)
+
+
 def _given(
-    activations: Q81 | Halves | Array | None, problem: Problem, family: str
-) -> tuple[Q81 | Halves | None, Array]:
-    """The operands the kernel was given: (q81, _) for A8, (halves, _) or (None, a) for A16."""
+    activations: Q81 | Halves | Tokens | Array | None, problem: Problem, family: str
+) -> tuple[Q81 | Halves | Tokens | None, Array]:
+    """The operands the kernel was given: (q81, _) or (tokens, _) for A8, (halves, _) or (None, a)
+    for A16."""
     if family == "A8":
-        if not isinstance(activations, Q81):
+        if not isinstance(activations, Q81 | Tokens):
             raise TypeError(
                 "an A8 result is checked against the Q8_1 bits it multiplied: pass "
                 f"activations=Q81(q, d, s), got {type(activations).__name__}"
             )
         if activations.q.shape != (problem.m, problem.k):
+            kind = "Q8_1" if isinstance(activations, Q81) else "int8"
             raise ValueError(
-                f"Q8_1 activations must be [M, K] = ({problem.m}, {problem.k}), "
+                f"{kind} activations must be [M, K] = ({problem.m}, {problem.k}), "
                 f"got {activations.q.shape}"
             )
         return activations, problem.a
-    if isinstance(activations, Q81):
-        raise TypeError("an A16 result is checked against float activations, got Q81")
+    if isinstance(activations, Q81 | Tokens):
+        name = type(activations).__name__
+        raise TypeError(f"an A16 result is checked against float activations, got {name}")
     if isinstance(activations, Halves):
         if activations.h.shape != (problem.m, problem.k):
             raise ValueError(

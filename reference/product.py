@@ -6,7 +6,8 @@ Three answers to "what should C be", for three questions:
     same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
     same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
 
-`Q81` and `Halves` are activations as kernels are given them; of `Halves` A is `values()`.
+`Q81`, `Halves` and `Tokens` are activations as kernels are given them; of `Halves` A is `values()`,
+and `both_tokens` is the product of `Tokens` with weights in int8.
 
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
@@ -22,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, format_of
+from qformats.repack import byte_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pick = Array | slice
@@ -131,9 +133,52 @@ class Halves:
         return self.h * self.factor.astype(np.float64)[:, None]
 
 
-def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
-    """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
-    x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
+@dataclass(frozen=True)
+class Tokens:
+    """Activations in int8 with one scale for each token: value = d * q.
+
+    q int8[M, K], d float32[M]. TypeError or ValueError if they are not. They are multiplied by
+    weights in int8 with one factor a row, those of `qformats.repack.byte_weights`.
+    """
+
+    q: Array
+    d: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("q", np.int8), ("d", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Tokens.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.q.ndim != 2 or self.d.shape != self.q.shape[:1]:
+            raise ValueError(
+                f"Tokens need q [M, K] and d [M], got {self.q.shape} and {self.d.shape}"
+            )
+
+    @classmethod
+    def of_values(cls, a: Array) -> Tokens:
+        """Quantize float32[M, K] as Q8_1 is, a row for a block."""
+        planes = zip(*(_codes(a[part]) for part in parts(*a.shape)), strict=True)
+        q, d = (np.concatenate(each) for each in planes)
+        return cls(q, d)
+
+    @classmethod
+    def of_q81(cls, q81: Q81) -> Tokens:
+        """The same bits, of tokens that are one block long."""
+        return cls(q81.q, np.ascontiguousarray(q81.d.reshape(len(q81.q))))
+
+    def rows(self, pick: Pick) -> Tokens:
+        """The same, of some tokens only."""
+        return Tokens(self.q[pick], self.d[pick])
+
+    def values(self) -> Array:
+        """d * q in float64[M, K]."""
+        return self.q * self.d.astype(np.float64)[:, None]
+
+
+def _codes(x: Array) -> tuple[Array, Array]:
+    """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]."""
+    x = np.asarray(x, dtype=np.float32)
     d = np.abs(x).max(axis=-1) / np.float32(127)
     with np.errstate(divide="ignore"):
         inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
@@ -141,8 +186,15 @@ def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
     # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
     # cannot round up by accident as it could in float32.
     q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
-    total = d * q.sum(axis=-1).astype(np.float32) if s == "codes" else x.sum(axis=-1)
-    return q.astype(np.int8).reshape(a.shape), d, total.astype(np.float32)
+    return q.astype(np.int8), d
+
+
+def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
+    """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
+    x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
+    q, d = _codes(x)
+    total = d * q.sum(axis=-1, dtype=np.float32) if s == "codes" else x.sum(axis=-1)
+    return q.reshape(a.shape), d, total.astype(np.float32)
 
 
 def unquantized(a: Array, w: Array) -> Array:
@@ -232,6 +284,20 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
         same[:, part] = values @ weights.T + sums @ offset.T
         np.abs(weights, out=weights)
         size[:, part] = sizes @ weights.T + of_sums @ np.abs(offset).T
+    return same, size
+
+
+def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
+    """(the product of these int8 with those of `byte_weights`, sum |terms|), float64[M, N]."""
+    _same_k(tokens.q.shape[1], blocks)
+    values = tokens.values()
+    same = np.empty((values.shape[0], blocks.shape[0]))
+    size = np.empty_like(same)
+    for part in parts(blocks.shape[0], values.shape[1]):
+        codes, factor = byte_weights(blocks[part])
+        weights = codes * factor.astype(np.float64)[:, None]
+        same[:, part] = values @ weights.T
+        size[:, part] = np.abs(values) @ np.abs(weights).T
     return same, size
 
 

@@ -1,9 +1,9 @@
-"""How activations reach a kernel: as they are, rounded to float16, or quantized to Q8_1.
+"""How activations reach a kernel: as they are, rounded to float16, quantized to Q8_1 or to int8.
 
 A step names one of these functions (or `by_family` of two); the harness runs and times the launches
 they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
-(`Q81`, `Halves`), so that the checker can read the very bits a kernel multiplied and a test can
-hand it bits of its own.
+(`Q81`, `Halves`, `Tokens`), so that the checker can read the very bits a kernel multiplied and a
+test can hand it bits of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 
 from qformats import BLOCK, block_q8_1
-from qformats.device import BLOCK_Q8_1, half_grid, half_rounder, q8_1_grid, q8_1_quantizer
+from qformats.device import (
+    BLOCK_Q8_1,
+    half_grid,
+    half_rounder,
+    q8_1_grid,
+    q8_1_quantizer,
+    token_quantizer,
+)
 from qformats.repack import HALVES, TILE_K, UNIT
-from reference.product import Q81, Halves
+from reference.product import Q81, Halves, Tokens
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
 
@@ -52,8 +59,8 @@ def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activa
 
 
 PAST = 256
-"""Tokens past the last one that a tile of `float16_units` may read: their columns of C are
-nobody's, and are not written."""
+"""Tokens past the last one that a tile of `float16_units` or `int8_units` may read: their columns
+of C are nobody's, and are not written."""
 
 
 def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
@@ -69,6 +76,18 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((halves, factors), (launch,), "halves")
 
 
+def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8 with one scale for each token, K outermost: int8 [K/16, M, 16] with room for `PAST` tokens
+    after the last unit, and float32 [M]. K rounded up to a multiple of 128 and zeros beyond. See
+    `qformats.device.token_quantizer`."""
+    m, k = a.shape
+    units = ceil_div(k, TILE_K) * TILE_K // UNIT
+    codes = machine.empty(((units * m + PAST) * UNIT,), np.int8)
+    scales = machine.empty((m,), np.float32)
+    launch = Launch(token_quantizer(), *half_grid(m), (a, codes, scales))
+    return Activations((codes, scales), (launch,), "tokens")
+
+
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     """One function for a step of both families."""
 
@@ -78,9 +97,12 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     return activations
 
 
-def encode(layout: str, given: Q81 | Halves) -> tuple[np.ndarray, ...]:
-    """(q, d, s) or halves -> the arrays of a layout, as the GPU would have left them."""
-    if isinstance(given, Halves) is not (layout == "halves") or layout == "inside":
+_MADE_OF = {"halves": Halves, "tokens": Tokens}  # other layouts are made of Q81
+
+
+def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
+    """(q, d, s), halves or tokens -> the arrays of a layout, as the GPU would have left them."""
+    if not isinstance(given, _MADE_OF.get(layout, Q81)) or layout == "inside":
         raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
     if isinstance(given, Halves):
         m, k = given.h.shape
@@ -88,31 +110,37 @@ def encode(layout: str, given: Q81 | Halves) -> tuple[np.ndarray, ...]:
         units = h.transpose(1, 4, 0, 2, 3)  # of 16 K: k = 4 t + 2 i + odd -> odd, token, t, i
         return np.pad(units.reshape(-1), (0, PAST * HALVES)), given.factor
     m, k = given.q.shape
-    if layout == "slabs":
+    if layout in ("slabs", "tokens"):
         more = -k % TILE_K
         units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
-        units = units.transpose(1, 0, 2)
+        units = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
+        if not isinstance(given, Q81):
+            return np.pad(units, (0, PAST * UNIT)), given.d
         ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
-        return np.ascontiguousarray(units).reshape(-1), ds.reshape(-1)
+        return units, ds.reshape(-1)
+    assert isinstance(given, Q81)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
     blocks["d"], blocks["s"] = given.d, given.s
     blocks["qs"] = given.q.reshape(m, k // BLOCK, BLOCK)
     return (blocks.view(np.uint8).reshape(-1),)
 
 
-def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 | Halves:
-    """The arrays of a layout -> (q, d, s) or halves: the bits that the kernel really read; where it
-    made them itself ("inside"), those the recipe prescribes."""
+def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 | Halves | Tokens:
+    """The arrays of a layout -> (q, d, s), halves or tokens: the bits that the kernel really read;
+    where it made them itself ("inside"), those the recipe prescribes."""
     if layout == "inside":
         return Q81.of_values(arrays[0].reshape(m, k))
     if layout == "halves":
         units, factor = arrays
         h = units[: units.size - PAST * HALVES].reshape(-1, 2, m, 4, 2)
         return Halves(h.transpose(2, 0, 3, 4, 1).reshape(m, -1)[:, :k], factor)
-    if layout == "slabs":
+    if layout in ("slabs", "tokens"):
         qs, ds = arrays
-        q = qs.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
+        q = qs[: -PAST * UNIT] if layout == "tokens" else qs
+        q = q.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
+        if layout == "tokens":
+            return Tokens(q, ds)
         ds = ds.reshape(-1, m, 2)[: k // BLOCK]
         return Q81(q=q, d=ds[..., 0].T, s=ds[..., 1].T)
     blocks = arrays[0].view(block_q8_1).reshape(m, k // BLOCK)

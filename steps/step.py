@@ -57,8 +57,8 @@ class Activations:
 
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
     `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `qformats.device`), or
-    "inside" where the kernel makes it of float32 A itself; for the A16 family it is "halves" where
-    A was rounded to float16 first, else None.
+    "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
+    token; for the A16 family it is "halves" where A was rounded to float16 first, else None.
     """
 
     arrays: tuple[Any, ...]
@@ -102,6 +102,7 @@ class Step:
         alternatives of one promise are joined by "|".
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
+    max_cc: the greatest, None for any: what sm_90a has, later ones do not.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, the front door takes it for no more. It is right for every M all the same.
     """
@@ -121,6 +122,7 @@ class Step:
     formats: tuple[str, ...] = WEIGHT_FORMATS
     outputs: tuple[str, ...] = ("float32",)
     min_cc: tuple[int, int] = (7, 5)
+    max_cc: tuple[int, int] | None = None
     most_tokens: int | None = None
 
     def prepare(
@@ -154,8 +156,9 @@ class Step:
             return f"step {self.number} is of family {'/'.join(self.families)}, not {family}"
         if output not in self.outputs:
             return f"step {self.number} writes C as {' or '.join(self.outputs)}, not {output}"
-        if cc is not None and cc < self.min_cc:
-            have, need = (f"{major}.{minor}" for major, minor in (cc, self.min_cc))
+        if cc is not None and not self.min_cc <= cc <= (self.max_cc or cc):
+            have, least, most = (f"{x[0]}.{x[1]}" for x in (cc, self.min_cc, self.max_cc or cc))
+            need = least if cc < self.min_cc else f"{most} at most"
             return f"step {self.number} needs compute capability {need}; this GPU has {have}"
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qformats import FORMATS
-from reference import Q81, Check, Halves, Problem, check
+from reference import Q81, Check, Halves, Problem, Tokens, check
 from steps.activations import decode, encode
 from steps.step import Activations, Family, Launch, Machine, Shape, Step
 
@@ -47,15 +47,17 @@ def prepare(
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
-    `given`: Q8_1 bits to multiply instead of what the machine would make of `a` (A8 only).
+    `given`: Q8_1 bits to multiply instead of what the machine would make of `a` (A8 only; where a
+    token has one scale, of tokens of one block).
     `dtype`: of C, one of `step.outputs`.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if given is not None and activations.layout in ("blocks", "slabs"):
-        arrays = tuple(machine.array(x) for x in encode(activations.layout, given))
+    if given is not None and activations.layout in ("blocks", "slabs", "tokens"):
+        bits = Tokens.of_q81(given) if activations.layout == "tokens" else given
+        arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
@@ -106,8 +108,8 @@ def verify(
     return check(c, problem, family, operands(prepared, machine))
 
 
-def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | None:
-    """What the kernel multiplied, read back: Q8_1 bits or halves; None where it was A itself."""
+def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Tokens | None:
+    """What the kernel multiplied, read back: Q8_1 bits, halves or tokens; None where it was A."""
     layout = prepared.activations.layout
     if layout is None:
         return None

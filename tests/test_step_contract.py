@@ -33,6 +33,7 @@ LONGER = {
     "step09_stream_k": 440,
     "step10_decode": 530,
     "step11_w4a16_tensor_core": 320,
+    "step12_w4a16_wgmma": 280,
 }
 ALLOWED = {
     "__future__",
@@ -53,6 +54,7 @@ SHARED = {
     "steps.instructions",
     "steps.machines",
     "steps.step",
+    "steps.stretches",
 }
 UNITS = {"fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"}
 
@@ -194,6 +196,16 @@ def test_supports_answers_none_or_a_sentence(step: Step) -> None:
             assert step.supports(name, family, (9, 0)) is None
     assert "q8_1" in (step.supports("q8_1", step.families[0]) or "")
     assert "compute capability" in (step.supports("q4_0", step.families[0], (5, 0)) or "")
+    newer = step.supports("q4_0", step.families[0], (10, 0))
+    if step.max_cc is None:
+        assert newer is None
+    else:
+        least, most = ("{}.{}".format(*cc) for cc in (step.min_cc, step.max_cc))
+        assert (
+            newer
+            == f"step {step.number} needs compute capability {most} at most; this GPU has 10.0"
+        )
+        assert f"capability {least}; this" in step.supports("q4_0", step.families[0], (8, 6))
 
 
 # --- adding a sixth step means adding one file ----------------------------------------------------

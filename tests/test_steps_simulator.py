@@ -60,7 +60,13 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
 
 
 # One more row and column than the tile of each step that has a large one, and K beyond a stage.
-EDGES = ((5, (129, 65, 32)), (6, (129, 65, 32)), (7, (65, 129, 160)), (11, (65, 131, 160)))
+EDGES = (
+    (5, (129, 65, 32)),
+    (6, (129, 65, 32)),
+    (7, (65, 129, 160)),
+    (11, (65, 131, 160)),
+    (12, (17, 131, 160)),
+)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -124,6 +130,11 @@ SHARED_WORK = (
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
     (11, 1, (3, 20, 64), {"TILES": {(256, 128): 1}}),
     (11, 6, (3, 260, 96), {"TILES": {(256, 64): 1}}),
+    (12, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (12, 2, (17, 10, 288), {"tiling": lambda *_: ((128, 16), 2, 2, 1)}),
+    (12, 1, (17, 10, 32), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
+    (12, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
+    (12, 2, (40, 20, 160), {"tiling": lambda *_: ((128, 64), 1, 2, 1)}),
 )
 
 

@@ -1,0 +1,267 @@
+"""Step 12: W4A16 with wgmma - warps no longer multiply, they hand over.
+
+What is new
+    wgmma: four warps together give the tensor cores 64 features x 16 K from registers and all
+    tokens of the tile from shared memory, where they lie as they came, and go on. So C is made
+    transposed, weights first: they never pass through shared memory as float16, and a fragment of
+    tokens is never loaded at all. While one half of a stage is multiplied, the other half's weights
+    are made. Thread blocks stay, tile after tile; a third warpgroup gives most of its registers
+    away and only asks for bulk copies, far ahead and into the next tile. Tiles that do not fill the
+    last round are shared out evenly (steps.stretches).
+Why it should help
+    mma.sync stops at two thirds of what Hopper's tensor cores can do; wgmma is the way to the rest.
+    128 x 128 outputs and 128 K are 1024 cycles of them, beside which two warps a scheduler issue
+    314 instructions (5 bits: 464), and 41 bytes a cycle come from the L2. At K=4096: 32800 cycles
+    and 4000 for both ends. For few tokens the tile is low: with 32 an SM multiplies as fast as
+    weights come from memory.
+What it costs
+    One block of 384 threads and all shared memory an SM, one GPU: compute capability 9.0 has wgmma
+    and no other, older or newer. Nothing is exact to the bit between different GPUs, as shares
+    depend on the number of SMs; from run to run everything is.
+Machine code
+    HGMMA between HFMA2 and LOP3, one basic block of them, with no wait but WARPGROUP.DEPBAR; UBLKCP
+    and SYNCS; no LDSM, no LDGSTS.
+Read next
+    The same with int8: twice the roof
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, int32, int64, uint8
+
+from qformats import Format
+from qformats.device import half_format
+from qformats.repack import HALVES, TILE_K, TILE_ROWS, tiles
+from steps.activations import float16_units
+from steps.epilogue import GROUP, ROWS, finish_wgmma
+from steps.instructions import (
+    bulk_copy,
+    fence_mbarrier_init,
+    let_next_start,
+    matrix_descriptor,
+    mbarrier_arrive,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    wait_for_previous,
+    wgmma_commit,
+    wgmma_f16,
+    wgmma_fence,
+    wgmma_wait,
+    zeros_f32,
+)
+from steps.machines import multiprocessors, shared_memory
+from steps.step import Family, Launch, Shape, Step, ceil_div
+from steps.stretches import cuts, shares, stretches
+
+TILES: Final = (  # (features, tokens) of a tile of C
+    (128, 16),
+    (128, 32),
+    (128, 64),
+    (128, 128),
+    (256, 128),  # reads the least for what it multiplies
+)
+STAGES: Final = 8  # of the ring, at most
+LOT: Final = 2 * ROWS  # features that two warpgroups multiply at a time
+WARPS: Final = 2 * GROUP // 32  # of them; the warps of the third bring
+UNITS: Final = TILE_K // HALVES  # of 8 K in a stage
+END: Final = 2000  # cycles from a tile's last product to the next one's first
+SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
+
+
+@cache
+def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tuple[Any, int]:
+    """(kernel for tiles (features, tokens) and a ring of `stages`, its shared memory in bytes)"""
+    bn, bm = tile
+    form = half_format(fmt.name)
+    record, words, scales = form.record_bytes, form.words, form.scales
+    multipliers, fragments = form.multipliers, form.fragments
+    records, lots = bn // TILE_ROWS, bn // LOT
+    at_tokens = records * record
+    stage_bytes = at_tokens + 2 * TILE_K * bm
+    full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
+    empty = full + 8 * stages
+    finish, words_used = finish_wgmma(tile, (empty + 8 * stages + 127) // 128 * 32, in_half)
+    find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
+    begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, ring, weights, lane, half, where):
+        """acc += 64 K: weights become float16 in registers and meet all tokens of the tile."""
+        w, s = words(ring, weights, lane, half), scales(ring, weights, lane, half)
+        even, odd = multipliers(s, 0), multipliers(s, 1)
+        a, b = fragments(w, 0, even), fragments(w, 1, even)
+        x, y = fragments(w, 2, odd), fragments(w, 3, odd)
+        where = where + 8 * bm * half
+        wgmma_fence()
+        acc = wgmma_f16(acc, a[0], a[1], a[2], a[3], where, 1)
+        acc = wgmma_f16(acc, b[0], b[1], b[2], b[3], where + 2 * bm, 1)
+        acc = wgmma_f16(acc, x[0], x[1], x[2], x[3], where + 4 * bm, 1)
+        acc = wgmma_f16(acc, y[0], y[1], y[2], y[3], where + 6 * bm, 1)
+        wgmma_commit()
+        return acc
+
+    @cuda.jit(launch_bounds=(3 * GROUP, 1))
+    def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
+        steps.activations.float16_units; stretch as of steps.stretches.shares."""
+        ring = cuda.shared.array(0, uint8, alignment=128)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        t = int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # so the compiler knows: one for all
+        steps, tail, rate = int32(steps), int32(stretch[0]), stretch[1]
+        tiles_n = int32((N + bn - 1) // bn)
+        tiles = int32((M + bm - 1) // bm * tiles_n)
+        number, k0, count, left = begin(tail, rate, steps)
+        if t == 0:
+            for s in range(stages):
+                mbarrier_init(ring, full + 8 * s, 1)
+                mbarrier_init(ring, empty + 8 * s, WARPS)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        let_next_start()
+        s, parity = int32(0), int32(0)
+        if warp >= WARPS:
+            # --- global -> shared: a warp brings weights, two bring tokens, each lane a copy
+            fewer_registers()
+            if warp == WARPS + 3:
+                return
+            if warp > WARPS:
+                wait_for_previous()  # the activations have just been rounded
+            last, u = int32((N - 1) // TILE_ROWS), int32(lane + (warp - WARPS - 1) * UNITS // 2)
+            while number < tiles:
+                m0, n0 = corner(number, tiles_n)
+                row = int32(min(n0 // TILE_ROWS + lane, last))
+                for step in range(k0, k0 + count):
+                    mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
+                    to, bar = s * stage_bytes, full + 8 * s
+                    if warp == WARPS:
+                        if lane == 0:
+                            mbarrier_arrive_expect(ring, bar, stage_bytes)
+                        if lane < records:
+                            at = int64(int32(row * steps + step)) * record
+                            bulk_copy(ring, to + lane * record, w, at, record, ring, bar)
+                    elif lane < UNITS // 2:
+                        at = int64(int32((step * UNITS + u) * M + m0)) * HALVES
+                        bulk_copy(ring, to + at_tokens + 16 * bm * u, a, at, 16 * bm, ring, bar)
+                    s = int32(s + 1)
+                    if s == stages:
+                        s, parity = int32(0), int32(parity ^ 1)
+                number, k0, count, left = go_on(number, left, tail, steps)
+            return
+
+        more_registers()
+        wait_for_previous()
+        before, own, other = int32(0), int32(warp * record), int32((warp + WARPS) * record)
+        while number < tiles:
+            m0, n0 = corner(number, tiles_n)
+            first = last = early = int32(0)
+            if count < steps:
+                first, last, early = sharers(number, tail, rate, steps)
+            acc, more = no_sums(), no_sums()  # of the first lot of features and of the second
+            step = int32(0)
+            while True:
+                mbarrier_wait(ring, full + 8 * s, parity)
+                at = s * stage_bytes
+                b = matrix_descriptor(ring, at + at_tokens, 16 * bm, 128)
+                acc = multiply(acc, ring, at + own, lane, 0, b)
+                acc = wait_for_all_but_one(acc)
+                if lane == 0 and step > 0:
+                    mbarrier_arrive(ring, empty + 8 * before)
+                if lots == 2:
+                    more = multiply(more, ring, at + other, lane, 0, b)
+                    more = wait_for_all_but_one(more)
+                acc = multiply(acc, ring, at + own, lane, 1, b)
+                acc = wait_for_all_but_one(acc)
+                if lots == 2:
+                    more = multiply(more, ring, at + other, lane, 1, b)
+                    more = wait_for_all_but_one(more)
+                before = s
+                s = int32(s + 1)
+                if s == stages:
+                    s, parity = int32(0), int32(parity ^ 1)
+                step = int32(step + 1)
+                if step >= count:
+                    break
+            acc, more = wait_for_all(acc), wait_for_all(more)
+            if lane == 0:
+                mbarrier_arrive(ring, empty + 8 * before)
+            to = of_rows, of_tokens, c, partials, arrived
+            finish(acc, 0, number, m0, n0, first, last, early, to)
+            if lots == 2:
+                finish(more, 1, number, m0, n0, first, last, early, to)
+            number, k0, count, left = go_on(number, left, tail, steps)
+
+    return w4a16_wgmma, 4 * words_used
+
+
+def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
+    """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
+    fewest cycles."""
+    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
+    unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
+    for bn, bm in TILES:
+        tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
+        # cycles of 128 K: of the tensor cores, of unpacking, of 40 bytes a cycle from the L2
+        bring = (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 40
+        stage = max(bn * max(bm, 48) // 16, bn * unpack // 8, bring)
+        for blocks, tail, count, pieces in cuts(tiles, steps, multiprocessors()):
+            cycles = count * stage + pieces * END
+            if tail:  # the way of a tile's parts to the L2 and back, at 48 bytes a cycle
+                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 48
+            if cycles < least:
+                least, best = cycles, ((bn, bm), tiles, blocks, tail)
+    return best
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Two tiles for each block, and a count for each 64 features of a tile."""
+    (bn, bm), tiles, blocks, tail = tiling(fmt, shape)
+    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((tiles * bn // ROWS,), np.int32)
+
+
+def launch(
+    fmt: Format,
+    family: Family,
+    shape: Shape,
+    weights: tuple,
+    activations: tuple,
+    out: Any,
+    scratch: tuple,
+) -> Launch:
+    tile, _, blocks, tail = tiling(fmt, shape)
+    in_half, stages = out.dtype == np.float16, STAGES
+    while kernel(fmt, tile, stages, in_half)[1] > shared_memory():
+        stages -= 1
+    run, shared_bytes = kernel(fmt, tile, stages, in_half)
+    steps = ceil_div(shape.k, TILE_K)
+    args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
+    return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
+
+
+STEP = Step(
+    number=12,
+    name="step12_w4a16_wgmma",
+    title="W4A16 with wgmma: weights in registers, tokens in shared memory",
+    families=("A16",),
+    parents={"A16": 11},
+    unit={"A16": "tensor_fp16"},
+    pack=tiles,
+    activations=float16_units,
+    launch=launch,
+    scratch=scratch,
+    outputs=("float32", "float16"),
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # others have no wgmma, later ones neither
+    contains={"A16": ("HGMMA", "HFMA2", "UBLKCP", "SYNCS", "USETMAXREG")},
+    forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
+)
