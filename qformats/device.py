@@ -385,7 +385,7 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 # --- float16 on the GPU ---------------------------------------------------------------------------
 ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS = 512  # of a thread block
-HELD = 4  # 128-bit loads of a lane under way at once, kept until they can be rounded
+MOST_HELD = 14  # 128-bit loads of a lane under way at once, kept until they can be rounded
 LARGEST_SCALE = np.finfo(np.float32).max
 ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
@@ -420,7 +420,7 @@ def largest_bits(x, i, most):
 
 
 @cache
-def half_rounder() -> Any:
+def half_rounder(held: int) -> Any:
     """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
 
     kernel(a, units, factors): float16 [K/8, M, 8], flat, 8 values of row m followed by 8 of row
@@ -430,9 +430,9 @@ def half_rounder() -> Any:
     k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
     weights. K is a multiple of 4.
 
-    A row up to 4096 long is read once and waits in registers until its largest value is known; what
-    is longer is read again, from the caches. Inf and NaN spoil their own row: they count as the
-    largest, and stay what they are.
+    A lane holds `held` times four values of a row until its largest is known; of what that does not
+    reach the end of, the rest is read again, from the caches. Inf and NaN spoil their own row: they
+    count as the largest, and stay what they are.
     With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
 
@@ -447,7 +447,7 @@ def half_rounder() -> Any:
     @cuda.jit
     def half_units(a, units, factors):
         let_next_start()
-        x = cuda.local.array((HELD, 4), float32)
+        x = cuda.local.array((held, 4), float32)
         largest = cuda.shared.array(ROWS, int32)
         thread = uint32(cuda.threadIdx.x)
         # four lanes for 16 K of a row, beside them the other row, then the next 16 K
@@ -460,12 +460,12 @@ def half_rounder() -> Any:
         if thread < ROWS:
             largest[thread] = 0
         wait_for_previous()
-        for i in range(HELD):
+        for i in range(held):
             load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
         most = int32(0)
-        for i in range(HELD):
+        for i in range(held):
             most = largest_bits(x, i, most)
-        for k in range(first + HELD * ROW_STEP, columns, ROW_STEP):
+        for k in range(first + held * ROW_STEP, columns, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
             most = largest_bits(y, 0, most)
@@ -477,10 +477,10 @@ def half_rounder() -> Any:
         exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
         scale = as_float(uint32(268 - exponent) << uint32(23))
         if m < rows:
-            for i in range(HELD):
+            for i in range(held):
                 if first + i * ROW_STEP < padded:
                     store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
-            for k in range(first + HELD * ROW_STEP, padded, ROW_STEP):
+            for k in range(first + held * ROW_STEP, padded, ROW_STEP):
                 y = cuda.local.array((1, 4), float32)
                 load_four(y, 0, a, m, uint32(k), wide)
                 store_4(units, rows, m, k, t, y, 0, scale)
@@ -490,6 +490,11 @@ def half_rounder() -> Any:
     return half_units
 
 
+def half_loads(k: int) -> int:
+    """`held` of `half_rounder` and `token_quantizer` for rows of k: all of a row, if it can be."""
+    return max(1, min(MOST_HELD, -(-k // ROW_STEP)))
+
+
 def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
     """(grid, block) of `half_rounder` for m tokens."""
     return (-(-m // ROWS),), (HALF_THREADS,)
@@ -497,7 +502,7 @@ def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
 
 # --- int8 with one scale a token, on the GPU ------------------------------------------------------
 @cache
-def token_quantizer() -> Any:
+def token_quantizer(held: int) -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
     token; `half_grid` for its launch.
 
@@ -518,7 +523,7 @@ def token_quantizer() -> Any:
     @cuda.jit
     def token_units(a, units, scales):
         let_next_start()
-        x = cuda.local.array((HELD, 4), float32)
+        x = cuda.local.array((held, 4), float32)
         largest = cuda.shared.array(ROWS, int32)
         thread = uint32(cuda.threadIdx.x)
         t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
@@ -530,12 +535,12 @@ def token_quantizer() -> Any:
         if thread < ROWS:
             largest[thread] = 0
         wait_for_previous()
-        for i in range(HELD):
+        for i in range(held):
             load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
         most = int32(0)
-        for i in range(HELD):
+        for i in range(held):
             most = largest_bits(x, i, most)
-        for k in range(first + HELD * ROW_STEP, columns, ROW_STEP):
+        for k in range(first + held * ROW_STEP, columns, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
             most = largest_bits(y, 0, most)
@@ -548,10 +553,10 @@ def token_quantizer() -> Any:
         inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
         twice = inverse + inverse
         if m < rows:
-            for i in range(HELD):
+            for i in range(held):
                 if first + i * ROW_STEP < padded:
                     store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice, finite)
-            for k in range(first + HELD * ROW_STEP, padded, ROW_STEP):
+            for k in range(first + held * ROW_STEP, padded, ROW_STEP):
                 y = cuda.local.array((1, 4), float32)
                 load_four(y, 0, a, m, uint32(k), wide)
                 store_4(units, rows, m, k, t, y, 0, twice, finite)

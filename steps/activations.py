@@ -16,6 +16,7 @@ from qformats import BLOCK, block_q8_1
 from qformats.device import (
     BLOCK_Q8_1,
     half_grid,
+    half_loads,
     half_rounder,
     q8_1_grid,
     q8_1_quantizer,
@@ -72,7 +73,7 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     units = ceil_div(k, TILE_K) * TILE_K // HALVES
     halves = machine.empty(((units * m + PAST) * HALVES,), np.float16)
     factors = machine.empty((m,), np.float32)
-    launch = Launch(half_rounder(), *half_grid(m), (a, halves, factors))
+    launch = Launch(half_rounder(half_loads(k)), *half_grid(m), (a, halves, factors))
     return Activations((halves, factors), (launch,), "halves")
 
 
@@ -84,7 +85,7 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     units = ceil_div(k, TILE_K) * TILE_K // UNIT
     codes = machine.empty(((units * m + PAST) * UNIT,), np.int8)
     scales = machine.empty((m,), np.float32)
-    launch = Launch(token_quantizer(), *half_grid(m), (a, codes, scales))
+    launch = Launch(token_quantizer(half_loads(k)), *half_grid(m), (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
 
 

@@ -13,7 +13,14 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
-from qformats.device import HALF_THREADS, HELD, half_format, half_grid, half_rounder, tile_format
+from qformats.device import (
+    HALF_THREADS,
+    half_format,
+    half_grid,
+    half_loads,
+    half_rounder,
+    tile_format,
+)
 from qformats.repack import HALF_UNIT, HALVES, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
@@ -243,7 +250,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
     units, factors = (np.full_like(x, 7) for x in encode("halves", Halves.of_values(a)))
-    Simulator(3).run(Launch(half_rounder(), *half_grid(7), (a, units, factors)))
+    Simulator(3).run(Launch(half_rounder(1), *half_grid(7), (a, units, factors)))
     assert (units[-PAST * HALVES :] == 7).all()
     np.testing.assert_array_equal(
         decode("halves", (units, factors), 7, 96).h, Halves.of_values(a).h
@@ -256,14 +263,16 @@ def test_layouts_are_made_of_what_they_hold() -> None:
         encode("slabs", halves)
 
 
-def test_machine_code_of_the_pass() -> None:
-    """All loads of a row of 4096 before the first is looked at, two blocks on an SM."""
-    (launch,) = float16_units("A16", np.zeros((4, 64), np.float32), Simulator()).launches
+@pytest.mark.parametrize(("k", "held", "blocks"), [(4096, 4, 2), (14336, 14, 1), (57344, 14, 1)])
+def test_machine_code_of_the_pass(k: int, held: int, blocks: int) -> None:
+    """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
+    assert half_loads(k) == held
+    (launch,) = float16_units("A16", np.zeros((4, k), np.float32), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
-    assert code.registers * HALF_THREADS * 2 <= 65536
+    assert code.registers * HALF_THREADS * blocks <= 65536
     assert code.count("F2FP") >= 2
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     loads = [i for i, line in enumerate(code.sass.splitlines()) if "LDG.E.128" in line]
-    assert len(loads) > HELD
-    assert loads[HELD - 1] - loads[0] < 2 * HELD + 4, "one behind the other"
+    assert len(loads) > held
+    assert loads[held - 1] - loads[0] < 12 * held, "one behind the other"
