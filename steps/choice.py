@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from steps import tuning
 from steps.registry import find, ladder
-from steps.step import Family, Launch, Shape, Step, scheme
+from steps.step import Accuracy, Family, Launch, Shape, Step, scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,15 @@ def choose(
     family: str | None = None,
     among: Sequence[Step] | None = None,
     output: str = "float32",
+    accuracy: str = "exact",
 ) -> Choice:
     """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
 
     step, family : only this one; a step alone is taken in the family that continues the ladder.
     among        : only these, such as all that read weights as they are packed.
     output       : the dtype of C.
+    accuracy     : "fast" for steps of that accuracy too (`steps.step.Accuracy`); one that is asked
+                   for, or that weights are packed for, needs no such leave.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
@@ -63,7 +66,7 @@ def choose(
             raise ValueError(why)
         return Choice(one, known_family(wanted), format_name, shape, "it was asked for")
 
-    possible = supporting(format_name, family, cc, among, output)
+    possible = supporting(format_name, family, cc, among, output, accuracy)
     if among is not None and len(among) == 1:
         why = "it is the one that w is packed for"
         only = possible[0]
@@ -102,14 +105,20 @@ def supporting(
     cc: tuple[int, int] | None,
     among: Sequence[Step] | None = None,
     output: str = "float32",
+    accuracy: str = "exact",
 ) -> list[Step]:
     """The steps that can run a format, lowest first; ValueError where there is none."""
+    if accuracy not in get_args(Accuracy):
+        raise ValueError(f"unknown accuracy {accuracy!r}: use exact or fast")
     found, why = [], "there is no step"
     for one in ladder() if among is None else among:
         reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
-        if reason is None:
+        unasked = among is None and one.accuracy == "fast" != accuracy
+        if unasked and reason is None:
+            why = f'step {one.number} would, if accuracy="fast" were asked for'
+        elif reason is None:
             found.append(one)
-        else:
+        elif not unasked:
             why = reason
     if not found:
         raise ValueError(f"no step can do this: {why}")

@@ -36,7 +36,7 @@ from steps.operands import (
     weight_format,
 )
 from steps.registry import find
-from steps.step import Family, Shape, Step
+from steps.step import Accuracy, Family, Shape, Step
 
 if TYPE_CHECKING:
     from steps.machines import Gpu, Simulator
@@ -67,18 +67,20 @@ def pack(
     *,
     step: int | None = None,
     family: Family | None = None,
+    accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
 ) -> Packed:
     """Blocks [N, K/32] -> a handle whose weights lie on the machine as steps read them.
 
     step    : for this one alone; by default for all that share the layout of the highest one.
     family  : for products of this family alone, see `gemm`.
+    accuracy: "fast" for steps of that accuracy too, see `gemm`.
     machine : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
     """
     fmt = weight_format(w)
     where = machine_for(machine)
     if step is None:
-        possible = supporting(fmt.name, family, where.cc)
+        possible = supporting(fmt.name, family, where.cc, accuracy=accuracy)
         steps = tuple(one for one in possible if one.pack is possible[-1].pack)
     else:
         steps = (find(step),)
@@ -98,6 +100,7 @@ def gemm(
     out: Any = None,
     dtype: Any = np.float32,
     family: Family | None = None,
+    accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
@@ -111,6 +114,10 @@ def gemm(
               such a GPU (`make tune`), else the highest that the GPU can run.
     family  : "A16" multiplies float32 activations, "A8" quantizes them to Q8_1 first; by default
               whichever is the faster.
+    accuracy: "exact" multiplies the weights as their blocks say; "fast" may requantize them, and
+              `a`, to int8 with one scale a row. That adds 2 % to the error of Q4_0 on normal data,
+              half of it where a few channels of `a` are 20 times the others, and several times its
+              own to that of Q8_0. Never unasked: by this, by `step`, or by how `w` is packed.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
     dtype   : of C: float32, or float16, which not every step writes; what is larger than 65504
               becomes infinite there.
@@ -140,7 +147,7 @@ def gemm(
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a lies on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name)
+    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name, accuracy)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if stream is None and on_device:
         stream = stream_of(a)
@@ -182,14 +189,16 @@ def choice_for(
     step: int | None,
     family: Family | None,
     output: str = "float32",
+    accuracy: Accuracy = "exact",
 ) -> Choice:
     """`steps.choice.choose`, among the steps that can read `w` where it is packed already."""
+    ask: dict[str, Any] = {"step": step, "output": output, "accuracy": accuracy}
     if not isinstance(w, Packed):
-        return choose(fmt.name, shape, machine, step=step, family=family, output=output)
+        return choose(fmt.name, shape, machine, family=family, **ask)
     if step is not None and find(step).pack is not w.steps[0].pack:
         raise ValueError(f"w is packed for {numbers(w.steps)}, not for step {step}")
     asked = family or w.family
-    return choose(fmt.name, shape, machine, step=step, family=asked, among=w.steps, output=output)
+    return choose(fmt.name, shape, machine, family=asked, among=w.steps, **ask)
 
 
 def numbers(steps: Sequence[Step]) -> str:

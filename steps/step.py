@@ -19,6 +19,10 @@ from qformats import FORMATS, WEIGHT_FORMATS, Format
 Family = Literal["A16", "A8"]
 """How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
 
+Accuracy = Literal["exact", "fast"]
+"""exact: every weight is what its block says, up to rounding to float16; fast: it is not, and such
+a step is used only where it was asked for."""
+
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
 """The arithmetic unit whose measured peak bounds a step (`results.limits`)."""
 
@@ -103,6 +107,7 @@ class Step:
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
+    accuracy: "fast" for a step that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, the front door takes it for no more. It is right for every M all the same.
     """
@@ -123,6 +128,7 @@ class Step:
     outputs: tuple[str, ...] = ("float32",)
     min_cc: tuple[int, int] = (7, 5)
     max_cc: tuple[int, int] | None = None
+    accuracy: Accuracy = "exact"
     most_tokens: int | None = None
 
     def prepare(

@@ -84,7 +84,8 @@ def test_any_small_shape(m, n, blocks_k, name, family, packed) -> None:
 def test_one_pack_serves_many_products() -> None:
     w = weights()
     handle = door.pack(w, machine=MACHINE)
-    alike = [s for s in steps.ladder() if s.pack is steps.ladder()[-1].pack]
+    *_, highest = (s for s in steps.ladder() if s.accuracy == "exact")
+    alike = [s for s in steps.ladder() if s.pack is highest.pack]
     assert repr(handle) == f"Packed(q4_0 [3, 64] for {door.numbers(alike)})"
     for m in (1, 4):
         a = activations(m)

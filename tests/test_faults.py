@@ -17,9 +17,12 @@ import pytest
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
+from qformats.repack import byte_weights
 from reference import (
     Halves,
     Problem,
+    Tokens,
+    both_tokens,
     bound,
     magnitude_a8,
     magnitude_a16,
@@ -87,7 +90,7 @@ def odd_tokens(in_half: bool) -> np.ndarray:
 def multiplied(
     step: Step, family: Family, a: np.ndarray, blocks: np.ndarray, machine: Machine, offset: int = 0
 ) -> tuple[np.ndarray, Any]:
-    """(C on the host, the Q8_1 bits or halves that were multiplied, None where it was A itself).
+    """(C on the host, the Q8_1 bits, halves or int8 multiplied, None where it was A itself).
 
     A begins `offset` floats into a larger buffer of NaN, C lies in one too.
     """
@@ -115,17 +118,27 @@ def require_right(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarr
     elif isinstance(given, Halves):
         a, operands = given.values(), "f16_weights"
         wanted, size = same_operands_a16(a, blocks), magnitude_half(a, blocks)
+    elif isinstance(given, Tokens):
+        (wanted, size), operands = both_tokens(given, blocks), "int8"
     else:
         wanted, size = same_operands_a8(given, blocks), magnitude_a8(given, blocks)
     _require_within(c, wanted, bound(family, a.shape[1], size, operands))
 
 
-def require_near(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarray, in_half: bool):
+def require_near(
+    c: np.ndarray,
+    family: Family,
+    a: np.ndarray,
+    blocks: np.ndarray,
+    in_half: bool,
+    fast: bool = False,
+):
     """The same, where the bits of A are not seen: within what they may lose of the product.
 
     A code is off by half of d = amax / 127 at most. float16 rounds d and s by 2^-11, and below
     2^-14 more: such tokens are left out. A16 may round A and W to float16: A by 2^-11, or by 2^-39
     of the token's largest.
+    A `fast` step has one d for all of a token, and weights in int8.
     """
     wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
     allowed = bound(family, a.shape[1], size)
@@ -133,7 +146,14 @@ def require_near(c: np.ndarray, family: Family, a: np.ndarray, blocks: np.ndarra
         most = np.broadcast_to(np.abs(a).max(axis=1, keepdims=True), a.shape)
         least = 2.0**-39 * magnitude_a16(most, blocks)
         allowed = bound(family, a.shape[1], magnitude_half(a, blocks), "f16") + least
-    if family == "A8":
+    if fast:
+        exact = FORMATS[format_of(blocks).name].dequantize(blocks).astype(np.float64)
+        codes, factor = byte_weights(blocks)
+        off = np.abs(codes * factor.astype(np.float64)[:, None] - exact)
+        half_step = np.abs(a).max(axis=1, keepdims=True).astype(np.float64) / 127 / 2
+        lost = half_step @ np.abs(exact).sum(axis=1)[None] + (np.abs(a) + half_step) @ off.T
+        allowed = 2 * allowed + 1.01 * lost
+    elif family == "A8":
         amax = np.abs(a).reshape(len(a), -1, BLOCK).max(axis=-1).astype(np.float64)
         weights = np.abs(FORMATS[format_of(blocks).name].dequantize(blocks)).astype(np.float64)
         lost = amax / 127 / 2 @ weights.reshape(len(blocks), -1, BLOCK).sum(axis=-1).T
@@ -172,7 +192,7 @@ def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     offset = OFFSETS[WEIGHT_FORMATS.index(name) % len(OFFSETS)]
     c, q81 = multiplied(step, family, a, blocks, Simulator(step.number), offset)
     require_right(c, family, a, blocks, q81)
-    require_near(c, family, a, blocks, half)
+    require_near(c, family, a, blocks, half, step.accuracy == "fast")
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
@@ -219,7 +239,7 @@ def test_activations_beyond_half_precision_are_right_or_refused(
         assert "\n" not in str(refused.value)
     else:
         c = door.gemm(a, w, step=step.number, family=family, machine=Simulator())
-        require_near(c, family, a, w, half)
+        require_near(c, family, a, w, half, step.accuracy == "fast")
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -303,7 +323,7 @@ def test_odd_operands_on_a_gpu(step: Step, family: Family, name: str) -> None:
     for offset in OFFSETS:
         c, q81 = multiplied(step, family, a, blocks, machine, offset)
         require_right(c, family, a, blocks, q81)
-        require_near(c, family, a, blocks, half)
+        require_near(c, family, a, blocks, half, step.accuracy == "fast")
 
 
 @pytest.mark.gpu
@@ -326,7 +346,14 @@ def test_the_ends_of_every_shape_on_a_gpu(step: Step, family: Family, name: str)
         c = around.copy_to_host()
         assert (c[:4] == -7).all()
         assert (c[4 + m * n :] == -7).all()
-        require_near(c[4 : 4 + m * n].reshape(m, n), family, problem.a, problem.blocks, half)
+        require_near(
+            c[4 : 4 + m * n].reshape(m, n),
+            family,
+            problem.a,
+            problem.blocks,
+            half,
+            step.accuracy == "fast",
+        )
         out.copy_to_device(np.full((m, n), np.nan, np.float32))
         steps.plan(m, handle, family=family)(a, out)
         np.testing.assert_array_equal(around.copy_to_host(), c)
@@ -357,6 +384,6 @@ def test_what_is_refused_on_a_gpu_writes_nothing(step: Step, family: Family, nam
     else:
         steps.gemm(cuda.to_device(loud), problem.blocks, **ask)
         c = out.copy_to_host()
-        require_near(c, family, loud, problem.blocks, False)
+        require_near(c, family, loud, problem.blocks, False, step.accuracy == "fast")
     with pytest.raises(ValueError, match="a is empty"):
         steps.gemm(a[:0], problem.blocks, step=step.number, family=family)

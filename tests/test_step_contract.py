@@ -34,6 +34,7 @@ LONGER = {
     "step10_decode": 530,
     "step11_w4a16_tensor_core": 320,
     "step12_w4a16_wgmma": 280,
+    "step13_w4a8_wgmma": 280,
 }
 ALLOWED = {
     "__future__",

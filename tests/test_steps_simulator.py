@@ -135,6 +135,10 @@ SHARED_WORK = (
     (12, 1, (17, 10, 32), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
     (12, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
     (12, 2, (40, 20, 160), {"tiling": lambda *_: ((128, 64), 1, 2, 1)}),
+    (13, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (13, 2, (17, 10, 288), {"tiling": lambda *_: ((128, 16), 2, 2, 1)}),
+    (13, 1, (17, 10, 32), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
+    (13, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
 )
 
 
@@ -159,9 +163,8 @@ def test_work_shared_by_few_sms(
         sums, arrived = prepared.launch.args[-2:]
         assert not arrived.any(), "the next launch counts on"
         machine.host(prepared.out)[...] = np.nan
-        sums[...] = (
-            np.nan
-        )  # of the launch before: right, so they would hide one that comes too early
+        # of the launch before: right, so they would hide one that comes too early
+        sums[...] = np.nan if sums.dtype.kind == "f" else -(2**30)
         machine.run(prepared.launch)
         results.append(machine.host(prepared.out).copy())
     assert all(np.array_equal(results[0], other) for other in results)
@@ -179,3 +182,18 @@ def test_decode_fits_any_gpu(shared: int, monkeypatch: pytest.MonkeyPatch) -> No
                 cut = module.split(FORMATS[name], Shape(m, n, k))
                 assert cut.shared <= shared * 1024, (name, m, n, k, cut)
                 assert 1 <= cut.early <= cut.stages, (name, m, n, k, cut)
+
+
+def test_integer_sums_are_the_same_however_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, problem, machine = steps.find(13), Problem(20, 140, 416, "q5_1"), Simulator()
+    module, results = sys.modules[step.launch.__module__], []
+    for cut in (
+        ((128, 32), 2, 1, 0),
+        ((128, 32), 2, 3, 2),
+        ((128, 16), 4, 7, 4),
+        ((128, 64), 2, 2, 1),
+    ):
+        monkeypatch.setattr(module, "tiling", lambda *_, cut=cut: cut)
+        prepared = prepare(step, "A8", "q5_1", problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine).copy())
+    assert all(np.array_equal(results[0], other) for other in results)

@@ -1,0 +1,100 @@
+"""Steps that trade accuracy for speed are used where they are asked for, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import WEIGHT_FORMATS
+from qformats.repack import byte_weights
+from reference import Problem, Tokens
+from steps import tuning
+from steps.choice import choose, supporting
+from steps.machines import Simulator
+from steps.step import Shape
+
+FAST = [step for step in steps.ladder() if step.accuracy == "fast"]
+HOPPER = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
+SHAPE = Shape(512, 4096, 4096)
+
+
+class Everything:
+    """A table in which a fast step is the fastest, and the higher of the others the slower."""
+
+    gpu = "NVIDIA H200"
+
+    def entry(self, *shape: Any) -> Any:
+        fast = {step.number for step in FAST}
+        return SimpleNamespace(where="here", us=lambda number, _: number + (99, 0)[number in fast])
+
+
+@pytest.fixture(params=["measured", "not measured"])
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Everything() if request.param == "measured" else None
+    monkeypatch.setattr(tuning, "nearest", lambda *_: found)
+
+
+def test_there_are_some() -> None:
+    assert [step.number for step in FAST] == [13]
+
+
+@pytest.mark.parametrize("family", [None, "A8"])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.usefixtures("table")
+def test_none_is_chosen_unasked(name: str, family: str | None) -> None:
+    for output in ("float32", "float16"):
+        if output == "float16" and family:
+            continue  # of this family only a fast step writes it
+        choice = choose(name, SHAPE, HOPPER, family=family, output=output)
+        assert choice.step.accuracy == "exact", str(choice)
+        fast = choose(name, SHAPE, HOPPER, family=family, output=output, accuracy="fast")
+        assert fast.step in FAST, str(fast)
+    assert not {step.number for step in FAST} & {
+        step.number for step in supporting(name, None, (9, 0))
+    }
+
+
+def test_where_there_is_nothing_else_it_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r'step 13 would, if accuracy="fast" were asked'):
+        choose("q4_0", SHAPE, HOPPER, family="A8", output="float16")
+    with pytest.raises(ValueError, match="unknown accuracy 'low': use exact or fast"):
+        choose("q4_0", SHAPE, HOPPER, accuracy="low")
+    old = SimpleNamespace(name="older", cc=(8, 0), sms=108)
+    assert choose("q4_0", SHAPE, old, accuracy="fast").step.accuracy == "exact"
+
+
+@pytest.mark.parametrize("number", [step.number for step in FAST])
+def test_what_is_asked_for_by_number_is_given(number: int) -> None:
+    assert choose("q4_0", SHAPE, HOPPER, step=number).step.number == number
+
+
+def test_through_the_front_door() -> None:
+    """gemm, pack and plan: exact by default, int8 when told to; a handle keeps to its packing."""
+    problem, machine = Problem(3, 20, 96, "q4_1"), Simulator()
+    tokens = Tokens.of_values(problem.a)
+    w, factor = byte_weights(problem.blocks)
+    fast = (tokens.q.astype(np.int64) @ w.T.astype(np.int64)).astype(np.float32)
+    fast = fast * factor * tokens.d[:, None]
+
+    _, choice = steps.gemm(problem.a, problem.blocks, machine=machine, explain=True)
+    assert choice.step.accuracy == "exact"
+    for handle in (problem.blocks, steps.pack(problem.blocks, machine=machine, accuracy="fast")):
+        c, choice = steps.gemm(problem.a, handle, machine=machine, accuracy="fast", explain=True)
+        assert choice.step in FAST
+        np.testing.assert_array_equal(c, fast)
+    assert handle.steps == tuple(FAST)
+    np.testing.assert_array_equal(steps.gemm(problem.a, handle), fast)
+    exact = steps.pack(problem.blocks, machine=machine)
+    assert all(step.accuracy == "exact" for step in exact.steps)
+    c, choice = steps.gemm(problem.a, exact, accuracy="fast", explain=True)
+    assert choice.step.accuracy == "exact", "its weights are not there"
+
+    out = np.empty((3, 20), np.float32)
+    plan = steps.plan(3, problem.blocks, machine=machine, accuracy="fast")
+    plan(problem.a, out)
+    np.testing.assert_array_equal(out, fast)
+    assert steps.plan(3, problem.blocks, machine=machine).choice.step.accuracy == "exact"
