@@ -19,6 +19,11 @@ from qformats import FORMATS, WEIGHT_FORMATS, Format
 Family = Literal["A16", "A8"]
 """How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
 
+Accuracy = Literal["exact", "fast"]
+"""Whether a step multiplies the weights that its format stores ("exact": their values lose no more
+than a rounding to float16), or coarser ones made of them ("fast"), as only who asks for it may be
+given."""
+
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
 """The arithmetic unit whose measured peak bounds a step (`results.limits`)."""
 
@@ -101,6 +106,7 @@ class Step:
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
+    accuracy: "fast" if it rounds the weights once more; the front door takes it on request only.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, the front door takes it for no more. It is right for every M all the same.
@@ -120,6 +126,7 @@ class Step:
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
     outputs: tuple[str, ...] = ("float32",)
+    accuracy: Accuracy = "exact"
     min_cc: tuple[int, int] = (7, 5)
     most_tokens: int | None = None
 
