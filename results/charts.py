@@ -84,9 +84,11 @@ Shape = tuple[int, int, int]
 # ---------------------------------------------------------------------------- what the run holds
 
 
-def timed(run: Run) -> list[Row]:
-    """The rows that have a figure: checked, timed, possible."""
-    return [row for row in run.rows if row.status == "ok" and row.kernel_us is not None]
+def timed(run: Run, output: str = "float32") -> list[Row]:
+    """The rows that have a figure: checked, timed, possible; of one dtype of C, as times of two
+    are not compared."""
+    good = (row for row in run.rows if row.status == "ok" and row.kernel_us is not None)
+    return [row for row in good if row.output == output]
 
 
 def rungs(rows: Iterable[Row]) -> list[Rung]:
@@ -497,7 +499,7 @@ def error_chart(run: Run, source: str) -> Figure:
     """NMSE against the unquantized product (the format's) and the same operands (the kernel's)."""
     from matplotlib.ticker import NullFormatter
 
-    rows = [row for row in run.rows if row.nmse_float is not None]
+    rows = [row for row in run.rows if row.nmse_float is not None and row.output == "float32"]
     shape = main_shape(rows)
     rows = [row for row in rows if row.shape == shape]
     names, ladder = formats(rows), rungs(rows)

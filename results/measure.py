@@ -312,7 +312,13 @@ def pack_weights(step: Any, blocks: np.ndarray) -> Packed:
     return Packed(arrays, best * 1e6)
 
 
-def blank_row(step: Any, format_name: str, scheme: str, shape: tuple[int, int, int]) -> Row:
+def blank_row(
+    step: Any,
+    format_name: str,
+    scheme: str,
+    shape: tuple[int, int, int],
+    output: str = "float32",
+) -> Row:
     """What is known of a row before anything ran; `status` says so until it is replaced."""
     m, n, k = shape
     family = scheme[scheme.index("A") :]
@@ -327,6 +333,8 @@ def blank_row(step: Any, format_name: str, scheme: str, shape: tuple[int, int, i
         M=m,
         N=n,
         K=k,
+        output=output,
+        accuracy=step.accuracy,
         status="failed",
         why="not run",
         source_hash=source_hash(step.number),
@@ -452,8 +460,8 @@ def measure_step(
 
     m, k = a.shape
     shape, fmt = Shape(m, n, k), FORMATS[format_name]
-    row = blank_row(step, format_name, scheme(format_name, family), (m, n, k))
     output = np.dtype(dtype).name
+    row = blank_row(step, format_name, scheme(format_name, family), (m, n, k), output)
     if why := step.supports(format_name, family, getattr(machine, "cc", None), output):
         return without_result(row, "unsupported", why)
 

@@ -1,8 +1,8 @@
 """A run as data: who measured what, where, with which sources. One JSON file per run.
 
-The file is `results/<gpu slug>/<utc date>-<short sha>.json` with four keys: `schema`, `env`,
-`rows`, `peers`. Charts and tables are functions of this file and of nothing else, so everything
-they print must be in it. Two rules keep it honest:
+The file is `results/<gpu slug>/<utc date>-<short sha>.json` with five keys: `schema`, `env`,
+`rows`, `peers`, `duels`. Charts and tables are functions of this file and of nothing else, so
+everything they print must be in it. Two rules keep it honest:
 
 * what was not measured is null, never a guess (`None` here, "-" in the tables);
 * a row carries the hash of the sources it was measured with (`source_hash`), so a row whose
@@ -39,11 +39,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+READ: Final = (1, 2)
+"""The schemas that this version reads: 1 has no `duels`, and no row in it says its `accuracy`."""
 ROOT: Final = Path(__file__).resolve().parent.parent
 GIT_SHA_VARIABLE: Final = "LADDER_GIT_SHA"
 
 Status = Literal["ok", "unsupported", "failed"]
+Pace = Literal["sustained", "burst"]
 
 
 # -------------------------------------------------------------------------------------------- types
@@ -76,6 +79,9 @@ class Row:
     N: int
     K: int
     output: str = "float32"  # the dtype of C
+    accuracy: str = (
+        "exact"  # or "fast": a step that rounds more than its formats do (Step.accuracy)
+    )
     status: Status
     why: str | None = None  # a sentence unless status is "ok"
     kernel_us: float | None = None
@@ -131,6 +137,66 @@ class Peer:
     @property
     def tflops(self) -> float:
         return 2 * self.M * self.N * self.K / self.us * 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duel:
+    """A step's kernel and a rival's at one shape, timed in turn round by round (results.duel).
+
+    Microseconds are per product, medians over the rounds with their 20 % and 80 % quantiles.
+    `x_rival` is the rival's time over ours in the same round, and the median of that: how many
+    times as fast we are. Both are kernels alone: the activation pass is not in ours, nor the
+    rounding of A and W in the rival's.
+    """
+
+    step: int
+    name: str
+    scheme: str
+    format: str
+    M: int
+    N: int
+    K: int
+    output: str  # the dtype of our C; the rival's is what `source` says
+    accuracy: str = "exact"
+    rival: str  # "cublas_fp16": a peer's name
+    pace: Pace
+    status: Literal["ok", "failed"]
+    why: str | None = None  # a sentence unless status is "ok"
+    rounds: int = 0
+    us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    rival_us: float | None = None
+    rival_p20_us: float | None = None
+    rival_p80_us: float | None = None
+    x_rival: float | None = None
+    x_rival_p20: float | None = None
+    x_rival_p80: float | None = None
+    launches: int | None = None  # of ours in one graph; a round is one graph of either
+    rival_launches: int | None = None
+    pause_us: float = 0.0  # before each graph
+    sm_mhz: float | None = None  # while ours runs, right after the rounds
+    rival_sm_mhz: float | None = None
+    source: str  # the rival's software and how it was timed
+    source_hash: str | None = None
+
+    @property
+    def family(self) -> str:
+        return self.scheme[self.scheme.index("A") :]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.M, self.N, self.K
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What there may be one of in a run."""
+        own = (self.step, self.scheme, self.format, self.shape, self.output)
+        return (*own, self.rival, self.pace)
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.us is None else 2 * self.M * self.N * self.K / self.us * 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +264,7 @@ class Run:
     env: Environment
     rows: tuple[Row, ...] = ()
     peers: tuple[Peer, ...] = ()
+    duels: tuple[Duel, ...] = ()
 
 
 class RecordError(ValueError):
@@ -221,7 +288,8 @@ def to_json(run: Run) -> str:
     env = env.replace("\n", "\n ")
     return (
         f'{{\n "schema": {SCHEMA},\n "env": {env},\n'
-        f' "rows": {lines(run.rows)},\n "peers": {lines(run.peers)}\n}}\n'
+        f' "rows": {lines(run.rows)},\n "peers": {lines(run.peers)},\n'
+        f' "duels": {lines(run.duels)}\n}}\n'
     )
 
 
@@ -244,27 +312,34 @@ Record = TypeVar("Record")
 
 
 def from_json(text: str) -> Run:
-    """The inverse of to_json. Raises RecordError for anything that is not schema 1."""
+    """The inverse of to_json, of older schemas too. RecordError for anything that is not one."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(f"a result file must be JSON: {error}") from None
     if not isinstance(data, dict):
         raise RecordError(f"a result file must be a JSON object, not {type(data).__name__}")
-    if data.get("schema") != SCHEMA:
+    schema = data.get("schema")
+    if schema not in READ or isinstance(schema, bool):
         raise RecordError(
-            f"schema is {data.get('schema')!r}; this version reads schema {SCHEMA}: "
+            f"schema is {schema!r}; this version reads schema {' and '.join(map(str, READ))}: "
             "measure again, or use the version of the project that wrote the file"
         )
-    if unknown := set(data) - {"schema", "env", "rows", "peers"}:
+    kinds = {"env": dict, "rows": list, "peers": list, "duels": list}
+    if schema == 1:
+        del kinds["duels"]
+    if unknown := set(data) - {"schema", *kinds}:
         raise RecordError(f"unknown keys {sorted(unknown)} in a result file")
-    for key, kind in (("env", dict), ("rows", list), ("peers", list)):
+    for key, kind in kinds.items():
         if not isinstance(data.get(key), kind):
             raise RecordError(f"{key!r} must be a JSON {'object' if kind is dict else 'array'}")
     run = Run(
         env=_build(Environment, data["env"], "env"),
         rows=tuple(_build(Row, row, f"rows[{i}]") for i, row in enumerate(data["rows"])),
         peers=tuple(_build(Peer, row, f"peers[{i}]") for i, row in enumerate(data["peers"])),
+        duels=tuple(
+            _build(Duel, row, f"duels[{i}]") for i, row in enumerate(data.get("duels", []))
+        ),
     )
     validate(run)
     return run
@@ -328,13 +403,25 @@ def validate(run: Run) -> None:
             raise RecordError(f"{where}: an ok row needs a positive kernel_us")
         if row.status != "ok" and not row.why:
             raise RecordError(f"{where}: a row that is {row.status} must say why")
-        key = (row.step, row.scheme, row.format, row.shape)
+        key = (row.step, row.scheme, row.format, row.shape, row.output)
         if key in seen:
             raise RecordError(f"{where}: measured twice in one run")
         seen.add(key)
     for i, peer in enumerate(run.peers):
         if peer.us <= 0 or min(peer.shape) < 1:
             raise RecordError(f"peers[{i}] ({peer.peer}): time and shape must be positive")
+    for i, duel in enumerate(run.duels):
+        where = f"duels[{i}] (step {duel.step}, {duel.format}, {duel.shape}, {duel.pace})"
+        times = (duel.us, duel.rival_us, duel.x_rival)
+        if not re.fullmatch(r"W\d+A\d+", duel.scheme) or min(duel.shape) < 1:
+            raise RecordError(f"{where}: scheme must be like W4A16, and the shape positive")
+        if duel.status == "ok" and (duel.rounds < 1 or min(us or 0.0 for us in times) <= 0):
+            raise RecordError(f"{where}: an ok duel needs rounds and positive times")
+        if duel.status != "ok" and not duel.why:
+            raise RecordError(f"{where}: a duel that is {duel.status} must say why")
+        if duel.key in seen:
+            raise RecordError(f"{where}: fought twice in one run")
+        seen.add(duel.key)
 
 
 # ------------------------------------------------------------------------------ reading and writing
@@ -436,22 +523,23 @@ def headline(root: Path = ROOT / "results") -> Path | None:
 
 
 def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows with x_parent and x_step1 filled in from kernel_us at the same format and shape.
+    """The rows with x_parent and x_step1 filled in from kernel_us at the same format and shape, and
+    with the same dtype of C.
 
     A step may exist in two families (A16 and A8). The parent's row of the same family is its
     measure where there is one, else the faster of the parent's rows: a claim is never made
     against the weaker of two candidates.
     """
     rows = tuple(rows)
-    timed: dict[tuple[int, str, tuple[int, int, int]], list[Row]] = {}
+    timed: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.status == "ok":
-            timed.setdefault((row.step, row.format, row.shape), []).append(row)
+            timed.setdefault((row.step, row.format, row.shape, row.output), []).append(row)
 
     def ratio(row: Row, other: int | None) -> float | None:
         if other is None or row.status != "ok" or row.kernel_us is None:
             return None
-        candidates = timed.get((other, row.format, row.shape), [])
+        candidates = timed.get((other, row.format, row.shape, row.output), [])
         same = [c for c in candidates if c.family == row.family] or candidates
         times = [c.kernel_us for c in same if c.kernel_us is not None]
         return min(times) / row.kernel_us if times else None
@@ -529,9 +617,10 @@ def is_stale(row: Row, root: Path = ROOT) -> bool:
 
 def stale_steps(run: Run, root: Path = ROOT) -> frozenset[int]:
     """The steps of a run that cannot be taken as facts about the code in this tree."""
-    now = {step: source_hash(step, root) for step in {row.step for row in run.rows}}
+    measured: list[Row | Duel] = [*run.rows, *run.duels]
+    now = {step: source_hash(step, root) for step in {one.step for one in measured}}
     return frozenset(
-        row.step for row in run.rows if row.source_hash is None or row.source_hash != now[row.step]
+        one.step for one in measured if one.source_hash is None or one.source_hash != now[one.step]
     )
 
 

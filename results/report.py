@@ -39,6 +39,10 @@ ABSENT: Final = "-"
 STALE: Final = "(stale)"
 STALE_NOTE: Final = f"{STALE}: the step's code has changed since; `make bench` measures it again."
 ELSEWHERE: Final = "*"
+FAST: Final = "(fast)"
+FAST_NOTE: Final = (
+    "fast: rounds the weights once more, to 8 bits a row, and is used only when asked for."
+)
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
 )
@@ -77,7 +81,7 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
     shape = main_shape(timed(run))
     if shape is None:
         return NOTHING
-    rows = [row for row in run.rows if row.shape == shape]
+    rows = [row for row in run.rows if row.shape == shape and row.output == "float32"]
     names = formats(rows)
     head = ["Step", "Idea", "Activations", *names, "x parent", "x step 1", "of its limit"]
     lines = [
@@ -90,7 +94,8 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
     for step, family in rungs(rows):
         own = {r.format: r for r in rows if (r.step, r.family) == (step, family)}
         good = [row for row in own.values() if row.status == "ok"]
-        title = next(iter(own.values())).title or next(iter(own.values())).name
+        first = next(iter(own.values()))
+        title = (first.title or first.name) + (f" {FAST}" if first.accuracy == "fast" else "")
         mark = f" {STALE}" if step in stale else ""
         shares = [r.limit_share for r in good if r.limit_share is not None]
         cells = [
@@ -113,6 +118,8 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
         )
     if any(p.peer == "cublas_fp16" and p.shape == shape for p in run.peers):
         notes.append(_cublas_note(run, {shape}))
+    if any(row.accuracy == "fast" for row in rows):
+        notes.append(FAST_NOTE)
     if any(step in stale for step, _ in rungs(rows)):
         notes.append(STALE_NOTE)
     if notes:
@@ -181,6 +188,8 @@ def peers_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> s
             "Chain: the same when each launch may begin under the one before it (programmatic "
             "dependent launch)."
         )
+    if any(row.accuracy == "fast" and row.M > FEW_TOKENS for row in every):
+        notes.append(FAST_NOTE)
     notes.append(f"llama.cpp's figures are {provenance(known)}.")
     if not all(p.same_run for p in known) and any(p.same_run for p in known):
         notes.append(f"{ELSEWHERE}: of the other run.")
@@ -194,9 +203,16 @@ def peers_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> s
 def _against(
     run: Run, rows: Sequence[Row], name: str, shape: Shape, decode: bool, stale: frozenset[int]
 ) -> str:
-    """ "16.4 -> 10.4 us, 1.58x (step 10); chain 8.90 us, 1.84x"."""
+    """ "16.4 -> 10.4 us, 1.58x (step 10); chain 8.90 us, 1.84x": of the exact steps the fastest. For
+    many tokens the fastest of the others follows."""
     own = [row for row in rows if row.format == name and row.shape == shape]
-    best = min(own, key=lambda row: row.total_us or 0, default=None)
+    exact = [row for row in own if row.accuracy == "exact"]
+    best = min(exact, key=lambda row: row.total_us or 0, default=None)
+    fast = min(
+        (row for row in own if row.accuracy == "fast"),
+        key=lambda row: row.total_us or 0,
+        default=None,
+    )
     peer = peer_at(run, "ggml", name, shape)
     if best is None or best.total_us is None:
         return ABSENT
@@ -208,11 +224,17 @@ def _against(
     mark = "" if peer is None or peer.same_run else ELSEWHERE
     mixed = any(p.peer == "ggml" and p.same_run for p in run.peers)
     before = "" if peer is None else f"{number(peer.us)}{mark if mixed else ''} -> "
-    text = cell_of(best.total_us, before)
-    text += f" (step {best.step}{' ' + STALE if best.step in stale else ''})"
+    text = cell_of(best.total_us, before) + _step(best.step, stale)
     if decode and best.chain_us is not None:
         text += "; " + cell_of(best.chain_us, "chain ")
+    if not decode and fast is not None and fast.total_us is not None:
+        text += "; " + cell_of(fast.total_us, "fast ") + _step(fast.step, stale)
     return text
+
+
+def _step(number: int, stale: frozenset[int]) -> str:
+    """ " (step 9)", marked where its code has changed since."""
+    return f" (step {number}{' ' + STALE if number in stale else ''})"
 
 
 def _figure(us: float | None, shape: Shape, decode: bool) -> str:

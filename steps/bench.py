@@ -119,7 +119,8 @@ def rows(
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """Every work at every shape, weights outermost, the steps of one problem next to each other.
+    """Every work at every shape, weights outermost, the steps of one problem next to each other; of
+    a step that writes C in several types a row for each.
 
     wrong: (step, family, format) -> why it must not be timed, because its checks failed.
     A CUDA error is raised: nothing measured after it could be trusted.
@@ -134,22 +135,23 @@ def rows(
             task: Task | None = None
             for m, work in interleaved(tokens, own):
                 report(f"{work} at M={m} N={n} K={k}")
-                blank = measure.blank_row(work.step, name, work.scheme, (m, n, k))
-                if why := wrong.get((work.step.number, work.family, name)):
-                    yield measure.without_result(blank, "failed", why)
-                    continue
-                try:
-                    if task is None or task.reference.problem.m != m:
-                        some = FirstTokens(m, n, k, name, distribution, seed, of=whole)
-                        task = Task.of(whole if m == whole.m else some, bench.machine)
-                    if work.step.pack not in packed:
-                        packed[work.step.pack] = pack_weights(work.step, whole.blocks)
-                    yield bench.row(work, task, packed[work.step.pack])
-                except Exception as error:
-                    if fatal(error):
-                        raise
-                    sentence = f"{type(error).__name__}: {error}"
-                    yield measure.without_result(blank, "failed", sentence)
+                for output in work.step.outputs:
+                    blank = measure.blank_row(work.step, name, work.scheme, (m, n, k), output)
+                    if why := wrong.get((work.step.number, work.family, name)):
+                        yield measure.without_result(blank, "failed", why)
+                        continue
+                    try:
+                        if task is None or task.reference.problem.m != m:
+                            some = FirstTokens(m, n, k, name, distribution, seed, of=whole)
+                            task = Task.of(whole if m == whole.m else some, bench.machine)
+                        if work.step.pack not in packed:
+                            packed[work.step.pack] = pack_weights(work.step, whole.blocks)
+                        yield bench.row(work, task, packed[work.step.pack], output)
+                    except Exception as error:
+                        if fatal(error):
+                            raise
+                        sentence = f"{type(error).__name__}: {error}"
+                        yield measure.without_result(blank, "failed", sentence)
 
 
 def _by_weights(shapes: Sequence[Size]) -> list[Size]:
@@ -172,6 +174,7 @@ def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
                 WEIGHT_FORMATS.index(r.format),
                 r.step,
                 r.family == "A8",
+                r.output != "float32",
             ),
         )
     )

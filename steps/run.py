@@ -217,7 +217,7 @@ def bench(args: Namespace) -> int:
     one = asked_shape(args, DEFAULT_SHAPE)
     shapes = [one] if one else list(BENCH_SHAPES)
     works = select(named(args.steps), formats_of(args.format), args.scheme)
-    count = len(works) * len(shapes)
+    count = sum(len(work.step.outputs) for work in works) * len(shapes)
     budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
     outcomes = _checked(works, machine, False, args, quick=True)
     env = record.environment()
@@ -226,7 +226,7 @@ def bench(args: Namespace) -> int:
     distribution = timed_distribution(args)
     found: list[Any] = []
     broken, saved = outcomes.broken, time.monotonic()
-    with table.progress(count) as report:
+    with table.progress(len(works) * len(shapes)) as report:
         rows = benching.rows(
             measuring,
             works if broken is None else (),
@@ -405,6 +405,9 @@ def _run_table(
     head = [Column("step"), Column("scheme", words=True), Column("format", words=True)]
     if shapes:
         head += [Column("M"), Column("N"), Column("K")]
+    several = any(row.output != "float32" for row in rows)
+    if several:
+        head += [Column("C", words=True)]
     head += [Column("kernel error"), Column("format error")]
     if rows:  # without a GPU these columns would only say that nothing was measured
         head += [Column(name) for name in _MEASURED]
@@ -417,6 +420,8 @@ def _run_table(
         cells = [str(row.step), row.scheme, row.format]
         if shapes:
             cells += [str(row.M), str(row.N), str(row.K)]
+        if several:
+            cells += [row.output]
         cells += [
             table.error(row.nmse_same_operands),
             table.error(row.nmse_float),

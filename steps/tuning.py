@@ -140,7 +140,7 @@ def read(path: Path) -> Tuning:
             raise TuningError(f"schema is {data['schema']!r}, this version reads {SCHEMA}")
         entries = tuple(_entry(row) for row in data["rows"])
         env = record.from_json(
-            json.dumps({"schema": record.SCHEMA, "env": data["env"], "rows": [], "peers": []})
+            json.dumps({"schema": 1, "env": data["env"], "rows": [], "peers": []})
         ).env
     except (ValueError, TypeError, KeyError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
@@ -195,17 +195,21 @@ def write(table: Tuning, root: Path = RESULTS) -> Path:
 
 
 def entries_of(run: Run) -> tuple[Entry, ...]:
-    """What a bench measured, as entries. A step that is FAR slower than the best of a product is
-    left out: no table makes it the fastest of its neighbours."""
+    """What a bench measured, as entries: its rows whose C is float32. A step that is FAR slower than
+    the best of its family and accuracy is left out: no table makes it the fastest of its
+    neighbours, whichever of both is asked for."""
+    rows = [r for r in run.rows if r.status == "ok" and r.total_us and r.output == "float32"]
+    best: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        among = (row.format, row.shape, row.family, row.accuracy)
+        best[among] = min(row.total_us or math.inf, best.get(among, math.inf))
     found: dict[tuple[str, int, int, int], dict[str, float]] = {}
-    for row in run.rows:
-        if row.status == "ok" and row.total_us:
-            times = found.setdefault((row.format, row.N, row.K, row.M), {})
-            times[f"{row.step} {row.family}"] = row.total_us
-    return tuple(
-        Entry(*key, {work: us for work, us in times.items() if us <= FAR * min(times.values())})
-        for key, times in found.items()
-    )
+    for row in rows:
+        times = found.setdefault((row.format, row.N, row.K, row.M), {})
+        us = row.total_us or math.inf
+        if us <= FAR * best[row.format, row.shape, row.family, row.accuracy]:
+            times[f"{row.step} {row.family}"] = us
+    return tuple(Entry(*key, times) for key, times in found.items())
 
 
 def _take_over(path: Path) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reference import Problem
-from results import record
+from results import measure, record
 from results.measure import Budget
 from results.record import Environment, Limits
 from steps import bench, checks, run
@@ -73,9 +73,9 @@ class FakeStopwatch:
 class TimedBench(bench.Bench):
     """A bench that tells its stopwatch which step is timed."""
 
-    def row(self, work: Work, task: bench.Task, packed: Any) -> record.Row:
+    def row(self, work: Work, task: bench.Task, packed: Any, dtype: Any = np.float32) -> record.Row:
         self.stopwatch.now = work.step.number
-        return super().row(work, task, packed)
+        return super().row(work, task, packed, dtype)
 
 
 def fake_bench(limits: Limits | None = None) -> TimedBench:
@@ -102,6 +102,24 @@ def test_every_work_at_every_shape_with_its_ratios() -> None:
     assert [row.x_step1 for row in first] == pytest.approx([1, 8 / 6, 2, 2, 4, 8])
     assert [row.x_parent for row in first[1:]] == pytest.approx([8 / 6, 2, 1.5, 2, 2])
     assert all(row.nmse_same_operands < 1e-11 for row in first)
+
+
+def test_a_step_that_writes_c_in_two_types_has_a_row_for_each(monkeypatch) -> None:
+    both = replace(find(5), outputs=("float32", "float16"))
+    asked: list[str] = []
+
+    def noted(self: Any, work: Work, task: Any, packed: Any, dtype: Any) -> record.Row:
+        asked.append(dtype)
+        return measure.blank_row(work.step, "q4_0", work.scheme, (2, 4, 64), dtype)
+
+    monkeypatch.setattr(TimedBench, "row", noted)
+    found = list(bench.rows(fake_bench(), [Work(both, "A8", "q4_0")], [(2, 4, 64)]))
+    assert asked == [row.output for row in found] == ["float32", "float16"]
+    wrong = {(5, "A8", "q4_0"): "no"}
+    found = list(bench.rows(fake_bench(), [Work(both, "A8", "q4_0")], [(2, 4, 64)], wrong=wrong))
+    record.validate(record.Run(env=Environment(), rows=tuple(found)))
+    assert [row.output for row in found] == ["float32", "float16"]
+    assert [r.output for r in bench.sorted_rows(found[::-1])] == ["float32", "float16"]
 
 
 def test_steps_of_one_problem_are_neighbours_and_weights_are_made_once() -> None:

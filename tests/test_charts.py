@@ -79,8 +79,17 @@ def test_figures_in_the_chart_are_those_of_the_run(files):
     run = make_run(SMALL)
     text = text_of(files["tflops.svg"])
     for row in run.rows:
-        if row.shape == (512, 4096, 4096):
+        if row.shape == (512, 4096, 4096) and row.output == "float32":
             assert charts.number(row.tflops or 0) in text
+
+
+def test_rows_of_another_type_of_c_are_not_in_the_charts(files):
+    """Their times are others: nothing of them may stand beside those of float32."""
+    run = make_run(SMALL)
+    alone = replace(run, rows=tuple(row for row in run.rows if row.output == "float32"))
+    assert len(alone.rows) < len(run.rows)
+    assert charts.render(alone, "nvidia-h200/2026-01-02-0123abcd.json") == files
+    assert {row.output for row in charts.timed(run, "float16")} == {"float16"}
 
 
 def test_missing_data_is_left_out_or_said():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from results import record
-from results.record import Clocks, Environment, Git, Limits, Peer, RecordError, Row, Run
+from results.record import Clocks, Duel, Environment, Git, Limits, Peer, RecordError, Row, Run
 
 
 def make_row(**changes) -> Row:
@@ -57,8 +57,8 @@ def test_round_trip():
 
 def test_schema_has_the_documented_keys():
     data = json.loads(record.to_json(make_run()))
-    assert list(data) == ["schema", "env", "rows", "peers"]
-    assert data["schema"] == 1
+    assert list(data) == ["schema", "env", "rows", "peers", "duels"]
+    assert data["schema"] == 2
     assert {"gpu", "cc", "sms", "driver", "cuda", "numba_cuda", "numpy", "python"} < set(
         data["env"]
     )
@@ -103,6 +103,11 @@ def test_runs_from_before_a_field_was_recorded_are_read():
     for row in data["rows"]:
         del row["chain_us"]
     assert record.from_json(json.dumps(data)).rows[0].chain_us is None
+    first = {**data, "schema": 1}
+    with pytest.raises(RecordError, match=r"unknown keys \['duels'\]"):
+        record.from_json(json.dumps(first))
+    del first["duels"]
+    assert record.from_json(json.dumps(first)).duels == ()
     committed = record.headline()
     assert committed is not None
     assert record.read(committed).rows
@@ -140,7 +145,10 @@ def test_a_lying_row_is_refused(changes, message, tmp_path):
 def test_other_files_are_refused():
     text = record.to_json(make_run())
     for broken, message in (
-        (text.replace('"schema": 1', '"schema": 2'), "schema is 2"),
+        (
+            text.replace('"schema": 2', '"schema": 3'),
+            "schema is 3; this version reads schema 1 and 2",
+        ),
         (text[:-4], "must be JSON"),
         ("[]", "JSON object"),
         (text.replace('"sms"', '"smx"'), "unknown fields"),
@@ -216,6 +224,72 @@ def test_ratios_compare_with_the_same_family_else_the_faster():
     )
     assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, None, None, None]
     assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, None, None]
+
+
+def test_ratios_are_of_one_type_of_c():
+    rows = record.with_ratios(
+        [
+            make_row(),
+            make_row(step=2, parent=1, kernel_us=50.0),
+            make_row(step=2, parent=1, kernel_us=40.0, output="float16"),
+            make_row(step=3, parent=2, kernel_us=25.0),
+            make_row(step=3, parent=2, kernel_us=10.0, output="float16"),
+        ]
+    )
+    assert [r.x_parent for r in rows] == [None, 2.0, None, 2.0, 4.0]
+    assert [r.x_step1 for r in rows] == [1.0, 2.0, None, 4.0, None]
+
+
+def make_duel(**changes) -> Duel:
+    duel = Duel(
+        step=12,
+        name="step12_w4a16_wgmma",
+        scheme="W4A16",
+        format="q4_0",
+        M=512,
+        N=4096,
+        K=4096,
+        output="float16",
+        rival="cublas_fp16",
+        pace="sustained",
+        status="ok",
+        rounds=100,
+        us=27.5,
+        rival_us=28.0,
+        x_rival=1.02,
+        source="torch 9.9",
+        source_hash="0" * 12,
+    )
+    return replace(duel, **changes)
+
+
+def test_duels_are_written_and_read():
+    duels = (make_duel(), make_duel(pace="burst"), make_duel(output="float32"))
+    run = replace(make_run(), duels=duels)
+    text = record.to_json(run)
+    assert record.from_json(text) == run
+    assert sum('"pace": ' in line for line in text.splitlines()) == 3
+    assert duels[0].tflops == pytest.approx(624.7, rel=1e-3)
+    assert record.stale_steps(run) >= {12}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_rival": None}, "needs rounds and positive times"),
+        ({"rounds": 0}, "needs rounds and positive times"),
+        ({"rival_us": -1.0}, "needs rounds and positive times"),
+        ({"status": "failed"}, "must say why"),
+        ({"scheme": "12"}, "scheme must be like"),
+        ({"pace": "slow"}, r"duels\[0\].pace is 'slow'"),
+    ],
+)
+def test_a_lying_duel_is_refused(changes, message):
+    run = replace(make_run(), duels=(make_duel(**changes),))
+    with pytest.raises(RecordError, match=message):
+        record.from_json(record.to_json(run))
+    with pytest.raises(RecordError, match="fought twice"):
+        record.validate(replace(run, duels=(make_duel(), make_duel(us=9.0))))
 
 
 def lay_sources(root, body="x = 1\n"):

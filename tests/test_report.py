@@ -44,7 +44,7 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
     assert all(f"| {name} " in text for name in FORMATS)
     ladder, peers = text.split("between")
     lines = [line for line in ladder.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 11 + 2
+    assert len(lines) == 1 + 14 + 2
     lines = [line for line in peers.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 * 1 + 17  # llama.cpp has no figure at one of the 18 shapes
     assert "llama.cpp (total)" in text
@@ -97,7 +97,7 @@ def test_nothing_measured_yet(tmp_path):
 
 def test_stale_steps_are_marked(tree):
     ladder = rewritten(tree).split("between")[0]
-    assert ladder.count(report.STALE) == 12  # no sources at all: every rung, and the note
+    assert ladder.count(report.STALE) == 15  # no sources at all: every rung, and the note
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
     now = record.source_hash(4, tree)
@@ -141,7 +141,7 @@ def test_the_fastest_step_in_total_time_is_set_against_llama_cpp():
 def test_many_tokens_have_tflops_and_no_chain():
     cells = peers_cells(make_run(), 512, 4096, 4096)
     assert "TFLOPS" in cells[0]
-    assert "(step 9)" in cells[0]
+    assert "(step 12)" in cells[0]
     assert "chain" not in cells[0]
     assert cells[5] == "24.9 us, 690 TFLOPS"
 
@@ -166,10 +166,29 @@ def test_a_figure_of_the_same_run_counts_and_where_from_is_said():
 def test_what_failed_is_not_the_fastest_and_a_stale_one_is_marked():
     run = make_run()
     rows = tuple(
-        replace(r, status="failed", why="wrong") if r.step in (9, 10) else r for r in run.rows
+        replace(r, status="failed", why="wrong") if r.step in (9, 10, 11, 12) else r
+        for r in run.rows
     )
     (first, *_) = peers_cells(replace(run, rows=rows), 512, 4096, 4096, frozenset({8}))
-    assert first.endswith(f"(step 8 {report.STALE})")
+    assert f"(step 8 {report.STALE})" in first
+
+
+def test_a_step_that_is_not_exact_is_never_the_fastest_but_stands_beside_it():
+    run = make_run()
+    (fast,) = of(run, step=13, M=512, N=4096, K=4096, format="q4_0", output="float32")
+    (exact,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
+    assert fast.total_us < exact.total_us
+    cell = peers_cells(run, 512, 4096, 4096)[0]
+    first, second = cell.split("; ")
+    assert f"-> {report.number(exact.total_us)} us" in first
+    assert "(step 12)" in first
+    assert second.startswith(f"fast {report.number(fast.total_us)} us")
+    assert second.endswith("(step 13)")
+    assert "fast: " in report.peers_table(run, "r.json").splitlines()[-1]
+    without = replace(run, rows=tuple(r for r in run.rows if r.accuracy == "exact"))
+    assert "fast" not in report.peers_table(without, "r.json").replace("fastest", "").replace(
+        "as fast", ""
+    )
 
 
 def test_without_llama_cpp_there_is_nothing_to_compare():
