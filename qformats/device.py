@@ -386,7 +386,6 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS = 512  # of a thread block
 MOST_HELD = 14  # 128-bit loads of a lane under way at once, kept until they can be rounded
-LARGEST_SCALE = np.finfo(np.float32).max
 ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
 
@@ -511,14 +510,15 @@ def token_quantizer(held: int) -> Any:
     row. The recipe is that of Q8_1, with a row for a block; see `reference.Tokens`. K is a multiple
     of 4. Rows are read as `half_rounder` reads them.
 
-    A row with an Inf or NaN has codes 0 and d Inf or NaN, which spoils it and no other.
+    A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
+    and no other.
     With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
 
     @cuda.jit(device=True, forceinline=True)
-    def store_4(units, rows, m, k, t, x, i, twice, finite):
+    def store_4(units, rows, m, k, t, x, i, twice):
         unit = int64(uint32(k) >> uint32(4)) * rows + m
-        store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice) if finite else 0)
+        store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice))
 
     @cuda.jit
     def token_units(a, units, scales):
@@ -549,17 +549,16 @@ def token_quantizer(held: int) -> Any:
         cuda.syncthreads()
 
         d = as_float(uint32(largest[row])) / float32(127)
-        finite = d <= LARGEST_SCALE
         inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
         twice = inverse + inverse
         if m < rows:
             for i in range(held):
                 if first + i * ROW_STEP < padded:
-                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice, finite)
+                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice)
             for k in range(first + held * ROW_STEP, padded, ROW_STEP):
                 y = cuda.local.array((1, 4), float32)
                 load_four(y, 0, a, m, uint32(k), wide)
-                store_4(units, rows, m, k, t, y, 0, twice, finite)
+                store_4(units, rows, m, k, t, y, 0, twice)
             if first == 0:
                 scales[m] = d
 

@@ -1,28 +1,27 @@
 """Step 12: W4A16 with wgmma - warps no longer multiply, they hand over.
 
 What is new
-    wgmma: four warps together give the tensor cores 64 features x 16 K from registers and all
-    tokens of the tile from shared memory, where they lie as they came, and go on. So C is made
-    transposed, weights first: they never pass through shared memory as float16, and a fragment of
-    tokens is never loaded at all. While one half of a stage is multiplied, the other half's weights
-    are made. Thread blocks stay, tile after tile; a third warpgroup gives most of its registers
-    away and only asks for bulk copies, far ahead and into the next tile. Tiles that do not fill the
-    last round are shared out evenly (steps.stretches).
+    wgmma: four warps together give the tensor cores 64 features x 16 K from registers, and all
+    tokens of the tile from shared memory, where they lie as they came, and go on. So weights never
+    pass through shared memory as float16, and nobody loads a fragment of tokens. While one half of
+    a stage is multiplied the other half's weights are made. A third warpgroup gives its registers
+    away and asks for bulk copies, far ahead and into the next tile: thread blocks stay, tile after
+    tile, and one warpgroup is behind the other, so that tensor cores are busy at a tile's end too.
+    Tiles that would leave SMs idle are shared out evenly (steps.stretches).
 Why it should help
-    mma.sync stops at two thirds of what Hopper's tensor cores can do; wgmma is the way to the rest.
-    128 x 128 outputs and 128 K are 1024 cycles of them, beside which two warps a scheduler issue
-    314 instructions (5 bits: 464), and 41 bytes a cycle come from the L2. At K=4096: 32800 cycles
-    and 4000 for both ends. For few tokens the tile is low: with 32 an SM multiplies as fast as
-    weights come from memory.
+    mma.sync stops at two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
+    are 1024 of their cycles, in which two warps a scheduler issue 2 x 157 instructions (5 bits: 2 x
+    232), and 41 bytes a cycle come from the L2. At K=4096 that is 32800 cycles, beside 4000 for
+    both ends. For few tokens the tile is low, and what counts is how soon weights are asked for:
+    before the launch that rounds the activations has ended.
 What it costs
-    One block of 384 threads and all shared memory an SM, one GPU: compute capability 9.0 has wgmma
-    and no other, older or newer. Nothing is exact to the bit between different GPUs, as shares
-    depend on the number of SMs; from run to run everything is.
+    One block of 384 threads and all shared memory an SM; one GPU: wgmma is of compute capability
+    9.0 and no other. Shares depend on the number of SMs, and with them the last bits.
 Machine code
-    HGMMA between HFMA2 and LOP3, one basic block of them, with no wait but WARPGROUP.DEPBAR; UBLKCP
-    and SYNCS; no LDSM, no LDGSTS.
+    HGMMA, HFMA2 and LOP3 in one basic block, waits only for the group before (WARPGROUP.DEPBAR);
+    UBLKCP and SYNCS, no LDSM, no LDGSTS.
 Read next
-    The same with int8: twice the roof
+    The same with int8, which has twice the roof: step13_w4a8_wgmma
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ from qformats.repack import HALVES, TILE_K, TILE_ROWS, tiles
 from steps.activations import float16_units
 from steps.epilogue import GROUP, ROWS, finish_wgmma
 from steps.instructions import (
+    barrier_arrive,
+    barrier_sync,
     bulk_copy,
     fence_mbarrier_init,
     let_next_start,
@@ -69,6 +70,7 @@ TILES: Final = (  # (features, tokens) of a tile of C
     (256, 128),  # reads the least for what it multiplies
 )
 STAGES: Final = 8  # of the ring, at most
+AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 LOT: Final = 2 * ROWS  # features that two warpgroups multiply at a time
 WARPS: Final = 2 * GROUP // 32  # of them; the warps of the third bring
 UNITS: Final = TILE_K // HALVES  # of 8 K in a stage
@@ -77,8 +79,11 @@ SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for
 
 
 @cache
-def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tuple[Any, int]:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, its shared memory in bytes)"""
+def kernel(
+    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+) -> tuple[Any, int]:
+    """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
+    the second by so many; its shared memory in bytes)"""
     bn, bm = tile
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
@@ -161,6 +166,13 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
 
         more_registers()
         wait_for_previous()
+        until = int32(-1)
+        if ahead:
+            # one warpgroup begins later, so that tensor cores are busy while the other ends a tile
+            if warp < WARPS // 2:
+                until = int32(min(ahead, count) - 1)
+            else:
+                barrier_sync(3, 2 * GROUP)
         before, own, other = int32(0), int32(warp * record), int32((warp + WARPS) * record)
         while number < tiles:
             m0, n0 = corner(number, tiles_n)
@@ -185,6 +197,8 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
                 if lots == 2:
                     more = multiply(more, ring, at + other, lane, 1, b)
                     more = wait_for_all_but_one(more)
+                if ahead and step == until:
+                    barrier_arrive(3, 2 * GROUP)
                 before = s
                 s = int32(s + 1)
                 if s == stages:
@@ -192,6 +206,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
                 step = int32(step + 1)
                 if step >= count:
                     break
+            until = int32(-1)
             acc, more = wait_for_all(acc), wait_for_all(more)
             if lane == 0:
                 mbarrier_arrive(ring, empty + 8 * before)
@@ -238,11 +253,12 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, _, blocks, tail = tiling(fmt, shape)
+    tile, tiles, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, in_half)[1] > shared_memory():
+    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
-    run, shared_bytes = kernel(fmt, tile, stages, in_half)
+    ahead = min(AHEAD, stages - 2) if tiles > blocks else 0
+    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
     return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
