@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qformats import BLOCK, FORMATS, Format
-from steps.choice import Choice, choose, cut, supporting
+from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import (
     activations_shape,
     is_device_array,
@@ -36,7 +36,7 @@ from steps.operands import (
     weight_format,
 )
 from steps.registry import find
-from steps.step import Family, Shape, Step
+from steps.step import Accuracy, Family, Shape, Step
 
 if TYPE_CHECKING:
     from steps.machines import Gpu, Simulator
@@ -47,11 +47,13 @@ class Packed:
     """Weights [N, K] of one format on one machine, laid out for all of `steps`. Made by `pack`.
 
     Steps that name the same `pack` read the same layout, so one handle serves each of them, and
-    which of them multiplies is decided by M. `family` is the one asked for, None for any.
+    which of them multiplies is decided by M. `family` is the one asked for, None for any, and
+    `accuracy` what products have where they do not ask for another.
     """
 
     steps: tuple[Step, ...]
     family: Family | None
+    accuracy: Accuracy
     format: str
     n: int
     k: int
@@ -67,19 +69,24 @@ def pack(
     *,
     step: int | None = None,
     family: Family | None = None,
+    accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
 ) -> Packed:
     """Blocks [N, K/32] -> a handle whose weights lie on the machine as steps read them.
 
-    step    : for this one alone; by default for all that share the layout of the highest one.
-    family  : for products of this family alone, see `gemm`.
-    machine : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
+    step     : for this one alone; by default for all that share the layout of the highest one.
+    family   : for products of this family alone, see `gemm`.
+    accuracy : of products with it that do not say another, see `gemm`; the highest step is one of
+               this accuracy.
+    machine  : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
     """
     fmt = weight_format(w)
     where = machine_for(machine)
+    known_accuracy(accuracy)
     if step is None:
-        possible = supporting(fmt.name, family, where.cc)
-        steps = tuple(one for one in possible if one.pack is possible[-1].pack)
+        highest = supporting(fmt.name, family, where.cc, accuracy=accuracy)[-1]
+        every = supporting(fmt.name, family, where.cc, accuracy="fast")
+        steps = tuple(one for one in every if one.pack is highest.pack)
     else:
         steps = (find(step),)
         if why := steps[0].supports(fmt.name, family or steps[0].families[-1], where.cc):
@@ -87,7 +94,7 @@ def pack(
     n, blocks_k = w.shape
     arrays = tuple(where.array(array) for array in steps[0].pack(w))
     where.synchronize()  # an upload may be read on any stream from here on
-    return Packed(steps, family, fmt.name, n, blocks_k * BLOCK, arrays, where)
+    return Packed(steps, family, accuracy, fmt.name, n, blocks_k * BLOCK, arrays, where)
 
 
 def gemm(
@@ -98,6 +105,7 @@ def gemm(
     out: Any = None,
     dtype: Any = np.float32,
     family: Family | None = None,
+    accuracy: Accuracy | None = None,
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
@@ -109,8 +117,10 @@ def gemm(
               made of them.
     step    : the number of one step; by default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest that the GPU can run.
-    family  : "A16" multiplies float32 activations, "A8" quantizes them to Q8_1 first; by default
-              whichever is the faster.
+    family  : "A16" multiplies float32 activations, rounded to float16 by the steps on tensor cores;
+              "A8" quantizes them to Q8_1 first; by default whichever is the faster.
+    accuracy: "exact", the default, multiplies the weights that the format stores; "fast" allows
+              steps that round them once more, which is never done unasked.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
     dtype   : of C: float32, or float16, which not every step writes; what is larger than 65504
               becomes infinite there.
@@ -140,7 +150,7 @@ def gemm(
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a lies on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name)
+    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name, accuracy)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if stream is None and on_device:
         stream = stream_of(a)
@@ -182,14 +192,27 @@ def choice_for(
     step: int | None,
     family: Family | None,
     output: str = "float32",
+    accuracy: Accuracy | None = None,
 ) -> Choice:
     """`steps.choice.choose`, among the steps that can read `w` where it is packed already."""
     if not isinstance(w, Packed):
-        return choose(fmt.name, shape, machine, step=step, family=family, output=output)
+        wanted = accuracy or "exact"
+        return choose(
+            fmt.name, shape, machine, step=step, family=family, output=output, accuracy=wanted
+        )
     if step is not None and find(step).pack is not w.steps[0].pack:
         raise ValueError(f"w is packed for {numbers(w.steps)}, not for step {step}")
     asked = family or w.family
-    return choose(fmt.name, shape, machine, step=step, family=asked, among=w.steps, output=output)
+    return choose(
+        fmt.name,
+        shape,
+        machine,
+        step=step,
+        family=asked,
+        among=w.steps,
+        output=output,
+        accuracy=accuracy or w.accuracy,
+    )
 
 
 def numbers(steps: Sequence[Step]) -> str:

@@ -39,7 +39,7 @@ from steps.operands import (
     require_place,
     stream_of,
 )
-from steps.step import Family, Shape
+from steps.step import Accuracy, Family, Shape
 
 if TYPE_CHECKING:
     from steps.machines import Gpu, Simulator
@@ -56,6 +56,7 @@ def plan(
     dtype: Any = np.float32,
     step: int | None = None,
     family: Family | None = None,
+    accuracy: Accuracy | None = None,
     stream: Any = None,
     machine: Gpu | Simulator | None = None,
 ) -> Plan:
@@ -65,7 +66,7 @@ def plan(
     w            : blocks [N, K/32] of a dtype of `qformats`, or what `steps.pack` made of them;
                    many plans may share one handle.
     dtype        : of `out`, float32 or float16, see `steps.gemm`.
-    step, family : as for `steps.gemm`, decided now and told by `plan.choice`.
+    step, family, accuracy : as for `steps.gemm`, decided now and told by `plan.choice`.
     stream       : where every call is queued, see `steps.gemm`; by default the stream on which the
                    library of `a` works when it is called.
     """
@@ -74,7 +75,9 @@ def plan(
     fmt, n, k = door.weights_shape(w)
     where = door.machine_for(machine, w)
     output = output_dtype(dtype)
-    choice = door.choice_for(fmt, Shape(int(m), n, k), w, where, step, family, output.name)
+    choice = door.choice_for(
+        fmt, Shape(int(m), n, k), w, where, step, family, output.name, accuracy
+    )
     packed = (
         w if isinstance(w, door.Packed) else door.pack(w, step=choice.step.number, machine=where)
     )
