@@ -672,6 +672,11 @@ class GpuStopwatch:
     def wait(self) -> None:
         self._cuda.synchronize()
 
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Asks for the SM clock in MHz, where NVML can be asked."""
+        return self._clock
+
     def sm_mhz(self, replay: Replay) -> float | None:
         if self._clock is None or not isinstance(replay, _Timed):
             return None

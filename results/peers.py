@@ -175,9 +175,12 @@ class TorchReplay:
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
 
+    def start(self) -> None:
+        self._graph.replay()
+
     def seconds(self) -> float:
         self._begin.record()
-        self._graph.replay()
+        self.start()
         self._end.record()
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) * 1e-3

@@ -160,6 +160,7 @@ class Duel:
     accuracy: str = "exact"
     rival: str  # "cublas_fp16": a peer's name
     pace: Pace
+    overlap: bool = False  # whether our launches may begin under the one before (Launch.overlap)
     status: Literal["ok", "failed"]
     why: str | None = None  # a sentence unless status is "ok"
     rounds: int = 0
@@ -192,7 +193,7 @@ class Duel:
     def key(self) -> tuple[Any, ...]:
         """What there may be one of in a run."""
         own = (self.step, self.scheme, self.format, self.shape, self.output)
-        return (*own, self.rival, self.pace)
+        return (*own, self.rival, self.pace, self.overlap)
 
     @property
     def tflops(self) -> float | None:

@@ -203,8 +203,8 @@ def peers_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> s
 def _against(
     run: Run, rows: Sequence[Row], name: str, shape: Shape, decode: bool, stale: frozenset[int]
 ) -> str:
-    """ "16.4 -> 10.4 us, 1.58x (step 10); chain 8.90 us, 1.84x": of the exact steps the fastest. For
-    many tokens the fastest of the others follows."""
+    """ "16.4 -> 10.4 us, 1.58x (step 10); chain 8.90 us, 1.84x": of the exact steps the fastest.
+    For many tokens the fastest of the others follows."""
     own = [row for row in rows if row.format == name and row.shape == shape]
     exact = [row for row in own if row.accuracy == "exact"]
     best = min(exact, key=lambda row: row.total_us or 0, default=None)

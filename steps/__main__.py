@@ -96,6 +96,7 @@ def _data() -> Parser:
     one = Parser(add_help=False)
     one.add_argument(
         "--format",
+        "--formats",
         action="append",
         default=[],
         metavar="F",
@@ -168,7 +169,44 @@ def _parser() -> Parser:
     one.add_argument(
         "--seconds", type=_positive, help="device time to aim at (slow kernels take what they take)"
     )
-    one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp")
+    one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp, no duels")
+    one.add_argument("--no-duels", action="store_true", help="no kernels in turn with cuBLAS's")
+
+    one = command(
+        "duel",
+        "duel:duel",
+        "kernels against cuBLAS's, in turn and round by round, sustained and in bursts",
+        _data(),
+        as_json,
+        steps="*",
+    )
+    one.add_argument(
+        "--shapes",
+        nargs="+",
+        default=[],
+        metavar="MxNxK",
+        help="such as 512x4096x4096 (default: 16 to 4096 tokens, three sizes of weights)",
+    )
+    one.add_argument(
+        "--output",
+        action="append",
+        choices=("float32", "float16"),
+        help="the type of C (default: all that a step writes)",
+    )
+    one.add_argument(
+        "--pace", action="append", choices=("sustained", "burst"), default=[], help="default both"
+    )
+    one.add_argument(
+        "--seconds", type=_positive, help="device time of a sustained duel (default 1)"
+    )
+    one.add_argument(
+        "--overlap",
+        action="store_true",
+        help="let our launches begin under the one before, as in a chain",
+    )
+    one.add_argument(
+        "--out", type=Path, metavar="PATH", help="add them to the run in this file, or begin one"
+    )
 
     one = command(
         "tune",

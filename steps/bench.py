@@ -18,7 +18,7 @@ import numpy as np
 from reference import Check, Problem, Reference, check
 from results import measure, record
 from results.measure import Budget, Packed, Stopwatch, interleaved, pack_weights
-from results.record import Environment, Limits, Peer, Row, Run
+from results.record import Duel, Environment, Limits, Peer, Row, Run
 from steps.checks import Size, Work, fatal
 from steps.step import Family
 
@@ -128,7 +128,7 @@ def rows(
     wrong = wrong or {}
     for name in dict.fromkeys(work.format for work in works):
         own = [work for work in works if work.format == name]
-        for (n, k), group in itertools.groupby(_by_weights(shapes), key=lambda s: s[1:]):
+        for (n, k), group in itertools.groupby(by_weights(shapes), key=lambda s: s[1:]):
             tokens = sorted({m for m, _, _ in group})
             whole = Problem(tokens[-1], n, k, name, distribution, seed)
             packed: dict[Any, Packed] = {}  # by the function that packs, which steps share
@@ -154,7 +154,7 @@ def rows(
                         yield measure.without_result(blank, "failed", sentence)
 
 
-def _by_weights(shapes: Sequence[Size]) -> list[Size]:
+def by_weights(shapes: Sequence[Size]) -> list[Size]:
     """In the given order of (N, K), the shapes that share them together."""
     seen = list(dict.fromkeys(shape[1:] for shape in shapes))
     return sorted(shapes, key=lambda shape: seen.index(shape[1:]))
@@ -201,9 +201,11 @@ class Recorder:
     limits: Limits
     path: Path | None = None
 
-    def save(self, found: Sequence[Row], peers: Sequence[Peer] = ()) -> Path:
+    def save(
+        self, found: Sequence[Row], peers: Sequence[Peer] = (), duels: Sequence[Duel] = ()
+    ) -> Path:
         env = record.finished(self.env, self.limits)
-        run = Run(env=env, rows=sorted_rows(found), peers=tuple(peers))
+        run = Run(env=env, rows=sorted_rows(found), peers=tuple(peers), duels=tuple(duels))
         self.path = record.write(run, path=self.path)
         return self.path
 

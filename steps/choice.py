@@ -2,14 +2,18 @@
 
 `make tune` measures every step at many M on a GPU and leaves a table (`steps.tuning`). Where no
 table knows the GPU, the highest step of the ladder that it can run is taken, as each step is meant
-to be faster than the one before, up to the M that it is meant for.
+to be faster than the one before; up to the M that a step is made for, that one.
+
+Both families are considered where none is asked for: they differ by what their activations are
+rounded to, and the steps of either multiply the weights that the format stores. Steps that do not
+("fast") are considered only where that accuracy is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from steps import tuning
 from steps.registry import find, ladder
@@ -54,11 +58,12 @@ def choose(
     step, family : only this one; a step alone is taken in the family that continues the ladder.
     among        : only these, such as all that read weights as they are packed.
     output       : the dtype of C.
-    accuracy     : "fast" for steps of that accuracy too (`steps.step.Accuracy`); one that is asked
-                   for, or that weights are packed for, needs no such leave.
+    accuracy     : "fast" considers steps that are not exact too. One that is named, or the only one
+                   that weights are packed for, was asked for already.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
+    known_accuracy(accuracy)
     if step is not None:
         one = find(step)
         wanted = family or one.families[-1]
@@ -66,11 +71,11 @@ def choose(
             raise ValueError(why)
         return Choice(one, known_family(wanted), format_name, shape, "it was asked for")
 
-    possible = supporting(format_name, family, cc, among, output, accuracy)
     if among is not None and len(among) == 1:
         why = "it is the one that w is packed for"
-        only = possible[0]
+        only = supporting(format_name, family, cc, among, output, among[0].accuracy)[0]
         return Choice(only, known_family(family or only.families[-1]), format_name, shape, why)
+    possible = supporting(format_name, family, cc, among, output, accuracy)
     table = None
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
@@ -86,12 +91,16 @@ def choose(
         why = f"the fastest of {len(timed)} measured at {entry.where} on {table.gpu}, {us:.3g} us"
         if table.gpu != machine.name:
             why += f", the nearest to {machine.name} tuned"
+        if accuracy == "exact":
+            why += _faster_if_asked(entry, us, format_name, family, cc, among, output)
         return Choice(best, of_family, format_name, shape, why)
 
     meant = [one for one in possible if one.most_tokens is None or shape.m <= one.most_tokens]
-    best = (meant or possible)[-1]
+    made_for_few = [one for one in meant if one.most_tokens is not None]
+    best = (made_for_few or meant or possible)[-1]
     kind = "step" if among is None else "step of this packing"
-    why = f"the highest {kind} for so many tokens that runs on {machine.name}"
+    few = "made for so few tokens" if made_for_few else "for so many tokens"
+    why = f"the highest {kind} {few} that runs on {machine.name}"
     if table is not None:
         why += f", as the table of {table.gpu} has no time for it"
     elif cc is not None:
@@ -108,21 +117,54 @@ def supporting(
     accuracy: str = "exact",
 ) -> list[Step]:
     """The steps that can run a format, lowest first; ValueError where there is none."""
-    if accuracy not in get_args(Accuracy):
-        raise ValueError(f"unknown accuracy {accuracy!r}: use exact or fast")
     found, why = [], "there is no step"
     for one in ladder() if among is None else among:
+        if one.accuracy == "fast" and accuracy == "exact":
+            why = f"step {one.number} is not exact: ask for it with accuracy='fast'"
+            continue
         reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
-        unasked = among is None and one.accuracy == "fast" != accuracy
-        if unasked and reason is None:
-            why = f'step {one.number} would, if accuracy="fast" were asked for'
-        elif reason is None:
+        if reason is None:
             found.append(one)
-        elif not unasked:
+        else:
             why = reason
     if not found:
         raise ValueError(f"no step can do this: {why}")
     return found
+
+
+def _faster_if_asked(
+    entry: tuning.Entry,
+    us: float,
+    format_name: str,
+    family: str | None,
+    cc: tuple[int, int] | None,
+    among: Sequence[Step] | None,
+    output: str,
+) -> str:
+    """What is said of a faster step that is not exact: it was passed over, and how to get it."""
+    try:
+        every = supporting(format_name, family, cc, among, output, "fast")
+    except ValueError:
+        return ""
+    times = [
+        (fast, one.number)
+        for one in every
+        for each in one.families
+        if one.accuracy == "fast"
+        and family in (None, each)
+        and (fast := entry.us(one.number, each)) is not None
+    ]
+    fast, number = min(times, default=(us, 0))
+    return f"; step {number}, which is not exact, took {fast:.3g} us" if fast < us else ""
+
+
+def known_accuracy(name: str) -> Accuracy:
+    """ValueError for what is neither exact nor fast."""
+    if name == "exact":
+        return "exact"
+    if name == "fast":
+        return "fast"
+    raise ValueError(f"unknown accuracy {name!r}: use exact or fast")
 
 
 def known_family(name: str) -> Family:

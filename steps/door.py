@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qformats import BLOCK, FORMATS, Format
-from steps.choice import Choice, choose, cut, supporting
+from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import (
     activations_shape,
     is_device_array,
@@ -47,11 +47,13 @@ class Packed:
     """Weights [N, K] of one format on one machine, laid out for all of `steps`. Made by `pack`.
 
     Steps that name the same `pack` read the same layout, so one handle serves each of them, and
-    which of them multiplies is decided by M. `family` is the one asked for, None for any.
+    which of them multiplies is decided by M. `family` is the one asked for, None for any, and
+    `accuracy` what products have where they do not ask for another.
     """
 
     steps: tuple[Step, ...]
     family: Family | None
+    accuracy: Accuracy
     format: str
     n: int
     k: int
@@ -72,16 +74,19 @@ def pack(
 ) -> Packed:
     """Blocks [N, K/32] -> a handle whose weights lie on the machine as steps read them.
 
-    step    : for this one alone; by default for all that share the layout of the highest one.
-    family  : for products of this family alone, see `gemm`.
-    accuracy: "fast" for steps of that accuracy too, see `gemm`.
-    machine : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
+    step     : for this one alone; by default for all that share the layout of the highest one.
+    family   : for products of this family alone, see `gemm`.
+    accuracy : of products with it that do not say another, see `gemm`; the highest step is one of
+               this accuracy.
+    machine  : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
     """
     fmt = weight_format(w)
     where = machine_for(machine)
+    known_accuracy(accuracy)
     if step is None:
-        possible = supporting(fmt.name, family, where.cc, accuracy=accuracy)
-        steps = tuple(one for one in possible if one.pack is possible[-1].pack)
+        highest = supporting(fmt.name, family, where.cc, accuracy=accuracy)[-1]
+        every = supporting(fmt.name, family, where.cc, accuracy="fast")
+        steps = tuple(one for one in every if one.pack is highest.pack)
     else:
         steps = (find(step),)
         if why := steps[0].supports(fmt.name, family or steps[0].families[-1], where.cc):
@@ -89,7 +94,7 @@ def pack(
     n, blocks_k = w.shape
     arrays = tuple(where.array(array) for array in steps[0].pack(w))
     where.synchronize()  # an upload may be read on any stream from here on
-    return Packed(steps, family, fmt.name, n, blocks_k * BLOCK, arrays, where)
+    return Packed(steps, family, accuracy, fmt.name, n, blocks_k * BLOCK, arrays, where)
 
 
 def gemm(
@@ -100,7 +105,7 @@ def gemm(
     out: Any = None,
     dtype: Any = np.float32,
     family: Family | None = None,
-    accuracy: Accuracy = "exact",
+    accuracy: Accuracy | None = None,
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
@@ -112,12 +117,12 @@ def gemm(
               made of them.
     step    : the number of one step; by default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest that the GPU can run.
-    family  : "A16" multiplies float32 activations, "A8" quantizes them to Q8_1 first; by default
-              whichever is the faster.
-    accuracy: "exact" multiplies the weights as their blocks say; "fast" may requantize them, and
-              `a`, to int8 with one scale a row. That adds 2 % to the error of Q4_0 on normal data,
-              half of it where a few channels of `a` are 20 times the others, and several times its
-              own to that of Q8_0. Never unasked: by this, by `step`, or by how `w` is packed.
+    family  : "A16" multiplies float32 activations, rounded to float16 by the steps on tensor cores;
+              "A8" quantizes them to Q8_1 first; by default whichever is the faster.
+    accuracy: "exact", the default, multiplies the weights that the format stores; "fast" allows
+              steps that requantize them, and `a`, to int8 with one scale a row. That adds 2 % to
+              the error of Q4_0 on normal data, half of it where a few channels of `a` are 20 times
+              the others, and several times its own to that of Q8_0. Never done unasked.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
     dtype   : of C: float32, or float16, which not every step writes; what is larger than 65504
               becomes infinite there.
@@ -189,16 +194,27 @@ def choice_for(
     step: int | None,
     family: Family | None,
     output: str = "float32",
-    accuracy: Accuracy = "exact",
+    accuracy: Accuracy | None = None,
 ) -> Choice:
     """`steps.choice.choose`, among the steps that can read `w` where it is packed already."""
-    ask: dict[str, Any] = {"step": step, "output": output, "accuracy": accuracy}
     if not isinstance(w, Packed):
-        return choose(fmt.name, shape, machine, family=family, **ask)
+        wanted = accuracy or "exact"
+        return choose(
+            fmt.name, shape, machine, step=step, family=family, output=output, accuracy=wanted
+        )
     if step is not None and find(step).pack is not w.steps[0].pack:
         raise ValueError(f"w is packed for {numbers(w.steps)}, not for step {step}")
     asked = family or w.family
-    return choose(fmt.name, shape, machine, family=asked, among=w.steps, **ask)
+    return choose(
+        fmt.name,
+        shape,
+        machine,
+        step=step,
+        family=asked,
+        among=w.steps,
+        output=output,
+        accuracy=accuracy or w.accuracy,
+    )
 
 
 def numbers(steps: Sequence[Step]) -> str:

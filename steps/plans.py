@@ -56,7 +56,7 @@ def plan(
     dtype: Any = np.float32,
     step: int | None = None,
     family: Family | None = None,
-    accuracy: Accuracy = "exact",
+    accuracy: Accuracy | None = None,
     stream: Any = None,
     machine: Gpu | Simulator | None = None,
 ) -> Plan:
@@ -75,8 +75,9 @@ def plan(
     fmt, n, k = door.weights_shape(w)
     where = door.machine_for(machine, w)
     output = output_dtype(dtype)
-    shape = Shape(int(m), n, k)
-    choice = door.choice_for(fmt, shape, w, where, step, family, output.name, accuracy)
+    choice = door.choice_for(
+        fmt, Shape(int(m), n, k), w, where, step, family, output.name, accuracy
+    )
     packed = (
         w if isinstance(w, door.Packed) else door.pack(w, step=choice.step.number, machine=where)
     )

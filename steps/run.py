@@ -18,6 +18,7 @@ from typing import Any
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, DISTRIBUTIONS
 from steps import bench as benching
+from steps import duel as dueling
 from steps import table
 from steps.bench import DEFAULT_SHAPE
 from steps.checks import (
@@ -225,6 +226,7 @@ def bench(args: Namespace) -> int:
     recorder = benching.Recorder(env, measuring.limits, args.out)
     distribution = timed_distribution(args)
     found: list[Any] = []
+    fought: list[Any] = []
     broken, saved = outcomes.broken, time.monotonic()
     with table.progress(len(works) * len(shapes)) as report:
         rows = benching.rows(
@@ -253,18 +255,61 @@ def bench(args: Namespace) -> int:
             env.gpu, shapes, names, measuring.budget, measuring.stopwatch.l2_bytes, _remark
         )
         path = recorder.save(found, others)
+        if not args.no_duels and (fighting := dueling.meant_to(works)):
+            fought, broken = _duels(
+                measuring, fighting, shapes, distribution, args.seed, _wrong(outcomes)
+            )
+            path = recorder.save(found, others, dueling.sorted_duels(fought))
     rows_ = benching.sorted_rows(found)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
     else:
         table.show(_run_table(f"{env.where}, {distribution} data", (), rows_, set(), shapes=True))
         print(f"wrote {path}")
-    bad = [row for row in rows_ if row.status == "failed"]
+        if fought:
+            table.show(dueling.as_table(f"{env.where}: kernels against cuBLAS fp16", fought))
+    bad = [one for one in (*rows_, *fought) if one.status == "failed"]
     for sentence in [f"step {r.step} {r.scheme} {r.format} {r.shape}: {r.why}" for r in bad]:
         print(sentence, file=sys.stderr)
     if broken:
         print(f"the run ended early: {broken}", file=sys.stderr)
     return 1 if bad or broken else 0
+
+
+def _duels(
+    measuring: benching.Bench,
+    works: Sequence[Work],
+    shapes: Sequence[Size],
+    distribution: str,
+    seed: int,
+    wrong: dict[tuple[int, Family, str], str],
+) -> tuple[list[Any], str | None]:
+    """(the duels of a bench, the CUDA error that ended them); none without a rival, as is said."""
+    if why := dueling.why_no_rival():
+        _remark(f"no duels: {why}")
+        return [], None
+    shapes = [shape for shape in shapes if shape[0] >= dueling.FEWEST]
+    fought: list[Any] = []
+    clock = getattr(measuring.stopwatch, "clock", None)
+    with table.progress(dueling.count(works, shapes)) as report:
+        each = dueling.duels(
+            measuring,
+            works,
+            shapes,
+            dueling.cublas(clock),
+            distribution=distribution,
+            seed=seed,
+            wrong=wrong,
+            report=report,
+        )
+        try:
+            for one in each:
+                fought.append(one)  # noqa: PERF402 - those before an error are kept
+        except Exception as error:
+            if not fatal(error):
+                raise
+            return fought, f"{type(error).__name__}: {error}"
+    return fought, None
 
 
 def _remark(sentence: str) -> None:

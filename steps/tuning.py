@@ -195,8 +195,8 @@ def write(table: Tuning, root: Path = RESULTS) -> Path:
 
 
 def entries_of(run: Run) -> tuple[Entry, ...]:
-    """What a bench measured, as entries: its rows whose C is float32. A step that is FAR slower than
-    the best of its family and accuracy is left out: no table makes it the fastest of its
+    """What a bench measured, as entries: its rows whose C is float32. A step that is FAR slower
+    than the best of its family and accuracy is left out: no table makes it the fastest of its
     neighbours, whichever of both is asked for."""
     rows = [r for r in run.rows if r.status == "ok" and r.total_us and r.output == "float32"]
     best: dict[tuple[Any, ...], float] = {}

@@ -16,7 +16,7 @@ from reference import Problem
 from results import measure, record
 from results.measure import Budget
 from results.record import Environment, Limits
-from steps import bench, checks, run
+from steps import bench, checks, duel, run
 from steps.checks import Case, Outcome, Outcomes, Work, check_works, select
 from steps.machines import Simulator
 from steps.registry import find, ladder
@@ -314,6 +314,7 @@ def test_a_bench_checks_measures_records_and_prints(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(bench, "same_work_by_others", lambda *_: ())
     out = tmp_path / "run.json"
     args = asked(command="bench", out=out, seconds=None, no_peers=False, dist="golden")
+    args.no_duels = False
     del args.order
     assert run.bench(args) == 0
     saved = record.read(out)
@@ -322,6 +323,50 @@ def test_a_bench_checks_measures_records_and_prints(tmp_path, monkeypatch, capsy
     assert printed.err == ""
     assert printed.out.splitlines()[-1] == f"wrote {out}"
     assert "normal data" in printed.out
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_duels_of_a_bench_are_in_its_file(tmp_path, monkeypatch, capsys) -> None:
+    from tests.test_record import make_duel
+
+    said: list[Any] = []
+
+    def fight(measuring: Any, works: Any, shapes: Any, rivals: Any, **options: Any) -> Any:
+        said.append(([work.step.number for work in works], list(shapes), options["wrong"]))
+        yield make_duel(pace="burst")
+        yield make_duel(status="failed", why="it was wrong", us=None)
+
+    def bench_of(**changes: Any) -> int:
+        given = {"command": "bench", "out": out, "seconds": None, "no_peers": False}
+        return run.bench(asked(**given | {"no_duels": False} | changes))
+
+    out = tmp_path / "run.json"
+    monkeypatch.setattr(bench, "same_work_by_others", lambda *_: ())
+    monkeypatch.setattr(duel, "duels", fight)
+    monkeypatch.setattr(duel, "cublas", lambda clock: None)
+    monkeypatch.setattr(duel, "FEWEST", 2)
+    assert bench_of(m=2) == 0, "step 5 does not duel"
+    assert said == []
+    monkeypatch.setattr(duel, "meant_to", lambda works: works)
+    monkeypatch.setattr(duel, "why_no_rival", lambda: "nobody is here")
+    capsys.readouterr()
+    assert bench_of(m=2) == 0
+    assert capsys.readouterr().err == "no duels: nobody is here\n"
+    monkeypatch.setattr(duel, "why_no_rival", lambda: None)
+    assert bench_of(no_duels=True) == 0
+    assert said == []
+    assert bench_of(m=2) == 1
+    assert said == [([5], [(2, 8, 32)], {})]
+    assert [(one.pace, one.status) for one in record.read(out).duels] == [
+        ("sustained", "failed"),
+        ("burst", "ok"),
+    ]
+    printed = capsys.readouterr()
+    assert "(512, 4096, 4096): it was wrong" in printed.err
+    assert "1.020x" in printed.out
+    said.clear()
+    bench_of(m=1)
+    assert said == [([5], [], {})], "few tokens need no duel"
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -132,6 +132,41 @@ def test_a_dtype_that_no_step_writes_is_refused() -> None:
         door.gemm(a, handle, dtype=np.float16)
 
 
+@pytest.fixture
+def with_fast(monkeypatch):
+    """A last step that is not exact and reads the layout of those before it (step 7's kernel)."""
+    from dataclasses import replace
+
+    from steps import choice
+
+    fast = replace(steps.find(7), number=97, accuracy="fast")
+    monkeypatch.setattr(choice, "ladder", lambda: (*steps.ladder(), fast))
+    return fast
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_that_is_not_exact_multiplies_on_request_alone(prepared, with_fast) -> None:
+    a, w = activations(17), weights()
+
+    def who(given, **options) -> int:
+        if prepared:
+            return steps.gemm.plan(17, given, machine=MACHINE, **options).choice.step.number
+        return door.gemm(a, given, machine=MACHINE, explain=True, **options)[1].step.number
+
+    handle = door.pack(w, machine=MACHINE)
+    assert with_fast in handle.steps, "its layout is that of the highest exact one"
+    assert who(handle, accuracy="fast", family="A8") == 97
+    assert who(handle, family="A8") != 97
+    assert who(handle) != 97
+    asked = door.pack(w, accuracy="fast", family="A8", machine=MACHINE)
+    assert who(asked) == 97
+    assert who(asked, accuracy="exact") != 97
+    with pytest.raises(ValueError, match="unknown accuracy 'good'"):
+        door.pack(w, accuracy="good", machine=Untouched())
+    with pytest.raises(ValueError, match="unknown accuracy 'good'"):
+        who(handle, accuracy="good")
+
+
 def test_inputs_come_back_unchanged() -> None:
     a, w = activations(), weights()
     before = a.copy(), w.copy()

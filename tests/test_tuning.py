@@ -212,8 +212,9 @@ def test_a_step_that_is_not_in_the_ladder_is_passed_over(tuned) -> None:
 
 
 def fallback(m: int) -> Choice:
-    meant = [step for step in ladder() if step.most_tokens is None or m <= step.most_tokens]
-    best = meant[-1]
+    exact = [step for step in ladder() if step.accuracy == "exact"]
+    meant = [step for step in exact if step.most_tokens is None or m <= step.most_tokens]
+    best = ([step for step in meant if step.most_tokens] or meant)[-1]
     return Choice(best, best.families[-1], "q4_0", Shape(m, 4096, 4096), "")
 
 
@@ -221,7 +222,11 @@ def fallback(m: int) -> Choice:
 def test_without_a_table_the_highest_step_that_is_meant_for_m(m: int, tuned) -> None:
     found = chosen(m)
     assert (found.step, found.family) == (fallback(m).step, fallback(m).family)
-    assert found.why.endswith("runs on NVIDIA H200, as no GPU like it was tuned (make tune)")
+    few = "made for so few tokens" if m <= 16 else "for so many tokens"
+    assert found.why == (
+        f"the highest step {few} that runs on NVIDIA H200, as no GPU like it was tuned (make tune)"
+    )
+    assert found.step.number == 10 if m <= 16 else found.step.number > 10
     simulated = choose("q4_0", Shape(m, 4096, 4096), Simulator())
     assert simulated.step == found.step
     assert simulated.why.endswith("that runs on simulator")
@@ -236,6 +241,65 @@ def test_a_step_meant_for_few_tokens_is_taken_for_no_more(tuned, monkeypatch) ->
     assert chosen(17, among=[few]).step is few, "weights packed for it leave no other"
     tuned(table(entry(32, **{f"s98{few.families[-1]}": 1.0}, s5A8=2.0)))
     assert chosen(17).step is few, "what was measured counts more"
+
+
+TWO_FAMILIES = (
+    entry(1, **{"s7A8": 27.0, "s10A8": 6.1, "s11A16": 21.0}),
+    entry(64, **{"s7A8": 33.0, "s10A8": 19.0, "s11A16": 15.0}),
+    entry(4096, **{"s7A8": 620.0, "s10A8": 830.0, "s11A16": 310.0}),
+)
+
+
+@pytest.mark.parametrize(
+    ("m", "step", "family"), [(1, 10, "A8"), (17, 11, "A16"), (999, 11, "A16")]
+)
+def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) -> None:
+    tuned(table(*TWO_FAMILIES))
+    among = [one for one in ladder() if one.pack is find(10).pack]
+    assert {10, 11} <= {one.number for one in among}
+    for found in (chosen(m, among=among), chosen(m)):
+        assert (found.step.number, found.family) == (step, family)
+        assert "the fastest of 3 measured at M=" in found.why
+    eights = chosen(m, among=among, family="A8")
+    assert (eights.step.number, eights.family) == ({1: 10, 17: 10, 999: 7}[m], "A8")
+    assert "the fastest of 2" in eights.why
+    assert chosen(m, among=among, family="A16").step.number == 11
+
+
+@pytest.fixture
+def with_fast(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A ladder whose last step is not exact."""
+    fast = replace(find(9), number=97, accuracy="fast")
+    monkeypatch.setattr(choice, "ladder", lambda: (*ladder(), fast))
+    return fast
+
+
+def test_a_step_that_is_not_exact_is_chosen_only_where_asked_for(tuned, with_fast) -> None:
+    assert chosen(512).step is ladder()[-1]
+    assert chosen(512, accuracy="fast").step is with_fast
+    tuned(table(entry(512, s9A8=60.0, s11A16=33.0, s97A8=20.0)))
+    found = chosen(512)
+    assert found.step.number == 11
+    assert found.why == (
+        "the fastest of 2 measured at M=512 N=4096 K=4096 on NVIDIA H200, 33 us; step 97, which "
+        "is not exact, took 20 us"
+    )
+    asked = chosen(512, accuracy="fast")
+    assert asked.step is with_fast
+    assert asked.why == "the fastest of 3 measured at M=512 N=4096 K=4096 on NVIDIA H200, 20 us"
+    assert chosen(512, accuracy="fast", family="A16").step.number == 11
+    assert "97" not in chosen(512, family="A16").why
+    tuned(table(entry(512, s11A16=33.0, s97A8=50.0)))
+    assert chosen(512, accuracy="fast").step.number == 11, "it need not be the faster"
+    assert "97" not in chosen(512).why
+
+
+def test_weights_packed_for_a_step_alone_ask_for_it(tuned, with_fast) -> None:
+    assert chosen(512, among=[with_fast]).step is with_fast
+    with pytest.raises(ValueError, match="step 97 is not exact: ask for it with accuracy='fast'"):
+        chosen(512, among=[with_fast, with_fast])
+    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact or fast"):
+        chosen(512, accuracy="sloppy")
 
 
 def test_an_old_gpu_gets_the_highest_step_that_runs_there(tuned) -> None:
