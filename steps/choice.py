@@ -119,11 +119,10 @@ def supporting(
     """The steps that can run a format, lowest first; ValueError where there is none."""
     found, why = [], "there is no step"
     for one in ladder() if among is None else among:
-        if one.accuracy == "fast" and accuracy == "exact":
-            why = f"step {one.number} is not exact: ask for it with accuracy='fast'"
-            continue
         reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
-        if reason is None:
+        if reason is None and one.accuracy == "fast" and accuracy == "exact":
+            why = f"step {one.number} is not exact: ask for it with accuracy='fast'"
+        elif reason is None:
             found.append(one)
         else:
             why = reason

@@ -15,8 +15,8 @@ Why it should help
     instructions for each sum every 32 of K.
 What it costs
     Exactness. Requantized weights are off by 8.5e-5 (NMSE) of normal data, Q4_0 itself by 7.3e-3;
-    int8 tokens by as much, and by 3.2e-3 where a few channels are 20 times the others. So it is used
-    only when asked for: gemm(..., accuracy="fast"). But integers add up alike in any order: however
+    int8 tokens by as much, and by 3.2e-3 where a few channels are 20 times the others. So it is
+    used only when asked for: gemm(..., accuracy="fast"). But integers add up alike in any order: however
     K is cut, the bits are the same, on every GPU that has wgmma for int8.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
