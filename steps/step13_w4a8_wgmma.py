@@ -16,8 +16,8 @@ Why it should help
 What it costs
     Exactness. Requantized weights are off by 8.5e-5 (NMSE) of normal data, Q4_0 itself by 7.3e-3;
     int8 tokens by as much, and by 3.2e-3 where a few channels are 20 times the others. So it is
-    used only when asked for: gemm(..., accuracy="fast"). But integers add up alike in any order: however
-    K is cut, the bits are the same, on every GPU that has wgmma for int8.
+    used only when asked for: gemm(..., accuracy="fast"). But integers add up alike in any order:
+    the bits are the same however K is cut, on any number of SMs.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Read next
@@ -38,6 +38,8 @@ from qformats.repack import TILE_K, TILE_ROWS, UNIT, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
 from steps.instructions import (
+    barrier_arrive,
+    barrier_sync,
     bulk_copy,
     fence_mbarrier_init,
     let_next_start,
@@ -68,6 +70,7 @@ TILES: Final = (  # (features, tokens) of a tile of C
     (128, 256),  # long enough a product to make the next weights beside it
 )
 STAGES: Final = 8  # of the ring, at most
+AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
 UNITS: Final = TILE_K // UNIT  # of 16 K in a stage
 END: Final = 2000  # cycles from a tile's last product to the next one's first
@@ -75,14 +78,17 @@ SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for
 
 
 @cache
-def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tuple[Any, int]:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, its shared memory in bytes)"""
+def kernel(
+    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+) -> tuple[Any, int]:
+    """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
+    the second by so many; its shared memory in bytes)"""
     bn, bm = tile
     form = byte_format(fmt.name)
     record, used, words = form.record_bytes, form.used_bytes, form.words
     scales, fragments = form.scales, form.fragments
     records = bn // TILE_ROWS
-    ahead = fmt.bits < 8  # what is an operand as it is must not come while others are multiplied
+    prefetch = fmt.bits < 8  # what is an operand as it is must not come while others are multiplied
     at_tokens = records * used
     stage_bytes = at_tokens + TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
@@ -160,6 +166,13 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
 
         more_registers()
         wait_for_previous()
+        until = int32(-1)
+        if ahead:
+            # one warpgroup begins later, so that tensor cores are busy while the other ends a tile
+            if warp < WARPS // 2:
+                until = int32(min(ahead, count) - 1)
+            else:
+                barrier_sync(3, 2 * GROUP)
         before, own = int32(0), int32(warp * used)
         while number < tiles:
             m0, n0 = corner(number, tiles_n)
@@ -173,14 +186,16 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
             while True:
                 b = matrix_descriptor(ring, at + at_tokens, 16 * bm, 128)
                 acc = multiply(acc, lower, b)
-                if ahead:  # the next weights come while these are multiplied
+                if prefetch:  # the next weights come while these are multiplied
                     upper = fetch(ring, at + own, lane, 1)
                 acc = wait_for_all_but_one(acc)
-                if not ahead:
+                if not prefetch:
                     upper = fetch(ring, at + own, lane, 1)
                 if lane == 0 and step > 0:
                     mbarrier_arrive(ring, empty + 8 * before)
                 acc = multiply(acc, upper, b + 4 * bm)
+                if ahead and step == until:
+                    barrier_arrive(3, 2 * GROUP)
                 before = s
                 s = int32(s + 1)
                 if s == stages:
@@ -189,11 +204,12 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> tu
                 if step >= count:
                     break
                 mbarrier_wait(ring, full + 8 * s, parity)
-                if ahead:
+                if prefetch:
                     lower = fetch(ring, at + own, lane, 0)
                 acc = wait_for_all_but_one(acc)
-                if not ahead:
+                if not prefetch:
                     lower = fetch(ring, at + own, lane, 0)
+            until = int32(-1)
             acc = wait_for_all(acc)
             if lane == 0:
                 mbarrier_arrive(ring, empty + 8 * before)
@@ -229,10 +245,8 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
     (bn, bm), tiles, blocks, tail = tiling(fmt, shape)
-    return ((2 * blocks * bn * bm if tail else 4,), np.int32), (
-        (tiles * bn // ROWS * ceil_div(bm, LOT),),
-        np.int32,
-    )
+    counts = tiles * bn // ROWS * ceil_div(bm, LOT)
+    return ((2 * blocks * bn * bm if tail else 4,), np.int32), ((counts,), np.int32)
 
 
 def launch(
@@ -244,11 +258,12 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, _, blocks, tail = tiling(fmt, shape)
+    tile, tiles, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, in_half)[1] > shared_memory():
+    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
-    run, shared_bytes = kernel(fmt, tile, stages, in_half)
+    ahead = min(AHEAD, stages - 2) if tiles > blocks else 0
+    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
     return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
