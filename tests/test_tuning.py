@@ -212,7 +212,8 @@ def test_a_step_that_is_not_in_the_ladder_is_passed_over(tuned) -> None:
 
 
 def fallback(m: int) -> Choice:
-    meant = [step for step in ladder() if step.most_tokens is None or m <= step.most_tokens]
+    exact = [step for step in ladder() if step.accuracy == "exact"]
+    meant = [step for step in exact if step.most_tokens is None or m <= step.most_tokens]
     best = meant[-1]
     return Choice(best, best.families[-1], "q4_0", Shape(m, 4096, 4096), "")
 
@@ -228,8 +229,9 @@ def test_without_a_table_the_highest_step_that_is_meant_for_m(m: int, tuned) -> 
 
 
 def test_a_step_meant_for_few_tokens_is_taken_for_no_more(tuned, monkeypatch) -> None:
-    few = replace(ladder()[-1], number=98, most_tokens=16)
-    others = tuple(replace(step, most_tokens=None) for step in ladder())
+    exact = [step for step in ladder() if step.accuracy == "exact"]
+    few = replace(exact[-1], number=98, most_tokens=16)
+    others = tuple(replace(step, most_tokens=None) for step in exact)
     monkeypatch.setattr(choice, "ladder", lambda: (*others, few))
     assert chosen(16).step is few
     assert chosen(17).step is others[-1]
