@@ -49,8 +49,8 @@ UNIT_LABELS: Final = {
     "int32": "int32 multiply-add",
     "packed_int32": "int32, two products packed",
     "dp4a": "dp4a",
-    "tensor_int8": "int8 tensor cores (mma.sync)",
-    "tensor_fp16": "fp16 tensor cores (mma.sync)",
+    "tensor_int8": "int8 tensor cores",
+    "tensor_fp16": "fp16 tensor cores",
 }
 
 STYLE: Final[dict[Any, Any]] = {
