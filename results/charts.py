@@ -49,9 +49,12 @@ UNIT_LABELS: Final = {
     "int32": "int32 multiply-add",
     "packed_int32": "int32, two products packed",
     "dp4a": "dp4a",
-    "tensor_int8": "int8 tensor cores (mma.sync)",
-    "tensor_fp16": "fp16 tensor cores (mma.sync)",
+    "tensor_int8": "int8 tensor cores",
+    "tensor_fp16": "fp16 tensor cores",
 }
+
+ROOFS: Final = ("fp32", "tensor_fp16", "tensor_int8")
+"""The three limits that the families of steps end at; the others are drawn paler."""
 
 STYLE: Final[dict[Any, Any]] = {
     "svg.hashsalt": "quantized-gemm-ladder",
@@ -96,13 +99,14 @@ def rungs(rows: Iterable[Row]) -> list[Rung]:
 
 
 def rung_label(rung: Rung, rows: Sequence[Row], separator: str = " ") -> str:
-    """ "3 shared tiled A8", from the step's number and module name and the family."""
+    """ "3 shared tiled A8", from the step's number and module name and the family; a step that is
+    not exact says so."""
     step, family = rung
-    name = next(row.name for row in rows if row.step == step)
+    name, accuracy = next((row.name, row.accuracy) for row in rows if row.step == step)
     words = [word for word in name.split("_") if word not in ("w4a16", "w4a8")]
     if words[0].startswith("step"):
         words = words[1:]
-    return separator.join([str(step), *words, family])
+    return separator.join([str(step), *words, family, *(["fast"] if accuracy == "fast" else [])])
 
 
 def shapes(rows: Iterable[Row]) -> list[Shape]:
@@ -229,7 +233,7 @@ def ladder_chart(run: Run, source: str, shape: Shape) -> Figure:
     names, ladder = formats(rows), rungs(rows)
     base = {row.format: row.kernel_us for row in rows if row.step == 1 and row.kernel_us}
     figure = new_figure(
-        max(7.5, 2.6 + 1.05 * len(ladder)), 4.9, f"Speed over step 1 at {dims(shape)}", run, source
+        max(7.5, 2.6 + 0.84 * len(ladder)), 4.9, f"Speed over step 1 at {dims(shape)}", run, source
     )
     across = figure.get_size_inches()[0]
     axes = figure.add_axes((0.75 / across, 0.2, 1 - 2.1 / across, 0.62))
@@ -418,7 +422,14 @@ def roofline_chart(run: Run, source: str) -> Figure:
     heights = spread([math.log(top / y0) / scale for _, top in roofs], 0.05)
     for (unit, top), y in zip(roofs, heights, strict=True):
         start = max(x0, top / bandwidth) if bandwidth else x0
-        axes.plot([start, x1], [top, top], color=PALE, linewidth=1.3)
+        main = unit in ROOFS
+        axes.plot(
+            [start, x1],
+            [top, top],
+            color=INK if main else PALE,
+            linewidth=1.6 if main else 0.9,
+            linestyle="-" if main else (0, (4, 3)),
+        )
         axes.annotate(
             f"{number(top)}  {UNIT_LABELS.get(unit, unit)}",
             xy=(x1, top),
@@ -426,32 +437,42 @@ def roofline_chart(run: Run, source: str) -> Figure:
             textcoords=axes.transAxes,
             va="center",
             fontsize=8.5,
-            color="#444444",
+            fontweight="bold" if main else "normal",
+            color=INK if main else "#777777",
             arrowprops={"arrowstyle": "-", "color": "#cccccc", "linewidth": 0.8},
             annotation_clip=False,
         )
     ladder = rungs(rows)
+    width = math.log(x1 / x0)
+    apart: dict[tuple[int, str], list[tuple[Row, float]]] = {}  # numbers that may lie on another
     for row, x in points:
-        assert row.tflops is not None
-        square = row.family == "A16"
-        color = step_color((row.step, row.family), ladder)
-        axes.annotate(  # a little to the side, so that the two families of a step stay apart
-            str(row.step),
-            (x, row.tflops),
-            xytext=(-6 if square else 6, 0),
-            textcoords="offset points",
-            ha="center",
-            va="center_baseline",
-            fontsize=7.5,
-            fontweight="bold",
-            color="white" if sum(color[:3]) < 1.5 else INK,
-            bbox={
-                "boxstyle": "square,pad=0.25" if square else "circle,pad=0.2",
-                "facecolor": color,
-                "edgecolor": "white",
-                "linewidth": 0.6,
-            },
-        )
+        apart.setdefault((row.M, row.family), []).append((row, x))
+    for (_, family), column in apart.items():
+        square = family == "A16"
+        tops = [math.log((row.tflops or 1.0) / y0) / scale for row, _ in column]
+        for (row, x), y in zip(column, spread(tops, 0.033), strict=True):
+            assert row.tflops is not None
+            color = step_color((row.step, family), ladder)
+            axes.annotate(  # a little to the side, so that the two families of a step stay apart
+                str(row.step),
+                (x, row.tflops),
+                xytext=(math.log(x / x0) / width + (-0.021 if square else 0.021), y),
+                textcoords=axes.transAxes,
+                ha="center",
+                va="center_baseline",
+                fontsize=7.5,
+                fontweight="bold",
+                color="white" if sum(color[:3]) < 1.5 else INK,
+                bbox={
+                    "boxstyle": "square,pad=0.25" if square else "circle,pad=0.2",
+                    "facecolor": color,
+                    "edgecolor": "white",
+                    "linewidth": 0.6,
+                },
+                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8},
+                annotation_clip=False,
+            )
+            axes.plot([x], [row.tflops], marker="o", markersize=3, color=color, zorder=4)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(x0, x1)
@@ -469,7 +490,6 @@ def roofline_chart(run: Run, source: str) -> Figure:
             rotation_mode="anchor",
             fontsize=8.5,
         )
-    width = math.log(x1 / x0)
     columns = [[math.log(x / x0) / width for row, x in points if m == row.M] for m in ms]
     middles = spread([sum(column) / len(column) for column in columns], 0.09)
     for m, middle in zip(ms, middles, strict=True):
@@ -484,11 +504,13 @@ def roofline_chart(run: Run, source: str) -> Figure:
         )
     axes.set_xlabel("operations per byte of weights, activations and output (2 M N K / bytes)")
     axes.set_ylabel("TFLOPS (of integers: TOPS)")
-    rung_key(figure, ladder, rows, 0.805, 0.87)
+    rung_key(figure, ladder, rows, 0.775, 0.87)
     figure.text(
-        0.815,
+        0.785,
         0.1,
-        "square: float32 activations (A16)\ncircle: Q8_1 activations (A8)",
+        "square: activations in float32 or float16 (A16)\n"
+        "circle: activations in int8 (A8)\n"
+        "dot: what was measured, its number beside it",
         fontsize=8,
         color="#555555",
     )
@@ -625,7 +647,7 @@ def time_chart(run: Run, source: str) -> Figure:
             if curve:
                 x, y = zip(*curve, strict=True)
                 axes.plot(x, y, color=PEER_COLORS[peer], linewidth=1.3, linestyle=(0, (5, 2)))
-                ends.append((y[-1], LABELS[peer], PEER_COLORS[peer]))
+                ends.append((y[-1], LABELS[peer].split()[0], PEER_COLORS[peer]))
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(min(ms) / 1.5, max(ms) * 1.5)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+import matplotlib as mpl
 import pytest
 
+import tests.synthetic_run
 from results import charts, record
 from results.record import Environment, Run
 from tests.synthetic_run import FORMATS, make_run
@@ -60,6 +63,8 @@ def test_every_step_and_format_is_named(files):
         assert "4 dp4a emulated A8" in text
         assert "5 vectorized A8" in text
         assert "10 decode A8" in text
+        assert "12 wgmma A16" in text
+        assert "13 wgmma A8 fast" in text
     for name in ("tflops.svg", "time.svg", "error.svg", "ladder-m512-n4096-k4096.svg"):
         assert all(format_name in text_of(files[name]) for format_name in FORMATS), name
 
@@ -73,6 +78,25 @@ def test_limits_and_peers_are_labelled(files):
     for name in ("ladder-m512-n4096-k4096.svg", "tflops.svg", "time.svg", large):
         assert "llama.cpp" in text_of(files[name])
         assert "cuBLAS fp16" in text_of(files[name])
+
+
+def test_three_roofs_stand_out_and_each_step_has_its_number_at_each_m():
+    run = make_run(SMALL, formats=("q4_0",))
+    with mpl.rc_context(charts.STYLE):
+        (axes,) = charts.roofline_chart(run, "a.json").axes
+    bold = {t.get_text() for t in axes.texts if t.get_fontweight() == "bold"}
+    roofs = {t for t in bold if not t.isdigit()}
+    assert roofs == {"62.1  fp32 FMA", "810  fp16 tensor cores", "1600  int8 tensor cores"}
+    rungs = [step for step, *_ in tests.synthetic_run.LADDER]
+    numbers = [int(t.get_text()) for t in axes.texts if t.get_text().isdigit()]
+    assert sorted(numbers) == sorted(rungs * 2)
+    first = [t for t in axes.texts if t.get_text().isdigit() and t.xy[0] < 10]  # at M=1
+    for shape in ("Square", "Circle"):
+        boxes = [t for t in first if type(t.get_bbox_patch().get_boxstyle()).__name__ == shape]
+        heights = sorted(t.xyann[1] for t in boxes)
+        assert len(heights) > 3
+        gaps = [b - a for a, b in itertools.pairwise(heights)]
+        assert min(gaps) > 0.03, "numbers lie on each other"
 
 
 def test_figures_in_the_chart_are_those_of_the_run(files):
