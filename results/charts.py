@@ -678,7 +678,7 @@ def time_chart(run: Run, source: str) -> Figure:
             0.06 + (i % columns) * 0.32,
             0.12 / height,
             "Steps and llama.cpp: activation pass included.\n"
-            "cuBLAS: kernel only, operands already float16.",
+            "cuBLAS fp16: kernel only, operands already float16.",
             fontsize=8.5,
             color="#555555",
         )

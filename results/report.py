@@ -2,6 +2,8 @@
 
 Each stands between two markers and is never edited by hand; `make docs-check` fails when it drifts:
 
+    <!-- headline:begin -->     ours, llama.cpp and cuBLAS fp16, from one to 4096 tokens
+    <!-- headline:end -->
     <!-- ladder:begin -->       TFLOPS of every rung at the main shape
     <!-- ladder:end -->
     <!-- peers:begin -->        the fastest step against llama.cpp and cuBLAS at every shape
@@ -32,7 +34,7 @@ from results.charts import (
     rungs,
     timed,
 )
-from results.record import ROOT, Peer, Row, Run, headline, read, stale_steps
+from results.record import ROOT, Duel, Peer, Row, Run, headline, read, stale_steps
 
 README: Final = ROOT / "README.md"
 ABSENT: Final = "-"
@@ -138,6 +140,209 @@ def _peer_line(run: Run, peer: str, names: Sequence[str], shape: tuple[int, int,
     times = [peer_us(run, peer, name, shape) for name in names]
     cells = [ABSENT if us is None else number(2 * m * n * k / us * 1e-6) for us in times]
     return "| | " + " | ".join([charts.peer_label(peer), "", *cells, "", "", ""]) + " |"
+
+
+# ------------------------------------------------------------------------------------ the headline
+
+HEADLINE: Final = (1, 16, 128, 512, 4096)
+"""The M of the headline table."""
+
+UNPAIRED: Final = "†"
+
+
+def headline_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> str:
+    """The fastest exact step beside llama.cpp (totals) and beside cuBLAS fp16 (kernels, in duels
+    where there are any), and the steps that are not exact in columns of their own."""
+    every = timed(run)
+    names = formats(every)
+    shapes = sorted(
+        (shape for shape in charts.shapes(every) if shape[0] in HEADLINE),
+        key=lambda shape: shape[0],  # and by weights within
+    )
+    if not shapes:
+        return NOTHING if not every else "Nothing was measured at the headline's M in this run."
+    name = charts.MAIN_FORMAT if charts.MAIN_FORMAT in names else names[0]
+    others = [each for each in names if each != name]
+    fast = any(row.accuracy == "fast" for row in every)
+    head = ["M", "N", "K", "ours", "llama.cpp", "x", "our kernel", "cuBLAS fp16", "x"]
+    head += ["fast", "fast kernel"] if fast else []
+    lines = [
+        f"{name.upper()} on an {run.env.where}, measured in [{Path(source).name}]({source}); in "
+        "brackets the range over all formats.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|--:|--:|--:|:--|--:|:--|:--|--:|:--|" + (":--|:--|" if fast else ""),
+    ]
+    for shape in shapes:
+        cells = [*map(str, shape), *_totals(run, name, others, shape, stale)]
+        cells += _kernels(run, name, others, shape, "exact", stale)
+        if fast:
+            cells += [
+                _fast_total(run, name, shape, stale),
+                _fast_kernel(run, name, others, shape, stale),
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", " ".join(_headline_notes(run, lines[4:], shapes, names))])
+
+
+def _headline_notes(
+    run: Run, lines: Sequence[str], shapes: Sequence[Shape], names: Sequence[str]
+) -> list[str]:
+    notes = [
+        "Ours and llama.cpp: from float32 A to float32 C, activation pass included, weights from "
+        "memory.",
+        "Kernels: ours without its activation pass, cuBLAS with both operands already float16.",
+    ]
+    duels = [duel for duel in _duels(run) if duel.shape in shapes]
+    if duels:
+        notes.append(
+            "They were timed in turn, round by round (`results/duel.py`), under sustained load and "
+            "in bursts; C is float16 where nothing else is said."
+        )
+    text = "\n".join(lines)
+    if UNPAIRED in text:
+        notes.append(f"{UNPAIRED}: not timed in turn; two medians, ours with a float32 C.")
+    known = [p for s in shapes for n in names if (p := peer_at(run, "ggml", n, s))]
+    if known:
+        notes.append(f"llama.cpp's figures are {provenance(known)}.")
+        if not all(p.same_run for p in known) and any(p.same_run for p in known):
+            notes.append(f"{ELSEWHERE}: of the other run.")
+    cublas = [p for s in shapes if (p := peer_at(run, "cublas_fp16", "f16", s))]
+    if UNPAIRED in text and not all(p.same_run for p in cublas):
+        notes.append(f"cuBLAS's of {UNPAIRED} are {provenance(cublas)}.")
+    if any(row.accuracy == "fast" for row in run.rows):
+        notes.append(FAST_NOTE)
+    if STALE in text:
+        notes.append(STALE_NOTE)
+    return notes
+
+
+def _fastest(run: Run, name: str, shape: Shape, accuracy: str, time: str) -> Row | None:
+    """The row with the least `time` ("total_us", "kernel_us") of a format at a shape."""
+    own = [
+        row
+        for row in timed(run)
+        if (row.format, row.shape, row.accuracy) == (name, shape, accuracy) and getattr(row, time)
+    ]
+    return min(own, key=lambda row: float(getattr(row, time)), default=None)
+
+
+def _times(value: float | None, others: Iterable[float | None]) -> str:
+    """ "1.02x (1.00-1.04x)": of the format shown, and of all of them."""
+    if value is None:
+        return ABSENT
+    known = [x for x in others if x is not None]
+    around = f" ({span([value, *known])})" if known else ""
+    return f"{number(value)}x{around}"
+
+
+def _total_ratio(run: Run, name: str, shape: Shape, accuracy: str) -> float | None:
+    peer, best = peer_at(run, "ggml", name, shape), _fastest(run, name, shape, accuracy, "total_us")
+    return None if peer is None or best is None else peer.us / float(best.total_us or 0)
+
+
+def _totals(
+    run: Run, name: str, others: Sequence[str], shape: Shape, stale: frozenset[int]
+) -> list[str]:
+    """ "23.4 us (step 12)", llama.cpp's "89.8 us", "3.84x (3.51-3.84x)"."""
+    best, peer = _fastest(run, name, shape, "exact", "total_us"), peer_at(run, "ggml", name, shape)
+    mixed = any(p.peer == "ggml" and p.same_run for p in run.peers)
+    mark = "" if peer is None or peer.same_run or not mixed else ELSEWHERE
+    return [
+        ABSENT if best is None else f"{_us(best.total_us)}{_step(best.step, stale)}",
+        ABSENT if peer is None else _us(peer.us) + mark,
+        _times(
+            _total_ratio(run, name, shape, "exact"),
+            (_total_ratio(run, other, shape, "exact") for other in others),
+        ),
+    ]
+
+
+def _duels(run: Run) -> list[Duel]:
+    """The good ones that nothing speeds up beside the kernels."""
+    return [duel for duel in run.duels if duel.status == "ok" and not duel.overlap]
+
+
+def _duel(run: Run, name: str, shape: Shape, accuracy: str, pace: str) -> Duel | None:
+    """The best of a format at a shape, to float16 or to float32, which is the harder of the two."""
+    own = [
+        duel
+        for duel in _duels(run)
+        if (duel.format, duel.shape, duel.accuracy, duel.pace) == (name, shape, accuracy, pace)
+        and duel.rival == "cublas_fp16"
+    ]
+    return max(own, key=lambda duel: duel.x_rival or 0, default=None)
+
+
+def _kernel_ratio(run: Run, name: str, shape: Shape, accuracy: str) -> float | None:
+    """x cuBLAS: of the sustained duel, or of two medians where there is none."""
+    if duel := _duel(run, name, shape, accuracy, "sustained"):
+        return duel.x_rival
+    best = _fastest(run, name, shape, accuracy, "kernel_us")
+    us = peer_us(run, "cublas_fp16", "f16", shape)
+    return None if best is None or us is None else us / float(best.kernel_us or 0)
+
+
+def _kernels(
+    run: Run,
+    name: str,
+    others: Sequence[str],
+    shape: Shape,
+    accuracy: str,
+    stale: frozenset[int],
+) -> list[str]:
+    """ "27.6 us (step 12)", cuBLAS's "28.2 us", "1.02x (1.00-1.04x), burst 1.05x"."""
+    ratio = _times(
+        _kernel_ratio(run, name, shape, accuracy),
+        (_kernel_ratio(run, other, shape, accuracy) for other in others),
+    )
+    duel = _duel(run, name, shape, accuracy, "sustained")
+    if duel is not None:
+        burst = next(
+            (
+                other.x_rival
+                for other in _duels(run)
+                if other.key[:-2] == duel.key[:-2] and other.pace == "burst"
+            ),
+            None,
+        )
+        more = "" if burst is None else f", burst {number(burst)}x"
+        wide = ", float32 C" if duel.output == "float32" else ""
+        own = f"{_us(duel.us)}{wide}{_step(duel.step, stale)}"
+        return [own, _us(duel.rival_us), ratio + more]
+    best = _fastest(run, name, shape, accuracy, "kernel_us")
+    us = peer_us(run, "cublas_fp16", "f16", shape)
+    mark = "" if ratio == ABSENT else UNPAIRED
+    return [
+        ABSENT if best is None else f"{_us(best.kernel_us)}{_step(best.step, stale)}",
+        _us(us),
+        ratio + mark,
+    ]
+
+
+def _fast_total(run: Run, name: str, shape: Shape, stale: frozenset[int]) -> str:
+    """ "21.0 us, 4.28x (step 13)": how many times as fast as llama.cpp."""
+    best, ratio = (
+        _fastest(run, name, shape, "fast", "total_us"),
+        _total_ratio(run, name, shape, "fast"),
+    )
+    if best is None:
+        return ABSENT
+    more = "" if ratio is None else f", {number(ratio)}x"
+    return f"{_us(best.total_us)}{more}{_step(best.step, stale)}"
+
+
+def _fast_kernel(
+    run: Run, name: str, others: Sequence[str], shape: Shape, stale: frozenset[int]
+) -> str:
+    """ "18.6 us, 1.53x (1.45-1.53x), burst 1.60x": how many times as fast as cuBLAS."""
+    own, _, ratio = _kernels(run, name, others, shape, "fast", stale)
+    us = own.partition(" (step")[0]
+    return ABSENT if own == ABSENT else f"{us}, {ratio}" if ratio != ABSENT else us
+
+
+def _us(us: float | None) -> str:
+    return ABSENT if us is None else f"{number(us)} us"
 
 
 # ------------------------------------------------------------------- against llama.cpp and cuBLAS
@@ -271,7 +476,7 @@ def _cublas_note(run: Run, shapes: Collection[tuple[int, int, int]]) -> str:
 
 # --------------------------------------------------------------------------------------- the README
 
-TABLES: Final = {"ladder": ladder_table, "peers": peers_table}
+TABLES: Final = {"headline": headline_table, "ladder": ladder_table, "peers": peers_table}
 """Between the markers of each name stands what its function makes of the run."""
 
 

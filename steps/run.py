@@ -166,6 +166,8 @@ def _step_as_json(step: Step) -> dict[str, Any]:
         "schemes": [scheme(name, family) for family in step.families for name in step.formats],
         "parents": dict(step.parents),
         "unit": dict(step.unit),
+        "outputs": list(step.outputs),
+        "accuracy": step.accuracy,
         "min_cc": list(step.min_cc),
         "formats": list(step.formats),
     }
@@ -256,10 +258,14 @@ def bench(args: Namespace) -> int:
         )
         path = recorder.save(found, others)
         if not args.no_duels and (fighting := dueling.meant_to(works)):
+
+            def keep(duels: Sequence[Any]) -> None:
+                recorder.save(found, others, dueling.sorted_duels(duels))
+
             fought, broken = _duels(
-                measuring, fighting, shapes, distribution, args.seed, _wrong(outcomes)
+                measuring, fighting, shapes, distribution, args.seed, _wrong(outcomes), keep
             )
-            path = recorder.save(found, others, dueling.sorted_duels(fought))
+            keep(fought)
     rows_ = benching.sorted_rows(found)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
@@ -283,6 +289,7 @@ def _duels(
     distribution: str,
     seed: int,
     wrong: dict[tuple[int, Family, str], str],
+    keep: Callable[[Sequence[Any]], None],
 ) -> tuple[list[Any], str | None]:
     """(the duels of a bench, the CUDA error that ended them); none without a rival, as is said."""
     if why := dueling.why_no_rival():
@@ -290,6 +297,7 @@ def _duels(
         return [], None
     shapes = [shape for shape in shapes if shape[0] >= dueling.FEWEST]
     fought: list[Any] = []
+    saved = time.monotonic()
     clock = getattr(measuring.stopwatch, "clock", None)
     with table.progress(dueling.count(works, shapes)) as report:
         each = dueling.duels(
@@ -304,8 +312,11 @@ def _duels(
         )
         try:
             for one in each:
-                fought.append(one)  # noqa: PERF402 - those before an error are kept
-        except Exception as error:
+                fought.append(one)
+                if time.monotonic() - saved >= SAVE_SECONDS:
+                    keep(fought)
+                    saved = time.monotonic()
+        except Exception as error:  # those before it are kept
             if not fatal(error):
                 raise
             return fought, f"{type(error).__name__}: {error}"

@@ -16,10 +16,10 @@ from results import record
 from results.duel import BURST, SUSTAINED, Round, Schedule, Side, fight, figures
 from results.measure import Budget
 from results.record import Environment, Git, Limits, Run
-from steps import duel, find, run
+from steps import duel, find, ladder, run
 from steps.bench import Bench
 from steps.checks import UsageError, Work
-from steps.machines import Simulator
+from steps.machines import Simulator, why_no_gpu
 
 SHORT = Schedule("sustained", 1e-3, 0.0, 0.0, least=4, most=4)
 
@@ -423,6 +423,33 @@ def test_a_failed_duel_is_said(on_a_gpu, capsys) -> None:
     assert status == 1
     assert printed.count("FAILED") == 2
     assert errors.startswith("step 5 W4A8 q4_0 (3, 6, 64) to float32, sustained: wrong")
+
+
+@pytest.mark.gpu
+def test_a_duel_with_cublas_on_this_gpu() -> None:
+    """Both sides right, timed in turn, and neither time below what the GPU allows."""
+    pytest.importorskip("torch")
+    if why := why_no_gpu() or duel.why_no_rival():
+        pytest.skip(why)
+    from steps.machines import Gpu
+
+    bench, cc = Bench.here(Budget()), Gpu().cc
+    able = [s for s in ladder() if not s.supports("q4_0", s.families[-1], cc, "float16")]
+    if not able:
+        pytest.skip("no step writes float16 here")
+    step = able[-1]
+    works = [Work(step, step.families[-1], "q4_0")]
+    schedules = (
+        replace(SUSTAINED, warm_seconds=0.02, seconds=0.1),
+        replace(BURST, least=3, most=3),
+    )
+    found = list(
+        duel.duels(
+            bench, works, [(64, 512, 1024)], duel.cublas(bench.stopwatch.clock), schedules=schedules
+        )
+    )
+    assert [one.status for one in found] == ["ok"] * 2 * len(step.outputs), [o.why for o in found]
+    assert all(0.05 < (one.x_rival or 0) < 20 for one in found)
 
 
 def test_a_rival_is_right_in_float16() -> None:

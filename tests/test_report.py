@@ -10,7 +10,8 @@ from results import record, report
 from results.record import Environment, Run
 from tests.synthetic_run import FORMATS, make_run
 
-README = "# Title\n\nbefore\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
+README = "# Title\n\n<!-- headline:begin -->\n<!-- headline:end -->\n\nbefore\n\n"
+README += "<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
 README += "<!-- peers:begin -->\n<!-- peers:end -->\n\nafter\n"
 
 
@@ -29,7 +30,8 @@ def rewritten(tree) -> str:
 
 def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree):
     text = rewritten(tree)
-    assert text.startswith("# Title\n\nbefore\n\n<!-- ladder:begin -->\nKernel TFLOPS")
+    assert text.startswith("# Title\n\n<!-- headline:begin -->\nQ4_0 on an NVIDIA H200 @ 700 W, ")
+    assert "<!-- headline:end -->\n\nbefore\n\n<!-- ladder:begin -->\nKernel TFLOPS" in text
     assert "<!-- ladder:end -->\n\nbetween\n\n<!-- peers:begin -->\nllama.cpp's" in text
     assert text.endswith("<!-- peers:end -->\n\nafter\n")
     assert not report.rewrite(tree / "README.md", root=tree)
@@ -42,7 +44,7 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
     assert "(results/nvidia-h200/2026-01-02-0123abcd.json)" in text
     assert "M=512, N=4096, K=4096" in text
     assert all(f"| {name} " in text for name in FORMATS)
-    ladder, peers = text.split("between")
+    ladder, peers = text.split("before")[1].split("between")
     lines = [line for line in ladder.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 14 + 2
     lines = [line for line in peers.splitlines() if line.startswith("| ")]
@@ -96,7 +98,7 @@ def test_nothing_measured_yet(tmp_path):
 
 
 def test_stale_steps_are_marked(tree):
-    ladder = rewritten(tree).split("between")[0]
+    ladder = rewritten(tree).split("before")[1].split("between")[0]
     assert ladder.count(report.STALE) == 15  # no sources at all: every rung, and the note
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
@@ -107,6 +109,114 @@ def test_stale_steps_are_marked(tree):
     record.write(replace(run, rows=rows), path=path)
     (line,) = (x for x in rewritten(tree).splitlines() if "dot products packed" in x)
     assert line.startswith("| 4 |")
+
+
+# --- the headline ---------------------------------------------------------------------------------
+
+HEAD = ["M", "N", "K", "ours", "llama.cpp", "x", "our kernel", "cuBLAS fp16", "x"]
+
+
+def headline_cells(run: Run, m: int, n: int, k: int, stale=frozenset()) -> list[str]:
+    table = report.headline_table(run, "r.json", stale)
+    (line,) = (x for x in table.splitlines() if x.startswith(f"| {m} | {n} | {k} |"))
+    return line.strip("| ").split(" | ")[3:]
+
+
+def test_the_headline_is_of_one_run_and_every_m():
+    run = make_run()
+    table = report.headline_table(run, "results/x/r.json")
+    assert table.startswith(
+        "Q4_0 on an NVIDIA H200 @ 700 W, measured in [r.json](results/x/r.json)"
+    )
+    head, _, *lines = (line for line in table.splitlines() if line.startswith("|"))
+    assert head.strip("| ").split(" | ") == [*HEAD, "fast", "fast kernel"]
+    assert [line.split(" | ")[0] for line in lines] == [
+        f"| {m}" for m in (1, 16, 128, 512, 4096) for _ in range(3)
+    ]
+    rows = tuple(row for row in run.rows if row.accuracy == "exact")
+    exact = report.headline_table(replace(run, rows=rows), "r.json")
+    assert exact.splitlines()[2].strip("| ").split(" | ") == HEAD
+    assert "step 13" not in exact
+
+
+def test_totals_are_of_exact_steps_and_the_range_is_over_the_formats():
+    run, shape = make_run(), (512, 4096, 4096)
+    best, ratios = {}, {}
+    for name in FORMATS:
+        rows = of(run, M=512, N=4096, K=4096, format=name, accuracy="exact", output="float32")
+        best[name] = min(rows, key=lambda row: row.total_us)
+        ratios[name] = report.peer_us(run, "ggml", name, shape) / best[name].total_us
+    low, high = (report.number(f(ratios.values())) for f in (min, max))
+    ours, theirs, times, *_ = headline_cells(run, *shape)
+    assert ours == f"{report.number(best['q4_0'].total_us)} us (step 12)"
+    assert theirs == "95.4 us"
+    assert times == f"{report.number(ratios['q4_0'])}x ({low}-{high}x)"
+    assert headline_cells(run, 1, 4096, 4096)[0].endswith("us (step 10)")
+    assert headline_cells(run, *shape, frozenset({12}))[0].endswith(f"(step 12 {report.STALE})")
+
+
+def test_kernels_are_those_of_the_best_duel():
+    run = make_run()
+    duels = [d for d in run.duels if (d.shape, d.format) == ((512, 4096, 4096), "q4_0")]
+    best = {
+        pace: max(
+            (d for d in duels if d.pace == pace and d.accuracy == "exact"), key=lambda d: d.x_rival
+        )
+        for pace in ("sustained", "burst")
+    }
+    assert best["sustained"].output == "float16"
+    ours, theirs, times, _, fast = headline_cells(run, 512, 4096, 4096)[3:]
+    assert ours == f"{report.number(best['sustained'].us)} us (step 12)"
+    assert theirs == f"{report.number(best['sustained'].rival_us)} us"
+    assert times.startswith(f"{report.number(best['sustained'].x_rival)}x (")
+    assert times.endswith(f"burst {report.number(best['burst'].x_rival)}x")
+    quick = max((d for d in duels if d.accuracy == "fast"), key=lambda d: d.x_rival)
+    assert fast.startswith(
+        f"{report.number(min(d.us for d in duels if d.step == 13 and d.pace == 'sustained'))} us"
+    )
+    assert fast.endswith(f"burst {report.number(quick.x_rival)}x")
+    wide = replace(run, duels=tuple(d for d in run.duels if d.output == "float32"))
+    assert headline_cells(wide, 512, 4096, 4096)[3].endswith("us, float32 C (step 12)")
+    note = report.headline_table(run, "r.json").splitlines()[-1]
+    assert "timed in turn" in note
+
+
+def test_a_duel_that_failed_or_overlapped_does_not_count():
+    run = make_run()
+    for changes in ({"status": "failed", "why": "wrong"}, {"overlap": True}):
+        none = replace(run, duels=tuple(replace(d, **changes) for d in run.duels))
+        ours, theirs, times = headline_cells(none, 512, 4096, 4096)[3:6]
+        (row,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
+        assert ours == f"{report.number(row.kernel_us)} us (step 12)"
+        assert theirs == "24.9 us"
+        assert times.endswith(report.UNPAIRED)
+        note = report.headline_table(none, "r.json").splitlines()[-1]
+        assert "in turn, round" not in note
+        assert "not timed in turn; two medians, ours with a float32 C" in note
+
+
+def test_what_is_not_of_this_run_is_marked_in_the_headline():
+    run = make_run()
+    given = next(p for p in run.peers if (p.format, p.shape) == ("q4_0", (1, 4096, 14336)))
+    here = replace(given, us=99.0, same_run=True, source="llama-cpp-python 9 (ggml 1), clock")
+    mixed = replace(run, peers=(*run.peers, here))
+    assert headline_cells(mixed, 1, 4096, 14336)[1] == "99.0 us"
+    assert headline_cells(mixed, 1, 4096, 4096)[1].endswith(f" us{report.ELSEWHERE}")
+    note = report.headline_table(mixed, "r.json").splitlines()[-1]
+    assert "of the same run (llama-cpp-python 9 (ggml 1)), some of another run" in note
+    peers = tuple(replace(p, same_run=False) for p in run.peers)
+    note = report.headline_table(replace(run, peers=peers), "r.json").splitlines()[-1]
+    assert f"cuBLAS's of {report.UNPAIRED} are of another run on the same GPU model" in note
+    assert report.headline_table(run, "r.json", frozenset({10})).count(report.STALE) > 6
+
+
+def test_a_headline_of_little():
+    assert report.headline_table(Run(env=Environment()), "r.json") == report.NOTHING
+    few = make_run(((8, 4096, 4096),))
+    assert "Nothing was measured at the headline's M" in report.headline_table(few, "r.json")
+    alone = make_run(((512, 64, 32),), formats=("q8_0",), peers=False)
+    assert headline_cells(alone, 512, 64, 32)[1:6] == ["-", "-", "2.50 us (step 1)", "-", "-"]
+    assert report.headline_table(alone, "r.json").startswith("Q8_0 on an")
 
 
 # --- against llama.cpp and cuBLAS -----------------------------------------------------------------
