@@ -9,6 +9,7 @@ import pytest
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.device import tile_format
 from reference import CHECK_SHAPES, GOLDEN, Problem
 from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
@@ -170,18 +171,27 @@ def test_work_shared_by_few_sms(
     assert all(np.array_equal(results[0], other) for other in results)
 
 
+@pytest.mark.parametrize("stages", [2, 8])
 @pytest.mark.parametrize("shared", [99, 163, 227])
-def test_decode_fits_any_gpu(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block."""
+def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block: rings, codes and
+    scales of A, and the sums of warps along K, counted here again."""
     step = steps.find(10)
     module = sys.modules[step.launch.__module__]
     monkeypatch.setattr(module, "shared_memory", lambda: shared * 1024)
+    monkeypatch.setattr(module, "STAGES", stages)
     for name in WEIGHT_FORMATS:
+        tile = tile_format(name)
         for m in (1, 2, 4, 5, 8, 16, 40):
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
                 cut = module.split(FORMATS[name], Shape(m, n, k))
-                assert cut.shared <= shared * 1024, (name, m, n, k, cut)
-                assert 1 <= cut.early <= cut.stages, (name, m, n, k, cut)
+                scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
+                need = cut.warps * cut.stages * tile.record_bytes
+                need += cut.records * 4 * (32 * cut.tokens + scales)
+                if cut.across < cut.warps:
+                    need += cut.warps // cut.across * cut.rows * 16 * cut.tokens * 4
+                assert need <= cut.shared <= shared * 1024, (name, m, n, k, cut)
+                assert 1 <= cut.early <= cut.stages <= stages, (name, m, n, k, cut)
 
 
 def test_integer_sums_are_the_same_however_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
