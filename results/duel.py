@@ -187,7 +187,7 @@ class CublasFp16:
 
         self.stopwatch, self._weights, self._clock = TorchStopwatch(), weights, clock
         self.slots = len(weights)
-        self._a = torch.from_numpy(np.ascontiguousarray(a)).cuda().half()
+        self._a = torch.from_numpy(np.array(a)).cuda().half()
         shape = (a.shape[0], weights[0].shape[0])
         self._c = torch.full(shape, math.nan, device="cuda", dtype=torch.float16)
         self.source = (
@@ -228,6 +228,6 @@ def cublas_weights(w: np.ndarray) -> list[Any]:
 
     from results.peers import TorchStopwatch
 
-    first = torch.from_numpy(np.ascontiguousarray(w)).cuda().half()
+    first = torch.from_numpy(np.array(w)).cuda().half()
     slots = slots_for(2 * w.size, TorchStopwatch().l2_bytes)
     return [first, *(first.clone() for _ in range(slots - 1))]
