@@ -37,6 +37,7 @@ from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
 from qformats.repack import (
+    BAND,
     BYTE_UNIT,
     BYTE_ZERO,
     CENTRE,
@@ -45,6 +46,7 @@ from qformats.repack import (
     MINIMUM_UNIT,
     TILE_K,
     TILE_ROWS,
+    TOKEN_GROUP,
     UNIT,
 )
 from steps.instructions import (
@@ -406,6 +408,21 @@ def load_four(x, i, a, m, k, wide):
 
 
 @cuda.jit(device=True, forceinline=True)
+def token_unit(rows, m, k, units, unit):
+    """Which unit of 16 bytes it is: of token m and of `units` that it has of 128 K, number `unit`,
+    where tokens are in groups of eight and all groups come before the next 128 K."""
+    groups = uint32(uint32(rows + uint32(TOKEN_GROUP - 1)) >> uint32(3))
+    group = int64(uint32(k) >> uint32(7)) * groups + (uint32(m) >> uint32(3))
+    return (group * units + unit) * TOKEN_GROUP + (uint32(m) & uint32(7))
+
+
+@cuda.jit(device=True, forceinline=True)
+def record_number(row_tile, step, steps):
+    """Which record of `qformats.repack.tiles`: of a row tile and a step of 128 K, of `steps`."""
+    return int32(int32((row_tile >> 3) * steps + step) * BAND + (row_tile & 7))
+
+
+@cuda.jit(device=True, forceinline=True)
 def size_bits(x):
     """The bits of |x|: as integers they order floats, and NaN comes last."""
     return int32(as_bits(x) & uint32(0x7FFFFFFF))
@@ -422,8 +439,9 @@ def largest_bits(x, i, most):
 def half_rounder(held: int) -> Any:
     """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
 
-    kernel(a, units, factors): float16 [K/8, M, 8], flat, 8 values of row m followed by 8 of row
-    m + 1, K rounded up to a multiple of 128 and zeros beyond; float32 [M]. The values of a row are
+    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
+    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
+    and zeros beyond; float32 [M]. The values of a row are
     multiplied by a power of two that brings the largest into [2^14, 2^15), factors[m] is its
     inverse (see `reference.Halves`). In a unit stand, of 16 K, first k, then k + 2 for
     k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
@@ -437,11 +455,11 @@ def half_rounder(held: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, scale):
-        unit = int64(uint32(k) >> uint32(4)) * 2 * rows + m
+        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
         even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
         odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
-        store_u32(units, unit * HALVES + 2 * t, even)
-        store_u32(units, (unit + rows) * HALVES + 2 * t, odd)
+        store_u32(units, at + 2 * t, even)
+        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
 
     @cuda.jit
     def half_units(a, units, factors):
@@ -475,16 +493,15 @@ def half_rounder(held: int) -> Any:
         # 2^(141 - e) brings 2^(e - 127) to 2^14
         exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
         scale = as_float(uint32(268 - exponent) << uint32(23))
-        if m < rows:
-            for i in range(held):
-                if first + i * ROW_STEP < padded:
-                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
-            for k in range(first + held * ROW_STEP, padded, ROW_STEP):
-                y = cuda.local.array((1, 4), float32)
-                load_four(y, 0, a, m, uint32(k), wide)
-                store_4(units, rows, m, k, t, y, 0, scale)
-            if first == 0:
-                factors[m] = as_float(uint32(exponent - 14) << uint32(23))
+        for i in range(held):
+            if first + i * ROW_STEP < padded:
+                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
+        for k in range(first + held * ROW_STEP, padded, ROW_STEP):
+            y = cuda.local.array((1, 4), float32)
+            load_four(y, 0, a, m, uint32(k), wide)
+            store_4(units, rows, m, k, t, y, 0, scale)
+        if first == 0 and m < rows:
+            factors[m] = as_float(uint32(exponent - 14) << uint32(23))
 
     return half_units
 
@@ -495,8 +512,9 @@ def half_loads(k: int) -> int:
 
 
 def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
-    """(grid, block) of `half_rounder` for m tokens."""
-    return (-(-m // ROWS),), (HALF_THREADS,)
+    """(grid, block) of `half_rounder` for m tokens: whole groups of eight, with zeros for tokens
+    that there are not."""
+    return (-(-m // TOKEN_GROUP) * (TOKEN_GROUP // ROWS),), (HALF_THREADS,)
 
 
 # --- int8 with one scale a token, on the GPU ------------------------------------------------------
@@ -505,10 +523,11 @@ def token_quantizer(held: int) -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
     token; `half_grid` for its launch.
 
-    kernel(a, units, scales): int8 [K/16, M, 16], flat, 16 codes of row m followed by 16 of row
-    m + 1, K rounded up to a multiple of 128 and zeros beyond; float32 [M], d = amax / 127 of the
-    row. The recipe is that of Q8_1, with a row for a block; see `reference.Tokens`. K is a multiple
-    of 4. Rows are read as `half_rounder` reads them.
+    kernel(a, units, scales): int8 [K/128, M/8, 8, 8, 16], flat: of 8 tokens and 128 K first 16
+    codes of each token, then the next 16 of each, all before the next tokens; M and K rounded up,
+    and zeros beyond; float32 [M], d = amax / 127 of the row. The recipe is that of Q8_1, with a row
+    for a block; see `reference.Tokens`. K is a multiple of 4. Rows are read as `half_rounder` reads
+    them.
 
     A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
     and no other.
@@ -517,7 +536,7 @@ def token_quantizer(held: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, twice):
-        unit = int64(uint32(k) >> uint32(4)) * rows + m
+        unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
         store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice))
 
     @cuda.jit
@@ -551,16 +570,15 @@ def token_quantizer(held: int) -> Any:
         d = as_float(uint32(largest[row])) / float32(127)
         inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
         twice = inverse + inverse
-        if m < rows:
-            for i in range(held):
-                if first + i * ROW_STEP < padded:
-                    store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice)
-            for k in range(first + held * ROW_STEP, padded, ROW_STEP):
-                y = cuda.local.array((1, 4), float32)
-                load_four(y, 0, a, m, uint32(k), wide)
-                store_4(units, rows, m, k, t, y, 0, twice)
-            if first == 0:
-                scales[m] = d
+        for i in range(held):
+            if first + i * ROW_STEP < padded:
+                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice)
+        for k in range(first + held * ROW_STEP, padded, ROW_STEP):
+            y = cuda.local.array((1, 4), float32)
+            load_four(y, 0, a, m, uint32(k), wide)
+            store_4(units, rows, m, k, t, y, 0, twice)
+        if first == 0 and m < rows:
+            scales[m] = d
 
     return token_units
 
@@ -825,7 +843,7 @@ def half_format(format_name: str) -> HalfFormat:
 class ByteFormat:
     """How lanes make the int8 weights of a record of `qformats.repack.byte_tiles`.
 
-    record_bytes, used_bytes : of one record; what follows the first `used_bytes` is of no use
+    record_bytes             : of one record
     words(m, at, lane, half), scales(m, at, lane, half)
         what one lane needs of the record at byte `at` of m, for one half of 64 K
     fragments(words, scales, block) -> (a0, a1, a2, a3)
@@ -838,7 +856,6 @@ class ByteFormat:
     """
 
     record_bytes: int
-    used_bytes: int
     words: Any
     scales: Any
     fragments: Any
@@ -902,8 +919,7 @@ def byte_format(format_name: str) -> ByteFormat:
         return words[4 * block], words[4 * block + 1], words[4 * block + 2], words[4 * block + 3]
 
     return ByteFormat(
-        record_bytes=tile.record_bytes,
-        used_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
+        record_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
         words=tile.load,
         scales=no_scales if bits == 8 else half.scales,
         fragments=fragments_8 if bits == 8 else fragments,

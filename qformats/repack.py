@@ -142,6 +142,10 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
 TILE_ROWS, TILE_K = 16, 128
 """One record of `tiles`: the rows of an mma's A operand, and four blocks along K."""
 
+BAND = 8
+"""Row tiles whose records of the same 128 K lie side by side: what 128 rows have for a step along K
+is one piece, which one bulk copy can bring."""
+
 CODE_UNIT = {4: 16, 5: 8, 8: 1}
 """By bits of W: what a code is multiplied by in the bytes that a tensor core is given. A nibble
 stays in the upper half of its byte (one mask, no shift down), a fifth bit goes right below it."""
@@ -149,6 +153,10 @@ stays in the upper half of its byte (one mask, no shift down), a fifth bit goes 
 
 HALVES = 8
 """float16 in a unit."""
+
+TOKEN_GROUP = 8
+"""Tokens in a group of activations: units of 16 bytes of so many, side by side, are 128 bytes, and
+so lie in all banks of shared memory."""
 
 HALF_UNIT = 2.0**-24
 """The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
@@ -163,9 +171,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """Blocks [N, K//32] as records of 16 rows x 128 K, laid out as `mma.m16n8k32` wants its A, and
     what a kernel's sums are to be multiplied by.
 
-    records: uint8 [ceil(N/16), ceil(K/128), record], flat: as many bytes as ggml needs for 64
-    blocks, in another order; rows and blocks beyond the matrix have scale 0. A record is, for lane
-    4g + t,
+    records: uint8 [ceil(N/128), ceil(K/128), 8, record], flat: in bands of 128 rows, what all of
+    them have of 128 K before the next 128 K. A record has as many bytes as ggml needs for 64
+    blocks, in another order; rows and blocks beyond the matrix have scale 0. For lane 4g + t it is
 
         codes   4 and 5 bits: for each half of 64 K, 16 bytes a lane: for its two blocks a word of
                 row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
@@ -178,7 +186,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
 
     Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
 
-    factors: float32 [N rounded up to whole records], a power of two for each row, in units of which
+    factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
 
         d' = d / (factor * HALF_UNIT)      m' = m / (factor * MINIMUM_UNIT)
@@ -204,9 +212,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
             power = np.minimum(power, 24 - _exponent(blocks["m"], -24))
             scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 9)
         scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
-    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
+    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return _records(scaled, fmt), factors
+    return _in_bands(_records(scaled, fmt), scaled), factors
 
 
 def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
@@ -216,10 +224,21 @@ def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
     return np.frexp(largest)[1] - 1
 
 
+def _row_tiles(n: int) -> int:
+    """Of n rows and what they lack to whole bands."""
+    return -(-n // (BAND * TILE_ROWS)) * BAND
+
+
+def _in_bands(records: NDArray[np.uint8], blocks: Blocks) -> NDArray[np.uint8]:
+    """[row tile * K tile, record] -> [band, K tile, row tile of it, record], flat."""
+    by_row = records.reshape(_row_tiles(len(blocks)) // BAND, BAND, -1, records.shape[1])
+    return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
+
+
 def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
-    """The bytes of `tiles`."""
+    """Those of `tiles`, uint8 [row tile * K tile, record], all of whole bands."""
     n, blocks_k = blocks.shape
-    rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
+    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
     if (n, blocks_k) != (rows * TILE_ROWS, deep * 4):
         padded = np.zeros((rows * TILE_ROWS, deep * 4), blocks.dtype)
@@ -252,7 +271,7 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
-    return np.concatenate(flat, axis=1).reshape(-1)
+    return np.concatenate(flat, axis=1)
 
 
 # --- bytes: what an int8 tensor core multiplies, with one scale a row ----------------------------
@@ -275,8 +294,8 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         code * (HALF_UNIT d') + m' = BYTE_UNIT * (BYTE_ZERO + int8)
 
     with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
-    codes of q8_0 are the int8 already, and its d' is of no use. factors: float32 [N rounded up to
-    whole records].
+    codes of q8_0 are the int8 already, and its records have no scales. factors: float32 [N rounded
+    up to whole bands].
 
     Formats of 5 bits have another order, with which a kernel needs three instructions less for
     eight codes: codes and scales are those of `tiles` for the lower four bits as a format of 4,
@@ -291,28 +310,30 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
         if "m" in (fmt.dtype.names or ()):
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
-    factors = np.ones(-(-len(blocks) // TILE_ROWS) * TILE_ROWS, np.float32)
+    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = maps.factor
-    return _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt), factors
+    records = _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt)
+    if fmt.bits == 8:
+        records = records[:, : TILE_ROWS * TILE_K]
+    return _in_bands(records, made), factors
 
 
 def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
-    """The records of 5 bits of `byte_tiles`."""
+    """The records of 5 bits of `byte_tiles`, as `_records`."""
     name = {"q5_0": "q4_0", "q5_1": "q4_1"}[format_of(blocks).name]
     lower = np.zeros(blocks.shape, FORMATS[name].dtype)
     for field in lower.dtype.names or ():
         lower[field] = blocks[field]
     n, blocks_k = blocks.shape
-    rows, deep = -(-n // TILE_ROWS), -(-blocks_k * BLOCK // TILE_K)
+    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     fifth = np.zeros((rows * TILE_ROWS, deep * 4, BLOCK), np.uint8)
     qh = np.ascontiguousarray(blocks["qh"])
     fifth[:n, :blocks_k] = np.unpackbits(qh, axis=-1, bitorder="little")
     by_place = fifth.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
     octets = by_place.transpose(0, 3, 4, 2, 7, 8, 5, 6, 9, 1).reshape(rows * deep, -1)
     bits = np.packbits(octets, axis=-1, bitorder="little")
-    records = _records(lower, FORMATS[name]).reshape(rows * deep, -1)
-    codes = TILE_ROWS * TILE_K // 2
-    return np.concatenate([records[:, :codes], bits, records[:, codes:]], axis=1).reshape(-1)
+    records, codes = _records(lower, FORMATS[name]), TILE_ROWS * TILE_K // 2
+    return np.concatenate([records[:, :codes], bits, records[:, codes:]], axis=1)
 
 
 def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:

@@ -22,7 +22,7 @@ from qformats.device import (
     q8_1_quantizer,
     token_quantizer,
 )
-from qformats.repack import HALVES, TILE_K, UNIT
+from qformats.repack import TILE_K, TOKEN_GROUP, UNIT
 from reference.product import Q81, Halves, Tokens
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
@@ -59,31 +59,29 @@ def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activa
     return Activations((a,), layout="inside")
 
 
-PAST = 256
-"""Tokens past the last one that a tile of `float16_units` or `int8_units` may read: their columns
-of C are nobody's, and are not written."""
+def _whole(m: int, k: int) -> int:
+    """Values of A[m, k] in whole groups of eight tokens and 128 K."""
+    return ceil_div(m, TOKEN_GROUP) * TOKEN_GROUP * ceil_div(k, TILE_K) * TILE_K
 
 
 def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
-    """A16 in float16, K outermost: float16 [K/8, M, 8] with room for `PAST` tokens after the last
-    unit, and float32 [M] by which each token's products are to be multiplied. K rounded up to a
-    multiple of 128 and zeros beyond; for its order and the powers of two see
-    `qformats.device.half_rounder`."""
+    """A16 in float16, in pieces of 2 KB for 128 K of 8 tokens: float16 [K/128, M/8, 16, 8, 8], M
+    and K rounded up and zeros beyond, and float32 [M] by which each token's products are to be
+    multiplied. What a tile of tokens has of 128 K is one piece of memory, and each 128 bytes of it
+    are a core matrix of `wgmma` or the eight rows of an `ldmatrix`. For the order of K and the
+    powers of two see `qformats.device.half_rounder`."""
     m, k = a.shape
-    units = ceil_div(k, TILE_K) * TILE_K // HALVES
-    halves = machine.empty(((units * m + PAST) * HALVES,), np.float16)
+    halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
     launch = Launch(half_rounder(half_loads(k)), *half_grid(m), (a, halves, factors))
     return Activations((halves, factors), (launch,), "halves")
 
 
 def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with one scale for each token, K outermost: int8 [K/16, M, 16] with room for `PAST` tokens
-    after the last unit, and float32 [M]. K rounded up to a multiple of 128 and zeros beyond. See
-    `qformats.device.token_quantizer`."""
+    """A8 with one scale for each token, in pieces of 1 KB as `float16_units`: int8
+    [K/128, M/8, 8, 8, 16] and float32 [M]. See `qformats.device.token_quantizer`."""
     m, k = a.shape
-    units = ceil_div(k, TILE_K) * TILE_K // UNIT
-    codes = machine.empty(((units * m + PAST) * UNIT,), np.int8)
+    codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
     launch = Launch(token_quantizer(half_loads(k)), *half_grid(m), (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
@@ -107,20 +105,22 @@ def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
         raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
     if isinstance(given, Halves):
         m, k = given.h.shape
-        h = np.pad(given.h, ((0, 0), (0, -k % TILE_K))).reshape(m, -1, 4, 2, 2)
-        units = h.transpose(1, 4, 0, 2, 3)  # of 16 K: k = 4 t + 2 i + odd -> odd, token, t, i
-        return np.pad(units.reshape(-1), (0, PAST * HALVES)), given.factor
+        h = np.pad(given.h, ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
+        # group, token, step of 128 K, 16 K of it, and of these k = 4 t + 2 i + odd
+        h = h.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), 8, 4, 2, 2)
+        return h.transpose(2, 0, 3, 6, 1, 4, 5).reshape(-1), given.factor
     m, k = given.q.shape
-    if layout in ("slabs", "tokens"):
+    if isinstance(given, Tokens):
+        q = np.pad(given.q.astype(np.int8), ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
+        q = q.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), TILE_K // UNIT, UNIT)
+        return q.transpose(2, 0, 3, 1, 4).reshape(-1), given.d
+    if layout == "slabs":
         more = -k % TILE_K
         units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
         units = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
-        if not isinstance(given, Q81):
-            return np.pad(units, (0, PAST * UNIT)), given.d
         ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
         return units, ds.reshape(-1)
-    assert isinstance(given, Q81)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
     blocks["d"], blocks["s"] = given.d, given.s
     blocks["qs"] = given.q.reshape(m, k // BLOCK, BLOCK)
@@ -134,14 +134,17 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 |
         return Q81.of_values(arrays[0].reshape(m, k))
     if layout == "halves":
         units, factor = arrays
-        h = units[: units.size - PAST * HALVES].reshape(-1, 2, m, 4, 2)
-        return Halves(h.transpose(2, 0, 3, 4, 1).reshape(m, -1)[:, :k], factor)
-    if layout in ("slabs", "tokens"):
+        h = units.reshape(ceil_div(k, TILE_K), -1, 8, 2, TOKEN_GROUP, 4, 2)
+        h = h.transpose(1, 4, 0, 2, 5, 6, 3).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
+        return Halves(h[:m, :k], factor)
+    if layout == "tokens":
+        codes, scales = arrays
+        q = codes.reshape(ceil_div(k, TILE_K), -1, TILE_K // UNIT, TOKEN_GROUP, UNIT)
+        q = q.transpose(1, 3, 0, 2, 4).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
+        return Tokens(q[:m, :k], scales)
+    if layout == "slabs":
         qs, ds = arrays
-        q = qs[: -PAST * UNIT] if layout == "tokens" else qs
-        q = q.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
-        if layout == "tokens":
-            return Tokens(q, ds)
+        q = qs.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
         ds = ds.reshape(-1, m, 2)[: k // BLOCK]
         return Q81(q=q, d=ds[..., 0].T, s=ds[..., 1].T)
     blocks = arrays[0].view(block_q8_1).reshape(m, k // BLOCK)

@@ -31,11 +31,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import tile_format
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.device import record_number, tile_format
+from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import q8_1_slabs
 from steps.instructions import (
     half_to_float,
@@ -126,8 +126,8 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         m0, tile = cuda.blockIdx.y * bm, cuda.blockIdx.x * warps + warp
         n = tile * TILE_ROWS + lane // 4
         deep = (blocks_k + BLOCKS - 1) // BLOCKS
-        # a warp beyond N multiplies the last record, as it must meet the others at the barriers
-        at = min(tile, (N + TILE_ROWS - 1) // TILE_ROWS - 1) * deep * record_bytes
+        # beyond N too there are records, of a whole band, with scales of 0
+        at = int64(record_number(int32(tile), int32(0), int32(deep))) * record_bytes
         for j in range(columns):
             for i in range(4):
                 acc[j, i] = 0
@@ -141,7 +141,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             minima = scales
             if minimum:
                 minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
-            at += record_bytes
+            at += BAND * record_bytes
 
             # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
             # looks, the last row is read again: without a branch no load waits for another

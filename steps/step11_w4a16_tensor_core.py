@@ -33,7 +33,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import half_format
-from qformats.repack import HALVES, TILE_K, TILE_ROWS, tiles
+from qformats.repack import BAND, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import PAD, finish_tile
 from steps.instructions import (
@@ -59,7 +59,7 @@ TILES: Final = {  # (features, tokens) of a tile of C: blocks an SM, as register
 WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
 STAGES: Final = 4  # of the ring, at most
 PARTS: Final = 16  # of K at most: more would take longer to add up
-UNITS: Final = TILE_K // HALVES  # of 8 K in a stage
+GROUP: Final = TOKEN_GROUP * TILE_K  # float16 of a stage that eight tokens have
 ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
 
 
@@ -81,9 +81,9 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
     groups = 1 if side * deep == 8 else 2  # of warps, which share a stage's K
     warps = side * deep * groups
     threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
-    at_tokens = bn // TILE_ROWS * record
-    stage_bytes = at_tokens + 2 * TILE_K * bm
-    together = threads // bm  # units of K that the threads copy at a time, one token each
+    band, bands = BAND * record, bn // (BAND * TILE_ROWS)
+    at_tokens = bands * band
+    stage_bytes, together = at_tokens + 2 * TILE_K * bm, 16 * threads
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
     finish, pitch = finish_tile(bn, bm, groups, threads, in_half), bn + PAD
@@ -92,29 +92,27 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
     # --- global -> shared: ask for the operands of one stage
     @cuda.jit(device=True, forceinline=True)
     def copy_weights(ring, base, t, w, own, other):
-        """Two records of each warp."""
-        lane, warp = t & 31, t >> 5
-        for i in range(2):
-            to = base + (warp + i * warps) * record + 16 * lane
-            at = int64(own if i == 0 else other) * record + 16 * lane
-            for chunk in range(0, record, 512):
-                if chunk + 512 <= record or 16 * lane < record - chunk:
-                    cp_async_16(ring, to + chunk, w, at + chunk)
+        """A band, or two of them."""
+        for i in range(bands):
+            at = int64(own if i == 0 else other) * band
+            for chunk in range(0, band, together):
+                if chunk + together <= band or 16 * t < band - chunk:
+                    cp_async_16(ring, base + i * band + chunk + 16 * t, w, at + chunk + 16 * t)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_tokens(ring, base, t, a, step, m0, M):
-        u, column = t // bm, t & (bm - 1)
-        unit = int32((step * UNITS + u) * M + m0 + column)
-        for i in range(0, UNITS, together):
-            to = base + at_tokens + ((u + i) * bm + column) * 16
-            cp_async_16(ring, to, a, int64(unit + i * M) * HALVES)
+    def copy_tokens(ring, base, t, a, group, size):
+        """The tile's groups of eight tokens from number `group` on, `size` bytes."""
+        for chunk in range(0, 2 * TILE_K * bm, together):
+            at = chunk + 16 * t
+            if at < size:
+                cp_async_16(ring, base + at_tokens + at, a, int64(group) * GROUP + (at >> 1))
 
     # --- shared -> registers
     @cuda.jit(device=True, forceinline=True)
     def fetch_tokens(b, ring, at, step):
         """B fragments of one step of 16 K: two units."""
         for j in range(pairs):
-            b0, b1, b2, b3 = ldmatrix_x4(ring, at + (2 * step * bm + 16 * j) * 16)
+            b0, b1, b2, b3 = ldmatrix_x4(ring, at + 256 * step + 4 * GROUP * j)
             b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3] = b0, b1, b2, b3
 
     @cuda.jit(device=True, forceinline=True)
@@ -183,12 +181,15 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         first = warp // side % deep * tokens
         half = group
         weights = warp % side * ROW_TILES * record
-        b_row = first + (lane >> 4) * 8 + (lane & 7)
-        b_at = at_tokens + ((lane >> 3 & 1) * bm + b_row) * 16
-        # where it copies from: rows beyond the matrix repeat one within, tokens have room there
-        row, last = int32(n0 // TILE_ROWS + warp), int32((N - 1) // TILE_ROWS)
-        own = int32(min(row, last) * steps + k0)
-        other = int32(min(row + warps, last) * steps + k0)
+        # a row of ldmatrix's four matrices: of a group two units of 8 K, then of the next group
+        b_at = at_tokens + (first // TOKEN_GROUP + (lane >> 4)) * (2 * GROUP)
+        b_at += (lane >> 3 & 1) * 128 + (lane & 7) * 16
+        # where it copies from; a band beyond the matrix repeats the last
+        last = int32((N - 1) // (BAND * TILE_ROWS))
+        own = int32(min(n0 // (BAND * TILE_ROWS), last) * steps + k0)
+        other = int32(min(n0 // (BAND * TILE_ROWS) + 1, last) * steps + k0)
+        groups, group0 = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP), int32(m0 // TOKEN_GROUP)
+        size = int32((groups - group0) * (2 * GROUP))
         for i in range(n_acc):
             acc[i] = 0
 
@@ -199,7 +200,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         wait_for_previous()  # the weights were there; the activations have just been rounded
         for step in range(stages):
             if step < count:
-                copy_tokens(ring, step * stage_bytes, t, a, k0 + step, m0, M)
+                copy_tokens(ring, step * stage_bytes, t, a, (k0 + step) * groups + group0, size)
             cp_async_commit()
         wait_for_first()
         cuda.syncthreads()
@@ -222,7 +223,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
                 cuda.syncthreads()
                 if ahead < count:
                     copy_weights(ring, base, t, w, own + ahead, other + ahead)
-                    copy_tokens(ring, base, t, a, k0 + ahead, m0, M)
+                    copy_tokens(ring, base, t, a, (k0 + ahead) * groups + group0, size)
                 cp_async_commit()
                 ahead = int32(ahead + 1)
                 base = int32(base + stage_bytes)

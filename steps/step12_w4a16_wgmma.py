@@ -34,7 +34,7 @@ from numba import cuda, int32, int64, uint8
 
 from qformats import Format
 from qformats.device import half_format
-from qformats.repack import HALVES, TILE_K, TILE_ROWS, tiles
+from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import GROUP, ROWS, finish_wgmma
 from steps.instructions import (
@@ -73,7 +73,6 @@ STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 LOT: Final = 2 * ROWS  # features that two warpgroups multiply at a time
 WARPS: Final = 2 * GROUP // 32  # of them; the warps of the third bring
-UNITS: Final = TILE_K // HALVES  # of 8 K in a stage
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
 
@@ -88,8 +87,8 @@ def kernel(
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
-    records, lots = bn // TILE_ROWS, bn // LOT
-    at_tokens = records * record
+    lots, band_bytes = bn // LOT, BAND * record
+    at_tokens, group_bytes = lots * band_bytes, 2 * TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + 2 * TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
@@ -106,12 +105,12 @@ def kernel(
         even, odd = multipliers(s, 0), multipliers(s, 1)
         a, b = fragments(w, 0, even), fragments(w, 1, even)
         x, y = fragments(w, 2, odd), fragments(w, 3, odd)
-        where = where + 8 * bm * half
+        where = where + 64 * half  # of 16 bytes each: 8 tokens x 8 K are 8 of them
         wgmma_fence()
         acc = wgmma_f16(acc, a[0], a[1], a[2], a[3], where, 1)
-        acc = wgmma_f16(acc, b[0], b[1], b[2], b[3], where + 2 * bm, 1)
-        acc = wgmma_f16(acc, x[0], x[1], x[2], x[3], where + 4 * bm, 1)
-        acc = wgmma_f16(acc, y[0], y[1], y[2], y[3], where + 6 * bm, 1)
+        acc = wgmma_f16(acc, b[0], b[1], b[2], b[3], where + 16, 1)
+        acc = wgmma_f16(acc, x[0], x[1], x[2], x[3], where + 32, 1)
+        acc = wgmma_f16(acc, y[0], y[1], y[2], y[3], where + 48, 1)
         wgmma_commit()
         return acc
 
@@ -125,7 +124,7 @@ def kernel(
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # so the compiler knows: one for all
         steps, tail, rate = int32(steps), int32(stretch[0]), stretch[1]
         tiles_n = int32((N + bn - 1) // bn)
-        tiles = int32((M + bm - 1) // bm * tiles_n)
+        total = int32((M + bm - 1) // bm * tiles_n)
         number, k0, count, left = begin(tail, rate, steps)
         if t == 0:
             for s in range(stages):
@@ -136,28 +135,28 @@ def kernel(
         let_next_start()
         s, parity = int32(0), int32(0)
         if warp >= WARPS:
-            # --- global -> shared: a warp brings weights, two bring tokens, each lane a copy
+            # --- global -> shared: one thread brings weights, one tokens, in large pieces
             fewer_registers()
-            if warp == WARPS + 3:
+            if warp > WARPS + 1 or lane > 0:
                 return
             if warp > WARPS:
                 wait_for_previous()  # the activations have just been rounded
-            last, u = int32((N - 1) // TILE_ROWS), int32(lane + (warp - WARPS - 1) * UNITS // 2)
-            while number < tiles:
+            last, groups = int32((N - 1) // LOT), int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
+            while number < total:
                 m0, n0 = corner(number, tiles_n)
-                row = int32(min(n0 // TILE_ROWS + lane, last))
+                group, band = int32(m0 // TOKEN_GROUP), int32(n0 // LOT)
+                token_bytes = int32(min(groups - group, bm // TOKEN_GROUP) * group_bytes)
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
                     to, bar = s * stage_bytes, full + 8 * s
                     if warp == WARPS:
-                        if lane == 0:
-                            mbarrier_arrive_expect(ring, bar, stage_bytes)
-                        if lane < records:
-                            at = int64(int32(row * steps + step)) * record
-                            bulk_copy(ring, to + lane * record, w, at, record, ring, bar)
-                    elif lane < UNITS // 2:
-                        at = int64(int32((step * UNITS + u) * M + m0)) * HALVES
-                        bulk_copy(ring, to + at_tokens + 16 * bm * u, a, at, 16 * bm, ring, bar)
+                        mbarrier_arrive_expect(ring, bar, at_tokens + token_bytes)
+                        for i in range(lots):
+                            at = int64(int32(min(band + i, last) * steps + step)) * band_bytes
+                            bulk_copy(ring, to + i * band_bytes, w, at, band_bytes, ring, bar)
+                    else:
+                        at = int64(int32(step * groups + group)) * (TOKEN_GROUP * TILE_K)
+                        bulk_copy(ring, to + at_tokens, a, at, token_bytes, ring, bar)
                     s = int32(s + 1)
                     if s == stages:
                         s, parity = int32(0), int32(parity ^ 1)
@@ -174,7 +173,7 @@ def kernel(
             else:
                 barrier_sync(3, 2 * GROUP)
         before, own, other = int32(0), int32(warp * record), int32((warp + WARPS) * record)
-        while number < tiles:
+        while number < total:
             m0, n0 = corner(number, tiles_n)
             first = last = early = int32(0)
             if count < steps:
@@ -184,7 +183,7 @@ def kernel(
             while True:
                 mbarrier_wait(ring, full + 8 * s, parity)
                 at = s * stage_bytes
-                b = matrix_descriptor(ring, at + at_tokens, 16 * bm, 128)
+                b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
                 acc = multiply(acc, ring, at + own, lane, 0, b)
                 acc = wait_for_all_but_one(acc)
                 if lane == 0 and step > 0:
@@ -225,23 +224,23 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
     unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
-        tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
+        total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # cycles of 128 K: of the tensor cores, of unpacking, of 40 bytes a cycle from the L2
         bring = (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 40
         stage = max(bn * max(bm, 48) // 16, bn * unpack // 8, bring)
-        for blocks, tail, count, pieces in cuts(tiles, steps, multiprocessors()):
+        for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
             cycles = count * stage + pieces * END
             if tail:  # the way of a tile's parts to the L2 and back, at 48 bytes a cycle
                 cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 48
             if cycles < least:
-                least, best = cycles, ((bn, bm), tiles, blocks, tail)
+                least, best = cycles, ((bn, bm), total, blocks, tail)
     return best
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Two tiles for each block, and a count for each 64 features of a tile."""
-    (bn, bm), tiles, blocks, tail = tiling(fmt, shape)
-    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((tiles * bn // ROWS,), np.int32)
+    (bn, bm), total, blocks, tail = tiling(fmt, shape)
+    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((total * bn // ROWS,), np.int32)
 
 
 def launch(
@@ -253,11 +252,11 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, tiles, blocks, tail = tiling(fmt, shape)
+    tile, total, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
     while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
-    ahead = min(AHEAD, stages - 2) if tiles > blocks else 0
+    ahead = min(AHEAD, stages - 2) if total > blocks else 0
     run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)

@@ -34,7 +34,7 @@ from numba import cuda, int32, int64, uint8
 
 from qformats import Format
 from qformats.device import byte_format
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, byte_tiles
+from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
 from steps.instructions import (
@@ -72,7 +72,6 @@ TILES: Final = (  # (features, tokens) of a tile of C
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
-UNITS: Final = TILE_K // UNIT  # of 16 K in a stage
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
 
@@ -85,11 +84,10 @@ def kernel(
     the second by so many; its shared memory in bytes)"""
     bn, bm = tile
     form = byte_format(fmt.name)
-    record, used, words = form.record_bytes, form.used_bytes, form.words
+    record, words = form.record_bytes, form.words
     scales, fragments = form.scales, form.fragments
-    records = bn // TILE_ROWS
     prefetch = fmt.bits < 8  # what is an operand as it is must not come while others are multiplied
-    at_tokens = records * used
+    at_tokens, group_bytes = BAND * record, TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
@@ -111,7 +109,7 @@ def kernel(
         a, b = fragments(fetched[0], fetched[1], 0), fragments(fetched[0], fetched[1], 1)
         wgmma_fence()
         acc = wgmma_s8(acc, a[0], a[1], a[2], a[3], where, 1)
-        acc = wgmma_s8(acc, b[0], b[1], b[2], b[3], where + 2 * bm, 1)
+        acc = wgmma_s8(acc, b[0], b[1], b[2], b[3], where + 16, 1)
         wgmma_commit()
         return acc
 
@@ -125,7 +123,7 @@ def kernel(
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # so the compiler knows: one for all
         steps, tail, rate = int32(steps), int32(stretch[0]), stretch[1]
         tiles_n = int32((N + bn - 1) // bn)
-        tiles = int32((M + bm - 1) // bm * tiles_n)
+        total = int32((M + bm - 1) // bm * tiles_n)
         number, k0, count, left = begin(tail, rate, steps)
         if t == 0:
             for s in range(stages):
@@ -136,28 +134,27 @@ def kernel(
         let_next_start()
         s, parity = int32(0), int32(0)
         if warp >= WARPS:
-            # --- global -> shared: a warp brings weights, two bring tokens, each lane a copy
+            # --- global -> shared: one thread brings weights, one tokens, in large pieces
             fewer_registers()
-            if warp == WARPS + 3:
+            if warp > WARPS + 1 or lane > 0:
                 return
             if warp > WARPS:
                 wait_for_previous()  # the activations have just been quantized
-            last, u = int32((N - 1) // TILE_ROWS), int32(lane + (warp - WARPS - 1) * UNITS // 2)
-            while number < tiles:
+            groups = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
+            while number < total:
                 m0, n0 = corner(number, tiles_n)
-                row = int32(min(n0 // TILE_ROWS + lane, last))
+                group, band = int32(m0 // TOKEN_GROUP), int32(n0 // bn)
+                token_bytes = int32(min(groups - group, bm // TOKEN_GROUP) * group_bytes)
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
                     to, bar = s * stage_bytes, full + 8 * s
                     if warp == WARPS:
-                        if lane == 0:
-                            mbarrier_arrive_expect(ring, bar, stage_bytes)
-                        if lane < records:
-                            at = int64(int32(row * steps + step)) * record
-                            bulk_copy(ring, to + lane * used, w, at, used, ring, bar)
-                    elif lane < UNITS // 2:
-                        at = int64(int32((step * UNITS + u) * M + m0)) * UNIT
-                        bulk_copy(ring, to + at_tokens + 16 * bm * u, a, at, 16 * bm, ring, bar)
+                        mbarrier_arrive_expect(ring, bar, at_tokens + token_bytes)
+                        at = int64(int32(band * steps + step)) * at_tokens
+                        bulk_copy(ring, to, w, at, at_tokens, ring, bar)
+                    else:
+                        at = int64(int32(step * groups + group)) * (TOKEN_GROUP * TILE_K)
+                        bulk_copy(ring, to + at_tokens, a, at, token_bytes, ring, bar)
                     s = int32(s + 1)
                     if s == stages:
                         s, parity = int32(0), int32(parity ^ 1)
@@ -173,8 +170,8 @@ def kernel(
                 until = int32(min(ahead, count) - 1)
             else:
                 barrier_sync(3, 2 * GROUP)
-        before, own = int32(0), int32(warp * used)
-        while number < tiles:
+        before, own = int32(0), int32(warp * record)
+        while number < total:
             m0, n0 = corner(number, tiles_n)
             first = last = early = int32(0)
             if count < steps:
@@ -184,7 +181,7 @@ def kernel(
             mbarrier_wait(ring, full + 8 * s, parity)
             lower = fetch(ring, at + own, lane, 0)
             while True:
-                b = matrix_descriptor(ring, at + at_tokens, 16 * bm, 128)
+                b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
                 acc = multiply(acc, lower, b)
                 if prefetch:  # the next weights come while these are multiplied
                     upper = fetch(ring, at + own, lane, 1)
@@ -193,7 +190,7 @@ def kernel(
                     upper = fetch(ring, at + own, lane, 1)
                 if lane == 0 and step > 0:
                     mbarrier_arrive(ring, empty + 8 * before)
-                acc = multiply(acc, upper, b + 4 * bm)
+                acc = multiply(acc, upper, b + 32)
                 if ahead and step == until:
                     barrier_arrive(3, 2 * GROUP)
                 before = s
@@ -228,24 +225,24 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
     unpack = {4: 16, 5: 22, 8: 4}[fmt.bits]  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
-        tiles = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
+        total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # cycles of 128 K: of the tensor cores, of unpacking (which takes two and a half times its
         # issue slots, as a warp waits for its own results), of 40 bytes a cycle from the L2
         bring = (bn * fmt.bits // 8 + bm) * TILE_K // 40
         stage = max(bn * max(bm, 32) // 32, 5 * bn * unpack // 16, bring)
-        for blocks, tail, count, pieces in cuts(tiles, steps, multiprocessors()):
+        for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
             cycles = count * stage + pieces * END
             if tail:  # the way of a tile's parts to the L2 and back, at 48 bytes a cycle
                 cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 48
             if cycles < least:
-                least, best = cycles, ((bn, bm), tiles, blocks, tail)
+                least, best = cycles, ((bn, bm), total, blocks, tail)
     return best
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
-    (bn, bm), tiles, blocks, tail = tiling(fmt, shape)
-    counts = tiles * bn // ROWS * ceil_div(bm, LOT)
+    (bn, bm), total, blocks, tail = tiling(fmt, shape)
+    counts = total * bn // ROWS * ceil_div(bm, LOT)
     return ((2 * blocks * bn * bm if tail else 4,), np.int32), ((counts,), np.int32)
 
 
@@ -258,11 +255,11 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, tiles, blocks, tail = tiling(fmt, shape)
+    tile, total, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
     while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
-    ahead = min(AHEAD, stages - 2) if tiles > blocks else 0
+    ahead = min(AHEAD, stages - 2) if total > blocks else 0
     run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)

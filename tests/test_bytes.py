@@ -16,15 +16,16 @@ from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.device import byte_format, half_grid, tile_format, token_quantizer
-from qformats.repack import TILE_K, TILE_ROWS, UNIT, byte_tiles, byte_weights, tiles
+from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens
-from steps.activations import PAST, decode, encode, int8_units
+from steps.activations import decode, encode, int8_units
 from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
 from steps.machines import Gpu, Simulator
 from steps.step import Launch
+from tests.records import by_row_tile
 from tests.test_halves import blocks_with, exact_weights
 from tests.test_repack import any_blocks
 
@@ -106,26 +107,26 @@ def test_records_are_those_of_tiles_but_for_scales_and_fifth_bits(name: str) -> 
     """Codes lie as in `tiles` of the same nibbles; bit by bit where the docstring says the rest."""
     blocks = blocks_with(name, 20, 6, 0.37, -1.5)
     records, factors = byte_tiles(blocks)
-    tile = tile_format(name)
+    size = byte_format(name).record_bytes
     assert records.dtype == np.uint8
-    assert factors.shape == (32,)
+    assert factors.shape == (128,)
     np.testing.assert_array_equal(factors[:20], byte_weights(blocks)[1])
-    records = records.reshape(-1, 2, tile.record_bytes)  # [row tile, K tile]
-    assert len(records) == 2
+    records = by_row_tile(records, 2, size)
+    assert len(records) == 8
     if name == "q8_0":
         again = blocks.copy()
         again["qs"] = byte_weights(blocks)[0].reshape(again["qs"].shape)
-        plain = tiles(again)[0].reshape(records.shape)
-        assert (records == plain)[..., : tile.scales_at].all()
+        plain = by_row_tile(tiles(again)[0], 2, tile_format(name).record_bytes)
+        assert (records == plain[..., :size]).all()
         return
     nibbles = np.zeros(blocks.shape, FORMATS["q4_0" if name[-1] == "0" else "q4_1"].dtype)
     nibbles["qs"] = blocks["qs"]
-    plain = tiles(nibbles)[0].reshape(2, 2, -1)
+    plain = by_row_tile(tiles(nibbles)[0], 2, tile_format(f"q4_{name[-1]}").record_bytes)
     assert (records[..., :1024] == plain[..., :1024]).all()
     if name[1] == "4":
         assert records.size == plain.size
         return
-    words = np.ascontiguousarray(records[..., 1024:1280]).view("<u4").reshape(2, 2, 2, 8, 4)
+    words = np.ascontiguousarray(records[..., 1024:1280]).view("<u4").reshape(8, 2, 2, 8, 4)
     qh = np.ascontiguousarray(blocks["qh"]).view("<u4")[..., 0]
     for n, block in np.ndindex(20, 6):
         (row_tile, row), (k_tile, rest) = divmod(n, 16), divmod(block, 4)
@@ -178,8 +179,9 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
     ):
         blocks = blocks_with(name, n, blocks_k, d, rng.standard_normal(d.shape))
         want, _ = byte_weights(blocks)
-        records, _ = byte_tiles(blocks)
         deep, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
+        records = by_row_tile(byte_tiles(blocks)[0], deep, byte_format(name).record_bytes)
+        records = records[:rows].reshape(-1)
         out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
         simulate(byte_reader(name), len(out), 32, (records, out))
         # row tile, K tile, block, g, t, upper half of the block, row g or g + 8, byte
@@ -243,8 +245,7 @@ def test_activations_are_the_recipe_bit_for_bit(
     right = np.rint(a / np.where(want.d == 0, 1, want.d)[:, None].astype(np.float64))
     assert (np.abs(got.q - right) <= 1).all()
     assert (np.abs(got.q).max(axis=1) == np.where(a.any(axis=1), 127, 0)).all()
-    whole = units[: -PAST * UNIT]
-    np.testing.assert_array_equal(whole, encode("tokens", want)[0][: whole.size])  # zeros beyond K
+    np.testing.assert_array_equal(units, encode("tokens", want)[0])  # zeros beyond M and K
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -264,10 +265,15 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
-    units, scales = (np.full_like(x, 7) for x in encode("tokens", Tokens.of_values(a)))
-    Simulator(3).run(Launch(token_quantizer(1), *half_grid(7), (a, units, scales)))
-    assert (units[-PAST * UNIT :] == 7).all()
-    np.testing.assert_array_equal(decode("tokens", (units, scales), 7, 96).q, Tokens.of_values(a).q)
+    units, scales = encode("tokens", Tokens.of_values(a))
+    around, of_rows = np.full(units.size + 64, 7, np.int8), np.full(7 + 4, 7, np.float32)
+    Simulator(3).run(
+        Launch(token_quantizer(1), *half_grid(7), (a, around[: units.size], of_rows[:7]))
+    )
+    np.testing.assert_array_equal(around[: units.size], units)
+    np.testing.assert_array_equal(of_rows[:7], scales)
+    assert (around[units.size :] == 7).all()
+    assert (of_rows[7:] == 7).all()
 
 
 def test_machine_code_of_the_pass() -> None:

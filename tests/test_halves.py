@@ -21,15 +21,16 @@ from qformats.device import (
     half_rounder,
     tile_format,
 )
-from qformats.repack import HALF_UNIT, HALVES, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
-from steps.activations import PAST, decode, encode, float16_units
+from steps.activations import decode, encode, float16_units
 from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
 from steps.machines import Gpu, Simulator
 from steps.step import Launch
+from tests.records import by_row_tile
 from tests.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -55,7 +56,7 @@ def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.nd
 def fields(name: str, records: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
     """d', and m' where there are minima, float16 [n, blocks_k] of records."""
     tile, deep = tile_format(name), -(-blocks_k * BLOCK // TILE_K)
-    by_record = records.reshape(-1, deep, tile.record_bytes)
+    by_record = by_row_tile(records, deep, tile.record_bytes)
     found = []
     for at in (tile.scales_at, tile.minima_at)[: 1 + tile.minimum]:
         halves = np.ascontiguousarray(by_record[:, :, at : at + 128]).view(np.float16)
@@ -141,6 +142,8 @@ def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.
     n, k = len(blocks), blocks.shape[1] * BLOCK
     assert (n % TILE_ROWS, k % TILE_K) == (0, 0)
     records, factors = tiles(blocks)
+    in_order = by_row_tile(records, k // TILE_K, half_format(name).record_bytes)
+    records, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
     out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
     simulate(fragment_reader(name), len(out), 32, (records, out))
     # row tile, K tile, half, step, g, t, odd, row g or g + 8, pair: of 16 K 4 t + odd + 2 pair
@@ -227,8 +230,7 @@ def test_activations_are_the_recipe_bit_for_bit(
     assert isinstance(got, Halves)
     np.testing.assert_array_equal(got.h, want.h)
     np.testing.assert_array_equal(got.factor, want.factor)
-    whole = units[: units.size - PAST * HALVES]
-    np.testing.assert_array_equal(whole, encode("halves", want)[0][: whole.size])  # zeros beyond K
+    np.testing.assert_array_equal(units, encode("halves", want)[0])  # zeros beyond M and K
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -249,12 +251,13 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
-    units, factors = (np.full_like(x, 7) for x in encode("halves", Halves.of_values(a)))
-    Simulator(3).run(Launch(half_rounder(1), *half_grid(7), (a, units, factors)))
-    assert (units[-PAST * HALVES :] == 7).all()
-    np.testing.assert_array_equal(
-        decode("halves", (units, factors), 7, 96).h, Halves.of_values(a).h
-    )
+    units, factors = encode("halves", Halves.of_values(a))
+    around, of_rows = np.full(units.size + 64, 7, np.float16), np.full(7 + 4, 7, np.float32)
+    Simulator(3).run(Launch(half_rounder(1), *half_grid(7), (a, around[: units.size], of_rows[:7])))
+    np.testing.assert_array_equal(around[: units.size], units)
+    np.testing.assert_array_equal(of_rows[:7], factors)
+    assert (around[units.size :] == 7).all()
+    assert (of_rows[7:] == 7).all()
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:

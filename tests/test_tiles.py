@@ -6,6 +6,7 @@ from the bytes of ggml's blocks alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from functools import cache
@@ -19,8 +20,9 @@ from numba import cuda
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.device import tile_format
-from qformats.repack import TILE_K, TILE_ROWS, tiles
+from qformats.repack import BAND, TILE_K, TILE_ROWS, tiles
 from steps.instructions.simulator import simulate
+from tests.records import by_row_tile
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 BITS = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}
@@ -119,9 +121,10 @@ def expected(name: str, blocks: np.ndarray) -> bytes:
     n, blocks_k = blocks.shape
     size = FORMATS[name].block_bytes
     out = b""
-    for row in range(0, n, TILE_ROWS):
-        for first in range(0, blocks_k, BLOCKS):
-            parts = {}
+    for band in range(0, n, BAND * TILE_ROWS):
+        places = itertools.product(range(0, blocks_k, BLOCKS), range(BAND))
+        for first, row_tile in places:
+            row, parts = band + row_tile * TILE_ROWS, {}
             for r in range(TILE_ROWS):
                 for b in range(BLOCKS):
                     inside = row + r < n and first + b < blocks_k
@@ -133,7 +136,7 @@ def expected(name: str, blocks: np.ndarray) -> bytes:
 
 @weight_format
 @settings(max_examples=12, deadline=None)
-@given(n=st.integers(1, 35), blocks_k=st.integers(1, 9), seed=st.integers(0, 99))
+@given(n=st.integers(1, 150), blocks_k=st.integers(1, 9), seed=st.integers(0, 99))
 def test_every_byte_lies_where_the_docstring_says(
     name: str, n: int, blocks_k: int, seed: int
 ) -> None:
@@ -146,7 +149,7 @@ def test_every_byte_lies_where_the_docstring_says(
     scaled, of_rows = in_units_of_the_row(name, blocks)
     assert packed.tobytes() == expected(name, scaled)
     assert factors.dtype == np.float32
-    assert factors.shape == (-(-n // TILE_ROWS) * TILE_ROWS,)
+    assert factors.shape == (-(-n // 128) * 128,)
     assert factors[:n].tolist() == of_rows
     assert blocks.tobytes() == before
 
@@ -154,12 +157,12 @@ def test_every_byte_lies_where_the_docstring_says(
 @weight_format
 def test_whole_records_take_the_bytes_of_ggml(name: str) -> None:
     """And every bit of a block is somewhere: two matrices never have the same tiles."""
-    blocks = any_blocks(name, 2 * TILE_ROWS, 3 * BLOCKS)
+    blocks = any_blocks(name, BAND * TILE_ROWS, 3 * BLOCKS)
     packed, factors = tiles(blocks)
     of_codes = {"qs", "qh"} & set(blocks.dtype.names)
     spans = [blocks.dtype.fields[field] for field in of_codes]
     codes = {at + i for dtype, at in spans for i in range(dtype.itemsize)}
-    assert packed.nbytes == blocks.nbytes == 6 * tile_format(name).record_bytes
+    assert packed.nbytes == blocks.nbytes == 24 * tile_format(name).record_bytes
     bits = np.unpackbits(packed).sum()
     raw = blocks.view(np.uint8).reshape(blocks.size, -1)
     for byte in range(raw.shape[1]):
@@ -173,7 +176,7 @@ def test_whole_records_take_the_bytes_of_ggml(name: str) -> None:
 
 
 @weight_format
-@pytest.mark.parametrize(("n", "blocks_k"), [(1, 1), (17, 4), (16, 5), (33, 7)])
+@pytest.mark.parametrize(("n", "blocks_k"), [(1, 1), (17, 4), (128, 5), (133, 7)])
 def test_rows_and_blocks_beyond_the_matrix_have_scale_zero(
     name: str, n: int, blocks_k: int
 ) -> None:
@@ -183,8 +186,9 @@ def test_rows_and_blocks_beyond_the_matrix_have_scale_zero(
     if "m" in blocks.dtype.names:
         blocks["m"] = 2
     f = tile_format(name)
-    rows, deep = -(-n // TILE_ROWS), -(-blocks_k // BLOCKS)
-    records = tiles(blocks)[0].reshape(rows, deep, f.record_bytes)
+    rows, deep = -(-n // 128) * BAND, -(-blocks_k // BLOCKS)
+    records = by_row_tile(tiles(blocks)[0], deep, f.record_bytes)
+    assert len(records) == rows
     size = TILE_ROWS * BLOCKS * 2
     d, m = 1.5 * 2.0**15, 2 * 2.0**6
     parts = {f.scales_at: d, f.minima_at: m} if f.minimum else {f.scales_at: d}
@@ -242,7 +246,7 @@ def test_fragments_are_the_codes(name: str) -> None:
     form = tile_format(name)
     blocks = any_blocks(name, 2 * TILE_ROWS, 2 * BLOCKS)
     codes = FORMATS[name].codes(blocks) - CENTRE[name]
-    records, _ = tiles(blocks)
+    records = by_row_tile(tiles(blocks)[0], 2, form.record_bytes)[:2].reshape(-1)
     out = np.zeros((4, 2, 32, 2, 4), np.uint32)
     simulate(fragment_reader(name), 4, 32, (records, out))
     got = out.view(np.int8 if form.signed else np.uint8).reshape(*out.shape, 4).astype(int)
