@@ -18,6 +18,9 @@ What is new
     mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
     mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
 
+    What is not this idea stands elsewhere: who does what in steps.decode_split, A's way to shared
+    memory in steps.decode_prologue, the way of sums to C in steps.decode_epilogue.
+
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
@@ -34,27 +37,26 @@ Read next
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import quantized, rows_are_aligned, sum_of_codes, tile_format
+from qformats.device import tile_format
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
+from steps.decode_epilogue import finish_rows
+from steps.decode_prologue import copier, quantizer
+from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
 from steps.instructions import (
-    cp_async_4,
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
-    fence,
     half_to_float,
     ldmatrix_x4,
     let_next_start,
-    load_f32,
     load_f32x2,
     load_f32x4,
     load_u16,
@@ -62,87 +64,10 @@ from steps.instructions import (
     load_u32x4,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
-    shfl,
     shfl_xor,
-    store_f32,
-    store_f32x2,
-    store_u32x2,
     wait_for_previous,
 )
-from steps.machines import multiprocessors, shared_memory
 from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
-
-MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
-FUSED: Final = 4  # tokens up to which a thread block quantizes what it needs of A itself
-WARPS: Final = 16  # of a thread block
-FEWER: Final = 8  # where A is given, and records are large, or there are fewer than LITTLE
-LITTLE: Final = 128  # records of a thread block
-SHARED: Final = 150 * 1024  # bytes of a thread block
-SHARED_GIVEN: Final = 220 * 1024  # where A, as it was quantized, lies there too
-ALONE: Final = 116 * 1024  # bytes with which it has an SM to itself: of two, each gets half
-STAGES: Final = 8  # records that a warp has under way at most
-RING: Final = 96 * 1024  # bytes that all have under way, where A is given
-EARLY: Final = 56 * 1024  # and before A, which would wait in line behind more
-EARLY_GIVEN: Final = 20 * 1024  # likewise where A is given
-SPARE: Final = 72 * 1024  # bytes that A must leave for the rings and the sums
-SLICE: Final = 14 * 1024  # values of A that a thread block quantizes; K is cut where there are more
-# values of A that fit beside the rings, by tokens: 16 leave little time to wait for the last block
-SLICE_GIVEN: Final = {8: 112 * 1024, 16: 64 * 1024}
-AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together, at most
-PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
-BLOCKS: Final = TILE_K // BLOCK  # of K in a record
-UNITS: Final = TILE_K // UNIT  # of 16 K in a record
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a product is cut.
-
-    tokens: columns of a thread block. rows, records: its row tiles, and its records along K.
-    slices: thread blocks along K. warps: of a thread block; `across` of them lie along N, the
-    others along K. stages: of a warp's ring; `early` of them are asked for before A. ahead: blocks
-    of A that a lane loads at a time. shared: bytes of a thread block.
-    """
-
-    tokens: int
-    rows: int
-    records: int
-    slices: int
-    warps: int
-    across: int
-    stages: int
-    early: int
-    ahead: int
-    shared: int
-
-
-def split(fmt: Format, shape: Shape) -> Split:
-    """A thread block for each multiprocessor, or as few more as the shape allows."""
-    tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
-    given, tile, deep = shape.m > FUSED, tile_format(fmt.name), ceil_div(shape.k, TILE_K)
-    room = min(SLICE_GIVEN[tokens] if given else SLICE, shared_memory() - SPARE)
-    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, room)))
-    slices = ceil_div(deep, records)
-    beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
-    rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
-    large = 3 * WARPS * tile.record_bytes > min(RING if given else SHARED, shared_memory() // 2)
-    warps = FEWER if large or (given and rows * records < LITTLE) else WARPS
-    # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
-    factors = [w for w in range(1, warps) if warps % w == 0]
-    sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in factors}
-    fitting = [w for w in sums if sums[w] <= PARTIALS] + [warps]
-    across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
-    fixed = records * BLOCKS * (tokens * BLOCK + max(2, tokens) * (8 if tile.minimum else 4))
-    fixed += sums.get(across, 0)
-    stage, each = warps * tile.record_bytes, ceil_div(records, warps // across)
-    ring = min(RING, SHARED_GIVEN - fixed) if given else SHARED - fixed
-    stages = max(2, min(STAGES, min(ring, shared_memory() - fixed) // stage))
-    mine = ceil_div(rows, across) * each  # records of a warp
-    early = EARLY_GIVEN // stage if given else min(EARLY // stage, mine // 4)
-    early = min(stages, max(1, early))
-    ahead = min(AHEAD, ceil_div(each * BLOCKS * tokens, 8 * across))
-    shared = min(max(ALONE, fixed + stages * stage), shared_memory())
-    return Split(tokens, rows, records, slices, warps, across, stages, early, ahead, shared)
 
 
 @cache
@@ -162,12 +87,14 @@ def kernel(
     single = tokens == 1  # both columns of a block are the one token, and half the sums unused
     n_b, n_acc, values = 4 if given else 2, 4 * groups, 2 if single else 4 * groups
     holders = 4 // share  # lanes of four that have sums, once the blocks of K are added up
-    floats, pair = TILE_ROWS * tokens, 16 * holders  # of C in a row tile; of all lanes, two each
-    size_d = (2 if single else 1) * (8 if minimum else 4)  # room for d, and s where it counts
+    size_d = scale_bytes(tokens, minimum)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
     private = given and across == 1  # A comes record by record, for no other warp needs it
-    at_codes, stride = warps * stages * record, 8 * across
+    at_codes, stride = warps * stages * record, 8 * across  # blocks of A between a lane's
+    copy = copier(tokens, minimum, at_codes)
+    fetch, quantize = quantizer(tokens, minimum, at_codes, ahead, stride)
+    leave, finish = finish_rows(tokens, holders, warps, along)
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
     @cuda.jit(device=True, forceinline=True)
@@ -182,48 +109,6 @@ def kernel(
                 at, left = at + jump, deep
         cp_async_commit()
         return at, left, more
-
-    @cuda.jit(device=True, forceinline=True)
-    def token_and_block(item, first):
-        """Of an item in the order of shared memory: [block][token]."""
-        return cuda.blockIdx.z * MOST_TOKENS + item % tokens, int32(first + item // tokens)
-
-    @cuda.jit(device=True, forceinline=True)
-    def place(a, item, stop, first, quad):
-        """Where four of its values begin. Outside of A it is the last ones' place: a load behind a
-        branch of its own would wait for those before."""
-        m, k = token_and_block(int32(min(item, stop - 1)), first)
-        return min(m, a.shape[0] - 1) * a.shape[1] + min(k * BLOCK, a.shape[1] - BLOCK) + 4 * quad
-
-    @cuda.jit(device=True, forceinline=True)
-    def ask_for_activations(x, a, item, stop, first, quad):
-        """x[i, 0..3], x[i, 4..7] = values 4t.. and 16 + 4t.. of the block of item + i strides."""
-        if rows_are_aligned(a):
-            for i in range(ahead):
-                at = place(a, item + stride * i, stop, first, quad)
-                x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
-                x[i, 4], x[i, 5], x[i, 6], x[i, 7] = load_f32x4(a, at + BLOCK // 2)
-        else:
-            for i in range(ahead):
-                at = place(a, item + stride * i, stop, first, quad)
-                for j in range(8):
-                    x[i, j] = load_f32(a, at + j // 4 * (BLOCK // 2) + j % 4)
-
-    @cuda.jit(device=True, forceinline=True)
-    def copy_activations(smem, at_d, qa, ds, M, first, k, lane):
-        """A record of A, in slabs -> shared memory; tokens beyond M are other ones again."""
-        for j in range(0, UNITS * tokens, 32):
-            item = j + lane
-            token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)
-            at = (int64(first + k) * UNITS + item // tokens) * M + token
-            cp_async_16(smem, at_codes + k * step_b + item * UNIT, qa, at * UNIT)
-        for j in range(0, BLOCKS * tokens, 32):
-            item = j + lane
-            token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)
-            at = (int64(first + k) * BLOCKS + item // tokens) * M + token
-            cp_async_4(smem, at_d + k * step_d + item * size_d, ds, 2 * at)
-            if minimum:
-                cp_async_4(smem, at_d + k * step_d + item * size_d + 4, ds, 2 * at + 1)
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -305,37 +190,6 @@ def kernel(
 
     multiply = multiply_many if given else multiply_few
 
-    @cuda.jit(device=True, forceinline=True)
-    def put(array, at, size, acc):
-        """A lane's sums to array[at], two and two; a float is `size` of its elements."""
-        for r in range(0, values, 2):
-            store_f32x2(array, at + r // 2 * pair * size, acc[r], acc[r + 1])
-
-    @cuda.jit(device=True, forceinline=True)
-    def total(acc, array, at, size, count, distance):
-        """A lane's sums = those that `put` left at `count` places, in order."""
-        for r in range(values):
-            acc[r] = 0
-        for i in range(count):
-            for r in range(0, values, 2):
-                x0, x1 = load_f32x2(array, at + (i * distance + r // 2 * pair) * size)
-                acc[r] += x0
-                acc[r + 1] += x1
-
-    @cuda.jit(device=True, forceinline=True)
-    def hand_over(acc, factors, c, sums, row, row_tiles, lane, done):
-        """A row tile's sums to C if they are all, else to where its last slice will find them."""
-        (M, N), z, quad = c.shape, cuda.blockIdx.z, int32(lane & 3)
-        if not done:
-            tile_at = (z * row_tiles + row) * cuda.gridDim.y + cuda.blockIdx.y
-            put(sums, tile_at * floats + (int32(lane >> 2) * holders + quad) * 2, 1, acc)
-        else:
-            for r in range(values):
-                i = z * MOST_TOKENS + 2 * quad + r // 4 * 8 + r // 2 % 2
-                j = row * TILE_ROWS + int32(lane >> 2) + r % 2 * 8
-                if i < M and j < N:
-                    store_f32(c, i * N + j, acc[r] * (factors[j] * float32(MINIMUM_UNIT)))
-
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def w4a8_decode(w, factors, a, ds, c, in_row, rows, records, sums, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles; a: float32, or
@@ -378,7 +232,7 @@ def kernel(
         if private:  # as the weights: a record of A lies in the group of a later one of weights
             for i in range(stages):
                 if i < deep:
-                    copy_activations(smem, at_d, a, ds, M, first_k, k0 + i, lane)
+                    copy(smem, at_d, a, ds, M, first_k, k0 + i, lane)
                 if early + i < stages:
                     to = int32(ring + (early + i) * record)
                     at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
@@ -386,7 +240,7 @@ def kernel(
                     cp_async_commit()
         elif given:
             for i in range(warp % across, deep, across):
-                copy_activations(smem, at_d, a, ds, M, first_k, k0 + i, lane)
+                copy(smem, at_d, a, ds, M, first_k, k0 + i, lane)
             cp_async_commit()
             for i in range(early, stages):
                 to = int32(ring + i * record)
@@ -396,25 +250,12 @@ def kernel(
             begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
             stop = int32((k0 + deep) * (BLOCKS * tokens))
             for start in range(begin, max(stop, begin + 1), stride * ahead):
-                ask_for_activations(x, a, start + group, stop, first_k * BLOCKS, quad)
+                fetch(x, a, start + group, stop, first_k * BLOCKS, quad)
                 if start == begin:  # now that A is asked for, the other records
                     for i in range(early, stages):
                         to = int32(ring + i * record)
                         at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
-                for i in range(ahead):
-                    item = int32(start + stride * i + group)
-                    if item - group < stop:
-                        low, high, d = quantized(x, i)
-                        m, k = token_and_block(item, first_k * BLOCKS)
-                        if m >= a.shape[0] or k * BLOCK >= a.shape[1]:
-                            low, high, d = uint32(0), uint32(0), float32(0)
-                        s = sum_of_codes(low, high, d) if minimum else d
-                        if item < stop:
-                            store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
-                            if minimum:
-                                store_f32x2(smem, at_d + item * size_d, d, s)
-                            else:
-                                store_f32(smem, at_d + item * size_d, d)
+                quantize(smem, at_d, x, a, start, stop, first_k * BLOCKS, group, quad)
         if across == 1:
             cuda.syncwarp()
         else:
@@ -438,7 +279,7 @@ def kernel(
                 if private:
                     if tile_row == row and i + stages < deep:
                         k = k0 + i + stages
-                        copy_activations(smem, at_scales, a, ds, M, first_k, k, lane)
+                        copy(smem, at_scales, a, ds, M, first_k, k, lane)
                 at_b, at_d = int32(at_b + step_b), int32(at_d + step_d)
                 at, left, more = ask(smem, slot, w, at, left, more, jump, deep, lane)
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
@@ -452,39 +293,17 @@ def kernel(
                 if holders < 4:
                     acc[r] += shfl_xor(acc[r], 2)
             if quad < holders:
-                if along > 1:
-                    place = int32(warp // across * rows + tile_row - first_row) * floats + own
-                    put(smem, at_sums + 4 * place, 4, acc)
-                else:
-                    hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, whole)
+                place = int32(warp // across * rows + tile_row - first_row)
+                leave(
+                    acc, smem, at_sums, place, own, factors, c, sums, tile_row, row_tiles,
+                    lane, whole,
+                )  # fmt: skip
 
         # --- the sums of the warps along K, then those of the thread blocks along K
-        first = int32(first_row + warp)
-        if along > 1:
-            cuda.syncthreads()
-            for tile_row in range(first, end, warps):
-                place, count = int32(tile_row - first_row) * floats + own, (here + each - 1) // each
-                if quad < holders:
-                    total(acc, smem, at_sums + 4 * place, 4, count, rows * floats)
-                    hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, whole)
-        if not whole:
-            slices, base = cuda.gridDim.y, cuda.blockIdx.z * row_tiles
-            fence()  # all sums are to be seen by whoever sees the arrival
-            cuda.syncwarp()
-            for chunk in range(first, end, 32 * warps):  # one row tile a lane: who is its last?
-                mine, last = chunk + lane * warps, int32(0)
-                if mine < end:
-                    last = int32(cuda.atomic.add(arrived, base + mine, 1) == slices - 1)
-                    if last > 0:
-                        arrived[base + mine] = 0  # as the next launch must find it
-                fence()
-                for i in range(min(32, (end - chunk + warps - 1) // warps)):
-                    if shfl(last, i) > 0 and quad < holders:
-                        tile_row = chunk + i * warps
-                        total(
-                            acc, sums, (base + tile_row) * slices * floats + own, 1, slices, floats
-                        )
-                        hand_over(acc, factors, c, sums, tile_row, row_tiles, lane, True)
+        finish(
+            acc, smem, at_sums, own, factors, c, sums, arrived, first_row, end, rows, here, each,
+            row_tiles, warp, lane, whole,
+        )  # fmt: skip
 
     return w4a8_decode
 

@@ -11,6 +11,7 @@ import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.device import tile_format
 from reference import CHECK_SHAPES, GOLDEN, Problem
+from steps import decode_split
 from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
 from steps.step import Family, Shape, Step
@@ -118,7 +119,8 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
 # stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
 # warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
-# its high tiles, which no small product is cut into.
+# its high tiles, which no small product is cut into. Constants are those of the module that cuts.
+CUT_IN = {10: decode_split}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
@@ -150,7 +152,7 @@ def test_work_shared_by_few_sms(
 ) -> None:
     """Right, launched again with the same scratch memory too, and the same bits in any order."""
     step, family = steps.find(number), steps.find(number).families[-1]
-    module = sys.modules[step.launch.__module__]
+    module = CUT_IN.get(number, sys.modules[step.launch.__module__])
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
@@ -176,15 +178,13 @@ def test_work_shared_by_few_sms(
 def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block: rings, codes and
     scales of A, and the sums of warps along K, counted here again."""
-    step = steps.find(10)
-    module = sys.modules[step.launch.__module__]
-    monkeypatch.setattr(module, "shared_memory", lambda: shared * 1024)
-    monkeypatch.setattr(module, "STAGES", stages)
+    monkeypatch.setattr(decode_split, "shared_memory", lambda: shared * 1024)
+    monkeypatch.setattr(decode_split, "STAGES", stages)
     for name in WEIGHT_FORMATS:
         tile = tile_format(name)
         for m in (1, 2, 4, 5, 8, 16, 40):
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
-                cut = module.split(FORMATS[name], Shape(m, n, k))
+                cut = decode_split.split(FORMATS[name], Shape(m, n, k))
                 scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
                 need = cut.warps * cut.stages * tile.record_bytes
                 need += cut.records * 4 * (32 * cut.tokens + scales)
