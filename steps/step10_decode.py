@@ -44,8 +44,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import tile_format
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.device import record_number, tile_format
+from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.decode_epilogue import finish_rows
 from steps.decode_prologue import copier, quantizer
@@ -98,17 +98,18 @@ def kernel(
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(smem, slot, w, at, left, more, jump, deep, lane):
+    def ask(smem, slot, w, at, left, more, next_row, first_k, deep, in_row, lane):
         """Ask for the record at byte `at` of w, if any is left; where is the next one?"""
         if more > 0:
             for i in range(0, record, 512):
                 if i + 512 <= record or i + 16 * lane < record:
                     cp_async_16(smem, slot + i + 16 * lane, w, at + i + 16 * lane)
-            at, left, more = at + record, int32(left - 1), int32(more - 1)
+            at, left, more = at + BAND * record, int32(left - 1), int32(more - 1)
             if left == 0:
-                at, left = at + jump, deep
+                at = int64(record_number(next_row, first_k, in_row)) * record
+                left, next_row = deep, int32(next_row + across)
         cp_async_commit()
-        return at, left, more
+        return at, left, more, next_row
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -215,14 +216,17 @@ def kernel(
         deep = int32(min(here - k0, each))
         row, end = int32(first_row + warp % across), int32(min(first_row + rows, row_tiles))
         more = int32(max(0, end - row + across - 1) // across * deep)  # records to ask for
-        left, jump = deep, int32((across * in_row - deep) * record)
-        at = (int64(row) * in_row + first_k + k0) * record
+        in_row, from_k = int32(in_row), int32(first_k + k0)
+        at = int64(record_number(row, from_k, in_row)) * record
+        left, next_row = deep, int32(row + across)
         slot = ring = int32(warp * (stages * record))
 
         # --- weights, the first: they wait for no launch before this one
         for i in range(early):
             to = int32(ring + i * record)
-            at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+            at, left, more, next_row = ask(
+                smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
+            )
         wait_for_previous()
 
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
@@ -235,7 +239,9 @@ def kernel(
                     copy(smem, at_d, a, ds, M, first_k, k0 + i, lane)
                 if early + i < stages:
                     to = int32(ring + (early + i) * record)
-                    at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+                    at, left, more, next_row = ask(
+                        smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
+                    )
                 else:
                     cp_async_commit()
         elif given:
@@ -244,7 +250,9 @@ def kernel(
             cp_async_commit()
             for i in range(early, stages):
                 to = int32(ring + i * record)
-                at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+                at, left, more, next_row = ask(
+                    smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
+                )
             wait_for_a()
         else:
             begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
@@ -254,7 +262,9 @@ def kernel(
                 if start == begin:  # now that A is asked for, the other records
                     for i in range(early, stages):
                         to = int32(ring + i * record)
-                        at, left, more = ask(smem, to, w, at, left, more, jump, deep, lane)
+                        at, left, more, next_row = ask(
+                            smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
+                        )
                 quantize(smem, at_d, x, a, start, stop, first_k * BLOCKS, group, quad)
         if across == 1:
             cuda.syncwarp()
@@ -281,7 +291,9 @@ def kernel(
                         k = k0 + i + stages
                         copy(smem, at_scales, a, ds, M, first_k, k, lane)
                 at_b, at_d = int32(at_b + step_b), int32(at_d + step_d)
-                at, left, more = ask(smem, slot, w, at, left, more, jump, deep, lane)
+                at, left, more, next_row = ask(
+                    smem, slot, w, at, left, more, next_row, from_k, deep, in_row, lane
+                )
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
             at_b, at_d = int32(at_b - deep * step_b), int32(at_d - deep * step_d)
             for r in range(values):
