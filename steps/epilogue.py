@@ -20,6 +20,7 @@ from steps.instructions import (
     floats_to_halves,
     load_f32,
     load_f32x4,
+    load_u32,
     load_u32x4,
     shfl,
     spread,
@@ -151,6 +152,11 @@ IN_FLIGHT: Final = 64
 
 
 @cuda.jit(device=True, forceinline=True)
+def load_i32(array, at):
+    return int32(load_u32(array, at))
+
+
+@cuda.jit(device=True, forceinline=True)
 def load_i32x4(array, at):
     x = load_u32x4(array, at)
     return int32(x[0]), int32(x[1]), int32(x[2]), int32(x[3])
@@ -158,13 +164,14 @@ def load_i32x4(array, at):
 
 @cache
 def finish_wgmma(
-    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32
+    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32, pairs: int = 1
 ) -> tuple[Any, int]:
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
     finish(acc, lot, number, m0, n0, first, last, early, to): the end of a tile, or of a part of it
     (`steps.stretches`), for two warpgroups with 64 features each and all tokens of the tile, a
-    *lot*; a tile of 256 features has two lots.
+    *lot*; a tile of 256 features has two lots. With two `pairs` of warpgroups each has the sums of
+    its half of K, and the first pair adds up both.
 
     acc        : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
@@ -179,20 +186,33 @@ def finish_wgmma(
     n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
     piece, pitch = min(tokens, SLICE), ROWS + PAD
     counts_at = first_word + 2 * piece * pitch
+    halves_at = counts_at + 32  # [warpgroup of the second pair][accumulator][thread]
+    end = halves_at + 2 * GROUP * n_acc if pairs == 2 else counts_at + 2
     some = min(n_acc, IN_FLIGHT // lots)  # of a part's sums are loaded together
     at_once = IN_FLIGHT // lots // some  # of so many parts
     loaded = at_once * some
     write = write_row(in_half)
     floats = kind == float32
     load, store = (load_f32x4, store_f32x4) if floats else (load_i32x4, store_u32x4)
-    put_one = store_f32 if floats else store_u32
+    put_one, get_one = (store_f32, load_f32) if floats else (store_u32, load_i32)
 
     @cuda.jit(device=True, forceinline=True)
-    def turn(acc, x, sums, group, t):
+    def add_halves(out, sums, group, t, second):
+        """out += the second pair's, which hands them over."""
+        at = halves_at + group * GROUP * n_acc + t
+        if second:
+            for r in range(n_acc):
+                put_one(sums, at + r * GROUP, out[r])
+        barrier_sync(4 + group, 2 * GROUP)
+        if not second:
+            for r in range(n_acc):
+                out[r] += get_one(sums, at + r * GROUP)
+        barrier_sync(4 + group, 2 * GROUP)
+
+    @cuda.jit(device=True, forceinline=True)
+    def turn(out, x, sums, group, t):
         """Of each 8 tokens a thread holds m, m + 1 of features n and n + 8 of 64; afterwards, in x,
         four neighbouring features of tokens m, m + 8, m + 16 ..."""
-        out = cuda.local.array(n_acc, kind)
-        spread(out, acc)
         base = first_word + group * piece * pitch
         put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
         get = base + (t >> 4) * pitch + (t & 15) * 4
@@ -217,15 +237,15 @@ def finish_wgmma(
     @cuda.jit(device=True, forceinline=True)
     def last_to_come(arrived, i, others, counts, group, t):
         """Whether all other blocks' sums are there; the count is left at zero."""
-        fence()
         barrier_sync(1 + group, GROUP)
-        if t == 0:
+        if t == 0:  # its fences hold for all whom the barriers order before and after it
+            fence()
             earlier = cuda.atomic.add(arrived, i, 1)
             if earlier == others:
                 arrived[i] = 0  # for the next launch
             counts[counts_at + group] = earlier
+            fence()
         barrier_sync(1 + group, GROUP)
-        fence()
         # shuffled, so that the compiler knows: the same for all lanes
         return shfl(counts[counts_at + group], 0) == others
 
@@ -253,10 +273,16 @@ def finish_wgmma(
         of_rows, of_tokens, c, partials, arrived = to
         sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
-        x = cuda.local.array(n_acc, kind)
+        out, x = cuda.local.array(n_acc, kind), cuda.local.array(n_acc, kind)
         v = cuda.local.array(n_tokens, float32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
-        group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
+        group, t = int32(cuda.threadIdx.x >> 7 & 1), int32(cuda.threadIdx.x & (GROUP - 1))
+        spread(out, acc)
+        if pairs == 2:
+            second = cuda.threadIdx.x >= 2 * GROUP
+            add_halves(out, sums, group, t, second)
+            if second:
+                return
         # shuffled, so that addresses are not kept in registers from one lot to the next
         m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + group * ROWS + (t & 15) * 4
         m = int32(m + (0 if side else lot * tokens))
@@ -264,7 +290,7 @@ def finish_wgmma(
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         for i in range(n_tokens):
             v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
-        turn(acc, x, sums, group, t)
+        turn(out, x, sums, group, t)
         whole = first == last
         if not whole:
             own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
@@ -285,4 +311,4 @@ def finish_wgmma(
                     write(c, at, int32(N - n), (y0, y1, y2, y3))
                 at += ahead
 
-    return finish, counts_at + 2
+    return finish, end
