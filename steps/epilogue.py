@@ -1,9 +1,11 @@
-"""From a tile of sums in shared memory to C: parts of K added up, units taken back, full lines.
+"""From a tile of sums to C: through shared memory, parts of K added up, units taken back.
 
 Steps whose operands are float16 share this. Their accumulators hold products in units of a feature
 and of a token, powers of two (`qformats.repack.tiles`, `steps.activations.float16_units`), lie
 scattered over a warp, and C may be float32 or float16. So they go to shared memory first, and each
 thread then takes four neighbouring features of a token, as C has them.
+
+Steps 8 and 9 write theirs from where they lie (`write_sums`).
 """
 
 from __future__ import annotations
@@ -286,3 +288,35 @@ def finish_wgmma(
                 at += ahead
 
     return finish, counts_at + 2
+
+
+# --- straight from the accumulators of mma.sync ---------------------------------------------------
+@cache
+def write_sums(rows: int, columns: int, unit: float) -> Any:
+    """write(c, m0, n0, lane, acc, of_rows): the sums of a warp, `rows` x `columns` mma of 16
+    features x 8 tokens, to c, float32 [M, N], from token m0 and feature n0 on; nothing beyond the
+    edges.
+
+    acc    : float32 [4 * rows * columns], of this lane: of each mma tokens m, m + 1 of feature n,
+             then of feature n + 8.
+    of_rows: float32, what features are multiplied by, and all of them by `unit`.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(c, m, n, value, of_rows):
+        if m < c.shape[0] and n < c.shape[1]:
+            value *= of_rows[n] * float32(unit)
+            store_f32(c, m * c.shape[1] + n, value)
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(c, m0, n0, lane, acc, of_rows):
+        m, n = m0 + 2 * (lane & 3), n0 + (lane >> 2)
+        for i in range(rows):
+            for j in range(columns):
+                r = 4 * (i * columns + j)
+                store(c, m + 8 * j, n + 16 * i, acc[r], of_rows)
+                store(c, m + 8 * j + 1, n + 16 * i, acc[r + 1], of_rows)
+                store(c, m + 8 * j, n + 16 * i + 8, acc[r + 2], of_rows)
+                store(c, m + 8 * j + 1, n + 16 * i + 8, acc[r + 3], of_rows)
+
+    return write
