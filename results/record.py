@@ -552,19 +552,40 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 # A change of the simulator or of the offline compiler cannot change what a GPU ran.
 _NOT_ON_THE_GPU: Final = {"simulator.py", "compile.py", "_simulator.py", "__main__.py"}
+# Nor can one of what describes a launch, or of what hands it to a machine.
+_HOST_ONLY: Final = {"step.py", "machines.py"}
 
 
 def step_sources(step: int, root: Path = ROOT) -> tuple[Path, ...]:
-    """What a step's machine code is made from: its file, the formats' side, the vocabulary."""
-    own = sorted((root / "steps").glob(f"step{step:02d}_*.py"))
-    shared = [root / "qformats" / name for name in ("device.py", "repack.py")]
-    shared += [root / "steps" / name for name in ("activations.py", "epilogue.py")]
-    vocabulary = [
+    """What a step's machine code is made from: its file, the modules of `steps` that it imports,
+    itself or through one of them (another step's too), the formats' side, the vocabulary."""
+    sources = sorted((root / "steps").glob(f"step{step:02d}_*.py"))
+    for path in sources:  # which grows meanwhile
+        sources += [other for other in _imported(path) if other not in sources]
+    sources += [root / "qformats" / name for name in ("device.py", "repack.py")]
+    sources += [
         path
         for path in sorted((root / "steps" / "instructions").glob("*.py"))
         if path.name not in _NOT_ON_THE_GPU
     ]
-    return tuple(path for path in (*own, *shared, *vocabulary) if path.exists())
+    return tuple(path for path in sources if path.exists())
+
+
+def _imported(path: Path) -> list[Path]:
+    """The other files of its folder, `steps`, that a module imports, wherever in it, by name."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError:  # a file being edited
+        return []
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, ("steps" if node.level else "", node.module)))
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    files = {f"{name.split('.')[1]}.py" for name in names if name.startswith("steps.")}
+    return [path.with_name(f) for f in sorted(files - _HOST_ONLY) if path.with_name(f).is_file()]
 
 
 def source_hash(step: int, root: Path = ROOT) -> str | None:

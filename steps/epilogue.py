@@ -1,9 +1,11 @@
-"""From a tile of sums in shared memory to C: parts of K added up, units taken back, full lines.
+"""From a tile of sums to C: through shared memory, parts of K added up, units taken back.
 
 Steps whose operands are float16 share this. Their accumulators hold products in units of a feature
 and of a token, powers of two (`qformats.repack.tiles`, `steps.activations.float16_units`), lie
 scattered over a warp, and C may be float32 or float16. So they go to shared memory first, and each
 thread then takes four neighbouring features of a token, as C has them.
+
+Steps 8 and 9 write theirs from where they lie (`write_sums`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from steps.instructions import (
     floats_to_halves,
     load_f32,
     load_f32x4,
-    load_u32,
     load_u32x4,
     shfl,
     spread,
@@ -152,11 +153,6 @@ IN_FLIGHT: Final = 64
 
 
 @cuda.jit(device=True, forceinline=True)
-def load_i32(array, at):
-    return int32(load_u32(array, at))
-
-
-@cuda.jit(device=True, forceinline=True)
 def load_i32x4(array, at):
     x = load_u32x4(array, at)
     return int32(x[0]), int32(x[1]), int32(x[2]), int32(x[3])
@@ -164,14 +160,13 @@ def load_i32x4(array, at):
 
 @cache
 def finish_wgmma(
-    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32, pairs: int = 1
+    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32
 ) -> tuple[Any, int]:
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
     finish(acc, lot, number, m0, n0, first, last, early, to): the end of a tile, or of a part of it
     (`steps.stretches`), for two warpgroups with 64 features each and all tokens of the tile, a
-    *lot*; a tile of 256 features has two lots. With two `pairs` of warpgroups each has the sums of
-    its half of K, and the first pair adds up both.
+    *lot*; a tile of 256 features has two lots.
 
     acc        : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
@@ -186,33 +181,20 @@ def finish_wgmma(
     n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
     piece, pitch = min(tokens, SLICE), ROWS + PAD
     counts_at = first_word + 2 * piece * pitch
-    halves_at = counts_at + 32  # [warpgroup of the second pair][accumulator][thread]
-    end = halves_at + 2 * GROUP * n_acc if pairs == 2 else counts_at + 2
     some = min(n_acc, IN_FLIGHT // lots)  # of a part's sums are loaded together
     at_once = IN_FLIGHT // lots // some  # of so many parts
     loaded = at_once * some
     write = write_row(in_half)
     floats = kind == float32
     load, store = (load_f32x4, store_f32x4) if floats else (load_i32x4, store_u32x4)
-    put_one, get_one = (store_f32, load_f32) if floats else (store_u32, load_i32)
+    put_one = store_f32 if floats else store_u32
 
     @cuda.jit(device=True, forceinline=True)
-    def add_halves(out, sums, group, t, second):
-        """out += the second pair's, which hands them over."""
-        at = halves_at + group * GROUP * n_acc + t
-        if second:
-            for r in range(n_acc):
-                put_one(sums, at + r * GROUP, out[r])
-        barrier_sync(4 + group, 2 * GROUP)
-        if not second:
-            for r in range(n_acc):
-                out[r] += get_one(sums, at + r * GROUP)
-        barrier_sync(4 + group, 2 * GROUP)
-
-    @cuda.jit(device=True, forceinline=True)
-    def turn(out, x, sums, group, t):
+    def turn(acc, x, sums, group, t):
         """Of each 8 tokens a thread holds m, m + 1 of features n and n + 8 of 64; afterwards, in x,
         four neighbouring features of tokens m, m + 8, m + 16 ..."""
+        out = cuda.local.array(n_acc, kind)
+        spread(out, acc)
         base = first_word + group * piece * pitch
         put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
         get = base + (t >> 4) * pitch + (t & 15) * 4
@@ -273,16 +255,10 @@ def finish_wgmma(
         of_rows, of_tokens, c, partials, arrived = to
         sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
-        out, x = cuda.local.array(n_acc, kind), cuda.local.array(n_acc, kind)
+        x = cuda.local.array(n_acc, kind)
         v = cuda.local.array(n_tokens, float32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
-        group, t = int32(cuda.threadIdx.x >> 7 & 1), int32(cuda.threadIdx.x & (GROUP - 1))
-        spread(out, acc)
-        if pairs == 2:
-            second = cuda.threadIdx.x >= 2 * GROUP
-            add_halves(out, sums, group, t, second)
-            if second:
-                return
+        group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
         # shuffled, so that addresses are not kept in registers from one lot to the next
         m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + group * ROWS + (t & 15) * 4
         m = int32(m + (0 if side else lot * tokens))
@@ -290,7 +266,7 @@ def finish_wgmma(
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         for i in range(n_tokens):
             v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
-        turn(out, x, sums, group, t)
+        turn(acc, x, sums, group, t)
         whole = first == last
         if not whole:
             own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
@@ -311,4 +287,36 @@ def finish_wgmma(
                     write(c, at, int32(N - n), (y0, y1, y2, y3))
                 at += ahead
 
-    return finish, end
+    return finish, counts_at + 2
+
+
+# --- straight from the accumulators of mma.sync ---------------------------------------------------
+@cache
+def write_sums(rows: int, columns: int, unit: float) -> Any:
+    """write(c, m0, n0, lane, acc, of_rows): the sums of a warp, `rows` x `columns` mma of 16
+    features x 8 tokens, to c, float32 [M, N], from token m0 and feature n0 on; nothing beyond the
+    edges.
+
+    acc    : float32 [4 * rows * columns], of this lane: of each mma tokens m, m + 1 of feature n,
+             then of feature n + 8.
+    of_rows: float32, what features are multiplied by, and all of them by `unit`.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(c, m, n, value, of_rows):
+        if m < c.shape[0] and n < c.shape[1]:
+            value *= of_rows[n] * float32(unit)
+            store_f32(c, m * c.shape[1] + n, value)
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(c, m0, n0, lane, acc, of_rows):
+        m, n = m0 + 2 * (lane & 3), n0 + (lane >> 2)
+        for i in range(rows):
+            for j in range(columns):
+                r = 4 * (i * columns + j)
+                store(c, m + 8 * j, n + 16 * i, acc[r], of_rows)
+                store(c, m + 8 * j + 1, n + 16 * i, acc[r + 1], of_rows)
+                store(c, m + 8 * j, n + 16 * i + 8, acc[r + 2], of_rows)
+                store(c, m + 8 * j + 1, n + 16 * i + 8, acc[r + 3], of_rows)
+
+    return write

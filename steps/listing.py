@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import os
@@ -23,15 +24,19 @@ _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
 def diff(args: Namespace) -> int:
-    """The step's file against its parent's: the lesson, line by line."""
+    """The step's file against its parent's: the lesson, line by line. What it imports from there is
+    no different, and left out."""
     steps = named(args.steps)
     if len(steps) != 1:
         raise UsageError("name one step, such as 5")
     step = steps[0]
     number = args.against if args.against is not None else _parent(step)
     parent = named([str(number)])[0]
+    taken = _imported(step, parent)
+    if taken:
+        print(f"{step.name} imports these from {parent.name}: {', '.join(sorted(taken))}")
     lines = difflib.unified_diff(
-        _source(parent),
+        _without(_source(parent), taken),
         _source(step),
         f"steps/{parent.name}.py",
         f"steps/{step.name}.py",
@@ -53,6 +58,33 @@ def _parent(step: Step) -> int:
 def _source(step: Step) -> list[str]:
     path = Path(__file__).with_name(f"{step.name}.py")
     return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def _imported(step: Step, parent: Step) -> set[str]:
+    """The names that a step's file imports from its parent's."""
+    return {
+        alias.name
+        for node in ast.walk(ast.parse("".join(_source(step))))
+        if isinstance(node, ast.ImportFrom) and node.module == f"steps.{parent.name}"
+        for alias in node.names
+    }
+
+
+def _without(lines: list[str], names: set[str]) -> list[str]:
+    """A module's lines but for its functions and constants of these names, with the comments that
+    stand right above them."""
+    left_out: set[int] = set()
+    for node in ast.parse("".join(lines)).body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            first = min(node.lineno, *(each.lineno for each in node.decorator_list)) - 1
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names:
+            first = node.lineno - 1
+        else:
+            continue
+        while lines[first - 1].startswith("#"):
+            first -= 1
+        left_out.update(range(first, node.end_lineno or node.lineno))
+    return [line for i, line in enumerate(lines) if i not in left_out]
 
 
 def _colours_wanted() -> bool:

@@ -29,8 +29,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.device import tile_format
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
 from steps.activations import q8_1_slabs
+from steps.epilogue import write_sums
 from steps.instructions import (
     as_bits,
     as_float,
@@ -47,19 +48,17 @@ from steps.instructions import (
     mma_m16n8k8_tf32,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
-    store_f32,
 )
 from steps.machines import shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
-BN: Final = 128  # features of a tile of C
+BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
 WARP_N: Final = 32  # features of a warp
 WARP_M: Final = 64  # its tokens at most: 64 accumulators a thread
 WARPS_PER_SM: Final = 8  # as many as their registers allow
 STAGES: Final = 4  # of the ring: more hide nothing further
 BLOCKS: Final = TILE_K // BLOCK  # of K in a stage
 UNITS: Final = TILE_K // UNIT  # of 16 K in a stage
-RECORDS: Final = BN // TILE_ROWS  # of weights in a stage
 WARPS_N: Final = BN // WARP_N  # warps side by side along the features
 ROW_TILES: Final = WARP_N // TILE_ROWS  # records that a warp multiplies
 A_WORDS: Final = 8 * ROW_TILES  # A fragments of two blocks
@@ -75,8 +74,9 @@ TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 operand keeps
 #     K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |    unit 0     ldmatrix: b0 of 8 tokens
 #     K 16..31     |  16 B   |  16 B   |  ...  |  16 B   |    unit 1     ldmatrix: b1 of 8 tokens
 @cache
-def kernel(fmt: Format, bm: int, stages: int) -> Any:
-    """(the kernel for tiles of `bm` tokens and a ring of `stages`, threads, bytes of one stage)"""
+def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """What a kernel for tiles of BN features x `bm` tokens is made of, this step's and the next's:
+    ((threads, tokens of a warp, sums of a thread, bytes of a stage), device functions)."""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
@@ -84,34 +84,42 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
-    threads, resident = 32 * warps, WARPS_PER_SM // warps
+    threads = 32 * warps
     # a stage: a record of each of 8 rows, then of `bm` tokens the codes, d, and s if it counts
-    at_codes = RECORDS * record
+    at_codes = BAND * record
     at_d = at_codes + TILE_K * bm
     at_s = at_d + 4 * BLOCKS * bm
     pitch = bm + 8  # floats from one block's s to the next: the four quads in four sets of banks
     stage_bytes = at_s + (4 * BLOCKS * pitch if minimum else 0)
     together = threads // bm  # units of K that the threads copy at a time, one token each
-    columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
+    columns = tokens // 8  # B fragments of a warp, two registers each
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     # --- global -> shared: ask for the operands of one stage
     @cuda.jit(device=True, forceinline=True)
-    def copy_weights(ring, base, t, w, own, other):
-        """Records `own` and, in a block of four warps, `other` of each warp."""
-        lane, warp = t & 31, t >> 5
-        for i in range(RECORDS // warps):
-            to = base + (warp + i * warps) * record + 16 * lane
-            at = int64(own if i == 0 else other) * record + 16 * lane
-            for chunk in range(0, record, 512):
-                if chunk + 512 <= record or 16 * lane < record - chunk:
-                    cp_async_16(ring, to + chunk, w, at + chunk)
+    def origin(t, m0, n0, k0, steps, c):
+        """What this thread copies of a tile's stages, which begin at step k0 of K: a part of a
+        band, and a token; those beyond the matrix repeat one within."""
+        M, band = int32(c.shape[0]), int32(n0 // BN * steps + k0)
+        return band, int32(min(m0 + (t & (bm - 1)), M - 1)), int32(k0), M
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_tokens(ring, base, t, qa, ds, step, token, M):
+    def copy_weights(ring, base, w, source, step):
+        """Of 8 records, which lie side by side."""
+        own = 16 * int32(cuda.threadIdx.x)
+        at = int64(source[0] + step) * at_codes + own
+        for chunk in range(0, at_codes, 16 * threads):
+            if chunk + 16 * threads <= at_codes or own < at_codes - chunk:
+                cp_async_16(ring, base + own + chunk, w, at + chunk)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_tokens(ring, base, qa, ds, source, step):
+        _, token, k0, M = source
+        t = int32(cuda.threadIdx.x)
         u = t // bm
-        unit, block = int32((step * UNITS + u) * M + token), int32((step * BLOCKS + u) * M + token)
+        unit = int32(((k0 + step) * UNITS + u) * M + token)
+        block = int32(((k0 + step) * BLOCKS + u) * M + token)
         column = t & (bm - 1)
         for i in range(0, UNITS, together):
             to = base + at_codes + ((u + i) * bm + column) * UNIT
@@ -130,16 +138,15 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
         """B fragments of one block of 32 K."""
         unit_k, token = 2 * block + (lane >> 3 & 1), first + (lane >> 4) * 8 + (lane & 7)
         at = base + at_codes + (unit_k * bm + token) * UNIT
-        for j in range(pairs):
-            b0, b1, b2, b3 = ldmatrix_x4(ring, at + 16 * UNIT * j)
-            b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3] = b0, b1, b2, b3
+        for j in range(0, n_b, 4):
+            b[j], b[j + 1], b[j + 2], b[j + 3] = ldmatrix_x4(ring, at + 4 * UNIT * j)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_d(x, ring, base, first, lane, block):
         """The scales of its tokens."""
         at = base + at_d + (block * bm + first + 2 * (lane & 3)) * 4
-        for j in range(columns):
-            x[2 * j], x[2 * j + 1] = load_f32x2(ring, at + 32 * j)
+        for j in range(0, n_b, 2):
+            x[j], x[j + 1] = load_f32x2(ring, at + 16 * j)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_weights(a, ring, weights, lane, half):
@@ -170,14 +177,12 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             q, word = 8 * i + 4 * (block & 1), 4 * i + block // 2
             w0, w8 = scale_of(scales[word], block & 1), scale_of(scales[word + 2], block & 1)
             for j in range(columns):
-                v0, v1, v2, v3 = mma(
-                    a[q], a[q + 1], a[q + 2], a[q + 3], b[2 * j], b[2 * j + 1], 0, 0, 0, 0
-                )
+                v = mma(a[q], a[q + 1], a[q + 2], a[q + 3], b[2 * j], b[2 * j + 1], 0, 0, 0, 0)
                 r = 4 * (i * columns + j)
-                acc[r] += float32(v0) * (w0 * x[2 * j])
-                acc[r + 1] += float32(v1) * (w0 * x[2 * j + 1])
-                acc[r + 2] += float32(v2) * (w8 * x[2 * j])
-                acc[r + 3] += float32(v3) * (w8 * x[2 * j + 1])
+                acc[r] += float32(v[0]) * (w0 * x[2 * j])
+                acc[r + 1] += float32(v[1]) * (w0 * x[2 * j + 1])
+                acc[r + 2] += float32(v[2]) * (w8 * x[2 * j])
+                acc[r + 3] += float32(v[3]) * (w8 * x[2 * j + 1])
 
     @cuda.jit(device=True, forceinline=True)
     def add_minima(acc, ring, base, weights, first, lane):
@@ -196,61 +201,22 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                     m0, m8, m0, m8, upper, lower, acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
                 )
 
-    # --- registers -> global
     @cuda.jit(device=True, forceinline=True)
-    def store(c, m, n, value, factors):
-        if m < c.shape[0] and n < c.shape[1]:
-            value *= factors[n] * float32(MINIMUM_UNIT)
-            store_f32(c, m * c.shape[1] + n, value)
-
-    @cuda.jit(device=True, forceinline=True)
-    def write_tile(acc, factors, c, m, n):
-        """Of each mma a thread holds tokens m, m + 1 of features n, n + 8."""
-        for i in range(ROW_TILES):
-            for j in range(columns):
-                r = 4 * (i * columns + j)
-                store(c, m + 8 * j, n + TILE_ROWS * i, acc[r], factors)
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i, acc[r + 1], factors)
-                store(c, m + 8 * j, n + TILE_ROWS * i + 8, acc[r + 2], factors)
-                store(c, m + 8 * j + 1, n + TILE_ROWS * i + 8, acc[r + 3], factors)
-
-    @cuda.jit(launch_bounds=(threads, resident))
-    def w4a8_async_pipeline(w, factors, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
-        ring = cuda.shared.array(0, uint8, alignment=128)
-        acc = cuda.local.array(n_acc, float32)
+    def multiply_stages(acc, ring, w, qa, ds, source, column, first, lane, count):
+        """acc += the product of `count` stages, the first of which have been asked for."""
         a = cuda.local.array(A_WORDS, uint32)
         scales = cuda.local.array(SCALE_WORDS, uint32)
         b_even = cuda.local.array(n_b, uint32)
         b_odd = cuda.local.array(n_b, uint32)
         x = cuda.local.array(n_b, float32)
-        M, N = int32(c.shape[0]), int32(c.shape[1])
-        t = int32(cuda.threadIdx.x)
-        warp, lane = t >> 5, t & 31
-        m0, n0 = int32(cuda.blockIdx.y * bm), int32(cuda.blockIdx.x * BN)
-        # what this warp multiplies
-        row_w, first = warp % WARPS_N * ROW_TILES, warp // WARPS_N * tokens
-        # where this thread copies from; rows and tokens beyond the matrix repeat one within
-        row, last = int32(n0 // TILE_ROWS + warp), int32((N - 1) // TILE_ROWS)
-        own = int32(min(row, last) * steps)
-        other = int32(min(row + warps, last) * steps)
-        token = int32(min(m0 + (t & (bm - 1)), M - 1))
-        for i in range(n_acc):
-            acc[i] = 0
-
-        for step in range(stages):
-            if step < steps:
-                copy_weights(ring, step * stage_bytes, t, w, own + step, other + step)
-                copy_tokens(ring, step * stage_bytes, t, qa, ds, step, token, M)
-            cp_async_commit()
         wait_for_first()
         cuda.syncthreads()
         base = int32(0)
-        weights = row_w * record
+        weights = column * (ROW_TILES * record)
         fetch_weights(a, ring, weights, lane, 0)
         fetch_scales(scales, ring, weights, lane)
         fetch_tokens(b_even, ring, base, first, lane, 0)
-        for step in range(steps):
+        for step in range(count):
             # the fragments of the next block are on their way while this one is multiplied
             fetch_d(x, ring, base, first, lane, 0)
             fetch_tokens(b_odd, ring, base, first, lane, 1)
@@ -270,22 +236,50 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             wait_for_next()
             cuda.syncthreads()
             ahead = int32(step + stages)
-            if ahead < steps:
-                copy_weights(ring, base, t, w, own + ahead, other + ahead)
-                copy_tokens(ring, base, t, qa, ds, ahead, token, M)
+            if ahead < count:
+                copy_weights(ring, base, w, source, ahead)
+                copy_tokens(ring, base, qa, ds, source, ahead)
             cp_async_commit()
             base = int32(base + stage_bytes)
             if base == stages * stage_bytes:
                 base = int32(0)
-            weights = base + row_w * record
+            weights = base + column * (ROW_TILES * record)
             fetch_tokens(b_even, ring, base, first, lane, 0)
             multiply(acc, a, b_odd, x, scales, 3)
             fetch_weights(a, ring, weights, lane, 0)
             fetch_scales(scales, ring, weights, lane)
 
-        write_tile(
-            acc, factors, c, m0 + first + 2 * (lane & 3), n0 + row_w * TILE_ROWS + (lane >> 2)
-        )
+    # --- registers -> global
+    write = write_sums(ROW_TILES, columns, MINIMUM_UNIT)
+    sizes = threads, tokens, n_acc, stage_bytes
+    return sizes, (origin, copy_weights, copy_tokens, multiply_stages, write)
+
+
+@cache
+def kernel(fmt: Format, bm: int, stages: int) -> Any:
+    """(the kernel for tiles of `bm` tokens and a ring of `stages`, threads, bytes of one stage)"""
+    (threads, tokens, n_acc, stage_bytes), functions = int8_tile(fmt, bm, stages)
+    origin, copy_weights, copy_tokens, multiply_stages, write = functions
+
+    @cuda.jit(launch_bounds=(threads, 32 * WARPS_PER_SM // threads))
+    def w4a8_async_pipeline(w, factors, qa, ds, c, steps):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
+        ring = cuda.shared.array(0, uint8, alignment=128)
+        acc = cuda.local.array(n_acc, float32)
+        t = int32(cuda.threadIdx.x)
+        warp, lane = t >> 5, t & 31
+        column, first = warp % WARPS_N, warp // WARPS_N * tokens  # what this warp multiplies
+        m0, n0 = int32(cuda.blockIdx.y * bm), int32(cuda.blockIdx.x * BN)
+        source = origin(t, m0, n0, 0, steps, c)
+        for i in range(n_acc):
+            acc[i] = 0
+        for step in range(stages):
+            if step < steps:
+                copy_weights(ring, step * stage_bytes, w, source, step)
+                copy_tokens(ring, step * stage_bytes, qa, ds, source, step)
+            cp_async_commit()
+        multiply_stages(acc, ring, w, qa, ds, source, column, first, lane, steps)
+        write(c, m0 + first, n0 + WARP_N * column, lane, acc, factors)
 
     return w4a8_async_pipeline, threads, stage_bytes
 
@@ -298,10 +292,9 @@ def launch(
     # bytes for each of the blocks that share an SM, which keeps 1 KB of every one
     share = (shared_memory() + 1024) * threads // (32 * WARPS_PER_SM) - 1024
     stages = min(STAGES, share // stage_bytes)
-    run = kernel(fmt, bm, stages)[0]
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm))
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(run, grid, (threads,), args, stages * stage_bytes)
+    return Launch(kernel(fmt, bm, stages)[0], grid, (threads,), args, stages * stage_bytes)
 
 
 STEP = Step(

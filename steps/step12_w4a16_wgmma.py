@@ -73,7 +73,6 @@ STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 LOT: Final = 2 * ROWS  # features that two warpgroups multiply at a time
 WARPS: Final = 2 * GROUP // 32  # of them; those of the last warpgroup bring
-FEW: Final = 64  # tokens of a tile that two warpgroups more, on the other half of K, help with
 HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 bytes
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
@@ -89,19 +88,17 @@ def kernel(
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
-    lots, band_bytes, pairs = bn // LOT, BAND * record, 2 if bm <= FEW else 1
-    warps, threads = pairs * WARPS, (2 * pairs + 1) * GROUP
+    lots, band_bytes = bn // LOT, BAND * record
     at_tokens, group_bytes = lots * band_bytes, 2 * TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + 2 * TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, pairs=pairs)
+    finish, words_used = finish_wgmma(tile, first_word, in_half)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    many, few = (232, 40) if pairs == 1 else (112, 24)  # registers, of 512 for all warpgroups
-    more_registers, fewer_registers = setmaxnreg_inc(many), setmaxnreg_dec(few)
+    more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(ring, weights, lane, half):
@@ -122,7 +119,7 @@ def kernel(
         wgmma_commit()
         return acc
 
-    @cuda.jit(launch_bounds=(threads, 1))
+    @cuda.jit(launch_bounds=(3 * GROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
         steps.activations.float16_units; stretch as of steps.stretches.shares."""
@@ -137,17 +134,17 @@ def kernel(
         if t == 0:
             for s in range(stages):
                 mbarrier_init(ring, full + 8 * s, 1)
-                mbarrier_init(ring, empty + 8 * s, warps)
+                mbarrier_init(ring, empty + 8 * s, WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()
         let_next_start()
         s, parity = int32(0), int32(0)
-        if warp >= warps:
+        if warp >= WARPS:
             # --- global -> shared: one thread brings weights, one tokens, in large pieces
             fewer_registers()
-            if warp > warps + 1 or lane > 0:
+            if warp > WARPS + 1 or lane > 0:
                 return
-            if warp > warps:
+            if warp > WARPS:
                 wait_for_previous()  # the activations have just been rounded
             last, groups = int32((N - 1) // LOT), int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
@@ -157,7 +154,7 @@ def kernel(
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
                     to, bar = s * stage_bytes, full + 8 * s
-                    if warp == warps:
+                    if warp == WARPS:
                         mbarrier_arrive_expect(ring, bar, at_tokens + token_bytes)
                         for i in range(lots):
                             at = int64(int32(min(band + i, last) * steps + step)) * band_bytes
@@ -180,10 +177,7 @@ def kernel(
                 until = int32(min(ahead, count) - 1)
             else:
                 barrier_sync(3, 2 * GROUP)
-        before, weights = int32(0), int32(warp % WARPS * record)
-        half = 0
-        if pairs == 2:
-            half = int32(warp // WARPS)
+        before, weights = int32(0), int32(warp * record)
         while number < total:
             m0, n0 = corner(number, tiles_n)
             first = last = early = int32(0)
@@ -192,14 +186,14 @@ def kernel(
             acc, more = no_sums(), no_sums()  # of the first lot of features and of the second
             step, at = int32(0), int32(s * stage_bytes)
             mbarrier_wait(ring, full + 8 * s, parity)
-            own = fetch(ring, at + weights, lane, half)
+            own = fetch(ring, at + weights, lane, 0)
             while True:
                 # the next weights come while these are multiplied
-                b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes) + HALF * half
+                b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
                 acc = multiply(acc, own, b)
                 if lots == 2:
                     other = fetch(ring, at + band_bytes + weights, lane, 0)
-                elif pairs == 1:
+                else:
                     own = fetch(ring, at + weights, lane, 1)
                 acc = wait_for_all_but_one(acc)
                 if lane == 0 and step > 0:
@@ -208,8 +202,7 @@ def kernel(
                     more = multiply(more, other, b)
                     own = fetch(ring, at + weights, lane, 1)
                     more = wait_for_all_but_one(more)
-                if pairs == 1:
-                    acc = multiply(acc, own, b + HALF)
+                acc = multiply(acc, own, b + HALF)
                 if lots == 2:
                     other = fetch(ring, at + band_bytes + weights, lane, 1)
                     acc = wait_for_all_but_one(acc)
@@ -224,10 +217,10 @@ def kernel(
                 if step >= count:
                     break
                 mbarrier_wait(ring, full + 8 * s, parity)
-                own = fetch(ring, at + weights, lane, half)
+                own = fetch(ring, at + weights, lane, 0)
                 if lots == 2:
                     more = wait_for_all_but_one(more)
-                elif pairs == 1:
+                else:
                     acc = wait_for_all_but_one(acc)
             until = int32(-1)
             acc, more = wait_for_all(acc), wait_for_all(more)
@@ -280,12 +273,11 @@ def launch(
     in_half, stages = out.dtype == np.float16, STAGES
     while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
-    ahead = min(AHEAD, stages - 2) if total > blocks and tile[1] > FEW else 0
+    ahead = min(AHEAD, stages - 2) if total > blocks else 0
     run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
-    threads = (5 if tile[1] <= FEW else 3) * GROUP
-    return Launch(run, (blocks,), (threads,), args, shared_bytes, overlap=True)
+    return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
 
 
 STEP = Step(

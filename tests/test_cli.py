@@ -109,6 +109,17 @@ def test_diff_is_against_the_parent() -> None:
     assert other.stdout.startswith("--- steps/step02_naive_w4a8.py")
 
 
+def test_diff_leaves_out_what_a_step_imports_from_its_parent() -> None:
+    first, *lines = typed("diff", "9").stdout.splitlines()
+    assert first.startswith("step09_stream_k imports these from step08_async_pipeline: BN, ")
+    assert lines[0] == "--- steps/step08_async_pipeline.py"
+    assert not any(
+        line.startswith(("-def int8_tile", "-BN: ", "-    def fetch_")) for line in lines
+    )
+    assert any(line.startswith("+    def hand_over") for line in lines)
+    assert any(line.startswith("-    def w4a8_async_pipeline") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("kind", "marks"),
     [("ptx", [".visible .entry", ".target sm_80"]), ("sass", ["EXIT", ".text.", "/*0000*/"])],

@@ -324,6 +324,46 @@ def test_a_hash_follows_code_and_not_prose(tmp_path):
     assert record.source_hash(7, tmp_path) not in (None, first)
 
 
+def test_a_hash_follows_what_a_step_imports(tmp_path):
+    """Another step, and what that one imports in turn, in whatever form; no host code."""
+    lay_sources(tmp_path, "from steps.step06_tile import tile\nfrom steps import machines\n")
+    folder, host = tmp_path / "steps", ("machines", "step", "table")
+    (folder / "step06_tile.py").write_text(
+        "import numpy\nimport steps.first\nfrom .second import x\nfrom . import third, step\n"
+    )
+    (folder / "first.py").write_text("def f():\n    from steps.step07_idea import g\n")
+    for name in ("second", "third", *host):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    names = [path.name for path in record.step_sources(7, tmp_path)]
+    assert sorted(names[:5]) == sorted(
+        ["step07_idea.py", "step06_tile.py", "first.py", "second.py", "third.py"]
+    )
+    assert names[5:] == ["device.py", "arithmetic.py"]
+    assert names[0] == "step07_idea.py"
+
+    fresh = make_row(step=7, source_hash=record.source_hash(7, tmp_path))
+    for name in host:
+        (folder / f"{name}.py").write_text("x = 2\n")
+    assert not record.is_stale(fresh, tmp_path)
+    for name in ("step06_tile", "first", "second", "third"):
+        path = folder / f"{name}.py"
+        before = path.read_text()
+        path.write_text(before + "y = 2\n")
+        assert record.is_stale(fresh, tmp_path), name
+        path.write_text(before)
+        assert not record.is_stale(fresh, tmp_path)
+
+
+def test_the_sources_of_the_ladder():
+    def sources(step):
+        return {path.stem for path in record.step_sources(step)}
+
+    assert {"activations", "device", "repack", "memory"} <= sources(1)
+    assert not sources(1) & {"epilogue", "stretches", "step", "machines"}
+    assert "step08_async_pipeline" in sources(9)
+    assert {"stretches", "epilogue"} <= sources(13)
+
+
 def test_stale_rows_are_known(tmp_path):
     lay_sources(tmp_path)
     now = record.source_hash(7, tmp_path)
