@@ -145,7 +145,7 @@ ROWS: Final = 64
 LOT: Final = 128
 """Tokens of a lot at most, 64 accumulators: of more, compilers keep some in local memory."""
 
-SLICE: Final = 32
+SLICE: Final = 16
 """Tokens of a warpgroup's sums that lie in shared memory at a time."""
 
 IN_FLIGHT: Final = 64

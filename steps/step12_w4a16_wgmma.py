@@ -36,7 +36,7 @@ from qformats import Format
 from qformats.device import half_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
-from steps.epilogue import GROUP, ROWS, finish_wgmma
+from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -67,11 +67,12 @@ TILES: Final = (  # (features, tokens) of a tile of C
     (128, 32),
     (128, 64),
     (128, 128),
-    (256, 128),  # reads the least for what it multiplies
+    (128, 256),  # makes the fewest weights for what it multiplies
+    (256, 128),  # reads the least for it
 )
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
-LOT: Final = 2 * ROWS  # features that two warpgroups multiply at a time
+PAIR: Final = 2 * ROWS  # features that two warpgroups multiply at a time
 WARPS: Final = 2 * GROUP // 32  # of them; those of the last warpgroup bring
 HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 bytes
 END: Final = 2000  # cycles from a tile's last product to the next one's first
@@ -88,7 +89,7 @@ def kernel(
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
-    lots, band_bytes = bn // LOT, BAND * record
+    lots, band_bytes = bn // PAIR, BAND * record
     at_tokens, group_bytes = lots * band_bytes, 2 * TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + 2 * TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
@@ -96,6 +97,7 @@ def kernel(
     first_word = (empty + 8 * stages + 127) // 128 * 32
     finish, words_used = finish_wgmma(tile, first_word, in_half)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
+    lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
@@ -146,10 +148,10 @@ def kernel(
                 return
             if warp > WARPS:
                 wait_for_previous()  # the activations have just been rounded
-            last, groups = int32((N - 1) // LOT), int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
+            last, groups = int32((N - 1) // PAIR), int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
                 m0, n0 = corner(number, tiles_n)
-                group, band = int32(m0 // TOKEN_GROUP), int32(n0 // LOT)
+                group, band = int32(m0 // TOKEN_GROUP), int32(n0 // PAIR)
                 token_bytes = int32(min(groups - group, bm // TOKEN_GROUP) * group_bytes)
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
@@ -227,9 +229,11 @@ def kernel(
             if lane == 0:
                 mbarrier_arrive(ring, empty + 8 * before)
             to = of_rows, of_tokens, c, partials, arrived
-            finish(acc, 0, number, m0, n0, first, last, early, to)
+            finish(acc[:lot], 0, number, m0, n0, first, last, early, to)
             if lots == 2:
                 finish(more, 1, number, m0, n0, first, last, early, to)
+            if bm > LOT:
+                finish(acc[lot:], 1, number, m0, n0, first, last, early, to)
             number, k0, count, left = go_on(number, left, tail, steps)
 
     return w4a16_wgmma, 4 * words_used
@@ -255,9 +259,10 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Two tiles for each block, and a count for each 64 features of a tile."""
+    """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
     (bn, bm), total, blocks, tail = tiling(fmt, shape)
-    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((total * bn // ROWS,), np.int32)
+    counts = total * bn // ROWS * ceil_div(bm, LOT)
+    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((counts,), np.int32)
 
 
 def launch(
