@@ -49,12 +49,15 @@ from steps.instructions import (
 from steps.machines import multiprocessors, shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
-TILES: Final = {  # (features, tokens) of a tile of C: blocks an SM, as registers and ring allow
-    (256, 128): 1,  # weights are few bytes: high tiles read the least
-    (256, 64): 1,
-    (128, 64): 2,
-    (128, 32): 3,
-    (128, 16): 4,
+# (features, tokens) of a tile of C: blocks an SM, as registers and ring allow; parts that a stage's
+# K is in, for as many groups of warps
+TILES: Final = {
+    (256, 128): (1, 1),  # weights are few bytes: high tiles read the least
+    (128, 128): (2, 1),
+    (256, 64): (1, 2),
+    (128, 64): (2, 2),
+    (128, 32): (3, 2),
+    (128, 16): (4, 2),
 }
 WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
 STAGES: Final = 4  # of the ring, at most
@@ -78,7 +81,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
     n_words, n_scales = {4: 4, 5: 5, 8: 8}[fmt.bits], 4 if "m" in (fmt.dtype.names or ()) else 2
     tokens = min(bm, WARP)  # of a warp
     side, deep = bn // WARP, bm // tokens  # warps along the features and along the tokens
-    groups = 1 if side * deep == 8 else 2  # of warps, which share a stage's K
+    blocks, groups = TILES[tile]
     warps = side * deep * groups
     threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
     band, bands = BAND * record, bn // (BAND * TILE_ROWS)
@@ -157,7 +160,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
                 store_f32(sums, at + 8, acc[r + 2])
                 store_f32(sums, at + pitch + 8, acc[r + 3])
 
-    @cuda.jit(launch_bounds=(threads, TILES[tile]))
+    @cuda.jit(launch_bounds=(threads, blocks))
     def w4a16_tensor_core(w, of_rows, a, of_tokens, c, steps, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
         steps.activations.float16_units."""
@@ -247,8 +250,9 @@ def ring_for(fmt: Format, tile: tuple[int, int]) -> tuple[int, int, int]:
     """(blocks an SM, stages, bytes of each block): room for two stages, and for the sums."""
     bn, bm = tile
     stage = bn * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
-    sums = (1 if bm > WARP else 2) * bm * (bn + PAD) * 4
-    for blocks in range(TILES[tile], 0, -1):
+    most, groups = TILES[tile]
+    sums = groups * bm * (bn + PAD) * 4
+    for blocks in range(most, 0, -1):
         # an SM keeps 1 KB of every block, and `finish` has a word
         share = (shared_memory() + 1024) // blocks - 1024 - 16
         stages = min(STAGES, share // stage)

@@ -36,7 +36,7 @@ from qformats import Format
 from qformats.device import half_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
-from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
+from steps.epilogue import GROUP, ROWS, finish_wgmma
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -67,8 +67,7 @@ TILES: Final = (  # (features, tokens) of a tile of C
     (128, 32),
     (128, 64),
     (128, 128),
-    (128, 256),  # makes the fewest weights for what it multiplies
-    (256, 128),  # reads the least for it
+    (256, 128),  # reads the least for what it multiplies
 )
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
@@ -97,7 +96,6 @@ def kernel(
     first_word = (empty + 8 * stages + 127) // 128 * 32
     finish, words_used = finish_wgmma(tile, first_word, in_half)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
-    lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
@@ -229,11 +227,9 @@ def kernel(
             if lane == 0:
                 mbarrier_arrive(ring, empty + 8 * before)
             to = of_rows, of_tokens, c, partials, arrived
-            finish(acc[:lot], 0, number, m0, n0, first, last, early, to)
+            finish(acc, 0, number, m0, n0, first, last, early, to)
             if lots == 2:
                 finish(more, 1, number, m0, n0, first, last, early, to)
-            if bm > LOT:
-                finish(acc[lot:], 1, number, m0, n0, first, last, early, to)
             number, k0, count, left = go_on(number, left, tail, steps)
 
     return w4a16_wgmma, 4 * words_used
@@ -259,10 +255,9 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
+    """Two tiles for each block, and a count for each 64 features of a tile."""
     (bn, bm), total, blocks, tail = tiling(fmt, shape)
-    counts = total * bn // ROWS * ceil_div(bm, LOT)
-    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((counts,), np.int32)
+    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((total * bn // ROWS,), np.int32)
 
 
 def launch(
