@@ -49,15 +49,12 @@ from steps.instructions import (
 from steps.machines import multiprocessors, shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
-# (features, tokens) of a tile of C: blocks an SM, as registers and ring allow; parts that a stage's
-# K is in, for as many groups of warps
-TILES: Final = {
-    (256, 128): (1, 1),  # weights are few bytes: high tiles read the least
-    (128, 128): (2, 1),
-    (256, 64): (1, 2),
-    (128, 64): (2, 2),
-    (128, 32): (3, 2),
-    (128, 16): (4, 2),
+BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
+TILES: Final = {  # its tokens: blocks an SM; groups of warps, for as many parts of a stage's K
+    128: (2, 1),
+    64: (2, 2),
+    32: (3, 2),
+    16: (4, 2),
 }
 WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
 STAGES: Final = 4  # of the ring, at most
@@ -66,41 +63,36 @@ GROUP: Final = TOKEN_GROUP * TILE_K  # float16 of a stage that eight tokens have
 ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
 
 
-#     tile 256 x 64     K 0..63 of a stage   K 64..127        tile 256 x 128     K 0..127 of a stage
-#     features   0..63       warp 0           warp 4          features   0..63    warp 0    warp 4
-#     features  64..127      warp 1           warp 5          features  64..127   warp 1    warp 5
-#                  ...                                                     ...
-#                          tokens 0..63       0..63                          tokens 0..63   64..127
+#     128 tokens    K 0..127 of a stage      64 tokens    K 0..63 of a stage    K 64..127
+#     features   0..63   warp 0   warp 2     features   0..63   warp 0           warp 2
+#     features  64..127  warp 1   warp 3     features  64..127  warp 1           warp 3
+#                tokens   0..63  64..127                tokens   0..63            0..63
 @cache
-def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> Any:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, threads of a block)"""
-    bn, bm = tile
+def kernel(fmt: Format, bm: int, stages: int, in_half: bool) -> Any:
+    """(kernel for tiles of `bm` tokens and a ring of `stages`, threads of a block)"""
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     n_words, n_scales = {4: 4, 5: 5, 8: 8}[fmt.bits], 4 if "m" in (fmt.dtype.names or ()) else 2
     tokens = min(bm, WARP)  # of a warp
-    side, deep = bn // WARP, bm // tokens  # warps along the features and along the tokens
-    blocks, groups = TILES[tile]
+    side, deep = BN // WARP, bm // tokens  # warps along the features and along the tokens
+    blocks, groups = TILES[bm]
     warps = side * deep * groups
     threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
-    band, bands = BAND * record, bn // (BAND * TILE_ROWS)
-    at_tokens = bands * band
-    stage_bytes, together = at_tokens + 2 * TILE_K * bm, 16 * threads
+    band, together = BAND * record, 16 * threads  # bytes: of weights; that threads copy at a time
+    stage_bytes = band + 2 * TILE_K * bm
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
-    finish, pitch = finish_tile(bn, bm, groups, threads, in_half), bn + PAD
+    finish, pitch = finish_tile(BN, bm, groups, threads, in_half), BN + PAD
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     # --- global -> shared: ask for the operands of one stage
     @cuda.jit(device=True, forceinline=True)
-    def copy_weights(ring, base, t, w, own, other):
-        """A band, or two of them."""
-        for i in range(bands):
-            at = int64(own if i == 0 else other) * band
-            for chunk in range(0, band, together):
-                if chunk + together <= band or 16 * t < band - chunk:
-                    cp_async_16(ring, base + i * band + chunk + 16 * t, w, at + chunk + 16 * t)
+    def copy_weights(ring, base, t, w, own):
+        at = int64(own) * band + 16 * t
+        for chunk in range(0, band, together):
+            if chunk + together <= band or 16 * t < band - chunk:
+                cp_async_16(ring, base + chunk + 16 * t, w, at + chunk)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_tokens(ring, base, t, a, group, size):
@@ -108,7 +100,7 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         for chunk in range(0, 2 * TILE_K * bm, together):
             at = chunk + 16 * t
             if at < size:
-                cp_async_16(ring, base + at_tokens + at, a, int64(group) * GROUP + (at >> 1))
+                cp_async_16(ring, base + band + at, a, int64(group) * GROUP + (at >> 1))
 
     # --- shared -> registers
     @cuda.jit(device=True, forceinline=True)
@@ -171,10 +163,10 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         s = cuda.local.array((ROW_TILES, n_scales), uint32)
         b_even = cuda.local.array(n_b, uint32)
         b_odd = cuda.local.array(n_b, uint32)
-        M, N = int32(c.shape[0]), int32(c.shape[1])
+        M = int32(c.shape[0])
         t = int32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
-        n0, m0 = int32(cuda.blockIdx.x * bn), int32(cuda.blockIdx.y * bm)
+        n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
         # this block's share of K, in stages
         part, parts = uint32(cuda.blockIdx.z), uint32(cuda.gridDim.z)
         k0 = int32(uint32(steps * part) // parts)
@@ -185,25 +177,23 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
         half = group
         weights = warp % side * ROW_TILES * record
         # a row of ldmatrix's four matrices: of a group two units of 8 K, then of the next group
-        b_at = at_tokens + (first // TOKEN_GROUP + (lane >> 4)) * (2 * GROUP)
+        b_at = band + (first // TOKEN_GROUP + (lane >> 4)) * (2 * GROUP)
         b_at += (lane >> 3 & 1) * 128 + (lane & 7) * 16
-        # where it copies from; a band beyond the matrix repeats the last
-        last = int32((N - 1) // (BAND * TILE_ROWS))
-        own = int32(min(n0 // (BAND * TILE_ROWS), last) * steps + k0)
-        other = int32(min(n0 // (BAND * TILE_ROWS) + 1, last) * steps + k0)
-        groups, group0 = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP), int32(m0 // TOKEN_GROUP)
-        size = int32((groups - group0) * (2 * GROUP))
+        # where it copies from
+        own = int32(cuda.blockIdx.x * steps + k0)
+        eights, first8 = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP), int32(m0 // TOKEN_GROUP)
+        size = int32((eights - first8) * (2 * GROUP))
         for i in range(n_acc):
             acc[i] = 0
 
         let_next_start()
         for step in range(stages):
             if step < count:
-                copy_weights(ring, step * stage_bytes, t, w, own + step, other + step)
+                copy_weights(ring, step * stage_bytes, t, w, own + step)
         wait_for_previous()  # the weights were there; the activations have just been rounded
         for step in range(stages):
             if step < count:
-                copy_tokens(ring, step * stage_bytes, t, a, (k0 + step) * groups + group0, size)
+                copy_tokens(ring, step * stage_bytes, t, a, (k0 + step) * eights + first8, size)
             cp_async_commit()
         wait_for_first()
         cuda.syncthreads()
@@ -225,8 +215,8 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
                 wait_for_next()
                 cuda.syncthreads()
                 if ahead < count:
-                    copy_weights(ring, base, t, w, own + ahead, other + ahead)
-                    copy_tokens(ring, base, t, a, (k0 + ahead) * groups + group0, size)
+                    copy_weights(ring, base, t, w, own + ahead)
+                    copy_tokens(ring, base, t, a, (k0 + ahead) * eights + first8, size)
                 cp_async_commit()
                 ahead = int32(ahead + 1)
                 base = int32(base + stage_bytes)
@@ -246,12 +236,11 @@ def kernel(fmt: Format, tile: tuple[int, int], stages: int, in_half: bool) -> An
     return w4a16_tensor_core, threads
 
 
-def ring_for(fmt: Format, tile: tuple[int, int]) -> tuple[int, int, int]:
+def ring_for(fmt: Format, bm: int) -> tuple[int, int, int]:
     """(blocks an SM, stages, bytes of each block): room for two stages, and for the sums."""
-    bn, bm = tile
-    stage = bn * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
-    most, groups = TILES[tile]
-    sums = groups * bm * (bn + PAD) * 4
+    stage = BN * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
+    most, groups = TILES[bm]
+    sums = groups * bm * (BN + PAD) * 4
     for blocks in range(most, 0, -1):
         # an SM keeps 1 KB of every block, and `finish` has a word
         share = (shared_memory() + 1024) // blocks - 1024 - 16
@@ -261,30 +250,32 @@ def ring_for(fmt: Format, tile: tuple[int, int]) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int]:
-    """(tile, how many of them, parts of K) that should take the fewest cycles."""
-    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0)
-    for bn, bm in TILES:
-        resident, _, _ = ring_for(fmt, (bn, bm))
+def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int]:
+    """(tokens of a tile, how many tiles, parts of K) that should take the fewest cycles."""
+    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), (0, 0, 0)
+    for bm in TILES:
+        resident, _, _ = ring_for(fmt, bm)
         if not resident:
             continue
-        count = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 24 bytes a cycle reach it
-        stage = resident * max(bn * bm * 15 // 128, (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 24)
+        count = ceil_div(shape.n, BN) * ceil_div(shape.m, bm)
+        # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles; 40 bytes a cycle reach it
+        stage = max(BN * bm * 15 // 128, (BN * fmt.bits // 8 + 2 * bm) * TILE_K // 40)
         for parts in range(1, min(PARTS, steps) + 1):
-            # the beginning and end of a tile, and its parts' way back at 48 bytes a cycle
-            ends = 4000 + (2000 + parts * bn * bm * 4 // 48 if parts > 1 else 0)
-            rounds = ceil_div(count * parts, multiprocessors() * resident)
-            cycles = rounds * (ceil_div(steps, parts) * stage + ends)
+            # the beginning and end of a tile, and its parts' way back at 48 bytes a cycle, which
+            # other blocks on the SM hide in part; a block that has it to itself is slower for it
+            ends = 4000 + (2000 + parts * BN * bm * 4 // 48 if parts > 1 else 0)
+            blocks = ceil_div(count * parts, multiprocessors())
+            cycles = blocks * (ceil_div(steps, parts) * stage + ends // resident)
+            cycles = cycles * 6 // 5 if blocks < resident else cycles
             if cycles < least:
-                least, best = cycles, ((bn, bm), count, parts)
+                least, best = cycles, (bm, count, parts)
     return best
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """The sums of each part of a tile, and a count for each tile."""
-    (bn, bm), count, parts = tiling(fmt, shape)
-    return ((count * parts * bm * bn if parts > 1 else 4,), np.float32), ((count,), np.int32)
+    bm, count, parts = tiling(fmt, shape)
+    return ((count * parts * bm * BN if parts > 1 else 4,), np.float32), ((count,), np.int32)
 
 
 def launch(
@@ -296,10 +287,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, _, parts = tiling(fmt, shape)
-    _, stages, shared = ring_for(fmt, tile)
-    run, threads = kernel(fmt, tile, stages, out.dtype == np.float16)
-    grid = (ceil_div(shape.n, tile[0]), ceil_div(shape.m, tile[1]), parts)
+    bm, _, parts = tiling(fmt, shape)
+    _, stages, shared = ring_for(fmt, bm)
+    run, threads = kernel(fmt, bm, stages, out.dtype == np.float16)
+    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), parts)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
     return Launch(run, grid, (threads,), args, shared, overlap=True)
 

@@ -76,6 +76,7 @@ WARPS: Final = 2 * GROUP // 32  # of them; those of the last warpgroup bring
 HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 bytes
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
+UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
 
 
 @cache
@@ -186,25 +187,23 @@ def kernel(
             acc, more = no_sums(), no_sums()  # of the first lot of features and of the second
             step, at = int32(0), int32(s * stage_bytes)
             mbarrier_wait(ring, full + 8 * s, parity)
-            own = fetch(ring, at + weights, lane, 0)
+            lower = fetch(ring, at + weights, lane, 0)
             while True:
-                # the next weights come while these are multiplied
+                # the next weights come while these are made float16
                 b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
-                acc = multiply(acc, own, b)
                 if lots == 2:
                     other = fetch(ring, at + band_bytes + weights, lane, 0)
-                else:
-                    own = fetch(ring, at + weights, lane, 1)
+                upper = fetch(ring, at + weights, lane, 1)
+                acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
                 if lane == 0 and step > 0:
                     mbarrier_arrive(ring, empty + 8 * before)
                 if lots == 2:
                     more = multiply(more, other, b)
-                    own = fetch(ring, at + weights, lane, 1)
-                    more = wait_for_all_but_one(more)
-                acc = multiply(acc, own, b + HALF)
-                if lots == 2:
                     other = fetch(ring, at + band_bytes + weights, lane, 1)
+                    more = wait_for_all_but_one(more)
+                acc = multiply(acc, upper, b + HALF)
+                if lots == 2:
                     acc = wait_for_all_but_one(acc)
                     more = multiply(more, other, b + HALF)
                 if ahead and step == until:
@@ -217,7 +216,7 @@ def kernel(
                 if step >= count:
                     break
                 mbarrier_wait(ring, full + 8 * s, parity)
-                own = fetch(ring, at + weights, lane, 0)
+                lower = fetch(ring, at + weights, lane, 0)
                 if lots == 2:
                     more = wait_for_all_but_one(more)
                 else:
@@ -242,13 +241,16 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # cycles of 128 K: of the tensor cores, of unpacking, of 40 bytes a cycle from the L2
+        # cycles of 128 K: of the tensor cores; of a warp that unpacks and asks for products, of
+        # which most are latencies; of 40 bytes a cycle from the L2
         bring = (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 40
-        stage = max(bn * max(bm, 48) // 16, bn * unpack // 8, bring)
+        stage = max(bn * bm // 16, bn // PAIR * (35 * unpack + 10 * bm // 3), bring)
         for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
             cycles = count * stage + pieces * END
-            if tail:  # the way of a tile's parts to the L2 and back, at 48 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 48
+            if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
+                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
+            if tail and blocks % tail:  # some come late: more waiting than can be planned
+                cycles += cycles // UNEVEN
             if cycles < least:
                 least, best = cycles, ((bn, bm), total, blocks, tail)
     return best

@@ -74,6 +74,7 @@ AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile,
 WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
+UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
 
 
 @cache
@@ -182,9 +183,9 @@ def kernel(
             lower = fetch(ring, at + own, lane, 0)
             while True:
                 b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
-                acc = multiply(acc, lower, b)
-                if prefetch:  # the next weights come while these are multiplied
+                if prefetch:  # the next weights come while these are made
                     upper = fetch(ring, at + own, lane, 1)
+                acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
                 if not prefetch:
                     upper = fetch(ring, at + own, lane, 1)
@@ -226,14 +227,16 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     unpack = {4: 16, 5: 22, 8: 4}[fmt.bits]  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # cycles of 128 K: of the tensor cores, of unpacking (which takes two and a half times its
+        # cycles of 128 K: of the tensor cores, of unpacking (which takes three times its
         # issue slots, as a warp waits for its own results), of 40 bytes a cycle from the L2
         bring = (bn * fmt.bits // 8 + bm) * TILE_K // 40
-        stage = max(bn * max(bm, 32) // 32, 5 * bn * unpack // 16, bring)
+        stage = max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
         for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
             cycles = count * stage + pieces * END
-            if tail:  # the way of a tile's parts to the L2 and back, at 48 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 48
+            if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
+                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
+            if tail and blocks % tail:  # some come late: more waiting than can be planned
+                cycles += cycles // UNEVEN
             if cycles < least:
                 least, best = cycles, ((bn, bm), total, blocks, tail)
     return best
