@@ -117,10 +117,10 @@ def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     if layout == "slabs":
         more = -k % TILE_K
         units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
-        units = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
+        codes = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
         ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
-        return units, ds.reshape(-1)
+        return codes, ds.reshape(-1)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
     blocks["d"], blocks["s"] = given.d, given.s
     blocks["qs"] = given.q.reshape(m, k // BLOCK, BLOCK)

@@ -117,10 +117,11 @@ def rows(
     distribution: str = "normal",
     seed: int = 0,
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
+    all_outputs: bool = True,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """Every work at every shape, weights outermost, the steps of one problem next to each other; of
-    a step that writes C in several types a row for each.
+    a step that writes C in several types a row for each, or of the first only.
 
     wrong: (step, family, format) -> why it must not be timed, because its checks failed.
     A CUDA error is raised: nothing measured after it could be trusted.
@@ -135,7 +136,7 @@ def rows(
             task: Task | None = None
             for m, work in interleaved(tokens, own):
                 report(f"{work} at M={m} N={n} K={k}")
-                for output in work.step.outputs:
+                for output in work.step.outputs[: None if all_outputs else 1]:
                     blank = measure.blank_row(work.step, name, work.scheme, (m, n, k), output)
                     if why := wrong.get((work.step.number, work.family, name)):
                         yield measure.without_result(blank, "failed", why)

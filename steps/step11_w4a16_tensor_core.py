@@ -41,10 +41,8 @@ from steps.instructions import (
     cp_async_commit,
     cp_async_wait,
     ldmatrix_x4,
-    let_next_start,
     mma_m16n8k16_f16,
     store_f32,
-    wait_for_previous,
 )
 from steps.machines import multiprocessors, shared_memory
 from steps.step import Family, Launch, Shape, Step, ceil_div
@@ -186,13 +184,9 @@ def kernel(fmt: Format, bm: int, stages: int, in_half: bool) -> Any:
         for i in range(n_acc):
             acc[i] = 0
 
-        let_next_start()
         for step in range(stages):
             if step < count:
                 copy_weights(ring, step * stage_bytes, t, w, own + step)
-        wait_for_previous()  # the weights were there; the activations have just been rounded
-        for step in range(stages):
-            if step < count:
                 copy_tokens(ring, step * stage_bytes, t, a, (k0 + step) * eights + first8, size)
             cp_async_commit()
         wait_for_first()
@@ -292,7 +286,7 @@ def launch(
     run, threads = kernel(fmt, bm, stages, out.dtype == np.float16)
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), parts)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
-    return Launch(run, grid, (threads,), args, shared, overlap=True)
+    return Launch(run, grid, (threads,), args, shared)
 
 
 STEP = Step(
