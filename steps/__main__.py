@@ -75,6 +75,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _duration(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{0,5}\.?[0-9]{1,3}", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds such as 0.5 or 2")
+    return float(text)
+
+
 def _seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
@@ -197,7 +203,7 @@ def _parser() -> Parser:
         "--pace", action="append", choices=("sustained", "burst"), default=[], help="default both"
     )
     one.add_argument(
-        "--seconds", type=_positive, help="device time of a sustained duel (default 1)"
+        "--seconds", type=_duration, help="device time of a sustained duel (default 1)"
     )
     one.add_argument(
         "--overlap",

@@ -390,11 +390,11 @@ def shapes_of(texts: Sequence[str]) -> list[Size]:
     return list(dict.fromkeys(found))
 
 
-def scheduled(seconds: int | None = None, paces: Sequence[str] = ()) -> tuple[Schedule, ...]:
+def scheduled(seconds: float | None = None, paces: Sequence[str] = ()) -> tuple[Schedule, ...]:
     """The schedules of these paces (none: all), sustained ones of so many seconds."""
     wanted = [each for each in SCHEDULES if not paces or each.pace in paces]
     return tuple(
-        replace(each, seconds=float(seconds)) if seconds and each.seconds else each
+        replace(each, seconds=seconds) if seconds and each.seconds else each
         for each in wanted
     )
 
