@@ -181,18 +181,31 @@ def test_kernels_are_those_of_the_best_duel():
     assert "timed in turn" in note
 
 
-def test_a_duel_that_failed_or_overlapped_does_not_count():
+def test_a_duel_that_failed_does_not_count():
     run = make_run()
-    for changes in ({"status": "failed", "why": "wrong"}, {"overlap": True}):
-        none = replace(run, duels=tuple(replace(d, **changes) for d in run.duels))
-        ours, theirs, times = headline_cells(none, 512, 4096, 4096)[3:6]
-        (row,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
-        assert ours == f"{report.number(row.kernel_us)} us (step 12)"
-        assert theirs == "24.9 us"
-        assert times.endswith(report.UNPAIRED)
-        note = report.headline_table(none, "r.json").splitlines()[-1]
-        assert "in turn, round" not in note
-        assert "not timed in turn; two medians, ours with a float32 C" in note
+    failed = {"status": "failed", "why": "wrong"}
+    none = replace(run, duels=tuple(replace(d, **failed) for d in run.duels))
+    ours, theirs, times = headline_cells(none, 512, 4096, 4096)[3:6]
+    (row,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
+    assert ours == f"{report.number(row.kernel_us)} us (step 12)"
+    assert theirs == "24.9 us"
+    assert times.endswith(report.UNPAIRED)
+    note = report.headline_table(none, "r.json").splitlines()[-1]
+    assert "in turn, round" not in note
+    assert "not timed in turn; two medians, ours with a float32 C" in note
+
+
+def test_overlapping_launches_are_marked_and_come_second():
+    run = make_run()
+    over = tuple(replace(d, overlap=True, x_rival=9.0) for d in run.duels)
+    cells = headline_cells(replace(run, duels=over), 512, 4096, 4096)
+    assert cells[5].startswith("9.00x (9.00")
+    assert cells[5].endswith(report.OVERLAPPING)
+    note = report.headline_table(replace(run, duels=over), "r.json").splitlines()[-1]
+    assert f"{report.OVERLAPPING}: ours may each begin under the one before" in note
+    both = headline_cells(replace(run, duels=(*over, *run.duels)), 512, 4096, 4096)
+    assert both == headline_cells(run, 512, 4096, 4096)
+    assert report.OVERLAPPING not in report.headline_table(run, "r.json")
 
 
 def test_what_is_not_of_this_run_is_marked_in_the_headline():
