@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -142,3 +143,145 @@ def test_the_compiler_finds_dp4a_where_step_3_did_not_ask() -> None:
     """ptxas packs four byte products into IDP.4A behind our back; step 4 must not be helped so."""
     assert own_code(steps.find(3), "A8", "q4_0", "sm_90a").count("IDP") == 8
     assert own_code(steps.find(4), "A8", "q4_0", "sm_90a").count("IDP") == 0
+
+
+# --- wgmma reads the registers of A while others are written --------------------------------------
+# Each group of multiplications runs on while the weights of the next are unpacked. They may not
+# take the registers that it still reads, and no simulator shows it: there registers are values.
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S.*?)\s*;", re.MULTILINE)
+GMMA = re.compile(r"[HI]GMMA\.\S+ R\d+, R(\d+)\S*, gdesc\[UR\d+\], (?:R\d+|RZ)")
+WRITTEN = re.compile(r"(?!BAR)([A-Z][\w.]*) (?:U?P\w+, )?R(\d+)\b")
+
+
+def loop_of_wgmma(sass: str) -> list[str]:
+    """The instructions from the label before the first wgmma to the branch back to it, which comes
+    after the last one: all of them are in one loop."""
+    lines = sass.splitlines()
+    places = [i for i, line in enumerate(lines) if re.search(r"\b[HI]GMMA\b", line)]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
+    for end in range(places[-1], len(lines)):
+        back = re.search(r"\bBRA `\((\.L\w+)\)", lines[end])
+        if back and labels[back[1]] < places[0]:
+            return INSTRUCTION.findall("\n".join(lines[labels[back[1]] : end + 1]))
+    raise AssertionError("wgmma outside a loop")
+
+
+def registers_of_a(instruction: str) -> set[int]:
+    found = GMMA.match(instruction)
+    assert found, f"its A is no register: {instruction}"
+    return set(range(int(found[1]), int(found[1]) + 4))
+
+
+def commit_groups(loop: list[str]) -> list[set[int]]:
+    """The registers of A of each commit group, in the order of the program."""
+    groups, own = [], set()
+    for instruction in loop:
+        if re.match("[HI]GMMA", instruction):
+            own |= registers_of_a(instruction)
+            if instruction.endswith("gsb0"):
+                groups.append(own)
+                own = set()
+    assert not own, "what is multiplied last in the loop is committed there"
+    return groups
+
+
+def neighbours_that_share(loop: list[str]) -> list[set[int]]:
+    """Registers of A that a group has in common with the one before it, that of the first being the
+    last of the loop."""
+    groups = commit_groups(loop)
+    assert len(groups) > 1, "two groups at least: one multiplies while the other is made"
+    return [a & b for a, b in zip(groups, groups[-1:] + groups[:-1], strict=True) if a & b]
+
+
+def written_too_early(loop: list[str]) -> list[str]:
+    """Instructions that write a register of A between a wgmma and the wait for its group."""
+    running: list[set[int]] = []
+    own: set[int] = set()
+    found = []
+    for instruction in 2 * loop:  # again, with the last group of the first time running
+        wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", instruction)
+        write = WRITTEN.match(instruction)
+        if wait:
+            running = running[max(0, len(running) - int(wait[1], 16)) :]
+        elif re.match("[HI]GMMA", instruction):
+            own |= registers_of_a(instruction)
+            if instruction.endswith("gsb0"):
+                running.append(own)
+                own = set()
+        elif write:
+            name, first = write[1], int(write[2])
+            wide = 4 if ".128" in name else 2 if re.search(r"\.64|WIDE|^CS2R", name) else 1
+            if not own.union(*running).isdisjoint(range(first, first + wide)):
+                found.append(instruction)
+    return found
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("number", [12, 13])
+def test_weights_take_no_register_that_wgmma_still_reads(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = steps.find(number)
+    module = sys.modules[step.launch.__module__]
+    for tile in module.TILES:
+        # more tiles than blocks: one warpgroup is before the other, as in large products
+        monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: (tile, 2, 1, 0))
+        *_, own = on_paper(Work(step, step.families[-1], name), (2 * tile[1], tile[0], 256))
+        code = compiled(own, "sm_90a")
+        loop = loop_of_wgmma(code.sass)
+        in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
+        assert in_loop == code.count("HGMMA", "IGMMA"), f"{tile}: some are outside the loop"
+        assert neighbours_that_share(loop) == [], tile
+        assert written_too_early(loop) == [], tile
+
+
+RIGHT_LOOP = """
+        /*0010*/                   LDS.128 R8, [R4] ;
+.L_x_1:
+        /*0020*/                   HFMA2 R24, R8, R5.reuse, R6 ;
+        /*0030*/                   HFMA2 R31, R9, R5, R6 ;
+        /*0040*/                   WARPGROUP.ARRIVE ;
+        /*0050*/                   HGMMA.64x8x16.F32 R40, R24, gdesc[UR16], R40, !UPT ;
+        /*0060*/                   LDS.64 R36, [R4+0x200] ;
+        /*0070*/                   HGMMA.64x8x16.F32 R40, R28.reuse, gdesc[UR20], R40, gsb0 ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0090*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R23+URZ], RZ ;
+        /*00a0*/                   LOP3.LUT P1, RZ, R24, 0x1f, RZ, 0xc0, !PT ;
+        /*00b0*/                   WARPGROUP.ARRIVE ;
+        /*00c0*/                   HGMMA.64x8x16.F32 R40, R32, gdesc[UR20], R40, gsb0 ;
+        /*00d0*/               @P0 BRA `(.L_x_2) ;
+        /*00e0*/                   LDS.128 R8, [R4] ;
+        /*00f0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0100*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0110*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+
+
+def test_registers_that_wgmma_still_reads_are_found() -> None:
+    """A listing by hand, and changes of it each of which is wrong in one way."""
+    loop = loop_of_wgmma(RIGHT_LOOP)
+    assert len(loop) == 15
+    assert commit_groups(loop) == [set(range(24, 32)), set(range(32, 36))]
+    assert neighbours_that_share(loop) == written_too_early(loop) == []
+
+    shared = loop_of_wgmma(RIGHT_LOOP.replace("R40, R32, gdesc", "R40, R28, gdesc"))
+    assert neighbours_that_share(shared) == 2 * [set(range(28, 32))]
+    for old, new, early in (
+        ("LDS.64 R36", "LDS.64 R26", "LDS.64 R26, [R4+0x200]"),  # of a group not yet committed
+        ("LDS.128 R8", "LDS.128 R32", "LDS.128 R32, [R4]"),  # before the second group has ended
+        ("HFMA2 R31", "HFMA2 R35", "HFMA2 R35, R9, R5, R6"),  # in the next turn of the loop
+        ("LOP3.LUT P1, RZ", "LOP3.LUT P1, R31", "LOP3.LUT P1, R31, R24, 0x1f, RZ, 0xc0, !PT"),
+    ):
+        wrong = loop_of_wgmma(RIGHT_LOOP.replace(old, new))
+        assert set(written_too_early(wrong)) == {early}
+        assert neighbours_that_share(wrong) == []
+    unwaited = RIGHT_LOOP.replace("/*00f0*/                   WARPGROUP.DEPBAR", "/*00f0*/ NOP")
+    assert written_too_early(loop_of_wgmma(unwaited)) == [
+        "HFMA2 R24, R8, R5.reuse, R6",
+        "HFMA2 R31, R9, R5, R6",
+    ]
+    with pytest.raises(AssertionError, match="its A is no register"):
+        commit_groups(["HGMMA.64x8x16.F32 R40, gdesc[UR4], R40, gsb0"])
+    with pytest.raises(AssertionError, match="wgmma outside a loop"):
+        loop_of_wgmma(RIGHT_LOOP.replace("BRA `(.L_x_1)", "EXIT"))

@@ -119,7 +119,8 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
 # stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
 # warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
-# its high tiles, which no small product is cut into. Constants are those of the module that cuts.
+# tiles of many tokens, which no small product is cut into, with K longer than the ring. Constants
+# are those of the module that cuts.
 CUT_IN = {10: decode_split}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
@@ -128,11 +129,11 @@ SHARED_WORK = (
     (10, 1, (3, 90, 544), {"SLICE": 512}),
     (10, 2, (9, 150, 544), {"SLICE_GIVEN": {16: 4096}}),
     (10, 1, (7, 30, 4096), {"STAGES": 2}),
-    (11, 9, (3, 130, 288), {}),
-    (11, 3, (19, 36, 384), {}),
+    (11, 9, (3, 130, 416), {}),
+    (11, 6, (19, 36, 544), {}),
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
-    (11, 1, (3, 20, 64), {"TILES": {(256, 128): 1}}),
-    (11, 6, (3, 260, 96), {"TILES": {(256, 64): 1}}),
+    (11, 1, (70, 20, 416), {"TILES": {128: (2, 1)}}),
+    (11, 4, (3, 130, 416), {"TILES": {64: (2, 2)}}),
     (12, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
     (12, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
     (12, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
