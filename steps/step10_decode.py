@@ -4,11 +4,10 @@ What is new
     A warp asks for its first records of weights before it looks at anything else, and keeps a ring
     of them on their way in shared memory of its own, so that no barrier holds the stream up. Up to
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
-    A meanwhile; more tokens come in slabs, a record of A beside each record of weights, so that a
-    warp begins when its first of both is there. An mma has eight columns: for one or two tokens
-    four blocks of K share them, and one promotion serves 128 K (see below). Where thread blocks
-    split K, the last to arrive adds up in order what the others left: no launch for it, and the
-    same bits in every run.
+    A meanwhile; more tokens come in slabs, a record of A beside each record of weights. An mma has
+    eight columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K
+    (see below). Who does what is in steps.decode_split, A's way to shared memory in decode_prologue,
+    and that of sums to C in decode_epilogue, where the last to arrive adds up all, in order.
 
     B for one token: the weights of block j meet zeros in the columns of the other blocks.
 
@@ -18,17 +17,13 @@ What is new
     mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
     mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
 
-    What is not this idea stands elsewhere: who does what in steps.decode_split, A's way to shared
-    memory in steps.decode_prologue, the way of sums to C in steps.decode_epilogue.
-
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
     SM could while the record arrives; for 16 tokens some 210, four fifths of it.
 What it costs
     Thread blocks that quantize the same A each for itself. 150 KB of shared memory, or 220 with A:
-    where two blocks fit an SM, some SMs get two and take twice as long. In a chain the next launch
-    (programmatic dependent launch, sm_90) takes an SM as soon as its block has ended.
+    where two blocks fit an SM, some SMs get two and take twice as long.
 Machine code
     LDGSTS of weights before the first LDG of A, IMMA, and no BAR.SYNC in the loop.
 Read next

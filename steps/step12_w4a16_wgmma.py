@@ -11,9 +11,8 @@ What is new
 Why it should help
     mma.sync stops at two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
     are 1024 of their cycles, in which two warps a scheduler issue 2 x 157 instructions (5 bits: 2 x
-    232), and 41 bytes a cycle come from the L2. At K=4096 that is 32800 cycles, beside 4000 for
-    both ends. For few tokens the tile is low, and what counts is how soon weights are asked for:
-    before the launch that rounds the activations has ended.
+    232), and 41 bytes a cycle come from the L2, in two pieces of memory. For few tokens what counts
+    is how soon weights are asked for: before the launch that rounds the activations has ended.
 What it costs
     One block of 384 threads and all shared memory an SM; one GPU: wgmma is of compute capability
     9.0 and no other. Shares depend on the number of SMs, and with them the last bits.
