@@ -394,8 +394,7 @@ def scheduled(seconds: float | None = None, paces: Sequence[str] = ()) -> tuple[
     """The schedules of these paces (none: all), sustained ones of so many seconds."""
     wanted = [each for each in SCHEDULES if not paces or each.pace in paces]
     return tuple(
-        replace(each, seconds=seconds) if seconds and each.seconds else each
-        for each in wanted
+        replace(each, seconds=seconds) if seconds and each.seconds else each for each in wanted
     )
 
 

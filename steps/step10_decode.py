@@ -6,8 +6,8 @@ What is new
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
     A meanwhile; more tokens come in slabs, a record of A beside each record of weights. An mma has
     eight columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K
-    (see below). Who does what is in steps.decode_split, A's way to shared memory in decode_prologue,
-    and that of sums to C in decode_epilogue, where the last to arrive adds up all, in order.
+    (below). Who does what is in steps.decode_split, A's way to shared memory in decode_prologue,
+    that of sums to C in decode_epilogue: the last thread block to arrive adds up all, in order.
 
     B for one token: the weights of block j meet zeros in the columns of the other blocks.
 
