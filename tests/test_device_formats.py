@@ -13,6 +13,7 @@ from numba import cuda
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.device import b1, b2, b4, device_format, safe_load
+from qformats.repack import byte_weights
 from reference import Q81, same_operands_a8
 from steps import ladder
 from steps.instructions.simulator import Misaligned, simulate
@@ -136,4 +137,8 @@ def test_single_block_dot_products(name: str, data: st.DataObject) -> None:
     for step in ladder():
         for family in step.families:
             c = multiply(prepare(step, family, name, a, blocks[None], machine, q81), machine)
-            assert c[0, 0] == want[0, 0], (step.name, family)
+            right = want[0, 0]
+            if step.accuracy == "fast":  # whose weights are other ones, rounded once more
+                weights, factor = byte_weights(blocks[None])
+                right = np.float32((q.astype(int) * weights).sum()) * factor[0] * d[0, 0]
+            assert c[0, 0] == right, (step.name, family)
