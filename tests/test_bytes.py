@@ -15,7 +15,7 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.device import byte_format, half_grid, tile_format, token_quantizer
+from qformats.device import byte_format, tile_format, token_quantizer
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens
@@ -24,7 +24,7 @@ from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
 from steps.machines import Gpu, Simulator
-from steps.step import Launch
+from tests.passes import what_it_makes, writes_what_is_its_own
 from tests.records import by_row_tile
 from tests.test_halves import blocks_with, exact_weights
 from tests.test_repack import any_blocks
@@ -210,15 +210,7 @@ def test_instructions_of_64_weights(name: str) -> None:
 
 
 def quantized(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    """What the kernel makes of float32 A, which begins `offset` floats into a buffer of NaN."""
-    around = np.full(offset + a.size + 8, np.nan, np.float32)
-    around[offset : offset + a.size] = a.reshape(-1)
-    view = machine.array(around)[offset : offset + a.size].reshape(*a.shape)
-    activations = int8_units("A8", view, machine)
-    assert activations.layout == "tokens"
-    for launch in activations.launches:
-        machine.run(launch)
-    return tuple(machine.host(x) for x in activations.arrays)
+    return what_it_makes(int8_units, "A8", "tokens", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -265,15 +257,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
-    units, scales = encode("tokens", Tokens.of_values(a))
-    around, of_rows = np.full(units.size + 64, 7, np.int8), np.full(7 + 4, 7, np.float32)
-    Simulator(3).run(
-        Launch(token_quantizer(1), *half_grid(7), (a, around[: units.size], of_rows[:7]))
-    )
-    np.testing.assert_array_equal(around[: units.size], units)
-    np.testing.assert_array_equal(of_rows[:7], scales)
-    assert (around[units.size :] == 7).all()
-    assert (of_rows[7:] == 7).all()
+    writes_what_is_its_own(token_quantizer(1), a, *encode("tokens", Tokens.of_values(a)))
 
 
 def test_machine_code_of_the_pass() -> None:

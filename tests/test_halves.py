@@ -16,7 +16,6 @@ from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.device import (
     HALF_THREADS,
     half_format,
-    half_grid,
     half_loads,
     half_rounder,
     tile_format,
@@ -29,7 +28,7 @@ from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
 from steps.machines import Gpu, Simulator
-from steps.step import Launch
+from tests.passes import what_it_makes, writes_what_is_its_own
 from tests.records import by_row_tile
 from tests.test_repack import any_blocks
 
@@ -197,15 +196,7 @@ def test_instructions_of_a_fragment(name: str) -> None:
 
 
 def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    """What the kernel makes of float32 A, which begins `offset` floats into a buffer of NaN."""
-    around = np.full(offset + a.size + 8, np.nan, np.float32)
-    around[offset : offset + a.size] = a.reshape(-1)
-    view = machine.array(around)[offset : offset + a.size].reshape(*a.shape)
-    activations = float16_units("A16", view, machine)
-    assert activations.layout == "halves"
-    for launch in activations.launches:
-        machine.run(launch)
-    return tuple(machine.host(x) for x in activations.arrays)
+    return what_it_makes(float16_units, "A16", "halves", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -251,13 +242,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
-    units, factors = encode("halves", Halves.of_values(a))
-    around, of_rows = np.full(units.size + 64, 7, np.float16), np.full(7 + 4, 7, np.float32)
-    Simulator(3).run(Launch(half_rounder(1), *half_grid(7), (a, around[: units.size], of_rows[:7])))
-    np.testing.assert_array_equal(around[: units.size], units)
-    np.testing.assert_array_equal(of_rows[:7], factors)
-    assert (around[units.size :] == 7).all()
-    assert (of_rows[7:] == 7).all()
+    writes_what_is_its_own(half_rounder(1), a, *encode("halves", Halves.of_values(a)))
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:

@@ -1,0 +1,37 @@
+"""What the tests of activation passes share: A anywhere in memory, and what lies around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qformats.device import half_grid
+from steps.machines import Simulator
+from steps.step import Family, Launch, MakeActivations
+
+
+def what_it_makes(
+    make: MakeActivations, family: Family, layout: str, machine: Any, a: np.ndarray, offset: int
+) -> tuple[np.ndarray, ...]:
+    """What the pass makes of float32 A, which begins `offset` floats into a buffer of NaN."""
+    around = np.full(offset + a.size + 8, np.nan, np.float32)
+    around[offset : offset + a.size] = a.reshape(-1)
+    activations = make(
+        family, machine.array(around)[offset : offset + a.size].reshape(*a.shape), machine
+    )
+    assert activations.layout == layout
+    for launch in activations.launches:
+        machine.run(launch)
+    return tuple(machine.host(x) for x in activations.arrays)
+
+
+def writes_what_is_its_own(kernel: Any, a: np.ndarray, units: np.ndarray, rows: np.ndarray) -> None:
+    """A pass leaves these units and figures of rows, and 7 beyond both stays 7."""
+    around, of_rows = np.full(units.size + 64, 7, units.dtype), np.full(len(a) + 4, 7, np.float32)
+    args = (a, around[: units.size], of_rows[: len(a)])
+    Simulator(3).run(Launch(kernel, *half_grid(len(a)), args))
+    np.testing.assert_array_equal(around[: units.size], units)
+    np.testing.assert_array_equal(of_rows[: len(a)], rows)
+    assert (around[units.size :] == 7).all()
+    assert (of_rows[len(a) :] == 7).all()
