@@ -59,12 +59,6 @@ def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activa
     return Activations((a,), layout="inside")
 
 
-def halves_made_inside(family: Family, a: Any, machine: Machine) -> Activations:
-    """A16 without a pass: the kernel reads float32 A[M, K] and rounds it to float16 itself, by the
-    recipe of `float16_units`."""
-    return Activations((a,), layout="halves inside")
-
-
 def _whole(m: int, k: int) -> int:
     """Values of A[m, k] in whole groups of eight tokens and 128 K."""
     return ceil_div(m, TOKEN_GROUP) * TOKEN_GROUP * ceil_div(k, TILE_K) * TILE_K
@@ -107,7 +101,7 @@ _MADE_OF = {"halves": Halves, "tokens": Tokens}  # other layouts are made of Q81
 
 def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     """(q, d, s), halves or tokens -> the arrays of a layout, as the GPU would have left them."""
-    if not isinstance(given, _MADE_OF.get(layout, Q81)) or "inside" in layout:
+    if not isinstance(given, _MADE_OF.get(layout, Q81)) or layout == "inside":
         raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
     if isinstance(given, Halves):
         m, k = given.h.shape
@@ -135,11 +129,9 @@ def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
 
 def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 | Halves | Tokens:
     """The arrays of a layout -> (q, d, s), halves or tokens: the bits that the kernel really read;
-    where it made them itself ("inside", "halves inside"), those the recipe prescribes."""
+    where it made them itself ("inside"), those the recipe prescribes."""
     if layout == "inside":
         return Q81.of_values(arrays[0].reshape(m, k))
-    if layout == "halves inside":
-        return Halves.of_values(arrays[0].reshape(m, k))
     if layout == "halves":
         units, factor = arrays
         h = units.reshape(ceil_div(k, TILE_K), -1, 8, 2, TOKEN_GROUP, 4, 2)

@@ -62,8 +62,7 @@ class Activations:
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
     `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `qformats.device`), or
     "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
-    token; for the A16 family it is "halves" where A was rounded to float16 first, "halves inside"
-    where the kernel does so itself, and None where it multiplies A.
+    token; for the A16 family it is "halves" where A was rounded to float16 first, else None.
     """
 
     arrays: tuple[Any, ...]
