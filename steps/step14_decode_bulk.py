@@ -1,13 +1,11 @@
 """Step 14: decode on Hopper - one lane asks for what two row tiles need, and no warp waits for another.
 
 What is new
-    Step 10 for a few tokens, the same product and the same bits, but bulk copies bring everything:
+    Step 10 for a few tokens, the same product and the same bits, but bulk copies bring the weights:
     one lane asks for the records of two row tiles at once, and an mbarrier says that they are
-    there. A warp has a part of K to itself, in all row tiles of its thread block. What it needs of
-    A is one piece of memory too (`q8_1_slabs`): when the launch that quantizes A has ended, a lane
-    asks for that, and all rings have long been filling. So no thread block quantizes, a warp
-    fetches B once for two row tiles, and waits for others at the end only, when all sums of the
-    block are added up.
+    there. A warp has a part of K to itself, in all row tiles of its thread block. So it quantizes
+    itself what it multiplies, fetches B once for two row tiles, and waits for others at the end
+    only, when all sums of the block are added up.
 
          warp 0    warp 1    warp 2    ...       in a pair of row tiles one record of 128 K after
        |---------|---------|---------|--         the other, those of both side by side in memory
@@ -18,14 +16,13 @@ What is new
                       K -->
 Why it should help
     In step 10 32 lanes issue three copies for a record, with an address each, and its loop has 98
-    instructions a record; here it has 75. There 128 thread blocks read the same 57 KB of A and
-    quantize them, 0.9 us that the stream waits for; here one pass does, while 150 KB a thread block
-    are on their way, which take the memory 4.7 us.
+    instructions a record; here it has 70. 33 MB of Q4_0 at 4.1 TB/s take 8.1 us. With 1.5 us until
+    the first weights are there, and an end: 10.4, in a chain 8.9.
 What it costs
     Hopper or later. A part of K to each warp is coarse: 16 warps cut K = 4096 in two records each.
     More tokens, and A that does not fit beside the rings, are step 10's.
 Machine code
-    UBLKCP, IMMA, in the loop no barrier but SYNCS, and of global loads only the factors of rows.
+    UBLKCP before the first LDG of A, IMMA, and in the loop no barrier but SYNCS.
 Read next
     How each step was predicted, measured and mended: results/worklog.md
 """
@@ -41,8 +38,9 @@ from qformats import Format
 from qformats.device import record_number, tile_format
 from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from steps import step10_decode as step10
-from steps.activations import q8_1_slabs
-from steps.decode_split import BLOCKS
+from steps.activations import float32_quantized_inside
+from steps.decode_prologue import quantizer
+from steps.decode_split import BLOCKS, FUSED, scale_bytes
 from steps.instructions import (
     bulk_copy,
     fence_mbarrier_init,
@@ -50,8 +48,9 @@ from steps.instructions import (
     let_next_start,
     load_f32,
     load_f32x2,
+    load_f32x4,
     load_u16,
-    load_u32,
+    load_u32x2,
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
@@ -65,66 +64,63 @@ from steps.instructions import (
 from steps.machines import multiprocessors
 from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 
-MOST_TOKENS: Final = 8  # the columns of an mma
-FITS: Final = 72 * 1024  # values of A that fit beside rings of one stage in every format
+FITS: Final = 56 * 1024  # values of A that fit beside rings of one stage in every format
 WARPS: Final = 16  # of a thread block: 128 registers a thread
 PAIR: Final = 2  # row tiles whose records one copy brings
 STAGES: Final = 8  # of a warp's ring, at most
-SHARED: Final = 200 * 1024  # bytes of a thread block that are enough
+EARLY: Final = 1  # of them asked for before A, which would wait in line behind more
+SHARED: Final = 164 * 1024  # bytes of a thread block that are enough
 ALONE: Final = 116 * 1024  # bytes with which it has an SM to itself: of two, each gets half
 SUMS: Final = 32 * 1024  # bytes for the sums of warps at most; blocks with less rows come in waves
-CODES: Final = TILE_K  # bytes of a token in 128 K; behind those of all K
-SCALES: Final = 2 * 4 * BLOCKS  # likewise of d and s
+AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together, at most
 
 
 @cache
-def kernel(fmt: Format, tokens: int, stages: int) -> Any:
-    """The kernel for up to `tokens` (1, 2, 4 or 8) and rings of `stages`."""
+def kernel(fmt: Format, tokens: int, stages: int, early: int, ahead: int) -> Any:
+    """The kernel for `tokens` (1, 2 or 4) and rings of `stages`, of which `early` are asked for
+    before A; of that a lane loads `ahead` blocks at a time."""
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     unit = float32(HALF_UNIT / tile.unit)  # of sums
     of_minima = float32(MINIMUM_UNIT * tile.unit / HALF_UNIT)  # of minima, against that
-    share = {1: 4, 2: 4, 4: 2, 8: 1}[tokens]  # blocks of K that share the columns of B
+    share = 4 if tokens < 4 else 2  # blocks of K that share the columns of B
     columns, holders = 8 // share, BLOCKS // share  # of a block; lanes of four with sums at the end
     n_acc, n_d, values = 4 * PAIR, 4 * holders, 1 if tokens == 1 else 2
     slot_bytes, at_bars, at_codes = PAIR * record, *places(fmt, stages)
+    size_d = scale_bytes(tokens, minimum)
+    step_b, step_d = BLOCKS * tokens * 32, BLOCKS * tokens * size_d  # from record to record
+    fetch, quantize = quantizer(tokens, minimum, at_codes, ahead, 8)
 
     @cuda.jit(device=True, forceinline=True)
-    def beginning(row, rows, k, in_row):
+    def piece(row, rows, k, in_row):
         """Of the pair of row tiles from `row` on, those among `rows`: the byte where record k of
         theirs begins, bytes of them, and how far into a slot of the ring they belong."""
-        low, high = int32(max(row, rows[0])), int32(min(row + PAIR, rows[1]))
+        low, high = int32(max(row, rows[0])), int32(min(int32(row + PAIR), rows[1]))
         at = int64(record_number(low, k, in_row)) * record
-        return at, int32((high - low) * record), int32((low - row) * record)
+        return at, int32(int32(high - low) * record), int32(int32(low - row) * record)
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(smem, slot, bar, lane, w, at, size, into, left, row, rows, k0, deep, in_row):
-        """Ask for the records at byte `at` of w, if any are left; where are the next ones?"""
-        if row < rows[1]:
-            if lane == 0:
-                mbarrier_arrive_expect(smem, bar, size)
-                bulk_copy(smem, slot + into, w, at, size, smem, bar)
-            at, left = at + BAND * record, int32(left - 1)
-            if left == 0:
-                left, row = deep, int32(row + PAIR)
-                at, size, into = beginning(row, rows, k0, in_row)
-        return at, size, into, left, row
+    def ask(smem, to, bar, w, at, size):
+        mbarrier_arrive_expect(smem, bar, size)
+        bulk_copy(smem, to, w, at, size, smem, bar)
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch_tokens(b, d, smem, at_b, at_d0, at_d1, M, turn):
+    def fetch_tokens(b, d, smem, at_b, at_d, turn):
         """B for 128 K, zeros in the columns of other blocks; and d and s of this lane's sums."""
         for i in range(holders):
-            at = at_b + i * (share * 32 * M)
-            b0, b1 = load_u32(smem, at), load_u32(smem, at + 16 * M)
+            b0, b1 = load_u32x2(smem, at_b + i * (share * tokens * 32))
             for j in range(share):
                 b[2 * (i * share + j)] = b0 if turn == j else uint32(0)
                 b[2 * (i * share + j) + 1] = b1 if turn == j else uint32(0)
-            at = i * (share * 8 * M)
-            d[4 * i], d[4 * i + 1] = load_f32x2(smem, at_d0 + at)
-            if values == 2:
-                d[4 * i + 2], d[4 * i + 3] = load_f32x2(smem, at_d1 + at)
+            at = at_d + i * (share * tokens * size_d)
+            if values == 1:
+                d[4 * i], d[4 * i + 1] = load_f32x2(smem, at)
+            elif minimum:
+                d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3] = load_f32x4(smem, at)
+            else:
+                d[4 * i], d[4 * i + 2] = load_f32x2(smem, at)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, r, u, b, d, smem, at, lane, at_scale):
@@ -156,82 +152,85 @@ def kernel(fmt: Format, tokens: int, stages: int) -> Any:
                 v0 = v1 = v2 = v3 = int32(0)
 
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
-    def w4a8_decode_bulk(w, factors, qa, ds, c, in_row, each, tall):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors of qformats.repack.tiles, qa and ds of
-        steps.activations.q8_1_slabs.
+    def w4a8_decode_bulk(w, factors, a, c, in_row, each, tall):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors of qformats.repack.tiles, a: float32.
 
         A thread block has `tall` row tiles, a warp `each` of the `in_row` records along K.
         """
         smem = cuda.shared.array(0, uint8, alignment=128)
+        x, acc = cuda.local.array((ahead, 8), float32), cuda.local.array(n_acc, float32)
         u, b = cuda.local.array(8, uint32), cuda.local.array(8, uint32)
-        acc, d = cuda.local.array(n_acc, float32), cuda.local.array(n_d, float32)
+        d = cuda.local.array(n_d, float32)
         let_next_start()
         t = int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
-        group, quad = int32(lane >> 2), int32(lane & 3)
-        M, N = int32(c.shape[0]), int32(c.shape[1])
 
         # --- this warp's share: `deep` records along K from k0 on, of row tiles `rows`
         in_row, each, tall = int32(in_row), int32(each), int32(tall)
-        k0 = int32(min(warp * each, in_row))
-        deep = int32(min(each, in_row - k0))
-        first = int32(cuda.blockIdx.x) * tall
-        rows = first, int32(min(int32(first + tall), int32((N + TILE_ROWS - 1) >> 4)))
+        k0 = int32(min(int32(warp * each), in_row))
+        deep = int32(min(each, int32(in_row - k0)))
+        first, N = int32(cuda.blockIdx.x * tall), int32(c.shape[1])
+        rows = first, int32(min(int32(first + tall), int32(int32(N + TILE_ROWS - 1) >> 4)))
         begin = int32(first & -PAIR) if deep > 0 else rows[1]
 
-        # --- weights: they wait for no launch before this one
-        ring, bars = int32(warp * (stages * slot_bytes)), int32(at_bars + 8 * (stages + 1) * warp)
-        if lane == 0:
-            for s in range(stages + 1):
-                mbarrier_init(smem, bars + 8 * s, 1)
+        # --- weights, the first: they wait for no launch before this one. Of its slots a ring has
+        # one a lane to begin with; what comes after those, the lane after those knows
+        ring, bars = int32(warp * (stages * slot_bytes)), int32(at_bars + 8 * stages * warp)
+        row, left = begin, int32(deep - lane)
+        for _ in range(stages):
+            if left <= 0 and row < rows[1]:
+                row, left = int32(row + PAIR), int32(left + deep)
+        at, size, into = piece(row, rows, int32(k0 + deep - left), in_row)
+        to, bar = int32(ring + lane * slot_bytes + into), int32(bars + 8 * lane)
+        if lane < stages:
+            mbarrier_init(smem, bar, 1)
             fence_mbarrier_init()
-        left, row = deep, begin
-        at, size, into = beginning(row, rows, k0, in_row)
-        for s in range(stages):
-            at, size, into, left, row = ask(
-                smem, ring + s * slot_bytes, bars + 8 * s, lane, w, at, size, into, left, row,
-                rows, k0, deep, in_row,
-            )  # fmt: skip
-        # what the end multiplies by would be late there
+            if lane < early and row < rows[1]:
+                ask(smem, to, bar, w, at, size)
+        wait_for_previous()
+
+        # --- A -> shared memory as Q8_1 [block][token]; meanwhile the other weights
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        at_d = int32(at_codes + in_row * step_b)
+        start, stop = int32(k0 * (BLOCKS * tokens)), int32((k0 + deep) * (BLOCKS * tokens))
+        fetch(x, a, int32(start + group), int32(max(stop, int32(1))), int32(0), quad)
+        if lane >= early and lane < stages and row < rows[1]:
+            ask(smem, to, bar, w, at, size)
+        row, left = shfl(row, stages), shfl(left, stages)
+        at, size, into = piece(row, rows, int32(k0 + deep - left), in_row)
+        # of what the end multiplies by, what would be late there
         n = int32(int32(first + t // (TILE_ROWS * tokens)) * TILE_ROWS + t % TILE_ROWS)
         factor = factors[min(n, int32(N - 1))] * unit
-
-        # --- A, as soon as it is quantized
-        own_b, own_d = int32(at_codes + k0 * CODES * M), int32(at_codes + in_row * CODES * M)
-        at_sums, own_d = int32(own_d + in_row * SCALES * M), int32(own_d + k0 * SCALES * M)
-        wait_for_previous()
-        if lane == 0 and deep > 0:
-            bar = bars + 8 * stages
-            mbarrier_arrive_expect(smem, bar, deep * (CODES + SCALES) * M)
-            bulk_copy(smem, own_b, qa, int64(k0 * CODES) * M, deep * CODES * M, smem, bar)
-            bulk_copy(smem, own_d, ds, int64(k0 * SCALES // 4) * M, deep * SCALES * M, smem, bar)
-        if deep > 0:
-            mbarrier_wait(smem, bars + 8 * stages, 0)
+        quantize(smem, at_d, x, a, start, stop, int32(0), group, quad)
+        for more in range(start + 8 * ahead, stop, 8 * ahead):
+            fetch(x, a, int32(more + group), stop, int32(0), quad)
+            quantize(smem, at_d, x, a, int32(more), stop, int32(0), group, quad)
+        cuda.syncwarp()
 
         # --- the stream
-        # of B it has column `group`, of the sums columns 2 quad and 2 quad + 1; tokens that there
-        # are not are others again, and their sums nobody's
-        turn, token = int32(group // columns), int32(min(group % columns, int32(M - 1)))
-        own_b = int32(own_b + (2 * turn * M + token) * 16 + 4 * quad)
-        token, block = int32(2 * quad % columns), int32(2 * quad // columns)
-        own_d0 = int32(own_d + (block * M + min(token, int32(M - 1))) * 8)
-        own_d1 = int32(own_d + (block * M + min(int32(token + 1), int32(M - 1))) * 8)
-        at_scale = int32(16 * group + 2 * block)
+        turn, token = int32(group // columns), int32(group % columns if tokens > 1 else 0)
+        own_b = int32(at_codes + k0 * step_b + (turn * tokens + token) * 32 + 8 * quad)
+        own_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
+        at_scale = int32(16 * group + 2 * (quad * share >> 2))
+        at_sums = int32(at_d + in_row * step_d)
         s, parity = int32(0), int32(0)
         for pair in range(begin, rows[1], PAIR):
             for r in range(n_acc):
                 acc[r] = 0
             for i in range(deep):
-                k = int32(i * SCALES * M)
-                fetch_tokens(b, d, smem, own_b + 4 * k, own_d0 + k, own_d1 + k, M, turn)
-                slot, bar = ring + s * slot_bytes, bars + 8 * s
+                fetch_tokens(b, d, smem, own_b + i * step_b, own_d + i * step_d, turn)
+                slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
                 mbarrier_wait(smem, bar, parity)
                 for r in range(PAIR):
                     multiply(acc, 4 * r, u, b, d, smem, slot + r * record, lane, at_scale)
                 cuda.syncwarp()
-                at, size, into, left, row = ask(
-                    smem, slot, bar, lane, w, at, size, into, left, row, rows, k0, deep, in_row
-                )
+                if row < rows[1]:
+                    if lane == 0:
+                        ask(smem, int32(slot + into), bar, w, at, size)
+                    at, left = at + BAND * record, int32(left - 1)
+                    if left == 0:
+                        row, left = int32(row + PAIR), deep
+                        at, size, into = piece(row, rows, k0, in_row)
                 s = int32(s + 1)
                 if s == stages:
                     s, parity = int32(0), int32(parity ^ 1)
@@ -241,8 +240,7 @@ def kernel(fmt: Format, tokens: int, stages: int) -> Any:
                     if j % 2 < values:
                         if holders == 1:
                             acc[4 * r + j] += shfl_xor(acc[4 * r + j], 1)
-                        if holders < 4:
-                            acc[4 * r + j] += shfl_xor(acc[4 * r + j], 2)
+                        acc[4 * r + j] += shfl_xor(acc[4 * r + j], 2)
                 if pair + r >= first and pair + r < rows[1] and quad < holders:
                     place = (warp * tall + pair + r - first) * tokens + 2 * quad
                     to = at_sums + 4 * (place * TILE_ROWS + group)
@@ -252,15 +250,16 @@ def kernel(fmt: Format, tokens: int, stages: int) -> Any:
         cuda.syncthreads()
 
         # --- the sums of all warps, in the order of K, to C
-        of_warp = int32(tall * (tokens * TILE_ROWS))
-        for i in range(t, (rows[1] - first) * (tokens * TILE_ROWS), 32 * WARPS):
+        M, of_warp = int32(c.shape[0]), int32(tall * (tokens * TILE_ROWS))
+        for i in range(t, int32(rows[1] - first) * (tokens * TILE_ROWS), 32 * WARPS):
             total = float32(0)
-            for p in range((in_row + each - 1) // each):
-                total += load_f32(smem, at_sums + 4 * (p * of_warp + i))
+            for p in range(WARPS):
+                if p * each < in_row:
+                    total += load_f32(smem, int32(at_sums + 4 * int32(p * of_warp + i)))
             m = i // TILE_ROWS % tokens
-            n = first * TILE_ROWS + i // (tokens * TILE_ROWS) * TILE_ROWS + i % TILE_ROWS
+            n = int32(int32(first + i // (tokens * TILE_ROWS)) * TILE_ROWS + i % TILE_ROWS)
             if i != t:
-                factor = factors[min(n, N - 1)] * unit
+                factor = factors[min(n, int32(N - 1))] * unit
             if m < M and n < N:
                 store_f32(c, int64(m) * N + n, total * factor)
 
@@ -270,18 +269,19 @@ def kernel(fmt: Format, tokens: int, stages: int) -> Any:
 def places(fmt: Format, stages: int) -> tuple[int, int]:
     """Where in shared memory, behind the rings, mbarriers begin and codes of A."""
     bars = WARPS * stages * PAIR * tile_format(fmt.name).record_bytes
-    return bars, bars + ceil_div(8 * WARPS * (stages + 1), 128) * 128
+    return bars, bars + ceil_div(8 * WARPS * stages, 128) * 128
 
 
 def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int, int, int]:
     """(tokens, stages, row tiles of a thread block, records along K of a warp, bytes of shared
     memory): all weights at once if there are as many multiprocessors, in waves if not."""
     in_row, row_tiles = ceil_div(shape.k, TILE_K), ceil_div(shape.n, TILE_ROWS)
-    each, tokens = ceil_div(in_row, WARPS), next(t for t in (1, 2, 4, 8) if t >= shape.m)
+    each, tokens = ceil_div(in_row, WARPS), next(t for t in (1, 2, 4) if t >= shape.m)
     of_row_tile = WARPS * tokens * TILE_ROWS * 4
     waves = ceil_div(ceil_div(row_tiles, multiprocessors()), SUMS // of_row_tile)
     tall = ceil_div(row_tiles, waves * multiprocessors())
-    beside = in_row * shape.m * (CODES + SCALES) + tall * of_row_tile
+    size_d = scale_bytes(tokens, tile_format(fmt.name).minimum)
+    beside = in_row * BLOCKS * tokens * (32 + size_d) + tall * of_row_tile
     stages = min(STAGES, each * ceil_div(tall + 1, PAIR))
     while stages > 1 and places(fmt, stages)[1] + beside > SHARED:
         stages -= 1
@@ -289,11 +289,12 @@ def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int, int, int]:
 
 
 def fits(m: int, k: int) -> bool:
-    return m <= MOST_TOKENS and m * k <= FITS
+    return m <= FUSED and ceil_div(m, 2) * 2 * k <= FITS or m == 1 and k <= FITS
 
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:
-    return (q8_1_slabs if fits(*a.shape) else step10.activations)(family, a, machine)
+    """A itself, or what step 10 takes."""
+    return (float32_quantized_inside if fits(*a.shape) else step10.activations)(family, a, machine)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
@@ -307,7 +308,8 @@ def launch(
     if not fits(shape.m, shape.k):
         return step10.launch(fmt, family, shape, weights, activations, out, scratch)
     tokens, stages, tall, each, shared = tiling(fmt, shape)
-    run = kernel(fmt, tokens, stages)
+    ahead = min(AHEAD, ceil_div(each * BLOCKS * tokens, 8))
+    run = kernel(fmt, tokens, stages, min(EARLY, stages), ahead)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), each, tall)
     grid = (ceil_div(ceil_div(shape.n, TILE_ROWS), tall),)
     return Launch(run, grid, (32 * WARPS,), args, shared, overlap=True)
@@ -324,7 +326,7 @@ STEP = Step(
     activations=activations,
     launch=launch,
     scratch=scratch,
-    most_tokens=MOST_TOKENS,
+    most_tokens=FUSED,
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS")},
     forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL")},
