@@ -1,4 +1,4 @@
-"""ggml's 32-element quantized blocks: their bytes, their values, and their pictures.
+"""ggml's quantized blocks: their bytes, their values, and their pictures.
 
     from qformats import FORMATS, quantize, dequantize
     blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
@@ -10,14 +10,23 @@ need of a format is in `qformats.device`, which imports Numba and is not importe
 
 from qformats.blocks import (
     BLOCK,
+    SUPER,
+    block_iq4_nl,
+    block_mxfp4,
+    block_q2_k,
+    block_q3_k,
     block_q4_0,
     block_q4_1,
+    block_q4_k,
     block_q5_0,
     block_q5_1,
+    block_q5_k,
+    block_q6_k,
     block_q8_0,
     block_q8_1,
 )
 from qformats.codec import (
+    FILE_FORMATS,
     FORMATS,
     WEIGHT_FORMATS,
     Format,
@@ -29,13 +38,22 @@ from qformats.codec import (
 
 __all__ = [
     "BLOCK",
+    "FILE_FORMATS",
     "FORMATS",
+    "SUPER",
     "WEIGHT_FORMATS",
     "Format",
+    "block_iq4_nl",
+    "block_mxfp4",
+    "block_q2_k",
+    "block_q3_k",
     "block_q4_0",
     "block_q4_1",
+    "block_q4_k",
     "block_q5_0",
     "block_q5_1",
+    "block_q5_k",
+    "block_q6_k",
     "block_q8_0",
     "block_q8_1",
     "dequantize",

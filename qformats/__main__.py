@@ -10,12 +10,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from qformats.blocks import BLOCK
+from qformats.blocks import BLOCK, SUPER
 from qformats.codec import FORMATS, Blocks, Floats, format_named, format_of
 from qformats.draw import BOXES, COLOUR, PLAIN, Ink, draw, show
 
@@ -46,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m qformats", description="ggml's 32-element blocks, seen closely."
-    )
+    parser = Parser(prog="python -m qformats", description="ggml's quantized blocks, seen closely.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="draw|show|bench")
     names = ", ".join(FORMATS)
 
@@ -175,16 +174,21 @@ def _bench(args: argparse.Namespace) -> str:
     names = [format_named(name).name for name in args.format or FORMATS]
     if not args.mb > 0 or args.repeats < 1:
         raise ValueError(f"--mb {args.mb:g} and --repeats {args.repeats} must both be positive")
-    k = BLOCK * max(1, round(args.mb * 1e6 / 4 / BLOCK))
-    x = np.random.default_rng(0).standard_normal(k, np.float32)
+    k = SUPER * max(1, round(args.mb * 1e6 / 4 / SUPER))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(k, np.float32)
     rows = []
     for name in names:
         fmt = FORMATS[name]
-        blocks: Blocks = fmt.quantize(x)
-        for operation, work in (
-            ("quantize", lambda fmt=fmt: fmt.quantize(x)),
-            ("dequantize", lambda fmt=fmt, blocks=blocks: fmt.dequantize(blocks)),
-        ):
+        works: dict[str, Callable[[], Any]] = {}
+        if fmt.written:
+            blocks: Blocks = fmt.quantize(x)
+            works["quantize"] = partial(fmt.quantize, x)
+        else:  # any bytes are blocks, and decode in the same time
+            raw = rng.integers(0, 256, k // fmt.elements * fmt.block_bytes, np.uint8)
+            blocks = raw.view(fmt.dtype)
+        works["dequantize"] = partial(fmt.dequantize, blocks)
+        for operation, work in works.items():
             seconds = _timed(work, args.repeats)
             rows.append(
                 {
@@ -192,17 +196,20 @@ def _bench(args: argparse.Namespace) -> str:
                     "operation": operation,
                     "mb_per_s": round(x.nbytes / 1e6 / statistics.median(seconds), 1),
                     "best_mb_per_s": round(x.nbytes / 1e6 / min(seconds), 1),
-                    "ns_per_block": round(statistics.median(seconds) * 1e9 / (k // BLOCK), 2),
+                    "ns_per_block": round(
+                        statistics.median(seconds) * 1e9 / (k // fmt.elements), 2
+                    ),
                     "samples": len(seconds),
                 }
             )
     if args.json:
         return json.dumps({"schema": 1, "env": _environment(), "values": k, "rows": rows}, indent=2)
-    lines = [f" MB/s of float32, {k} normal values, one core, median of {args.repeats}", ""]
+    lines = [f" MB/s of float32, {k} values, one core, median of {args.repeats}", ""]
     lines.append(f" {'format':<8}{'quantize':>12}{'dequantize':>12}")
     for name in names:
-        forth, back = (row["mb_per_s"] for row in rows if row["format"] == name)
-        lines.append(f" {name:<8}{forth:12.0f}{back:12.0f}")
+        speeds = {row["operation"]: row["mb_per_s"] for row in rows if row["format"] == name}
+        forth = f"{speeds['quantize']:.0f}" if "quantize" in speeds else "-"
+        lines.append(f" {name:<8}{forth:>12}{speeds['dequantize']:12.0f}")
     return "\n".join(lines)
 
 
