@@ -1,4 +1,4 @@
-"""The command line of the block formats: `python -m qformats draw | show | bench`."""
+"""The command line of the block formats: `python -m qformats draw | show | bench | tensors`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m qformats", description="ggml's quantized blocks, seen closely.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="draw|show|bench")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="draw|show|bench|tensors"
+    )
     names = ", ".join(FORMATS)
 
     one = commands.add_parser("draw", help="draw the block of a format, byte by byte, bit by bit")
@@ -76,6 +78,11 @@ def _parser() -> Parser:
     one.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
     one.add_argument("--json", action="store_true", help="print JSON instead of a table")
     one.set_defaults(run=_bench)
+
+    one = commands.add_parser("tensors", help="list the tensors of a GGUF file")
+    one.add_argument("file", type=Path, help="the .gguf file")
+    one.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    one.set_defaults(run=_tensors)
     return parser
 
 
@@ -211,6 +218,48 @@ def _bench(args: argparse.Namespace) -> str:
         forth = f"{speeds['quantize']:.0f}" if "quantize" in speeds else "-"
         lines.append(f" {name:<8}{forth:>12}{speeds['dequantize']:12.0f}")
     return "\n".join(lines)
+
+
+def _tensors(args: argparse.Namespace) -> str:
+    """Name, type, shape (outermost first) and bytes of each tensor, in the file's order."""
+    # Both only here, so that the other commands need NumPy alone.
+    from qformats.gguf_file import READABLE, tensors
+    from steps.table import Column, Line, Table, plain
+
+    found = tensors(args.file).values()
+    if args.json:
+        listed = [
+            {
+                "name": one.name,
+                "type": one.type,
+                "shape": one.shape,
+                "bytes": one.nbytes,
+                "offset": one.offset,
+                "readable": one.type in READABLE,
+            }
+            for one in found
+        ]
+        return json.dumps({"schema": 1, "file": str(args.file), "tensors": listed}, indent=2)
+    lines = [
+        # A name is any text, also one that moves the cursor of a terminal.
+        Line(
+            (
+                one.name if one.name.isascii() and one.name.isprintable() else ascii(one.name),
+                one.type,
+                " x ".join(map(str, one.shape)) or "scalar",
+                str(one.nbytes),
+            )
+        )
+        for one in found
+    ]
+    columns = (
+        *(Column("name", words=True), Column("type", words=True)),
+        *(Column("shape", words=True), Column("bytes")),
+    )
+    notes = [f"{len(lines)} tensors, {sum(one.nbytes for one in found)} bytes"]
+    if others := sorted({one.type for one in found} - set(READABLE)):
+        notes.append(f"Listed, but not read here: {', '.join(others)}.")
+    return plain(Table(columns, tuple(lines), notes=("", *notes)))
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> list[float]:
