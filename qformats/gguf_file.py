@@ -92,9 +92,9 @@ def tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     short, damaged, big-endian, or holds a type that the installed `gguf` does not know.
     """
     path = Path(path)
-    _verify(path)
+    metadata_end, alignment = _verify(path)
     try:
-        found = GGUFReader(path).tensors
+        found = _Reader(path, metadata_end, alignment).tensors
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise GGUFError(f"{path} is damaged: gguf says {error}") from error
     return {
@@ -108,6 +108,22 @@ def tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         )
         for one in found
     }
+
+
+class _Reader(GGUFReader):
+    """gguf's reader, which steps over the metadata.
+
+    gguf 0.19.0 makes NumPy arrays of each of their items, which takes 14 s for the vocabulary of
+    Llama 3 (128256 tokens, 280147 merges) on a core where `_verify` takes 0.3 s. Should another
+    version call this method otherwise, the tests say so.
+    """
+
+    def __init__(self, path: Path, metadata_end: int, alignment: int) -> None:
+        self.metadata_end, self.alignment = metadata_end, alignment
+        super().__init__(path)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        return self.metadata_end
 
 
 # --- what is checked before gguf reads ------------------------------------------------------------
@@ -162,8 +178,11 @@ class _Entry:
     offset: int  # from where the data begin
 
 
-def _verify(path: Path) -> None:
-    """GGUFError where the header is not sound, or says something that the file is too small for."""
+def _verify(path: Path) -> tuple[int, int]:
+    """The byte behind the metadata, and the alignment of tensors that they state.
+
+    GGUFError where the header is not sound, or says something that the file is too small for.
+    """
     if path.exists() and not path.is_file():
         raise GGUFError(f"{path} is not a file; name a .gguf file")
     with path.open("rb") as file:
@@ -176,10 +195,10 @@ def _verify(path: Path) -> None:
                 else f"{path} is empty; get the file again"
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _verify_tensors(_Cursor(path, data, 4))
+            return _verify_header(_Cursor(path, data, 4))
 
 
-def _verify_tensors(cursor: _Cursor) -> None:
+def _verify_header(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
         raise GGUFError(
@@ -193,6 +212,7 @@ def _verify_tensors(cursor: _Cursor) -> None:
         )
     count, keys = cursor.u64("the number of tensors"), cursor.u64("the number of keys")
     alignment = _alignment(cursor, keys)
+    metadata_end = cursor.at
     entries: dict[str, _Entry] = {}
     for i in range(count):
         entry = _entry(cursor, i)
@@ -218,6 +238,7 @@ def _verify_tensors(cursor: _Cursor) -> None:
     for (_, end, before), (start, _, name) in pairwise(spans):
         if start < end:
             raise cursor.damaged(f"{before!r} and {name!r} overlap at byte {start}")
+    return metadata_end, alignment
 
 
 def _alignment(cursor: _Cursor, keys: int) -> int:
