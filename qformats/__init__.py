@@ -4,8 +4,9 @@
     blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
     w_again = dequantize(blocks)      # float32[N, K]
 
-`python -m qformats draw q5_1` shows a block bit by bit. Only NumPy is needed here; what kernels
-need of a format is in `qformats.device`, which imports Numba and is not imported by this file.
+`python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what kernels take,
+`FILE_FORMATS` what files also come in. Only NumPy is needed here; `qformats.device`, what kernels
+need of a format, imports Numba, `qformats.gguf_file` gguf, and neither is imported by this file.
 """
 
 from qformats.blocks import (

@@ -228,12 +228,13 @@ def test_a_file_cut_short_anywhere_is_refused(small, tmp_path):
     last = max(tensors(small).values(), key=lambda one: one.offset)
     begin = min(one.offset for one in tensors(small).values())
     cut = tmp_path / "cut.gguf"
-    for length in (*range(begin + 2), *range(begin + 2, last.offset + last.nbytes, 101)):
+    end = last.offset + last.nbytes
+    for length in (*range(begin + 2), *range(begin + 2, end, 101), *range(end - 4, end)):
         cut.write_bytes(whole[:length])
         sentence = refusal(cut)
         assert sentence, f"cut after {length} bytes it is still read"
         assert any(says in sentence for says in ("cut short", "is empty", "is not a GGUF file"))
-    cut.write_bytes(whole[: last.offset + last.nbytes])
+    cut.write_bytes(whole[:end])
     assert refusal(cut) is None
 
 

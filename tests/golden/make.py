@@ -20,6 +20,15 @@ from tests.scalar_codec import QUANTIZE
 
 HERE = Path(__file__).parent
 
+# Normal data whose iq4_nl scale is another float16 if the sums behind it are taken backwards, with
+# x (x t) for (x x) t, or in float64. As the bits of float32s.
+SUMS = """
+    3ee5c400 be081f17 bf6f464c 3d6734a5 bf4bb8fd bf52f698 bf1e5ce0 bf598bcf
+    3ff7a1d0 3ed7291b bf6ff408 3fddb43f bfa6303d bebf574e 3fd13a55 beca8033
+    be41b0a1 bfa5cb14 bfb0b7b7 3edfd491 3f145846 bfd97fb0 be6abaa7 be18fff1
+    bf0f9c59 bf9ac6bb 3f6b3ddf be0e0787 3f140668 bf581e3a bf5ad6bb bfb3f9b9
+"""
+
 
 def cases() -> dict[str, np.ndarray]:
     """float32[32] each, by name. No block has zeros of both signs: there gguf differs from ggml."""
@@ -45,6 +54,7 @@ def cases() -> dict[str, np.ndarray]:
         "float16 subnormal scale": normal * 1e-6,
         "float32 subnormal": np.arange(-16, 16) * 2.0**-140,
         "1/d overflows": np.arange(-16, 16) * 2.0**-147,
+        "sums in order": np.array([int(word, 16) for word in SUMS.split()], "<u4").view("<f4"),
         "huge": np.arange(-16, 16) * 4000.0 + 1,
     }
     return {name: x.astype(np.float32) for name, x in found.items()}
