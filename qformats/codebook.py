@@ -6,7 +6,8 @@ Layout, tables and recipes are those of `ggml-common.h`, `ggml-quants.c` (`quant
 Where C leaves the answer open, or depends on a library, and the answer here:
 
 * **MXFP4 of a block below 2^-125.** The exponent floor(log2 max|x|) + 125 is then negative, and its
-  cast to a byte undefined in C; x86-64 wraps it around to a scale near 2^127. Here it is 0.
+  cast to a byte undefined in C and, in gguf, in NumPy; x86-64 wraps it around, to a scale of 2^104
+  or more. Here it is 0.
 * **MXFP4's log2f rounds.** At 8 the largest float32 below it has a logarithm that rounds to 3, so
   that its block gets the next exponent: the definition is the rounded one, not the bits of the
   float. Here the logarithm is taken in float64 and rounded once; glibc's log2f and NumPy's float32
@@ -17,7 +18,7 @@ Where C leaves the answer open, or depends on a library, and the answer here:
   the level 1, whose value is +0 under the scale +0.
 * **IQ4_NL as llama-quantize writes it** is searched: `quantize_iq4_nl` tries fifteen more scales,
   and weighs the elements where it has an importance matrix. Here it is the reference, which tries
-  one; any of them decodes alike.
+  one (NMSE of normal data 6.2e-3, searched 5.8e-3); any of them decodes alike.
 """
 
 from __future__ import annotations

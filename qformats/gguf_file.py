@@ -38,7 +38,7 @@ READABLE: Final = (*WEIGHT_FORMATS, *FILE_FORMATS, *_FLOATS)
 _STRING, _ARRAY, _U32 = 8, 9, 4  # of the types of metadata
 _SCALARS: Final = {0: 1, 1: 1, 2: 2, 3: 2, _U32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes
 _DIMENSIONS: Final = 4  # ggml's GGML_MAX_DIMS
-# Items of one metadata array. gguf makes an object of each; half a million merges are in use.
+# Items of one metadata array: strings are walked one by one. Half a million merges are in use.
 _ITEMS: Final = 1 << 22
 
 
