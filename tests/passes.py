@@ -1,14 +1,17 @@
-"""What the tests of activation passes share: A anywhere in memory, and what lies around."""
+"""What tests share that have to do with activation passes: A anywhere in memory, what lies around,
+and a simulator that does not run the same pass again."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from qformats.device import half_grid
 from steps.machines import Simulator
 from steps.step import Family, Launch, MakeActivations
+
+PASSES = ("q8_1_blocks", "q8_1_slabs", "half_units", "token_units")
 
 
 def what_it_makes(
@@ -35,3 +38,23 @@ def writes_what_is_its_own(kernel: Any, a: np.ndarray, units: np.ndarray, rows: 
     np.testing.assert_array_equal(of_rows[: len(a)], rows)
     assert (around[units.size :] == 7).all()
     assert (of_rows[len(a) :] == 7).all()
+
+
+class RemembersPasses(Simulator):
+    """Runs an activation pass once for the same values in the same order of lanes: the simulator is
+    deterministic, steps share their passes, and most of a step's time in it would be theirs."""
+
+    _left: ClassVar[dict[Any, tuple[np.ndarray, ...]]] = {}
+
+    def run(self, launch: Launch) -> None:
+        if launch.kernel.__name__ not in PASSES:
+            super().run(launch)
+            return
+        given = tuple((x.shape, x.dtype.str, x.tobytes()) for x in launch.args)
+        key = launch.kernel, launch.grid, launch.block, self.order, given
+        if key not in self._left:
+            super().run(launch)
+            self._left[key] = tuple(x.copy() for x in launch.args)
+        for array, left in zip(launch.args, self._left[key], strict=True):
+            if array.flags.writeable:
+                array[...] = left

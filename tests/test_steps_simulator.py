@@ -10,12 +10,13 @@ import pytest
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.device import tile_format
-from reference import CHECK_SHAPES, GOLDEN, Problem
+from reference import CHECK_SHAPES, GOLDEN, Problem, check
 from steps import decode_split
 from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
 from steps.step import Family, Shape, Step
-from steps.verify import multiply, prepare, verify
+from steps.verify import multiply, operands, prepare, verify
+from tests.passes import RemembersPasses
 from tests.works import WORKS
 
 DESCENDING = -1
@@ -25,7 +26,7 @@ DESCENDING = -1
 def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
     """Distributions, seeds and lane orders go round, so that the shapes meet each of them."""
     outcomes = check_works(
-        [Work(step, family, name)], lambda name: cases(name, simulated=True), Simulator
+        [Work(step, family, name)], lambda name: cases(name, simulated=True), RemembersPasses
     )
     assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES)  # and the golden one
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
@@ -160,9 +161,9 @@ def test_work_shared_by_few_sms(
     problem, results = Problem(*shape, name), []
     for order in (0, -1, 5):
         machine = Simulator(order)
-        assert verify(step, family, problem, machine).ok
         prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
         results.append(multiply(prepared, machine).copy())
+        assert check(results[-1], problem, family, operands(prepared, machine)).ok
         assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is in parts"
         sums, arrived = prepared.launch.args[-2:]
         assert not arrived.any(), "the next launch counts on"
