@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,10 +89,12 @@ def lesson(docstring: str, names: Mapping[str, int]) -> tuple[str, list[Passage]
 
 
 def _prose(lines: Sequence[str], names: Mapping[str, int]) -> Markup:
-    """Paragraphs; lines that are indented more than these are pictures or formulas."""
+    """Paragraphs; lines that are indented more than these, or set in columns, are pictures or
+    formulas."""
     runs: list[tuple[str, list[str]]] = []
     for line in lines:
-        kind = "picture" if line.startswith(" ") else "blank" if not line.strip() else "text"
+        drawn = line.startswith(" ") or "   " in line
+        kind = "blank" if not line.strip() else "picture" if drawn else "text"
         if kind == "blank" and runs and runs[-1][0] == "picture":
             kind = "picture"  # a gap in it, or its end
         if not runs or runs[-1][0] != kind:
@@ -100,7 +103,7 @@ def _prose(lines: Sequence[str], names: Mapping[str, int]) -> Markup:
     parts = []
     for kind, own in runs:
         if kind == "picture":
-            parts.append(Markup("<pre>{}</pre>").format("\n".join(own).rstrip()))
+            parts.append(Markup("<pre>{}</pre>").format(_flush(own)))
         elif kind == "text":
             text = " ".join(own)
             for name, number in names.items():
@@ -109,11 +112,17 @@ def _prose(lines: Sequence[str], names: Mapping[str, int]) -> Markup:
     return Markup("\n").join(parts)
 
 
+def _flush(lines: Sequence[str]) -> str:
+    """Without what all are indented by, and without empty lines at the end."""
+    return textwrap.dedent("\n".join(lines)).rstrip()
+
+
 # --- the worklog ----------------------------------------------------------------------------------
 
 _MARGIN: Final = re.compile(
-    r"^((?:Predicted|Measured|Profiler|Outcome|Surprises?|Seen in|What was|What it costs|A lesson)\b"
-    r"(?:[^:.\n(]|\.(?=\w)|\([^)]*\))*)[:.](?=\s)",
+    r"^((?:Predicted|Measured|Profiler|Outcome|Surprises?|Seen in|What was|What it costs|A lesson)"
+    r"\b"
+    r"(?:[^:.\n(]|\.(?=\w)|\([^)]*\))*)([:.])(?=\s)",
     re.MULTILINE,
 )
 _MAIN: Final = ("Predicted", "Measured", "Outcome")
@@ -121,10 +130,10 @@ _MAIN: Final = ("Predicted", "Measured", "Outcome")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the worklog says of a step: what was predicted, measured and made of it, and the rest."""
+    """What the worklog says of a step: what was predicted, measured, made of it; and the rest."""
 
-    main: list[Passage]
-    more: list[Passage]
+    main: list[Markup]
+    more: list[Markup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +156,11 @@ def worklog(text: str) -> Worklog:
 
 def _entry(body: str) -> Entry:
     opening, *parts = _MARGIN.split(body)
-    passages = [Passage("", markdown(opening))] if opening.strip() else []
-    for heading, said in zip(parts[::2], parts[1::2], strict=True):
-        passages.append(Passage(heading, markdown(said)))
-    return Entry(
-        [p for p in passages if p.heading.startswith(_MAIN)],
-        [p for p in passages if not p.heading.startswith(_MAIN)],
-    )
+    entry = Entry([], [markdown(opening)] if opening.strip() else [])
+    for heading, end, said in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        into = entry.main if heading.startswith(_MAIN) else entry.more
+        into.append(markdown(f"**{heading}{end}**{said}"))
+    return entry
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -190,7 +197,9 @@ def python(source: str) -> list[Code]:
             if i:
                 lines.append([])
             if piece:
-                shown = Markup('<i class="{}">{}</i>').format(name, piece) if name else escape(piece)
+                shown = (
+                    Markup('<i class="{}">{}</i>').format(name, piece) if name else escape(piece)
+                )
                 lines[-1].append(shown)
     texts = source.split("\n")
     made = [Code(i + 1, texts[i], Markup().join(line)) for i, line in enumerate(lines)]
@@ -271,12 +280,13 @@ _XLINK: Final = "http://www.w3.org/1999/xlink"
 
 
 def picture(svg: bytes, name: str, title: str, description: str) -> Markup:
-    """A chart to stand in a page among others: its ids carry its name, and it says in words what
-    it shows."""
+    """A chart to stand in a page among others: its ids carry its name, it brings no styles for
+    the page (`page.css` has them), and it says in words what it shows."""
     root = ET.fromstring(svg)
-    for child in list(root):
-        if child.tag == f"{{{_SVG}}}metadata":
-            root.remove(child)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
     for element in root.iter():
         element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
         if target := element.attrib.pop(f"{{{_XLINK}}}href", None):

@@ -43,7 +43,7 @@ HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's 
 
 @dataclass(frozen=True, slots=True)
 class Opcode:
-    """How often it stands in a listing. `promised`: the step says that its machine code shows it."""
+    """How often it stands in a listing. `promised`: the step says that its code shows it."""
 
     name: str
     count: int
@@ -142,6 +142,7 @@ class Section:
     stale: bool
     intro: str
     passages: list[markup.Passage]
+    promise: Markup  # what to look for in the machine code
     entry: markup.Entry | None
     best: list[tuple[str, str]]
     shape: str
@@ -166,6 +167,10 @@ class Exhibit:
     heard: list[tuple[str, str]]
     code: list[markup.Code]
 
+
+CODE: Final = "Machine code"
+APART: Final = (CODE, "Read next")
+"""Headings of a docstring that do not stand where they stood: the page has places for them."""
 
 HEADINGS: Final = (
     "format",
@@ -198,6 +203,7 @@ def section(
     text = "".join(listing.source(step))
     names = {each.name: each.number for each in ladder()}
     intro, passages = markup.lesson(inspect.getdoc(sys.modules[_module(step)]) or "", names)
+    intro = intro.partition(" - ")[2] or intro
     shape = words.shape_of_interest(run, step.most_tokens) or charts.MAIN_SHAPE
     rows = [row for row in timed(run) if (row.step, row.shape) == (step.number, shape)]
     return Section(
@@ -206,8 +212,9 @@ def section(
         title=step.title,
         accuracy=step.accuracy,
         stale=step.number in stale,
-        intro=intro.partition(" - ")[2] or intro,
-        passages=[each for each in passages if each.heading != "Read next"],
+        intro=intro[:1].upper() + intro[1:],
+        passages=[each for each in passages if each.heading not in APART],
+        promise=next((each.body for each in passages if each.heading == CODE), Markup()),
         entry=log.entries.get(step.number),
         best=words.best_words(run, step.number),
         shape=dims(shape),
@@ -323,7 +330,7 @@ def limits(env: Environment) -> list[tuple[str, str]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------ the page
+# ----------------------------------------------------------------------------------------- the page
 
 
 def build(path: Path, root: Path = ROOT, compiler: Compiler = compiled) -> str:
@@ -362,11 +369,10 @@ def build(path: Path, root: Path = ROOT, compiler: Compiler = compiled) -> str:
         charts=pictures,
         headings=HEADINGS,
         sections=sections,
-        some_stale=bool(stale),
-        stale_note=report.STALE_NOTE,
+        stale_note=markup.inline(report.STALE_NOTE) if stale else None,
         exhibits=exhibits,
         right=markup.body(inspect.getsource(right), imports=False),
-        museum_intro=markup.markdown(inspect.getdoc(pitfalls.exhibit) or ""),
+        layers=markup.markdown((inspect.getdoc(pitfalls.exhibit) or "").partition("\n\n")[2]),
         protocol=markup.markdown(inspect.getdoc(measure) or ""),
         duels=markup.markdown(inspect.getdoc(duel) or "") if run.duels else None,
         facts=facts(run.env),

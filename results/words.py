@@ -1,4 +1,4 @@
-"""What the charts and the figures of a run say, in words: for captions, and for who cannot see them.
+"""What the charts and the figures of a run say, in words: for captions, and for who cannot see.
 
 Every number is the run's. A sentence about what was not measured is not made.
 """
@@ -61,12 +61,11 @@ def ladder_words(run: Run, shape: Shape) -> Said:
         own = [row for row in rows if (row.step, row.family) == rung and row.x_step1]
         if own:
             figures.append(f"{step_words(own[0])} {rung[1]} {span(row.x_step1 for row in own)}")
-    for accuracy in ("exact", "fast"):
+    for accuracy, what in (("exact", "the fastest exact one"), ("fast", "of the fast ones")):
         top = fastest(rows, accuracy=accuracy)
         if top is not None and top.x_step1:
             own = [row for row in rows if (row.step, row.family) == (top.step, top.family)]
-            best.append(f"{step_words(top)} {span(row.x_step1 for row in own)}")
-    names = ", ".join(formats(rows))
+            best.append(f"{what} is step {top.step}, {span(row.x_step1 for row in own)}")
     for peer in peers_of(run):
         base = {row.format: row.kernel_us for row in rows if row.step == 1}
         ratios = [
@@ -78,7 +77,7 @@ def ladder_words(run: Run, shape: Shape) -> Said:
             figures.append(f"{charts.peer_label(peer)} {span(ratios)}")
     return Said(
         f"Speed over step 1 at {dims(shape)}",
-        f"How many times as fast as step 1, over {names}: " + sentence(best),
+        "Times as fast as step 1, over the formats: " + sentence(best),
         "A group of bars for each step, a bar for each format, on a log scale: "
         + sentence(figures),
     )
@@ -98,14 +97,14 @@ def roofline_words(run: Run) -> Said:
     limits = run.env.limits
     few, many = min(row.M for row in rows), max(row.M for row in rows)
     seen, figures = [], []
-    decode = fastest(row for row in rows if row.M == few)
+    decode = fastest(row for row in rows if few == row.M)
     if decode is not None and decode.gbps and limits.copy_tbps:
         seen.append(
             f"at M={few} {step_words(decode)} moves {number(decode.gbps / 1e3)} of the "
             f"{number(limits.copy_tbps)} TB/s that a copy does"
         )
     for accuracy in ("exact", "fast"):
-        top = fastest((row for row in rows if row.M == many), accuracy=accuracy)
+        top = fastest((row for row in rows if many == row.M), accuracy=accuracy)
         if top is None or not top.tflops:
             continue
         roof = limits.tops.get(top.unit)
@@ -115,7 +114,7 @@ def roofline_words(run: Run) -> Said:
             + (under if roof else "")
         )
     for m in sorted({row.M for row in rows}):
-        own = [row for row in rows if row.M == m and row.tflops]
+        own = [row for row in rows if m == row.M and row.tflops]
         figures.append(
             f"M={m}: "
             + ", ".join(
@@ -144,7 +143,7 @@ def time_words(run: Run) -> Said:
     seen, figures = [], []
     ms = sorted({row.M for row in rows})
     for m in ms:
-        own = [row for row in rows if row.M == m and (row.total_us or row.kernel_us)]
+        own = [row for row in rows if m == row.M and (row.total_us or row.kernel_us)]
         best = fastest(own, "total_us")
         if best is not None and best.total_us:
             us = peer_us(run, "ggml", name, (m, n, k))
@@ -230,7 +229,7 @@ def shape_of_interest(run: Run, most_tokens: int | None) -> Shape | None:
     shape = main_shape(rows)
     if shape is None or most_tokens is None or shape[0] <= most_tokens:
         return shape
-    fewer = [row.M for row in rows if row.M <= most_tokens and row.shape[1:] == shape[1:]]
+    fewer = [row.M for row in rows if most_tokens >= row.M and row.shape[1:] == shape[1:]]
     return (max(fewer), *shape[1:]) if fewer else shape
 
 
