@@ -38,10 +38,11 @@ for _kind in ("link_open", "link_close"):
     _MARKDOWN.add_render_rule(_kind, _leave_out_far_links)
 
 
-def markdown(text: str) -> Markup:
-    """Paragraphs, lists and tables. A table scrolls in a box of its own where it is too wide."""
+def markdown(text: str, label: str = "Table") -> Markup:
+    """Paragraphs, lists and tables. A table scrolls in a box of its own where it is too wide;
+    `label` is that box's name."""
     html = _MARKDOWN.render(text)
-    box = '<div class="scroll" role="region" aria-label="table" tabindex="0"><table>'
+    box = f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0"><table>'
     return Markup(html.replace("<table>", box).replace("</table>", "</table></div>"))
 
 

@@ -349,9 +349,9 @@ def build(path: Path, root: Path = ROOT, compiler: Compiler = compiled) -> str:
         say("the museum")
         exhibits = [exhibit(one, pitfalls.examine(one)) for one in museum]
 
-    def tabled(make: Callable[[Run, str, frozenset[int]], str]) -> Markup:
+    def tabled(make: Callable[[Run, str, frozenset[int]], str], label: str) -> Markup:
         text = make(run, charts.source_name(path), stale)
-        return markup.markdown(markup.linked(text, [step.number for step in steps]))
+        return markup.markdown(markup.linked(text, [step.number for step in steps]), label)
 
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -363,9 +363,9 @@ def build(path: Path, root: Path = ROOT, compiler: Compiler = compiled) -> str:
     return templates.get_template("page.html.jinja").render(
         env=run.env,
         source=charts.source_name(path),
-        headline=tabled(report.headline_table),
-        ladder=tabled(report.ladder_table),
-        peers=tabled(report.peers_table),
+        headline=tabled(report.headline_table, "Results"),
+        ladder=tabled(report.ladder_table, "The ladder"),
+        peers=tabled(report.peers_table, "Against llama.cpp and cuBLAS"),
         charts=pictures,
         headings=HEADINGS,
         sections=sections,

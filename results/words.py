@@ -107,12 +107,10 @@ def roofline_words(run: Run) -> Said:
         top = fastest((row for row in rows if many == row.M), accuracy=accuracy)
         if top is None or not top.tflops:
             continue
-        roof = limits.tops.get(top.unit)
-        under = f" under a roof of {number(roof)} ({UNIT_LABELS.get(top.unit, top.unit)})"
-        seen.append(
-            f"at M={many} {step_words(top)} does {number(top.tflops)} TFLOPS"
-            + (under if roof else "")
-        )
+        text = f"at M={many} {step_words(top)} does {number(top.tflops)} TFLOPS"
+        if roof := limits.tops.get(top.unit):
+            text += f" under a roof of {number(roof)} ({UNIT_LABELS.get(top.unit, top.unit)})"
+        seen.append(text)
     for m in sorted({row.M for row in rows}):
         own = [row for row in rows if m == row.M and row.tflops]
         figures.append(

@@ -12,12 +12,18 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE: Final = 60.0  # seconds until an answer is overdue
+PLACE: Final = (
+    # not as a `preexec_fn`, which a process with threads should not have
+    "import os, sys; read, write, *command = sys.argv[1:]; "
+    "os.dup2(int(read), 3); os.dup2(int(write), 4); os.execv(command[0], command)"
+)
 
 
 def executable() -> str | None:
@@ -36,13 +42,9 @@ class Chromium:
         ours, theirs = os.pipe(), os.pipe()  # from the browser, to the browser
         # clear of 3 and 4, where the browser expects its two ends
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs[0], ours[1])]
-
-        def place() -> None:
-            for wanted, end in zip((3, 4), ends, strict=True):
-                os.dup2(end, wanted)
-
         self._process = subprocess.Popen(
             [
+                *(sys.executable, "-c", PLACE, *map(str, ends)),
                 str(executable()),
                 "--headless=new",
                 "--no-sandbox",  # which a container without user namespaces does not allow
@@ -56,8 +58,7 @@ class Chromium:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            close_fds=False,
-            preexec_fn=place,
+            pass_fds=ends,
         )
         for fd in (*ends, theirs[0], ours[1]):
             os.close(fd)

@@ -306,9 +306,10 @@ def test_a_run_of_nothing_makes_a_page_too(tmp_path: Path) -> None:
 # --- its parts ------------------------------------------------------------------------------------
 
 
-@hypothesis.given(
-    st.lists(st.sampled_from("abc\n"), max_size=60), st.lists(st.sampled_from("abc\n"))
-)
+LINES = st.lists(st.sampled_from("abc\n"), max_size=60)
+
+
+@hypothesis.given(LINES, LINES)
 def test_a_comparison_leaves_nothing_out(before: list[str], after: list[str]) -> None:
     old, new = (
         [markup.Code(i, text.strip(), Markup("")) for i, text in enumerate(lines)]
