@@ -174,13 +174,13 @@ def error_words(run: Run) -> Said:
         kernels = [row.nmse_same_operands for row in own if row.nmse_same_operands]
         text = f"{name} {_ends([row.nmse_float or 0 for row in own])}"
         figures.append(text + (f", kernels {_ends(kernels)}" if kernels else ""))
-    formats_error = [row.nmse_float or 0 for row in rows]
+    formats_error = [row.nmse_float or 0 for row in rows if row.accuracy == "exact"]
     shares = [
         (row.nmse_same_operands / row.nmse_float, row)
         for row in rows
         if row.nmse_same_operands and row.nmse_float and row.accuracy == "exact"
     ]
-    seen = [f"formats cost an NMSE of {_ends(formats_error)}"]
+    seen = [f"The formats cost an NMSE of {_ends(formats_error)}"] if formats_error else []
     if shares:
         share, worst = max(shares, key=lambda pair: pair[0])
         seen.append(
@@ -189,7 +189,7 @@ def error_words(run: Run) -> Said:
         )
     return Said(
         f"Error at {dims(shape)}" if shape else "Error",
-        "Whose error is it? " + sentence(seen),
+        "Whose error is it? " + (sentence(seen) if seen else ""),
         "NMSE against the unquantized product, then of the kernels against the same operands: "
         + sentence(figures),
     )
