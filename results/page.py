@@ -158,7 +158,7 @@ class Exhibit:
 
     number: int
     title: str
-    story: str
+    story: Markup
     format: str
     right: str
     wrong: str
@@ -272,7 +272,7 @@ def exhibit(pitfall: Pitfall, finding: Finding) -> Exhibit:
     return Exhibit(
         number=pitfall.number,
         title=pitfall.title,
-        story=f"{story} {finding.aside}".strip(),
+        story=markup.inline(f"{story} {finding.aside}".strip()),
         format=pitfall.format.upper(),
         right=f"{finding.expected:g}",
         wrong=value_of(finding),
