@@ -32,7 +32,7 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check test bench tune charts doctor diff ptx sass profile \
+.PHONY: help setup list ladder check test bench tune charts report doctor diff ptx sass profile \
         sanitize pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -67,6 +67,9 @@ tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by wh
 charts: $(READY) ## redraw results/charts/ and the README's table from the latest run
 	@$(PY) -m results.charts
 	@$(PY) -m results.report
+
+report: $(READY) ## one page of all of it, for a browser: build/report.html (or OUT=)
+	@$(PY) -m results.page $(if $(OUT),--out '$(OUT)')
 
 doctor: $(READY) ## what this machine can run, and why not the rest
 	@$(PY) -m steps doctor

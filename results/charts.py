@@ -21,7 +21,7 @@ import argparse
 import io
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -787,13 +787,18 @@ def _steps_at(run: Run, n: int, k: int, source: str) -> Figure:
     return steps_chart(run, source, n, k)
 
 
-def render(run: Run, source: str, kind: str = "svg") -> dict[str, bytes]:
-    """The charts as files: {"tflops.svg": bytes, ...}. `source` is the run's name in the titles."""
+def render(
+    run: Run, source: str, kind: str = "svg", only: Collection[str] | None = None
+) -> dict[str, bytes]:
+    """The charts as files: {"tflops.svg": bytes, ...}, or those of the names in `only`. `source` is
+    the run's name in the titles."""
     import matplotlib
 
     files = {}
     with matplotlib.rc_context(STYLE):
         for name, figure in plans(run).items():
+            if only is not None and name not in only:
+                continue
             buffer = io.BytesIO()
             metadata = {"Date": None, "Creator": None} if kind == "svg" else None
             figure(source).savefig(buffer, format=kind, metadata=metadata, dpi=110)

@@ -32,12 +32,13 @@ def diff(args: Namespace) -> int:
     step = steps[0]
     number = args.against if args.against is not None else _parent(step)
     parent = named([str(number)])[0]
-    taken = _imported(step, parent)
+    taken = imported(step, parent)
     if taken:
         print(f"{step.name} imports these from {parent.name}: {', '.join(sorted(taken))}")
+    before = source(parent)
     lines = difflib.unified_diff(
-        _without(_source(parent), taken),
-        _source(step),
+        [before[i] for i in without(before, taken)],
+        source(step),
         f"steps/{parent.name}.py",
         f"steps/{step.name}.py",
         n=args.lines,
@@ -47,32 +48,38 @@ def diff(args: Namespace) -> int:
     return 0
 
 
-def _parent(step: Step) -> int:
+def parent_of(step: Step) -> int | None:
     """The step it grew from: the parent of the family that continues the ladder."""
-    number = step.parents.get(step.families[-1])
+    return step.parents.get(step.families[-1])
+
+
+def _parent(step: Step) -> int:
+    """The same, where there has to be one."""
+    number = parent_of(step)
     if number is None:
         raise UsageError(f"step {step.number} has no parent: it is where the ladder begins")
     return number
 
 
-def _source(step: Step) -> list[str]:
+def source(step: Step) -> list[str]:
+    """The lines of its file."""
     path = Path(__file__).with_name(f"{step.name}.py")
     return path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
-def _imported(step: Step, parent: Step) -> set[str]:
+def imported(step: Step, parent: Step) -> set[str]:
     """The names that a step's file imports from its parent's."""
     return {
         alias.name
-        for node in ast.walk(ast.parse("".join(_source(step))))
+        for node in ast.walk(ast.parse("".join(source(step))))
         if isinstance(node, ast.ImportFrom) and node.module == f"steps.{parent.name}"
         for alias in node.names
     }
 
 
-def _without(lines: list[str], names: set[str]) -> list[str]:
-    """A module's lines but for its functions and constants of these names, with the comments that
-    stand right above them."""
+def without(lines: list[str], names: set[str]) -> list[int]:
+    """Which of a module's lines are left, counted from 0, without its functions and constants of
+    these names and the comments that stand right above them."""
     left_out: set[int] = set()
     for node in ast.parse("".join(lines)).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
@@ -84,7 +91,7 @@ def _without(lines: list[str], names: set[str]) -> list[str]:
         while lines[first - 1].startswith("#"):
             first -= 1
         left_out.update(range(first, node.end_lineno or node.lineno))
-    return [line for i, line in enumerate(lines) if i not in left_out]
+    return [i for i in range(len(lines)) if i not in left_out]
 
 
 def _colours_wanted() -> bool:

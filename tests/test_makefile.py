@@ -76,6 +76,8 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             "python -m steps sanitize 4 --tool memcheck racecheck",
         ),
         (["test"], "python -m pytest -n auto"),
+        (["report"], "python -m results.page"),
+        (["report", "OUT=there.html"], "python -m results.page --out 'there.html'"),
         (["docs-check"], "python -m results.report --check"),
     ],
 )

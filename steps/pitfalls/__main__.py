@@ -42,20 +42,21 @@ def _row(pitfall: Pitfall, finding: Finding) -> tuple[str, ...]:
         pitfall.title,
         pitfall.format.upper(),
         f"{finding.expected:g}",
-        _value(finding),
-        _error(finding.nmse),
+        value_of(finding),
+        error_of(finding.nmse),
         ", ".join(finding.layers) if finding.caught else "NOT CAUGHT",
     )
 
 
-def _value(finding: Finding) -> str:
+def value_of(finding: Finding) -> str:
     """The wrong one's value on the golden block, as the table shows it."""
     if not math.isnan(finding.golden):
         return f"{finding.golden:g}"
     return "trap" if "misaligned" in finding.layers else "NaN"
 
 
-def _error(nmse: float) -> str:
+def error_of(nmse: float) -> str:
+    """Its NMSE, as the table shows it."""
     return "-" if math.isnan(nmse) else f"{nmse:.1e}" if math.isfinite(nmse) else "NaN/Inf"
 
 
