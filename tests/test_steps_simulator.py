@@ -152,14 +152,15 @@ SHARED_WORK = (
 def test_work_shared_by_few_sms(
     number: int, sms: int, shape: tuple, constants: dict, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right, launched again with the same scratch memory too, and the same bits in any order."""
+    """Right, launched again with the same scratch memory too; in q4_0 the same bits in any order,
+    which is a matter of who waits for whom, not of the format."""
     step, family = steps.find(number), steps.find(number).families[-1]
     module = CUT_IN.get(number, sys.modules[step.launch.__module__])
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
     problem, results = Problem(*shape, name), []
-    for order in (0, -1, 5):
+    for order in (0, -1, 5) if name == "q4_0" else (5,):
         machine = Simulator(order)
         prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
         results.append(multiply(prepared, machine).copy())
