@@ -135,7 +135,8 @@ class QuantLinear(nn.Module):
         operator.host_blocks(layer.blocks, fmt)[...] = blocks
         if bias is not None:
             if not isinstance(bias, nn.Parameter):
-                bias = nn.Parameter(torch.tensor(np.array(bias)), requires_grad=False)
+                own = torch.from_numpy(np.array(bias)) if isinstance(bias, np.ndarray) else bias
+                bias = nn.Parameter(own.detach().clone(), requires_grad=False)
             if tuple(bias.shape) != (n,):
                 raise ValueError(f"bias must have shape [{n}], got {list(bias.shape)}")
             layer.bias = bias
