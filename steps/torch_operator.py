@@ -5,10 +5,11 @@ it. As a registered operator it is one node to torch.compile, which knows its sh
 without running it, and it has a gradient.
 
 On a GPU one call is a cast of `x` to float32 (only for other dtypes, or a copy where it is not
-contiguous), one memset, one or two launches of a step, and for a bias or a dtype that the step does
-not write one or two kernels of torch. All memory is torch's and of the stream that is current, so
-that calls on several streams do not meet, and what is captured into a CUDA graph lies in the pool
-of that graph, for as long as it lives. Nothing waits for the GPU.
+contiguous), zeros for the step's scratch memory if it has any, one or two launches of a step, and
+for a bias or a dtype that the step does not write one or two kernels of torch. All memory is
+torch's and of the stream that is current, so that calls on several streams do not meet, and what is
+captured into a CUDA graph lies in the pool of that graph, for as long as it lives. Nothing waits
+for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
@@ -208,7 +209,9 @@ def _kept(
     with _loading_allowed():
         try:
             return Relocatable(format_name, shape, dict(places), _machine(), accuracy, half)
-        except (RuntimeError, OSError) as error:
+        except (TypeError, ValueError):
+            raise  # such a product cannot be at all
+        except Exception as error:  # Numba and the driver have many types for it
             if not torch.cuda.is_current_stream_capturing():
                 raise
             raise RuntimeError(

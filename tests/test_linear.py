@@ -518,6 +518,22 @@ def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     assert (exact.packings, exact._arrays("weights")) == ("", [])
 
 
+def test_torch_compile_takes_the_packings_along(host: Any) -> None:
+    layer, x = uploaded(blocks_of(), accuracy="fast"), tensor(2, K)
+    nodes: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    y = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    (node,) = nodes
+    assert node.target is torch.ops.quantized_gemm.linear.default
+    assert [len(node.args[3]), len(node.args[4]), node.args[5]] == [2, 2, "tiles byte_tiles"]
+    assert torch.equal(y, layer(x))
+
+
 def test_layers_of_one_shape_share_a_plan(host: Any) -> None:
     one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
     x = tensor(1, K)
@@ -529,16 +545,16 @@ def test_layers_of_one_shape_share_a_plan(host: Any) -> None:
 
 def test_kernels_that_a_capture_does_not_survive(host: Any, monkeypatch: Any) -> None:
     def fails() -> Any:
-        raise RuntimeError("out of something")
+        raise OverflowError("out of something")  # of no type that is expected
 
     monkeypatch.setattr(torch_operator, "_machine", fails)
     layer = uploaded(blocks_of())
-    for capturing, said in (
-        (True, "for 3 tokens could not be loaded .* multiply as many tokens once before"),
-        (False, "^out of something$"),
+    for capturing, error, said in (
+        (True, RuntimeError, "for 3 tokens could not be loaded .* multiply as many tokens once"),
+        (False, OverflowError, "^out of something$"),
     ):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(error, match=said):
             multiplied(layer, tensor(3, K))
 
 
