@@ -67,6 +67,24 @@ def test_zeros_come_first_and_memory_is_apart(gpu: FakeGpu) -> None:
         memory.array(np.ones(1))
 
 
+def test_arrays_lie_side_by_side_in_the_memory_of_the_call(gpu: FakeGpu) -> None:
+    shape, fmt = Shape(300, N, K), FORMATS["q4_0"]
+    step = packings("q4_0", gpu.cc, "exact")[0]
+    offered = {step.pack.__name__: places(step.pack(Problem(1, N, K, "q4_0").blocks))}
+    made = Relocatable("q4_0", shape, offered, gpu)
+    own, family = made.choice.step, made.choice.family
+    assert own.scratch is not None
+    a = device_array((300, K), np.float32, HERE)
+    sizes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in own.scratch(fmt, family, shape)]
+    sizes += [array.nbytes for array in own.activations(family, a, gpu).arrays]
+    assert len(sizes) == 4
+    *starts, end = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)])
+    made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], WORK, 0)
+    used = {v - WORK for _, _, values in gpu.launched for v in values if WORK <= v < HERE}
+    assert used == set(starts)
+    assert (made.zeroed, made.nbytes) == (starts[2], end)
+
+
 def test_scratch_memory_is_asked_for_as_zeros(gpu: FakeGpu) -> None:
     step = packings("q4_0", gpu.cc, "exact")[0]
     offered = {step.pack.__name__: places(step.pack(Problem(1, N, K, "q4_0").blocks))}
