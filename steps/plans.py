@@ -100,8 +100,8 @@ class Plan:
         self._machine, self._stream, self._dtype = machine, stream, dtype
         self._a_shape, self._out_shape = (m, k), (m, n)
         self._a_bytes, self._out_bytes = 4 * m * k, dtype.itemsize * m * n
-        self._a = _nowhere(A, (m, k)) if on_gpu else machine.empty((m, k), np.float32)
-        self._out = _nowhere(OUT, (m, n), dtype) if on_gpu else machine.empty((m, n), dtype)
+        self._a = nowhere(A, (m, k)) if on_gpu else machine.empty((m, k), np.float32)
+        self._out = nowhere(OUT, (m, n), dtype) if on_gpu else machine.empty((m, n), dtype)
         activations = choice.step.activations(choice.family, self._a, machine)
         own = choice.step.prepare(
             machine,
@@ -180,7 +180,7 @@ def current_device() -> int:
     return int(cuda.get_current_device().id)
 
 
-def _nowhere(start: int, shape: tuple[int, int], dtype: np.dtype[Any] = OUTPUTS[0]) -> Any:
+def nowhere(start: int, shape: tuple[int, ...], dtype: np.dtype[Any] = OUTPUTS[0]) -> Any:
     """An array that is nowhere, for laying out arguments."""
     from numba import cuda
 

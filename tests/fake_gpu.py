@@ -115,6 +115,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(launcher, "load", fake.load)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=launch_noted))
     monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
-    monkeypatch.setattr(plans, "_nowhere", _nowhere)
+    monkeypatch.setattr(plans, "nowhere", _nowhere)
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     return fake
