@@ -130,6 +130,9 @@ class CheckedArray:
         """Whether the key is one int within range for each dimension: the usual case, fast."""
         if len(key) != self.ndim:
             return False
+        if len(key) == 2:
+            (i, j), (rows, columns) = key, self.shape
+            return type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns
         for index, extent in zip(key, self.shape):  # noqa: B905 - equally long
             if type(index) is not int or not 0 <= index < extent:
                 return False
@@ -196,7 +199,13 @@ class CheckedArray:
         OutOfRange outside of the array.
         """
         offset = CheckedArray.locate(self, index, self.dtype.itemsize, 1)
-        return offset + offset_in_allocation(self.data)
+        return offset + self._begin()
+
+    def _begin(self) -> int:
+        """Where it begins, in bytes from the start of its allocation."""
+        if self._base is None:
+            self._base = offset_in_allocation(self.data)
+        return self._base
 
     def locate_for(self, lane: int, index: int, size: int) -> int:
         """As `locate`, for another lane of the warp than the one that runs."""
@@ -217,13 +226,12 @@ class CheckedArray:
                 f"{self.data.nbytes} bytes, shape {self.shape}"
             )
         alignment = alignment or size
-        if self._base is None:
-            self._base = offset_in_allocation(self.data)
-        if (offset + self._base) % alignment:
-            where = f" at byte {self._base} of its allocation" if self._base else ""
+        begin = self._begin()
+        if (offset + begin) % alignment:
+            where = f" at byte {begin} of its allocation" if begin else ""
             raise Misaligned(
                 f"{self.name}{where}: index {index} is byte {offset}, "
-                f"{(offset + self._base) % alignment} past a multiple of {alignment}; "
+                f"{(offset + begin) % alignment} past a multiple of {alignment}; "
                 f"a {size}-byte access faults there on the GPU"
             )
         if alignment > self.alignment:

@@ -131,8 +131,13 @@ class Site(NamedTuple):
 
     code_id: int  # an int first, since code objects compare by value and slowly
     instruction: int
-    line: int
     code: CodeType
+
+    @property
+    def line(self) -> int:
+        """Looked up when a sentence needs it: it takes Python longer than all the rest."""
+        lines = self.code.co_lines()
+        return next(line or 0 for a, b, line in lines if a <= self.instruction < b)
 
     def __str__(self) -> str:
         text = linecache.getline(self.code.co_filename, self.line).strip()
@@ -146,7 +151,7 @@ def here() -> Site:
         frame = frame.f_back
     if frame is None:
         raise SimulatorError("this is only defined inside a kernel being simulated")
-    return Site(id(frame.f_code), frame.f_lasti, frame.f_lineno, frame.f_code)
+    return Site(id(frame.f_code), frame.f_lasti, frame.f_code)
 
 
 class Schedule:
@@ -160,6 +165,7 @@ class Schedule:
         "copies",
         "error",
         "grid_dim",
+        "idle",
         "kernel",
         "lane",
         "main",
@@ -188,6 +194,8 @@ class Schedule:
         self.error: tuple[Lane, Exception] | None = None
         self.polls = 0
         self.main: Any  # the greenlet of the schedule itself
+        self.idle: list = []  # greenlets whose lane is done: to make one takes longer than many a
+        # lane needs, so another lane lives in it
 
     def run(self, shared_bytes: int, resident: int) -> None:
         """All blocks of the grid, `resident` of them at a time."""
@@ -202,6 +210,7 @@ class Schedule:
         if Schedule.current is not None:
             raise SimulatorError("a kernel is already being simulated in this process")
         Schedule.current = self
+        self.main = greenlet.getcurrent()
         try:
             with np.errstate(
                 all="ignore"
@@ -212,19 +221,16 @@ class Schedule:
                         greenlet,
                     )
         finally:
+            for done in self.idle:
+                done.throw(greenlet.GreenletExit)
             Schedule.current = None
 
     def _run_together(self, blocks: list[Block], greenlet) -> None:
-        self.main = greenlet.getcurrent()
         dim = self.block_dim
         threads = [(x, y, z) for z in range(dim.z) for y in range(dim.y) for x in range(dim.x)]
         for block in blocks:
             block.lanes = [Lane(block, i, Dim3(*t)) for i, t in enumerate(threads)]
         lanes = [lane for block in blocks for lane in block.lanes]
-        for lane in lanes:
-            lane.greenlet = greenlet.greenlet(self._live, self.main)
-            # Or NumPy's error state, a context variable, would be the default again inside.
-            lane.greenlet.gr_context = copy_context()
         self.polls = 0
         self._wake(lanes)
         try:
@@ -233,6 +239,8 @@ class Schedule:
                     self._land()
                     continue
                 self.lane = lane = self._next()
+                if lane.greenlet is None:
+                    lane.greenlet = self.idle.pop() if self.idle else self._greenlet(greenlet)
                 lane.greenlet.switch()
             if self.error is None:
                 self._all_finished(blocks)
@@ -241,21 +249,32 @@ class Schedule:
         finally:
             self.ready, self.copies = deque(), []
             for lane in lanes:
-                if lane.greenlet and not lane.greenlet.dead:
+                if lane.greenlet:  # it has begun and not ended
                     lane.greenlet.throw(greenlet.GreenletExit)
         if self.error is not None:
             lane, error = self.error
             raise self._located(lane, error) from error
 
+    def _greenlet(self, greenlet) -> Any:
+        made = greenlet.greenlet(self._live, self.main)
+        # Or NumPy's error state, a context variable, would be the default again inside.
+        made.gr_context = copy_context()
+        return made
+
     def _live(self) -> None:
-        lane = self.lane
-        try:
-            self.kernel(*self.arguments)
-        except Exception as error:
-            if self.error is None:
-                self.error = self.lane, error
-        lane.done = True
-        self.polls = 0
+        """The life of a lane, and then of others."""
+        while True:
+            lane = self.lane
+            try:
+                self.kernel(*self.arguments)
+            except Exception as error:
+                if self.error is None:
+                    self.error = lane, error
+            lane.done = True
+            self.polls = 0
+            self.idle.append(lane.greenlet)
+            lane.greenlet = None
+            self.main.switch()
 
     # --- order
     def _wake(self, lanes: list[Lane]) -> None:
@@ -464,7 +483,7 @@ class Schedule:
         while step is not None:
             if id(step.tb_frame.f_code) in kernel_codes:
                 code = step.tb_frame.f_code
-                site = Site(id(code), step.tb_lasti, step.tb_lineno, code)
+                site = Site(id(code), step.tb_lasti, code)
             step = step.tb_next
         where = f"block {lane.block.index}, thread {lane.thread}, {site}"
         if isinstance(error, SimulatorError):

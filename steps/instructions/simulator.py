@@ -236,11 +236,8 @@ def _refuse(sentence: str) -> Callable:
 def _instruction(twin: Twin) -> Callable:
     """The twin as a function a rebuilt kernel can call."""
     function, convert, restore = twin.function, twin.convert, twin.restore
-    if twin.scope is None and len(twin.results) == 1 and not twin.is_tuple:
-        (result,) = twin.results  # the commonest kind, made as short as it gets
-        return lambda *operands: result(function(*convert(operands)))
     if twin.scope is None:
-        return lambda *operands: restore(function(*convert(operands)))
+        return _straight(twin)
     if twin.scope == "lane":
         return lambda *operands: restore(function(now().lane, *convert(operands)))
     if twin.scope in ("warp", "warpgroup"):
@@ -253,3 +250,16 @@ def _instruction(twin: Twin) -> Callable:
             return lambda *operands: now().meet_warpgroup(twin.name, together, convert(operands))
         return lambda *operands: now().meet_warp(twin.name, together, convert(operands))
     raise ValueError(f"{twin.name} has the unknown scope {twin.scope!r}")
+
+
+def _straight(twin: Twin) -> Callable:
+    """The twin of an instruction of one lane, by far the commonest kind, as a function of exactly
+    its operands: a loop over them would take longer than what it is for."""
+    operands = [f"x{i}" for i in range(len(twin.casts))]
+    value = f"function({', '.join(f'cast_{x}({x})' for x in operands)})"
+    names: dict = {"function": twin.function, "restore": twin.restore}
+    names |= {f"cast_{x}": cast for x, cast in zip(operands, twin.casts, strict=True)}
+    if len(twin.results) == 1 and not twin.is_tuple:
+        (names["restore"],) = twin.results
+    made: Callable = eval(f"lambda {', '.join(operands)}: restore({value})", names)
+    return made
