@@ -1,23 +1,33 @@
-"""ggml's 32-element quantized blocks: their bytes, their values, and their pictures.
+"""ggml's quantized blocks: their bytes, their values, and their pictures.
 
     from qformats import FORMATS, quantize, dequantize
     blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
     w_again = dequantize(blocks)      # float32[N, K]
 
-`python -m qformats draw q5_1` shows a block bit by bit. Only NumPy is needed here; what kernels
-need of a format is in `qformats.device`, which imports Numba and is not imported by this file.
+`python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what kernels take,
+`FILE_FORMATS` what files also come in. Only NumPy is needed here; `qformats.device`, what kernels
+need of a format, imports Numba, `qformats.gguf_file` gguf, and neither is imported by this file.
 """
 
 from qformats.blocks import (
     BLOCK,
+    SUPER,
+    block_iq4_nl,
+    block_mxfp4,
+    block_q2_k,
+    block_q3_k,
     block_q4_0,
     block_q4_1,
+    block_q4_k,
     block_q5_0,
     block_q5_1,
+    block_q5_k,
+    block_q6_k,
     block_q8_0,
     block_q8_1,
 )
 from qformats.codec import (
+    FILE_FORMATS,
     FORMATS,
     WEIGHT_FORMATS,
     Format,
@@ -29,13 +39,22 @@ from qformats.codec import (
 
 __all__ = [
     "BLOCK",
+    "FILE_FORMATS",
     "FORMATS",
+    "SUPER",
     "WEIGHT_FORMATS",
     "Format",
+    "block_iq4_nl",
+    "block_mxfp4",
+    "block_q2_k",
+    "block_q3_k",
     "block_q4_0",
     "block_q4_1",
+    "block_q4_k",
     "block_q5_0",
     "block_q5_1",
+    "block_q5_k",
+    "block_q6_k",
     "block_q8_0",
     "block_q8_1",
     "dequantize",

@@ -1,4 +1,4 @@
-"""The command line of the block formats: `python -m qformats draw | show | bench`."""
+"""The command line of the block formats: `python -m qformats draw | show | bench | tensors`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from qformats.blocks import BLOCK
+from qformats.blocks import BLOCK, SUPER
 from qformats.codec import FORMATS, Blocks, Floats, format_named, format_of
 from qformats.draw import BOXES, COLOUR, PLAIN, Ink, draw, show
 
@@ -46,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m qformats", description="ggml's 32-element blocks, seen closely."
+    parser = Parser(prog="python -m qformats", description="ggml's quantized blocks, seen closely.")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="draw|show|bench|tensors"
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="draw|show|bench")
     names = ", ".join(FORMATS)
 
     one = commands.add_parser("draw", help="draw the block of a format, byte by byte, bit by bit")
@@ -77,6 +78,11 @@ def _parser() -> Parser:
     one.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
     one.add_argument("--json", action="store_true", help="print JSON instead of a table")
     one.set_defaults(run=_bench)
+
+    one = commands.add_parser("tensors", help="list the tensors of a GGUF file")
+    one.add_argument("file", type=Path, help="the .gguf file")
+    one.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    one.set_defaults(run=_tensors)
     return parser
 
 
@@ -175,16 +181,21 @@ def _bench(args: argparse.Namespace) -> str:
     names = [format_named(name).name for name in args.format or FORMATS]
     if not args.mb > 0 or args.repeats < 1:
         raise ValueError(f"--mb {args.mb:g} and --repeats {args.repeats} must both be positive")
-    k = BLOCK * max(1, round(args.mb * 1e6 / 4 / BLOCK))
-    x = np.random.default_rng(0).standard_normal(k, np.float32)
+    k = SUPER * max(1, round(args.mb * 1e6 / 4 / SUPER))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(k, np.float32)
     rows = []
     for name in names:
         fmt = FORMATS[name]
-        blocks: Blocks = fmt.quantize(x)
-        for operation, work in (
-            ("quantize", lambda fmt=fmt: fmt.quantize(x)),
-            ("dequantize", lambda fmt=fmt, blocks=blocks: fmt.dequantize(blocks)),
-        ):
+        works: dict[str, Callable[[], Any]] = {}
+        if fmt.written:
+            blocks: Blocks = fmt.quantize(x)
+            works["quantize"] = partial(fmt.quantize, x)
+        else:  # any bytes are blocks, and decode in the same time
+            raw = rng.integers(0, 256, k // fmt.elements * fmt.block_bytes, np.uint8)
+            blocks = raw.view(fmt.dtype)
+        works["dequantize"] = partial(fmt.dequantize, blocks)
+        for operation, work in works.items():
             seconds = _timed(work, args.repeats)
             rows.append(
                 {
@@ -192,18 +203,63 @@ def _bench(args: argparse.Namespace) -> str:
                     "operation": operation,
                     "mb_per_s": round(x.nbytes / 1e6 / statistics.median(seconds), 1),
                     "best_mb_per_s": round(x.nbytes / 1e6 / min(seconds), 1),
-                    "ns_per_block": round(statistics.median(seconds) * 1e9 / (k // BLOCK), 2),
+                    "ns_per_block": round(
+                        statistics.median(seconds) * 1e9 / (k // fmt.elements), 2
+                    ),
                     "samples": len(seconds),
                 }
             )
     if args.json:
         return json.dumps({"schema": 1, "env": _environment(), "values": k, "rows": rows}, indent=2)
-    lines = [f" MB/s of float32, {k} normal values, one core, median of {args.repeats}", ""]
+    lines = [f" MB/s of float32, {k} values, one core, median of {args.repeats}", ""]
     lines.append(f" {'format':<8}{'quantize':>12}{'dequantize':>12}")
     for name in names:
-        forth, back = (row["mb_per_s"] for row in rows if row["format"] == name)
-        lines.append(f" {name:<8}{forth:12.0f}{back:12.0f}")
+        speeds = {row["operation"]: row["mb_per_s"] for row in rows if row["format"] == name}
+        forth = f"{speeds['quantize']:.0f}" if "quantize" in speeds else "-"
+        lines.append(f" {name:<8}{forth:>12}{speeds['dequantize']:12.0f}")
     return "\n".join(lines)
+
+
+def _tensors(args: argparse.Namespace) -> str:
+    """Name, type, shape (outermost first) and bytes of each tensor, in the file's order."""
+    # Both only here, so that the other commands need NumPy alone.
+    from qformats.gguf_file import READABLE, tensors
+    from steps.table import Column, Line, Table, plain
+
+    found = tensors(args.file).values()
+    if args.json:
+        listed = [
+            {
+                "name": one.name,
+                "type": one.type,
+                "shape": one.shape,
+                "bytes": one.nbytes,
+                "offset": one.offset,
+                "readable": one.type in READABLE,
+            }
+            for one in found
+        ]
+        return json.dumps({"schema": 1, "file": str(args.file), "tensors": listed}, indent=2)
+    lines = [
+        # A name is any text, also one that moves the cursor of a terminal.
+        Line(
+            (
+                one.name if one.name.isascii() and one.name.isprintable() else ascii(one.name),
+                one.type,
+                " x ".join(map(str, one.shape)) or "scalar",
+                str(one.nbytes),
+            )
+        )
+        for one in found
+    ]
+    columns = (
+        *(Column("name", words=True), Column("type", words=True)),
+        *(Column("shape", words=True), Column("bytes")),
+    )
+    notes = [f"{len(lines)} tensors, {sum(one.nbytes for one in found)} bytes"]
+    if others := sorted({one.type for one in found} - set(READABLE)):
+        notes.append(f"Listed, but not read here: {', '.join(others)}.")
+    return plain(Table(columns, tuple(lines), notes=("", *notes)))
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> list[float]:

@@ -1,9 +1,10 @@
-"""The bytes of a block: ggml's 32-element formats as NumPy structured dtypes.
+"""The bytes of a block: ggml's formats as NumPy structured dtypes.
 
-Layouts are those of ggml's `ggml-common.h`. In every format a float16 scale `d` comes first; the
-`_1` formats add a float16 (`m`, the minimum, or `s`, a sum); five-bit formats add `qh`, the fifth
-bits; `qs` ends the block. Blocks lie back to back with no padding, so most of them are only 2-byte
-aligned in an array: `alignment` says what a field can promise.
+Layouts are those of ggml's `ggml-common.h`. In the formats that kernels take, of 32 elements, a
+float16 scale `d` comes first; the `_1` formats add a float16 (`m`, the minimum, or `s`, a sum);
+five-bit formats add `qh`, the fifth bits; `qs` ends the block. Blocks lie back to back with no
+padding, so most of them are only 2-byte aligned in an array (mxfp4 not even that): `alignment` says
+what a field can promise.
 
     bytes 0       2       4       6       8                                24        34 36
     q4_0  | d     | qs[16]  ............ 18
@@ -12,6 +13,10 @@ aligned in an array: `alignment` says what a field can promise.
     q5_1  | d     | m     | qh[4]         | qs[16]  ............ 24
     q8_0  | d     | qs[32]  ................................................ 34
     q8_1  | d     | s     | qs[32]  ................................................ 36
+
+Two more hold 32 elements, mxfp4 (17 bytes: `e`, an exponent, and `qs`) and iq4_nl (18 bytes, fields
+as in q4_0). The K-quants hold 256, with `scales` of groups of 16 or 32 elements, and put `d` first
+or last: `python -m qformats draw q4_k`.
 """
 
 from __future__ import annotations
@@ -22,15 +27,20 @@ from typing import Final
 import numpy as np
 
 BLOCK: Final = 32  # elements sharing one scale
+SUPER: Final = 256  # elements of a K-quant's block, in groups with scales of their own
 
 BlockDtype = np.dtype[np.void]
 
 _D: Final = ("d", "<f2")  # scale
+_E: Final = ("e", "u1")  # scale, as an exponent of two
 _M: Final = ("m", "<f2")  # minimum
 _S: Final = ("s", "<f2")  # d * sum of the codes, or the sum of the values
 _QH: Final = ("qh", "u1", (4,))  # bit j of the little-endian word is the fifth bit of element j
 _NIBBLES: Final = ("qs", "u1", (16,))  # byte j: element j in bits 3..0, element j+16 in bits 7..4
 _BYTES: Final = ("qs", "i1", (32,))  # byte j: element j
+# As _NIBBLES, but each is an index of a table. The title, NumPy's second name of a field, is there
+# to tell iq4_nl's 18 bytes from q4_0's: a format is known by its dtype.
+_INDICES: Final = (("indices", "qs"), "u1", (16,))
 
 block_q4_0: Final[BlockDtype] = np.dtype([_D, _NIBBLES])
 block_q4_1: Final[BlockDtype] = np.dtype([_D, _M, _NIBBLES])
@@ -38,6 +48,21 @@ block_q5_0: Final[BlockDtype] = np.dtype([_D, _QH, _NIBBLES])
 block_q5_1: Final[BlockDtype] = np.dtype([_D, _M, _QH, _NIBBLES])
 block_q8_0: Final[BlockDtype] = np.dtype([_D, _BYTES])
 block_q8_1: Final[BlockDtype] = np.dtype([_D, _S, _BYTES])
+block_mxfp4: Final[BlockDtype] = np.dtype([_E, _INDICES])
+block_iq4_nl: Final[BlockDtype] = np.dtype([_D, _INDICES])
+
+_DMIN: Final = ("dmin", "<f2")  # scale of the minima
+_SIXES: Final = ("scales", "u1", (12,))  # of 6 bits each, some of them in two places
+
+block_q2_k: Final[BlockDtype] = np.dtype([("scales", "u1", (16,)), ("qs", "u1", (64,)), _D, _DMIN])
+block_q3_k: Final[BlockDtype] = np.dtype([("hmask", "u1", (32,)), ("qs", "u1", (64,)), _SIXES, _D])
+block_q4_k: Final[BlockDtype] = np.dtype([_D, _DMIN, _SIXES, ("qs", "u1", (128,))])
+block_q5_k: Final[BlockDtype] = np.dtype(
+    [_D, _DMIN, _SIXES, ("qh", "u1", (32,)), ("qs", "u1", (128,))]
+)
+block_q6_k: Final[BlockDtype] = np.dtype(
+    [("ql", "u1", (128,)), ("qh", "u1", (64,)), ("scales", "i1", (16,)), _D]
+)
 
 # What ggml's static_asserts and structs say, written out by hand: total bytes, then field offsets.
 _LAYOUTS: Final[dict[str, tuple[BlockDtype, int, dict[str, int]]]] = {
@@ -47,6 +72,13 @@ _LAYOUTS: Final[dict[str, tuple[BlockDtype, int, dict[str, int]]]] = {
     "q5_1": (block_q5_1, 24, {"d": 0, "m": 2, "qh": 4, "qs": 8}),
     "q8_0": (block_q8_0, 34, {"d": 0, "qs": 2}),
     "q8_1": (block_q8_1, 36, {"d": 0, "s": 2, "qs": 4}),
+    "mxfp4": (block_mxfp4, 17, {"e": 0, "qs": 1}),
+    "iq4_nl": (block_iq4_nl, 18, {"d": 0, "qs": 2}),
+    "q2_k": (block_q2_k, 84, {"scales": 0, "qs": 16, "d": 80, "dmin": 82}),
+    "q3_k": (block_q3_k, 110, {"hmask": 0, "qs": 32, "scales": 96, "d": 108}),
+    "q4_k": (block_q4_k, 144, {"d": 0, "dmin": 2, "scales": 4, "qs": 16}),
+    "q5_k": (block_q5_k, 176, {"d": 0, "dmin": 2, "scales": 4, "qh": 16, "qs": 48}),
+    "q6_k": (block_q6_k, 210, {"ql": 0, "qh": 128, "scales": 192, "d": 208}),
 }
 
 
@@ -58,7 +90,7 @@ def offsets(dtype: BlockDtype) -> dict[str, int]:
 
 
 def alignment(dtype: BlockDtype, field: str) -> int:
-    """Bytes of the widest load that is aligned at `field` in *every* block of an array: 2, 4 or 8.
+    """Bytes of the widest load that is aligned at `field` in *every* block of an array: 1 to 16.
 
     It divides both the field's offset and the block's size; the array itself is taken to start at
     an address aligned for anything.

@@ -3,7 +3,8 @@
 `draw` shows what a format's bytes are: fields, offsets, alignment, and the element to which every
 bit belongs. `show` shows one real block: its bytes, its fields, and its values beside those asked
 for. Everything is derived from the dtype and from `places`, the one statement of which bit is
-whose; the tests flip those bits in real blocks to see that the codec agrees.
+whose; the tests flip those bits in real blocks to see that the codec agrees. A K-quant's scales
+are integers in the block too: `factors` says which bit is whose there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from qformats.blocks import BLOCK, alignment, offsets
 from qformats.codec import Blocks, Floats, Format, format_of
 
-HALF: Final = BLOCK // 2
+COLUMNS: Final = 16  # bytes a line
 
 _VALUE: Final = {
     "q4_0": "(q - 8) d,  q = 0..15",
@@ -27,6 +28,13 @@ _VALUE: Final = {
     "q5_1": "q d + m,  q = 0..31",
     "q8_0": "q d,  q = -127..127",
     "q8_1": "q d,  q = -127..127",
+    "mxfp4": "2^(e-128) t[q],  q = 0..15",
+    "iq4_nl": "d t[q],  q = 0..15",
+    "q2_k": "d s q - dmin m,  q = 0..3",
+    "q3_k": "d (s - 32) (q - 4),  q = 0..7",
+    "q4_k": "d s q - dmin m,  q = 0..15",
+    "q5_k": "d s q - dmin m,  q = 0..31",
+    "q6_k": "d s (q - 32),  q = 0..63",
 }
 _HOLDS: Final = {
     "d": "scale",
@@ -34,8 +42,37 @@ _HOLDS: Final = {
     "s": "d times the sum of the codes, or the sum of the values",
     "qh": "bit 4 of the codes: as a little-endian u32, bit j for element j",
     "qs": "codes",
+    "e": "scale, as an exponent of two",
+    "dmin": "scale of the minima",
+    "scales": "scale s and minimum m of each group",
 }
-_COLOUR: Final = {"d": 33, "m": 35, "s": 35, "qh": 36, "qs": 32, "bold": 1, "dim": 2}
+_HOLDS_INSTEAD: Final = {  # where a format says it more exactly
+    "mxfp4": {"qs": "codes: indices of the table t"},
+    "iq4_nl": {"qs": "codes: indices of the table t"},
+    "q2_k": {"d": "scale of the scales"},
+    "q3_k": {
+        "d": "scale of the scales",
+        "hmask": "bit 2 of the codes",
+        "qs": "bits 1..0 of the codes",
+        "scales": "scale s of each group",
+    },
+    "q4_k": {"d": "scale of the scales"},
+    "q5_k": {
+        "d": "scale of the scales",
+        "qh": "bit 4 of the codes",
+        "qs": "bits 3..0 of the codes",
+    },
+    "q6_k": {
+        "d": "scale of the scales",
+        "ql": "bits 3..0 of the codes",
+        "qh": "bits 5..4 of the codes",
+        "scales": "scale s of each group",
+    },
+}
+_COLOUR: Final = {
+    **{"d": 33, "e": 33, "m": 35, "s": 35, "dmin": 35, "scales": 33},
+    **{"qh": 36, "hmask": 36, "qs": 32, "ql": 32, "bold": 1, "dim": 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +97,50 @@ COLOUR: Final = Ink(dash="─", side="│", top="┌┬┐", bottom="└┴┘",
 
 def places(fmt: Format, element: int) -> tuple[tuple[int, int], ...]:
     """Where an element's code is stored: (byte of the block, bit of the byte), lowest bit first."""
-    at = offsets(fmt.dtype)
-    if fmt.bits == 8:
-        return tuple((at["qs"] + element, bit) for bit in range(8))
-    low = 0 if element < HALF else 4
-    nibble = tuple((at["qs"] + element % HALF, low + bit) for bit in range(4))
-    return nibble if fmt.bits == 4 else (*nibble, (at["qh"] + element // 8, element % 8))
+    at, found = offsets(fmt.dtype), []
+    for packed in fmt.packed:
+        byte, low = packed.place(element)
+        found += [(at[packed.field] + byte, low + bit) for bit in range(packed.bits)]
+    return tuple(found)
+
+
+def factors(fmt: Format) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The bits of a K-quant's integers, "s3" the scale of group 3 and "m3" its minimum, as `places`
+    has them; nothing for the other formats."""
+    if fmt.elements == BLOCK:
+        return {}
+    at = offsets(fmt.dtype)["scales"]
+
+    def bits(byte: int, low: int, count: int) -> tuple[tuple[int, int], ...]:
+        return tuple((at + byte, low + bit) for bit in range(count))
+
+    groups = range(fmt.elements // fmt.group)
+    if fmt.name == "q2_k":
+        return {f"{what}{i}": bits(i, low, 4) for what, low in (("s", 0), ("m", 4)) for i in groups}
+    if fmt.name == "q3_k":
+        return {
+            f"s{i}": bits(i % 8, i // 8 * 4, 4) + bits(8 + i % 4, i // 4 * 2, 2) for i in groups
+        }
+    if fmt.name == "q6_k":
+        return {f"s{i}": bits(i, 0, 8) for i in groups}
+    return {
+        f"{what}{i}": bits(first + i, 0, 6)
+        if i < 4
+        else bits(4 + i, low, 4) + bits(first + i - 4, 6, 2)
+        for what, first, low in (("s", 0, 0), ("m", 4, 4))
+        for i in groups
+    }
 
 
 def draw(fmt: Format, ink: Ink = PLAIN) -> str:
     """The block of a format: its bytes to scale, its fields, and the element behind every bit."""
-    per_element = fmt.block_bytes * 8 / BLOCK
+    per_element = fmt.block_bytes * 8 / fmt.elements
     title = ink.paint(fmt.name, "bold")
     return "\n".join(
         (
-            f" {title}   {fmt.block_bytes} bytes for {BLOCK} elements, {per_element:g} bits each"
-            f"   value = {_VALUE[fmt.name]}",
+            f" {title}   {fmt.block_bytes} bytes for {fmt.elements} elements, {per_element:g} bits"
+            f" each   value = {_VALUE[fmt.name]}",
+            *_table(fmt),
             "",
             *_strip(fmt, ink),
             "",
@@ -85,13 +150,14 @@ def draw(fmt: Format, ink: Ink = PLAIN) -> str:
             "",
             *_owners(fmt, ink),
             "",
-            *_example(fmt, 21),
+            *_factors(fmt, ink),
+            *_example(fmt, 21 if fmt.elements == BLOCK else 213),
         )
     )
 
 
 def show(block: Blocks, x: Floats | None = None, title: str = "", ink: Ink = PLAIN) -> str:
-    """One block, structured[1]: bytes, fields, codes, values, and errors where x[32] is given."""
+    """One block, structured[1]: bytes, fields, codes, values, and errors where x[K] is given."""
     fmt = format_of(block)
     if block.shape != (1,):
         raise ValueError(f"show takes one block, an array of shape (1,), not {block.shape}")
@@ -109,7 +175,8 @@ def show(block: Blocks, x: Floats | None = None, title: str = "", ink: Ink = PLA
         return f"{j:8d}{asked}{code[j]:5d}{ink.paint(f'{value[j]:13.6g}', 'qs')}{wrong}"
 
     lines += ["", ink.paint(head + "  " + head, "dim")]
-    lines += [cell(j) + "  " + cell(j + HALF) for j in range(HALF)]
+    half = fmt.elements // 2
+    lines += [cell(j) + "  " + cell(j + half) for j in range(half)]
     if x is not None and error is not None:
         worst = int(np.abs(error).argmax())
         rms = float(np.sqrt((error**2).mean()))
@@ -129,60 +196,101 @@ def _extents(fmt: Format) -> Iterator[tuple[str, int, int, str]]:
         yield name, start, end, c_type + "".join(f"[{n}]" for n in shape)
 
 
+def _table(fmt: Format) -> Iterator[str]:
+    """What the codes stand for, in the formats with a codebook."""
+    if fmt.codebook is not None:
+        yield f" t = {' '.join(map(str, fmt.codebook))}"
+
+
 def _strip(fmt: Format, ink: Ink) -> Iterator[str]:
-    """The bytes to scale, in a row of boxes under a ruler of offsets."""
+    """The bytes in a row of boxes under a ruler of offsets: to scale where they fit."""
+    to_scale = fmt.elements == BLOCK
     per_byte = 4 if fmt.block_bytes <= 24 else 2  # 24 x 4 and 36 x 2 columns: within 100
     ruler, top, middle, bottom = "", "", "", ""
     for k, (name, start, end, c_type) in enumerate(_extents(fmt)):
-        inside = (end - start) * per_byte - 1
-        label = f" {name} {c_type} " if inside >= len(name) + len(c_type) + 3 else f" {name} "
+        label = f" {name} {c_type} "
+        inside = (end - start) * per_byte - 1 if to_scale else len(label)
+        if inside < len(label):
+            label = f" {name} "
         ruler += f"{start:<{inside + 1}d}"
         top += ink.top[min(k, 1)] + ink.dash * inside
         middle += ink.side + ink.paint(f"{label:<{inside}}", name)
         bottom += ink.bottom[min(k, 1)] + ink.dash * inside
     yield f" {ruler}{fmt.block_bytes}"
     yield f" {top}{ink.top[2]}"
-    yield f" {middle}{ink.side}"
+    yield f" {middle}{ink.side}" + ("" if to_scale else "  (not to scale)")
     yield f" {bottom}{ink.bottom[2]}"
 
 
 def _fields(fmt: Format, ink: Ink) -> Iterator[str]:
     yield ink.paint(f" {'field':<7}{'bytes':<9}{'type':<9}{'aligned':<10}holds", "dim")
     for name, start, end, c_type in _extents(fmt):
-        wide = f"{alignment(fmt.dtype, name)} bytes"
-        span = f"{start}..{end - 1}"
-        yield (
-            f" {ink.paint(f'{name:<7}', name)}{span:<9}{c_type:<9}{wide:<10}{_HOLDS[name]}".rstrip()
-        )
+        aligned = alignment(fmt.dtype, name)
+        wide = f"{aligned} byte{'s' * (aligned > 1)}"
+        span = f"{start}..{end - 1}" if end - start > 1 else f"{start}"
+        holds = _HOLDS_INSTEAD.get(fmt.name, _HOLDS).get(name) or _HOLDS[name]
+        yield f" {ink.paint(f'{name:<7}', name)}{span:<9}{c_type:<9}{wide:<10}{holds}".rstrip()
 
 
 def _alignment(fmt: Format) -> Iterator[str]:
-    size, wide = fmt.block_bytes, alignment(fmt.dtype, "qs")
+    size, codes = fmt.block_bytes, fmt.packed[0].field
+    wide = alignment(fmt.dtype, codes)
     yield f" Blocks follow each other without padding: the next begins at byte {size}."
     if wide >= 4:
-        yield f" qs is {wide}-byte aligned in every block, so that 4-byte loads of it are safe."
+        says = f"is {wide}-byte aligned in every block, so that 4-byte loads of it are safe."
     else:
-        yield " qs is not 4-byte aligned in every block: a 4-byte load would fault on a GPU."
+        says = "is not 4-byte aligned in every block: a 4-byte load would fault on a GPU."
+    yield f" {codes} {says}"
 
 
 def _owners(fmt: Format, ink: Ink) -> Iterator[str]:
-    """For every bit of qs and qh, the element whose code it is part of."""
-    owner = {place: j for j in range(BLOCK) for place in places(fmt, j)}
-    extents = {name: (start, end) for name, start, end, _ in _extents(fmt)}
-    first, past = extents["qs"]
-    for start in range(first, past, HALF):
-        columns = range(start, min(start + HALF, past))
-        yield ink.paint(f" {'qs    byte':<18}" + "".join(f"{b:4d}" for b in columns), "dim")
-        for label, low in (("bits 7..4", 4), ("bits 3..0", 0)) if fmt.bits < 8 else (("all", 0),):
-            elements = "".join(f"{owner[b, low]:4d}" for b in columns)
-            yield f" {'      ' + label:<18}{ink.paint(elements, 'qs')}"
-    if fmt.bits != 5:
+    """For every bit of the fields of codes, the element whose code it is part of."""
+    owner = {place: j for j in range(fmt.elements) for place in places(fmt, j)}
+    extents = {name: range(start, end) for name, start, end, _ in _extents(fmt)}
+    for k, (field, bits, run) in enumerate(fmt.packed):
+        if k:
+            yield ""
+        if run == 1:  # a plain bit field: a line for each byte
+            head = "".join(f"{bit:4d}" for bit in range(7, -1, -1))
+            yield ink.paint(f" {f'{field:<5} bit':<18}{head}", "dim")
+            for byte in extents[field]:
+                elements = "".join(f"{owner[byte, bit]:4d}" for bit in range(7, -1, -1))
+                yield f" {f'      byte {byte}':<18}{ink.paint(elements, field)}"
+            continue
+        whole = extents[field]
+        for columns in (whole[i : i + COLUMNS] for i in range(0, len(whole), COLUMNS)):
+            head = "".join(f"{byte:4d}" for byte in columns)
+            yield ink.paint(f" {f'{field:<5} byte':<18}{head}", "dim")
+            for low in range(8 - bits, -1, -bits):
+                label = "all" if bits == 8 else _span(low, low + bits - 1)
+                elements = "".join(f"{owner[byte, low]:4d}" for byte in columns)
+                yield f" {f'      {label}':<18}{ink.paint(elements, field)}"
+
+
+def _factors(fmt: Format, ink: Ink) -> Iterator[str]:
+    """For every bit of `scales`, the group whose scale or minimum it is part of."""
+    whose: dict[int, list[tuple[int, int, str]]] = {}  # by byte: lowest bit, highest bit, of what
+    for name, bits in factors(fmt).items():
+        for k, (byte, run) in enumerate(groupby(bits, key=lambda place: place[0])):
+            own = [bit for _, bit in run]
+            whose.setdefault(byte, []).append((own[0], own[-1], name + "'" * k))
+    if not whose:
         return
+    for parts in whose.values():
+        parts.sort(reverse=True)
+    alike = groupby(sorted(whose), key=lambda byte: [part[:2] for part in whose[byte]])
+    for spans, run_of_bytes in alike:
+        columns = list(run_of_bytes)
+        head = "".join(f"{byte:5d}" for byte in columns)
+        yield ink.paint(f" {'scales byte':<18}{head}", "dim")
+        for row, (low, high) in enumerate(spans):
+            label = "all" if high - low == 7 else _span(low, high)
+            names = "".join(f"{whose[byte][row][2]:>5}" for byte in columns)
+            yield f" {f'      {label}':<18}{ink.paint(names, 'scales')}"
+    yield f" s0 is of elements 0..{fmt.group - 1}, s1 of the next {fmt.group}, and so on."
+    if any("'" in name for parts in whose.values() for _, _, name in parts):
+        yield " A prime marks bits 5..4 of a number whose bits 3..0 are elsewhere."
     yield ""
-    yield ink.paint(f" {'qh    bit':<18}" + "".join(f"{bit:4d}" for bit in range(7, -1, -1)), "dim")
-    for byte in range(*extents["qh"]):
-        elements = "".join(f"{owner[byte, bit]:4d}" for bit in range(7, -1, -1))
-        yield f" {f'      byte {byte}':<18}{ink.paint(elements, 'qh')}"
 
 
 def _example(fmt: Format, element: int) -> Iterator[str]:
@@ -192,10 +300,11 @@ def _example(fmt: Format, element: int) -> Iterator[str]:
     for byte, run in groupby(places(fmt, element), key=lambda place: place[0]):
         bits = [b for _, b in run]
         whole = "byte" if len(bits) == 8 else _span(bits[0], bits[-1]) + " of byte"
-        parts.append(f"{_span(bit, bit + len(bits) - 1)} of its code are {whole} {byte}")
+        what = "is" if len(bits) == 1 else "are"
+        of_code = "" if bit else " of its code"
+        parts.append(f"{_span(bit, bit + len(bits) - 1)}{of_code} {what} {whole} {byte}")
         bit += len(bits)
-    text = "; ".join(parts).replace("bit 4 of its code are", "bit 4 is")
-    yield f" Element {element}: {text}."
+    yield f" Element {element}: {'; '.join(parts)}."
 
 
 def _span(low: int, high: int) -> str:
@@ -207,14 +316,17 @@ def _contents(block: Blocks, ink: Ink) -> Iterator[str]:
     fmt = format_of(block)
     raw = block.tobytes()
     for name, start, end, c_type in _extents(fmt):
-        for line in range(start, end, HALF):
-            stop = min(line + HALF, end)
-            if name == "qs":
-                means = ""
-            elif name == "qh":
+        for line in range(start, end, COLUMNS):
+            stop = min(line + COLUMNS, end)
+            if name == "e":
+                means = f"= 2^{int(block[name][0]) - 127}"
+            elif end - start == 2:
+                means = f"= {float(block[name][0]):.6g}"
+            elif name == "qh" and end - start == 4:
                 means = f"= 0x{int.from_bytes(raw[start:end], 'little'):08x}"
             else:
-                means = f"= {float(block[name][0]):.6g}"
-            label = f"{name:<4}{c_type:<8}" if line == start else " " * 12
+                means = ""
+            label = f"{name:<7}{c_type:<8}" if line == start else " " * 15
             data = f"{raw[line:stop].hex(' '):<13}"
-            yield f" {label}{f'{line}..{stop - 1}':<8}{ink.paint(data, name)}{means}".rstrip()
+            span = f"{line}..{stop - 1}" if stop - line > 1 else f"{line}"
+            yield f" {label}{span:<10}{ink.paint(data, name)}{means}".rstrip()

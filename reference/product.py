@@ -340,10 +340,10 @@ def parts(n: int, k: int) -> Iterator[slice]:
 
 
 def _operands(blocks: Array) -> tuple[Array, Array]:
-    """scale * code [N, K] and offset [N, K/32] in float64."""
+    """scale * level [N, K] and offset [N, K/32] in float64."""
     layout = format_of(blocks)
-    codes = layout.codes(blocks).reshape(*blocks.shape, BLOCK)
-    weights = codes * layout.scale(blocks).astype(np.float64)[..., None]
+    levels = layout.levels(blocks).reshape(*blocks.shape, BLOCK)
+    weights = levels * layout.scale(blocks).astype(np.float64)[..., None]
     return weights.reshape(blocks.shape[0], -1), layout.offset(blocks).astype(np.float64)
 
 

@@ -105,4 +105,47 @@ def q8_1(x: list[float]) -> bytes:
     return f16(d) + f16(f32(sum(codes) * d)) + struct.pack("<32b", *codes)
 
 
+E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # doubled, as ggml has them
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+
+
+def mxfp4(x: list[float]) -> bytes:
+    largest = max(abs(v) for v in x)
+    e = max(0, math.floor(f32(math.log2(largest))) + 125) if largest > 0 else 0
+    codes = []
+    for v in x:
+        errors = [f32(abs(f32(f32(level * 2.0 ** (e - 128)) - v))) for level in E2M1]
+        codes.append(errors.index(min(errors)))
+    return bytes([e]) + nibbles(codes)
+
+
+def nearest(y: float) -> int:
+    """The upper one of two equally near, by the differences in float32."""
+    if y <= IQ4_NL[0]:
+        return 0
+    if y >= IQ4_NL[15]:
+        return 15
+    upper = next(code for code in range(16) if y < IQ4_NL[code])
+    below, above = f32(y - IQ4_NL[upper - 1]), f32(IQ4_NL[upper] - y)
+    return upper - 1 if below < above else upper
+
+
+def iq4_nl(x: list[float]) -> bytes:
+    largest, extreme = 0.0, 0.0
+    for v in x:
+        if largest < abs(v):
+            largest, extreme = abs(v), v
+    if largest < f32(1e-15):
+        return f16(0.0) + nibbles([8] * 32)
+    inv = f32(1.0 / f32(extreme / -127.0))
+    codes = [nearest(f32(inv * v)) for v in x]
+    above = below = 0.0
+    for v, code in zip(x, codes, strict=True):
+        weighted = f32(f32(v * v) * IQ4_NL[code])
+        above = f32(above + f32(weighted * v))
+        below = f32(below + f32(weighted * IQ4_NL[code]))
+    return f16(f32(above / below)) + nibbles(codes)
+
+
 QUANTIZE = {"q4_0": q4_0, "q4_1": q4_1, "q5_0": q5_0, "q5_1": q5_1, "q8_0": q8_0, "q8_1": q8_1}
+QUANTIZE |= {"mxfp4": mxfp4, "iq4_nl": iq4_nl}

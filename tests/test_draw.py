@@ -10,9 +10,10 @@ import pytest
 
 from qformats import BLOCK, FORMATS, quantize
 from qformats.blocks import alignment, offsets
-from qformats.draw import BOXES, COLOUR, draw, places, show
+from qformats.draw import BOXES, COLOUR, draw, factors, places, show
 
 name_of_format = pytest.mark.parametrize("name", list(FORMATS))
+name_of_k_quant = pytest.mark.parametrize("name", [n for n in FORMATS if n.endswith("_k")])
 ANSI = re.compile(r"\x1b\[\d+m")
 
 
@@ -23,22 +24,22 @@ def numbers(line):
 def read_map(text):
     """The drawing's maps as {element: [(byte, bit), ...]}, lowest code bit first, from its text.
 
-    `qs` rows give a nibble (or all) of each listed byte to an element, `qh` rows single bits.
+    Rows under a line of bytes give some bits (or all) of each to an element; rows under a line of
+    bits, those of five-bit blocks of 32, give one byte each.
     """
     where = defaultdict(list)
     lines = iter(text.splitlines())
+    columns = []
     for line in lines:
-        if line.startswith(" qs    byte"):
+        if re.match(r" (qs|ql|qh|hmask) +byte", line):
             columns = numbers(line)
-            rows = [next(lines)]
-            if "all" not in rows[0]:
-                rows.append(next(lines))
-            for row in rows:
-                label, rest = row[:18], row[18:]
-                low, high = (0, 7) if "all" in label else sorted(numbers(label))
-                for byte, element in zip(columns, numbers(rest), strict=True):
-                    where[element] += [(byte, bit) for bit in range(low, high + 1)]
-        elif line.startswith(" qh    bit"):
+        elif columns and (row := re.match(r"       (?:all|bits? (\d)(?:\.\.(\d))?)", line)):
+            high, low = (7, 0) if row[1] is None else (int(row[1]), int(row[2] or row[1]))
+            for byte, element in zip(columns, numbers(line[18:]), strict=True):
+                where[element] += [(byte, bit) for bit in range(low, high + 1)]
+        else:
+            columns = []
+        if line.startswith(" qh    bit"):
             bits = numbers(line)
             for _ in range(4):
                 byte, *elements = numbers(next(lines))
@@ -47,12 +48,34 @@ def read_map(text):
     return dict(where)
 
 
+def read_factors(text):
+    """The drawing's map of `scales` as {"s0": {bit of the number: (byte, bit of it)}, ...}.
+
+    A prime marks bits 5..4; other rows hold the lowest bits.
+    """
+    where = defaultdict(dict)
+    columns = []
+    for line in text.splitlines():
+        if line.startswith(" scales byte"):
+            columns = numbers(line)
+        elif columns and (row := re.match(r"       (?:all|bits (\d)\.\.(\d))", line)):
+            high, low = (7, 0) if row[1] is None else (int(row[1]), int(row[2]))
+            for byte, name in zip(columns, line[18:].split(), strict=True):
+                first = 4 if name.endswith("'") else 0
+                for k, bit in enumerate(range(low, high + 1)):
+                    assert first + k not in where[name.rstrip("'")]
+                    where[name.rstrip("'")][first + k] = byte, bit
+        else:
+            columns = []
+    return where
+
+
 @name_of_format
 def test_the_drawn_bits_are_the_elements_bits(name):
     """Flip each drawn bit in a real block: that element's code moves by its power of two, alone."""
     fmt = FORMATS[name]
     drawn = read_map(draw(fmt))
-    assert sorted(drawn) == list(range(BLOCK))
+    assert sorted(drawn) == list(range(fmt.elements))
     rng = np.random.default_rng(6)
     raw = rng.integers(0, 256, fmt.block_bytes, np.uint8)
     before = fmt.codes(raw.view(fmt.dtype))
@@ -66,14 +89,51 @@ def test_the_drawn_bits_are_the_elements_bits(name):
             assert abs(change[element]) == 1 << k
 
 
+@name_of_k_quant
+def test_the_drawn_bits_of_scales_are_the_groups(name):
+    """Flip each in a real block: the scale or minimum of that group moves by d or dmin times a
+    power of two (the sign bit of an int8 too), alone."""
+    fmt = FORMATS[name]
+    drawn = read_factors(draw(fmt))
+    groups = fmt.elements // fmt.group
+    minima = "dmin" in fmt.dtype.names
+    assert set(drawn) == {f"{what}{i}" for what in "sm"[: 1 + minima] for i in range(groups)}
+    raw = np.random.default_rng(6).integers(0, 256, fmt.block_bytes, np.uint8)
+    block = raw.view(fmt.dtype)
+    block["d"] = 1
+    if minima:
+        block["dmin"] = 1
+    scale = fmt.scale(block)
+    for factor, bits in drawn.items():
+        assert sorted(bits) == list(range(len(bits)))
+        assert list(factors(fmt)[factor]) == [bits[k] for k in range(len(bits))]
+        for k, (byte, bit) in bits.items():
+            flipped = raw.copy()
+            flipped[byte] ^= np.uint8(1 << bit)
+            other = flipped.view(fmt.dtype)
+            # The offset of formats with a zero point follows the scale.
+            what = (fmt.scale(other) - scale, fmt.offset(other) - fmt.offset(block))
+            change = what[1] if factor[0] == "m" else what[0]
+            assert not (minima and what["sm".index(factor[0]) ^ 1].any())
+            assert np.flatnonzero(change).tolist() == [int(factor[1:])]
+            assert abs(change[int(factor[1:])]) == 1 << k
+
+
 @name_of_format
 def test_every_bit_of_the_codes_has_one_owner(name):
     fmt = FORMATS[name]
-    owned = [place for element in range(BLOCK) for place in places(fmt, element)]
+    owned = [place for element in range(fmt.elements) for place in places(fmt, element)]
+    owned += [place for bits in factors(fmt).values() for place in bits]
     fields = offsets(fmt.dtype)
-    first = fields["qh"] if "qh" in fields else fields["qs"]
-    assert sorted(owned) == [(b, i) for b in range(first, fmt.block_bytes) for i in range(8)]
-    assert {element: list(places(fmt, element)) for element in range(BLOCK)} == read_map(draw(fmt))
+    others = {
+        byte
+        for field in {"d", "m", "s", "e", "dmin"} & set(fields)
+        for byte in range(fields[field], fields[field] + fmt.dtype[field].itemsize)
+    }
+    expected = [(b, i) for b in range(fmt.block_bytes) if b not in others for i in range(8)]
+    assert sorted(owned) == expected
+    drawn = {element: sorted(bits) for element, bits in read_map(draw(fmt)).items()}
+    assert {e: sorted(places(fmt, e)) for e in range(fmt.elements)} == drawn
 
 
 @name_of_format
@@ -82,31 +142,35 @@ def test_the_drawn_fields_are_the_dtypes(name):
     fmt = FORMATS[name]
     text = draw(fmt)
     rows = re.findall(
-        r"^ (d|m|s|qh|qs) +(\d+)\.\.(\d+) +([fiu])(\d+)(?:\[(\d+)\])? +(\d+) bytes", text, re.M
+        r"^ (\w+) +(\d+)(?:\.\.(\d+))? +([fiu])(\d+)(?:\[(\d+)\])? +(\d+) bytes?", text, re.M
     )
     assert [row[0] for row in rows] == list(fmt.dtype.names)
     for field, start, last, kind, bits, count, aligned in rows:
         dtype, offset = fmt.dtype.fields[field][:2]
-        assert (int(start), int(last)) == (offset, offset + dtype.itemsize - 1)
+        assert (int(start), int(last or start)) == (offset, offset + dtype.itemsize - 1)
         assert dtype.base == np.dtype(f"{kind}{int(bits) // 8}")
         assert dtype.shape == ((int(count),) if count else ())
         addresses = np.arange(64) * fmt.block_bytes + offset
         assert not (addresses % int(aligned)).any()
         assert (addresses % (2 * int(aligned))).any()
-        assert int(aligned) in (2, 4, 8)
+        assert int(aligned) in (1, 2, 4, 8, 16)
         assert int(aligned) == alignment(fmt.dtype, field)
     title = re.match(r" (\w+) +(\d+) bytes for (\d+) elements, ([\d.]+) bits each", text)
-    assert title.groups()[:3] == (name, str(fmt.block_bytes), str(BLOCK))
-    assert float(title[4]) * BLOCK == fmt.block_bytes * 8
+    assert title.groups()[:3] == (name, str(fmt.block_bytes), str(fmt.elements))
+    assert float(title[4]) * fmt.elements == fmt.block_bytes * 8
     assert f"the next begins at byte {fmt.block_bytes}." in text
-    safe = "so that 4-byte loads of it are safe" in text
-    assert safe == (alignment(fmt.dtype, "qs") >= 4) == (name in ("q4_1", "q5_1", "q8_1"))
+    field = fmt.packed[0].field
+    safe = re.search(rf"^ {field} is (\d+)-byte aligned .* 4-byte loads of it are safe", text, re.M)
+    wide = ("q4_1", "q5_1", "q8_1", "q2_k", "q4_k", "q5_k")
+    assert bool(safe) == (alignment(fmt.dtype, field) >= 4) == (name in wide)
 
 
 @name_of_format
 def test_the_boxes_are_to_scale(name):
-    """Under each box edge stands the ruler's number, and edges are equally far apart per byte."""
-    ruler, top, middle, bottom = draw(FORMATS[name]).splitlines()[2:6]
+    """Under each box edge stands the ruler's number, and edges are equally far apart per byte, but
+    for blocks of 256 elements, which say that they are not."""
+    text = draw(FORMATS[name])
+    ruler, top, middle, bottom = text.split("\n\n")[1].splitlines()
     edges = [i for i, char in enumerate(middle) if char == "|"]
     assert [i for i, char in enumerate(top) if char == "+"] == edges
     assert [i for i, char in enumerate(bottom) if char == "+"] == edges
@@ -114,7 +178,7 @@ def test_the_boxes_are_to_scale(name):
     fmt = FORMATS[name]
     assert marks == dict(zip(edges, [*offsets(fmt.dtype).values(), fmt.block_bytes], strict=True))
     per_byte = {(edge - edges[0]) / byte for edge, byte in marks.items() if byte}
-    assert len(per_byte) == 1
+    assert (len(per_byte) == 1) == (fmt.elements == BLOCK) == ("(not to scale)" not in middle)
 
 
 def test_the_example_sentence():
@@ -122,13 +186,40 @@ def test_the_example_sentence():
         " Element 21: bits 3..0 of its code are bits 7..4 of byte 13; bit 4 is bit 5 of byte 6."
     )
     assert draw(FORMATS["q8_0"]).endswith(" Element 21: bits 7..0 of its code are byte 23.")
+    assert draw(FORMATS["q3_k"]).endswith(
+        " Element 213: bits 1..0 of its code are bits 5..4 of byte 85; bit 2 is bit 6 of byte 21."
+    )
+
+
+def test_the_drawn_tables_are_the_codebooks():
+    for name in ("mxfp4", "iq4_nl"):
+        line = draw(FORMATS[name]).splitlines()[1]
+        assert line == " t = " + " ".join(str(level) for level in FORMATS[name].codebook)
+        one_scale = np.zeros(1, FORMATS[name].dtype)
+        one_scale["qs"] = np.arange(16) * 17
+        for field, one in (("e", 128), ("d", 1)):
+            if field in one_scale.dtype.names:
+                one_scale[field] = one
+        drawn = [float(word) for word in line.split()[2:]]
+        np.testing.assert_array_equal(FORMATS[name].dequantize(one_scale), drawn + drawn)
+
+
+def block_of(fmt, size=1.0):
+    """One block of the format, structured[1], and the values that it was meant to hold."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal(fmt.elements).astype(np.float32) * np.float32(size)
+    if fmt.written:
+        return x, fmt.quantize(x)
+    block = rng.integers(0, 256, fmt.block_bytes, np.uint8).view(fmt.dtype)
+    for field in {"d", "dmin"} & set(fmt.dtype.names):
+        block[field] = size / 1000
+    return x, block
 
 
 @name_of_format
 def test_plain_is_ascii_and_narrow_and_colour_changes_nothing_else(name):
     fmt = FORMATS[name]
-    x = np.random.default_rng(0).standard_normal(32).astype(np.float32) * np.float32(1.5e-5)
-    blocks = fmt.quantize(x)
+    x, blocks = block_of(fmt, 1.5e-5)
     for picture in (
         lambda ink: draw(fmt, ink),
         lambda ink: show(blocks, x, "a title", ink),
@@ -147,10 +238,10 @@ def test_plain_is_ascii_and_narrow_and_colour_changes_nothing_else(name):
 @name_of_format
 def test_show_gives_the_bytes_codes_and_values(name):
     fmt = FORMATS[name]
-    x = np.random.default_rng(2).standard_normal(32).astype(np.float32)
-    block = fmt.quantize(x)
+    x, block = block_of(fmt)
     text = show(block, x)
-    raw = "".join(re.findall(r"\b[0-9a-f]{2}(?: [0-9a-f]{2})+", text)).replace(" ", "")
+    found = re.findall(r"^ .{15}[\d.]+ +([0-9a-f]{2}(?: [0-9a-f]{2})*)(?:$| +=)", text, re.M)
+    raw = "".join(found).replace(" ", "")
     assert raw == block.tobytes().hex()
     seen = {}
     for line in text.splitlines():
@@ -162,8 +253,10 @@ def test_show_gives_the_bytes_codes_and_values(name):
                 assert float(error) == pytest.approx(
                     float(value) - float(asked), rel=0.06, abs=1e-4
                 )
-    assert [seen[j][0] for j in range(32)] == fmt.codes(block).tolist()
-    np.testing.assert_allclose([seen[j][1] for j in range(32)], fmt.dequantize(block), rtol=1e-5)
+    assert [seen[j][0] for j in range(fmt.elements)] == fmt.codes(block).tolist()
+    np.testing.assert_allclose(
+        [seen[j][1] for j in range(fmt.elements)], fmt.dequantize(block), rtol=1e-5
+    )
     error = fmt.dequantize(block).astype(np.float64) - x
     assert f"rms error {np.sqrt((error**2).mean()):.3g}, " in text
     assert (

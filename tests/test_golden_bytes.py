@@ -26,7 +26,7 @@ def values(block: dict[str, str]) -> np.ndarray:
 
 
 def test_every_format_has_golden_blocks():
-    assert set(GOLDEN) == set(FORMATS)
+    assert set(GOLDEN) == {name for name, fmt in FORMATS.items() if fmt.written}
     assert all(len(golden["blocks"]) >= 10 for golden in GOLDEN.values())
 
 
@@ -62,3 +62,15 @@ def test_hand_computed_blocks():
     assert FORMATS["q8_0"].quantize(x).tobytes().hex() == "003c" + codes
     # q8_1: s = 1 * (-127 + 15 + 1 - 3) = -114 = 0xd720.
     assert FORMATS["q8_1"].quantize(x).tobytes().hex() == "003c20d7" + codes
+
+    x[0], x[1], x[16], x[31] = 6, -0.5, 2.5, -1.75
+    # mxfp4: floor(log2 6) = 2, so e = 127 and a level is a half; 2.5 is as near to 2 as to 3, and
+    # -1.75 as near to -1.5 as to -2: codes 7, 8 + 1, 4 (2) and 8 + 3 (-1.5).
+    assert FORMATS["mxfp4"].quantize(x).tobytes().hex() == "7f" + "47" + "09" + "00" * 13 + "b0"
+
+    x[0], x[1], x[16], x[31] = 127, -103, 0, 0
+    # iq4_nl: 127 is given level -127, code 0, so that -103 becomes 103, which is nearer to 113 than
+    # to 89: code 15. 0 is nearest to 1, code 8. The d that fits best, weighted with x^2, is
+    # -(127 * 127^3 + 113 * 103^3) / (127^2 127^2 + 113^2 103^2) = -383622792 / 395610962, that is
+    # -0.96970, and of the float16s -1986/2048 = 0xbbc2.
+    assert FORMATS["iq4_nl"].quantize(x).tobytes().hex() == "c2bb" + "80" + "8f" + "88" * 14

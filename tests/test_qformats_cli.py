@@ -49,7 +49,8 @@ def test_an_error_in_a_pipe_is_one_sentence():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "python -m qformats draw: no format is called 'q9_9'; "
-        "there are q4_0, q4_1, q5_0, q5_1, q8_0, q8_1\n"
+        "there are q4_0, q4_1, q5_0, q5_1, q8_0, q8_1, "
+        "mxfp4, iq4_nl, q2_k, q3_k, q4_k, q5_k, q6_k\n"
     )
 
 
@@ -115,6 +116,17 @@ def test_show_values_of_a_file(capsys, tmp_path):
     assert out == show(quantize(chosen, "q5_0"), chosen, f"block 2 of row 6 of {path}") + "\n"
 
 
+def test_show_a_k_quant_of_a_file(capsys, tmp_path):
+    blocks = np.zeros((2, 3), FORMATS["q5_k"].dtype)
+    blocks["d"][1, 2], blocks["qs"][1, 2] = 0.5, 0x21
+    path = tmp_path / "blocks.npy"
+    np.save(path, blocks)
+    status, out, err = run(capsys, "show", "-", "--file", str(path), "--row", "1", "--block", "2")
+    assert (status, err) == (0, "")
+    assert out == show(blocks[1, 2:], None, f"block 2 of row 1 of {path}") + "\n"
+    assert out.count("\n") > 128  # two elements a line
+
+
 def test_show_blocks_of_a_file(capsys, tmp_path):
     blocks = quantize(np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32), "q5_1")
     path = tmp_path / "blocks.npy"
@@ -144,7 +156,8 @@ def files(tmp_path):
 
 
 REFUSED = {
-    "no such format": (["show", "q3_k"], "no format is called 'q3_k'"),
+    "no such format": (["show", "q9_k"], "no format is called 'q9_k'"),
+    "read only": (["show", "q3_k"], "q3_k blocks are read here, not written"),
     "no format": (["show"], "the following arguments are required: format"),
     "no command": ([], "the following arguments are required: draw|show|bench"),
     "unknown command": (["paint"], "invalid choice: 'paint'"),
@@ -198,13 +211,16 @@ def test_bench_as_a_table(capsys):
     status, out, err = run(capsys, "bench", "--mb", "0.3", "--repeats", "1")
     assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if line.startswith(" q")]
-    assert [row[0] for row in rows] == list(FORMATS)
-    assert all(float(word) > 0 for row in rows for word in row[1:])
+    assert [row[0] for row in rows] == [name for name in FORMATS if name.startswith("q")]
+    for name, forth, back in rows:
+        assert (forth != "-") == FORMATS[name].written
+        assert float(back) > 0
+        assert forth == "-" or float(forth) > 0
 
 
 def test_bench_as_json(capsys):
     status, out, err = run(
-        capsys, "bench", "q4_0", "q8_1", "--mb", "0.3", "--repeats", "3", "--json"
+        capsys, "bench", "q4_0", "q8_1", "q6_k", "--mb", "0.3", "--repeats", "3", "--json"
     )
     assert (status, err) == (0, "")
     found = json.loads(out)
@@ -215,12 +231,14 @@ def test_bench_as_json(capsys):
         ("q4_0", "dequantize"),
         ("q8_1", "quantize"),
         ("q8_1", "dequantize"),
+        ("q6_k", "dequantize"),
     ]
     for row in found["rows"]:
         assert row["samples"] == 3
         assert 0 < row["mb_per_s"] <= row["best_mb_per_s"]
-        # both figures come from the same median: 128 bytes of float32 a block
-        assert row["mb_per_s"] == pytest.approx(128e3 / row["ns_per_block"], rel=0.02)
+        # both figures come from the same median
+        block_bytes = 4 * FORMATS[row["format"]].elements  # of float32
+        assert row["mb_per_s"] == pytest.approx(1e3 * block_bytes / row["ns_per_block"], rel=0.02)
 
 
 def test_nothing_but_numpy_is_imported():

@@ -360,6 +360,8 @@ def test_the_sources_of_the_ladder():
 
     assert {"activations", "device", "repack", "memory"} <= sources(1)
     assert not sources(1) & {"epilogue", "stretches", "step", "machines"}
+    assert {"define", "_numpy_shim"} <= sources(1)
+    assert not sources(1) & {"_scheduler", "_arrays", "banks", "simulator"}, "no GPU ran those"
     assert "step08_async_pipeline" in sources(9)
     assert {"stretches", "epilogue"} <= sources(13)
 

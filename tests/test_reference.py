@@ -155,6 +155,15 @@ def test_integer_problems_are_exact_for_every_step(name: str, k: int) -> None:
     np.testing.assert_array_equal(p.a, p.a.astype(np.float16))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "iq4_nl"])
+def test_products_of_formats_with_a_table_are_of_its_levels(name: str) -> None:
+    rng = np.random.default_rng(0)
+    blocks = quantize(rng.standard_normal((5, 96)).astype(np.float32), name)
+    q81 = Q81.of_values(rng.standard_normal((3, 96)).astype(np.float32))
+    exact = q81.values().astype(np.float64) @ dequantize(blocks).astype(np.float64).T
+    np.testing.assert_allclose(same_operands_a8(q81, blocks), exact, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_integer_sums_are_exact_in_float32_in_any_order(name: str) -> None:
     p = Problem(4, 3, 1024, name, "integer", seed=1)
