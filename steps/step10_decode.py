@@ -6,17 +6,9 @@ What is new
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
     A meanwhile; more tokens come in slabs, a record of A beside each record of weights. An mma has
     eight columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K
-    (below). Who does what is in steps.decode_split, A's way to shared memory in decode_prologue,
-    that of sums to C in decode_epilogue: the last thread block to arrive adds up all, in order.
-
-    B for one token: the weights of block j meet zeros in the columns of the other blocks.
-
-              n = 0    1    2    3    4    5    6    7
-    mma 0   |  block 0  |     0     |     0     |     0     |    all four add to one C, where the
-    mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
-    mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
-    mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
-
+    (steps.decode_products). Who does what is in steps.decode_split, A's way to shared memory in
+    decode_prologue, that of sums to C in decode_epilogue: the last thread block to arrive adds up
+    all, in order.
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
@@ -36,30 +28,21 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8
 
 from qformats import BLOCK, Format
 from qformats.device import record_number, tile_format
-from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
+from qformats.repack import BAND, TILE_K, TILE_ROWS, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.decode_epilogue import finish_rows
+from steps.decode_products import products
 from steps.decode_prologue import copier, quantizer
 from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
-    half_to_float,
-    ldmatrix_x4,
     let_next_start,
-    load_f32x2,
-    load_f32x4,
-    load_u16,
-    load_u32x2,
-    load_u32x4,
-    mma_m16n8k32_s8,
-    mma_m16n8k32_u8,
-    shfl_xor,
     wait_for_previous,
 )
 from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
@@ -70,22 +53,14 @@ def kernel(
     fmt: Format, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
     """The kernel of a `Split`. A comes in slabs for more than FUSED tokens, else as float32."""
-    tile = tile_format(fmt.name)
-    record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
-    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
-    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    along = warps // across
-    share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
-    given = share == 1
-    columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
-    single = tokens == 1  # both columns of a block are the one token, and half the sums unused
-    n_b, n_acc, values = 4 if given else 2, 4 * groups, 2 if single else 4 * groups
-    holders = 4 // share  # lanes of four that have sums, once the blocks of K are added up
+    tile, product = tile_format(fmt.name), products(fmt.name, tokens)
+    record, minimum, along = tile.record_bytes, tile.minimum, warps // across
+    n_acc, holders = product.sums, product.holders
+    places, multiply, add_up = product.places, product.multiply, product.add_up
+    given = tokens > FUSED
+    private = given and across == 1  # A comes record by record, for no other warp needs it
     size_d = scale_bytes(tokens, minimum)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
-    again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
-    private = given and across == 1  # A comes record by record, for no other warp needs it
     at_codes, stride = warps * stages * record, 8 * across  # blocks of A between a lane's
     copy = copier(tokens, minimum, at_codes)
     fetch, quantize = quantizer(tokens, minimum, at_codes, ahead, stride)
@@ -93,8 +68,10 @@ def kernel(
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(smem, slot, w, at, left, more, next_row, first_k, deep, in_row, lane):
-        """Ask for the record at byte `at` of w, if any is left; where is the next one?"""
+    def ask(smem, slot, w, at, left, more, next_row, share, lane):
+        """Ask for the record at byte `at` of w, if any is left; where is the next one? `share`: of
+        this warp (first record along K, how many, records of a row tile)."""
+        first_k, deep, in_row = share
         if more > 0:
             for i in range(0, record, 512):
                 if i + 512 <= record or i + 16 * lane < record:
@@ -106,85 +83,15 @@ def kernel(
         cp_async_commit()
         return at, left, more, next_row
 
-    @cuda.jit(device=True, forceinline=True)
-    def of_two_rows(smem, at):
-        """Scales or minima of rows g and g + 8."""
-        return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
-
-    @cuda.jit(device=True, forceinline=True)
-    def of_block(q, block):
-        """Of two rows' scales or minima, four float16 a row, those of one block."""
-        low, high = q[block // 2], q[2 + block // 2]
-        return half_to_float(low >> (block % 2 * 16)), half_to_float(high >> (block % 2 * 16))
-
-    @cuda.jit(device=True, forceinline=True)
-    def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, smem, at):
-        """acc[r + ...] += an mma's sums, with the scales of two rows and, at `at`, two tokens."""
-        if minimum:
-            d0, s0, d1, s1 = load_f32x4(smem, at)
-        else:
-            d0, d1 = s0, s1 = load_f32x2(smem, at)
-        acc[r] += float32(v0) * (w0 * d0)
-        acc[r + 1] += float32(v2) * (w8 * d0)
-        acc[r + 2] += float32(v1) * (w0 * d1)
-        acc[r + 3] += float32(v3) * (w8 * d1)
-        if minimum:
-            acc[r] += m0 * s0
-            acc[r + 1] += m8 * s0
-            acc[r + 2] += m0 * s1
-            acc[r + 3] += m8 * s1
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_few(acc, u, b, smem, slot, at_b, at_d, lane):
-        """acc += the record at `slot` times the activations at `at_b` and `at_d` (of this lane)."""
-        group, quad = int32(lane >> 2), int32(lane & 3)
-        v0 = v1 = v2 = v3 = int32(0)
-        for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
-            if turn == 0:
-                b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
-                v0 = v1 = v2 = v3 = int32(0)
-            b0, b1 = (b[0], b[1]) if group // columns == turn else (uint32(0), uint32(0))
-            v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
-            if turn == share - 1:
-                first = block - turn
-                at = slot + 16 * group + 2 * (first + (quad * share >> 2))
-                w0, w8 = of_two_rows(smem, at + scales_at)
-                m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
-                if minimum:
-                    w0, w8 = w0 * unit, w8 * unit
-                at = at_d + first * tokens * size_d
-                promote(acc, 0, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_many(acc, u, b, smem, slot, at_b, at_d, lane):
-        """The same for eight or sixteen tokens: a block of K has all columns to itself."""
-        scales = load_u32x4(smem, slot + scales_at + 16 * (lane >> 2))
-        minima = load_u32x4(smem, slot + minima_at + 16 * (lane >> 2)) if minimum else scales
-        for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-            if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
-                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
-            w0, w8 = of_block(scales, block)
-            m0, m8 = of_block(minima, block)
-            if minimum:  # the sums take it otherwise
-                w0, w8 = w0 * unit, w8 * unit
-            q = block % 2 * 4
-            for j in range(groups):
-                p = 2 * (j if groups == 2 else block % 2)
-                v0, v1, v2, v3 = mma(
-                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1],
-                    int32(0), int32(0), int32(0), int32(0),
-                )  # fmt: skip
-                at = at_d + (block * tokens + 8 * j) * size_d
-                promote(acc, 4 * j, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
-
-    multiply = multiply_many if given else multiply_few
+    # Inlined by Numba, not by LLVM, which simplifies a function before it inlines it: the kernel
+    # that comes of this takes more or fewer registers than one in which all stands written out.
+    @cuda.jit(device=True, inline="always")
+    def fill(smem, ring, first, last, w, at, left, more, next_row, share, lane):
+        """Ask for what goes to places `first` to `last` of the ring."""
+        for i in range(first, last):
+            to = int32(ring + i * record)
+            at, left, more, next_row = ask(smem, to, w, at, left, more, next_row, share, lane)
+        return at, left, more, next_row
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def w4a8_decode(w, factors, a, ds, c, in_row, rows, records, sums, arrived):
@@ -195,7 +102,6 @@ def kernel(
         """
         smem = cuda.shared.array(0, uint8, alignment=128)
         x = cuda.local.array((ahead, 8), float32)
-        u, b = cuda.local.array(8, uint32), cuda.local.array(n_b, uint32)
         acc = cuda.local.array(n_acc, float32)
         let_next_start()
         t = int32(cuda.threadIdx.x)
@@ -213,15 +119,13 @@ def kernel(
         more = int32(max(0, end - row + across - 1) // across * deep)  # records to ask for
         in_row, from_k = int32(in_row), int32(first_k + k0)
         at = int64(record_number(row, from_k, in_row)) * record
-        left, next_row = deep, int32(row + across)
+        left, next_row, share = deep, int32(row + across), (from_k, deep, in_row)
         slot = ring = int32(warp * (stages * record))
 
         # --- weights, the first: they wait for no launch before this one
-        for i in range(early):
-            to = int32(ring + i * record)
-            at, left, more, next_row = ask(
-                smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
-            )
+        at, left, more, next_row = fill(
+            smem, ring, 0, early, w, at, left, more, next_row, share, lane
+        )
         wait_for_previous()
 
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
@@ -235,7 +139,7 @@ def kernel(
                 if early + i < stages:
                     to = int32(ring + (early + i) * record)
                     at, left, more, next_row = ask(
-                        smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
+                        smem, to, w, at, left, more, next_row, share, lane
                     )
                 else:
                     cp_async_commit()
@@ -243,11 +147,9 @@ def kernel(
             for i in range(warp % across, deep, across):
                 copy(smem, at_d, a, ds, M, first_k, k0 + i, lane)
             cp_async_commit()
-            for i in range(early, stages):
-                to = int32(ring + i * record)
-                at, left, more, next_row = ask(
-                    smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
-                )
+            at, left, more, next_row = fill(
+                smem, ring, early, stages, w, at, left, more, next_row, share, lane
+            )
             wait_for_a()
         else:
             begin = int32(k0 * (BLOCKS * tokens) + warp % across * 8)
@@ -255,11 +157,9 @@ def kernel(
             for start in range(begin, max(stop, begin + 1), stride * ahead):
                 fetch(x, a, start + group, stop, first_k * BLOCKS, quad)
                 if start == begin:  # now that A is asked for, the other records
-                    for i in range(early, stages):
-                        to = int32(ring + i * record)
-                        at, left, more, next_row = ask(
-                            smem, to, w, at, left, more, next_row, from_k, deep, in_row, lane
-                        )
+                    at, left, more, next_row = fill(
+                        smem, ring, early, stages, w, at, left, more, next_row, share, lane
+                    )
                 quantize(smem, at_d, x, a, start, stop, first_k * BLOCKS, group, quad)
         if across == 1:
             cuda.syncwarp()
@@ -267,11 +167,8 @@ def kernel(
             cuda.syncthreads()
 
         # --- the stream
-        own = int32((group // 2 if single else group) * BLOCK + 8 * quad)
-        if given:  # a row of ldmatrix's four matrices: unit 0, unit 1, and again
-            own = int32((lane >> 3 & 1) * tokens + (lane >> 4) * again + (lane & 7)) * UNIT
-        at_b = int32(at_codes + k0 * step_b + own)
-        at_d = int32(at_d + k0 * step_d + quad * (16 if minimum else 8))
+        b, d = places(lane)
+        at_b, at_d = int32(at_codes + k0 * step_b + b), int32(at_d + k0 * step_d + d)
         own, whole = int32((group * holders + quad) * 2), cuda.gridDim.y == 1
         for tile_row in range(row, end if deep > 0 else row, across):
             for r in range(n_acc):
@@ -279,26 +176,17 @@ def kernel(
             for i in range(deep):
                 wait_for_oldest()
                 cuda.syncwarp()
-                multiply(acc, u, b, smem, slot, at_b, at_d, lane)
+                multiply(acc, smem, slot, at_b, at_d, lane)
                 cuda.syncwarp()
                 if private:
                     if tile_row == row and i + stages < deep:
                         k = k0 + i + stages
                         copy(smem, at_scales, a, ds, M, first_k, k, lane)
                 at_b, at_d = int32(at_b + step_b), int32(at_d + step_d)
-                at, left, more, next_row = ask(
-                    smem, slot, w, at, left, more, next_row, from_k, deep, in_row, lane
-                )
+                at, left, more, next_row = ask(smem, slot, w, at, left, more, next_row, share, lane)
                 slot = int32(slot + record if slot < ring + (stages - 1) * record else ring)
             at_b, at_d = int32(at_b - deep * step_b), int32(at_d - deep * step_d)
-            for r in range(values):
-                if not minimum:
-                    acc[r] *= unit
-                # the blocks of K that shared columns
-                if holders == 1:
-                    acc[r] += shfl_xor(acc[r], 1)
-                if holders < 4:
-                    acc[r] += shfl_xor(acc[r], 2)
+            add_up(acc)
             if quad < holders:
                 place = int32(warp // across * rows + tile_row - first_row)
                 leave(

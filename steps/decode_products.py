@@ -1,0 +1,180 @@
+"""The product of a record of weights and of A, for few tokens: an mma of eight columns, filled.
+
+A block of K has its own scales, so its sums are promoted before those of the next are added. Eight
+tokens or more fill the columns. For fewer several blocks of K share them, and one promotion serves
+them all. B for one token: the weights of block j meet zeros in the columns of the other blocks.
+
+              n = 0    1    2    3    4    5    6    7
+    mma 0   |  block 0  |     0     |     0     |     0     |    all four add to one C, where the
+    mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
+    mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
+    mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from numba import cuda, float32, int32, uint32
+
+from qformats import BLOCK
+from qformats.device import tile_format
+from qformats.repack import HALF_UNIT, MINIMUM_UNIT, UNIT
+from steps.decode_split import BLOCKS, scale_bytes
+from steps.instructions import (
+    half_to_float,
+    ldmatrix_x4,
+    load_f32x2,
+    load_f32x4,
+    load_u16,
+    load_u32x2,
+    load_u32x4,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    shfl_xor,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Device functions of a warp, for a row tile and up to `tokens` tokens.
+
+    sums   : how many a lane has in `acc`, local float32
+    holders: of four lanes the first so many have sums in the end (`add_up`): lane (g, t) of
+             features g and g + 8, tokens 2t and 2t + 1, and then tokens 8 further on
+    places(lane) -> (b, d)
+        where the lane begins to read in a record of A: bytes from the first of its codes, and from
+        the first of its scales, both as `steps.decode_prologue` leaves them
+    multiply(acc, smem, slot, at_b, at_d, lane)
+        acc += the record of weights at byte `slot` times the record of A whose codes and scales
+        this lane reads from at_b and at_d on
+    add_up(acc)
+        at the end: the sums of the blocks of K that shared columns; all in MINIMUM_UNIT
+    """
+
+    sums: int
+    holders: int
+    places: Any
+    multiply: Any
+    add_up: Any
+
+
+@cache
+def products(format_name: str, tokens: int) -> Products:
+    """The device functions, for capture in a kernel factory."""
+    tile = tile_format(format_name)
+    scales_at, minima_at = tile.scales_at, tile.minima_at
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
+    columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
+    single = tokens == 1  # both columns of a block are the one token, and half the sums unused
+    n_acc, values = 4 * groups, 2 if single else 4 * groups
+    holders, size_d = 4 // share, scale_bytes(tokens, minimum)
+    again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_two_rows(smem, at):
+        """Scales or minima of rows g and g + 8."""
+        return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_block(q, block):
+        """Of two rows' scales or minima, four float16 a row, those of one block."""
+        low, high = q[block // 2], q[2 + block // 2]
+        return half_to_float(low >> (block % 2 * 16)), half_to_float(high >> (block % 2 * 16))
+
+    @cuda.jit(device=True, forceinline=True)
+    def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, smem, at):
+        """acc[r + ...] += an mma's sums, with the scales of two rows and, at `at`, two tokens."""
+        if minimum:
+            d0, s0, d1, s1 = load_f32x4(smem, at)
+        else:
+            d0, d1 = s0, s1 = load_f32x2(smem, at)
+        acc[r] += float32(v0) * (w0 * d0)
+        acc[r + 1] += float32(v2) * (w8 * d0)
+        acc[r + 2] += float32(v1) * (w0 * d1)
+        acc[r + 3] += float32(v3) * (w8 * d1)
+        if minimum:
+            acc[r] += m0 * s0
+            acc[r + 1] += m8 * s0
+            acc[r + 2] += m0 * s1
+            acc[r + 3] += m8 * s1
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_few(acc, smem, slot, at_b, at_d, lane):
+        """For up to four tokens."""
+        u, b = cuda.local.array(8, uint32), cuda.local.array(2, uint32)
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        v0 = v1 = v2 = v3 = int32(0)
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
+            if turn == 0:
+                b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
+                v0 = v1 = v2 = v3 = int32(0)
+            b0, b1 = (b[0], b[1]) if group // columns == turn else (uint32(0), uint32(0))
+            v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+            if turn == share - 1:
+                first = block - turn
+                at = slot + 16 * group + 2 * (first + (quad * share >> 2))
+                w0, w8 = of_two_rows(smem, at + scales_at)
+                m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
+                if minimum:
+                    w0, w8 = w0 * unit, w8 * unit
+                at = at_d + first * tokens * size_d
+                promote(acc, 0, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_many(acc, smem, slot, at_b, at_d, lane):
+        """For eight or sixteen: a block of K has all columns to itself."""
+        u, b = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
+        scales = load_u32x4(smem, slot + scales_at + 16 * (lane >> 2))
+        minima = load_u32x4(smem, slot + minima_at + 16 * (lane >> 2)) if minimum else scales
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
+                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
+            w0, w8 = of_block(scales, block)
+            m0, m8 = of_block(minima, block)
+            if minimum:  # the sums take it otherwise
+                w0, w8 = w0 * unit, w8 * unit
+            q = block % 2 * 4
+            for j in range(groups):
+                p = 2 * (j if groups == 2 else block % 2)
+                v0, v1, v2, v3 = mma(
+                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1],
+                    int32(0), int32(0), int32(0), int32(0),
+                )  # fmt: skip
+                at = at_d + (block * tokens + 8 * j) * size_d
+                promote(acc, 4 * j, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+
+    # Inlined by Numba, as if it stood in the kernel: what LLVM inlines it simplifies first, and the
+    # code that came of this took other registers.
+    @cuda.jit(device=True, inline="always")
+    def places(lane):
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        b = int32((group // 2 if single else group) * BLOCK + 8 * quad)
+        if share == 1:  # a row of ldmatrix's four matrices: unit 0, unit 1, and again
+            b = int32((lane >> 3 & 1) * tokens + (lane >> 4) * again + (lane & 7)) * UNIT
+        return b, int32(quad * (16 if minimum else 8))
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_up(acc):
+        for r in range(values):
+            if not minimum:
+                acc[r] *= unit
+            if holders == 1:
+                acc[r] += shfl_xor(acc[r], 1)
+            if holders < 4:
+                acc[r] += shfl_xor(acc[r], 2)
+
+    multiply = multiply_many if share == 1 else multiply_few
+    return Products(n_acc, holders, places, multiply, add_up)
