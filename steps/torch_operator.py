@@ -77,19 +77,10 @@ def linear(
     return _finished(y, x, bias)
 
 
+# Both are called with the arguments of `linear`, in their order.
 @linear.register_kernel("cuda")
-def _on_gpu(
-    x: Tensor,
-    bias: Tensor | None,
-    blocks: Tensor | None,
-    weights: list[Tensor],
-    fast: list[Tensor],
-    packings: str,
-    accuracy: str,
-    format: str,
-    n: int,
-    k: int,
-) -> Tensor:
+def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *given: Any) -> Tensor:
+    weights, fast, packings, accuracy, format, n, k = given
     rows = _rows(x, k)
     m = len(rows)
     if m == 0:
@@ -108,18 +99,8 @@ def _on_gpu(
 
 
 @linear.register_fake
-def _shape_of(
-    x: Tensor,
-    bias: Tensor | None,
-    blocks: Tensor | None,
-    weights: list[Tensor],
-    fast: list[Tensor],
-    packings: str,
-    accuracy: str,
-    format: str,
-    n: int,
-    k: int,
-) -> Tensor:
+def _shape_of(x: Tensor, *given: Any) -> Tensor:
+    *_, n, k = given
     _require(x, k)
     return x.new_empty((*x.shape[:-1], n))
 
