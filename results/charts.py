@@ -833,10 +833,16 @@ def source_name(path: Path) -> str:
     return f"{path.resolve().parent.name}/{path.name}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m results.charts", description=__doc__)
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The command line of a module here that shows a run, which it may be given."""
+    parser = argparse.ArgumentParser(prog=f"python -m results.{name}", description=doc)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", nargs="?", type=Path, help="a run's JSON (default: the largest)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of("charts", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "charts")
     parser.add_argument("--png", action="store_true", help="PNG files too, for looking at")
     options = parser.parse_args(arguments)

@@ -12,7 +12,6 @@ places in it. Its text is in `page.html.jinja`, its looks in `page.css`.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -382,9 +381,7 @@ def build(path: Path, root: Path = ROOT, compiler: Compiler = compiled) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m results.page", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", nargs="?", type=Path, help="a run's JSON (default: the largest)")
+    parser = charts.parser_of("page", __doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="default: build/report.html")
     options = parser.parse_args(arguments)
     path = options.run or headline()

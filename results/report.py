@@ -15,7 +15,6 @@ Each stands between two markers and is never edited by hand; `make docs-check` f
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -552,9 +551,7 @@ def check(readme: Path = README, run: Path | None = None, root: Path = ROOT) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m results.report", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", nargs="?", type=Path, help="a run's JSON (default: the largest)")
+    parser = charts.parser_of("report", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on a drift")
     parser.add_argument("--readme", type=Path, default=README)
     options = parser.parse_args(arguments)
