@@ -26,7 +26,7 @@ Read next
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +36,7 @@ from qformats import Format
 from qformats.device import byte_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
 from steps.activations import int8_units
-from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
+from steps.epilogue import GROUP, LOT, finish_wgmma
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -58,9 +58,10 @@ from steps.instructions import (
     wgmma_wait,
     zeros_i32,
 )
-from steps.machines import multiprocessors, shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
-from steps.stretches import cuts, shares, stretches
+from steps.machines import multiprocessors
+from steps.step import Family, Launch, Shape, Step
+from steps.stretches import stretches
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -72,14 +73,11 @@ TILES: Final = (  # (features, tokens) of a tile of C
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
-END: Final = 2000  # cycles from a tile's last product to the next one's first
-SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
-UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
 
 
 @cache
 def kernel(
-    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+    fmt: Format, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
@@ -220,33 +218,20 @@ def kernel(
     return w4a8_wgmma, 4 * words_used
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
-    """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
-    fewest cycles."""
-    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
+def tiling(fmt: Format, shape: Shape) -> Cut:
     unpack = {4: 16, 5: 22, 8: 4}[fmt.bits]  # instructions that make 16 x 16 weights
-    for bn, bm in TILES:
-        total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # cycles of 128 K: of the tensor cores, of unpacking (which takes three times its
-        # issue slots, as a warp waits for its own results), of 40 bytes a cycle from the L2
+
+    def stage(bn: int, bm: int) -> int:
+        """Cycles of the tensor cores; of unpacking, which takes three times its issue slots, as a
+        warp waits for its own results; of 40 bytes a cycle from the L2."""
         bring = (bn * fmt.bits // 8 + bm) * TILE_K // 40
-        stage = max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
-        for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
-            cycles = count * stage + pieces * END
-            if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
-            if tail and blocks % tail:  # some come late: more waiting than can be planned
-                cycles += cycles // UNEVEN
-            if cycles < least:
-                least, best = cycles, ((bn, bm), total, blocks, tail)
-    return best
+        return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
+
+    return fewest_cycles(TILES, shape, multiprocessors(), stage)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
-    (bn, bm), total, blocks, tail = tiling(fmt, shape)
-    counts = total * bn // ROWS * ceil_div(bm, LOT)
-    return ((2 * blocks * bn * bm if tail else 4,), np.int32), ((counts,), np.int32)
+    return room(tiling(fmt, shape), np.int32)
 
 
 def launch(
@@ -258,15 +243,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, total, blocks, tail = tiling(fmt, shape)
-    in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
-        stages -= 1
-    ahead = min(AHEAD, stages - 2) if total > blocks else 0
-    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
-    steps = ceil_div(shape.k, TILE_K)
-    args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
-    return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
+    cut = tiling(fmt, shape)
+    make = partial(kernel, fmt, out.dtype == np.float16, cut[0])
+    operands = (*weights, *activations, out)
+    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(
