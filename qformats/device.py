@@ -264,6 +264,13 @@ def four_codes(x, i, j, twice):
 
 
 @cuda.jit(device=True, forceinline=True)
+def twice_inverse(d):
+    """2 / d, and 0 where 1 / d would be infinite."""
+    inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
+    return inverse + inverse
+
+
+@cuda.jit(device=True, forceinline=True)
 def quantized(x, i):
     """x[i] of the four lanes of a block -> the lane's codes of x[i, 0..3] and of x[i, 4..7], a word
     each, and d (alike in the four)."""
@@ -273,8 +280,7 @@ def quantized(x, i):
     largest = max(largest, shfl_xor(largest, 1))
     largest = max(largest, shfl_xor(largest, 2))
     d = largest / float32(127)
-    inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
-    twice = inverse + inverse
+    twice = twice_inverse(d)
     return four_codes(x, i, 0, twice), four_codes(x, i, 4, twice), d
 
 
@@ -435,34 +441,23 @@ def largest_bits(x, i, most):
     return most
 
 
-@cache
-def half_rounder(held: int) -> Any:
-    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
-
-    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
-    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
-    and zeros beyond; float32 [M]. The values of a row are
-    multiplied by a power of two that brings the largest into [2^14, 2^15), factors[m] is its
-    inverse (see `reference.Halves`). In a unit stand, of 16 K, first k, then k + 2 for
-    k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
-    weights. K is a multiple of 4.
+def row_kernel(held: int, size: Any, scale: Any, factor: Any, store_4: Any) -> Any:
+    """kernel(a, units, factors), of `half_rounder` and `token_quantizer`: float32 A[M, K], each row
+    in units of its own. K is a multiple of 4.
 
     A lane holds `held` times four values of a row until its largest is known; of what that does not
-    reach the end of, the rest is read again, from the caches. Inf and NaN spoil their own row: they
-    count as the largest, and stay what they are.
-    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
+    reach the end of, the rest is read again, from the caches. With `Launch.overlap` the kernel may
+    follow the one that makes A, and be followed, with no gap. What differs are device functions:
+
+    size(largest): of the largest |x| of a row as bits (`size_bits`), what the next two are made of
+    scale(size), factor(size): what values are multiplied by, and what goes to factors[m], float32
+    store_4(units, rows, m, k, t, x, i, scale)
+        x[i, 0..3], of token m of `rows` from column k on, to their place; t is the number of these
+        four in their 16 K.
     """
 
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(units, rows, m, k, t, x, i, scale):
-        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
-        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
-        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
-        store_u32(units, at + 2 * t, even)
-        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
-
     @cuda.jit
-    def half_units(a, units, factors):
+    def rows_to_units(a, units, factors):
         let_next_start()
         x = cuda.local.array((held, 4), float32)
         largest = cuda.shared.array(ROWS, int32)
@@ -490,20 +485,57 @@ def half_rounder(held: int) -> Any:
         cuda.atomic.max(largest, row, most)
         cuda.syncthreads()
 
-        # 2^(141 - e) brings 2^(e - 127) to 2^14
-        exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
-        scale = as_float(uint32(268 - exponent) << uint32(23))
+        of_row = size(largest[row])
+        times = scale(of_row)
         for i in range(held):
             if first + i * ROW_STEP < padded:
-                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
+                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
         for k in range(first + held * ROW_STEP, padded, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
-            store_4(units, rows, m, k, t, y, 0, scale)
+            store_4(units, rows, m, k, t, y, 0, times)
         if first == 0 and m < rows:
-            factors[m] = as_float(uint32(exponent - 14) << uint32(23))
+            factors[m] = factor(of_row)
 
-    return half_units
+    return rows_to_units
+
+
+@cache
+def half_rounder(held: int) -> Any:
+    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
+
+    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
+    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
+    and zeros beyond; float32 [M]. The values of a row are multiplied by a power of two that brings
+    the largest into [2^14, 2^15), factors[m] is its inverse (see `reference.Halves`). In a unit
+    stand, of 16 K, first k, then k + 2 for k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13:
+    the order in which `half_format` unpacks weights. See `row_kernel`; `held` is `half_loads`.
+
+    Inf and NaN spoil their own row: they count as the largest, and stay what they are.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def exponent(largest):
+        return max(int32(largest >> 23), LEAST_EXPONENT)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scale(exponent):
+        """2^(141 - e), which brings 2^(e - 127) to 2^14."""
+        return as_float(uint32(268 - exponent) << uint32(23))
+
+    @cuda.jit(device=True, forceinline=True)
+    def inverse(exponent):
+        return as_float(uint32(exponent - 14) << uint32(23))
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_4(units, rows, m, k, t, x, i, scale):
+        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
+        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
+        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
+        store_u32(units, at + 2 * t, even)
+        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
+
+    return row_kernel(held, exponent, scale, inverse, store_4)
 
 
 def half_loads(k: int) -> int:
@@ -526,61 +558,26 @@ def token_quantizer(held: int) -> Any:
     kernel(a, units, scales): int8 [K/128, M/8, 8, 8, 16], flat: of 8 tokens and 128 K first 16
     codes of each token, then the next 16 of each, all before the next tokens; M and K rounded up,
     and zeros beyond; float32 [M], d = amax / 127 of the row. The recipe is that of Q8_1, with a row
-    for a block; see `reference.Tokens`. K is a multiple of 4. Rows are read as `half_rounder` reads
-    them.
+    for a block; see `reference.Tokens`. See `row_kernel`; `held` is `half_loads`.
 
     A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
     and no other.
-    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
+
+    @cuda.jit(device=True, forceinline=True)
+    def d_of(largest):
+        return as_float(uint32(largest)) / float32(127)
+
+    @cuda.jit(device=True, forceinline=True)
+    def d_itself(d):
+        return d
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, twice):
         unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
         store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice))
 
-    @cuda.jit
-    def token_units(a, units, scales):
-        let_next_start()
-        x = cuda.local.array((held, 4), float32)
-        largest = cuda.shared.array(ROWS, int32)
-        thread = uint32(cuda.threadIdx.x)
-        t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
-        first = uint32(thread // uint32(4 * ROWS) * 16 + 4 * t)
-        m = uint32(cuda.blockIdx.x * ROWS + row)
-        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
-        wide = rows_are_aligned(a)
-        if thread < ROWS:
-            largest[thread] = 0
-        wait_for_previous()
-        for i in range(held):
-            load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
-        most = int32(0)
-        for i in range(held):
-            most = largest_bits(x, i, most)
-        for k in range(first + held * ROW_STEP, columns, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            most = largest_bits(y, 0, most)
-        cuda.syncthreads()
-        cuda.atomic.max(largest, row, most)
-        cuda.syncthreads()
-
-        d = as_float(uint32(largest[row])) / float32(127)
-        inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
-        twice = inverse + inverse
-        for i in range(held):
-            if first + i * ROW_STEP < padded:
-                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice)
-        for k in range(first + held * ROW_STEP, padded, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            store_4(units, rows, m, k, t, y, 0, twice)
-        if first == 0 and m < rows:
-            scales[m] = d
-
-    return token_units
+    return row_kernel(held, d_of, twice_inverse, d_itself, store_4)
 
 
 # --- records of qformats.repack.tiles -------------------------------------------------------------
