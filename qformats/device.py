@@ -36,6 +36,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
+from qformats.integer_scales import INTEGER_ZERO
 from qformats.repack import (
     BAND,
     BYTE_UNIT,
@@ -441,7 +442,9 @@ def largest_bits(x, i, most):
     return most
 
 
-def row_kernel(held: int, size: Any, scale: Any, factor: Any, store_4: Any) -> Any:
+def row_kernel(
+    held: int, size: Any, scale: Any, factor: Any, store_4: Any, sums: bool = False
+) -> Any:
     """kernel(a, units, factors), of `half_rounder` and `token_quantizer`: float32 A[M, K], each row
     in units of its own. K is a multiple of 4.
 
@@ -451,9 +454,9 @@ def row_kernel(held: int, size: Any, scale: Any, factor: Any, store_4: Any) -> A
 
     size(largest): of the largest |x| of a row as bits (`size_bits`), what the next two are made of
     scale(size), factor(size): what values are multiplied by, and what goes to factors[m], float32
-    store_4(units, rows, m, k, t, x, i, scale)
+    store_4(units, rows, m, k, t, x, i, scale) -> int32
         x[i, 0..3], of token m of `rows` from column k on, to their place; t is the number of these
-        four in their 16 K.
+        four in their 16 K. The sum of what was stored, which goes to factors[M + m] with `sums`.
     """
 
     @cuda.jit
@@ -486,16 +489,27 @@ def row_kernel(held: int, size: Any, scale: Any, factor: Any, store_4: Any) -> A
         cuda.syncthreads()
 
         of_row = size(largest[row])
-        times = scale(of_row)
+        times, total = scale(of_row), int32(0)
         for i in range(held):
             if first + i * ROW_STEP < padded:
-                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
+                total += store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
         for k in range(first + held * ROW_STEP, padded, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
-            store_4(units, rows, m, k, t, y, 0, times)
+            total += store_4(units, rows, m, k, t, y, 0, times)
         if first == 0 and m < rows:
             factors[m] = factor(of_row)
+        if sums:
+            for apart in (1, 2, 8, 16):  # lanes of one row
+                total += shfl_xor(total, apart)
+            of_warps = cuda.shared.array((HALF_THREADS // 32, ROWS), int32)
+            if t == 0 and thread & 24 == 0:
+                of_warps[thread >> 5, row] = total
+            cuda.syncthreads()
+            if first == 0 and m < rows:
+                for warp in range(1, HALF_THREADS // 32):
+                    total += of_warps[warp, row]
+                factors[rows + m] = float32(total)
 
     return rows_to_units
 
@@ -534,6 +548,7 @@ def half_rounder(held: int) -> Any:
         odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
         store_u32(units, at + 2 * t, even)
         store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
+        return int32(0)
 
     return row_kernel(held, exponent, scale, inverse, store_4)
 
@@ -551,7 +566,7 @@ def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
 
 # --- int8 with one scale a token, on the GPU ------------------------------------------------------
 @cache
-def token_quantizer(held: int) -> Any:
+def token_quantizer(held: int, sums: bool = False) -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
     token; `half_grid` for its launch.
 
@@ -559,6 +574,9 @@ def token_quantizer(held: int) -> Any:
     codes of each token, then the next 16 of each, all before the next tokens; M and K rounded up,
     and zeros beyond; float32 [M], d = amax / 127 of the row. The recipe is that of Q8_1, with a row
     for a block; see `reference.Tokens`. See `row_kernel`; `held` is `half_loads`.
+
+    With `sums` there are 2 M scales: the second M are what the codes of each token add up to, as
+    floats, which is exact up to K = 132104 (127 K < 2^24); see `reference.SummedTokens`.
 
     A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
     and no other.
@@ -575,9 +593,11 @@ def token_quantizer(held: int) -> Any:
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, twice):
         unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
-        store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice))
+        codes = four_codes(x, i, 0, twice)
+        store_u32(units, unit * UNIT + 4 * t, codes)
+        return dp4a(int32(codes), FOUR_ONES, 0)
 
-    return row_kernel(held, d_of, twice_inverse, d_itself, store_4)
+    return row_kernel(held, d_of, twice_inverse, d_itself, store_4, sums)
 
 
 # --- records of qformats.repack.tiles -------------------------------------------------------------
@@ -838,21 +858,30 @@ def half_format(format_name: str) -> HalfFormat:
 # --- the same records as bytes --------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ByteFormat:
-    """How lanes make the int8 weights of a record of `qformats.repack.byte_tiles`.
+    """How lanes make the byte weights of a record of `qformats.repack.byte_tiles`, or of
+    `qformats.integer_scales.integer_tiles`.
 
-    record_bytes             : of one record
+    record_bytes : of one record
+    zero         : the byte that stands for 0: of signed ones 0, else they are unsigned
+    unpacked     : whether there is anything to be made, and bytes are not operands as they are
     words(m, at, lane, half), scales(m, at, lane, half)
         what one lane needs of the record at byte `at` of m, for one half of 64 K
     fragments(words, scales, block) -> (a0, a1, a2, a3)
-        of block 0 or 1 of that half, as `mma_m16n8k32_s8` and `wgmma_s8` take them
+        of block 0 or 1 of that half, as `wgmma_s8` takes them, or `wgmma_u8`
 
-    In one register two codes, each taken as a float16 below 2^-13, are multiplied by d' and added
-    to m', which leaves an int8 in the lower byte of each; of two such registers a PRMT makes four.
+    Of `byte_tiles`: in one register two codes, each taken as a float16 below 2^-13, are multiplied
+    by d' and added to m', which leaves an int8 in the lower byte of each; a PRMT makes four of two.
     Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits four LOP3 and two
     shifts more; and three instructions for what depends on the scale.
+
+    Of `integer_tiles`: in one register four codes are multiplied at once. Eight of them cost a
+    shift, two LOP3 and two IMAD, with 5 bits one LOP3 and three quarters of a shift more; and two
+    PRMT for what depends on the scale.
     """
 
     record_bytes: int
+    zero: int
+    unpacked: bool
     words: Any
     scales: Any
     fragments: Any
@@ -917,7 +946,67 @@ def byte_format(format_name: str) -> ByteFormat:
 
     return ByteFormat(
         record_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
+        zero=0,
+        unpacked=bits < 8,
         words=tile.load,
         scales=no_scales if bits == 8 else half.scales,
         fragments=fragments_8 if bits == 8 else fragments,
+    )
+
+
+LOW_FIVE, UPPER_BITS = 0x1F1F1F1F, 0x07070707  # of each byte: a code, and three bits moved down
+
+
+@cache
+def integer_format(format_name: str) -> ByteFormat:
+    """The unsigned byte weights of a format, for capture in a kernel factory."""
+    tile, bytes_8 = tile_format(format_name), byte_format(format_name)
+    bits, scales_at = FORMATS[format_name].bits, tile.scales_at
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales(m, at, lane, half):
+        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+        return load_u32(m, row_g), load_u32(m, row_g + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_4(words, block, row, up):
+        return uint32(uint32(words[2 * block + row]) >> uint32(4 * up)) & uint32(NIBBLES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def left_over(word, down, mask, others):
+        """Bits of a word that other codes' bytes had room for, beside `others`."""
+        return and_xor(uint32(word) >> uint32(down), mask, others)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_5(words, block, row, up):
+        number = 4 * block + 2 * up + row
+        if number < 5:
+            return uint32(words[number]) & uint32(LOW_FIVE)
+        three = left_over(words[2 * number - 10], 5, UPPER_BITS, uint32(0))
+        if number < 7:
+            return left_over(words[2 * number - 9], 3, 0x18181818, three)
+        return left_over(words[1], 2, 0x08080808, left_over(words[3], 1, 0x10101010, three))
+
+    codes = codes_4 if bits == 4 else codes_5
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments(words, scales, block):
+        r_g = prmt(scales[0], 0, 0xAAA2 if block else 0x8880)  # one byte, its sign above it
+        r_h = prmt(scales[1], 0, 0xAAA2 if block else 0x8880)
+        c_g = prmt(scales[0], 0, 0x3333 if block else 0x1111)  # one byte four times
+        c_h = prmt(scales[1], 0, 0x3333 if block else 0x1111)
+        return (
+            uint32(codes(words, block, 0, 0) * r_g + c_g),
+            uint32(codes(words, block, 1, 0) * r_h + c_h),
+            uint32(codes(words, block, 0, 1) * r_g + c_g),
+            uint32(codes(words, block, 1, 1) * r_h + c_h),
+        )
+
+    return ByteFormat(
+        record_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
+        zero=INTEGER_ZERO,
+        unpacked=bits < 8,
+        words=tile.load,
+        scales=bytes_8.scales if bits == 8 else scales,
+        fragments=bytes_8.fragments if bits == 8 else fragments,
     )

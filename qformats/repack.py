@@ -88,7 +88,7 @@ def _weight_format(blocks: Blocks) -> Format:
     return fmt
 
 
-def _matrix_format(taker: str, blocks: Blocks) -> Format:
+def matrix_format(taker: str, blocks: Blocks) -> Format:
     if blocks.ndim != 2:
         raise ValueError(
             f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
@@ -128,7 +128,7 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
     all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
     formats without one; scale and offset float32[K//32, N].
     """
-    _matrix_format("slabs", blocks)
+    matrix_format("slabs", blocks)
     apart = planes(blocks)
     n = blocks.shape[0]
     units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
@@ -204,7 +204,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     d and m that are no numbers stay so, spoil what multiplies them, and do not count as the
     largest.
     """
-    fmt = _matrix_format("tiles", blocks)
+    fmt = matrix_format("tiles", blocks)
     scaled = blocks.copy()
     with np.errstate(invalid="ignore"):  # a NaN of any kind is a NaN
         power = 15 - _exponent(blocks["d"], -24)
@@ -212,9 +212,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
             power = np.minimum(power, 24 - _exponent(blocks["m"], -24))
             scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 9)
         scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
-    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
+    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return _in_bands(_records(scaled, fmt), scaled), factors
+    return in_bands(_records(scaled, fmt), row_tiles(len(blocks))), factors
 
 
 def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
@@ -224,21 +224,22 @@ def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
     return np.frexp(largest)[1] - 1
 
 
-def _row_tiles(n: int) -> int:
+def row_tiles(n: int) -> int:
     """Of n rows and what they lack to whole bands."""
     return -(-n // (BAND * TILE_ROWS)) * BAND
 
 
-def _in_bands(records: NDArray[np.uint8], blocks: Blocks) -> NDArray[np.uint8]:
-    """[row tile * K tile, record] -> [band, K tile, row tile of it, record], flat."""
-    by_row = records.reshape(_row_tiles(len(blocks)) // BAND, BAND, -1, records.shape[1])
+def in_bands(records: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
+    """[row tile * K tile, record] of `rows` row tiles -> [band, K tile, row tile of it, record],
+    flat."""
+    by_row = records.reshape(rows // BAND, BAND, -1, records.shape[1])
     return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
 
 
 def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     """Those of `tiles`, uint8 [row tile * K tile, record], all of whole bands."""
     n, blocks_k = blocks.shape
-    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
+    rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
     if (n, blocks_k) != (rows * TILE_ROWS, deep * 4):
         padded = np.zeros((rows * TILE_ROWS, deep * 4), blocks.dtype)
@@ -302,7 +303,7 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     and in the word of a half and lane bit 16 h + 8 b + 4 u + 2 o + r is the fifth bit of the code
     in byte 2 h + o of its block b, of row g + 8 r, lower (u = 0) or upper nibble.
     """
-    fmt = _matrix_format("byte_tiles", blocks)
+    fmt = matrix_format("byte_tiles", blocks)
     maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
     if fmt.bits == 8:
         made["qs"], made["d"] = byte_weights(blocks)[0].reshape(made["qs"].shape), 0
@@ -310,12 +311,12 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
         if "m" in (fmt.dtype.names or ()):
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
-    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
+    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = maps.factor
     records = _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt)
     if fmt.bits == 8:
         records = records[:, : TILE_ROWS * TILE_K]
-    return _in_bands(records, made), factors
+    return in_bands(records, row_tiles(len(blocks))), factors
 
 
 def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
@@ -325,7 +326,7 @@ def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
     for field in lower.dtype.names or ():
         lower[field] = blocks[field]
     n, blocks_k = blocks.shape
-    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
+    rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     fifth = np.zeros((rows * TILE_ROWS, deep * 4, BLOCK), np.uint8)
     qh = np.ascontiguousarray(blocks["qh"])
     fifth[:n, :blocks_k] = np.unpackbits(qh, axis=-1, bitorder="little")
@@ -350,7 +351,7 @@ def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
     the row [-128, 127]), which is off by about one percent of what Q4_0 itself is; a power of two
     that loses nothing at all is preferred. Where a d or m is no number the row is 0 times NaN.
     """
-    fmt = _matrix_format("byte_weights", blocks)
+    fmt = matrix_format("byte_weights", blocks)
     maps = _byte_maps(fmt, blocks)
     codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
     w = np.rint(codes * maps.slope[..., None] + maps.offset[..., None])

@@ -20,6 +20,7 @@ from reference.problem import (
 from reference.product import (
     Q81,
     Halves,
+    SummedTokens,
     Tokens,
     both_tokens,
     magnitude_a8,
@@ -44,6 +45,7 @@ __all__ = [
     "Limits",
     "Problem",
     "Reference",
+    "SummedTokens",
     "Tokens",
     "both_tokens",
     "bound",

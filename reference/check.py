@@ -31,6 +31,7 @@ from reference.problem import GOLDEN, Golden, Problem
 from reference.product import (
     Q81,
     Halves,
+    SummedTokens,
     Tokens,
     both_a8,
     both_tokens,
@@ -58,7 +59,9 @@ _OPERANDS: Final = {
     "bf16": (2.0**-8, 2, 2 * _U32),
     "f16_weights": (2.0**-11, 1, 2 * _U32),  # A is given as it was rounded: `Halves`
     "int8": (0.0, 0, _U32),  # so are A and W: `Tokens`
+    "integers": (0.0, 0, _U32),  # and here: `SummedTokens`
 }
+_INT8: Final = {"int8": "int8", "integers": "int8 and integer scales"}  # and what they are called
 _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smallest step
     np.dtype(np.float32): (0.0, 0.0),
     np.dtype(np.float16): (2.0**-11, 2.0**-25),
@@ -94,11 +97,11 @@ def roundings(family: str, k: int, operands: str = "f32") -> int:
     9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
     rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
 
-    A8 of int8 ("int8"): one integer sum over all of K, exact; it becomes a float32 and is
-    multiplied by the factor of its row and by that of its token: 3, and one to spare.
+    A8 of int8 ("int8", "integers"): one integer sum over all of K, exact; it becomes a float32 and
+    is multiplied by the factor of its row and by that of its token: 3, and one to spare.
     """
     _known_family(family)
-    if operands == "int8":
+    if operands in _INT8:
         return 4
     return k + 4 if family == "A16" else 9 * (k // 32) + 4
 
@@ -166,6 +169,14 @@ INT8_NMSE: Final[dict[str, tuple[float, float]]] = {
     "llm": (3e-5, 1.2e-2),
 }
 
+# The same of weights with integer scales: rounding codes anew adds 2e-4 to 1.4e-3 (5 bits the most,
+# whose integers are the smallest), and a half as much again where K is 14336.
+INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 1.1e-3),
+    "normal": (2.6e-5, 2.3e-3),
+    "llm": (3e-5, 1.4e-2),
+}
+
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
 
 
@@ -208,19 +219,19 @@ def limits(
     slack = 0.03 + 5 * 2 / math.sqrt(count)
     added, made = (0.0, 0.0), ""
     if family == "A8":
-        table = INT8_NMSE if operands == "int8" else ACTIVATION_NMSE
-        added, made = table[problem.distribution], "int8" if operands == "int8" else "Q8_1"
+        table = {"int8": INT8_NMSE, "integers": INTEGER_NMSE}.get(operands, ACTIVATION_NMSE)
+        added, made = table[problem.distribution], _INT8.get(operands, "Q8_1")
     product: tuple[float, float] | None = None
     why_float = f"{count} independent outputs are too few to tell a format by its error"
     if count >= 1024:
         high = (expected + added[1]) * (1 + slack)
-        most = math.inf if operands == "int8" else CLASSICAL  # of which no more is asked
+        most = math.inf if operands in _INT8 else CLASSICAL  # of which no more is asked
         product = ((expected + added[0]) * (1 - slack), min(high, most))
         why_float = (
             f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
             + (f", {made} up to {added[1]:.1e} more" if made else "")
             + f"; {100 * slack:.0f} % for sampling"
-            + ("" if operands == "int8" else "; 1 % at most, the classical acceptance")
+            + ("" if operands in _INT8 else "; 1 % at most, the classical acceptance")
         )
     # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
     weights: tuple[float, float] | None = None
@@ -234,7 +245,7 @@ def limits(
 
 def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[float, str]:
     _rounding_units(operands)
-    if operands == "int8":
+    if operands in _INT8:
         return 9 * _U32**2, "exact integer sums, three roundings of each output: (3 u)^2 at most"
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
@@ -341,7 +352,7 @@ class Reference:
         (A16) give."""
         if isinstance(given, Tokens):
             tokens = given.rows(self.rows)
-            key = _digest(tokens.q, tokens.d)
+            key = _digest(tokens.q, tokens.d, *_sums(tokens))
             if key not in self._expected:
                 complaint = None
                 if self.problem.distribution != "golden":
@@ -418,7 +429,7 @@ def check(
     if isinstance(given, Halves):
         operands = "f16_weights"
     if isinstance(given, Tokens):
-        operands = "int8"
+        operands = "integers" if isinstance(given, SummedTokens) else "int8"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and _golden_bits(golden, given))
@@ -572,7 +583,8 @@ def check_tokens(
     tokens: Tokens, a: Array, exact: bool = False, rows: Array | None = None
 ) -> str | None:
     """None if these are a[M, K] in int8, one scale a token, else a sentence; as `check_activations`
-    it lets 1e-4 of the codes differ by one, and d by 1e-6, nothing in the exact case."""
+    it lets 1e-4 of the codes differ by one, and d by 1e-6, nothing in the exact case. Sums of codes
+    must be those of these very codes."""
     right = Tokens.of_values(a)
     d = right.d.astype(np.float64)
     wrong = ~(np.abs(tokens.d - d) <= (0.0 if exact else 1e-6) * d)
@@ -591,7 +603,20 @@ def check_tokens(
             f"most at ({m if rows is None else rows[m]}, {k}): got {tokens.q[m, k]}, expected "
             f"{right.q[m, k]}"
         )
+    for s in _sums(tokens):
+        sums = tokens.q.sum(axis=1, dtype=np.int64)
+        if (s != sums).any():
+            m = int(np.argmax(s != sums))
+            return (
+                f"{np.count_nonzero(s != sums)} of {sums.size} sums of tokens are wrong, the first "
+                f"of token {m if rows is None else rows[m]}: got {s[m]:.9g}, expected {sums[m]}"
+            )
     return None
+
+
+def _sums(tokens: Tokens) -> tuple[Array, ...]:
+    """(s,) of `SummedTokens`, nothing of others."""
+    return (tokens.s,) if isinstance(tokens, SummedTokens) else ()
 
 
 def check_halves(halves: Halves, a: Array, rows: Array | None = None) -> str | None:

@@ -21,7 +21,7 @@ What it costs
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Read next
-    What all of them cost and gain, side by side: the README's table
+    Fewer instructions, and less exact: step14_w4a8_integer_scales
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.device import byte_format
+from qformats.device import ByteFormat, byte_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, finish_wgmma
@@ -55,6 +55,7 @@ from steps.instructions import (
     wgmma_commit,
     wgmma_fence,
     wgmma_s8,
+    wgmma_u8,
     wgmma_wait,
     zeros_i32,
 )
@@ -77,21 +78,21 @@ WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgrou
 
 @cache
 def kernel(
-    fmt: Format, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
+    form: ByteFormat, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
     bn, bm = tile
-    form = byte_format(fmt.name)
     record, words = form.record_bytes, form.words
     scales, fragments = form.scales, form.fragments
-    prefetch = fmt.bits < 8  # what is an operand as it is must not come while others are multiplied
+    mma = wgmma_u8 if form.zero else wgmma_s8
+    prefetch = form.unpacked  # operands as they are must not come while others are multiplied
     at_tokens, group_bytes = BAND * record, TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, int32)
+    finish, words_used = finish_wgmma(tile, first_word, in_half, int32, form.zero)
     find, no_sums = stretches(bn, bm), zeros_i32(bm // 2)
     lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
@@ -107,8 +108,8 @@ def kernel(
         """acc += 64 K: weights become int8 in registers and meet all tokens of the tile."""
         a, b = fragments(fetched[0], fetched[1], 0), fragments(fetched[0], fetched[1], 1)
         wgmma_fence()
-        acc = wgmma_s8(acc, a[0], a[1], a[2], a[3], where, 1)
-        acc = wgmma_s8(acc, b[0], b[1], b[2], b[3], where + 16, 1)
+        acc = mma(acc, a[0], a[1], a[2], a[3], where, 1)
+        acc = mma(acc, b[0], b[1], b[2], b[3], where + 16, 1)
         wgmma_commit()
         return acc
 
@@ -218,16 +219,16 @@ def kernel(
     return w4a8_wgmma, 4 * words_used
 
 
+def stage(bits: int, unpack: int, bn: int, bm: int) -> int:
+    """Cycles of 128 K of a tile: on tensor cores; for `unpack` instructions for 16 x 16 weights,
+    three slots each, as a warp waits for its own results; for bytes from the L2, 40 a cycle."""
+    bring = (bn * bits // 8 + bm) * TILE_K // 40
+    return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
+
+
 def tiling(fmt: Format, shape: Shape) -> Cut:
-    unpack = {4: 16, 5: 22, 8: 4}[fmt.bits]  # instructions that make 16 x 16 weights
-
-    def stage(bn: int, bm: int) -> int:
-        """Cycles of the tensor cores; of unpacking, which takes three times its issue slots, as a
-        warp waits for its own results; of 40 bytes a cycle from the L2."""
-        bring = (bn * fmt.bits // 8 + bm) * TILE_K // 40
-        return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
-
-    return fewest_cycles(TILES, shape, multiprocessors(), stage)
+    cycles = partial(stage, fmt.bits, {4: 16, 5: 22, 8: 4}[fmt.bits])
+    return fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
@@ -244,7 +245,7 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     cut = tiling(fmt, shape)
-    make = partial(kernel, fmt, out.dtype == np.float16, cut[0])
+    make = partial(kernel, byte_format(fmt.name), out.dtype == np.float16, cut[0])
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

@@ -15,7 +15,7 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.device import byte_format, tile_format, token_quantizer
+from qformats.device import ByteFormat, byte_format, tile_format, token_quantizer
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens
@@ -30,6 +30,7 @@ from tests.test_halves import blocks_with, exact_weights
 from tests.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
+READS = uint8[::1], uint32[:, :, :, :, ::1]
 MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
 
 
@@ -151,9 +152,8 @@ def test_what_is_refused() -> None:
 
 
 @cache
-def byte_reader(name: str) -> Any:
+def byte_reader(form: ByteFormat) -> Any:
     """kernel(records, out[record, block, lane, register]): one warp a record."""
-    form = byte_format(name)
     words, scales, size, fragments = form.words, form.scales, form.record_bytes, form.fragments
 
     @cuda.jit
@@ -183,7 +183,7 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
         records = by_row_tile(byte_tiles(blocks)[0], deep, byte_format(name).record_bytes)
         records = records[:rows].reshape(-1)
         out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
-        simulate(byte_reader(name), len(out), 32, (records, out))
+        simulate(byte_reader(byte_format(name)), len(out), 32, (records, out))
         # row tile, K tile, block, g, t, upper half of the block, row g or g + 8, byte
         parts = out.view(np.int8).reshape(rows, deep, 4, 8, 4, 2, 2, 4)
         got = parts.transpose(0, 6, 3, 1, 2, 5, 4, 7).reshape(rows * TILE_ROWS, deep * TILE_K)
@@ -195,7 +195,7 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
 @weight_format
 def test_instructions_of_64_weights(name: str) -> None:
     """Of a lane, in a whole record: 11 for eight codes (17 of five bits) and three for a scale."""
-    code = machine_code(byte_reader(name), (uint8[::1], uint32[:, :, :, :, ::1]), "sm_90a")
+    code = machine_code(byte_reader(byte_format(name)), READS, "sm_90a")
     bits, words, scales = FORMATS[name].bits, 8, 8
     made = bits < 8
     assert code.count("LOP3") <= made * words * (4 if bits == 4 else 8) + 6

@@ -299,7 +299,7 @@ def test_weights_packed_for_a_step_alone_ask_for_it(tuned, with_fast) -> None:
     assert chosen(512, among=[with_fast]).step is with_fast
     with pytest.raises(ValueError, match="step 97 is not exact: ask for it with accuracy='fast'"):
         chosen(512, among=[with_fast, with_fast])
-    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact or fast"):
+    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact, fast or coarse"):
         chosen(512, accuracy="sloppy")
 
 
