@@ -111,6 +111,16 @@ def test_stale_steps_are_marked(tree):
     assert line.startswith("| 4 |")
 
 
+def test_a_coarse_step_is_marked_and_is_in_no_column_of_others() -> None:
+    run = make_run()
+    rows = tuple(replace(r, accuracy="coarse") if r.step == 13 else r for r in run.rows)
+    table = report.ladder_table(replace(run, rows=rows), "r.json")
+    (line,) = (x for x in table.splitlines() if x.startswith("| 13 |"))
+    assert "(coarse)" in line
+    assert table.endswith(report.COARSE_NOTE)
+    assert "(step 13)" not in report.peers_table(replace(run, rows=rows), "r.json")
+
+
 # --- the headline ---------------------------------------------------------------------------------
 
 HEAD = ["M", "N", "K", "ours", "llama.cpp", "x", "our kernel", "cuBLAS fp16", "x"]
