@@ -394,6 +394,7 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 # --- float16 on the GPU ---------------------------------------------------------------------------
 ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS = 512  # of a thread block
+HALF_WARPS = HALF_THREADS // 32
 MOST_HELD = 14  # 128-bit loads of a lane under way at once, kept until they can be rounded
 ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
@@ -492,23 +493,24 @@ def row_kernel(
         times, total = scale(of_row), int32(0)
         for i in range(held):
             if first + i * ROW_STEP < padded:
-                total += store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
+                stored = store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
+                total = int32(total + stored)
         for k in range(first + held * ROW_STEP, padded, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
-            total += store_4(units, rows, m, k, t, y, 0, times)
+            total = int32(total + store_4(units, rows, m, k, t, y, 0, times))
         if first == 0 and m < rows:
             factors[m] = factor(of_row)
         if sums:
             for apart in (1, 2, 8, 16):  # lanes of one row
-                total += shfl_xor(total, apart)
-            of_warps = cuda.shared.array((HALF_THREADS // 32, ROWS), int32)
+                total = int32(total + shfl_xor(total, apart))
+            of_warps = cuda.shared.array((HALF_WARPS, ROWS), int32)
             if t == 0 and thread & 24 == 0:
                 of_warps[thread >> 5, row] = total
             cuda.syncthreads()
             if first == 0 and m < rows:
-                for warp in range(1, HALF_THREADS // 32):
-                    total += of_warps[warp, row]
+                for warp in range(1, HALF_WARPS):
+                    total = int32(total + of_warps[warp, row])
                 factors[rows + m] = float32(total)
 
     return rows_to_units

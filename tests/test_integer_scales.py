@@ -19,7 +19,7 @@ from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
 from reference import GOLDEN, Problem, SummedTokens, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens
 from steps.activations import decode, encode, int8_units_and_sums
-from steps.instructions.compile import machine_code
+from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
 from steps.machines import Simulator
 from tests.passes import what_it_makes, writes_what_is_its_own
@@ -357,8 +357,16 @@ def test_the_error_beside_that_of_the_exact_weights(name: str, distribution: str
     assert fast < same < 1.02 * exact + COSTS[distribution][FORMATS[name].bits == 5]
 
 
-def test_the_simulator_and_the_pass_agree_on_a_long_row() -> None:
-    """The largest sum that K = 4096 can have is exact as a float."""
+def test_the_largest_sum_is_exact_as_a_float() -> None:
     a = np.full((1, 4096), 3, np.float32)
     arrays = what_it_makes(int8_units_and_sums, "A8", "summed", Simulator(), a, 0)
     assert arrays[1][1] == 127 * 4096
+
+
+def test_machine_code_of_the_pass() -> None:
+    (launch,) = int8_units_and_sums("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert code.registers * 512 * 2 <= 65536
+    assert code.count("SHFL") == 4
+    assert code.count("ACQBULK") == code.count("PREEXIT") == 1
