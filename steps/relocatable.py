@@ -41,7 +41,7 @@ Place = tuple[tuple[int, ...], str]
 
 def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tuple[Step, ...]:
     """One step for each packing that products of this accuracy want: the highest exact one, then,
-    if fast ones are allowed and read another packing, the highest of these."""
+    if less exact ones are allowed and read another packing, the highest of these."""
     exact = supporting(format_name, None, cc)[-1]
     highest = supporting(format_name, None, cc, accuracy=known_accuracy(accuracy))[-1]
     return (exact,) if highest.pack is exact.pack else (exact, highest)

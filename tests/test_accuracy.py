@@ -15,7 +15,7 @@ from reference import Problem, Tokens
 from steps import tuning
 from steps.choice import choose, supporting
 from steps.machines import Simulator
-from steps.step import Shape
+from steps.step import ACCURACIES, Shape
 from tests.works import REQUANTIZED
 
 FAST = [step for step in steps.ladder() if step.accuracy == "fast"]
@@ -110,6 +110,12 @@ def test_through_the_front_door(accuracy: str) -> None:
         np.testing.assert_array_equal(c, fast)
     assert handle.steps == tuple(meant)
     np.testing.assert_array_equal(steps.gemm(problem.a, handle), fast)
+    for better in ACCURACIES[: ACCURACIES.index(accuracy)]:
+        refused = rf"step {meant[0].number} is not exact: ask for it with accuracy='{accuracy}'"
+        with pytest.raises(ValueError, match=refused):
+            steps.gemm(problem.a, handle, accuracy=better)
+        with pytest.raises(ValueError, match=refused):
+            steps.plan(19, handle, accuracy=better)
     exact = steps.pack(problem.blocks, machine=machine)
     assert all(step.accuracy == "exact" for step in exact.steps)
     c, choice = steps.gemm(problem.a, exact, accuracy=accuracy, explain=True)
