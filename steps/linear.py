@@ -12,8 +12,8 @@ torch is an extra of this project and imported by this module and `steps.torch_o
 What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
 needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,
 made on the host when the layer is moved there (some tenths of a second for 4096 x 4096): one of the
-size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` or "coarse" a second one. So
-a GPU has 4.5 bits a weight of q4_0, twice that where it is not exact, and no float weights.
+size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` or "coarse" a second one.
+So a GPU has 4.5 bits a weight of q4_0, twice that where it is not exact, and no float weights.
 
 How it multiplies. On a GPU through the plans of the front door: the number of tokens decides at
 each call which step it is, as for `steps.gemm`, so decoding and prefilling differ. Plans of the 512
