@@ -68,6 +68,7 @@ from steps.instructions import (
     load_u32,
     load_u32x4,
     prmt,
+    select_bits,
     shfl_xor,
     store_f32x2,
     store_u16,
@@ -628,7 +629,7 @@ class TileFormat:
 
 
 HIGH_NIBBLES = 0xF0F0F0F0
-LOWEST_OF_FIVE = 0x08080808  # the bit below the upper nibble of each byte
+LOWER_FOUR, HIGHEST, LOWEST = 0x78787878, 0x80808080, 0x08080808  # of a code in the upper five bits
 
 
 @cache
@@ -640,6 +641,7 @@ def tile_format(format_name: str) -> TileFormat:
     scale_bytes = TILE_ROWS * (TILE_K // BLOCK) * 2
     scales_at = record - (2 if minimum else 1) * scale_bytes
     bits_at = TILE_ROWS * TILE_K // 2
+    flip_5 = HIGHEST if format_name == "q5_0" else 0  # makes two's complement of code - 16
 
     @cuda.jit(device=True, forceinline=True)
     def load_4(m, at, lane, half):
@@ -670,25 +672,30 @@ def tile_format(format_name: str) -> TileFormat:
         return low(w0), low(w1), high(w0), high(w1), low(w2), low(w3), high(w2), high(w3)
 
     @cuda.jit(device=True, forceinline=True)
-    def up(bits, count):
-        return uint32(uint32(bits << uint32(count)) & uint32(LOWEST_OF_FIVE))
+    def shifted(bits, up):
+        return uint32(bits << uint32(up)) if up >= 0 else uint32(bits >> uint32(-up))
 
     @cuda.jit(device=True, forceinline=True)
-    def down(bits, count):
-        return uint32(uint32(bits >> uint32(count)) & uint32(LOWEST_OF_FIVE))
+    def low_5(w, i):
+        return and_xor(
+            shifted(w[4], 6 - 2 * i), HIGHEST, and_xor(w[i] << uint32(3), LOWER_FOUR, flip_5)
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def high_5(w, i):
+        return and_xor(shifted(w[4], 3 - 2 * i), LOWEST, and_xor(w[i], HIGH_NIBBLES, flip_5))
 
     @cuda.jit(device=True, forceinline=True)
     def fragments_5(w):
-        w0, w1, w2, w3, bits = w
         return (
-            low(w0) | up(bits, 3),
-            low(w1) | up(bits, 2),
-            high(w0) | up(bits, 1),
-            high(w1) | up(bits, 0),
-            low(w2) | down(bits, 1),
-            low(w3) | down(bits, 2),
-            high(w2) | down(bits, 3),
-            high(w3) | down(bits, 4),
+            low_5(w, 0),
+            low_5(w, 1),
+            high_5(w, 0),
+            high_5(w, 1),
+            low_5(w, 2),
+            low_5(w, 3),
+            high_5(w, 2),
+            high_5(w, 3),
         )
 
     @cuda.jit(device=True, forceinline=True)
@@ -738,8 +745,9 @@ class HalfFormat:
         and not neighbours, because so a mask finds both codes of a register in one word. B must
         have its K in the same order: `float16_units` writes it so.
     `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
-    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a LOP3 and a shift more;
-    multipliers are three quarters of an instruction besides.
+    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
+    shift more where both steps of a block are made; multipliers are three quarters of an
+    instruction besides.
     """
 
     record_bytes: int
@@ -750,6 +758,8 @@ class HalfFormat:
 
 
 SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
+EIGHTH = 0x30003000  # 2^-3 twice
+FIFTH_BITS = 0x00180018  # of two codes at bit 3 the lowest, of two at bit 0 the highest
 
 
 @cache
@@ -760,6 +770,7 @@ def half_format(format_name: str) -> HalfFormat:
     # the code that stands for 0: as a float16, negative, times d' it is the offset ...
     centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
     minus_centre = (0x8000 | centre) * 0x00010001
+    too_high = EIGHTH if FORMATS[format_name].bits == 5 else SIXTEENTH  # codes of upper nibbles
     # ... and what has been flipped in codes that are kept as two's complement
     flip = centre * 0x00010001
     minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
@@ -786,7 +797,7 @@ def half_format(format_name: str) -> HalfFormat:
             offset = hmul2(twice(scales[2 + row], block), minimum_unit)
         else:
             offset = hmul2(d, minus_centre)
-        return d, hmul2(d, SIXTEENTH), offset
+        return d, hmul2(d, too_high), offset
 
     @cuda.jit(device=True, forceinline=True)
     def multipliers(scales, block):
@@ -812,25 +823,25 @@ def half_format(format_name: str) -> HalfFormat:
         )
 
     @cuda.jit(device=True, forceinline=True)
-    def codes_5(word, bits, step, odd, row):
-        """A nibble, one bit up, and below it the lowest bit: of block step // 2, register
-        row + 2 (step & 1), bytes 0 and 2 or 1 and 3."""
-        w = uint32(word) >> uint32(7) if odd else uint32(word) << uint32(1)
-        up = 4 * (step & 1)
-        at = 8 * odd + 4 * (step >> 1) + row + 2 * (step & 1) - up
-        b = uint32(bits) >> uint32(at) if at >= 0 else uint32(bits) << uint32(-at)
-        return and_xor(w, 0x001E001E << up, and_xor(b, 0x00010001 << up, flip << up))
+    def codes_5(w, step, row, odd):
+        """Of bytes 0 and 2, or 1 and 3: nibbles where they are, and what is next to them: above the
+        lower ones the highest bit, below the upper ones the lowest, which lie side by side. So one
+        shift and one mask serve both, as either's nibble covers the other's bit."""
+        number = 2 * (step >> 1) + row
+        at = 8 * odd + 2 * number - 3
+        bits = uint32(w[4]) >> uint32(at) if at >= 0 else uint32(w[4]) << uint32(-at)
+        nibbles = uint32(w[number]) >> uint32(8 * odd)
+        return select_bits(0x000F000F << 4 * (step & 1), nibbles, bits & uint32(FIFTH_BITS))
 
     @cuda.jit(device=True, forceinline=True)
     def fragments_5(w, step, multipliers):
-        g, h, bits = w[2 * (step >> 1)], w[2 * (step >> 1) + 1], w[4]
         (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
         x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
         return (
-            hfma2(codes_5(g, bits, step, 0, 0), x, off_g),
-            hfma2(codes_5(h, bits, step, 0, 1), y, off_h),
-            hfma2(codes_5(g, bits, step, 1, 0), x, off_g),
-            hfma2(codes_5(h, bits, step, 1, 1), y, off_h),
+            hfma2(codes_5(w, step, 0, 0), x, off_g),
+            hfma2(codes_5(w, step, 1, 0), y, off_h),
+            hfma2(codes_5(w, step, 0, 1), x, off_g),
+            hfma2(codes_5(w, step, 1, 1), y, off_h),
         )
 
     @cuda.jit(device=True, forceinline=True)

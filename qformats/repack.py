@@ -179,12 +179,13 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
                 row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
                 and k = 16 + 4t + i (high), as byte 4t + i of a ggml block does
                 8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
-        bits    5 bits only: for each half a word a lane; bit 8i + 4b + r is the lowest bit of the
-                code in byte i of register a_r of block b (the nibbles are the upper four)
+        bits    5 bits only: for each half a word a lane; bits 8i + 2w and 8i + 2w + 1 belong to the
+                two codes in byte i of word w: the lowest bit of the code whose other four are the
+                high nibble, and the highest of the one whose other four are the low nibble
         scales  float16 [8 g][row g, row g + 8][4 blocks]: d'
         minima  q4_1 and q5_1 only: likewise m'
 
-    Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
+    Codes of q4_0 are centred: two's complement of code - 8.
 
     factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
@@ -254,20 +255,17 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     else:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
-            low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
-            centre = np.uint8(16 if fmt.name == "q5_0" else 0)
-            low, high = low ^ centre, high ^ centre
-            qs = np.asarray(low >> 1 | (high >> 1) << 4, np.uint8)
+            pairs = np.stack([qs >> 4 & 1, bits[..., :16]], axis=-2)  # [..., which, 16 bytes]
+            qs = np.asarray(qs & 15 | (qs >> 5 | bits[..., 16:] << 3) << 4, np.uint8)
         elif fmt.name == "q4_0":
             qs = qs ^ np.uint8(0x88)
         # ... half of the record, block of that half, t
         words = np.ascontiguousarray(qs).view("<u4").reshape(rows, 2, 8, deep, 2, 2, 4)
         parts.append(words.transpose(0, 3, 4, 2, 6, 5, 1))
         if fmt.bits == 5:
-            lowest = np.stack([low, high], axis=-2) & 1  # [..., half of the block, 16 bytes]
-            lowest = lowest.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b part t i
-            # word of a half and lane: byte i, bit 4 b + 2 part + (row g + 8)
-            octets = lowest.transpose(0, 3, 4, 2, 7, 8, 5, 6, 1).reshape(rows, deep, 2, 32, 4, 8)
+            pairs = pairs.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b which t i
+            # word of a half and lane: byte i, bit 4 b + 2 (row g + 8) + which
+            octets = pairs.transpose(0, 3, 4, 2, 7, 8, 5, 1, 6).reshape(rows, deep, 2, 32, 4, 8)
             parts.append(np.packbits(octets, axis=-1, bitorder="little"))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]

@@ -11,7 +11,7 @@ What is new
 Why it should help
     mma.sync stops at two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
     are 1024 of their cycles, in which two warps a scheduler issue 2 x 157 instructions (5 bits: 2 x
-    232), and 41 bytes a cycle come from the L2, in two pieces of memory. For few tokens what counts
+    192), and 41 bytes a cycle come from the L2, in two pieces of memory. For few tokens what counts
     is how soon weights are asked for: before the launch that rounds the activations has ended.
 What it costs
     One block of 384 threads and all shared memory an SM; one GPU: wgmma is of compute capability
@@ -232,7 +232,7 @@ def kernel(
 
 
 def tiling(fmt: Format, shape: Shape) -> Cut:
-    unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
+    unpack = 24 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
 
     def stage(bn: int, bm: int) -> int:
         """Cycles of the tensor cores; of a warp that unpacks and asks for products, of which most
