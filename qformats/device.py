@@ -762,6 +762,19 @@ EIGHTH = 0x30003000  # 2^-3 twice
 FIFTH_BITS = 0x00180018  # of two codes at bit 3 the lowest, of two at bit 0 the highest
 
 
+@cuda.jit(device=True, forceinline=True)
+def two_of_five(words, block, row, up, odd):
+    """Codes of 5 bits in bytes 0 and 2 of a word, or 1 and 3, of its low nibbles, or 8 times those
+    of its high ones: nibbles where they are, and above the low ones the highest bit, below the high
+    ones the lowest. These lie side by side, so one shift and one mask serve both, as either's
+    nibble covers the other's bit."""
+    number = 2 * block + row
+    at = 8 * odd + 2 * number - 3
+    bits = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
+    nibbles = uint32(words[number]) >> uint32(8 * odd)
+    return select_bits(0x000F000F << 4 * up, nibbles, bits & uint32(FIFTH_BITS))
+
+
 @cache
 def half_format(format_name: str) -> HalfFormat:
     """The float16 weights of a format, for capture in a kernel factory."""
@@ -823,25 +836,14 @@ def half_format(format_name: str) -> HalfFormat:
         )
 
     @cuda.jit(device=True, forceinline=True)
-    def codes_5(w, step, row, odd):
-        """Of bytes 0 and 2, or 1 and 3: nibbles where they are, and what is next to them: above the
-        lower ones the highest bit, below the upper ones the lowest, which lie side by side. So one
-        shift and one mask serve both, as either's nibble covers the other's bit."""
-        number = 2 * (step >> 1) + row
-        at = 8 * odd + 2 * number - 3
-        bits = uint32(w[4]) >> uint32(at) if at >= 0 else uint32(w[4]) << uint32(-at)
-        nibbles = uint32(w[number]) >> uint32(8 * odd)
-        return select_bits(0x000F000F << 4 * (step & 1), nibbles, bits & uint32(FIFTH_BITS))
-
-    @cuda.jit(device=True, forceinline=True)
     def fragments_5(w, step, multipliers):
         (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
         x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
         return (
-            hfma2(codes_5(w, step, 0, 0), x, off_g),
-            hfma2(codes_5(w, step, 1, 0), y, off_h),
-            hfma2(codes_5(w, step, 0, 1), x, off_g),
-            hfma2(codes_5(w, step, 1, 1), y, off_h),
+            hfma2(two_of_five(w, step >> 1, 0, step & 1, 0), x, off_g),
+            hfma2(two_of_five(w, step >> 1, 1, step & 1, 0), y, off_h),
+            hfma2(two_of_five(w, step >> 1, 0, step & 1, 1), x, off_g),
+            hfma2(two_of_five(w, step >> 1, 1, step & 1, 1), y, off_h),
         )
 
     @cuda.jit(device=True, forceinline=True)
@@ -884,7 +886,7 @@ class ByteFormat:
 
     Of `byte_tiles`: in one register two codes, each taken as a float16 below 2^-13, are multiplied
     by d' and added to m', which leaves an int8 in the lower byte of each; a PRMT makes four of two.
-    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits four LOP3 and two
+    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits two LOP3 and two
     shifts more; and three instructions for what depends on the scale.
 
     Of `integer_tiles`: in one register four codes are multiplied at once. Eight of them cost a
@@ -909,7 +911,8 @@ def byte_format(format_name: str) -> ByteFormat:
     """The int8 weights of a format, for capture in a kernel factory."""
     tile, half = tile_format(format_name), half_format(format_name)
     minimum, bits = tile.minimum, FORMATS[format_name].bits
-    flip = 0x00080008 if format_name in CENTRE else 0  # what `tiles` did to nibbles
+    flip = 0x00080008 if format_name == "q4_0" else 0  # what `tiles` did to nibbles
+    too_high = SIXTEENTH if bits == 4 else EIGHTH  # codes of upper nibbles
     minus_centre = CENTRE.get(format_name, 0) * 0x00010001 | 0x80008000
 
     @cuda.jit(device=True, forceinline=True)
@@ -918,23 +921,20 @@ def byte_format(format_name: str) -> ByteFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):
-        """(d' for codes where they are, for codes 4 bits up, m')"""
+        """(d' for codes where they are, for codes of high nibbles, m')"""
         pick = 0x3232 if block else 0x1010
         d = prmt(scales[row], scales[row], pick)
         if minimum:
-            return d, hmul2(d, SIXTEENTH), prmt(scales[2 + row], scales[2 + row], pick)
-        return d, hmul2(d, SIXTEENTH), hfma2(d, minus_centre, ZERO_BITS)
+            return d, hmul2(d, too_high), prmt(scales[2 + row], scales[2 + row], pick)
+        return d, hmul2(d, too_high), hfma2(d, minus_centre, ZERO_BITS)
 
     @cuda.jit(device=True, forceinline=True)
-    def codes(words, block, row, up, odd):
-        """Of a word two codes as integers of 16 bits, or 16 times as much where `up` is 1."""
+    def two_of_four(words, block, row, up, odd):
+        """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1."""
         nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
-        x = and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
-        if bits == 4:
-            return x
-        at = 8 * block + 2 * odd + row - 4
-        b = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
-        return and_xor(b, 0x00100010 << 4 * up, x)
+        return and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
+
+    codes = two_of_four if bits == 4 else two_of_five
 
     @cuda.jit(device=True, forceinline=True)
     def four(words, block, row, up, scale, offset):

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from qformats.codec import (
     BLOCK,
-    FORMATS,
     WEIGHT_FORMATS,
     Blocks,
     Floats,
@@ -295,11 +294,6 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
     codes of q8_0 are the int8 already, and its records have no scales. factors: float32 [N rounded
     up to whole bands].
-
-    Formats of 5 bits have another order, with which a kernel needs three instructions less for
-    eight codes: codes and scales are those of `tiles` for the lower four bits as a format of 4,
-    and in the word of a half and lane bit 16 h + 8 b + 4 u + 2 o + r is the fifth bit of the code
-    in byte 2 h + o of its block b, of row g + 8 r, lower (u = 0) or upper nibble.
     """
     fmt = matrix_format("byte_tiles", blocks)
     maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
@@ -311,28 +305,10 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
     factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = maps.factor
-    records = _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt)
+    records = _records(made, fmt)
     if fmt.bits == 8:
         records = records[:, : TILE_ROWS * TILE_K]
     return in_bands(records, row_tiles(len(blocks))), factors
-
-
-def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
-    """The records of 5 bits of `byte_tiles`, as `_records`."""
-    name = {"q5_0": "q4_0", "q5_1": "q4_1"}[format_of(blocks).name]
-    lower = np.zeros(blocks.shape, FORMATS[name].dtype)
-    for field in lower.dtype.names or ():
-        lower[field] = blocks[field]
-    n, blocks_k = blocks.shape
-    rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
-    fifth = np.zeros((rows * TILE_ROWS, deep * 4, BLOCK), np.uint8)
-    qh = np.ascontiguousarray(blocks["qh"])
-    fifth[:n, :blocks_k] = np.unpackbits(qh, axis=-1, bitorder="little")
-    by_place = fifth.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
-    octets = by_place.transpose(0, 3, 4, 2, 7, 8, 5, 6, 9, 1).reshape(rows * deep, -1)
-    bits = np.packbits(octets, axis=-1, bitorder="little")
-    records, codes = _records(lower, FORMATS[name]), TILE_ROWS * TILE_K // 2
-    return np.concatenate([records[:, :codes], bits, records[:, codes:]], axis=1)
 
 
 def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:

@@ -9,7 +9,7 @@ What is new
     take 14 instructions. Q8_0 is rounded once and for all, when it is packed.
 Why it should help
     The tensor cores multiply int8 twice as fast as float16: 128 x 128 outputs and 128 K are 512
-    cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 224, 8 bits:
+    cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 208, 8 bits:
     2 x 50), but each waits for its own results, for longer than its neighbour's product lasts; so
     the tile is 128 x 256, 1024 cycles, where there are enough of them. Steps 7 to 9 paid three
     instructions for each sum every 32 of K.
@@ -227,7 +227,7 @@ def stage(bits: int, unpack: int, bn: int, bm: int) -> int:
 
 
 def tiling(fmt: Format, shape: Shape) -> Cut:
-    cycles = partial(stage, fmt.bits, {4: 16, 5: 22, 8: 4}[fmt.bits])
+    cycles = partial(stage, fmt.bits, {4: 16, 5: 20, 8: 4}[fmt.bits])
     return fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
