@@ -102,7 +102,7 @@ class Relocatable:
     def __call__(self, a: int, out: int, weights: Sequence[int], work: int, stream: int) -> None:
         """Queue out[:] = a @ dequantize(W)^T on a stream; returns before it is done.
 
-        Addresses on the GPU, unchecked: a, float32 [M, K]; out, [M, N], float16 if `half`, apart from a and
+        Addresses on the GPU, unchecked: a, float32 [M, K]; out, [M, N], apart from a and
         at a multiple of 16; the arrays of `packing`; `work`, see `nbytes`.
         """
         addresses = (a, out, work, work + self.zeroed, *weights)
