@@ -14,6 +14,7 @@ from reference.problem import (
     DISTRIBUTIONS,
     GOLDEN,
     GPU_CHECK_SHAPES,
+    GivenBlocks,
     Golden,
     Problem,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "GPU_CHECK_SHAPES",
     "Q81",
     "Check",
+    "GivenBlocks",
     "Golden",
     "Halves",
     "Limits",

@@ -28,6 +28,7 @@ from qformats import BLOCK, FORMATS, Format
 from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import (
     activations_shape,
+    blocks_of,
     is_device_array,
     output_dtype,
     require_grid,
@@ -39,6 +40,7 @@ from steps.registry import find
 from steps.step import ACCURACIES, Accuracy, Family, Shape, Step
 
 if TYPE_CHECKING:
+    from qformats.gguf_file import Tensor
     from steps.machines import Gpu, Simulator
 
 
@@ -65,7 +67,7 @@ class Packed:
 
 
 def pack(
-    w: np.ndarray,
+    w: np.ndarray | Tensor,
     *,
     step: int | None = None,
     family: Family | None = None,
@@ -74,13 +76,15 @@ def pack(
 ) -> Packed:
     """Blocks [N, K/32] -> a handle whose weights lie on the machine as steps read them.
 
+    w        : blocks, or a tensor of a file (`qformats.gguf_file`), packed from where it is mapped.
     step     : for this one alone; by default for all that share the layout of the highest one.
     family   : for products of this family alone, see `gemm`.
     accuracy : of products with it that do not say another, see `gemm`; the highest step is one of
                this accuracy.
     machine  : by default the current GPU; `steps.machines.Simulator()` needs none, and is slow.
     """
-    fmt = weight_format(w)
+    blocks = blocks_of(w)
+    fmt = weight_format(blocks)
     where = machine_for(machine)
     known_accuracy(accuracy)
     if step is None:
@@ -91,15 +95,15 @@ def pack(
         steps = (find(step),)
         if why := steps[0].supports(fmt.name, family or steps[0].families[-1], where.cc):
             raise ValueError(why)
-    n, blocks_k = w.shape
-    arrays = tuple(where.array(array) for array in steps[0].pack(w))
+    n, blocks_k = blocks.shape
+    arrays = tuple(where.array(array) for array in steps[0].pack(blocks))
     where.synchronize()  # an upload may be read on any stream from here on
     return Packed(steps, family, accuracy, fmt.name, n, blocks_k * BLOCK, arrays, where)
 
 
 def gemm(
     a: Any,
-    w: np.ndarray | Packed,
+    w: np.ndarray | Tensor | Packed,
     *,
     step: int | None = None,
     out: Any = None,
@@ -113,8 +117,8 @@ def gemm(
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T, in float32 or float16.
 
     a       : float32 [M, K], C-contiguous, NumPy or on the GPU; M is at least 1.
-    w       : blocks [N, K/32], a NumPy array of a dtype of `qformats` (a view too), or what `pack`
-              made of them.
+    w       : blocks [N, K/32], a NumPy array of a dtype of `qformats` (a view too); a tensor of a
+              file, see `pack`; or what `pack` made of them.
     step    : the number of one step; by default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest that the GPU can run.
     family  : "A16" multiplies float32 activations, rounded to float16 by the steps on tensor cores;
@@ -139,6 +143,7 @@ def gemm(
     Returns C: `out` where it was given, else a new array of the same kind as `a`.
     Raises TypeError, ValueError (one sentence that names the numbers) or RuntimeError (no GPU).
     """
+    w = blocks_of(w)
     on_device = is_device_array(a)
     m, k = activations_shape(a, on_device)
     fmt, n, packed_k = weights_shape(w)

@@ -36,7 +36,6 @@ from steps import torch_operator as operator
 from steps.choice import known_accuracy
 from steps.operands import weight_format
 from steps.relocatable import packings
-from steps.step import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -159,14 +158,20 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """TypeError or ValueError, and nothing computed, for an x that does not fit."""
-        if x.device != self.device:
-            raise ValueError(f"x is on {x.device} and the layer on {self.device}: move one of them")
-        needs_blocks = not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad)
-        return operator.linear(
+        weights = self._arrays("weights")
+        here = (weights[0] if weights else self.blocks).device
+        if x.device != here:
+            raise ValueError(f"x is on {x.device} and the layer on {here}: move one of them")
+        bias, blocks, graded = self.bias, None, False
+        if torch.is_grad_enabled():
+            graded = x.requires_grad or (bias is not None and bias.requires_grad)
+        if not x.is_cuda or (graded and x.requires_grad):
+            blocks = self.blocks
+        return (operator.linear if graded else operator.product)(
             x,
-            self.bias,
-            self.blocks if needs_blocks else None,
-            self._arrays("weights"),
+            bias,
+            blocks,
+            weights,
             self._arrays("fast"),
             self.packings,
             self.accuracy,
@@ -203,10 +208,9 @@ class QuantLinear(nn.Module):
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
         offered = operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
-        shape = Shape(m, self.out_features, self.in_features)
-        made = operator.planned(
-            self.format, shape, offered, self.accuracy, torch.float32, self.device
-        )
+        size = m, self.out_features, self.in_features
+        with torch.cuda.device(self.device):
+            made = operator.planned(self.format, size, offered, self.accuracy, False, self.device)
         return str(made.choice)
 
     def extra_repr(self) -> str:
@@ -220,8 +224,7 @@ class QuantLinear(nn.Module):
 
     def _arrays(self, kind: str) -> list[Tensor]:
         """The arrays of a packing, in order."""
-        names = (f"{kind}_{i}" for i in range(len(self._buffers)))
-        return [self._buffers[name] for name in names if name in self._buffers]
+        return [array for name, array in self._buffers.items() if name.startswith(kind)]
 
     def _move(self, device: Any) -> None:
         """Make the packings for a device anew, of the blocks."""
