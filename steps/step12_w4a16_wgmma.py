@@ -31,8 +31,9 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, int32, int64, uint8
 
-from qformats import Format
-from qformats.device import half_format
+from qformats import FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats.carriers import Held, carrier
+from qformats.device_carriers import half_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import GROUP, ROWS, finish_wgmma
@@ -80,7 +81,7 @@ UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal 
 
 @cache
 def kernel(
-    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+    fmt: Held, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
@@ -233,11 +234,11 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
+def tiling(fmt: Held, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
     fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
-    unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
+    unpack = {5: 29, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # cycles of 128 K: of the tensor cores; of a warp that unpacks and asks for products, of
@@ -257,7 +258,7 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Two tiles for each block, and a count for each 64 features of a tile."""
-    (bn, bm), total, blocks, tail = tiling(fmt, shape)
+    (bn, bm), total, blocks, tail = tiling(carrier(fmt), shape)
     return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((total * bn // ROWS,), np.int32)
 
 
@@ -270,6 +271,7 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
+    fmt = carrier(fmt)
     tile, total, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
     while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
@@ -292,6 +294,7 @@ STEP = Step(
     activations=float16_units,
     launch=launch,
     scratch=scratch,
+    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
     outputs=("float32", "float16"),
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither

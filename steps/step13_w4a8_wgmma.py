@@ -6,7 +6,7 @@ What is new
     scale of a block goes into its weights, which are rounded to int8 on their way, in registers: a
     nibble taken as a float16, times k / 8 (k = 8 d / scale, at most 127), plus a constant so large
     that a float16 has no bits for fractions beside it. Its lower byte is the weight. Eight of them
-    take 14 instructions. Q8_0 is rounded once and for all, when it is packed.
+    take 14 instructions. Q8_0, and what else files come in, is rounded once, when it is packed.
 Why it should help
     The tensor cores multiply int8 twice as fast as float16: 128 x 128 outputs and 128 K are 512
     cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 224, 8 bits:
@@ -32,9 +32,9 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, int32, int64, uint8
 
-from qformats import Format
+from qformats import FILE_FORMATS, WEIGHT_FORMATS, Format
 from qformats.device import byte_format
-from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
+from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
 from steps.instructions import (
@@ -244,7 +244,7 @@ def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
-    (bn, bm), total, blocks, tail = tiling(fmt, shape)
+    (bn, bm), total, blocks, tail = tiling(byte_carrier(fmt), shape)
     counts = total * bn // ROWS * ceil_div(bm, LOT)
     return ((2 * blocks * bn * bm if tail else 4,), np.int32), ((counts,), np.int32)
 
@@ -258,6 +258,7 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
+    fmt = byte_carrier(fmt)
     tile, total, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
     while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
@@ -280,6 +281,7 @@ STEP = Step(
     activations=int8_units,
     launch=launch,
     scratch=scratch,
+    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
     outputs=("float32", "float16"),
     accuracy="fast",
     min_cc=(9, 0),
