@@ -72,9 +72,7 @@ _CARRIERS: Final = {
         Carrier("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
         Carrier("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
         # qs: the upper four bits; qh: byte j % 8 has the lower two of element j
-        Carrier(
-            "c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32
-        ),
+        Carrier("c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32),
     )
 }
 _CARRIED_AS: Final = {
@@ -92,6 +90,12 @@ _CARRIED_AS: Final = {
 def held(name: str) -> Held:
     """The format or carrier of this name."""
     return _CARRIERS.get(name) or FORMATS[name]
+
+
+def alike(name: str) -> str:
+    """The format of `WEIGHT_FORMATS` whose records are the nearest in size and work: what was
+    measured of it stands for a format of files that was not."""
+    return {"c4": "q4_0", "c4m": "q4_1", "c6": "q8_0"}.get(to := carrier(held(name)).name, to)
 
 
 def carrier(fmt: Held) -> Held:
@@ -119,6 +123,13 @@ def carried(blocks: Blocks) -> Carried:
     numbers stay so.
     """
     fmt = format_of(blocks)
+    if fmt.name == "mxfp4" and (wrong := fmt.scale(blocks) > LARGEST).any():
+        n, b = (int(i) for i in np.argwhere(wrong)[0])
+        e = int(blocks["e"][n, b])
+        raise ValueError(
+            f"block {b} of row {n} has a scale of 2^{e - 128}, and records hold up to 2^100, as sums "
+            f"of float32 would overflow"
+        )
     levels, scale = fmt.levels(blocks), fmt.scale(blocks).astype(np.float64)
     if "dmin" in (fmt.dtype.names or ()):
         return Carried(levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64)))

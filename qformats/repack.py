@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from qformats.carriers import LARGEST, Carrier, Held, as_carrier, carrier
+from qformats.carriers import Carrier, Held, as_carrier, carrier
 from qformats.codec import (
     BLOCK,
     FILE_FORMATS,
@@ -23,7 +23,6 @@ from qformats.codec import (
     Format,
     format_of,
 )
-
 
 KNOWN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """Formats that `as_bytes`, `tiles` and `byte_tiles` take; the others take the first five."""
@@ -96,9 +95,7 @@ def _weight_format(
     return fmt
 
 
-def _matrix_format(
-    taker: str, blocks: Blocks, known: tuple[str, ...] = WEIGHT_FORMATS
-) -> Format:
+def _matrix_format(taker: str, blocks: Blocks, known: tuple[str, ...] = WEIGHT_FORMATS) -> Format:
     if blocks.ndim != 2:
         raise ValueError(
             f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
@@ -350,7 +347,9 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     if "m" in (fmt.dtype.names or ()):
         made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
     factors[: len(blocks)] = maps.factor
-    return _in_bands(_with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt), made), factors
+    return _in_bands(
+        _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt), made
+    ), factors
 
 
 def byte_carrier(fmt: Format) -> Format:

@@ -234,8 +234,9 @@ def same_operands_half(a: Array, blocks: Array) -> Array:
 def magnitude_a16(a: Array, blocks: Array, held: bool = False) -> Array:
     """sum_k |a| * (|scale * code| + |offset|), float64[M, N]: what rounding errors are relative to.
 
-    `held`: of the weights as records hold them, see `same_operands_half`. Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
-    well as one that dequantizes each weight first (whose terms |a * w| are never larger).
+    Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
+    well as one that dequantizes each weight first (whose terms |a * w| are never larger). `held`:
+    of the weights as records hold them, see `same_operands_half`.
     """
     _same_k(a.shape[1], blocks)
     a = np.abs(a).astype(np.float64)

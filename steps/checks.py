@@ -204,6 +204,7 @@ def cases(
     if distribution == "golden":
         return (Case((1, 1, 32), "golden", seed, order or 0),)
     if shape is not None:
+        require_depth(format_name, shape[2])
         if simulated and shape[0] * shape[1] * shape[2] > SIMULATOR_LIMIT:
             raise UsageError(
                 f"M*N*K = {shape[0] * shape[1] * shape[2]} multiply-adds are too many for the "
@@ -227,6 +228,16 @@ def cases(
     has_golden = distribution is None and format_name in GOLDEN
     golden = [Case((1, 1, 32), "golden", 0, order or 0)] if has_golden else []
     return (*golden, *regular)
+
+
+def require_depth(format_name: str, k: int) -> None:
+    """UsageError where K is not a multiple of a format's block."""
+    size = FORMATS[format_name].elements
+    if k % size:
+        raise UsageError(
+            f"K={k} is not a multiple of {size}, the block of {format_name}: "
+            f"use {k // size * size + size}"
+        )
 
 
 # --- running the cases ----------------------------------------------------------------------------

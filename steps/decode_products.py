@@ -10,9 +10,9 @@ them all. B for one token: the weights of block j meet zeros in the columns of t
     mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
     mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
 
-Where 16 K have scales of their own (`qformats.carriers`) the lower and the upper half of a block are
-summed apart: with one token in its block's two columns, which costs nothing, else by two mma, each
-with zeros for the other half.
+Where 16 K have scales of their own (`qformats.carriers`) the lower and the upper half of a block
+are summed apart: with one token in its block's two columns, which costs nothing, else by two mma,
+each with zeros for the other half.
 """
 
 from __future__ import annotations

@@ -223,12 +223,12 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     workspace: tuple,
 ) -> Launch:  # fmt: skip
-    fmt = carrier(fmt)
-    cut = split(fmt, shape)
+    held = carrier(fmt)
+    cut = split(held, shape)
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = (*activations, workspace[0])[:2]  # float32 A has no scales: any array will do
     args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
-    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
+    made = kernel(held, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
     grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 

@@ -282,10 +282,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    fmt = carrier(fmt)
-    bm, _, parts = tiling(fmt, shape)
-    _, stages, shared = ring_for(fmt, bm)
-    run, threads = kernel(fmt, bm, stages, out.dtype == np.float16)
+    held = carrier(fmt)
+    bm, _, parts = tiling(held, shape)
+    _, stages, shared = ring_for(held, bm)
+    run, threads = kernel(held, bm, stages, out.dtype == np.float16)
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), parts)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
     return Launch(run, grid, (threads,), args, shared)

@@ -271,13 +271,13 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    fmt = carrier(fmt)
-    tile, total, blocks, tail = tiling(fmt, shape)
+    held = carrier(fmt)
+    tile, total, blocks, tail = tiling(held, shape)
     in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
+    while kernel(held, tile, stages, 0, in_half)[1] > shared_memory():
         stages -= 1
     ahead = min(AHEAD, stages - 2) if total > blocks else 0
-    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
+    run, shared_bytes = kernel(held, tile, stages, ahead, in_half)
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
     return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
