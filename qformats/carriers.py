@@ -5,7 +5,7 @@ of 4, 5, 6 or 8 bits, with a float16 scale, and a minimum where there is one, fo
 Most are carried as an older format, by its own kernels:
 
     file     carrier   bits a weight of a file, of a record
-    mxfp4    q5_0      4.25     5.5       levels are integers from -12 to 12
+    mxfp4    c5        4.25     5.25      levels are integers from -12 to 12, a scale is one byte
     iq4_nl   q8_0      4.5      8.5       so they are here, -127 to 113
     q4_k     q4_1      4.5      5.0
     q5_k     q5_1      5.5      6.0
@@ -45,10 +45,8 @@ LARGEST: Final = 2.0**100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carrier:
-    """A block of 32 that only records hold, two scales in each; attributes as of a `Format`.
-
-    `zero` codes stand for 0 and are kept centred, in two's complement; 0 where there is a minimum.
-    """
+    """A block of 32 that only records hold; attributes as of a `Format`. `zero`: the code of 0, as
+    far as a code is not negative; 0 where there is a minimum."""
 
     name: str
     bits: int
@@ -69,6 +67,10 @@ _PAIR: Final = ("<f2", (2,))
 _CARRIERS: Final = {
     made.name: made
     for made in (
+        # d: the upper byte of a float16, enough for a power of two from 2^-16 up
+        Carrier(
+            "c5", 5, np.dtype([("d", "u1"), ("qh", "u1", (4,)), ("qs", "u1", (16,))]), 16, BLOCK
+        ),
         Carrier("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
         Carrier("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
         # qs: the upper four bits; qh: byte j % 8 has the lower two of element j
@@ -76,7 +78,7 @@ _CARRIERS: Final = {
     )
 }
 _CARRIED_AS: Final = {
-    "mxfp4": "q5_0",
+    "mxfp4": "c5",
     "iq4_nl": "q8_0",
     "q2_k": "c4m",
     "q3_k": "c4",
@@ -95,7 +97,9 @@ def held(name: str) -> Held:
 def alike(name: str) -> str:
     """The format of `WEIGHT_FORMATS` whose records are the nearest in size and work: what was
     measured of it stands for a format of files that was not."""
-    return {"c4": "q4_0", "c4m": "q4_1", "c6": "q8_0"}.get(to := carrier(held(name)).name, to)
+    return {"c4": "q4_0", "c4m": "q4_1", "c5": "q5_0", "c6": "q8_0"}.get(
+        to := carrier(held(name)).name, to
+    )
 
 
 def carrier(fmt: Held) -> Held:
@@ -155,13 +159,12 @@ def as_carrier(blocks: Blocks) -> tuple[Blocks, NDArray[np.float64], NDArray[np.
     if to.bits == 8:
         made["qs"] = codes
     else:
-        codes = (codes + (16 if to.name == "q5_0" else 0)).astype(np.uint8)
-        if isinstance(to, Carrier):
-            codes &= np.uint8(2**to.bits - 1)
-            if to.bits == 6:
-                two = (codes & 3).reshape(n, -1, 4, 8) << np.array([0, 2, 4, 6], np.uint8)[:, None]
-                made["qh"] = np.bitwise_or.reduce(two, axis=2)
-                codes >>= np.uint8(2)
+        codes = (codes + (16 if to.name == "c5" else 0)).astype(np.uint8)
+        codes &= np.uint8(2**to.bits - 1)
+        if to.bits == 6:
+            two = (codes & 3).reshape(n, -1, 4, 8) << np.array([0, 2, 4, 6], np.uint8)[:, None]
+            made["qh"] = np.bitwise_or.reduce(two, axis=2)
+            codes >>= np.uint8(2)
         elif to.bits == 5:
             made["qh"] = np.packbits(codes >> 4, axis=-1, bitorder="little")
         made["qs"] = codes[..., :16] & 15 | codes[..., 16:] << 4

@@ -593,6 +593,7 @@ class TileFormat:
     signed       : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
     minimum      : whether there are minima
     group        : elements that share a scale, 32 or 16
+    scale_bytes  : 2; or 1, of a float16 the upper
     load(m, at, lane, half)
         what one lane needs of the record at byte `at` of array m for one half of 64 K
     fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
@@ -608,6 +609,7 @@ class TileFormat:
     load: Any
     fragments: Any
     group: int = BLOCK
+    scale_bytes: int = 2
 
 
 HIGH_NIBBLES = 0xF0F0F0F0

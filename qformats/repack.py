@@ -201,6 +201,14 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
                 4u + 2r and above are the lower two of the code in byte i of row g + 8r, of its
                 lower (u = 0) or upper nibble
 
+    and MXFP4 has
+
+        codes   for each half of 64 K 16 bytes a lane: words 0 to 3; then for each half word 4.
+                Codes are 0 to 31 for -16 to 15, two of them 16 bits apart, of bytes o and o + 2 as
+                above: pair n = 8b + 4u + 2o + r < 15 of block b, row g + 8r and nibble u stands in
+                word n // 3 from bit n % 3 * 5 on; bit i of pair 15 is bit 15 of word i
+        scales  bytes [8 g][row g, row g + 8][4 blocks]: the upper half of the float16 d'
+
     factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
 
@@ -230,12 +238,17 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         if m is not None:
             power = np.minimum(power, 24 - _exponent(m, -24))
         of_row = power.reshape(-1, *[1] * (d.ndim - 1))
-        scaled["d"] = np.ldexp(d, of_row)
+        scaled["d"] = _as_scales(np.ldexp(d, of_row), scaled.dtype["d"])
         if m is not None:
             scaled["m"] = np.ldexp(m, of_row - 9)
     factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
     return _in_bands(_records(scaled, carrier(fmt)), scaled), factors
+
+
+def _as_scales(d: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
+    """d' as a record holds it: float16, or the upper byte of one."""
+    return (d.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8) if dtype == np.uint8 else d
 
 
 def _exponent(x: NDArray[np.float64], least: int) -> NDArray[np.int32]:
@@ -276,6 +289,8 @@ def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
             low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
+            if fmt.name == "c5":
+                return _fives(np.stack([low, high], axis=-2), padded["d"], rows, deep)
             centre = np.uint8(16 if fmt.name == "q5_0" else 0)
             low, high = low ^ centre, high ^ centre
             qs = np.asarray(low >> 1 | (high >> 1) << 4, np.uint8)
@@ -302,6 +317,23 @@ def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
         parts += [padded[f].reshape(of_groups).transpose(0, 3, 4, 1, 2, 5) for f in own]
     else:
         parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
+    flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
+    return np.concatenate(flat, axis=1)
+
+
+def _fives(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], rows: int, deep: int
+) -> NDArray[np.uint8]:
+    """Those of 5 bits in words of three codes, of codes [rows * 16, deep * 4, 2, 16] and scales
+    [rows * 16, deep * 4]."""
+    by_place = codes.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
+    pairs = by_place.transpose(0, 3, 4, 2, 7, 5, 6, 9, 1, 8).astype(np.uint32)
+    pairs = pairs.reshape(rows, deep, 2, 32, 16, 2)
+    both = pairs[..., 0] | pairs[..., 1] << 16
+    words = both[..., 0:15:3] | both[..., 1:15:3] << 5 | both[..., 2:15:3] << 10
+    words |= (both[..., 15:] >> np.arange(5, dtype=np.uint32) & 0x00010001) << 15
+    of_rows = scales.reshape(rows, 2, 8, deep, 4).transpose(0, 3, 2, 1, 4)
+    parts = words[..., :4], words[..., 4], of_rows
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, axis=1)
 

@@ -38,6 +38,7 @@ from steps.instructions import (
     load_u32x4,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    prmt,
     shfl_xor,
 )
 
@@ -73,6 +74,7 @@ def products(format_name: str, tokens: int) -> Products:
     tile = tile_format(format_name)
     scales_at, minima_at = tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    width = tile.scale_bytes
     unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
@@ -85,7 +87,23 @@ def products(format_name: str, tokens: int) -> Products:
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
         """Scales or minima of rows g and g + 8."""
+        if width == 1:
+            low, high = uint32(smem[at]) << uint32(8), uint32(smem[at + 4]) << uint32(8)
+            return half_to_float(low), half_to_float(high)
         return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_record(smem, at, group):
+        """Scales or minima of rows g and g + 8, all four of each."""
+        if width == 1:
+            low, high = load_u32x2(smem, at + 8 * group)
+            return (
+                prmt(low, 0, 0x1404),
+                prmt(low, 0, 0x3424),
+                prmt(high, 0, 0x1404),
+                prmt(high, 0, 0x3424),
+            )
+        return load_u32x4(smem, at + 16 * group)
 
     @cuda.jit(device=True, forceinline=True)
     def of_block(q, block):
@@ -195,7 +213,7 @@ def products(format_name: str, tokens: int) -> Products:
             v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
             if turn == share - 1:
                 first = block - turn
-                at = slot + 16 * group + 2 * (first + (quad * share >> 2))
+                at = slot + 8 * width * group + width * (first + (quad * share >> 2))
                 w0, w8 = of_two_rows(smem, at + scales_at)
                 m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
                 if minimum:
@@ -207,8 +225,8 @@ def products(format_name: str, tokens: int) -> Products:
     def multiply_many(acc, smem, slot, at_b, at_d, lane):
         """For eight or sixteen: a block of K has all columns to itself."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
-        scales = load_u32x4(smem, slot + scales_at + 16 * (lane >> 2))
-        minima = load_u32x4(smem, slot + minima_at + 16 * (lane >> 2)) if minimum else scales
+        scales = of_record(smem, slot + scales_at, lane >> 2)
+        minima = of_record(smem, slot + minima_at, lane >> 2) if minimum else scales
         for block in range(BLOCKS):
             if block % 2 == 0:
                 f = fragments(load(smem, slot, lane, block // 2))

@@ -238,7 +238,9 @@ def tiling(fmt: Held, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
     fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
-    unpack = {5: 29, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
+    unpack = {"q5_0": 29, "q5_1": 29, "c5": 22, "c6": 32}.get(
+        fmt.name, 20
+    )  # instructions that make 16 x 16 weights
     for bn, bm in TILES:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # cycles of 128 K: of the tensor cores; of a warp that unpacks and asks for products, of
