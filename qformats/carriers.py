@@ -131,7 +131,7 @@ def carried(blocks: Blocks) -> Carried:
         n, b = (int(i) for i in np.argwhere(wrong)[0])
         e = int(blocks["e"][n, b])
         raise ValueError(
-            f"block {b} of row {n} has a scale of 2^{e - 128}, and records hold up to 2^100, as sums "
+            f"block {b} of row {n} has a scale of 2^{e - 128}, and records hold up to 2^100: sums "
             f"of float32 would overflow"
         )
     levels, scale = fmt.levels(blocks), fmt.scale(blocks).astype(np.float64)

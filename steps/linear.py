@@ -62,8 +62,9 @@ class QuantLinear(nn.Module):
     takes dequantizing on the CPU at each call, so is slow. The weights have none.
 
     in_features must be a multiple of 32, or of 256 in K-quants, which are not made of float weights
-    but taken from files. A new layer holds zeros, to be filled by `load_state_dict`; see also `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError
-    with one sentence for what cannot be.
+    but taken from files. A new layer holds zeros, to be filled by `load_state_dict`; see also
+    `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError with one sentence for what
+    cannot be.
     """
 
     _buffers: dict[str, Any]
@@ -86,8 +87,9 @@ class QuantLinear(nn.Module):
         self.packings = ""
         if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
-                f"a {fmt.name} layer needs in_features that are a multiple of {fmt.elements} and at "
-                f"least one of out_features, got in_features={in_features}, out_features={out_features}"
+                f"a {fmt.name} layer needs in_features that are a multiple of {fmt.elements} "
+                f"and at least one of out_features, got in_features={in_features}, "
+                f"out_features={out_features}"
             )
         where = torch.device(device) if device is not None else torch.get_default_device()
         row = in_features // fmt.elements * fmt.block_bytes
