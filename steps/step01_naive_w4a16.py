@@ -22,9 +22,9 @@ from typing import Any, Final
 
 from numba import cuda, float32
 
-from qformats import FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats import Format
 from qformats.device_files import device_elements
-from qformats.repack import as_bytes
+from qformats.repack import KNOWN, as_bytes
 from steps.activations import float32_rows
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
@@ -73,7 +73,7 @@ STEP = Step(
     pack=as_bytes,
     activations=float32_rows,
     launch=launch,
-    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
+    formats=KNOWN,
     contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},
     forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},
 )

@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8
 
-from qformats import BLOCK, FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats import BLOCK, Format
 from qformats.carriers import Held, carrier
 from qformats.device import record_number
 from qformats.device_carriers import tile_format
-from qformats.repack import BAND, TILE_K, TILE_ROWS, tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.decode_epilogue import finish_rows
 from steps.decode_products import products
@@ -245,7 +245,7 @@ STEP = Step(
     launch=launch,
     scratch=scratch,
     most_tokens=MOST_TOKENS,
-    formats=(*WEIGHT_FORMATS, *(name for name in FILE_FORMATS if name != "q2_k")),
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # steps.decode_products: why
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR")},
     forbids={"A8": ("HMMA", "LDL", "STL")},

@@ -31,10 +31,10 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import BLOCK, FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats import BLOCK, Format
 from qformats.carriers import Held, carrier
 from qformats.device_carriers import half_format
-from qformats.repack import BAND, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import PAD, finish_tile
 from steps.instructions import (
@@ -302,7 +302,7 @@ STEP = Step(
     activations=float16_units,
     launch=launch,
     scratch=scratch,
-    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
+    formats=KNOWN,
     outputs=("float32", "float16"),
     min_cc=(8, 0),
     contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},

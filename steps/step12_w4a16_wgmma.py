@@ -31,10 +31,10 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, int32, int64, uint8
 
-from qformats import FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats import Format
 from qformats.carriers import Held, carrier
 from qformats.device_carriers import half_format
-from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import GROUP, ROWS, finish_wgmma
 from steps.instructions import (
@@ -238,9 +238,8 @@ def tiling(fmt: Held, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
     """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
     fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
-    unpack = {"q5_0": 29, "q5_1": 29, "c5": 22, "c6": 32}.get(
-        fmt.name, 20
-    )  # instructions that make 16 x 16 weights
+    # instructions that make 16 x 16 weights
+    unpack = {"q5_0": 29, "q5_1": 29, "c5": 22, "c6": 32}.get(fmt.name, 20)
     for bn, bm in TILES:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         # cycles of 128 K: of the tensor cores; of a warp that unpacks and asks for products, of
@@ -265,14 +264,9 @@ def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int,
 
 
 def launch(
-    fmt: Format,
-    family: Family,
-    shape: Shape,
-    weights: tuple,
-    activations: tuple,
-    out: Any,
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
-) -> Launch:
+) -> Launch:  # fmt: skip
     held = carrier(fmt)
     tile, total, blocks, tail = tiling(held, shape)
     in_half, stages = out.dtype == np.float16, STAGES
@@ -296,7 +290,7 @@ STEP = Step(
     activations=float16_units,
     launch=launch,
     scratch=scratch,
-    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
+    formats=KNOWN,
     outputs=("float32", "float16"),
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither

@@ -32,9 +32,9 @@ from typing import Any, Final
 import numpy as np
 from numba import cuda, int32, int64, uint8
 
-from qformats import FILE_FORMATS, WEIGHT_FORMATS, Format
+from qformats import Format
 from qformats.device import byte_format
-from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
 from steps.instructions import (
@@ -250,14 +250,9 @@ def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int,
 
 
 def launch(
-    fmt: Format,
-    family: Family,
-    shape: Shape,
-    weights: tuple,
-    activations: tuple,
-    out: Any,
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
-) -> Launch:
+) -> Launch:  # fmt: skip
     fmt = byte_carrier(fmt)
     tile, total, blocks, tail = tiling(fmt, shape)
     in_half, stages = out.dtype == np.float16, STAGES
@@ -281,7 +276,7 @@ STEP = Step(
     activations=int8_units,
     launch=launch,
     scratch=scratch,
-    formats=(*WEIGHT_FORMATS, *FILE_FORMATS),
+    formats=KNOWN,
     outputs=("float32", "float16"),
     accuracy="fast",
     min_cc=(9, 0),
