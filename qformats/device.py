@@ -612,6 +612,8 @@ class TileFormat:
     unit         : the bytes of `fragments` are codes times this (`qformats.repack.CODE_UNIT`)
     signed       : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
     minimum      : whether there are minima
+    group        : elements that share a scale, 32 or 16
+    scale_bytes  : 2; or 1, of a float16 the upper
     load(m, at, lane, half)
         what one lane needs of the record at byte `at` of array m for one half of 64 K
     fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
@@ -626,6 +628,8 @@ class TileFormat:
     minimum: bool
     load: Any
     fragments: Any
+    group: int = BLOCK
+    scale_bytes: int = 2
 
 
 HIGH_NIBBLES = 0xF0F0F0F0
@@ -726,9 +730,9 @@ class HalfFormat:
     """How lanes make float16 weights of a record of `qformats.repack.tiles`.
 
     record_bytes : bytes of one record
-    words(m, at, lane, half)
+    words(m, at, lane, half) -> `n_words` words
         what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
-    scales(m, at, lane, half)
+    scales(m, at, lane, half) -> `n_scales` words
         likewise of the scales and minima
     multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
         register, of block 0 or 1 of that half
@@ -755,6 +759,8 @@ class HalfFormat:
     scales: Any
     multipliers: Any
     fragments: Any
+    n_words: int
+    n_scales: int
 
 
 SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
@@ -780,6 +786,7 @@ def half_format(format_name: str) -> HalfFormat:
     """The float16 weights of a format, for capture in a kernel factory."""
     tile = tile_format(format_name)
     scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
+    bits = FORMATS[format_name].bits
     # the code that stands for 0: as a float16, negative, times d' it is the offset ...
     centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
     minus_centre = (0x8000 | centre) * 0x00010001
@@ -866,7 +873,9 @@ def half_format(format_name: str) -> HalfFormat:
         words=tile.load,
         scales=scales_and_minima if minimum else scales_alone,
         multipliers=multipliers,
-        fragments={4: fragments_4, 5: fragments_5, 8: fragments_8}[FORMATS[format_name].bits],
+        fragments={4: fragments_4, 5: fragments_5, 8: fragments_8}[bits],
+        n_words=bits,
+        n_scales=4 if minimum else 2,
     )
 
 

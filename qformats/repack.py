@@ -7,19 +7,25 @@ and no load wider than 16 bits is safe. Put apart, the codes are aligned for 128
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qformats.carriers import Carrier, Held, as_carrier, carrier
 from qformats.codec import (
     BLOCK,
+    FILE_FORMATS,
+    FORMATS,
     WEIGHT_FORMATS,
     Blocks,
     Floats,
     Format,
     format_of,
 )
+
+KNOWN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
+"""Formats that `as_bytes`, `tiles` and `byte_tiles` take; the others take the first five."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,21 +84,23 @@ def from_planes(apart: Planes) -> Blocks:
     return blocks
 
 
-def _weight_format(blocks: Blocks) -> Format:
+def _weight_format(
+    blocks: Blocks, taker: str = "planes", known: tuple[str, ...] = WEIGHT_FORMATS
+) -> Format:
     fmt = format_of(blocks)
-    if fmt.name not in WEIGHT_FORMATS:
+    if fmt.name not in known:
         raise TypeError(
-            f"planes takes weight blocks ({', '.join(WEIGHT_FORMATS)}), and these are {fmt.name}"
+            f"{taker} takes weight blocks ({', '.join(known)}), and these are {fmt.name}"
         )
     return fmt
 
 
-def matrix_format(taker: str, blocks: Blocks) -> Format:
+def matrix_format(taker: str, blocks: Blocks, known: tuple[str, ...] = WEIGHT_FORMATS) -> Format:
     if blocks.ndim != 2:
         raise ValueError(
             f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
         )
-    fmt = _weight_format(blocks)
+    fmt = _weight_format(blocks, taker, known)
     if blocks.size == 0:
         raise ValueError(f"blocks of shape {blocks.shape} hold nothing; pass [N, K//32] of them")
     return fmt
@@ -109,8 +117,8 @@ def _as_half(value: Floats, what: str) -> NDArray[np.float16]:
 
 
 def as_bytes(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
-    """The blocks as they lie in memory, uint8[N * K//32 * block_bytes]; nothing is copied."""
-    fmt = _weight_format(blocks)
+    """The blocks as they lie in memory, uint8[blocks * block_bytes]; nothing is copied."""
+    fmt = _weight_format(blocks, "as_bytes", KNOWN)
     return (np.ascontiguousarray(blocks).view(np.uint8).reshape(blocks.size * fmt.block_bytes),)
 
 
@@ -145,9 +153,9 @@ BAND = 8
 """Row tiles whose records of the same 128 K lie side by side: what 128 rows have for a step along K
 is one piece, which one bulk copy can bring."""
 
-CODE_UNIT = {4: 16, 5: 8, 8: 1}
+CODE_UNIT = {4: 16, 5: 8, 6: 4, 8: 1}
 """By bits of W: what a code is multiplied by in the bytes that a tensor core is given. A nibble
-stays in the upper half of its byte (one mask, no shift down), a fifth bit goes right below it."""
+stays in the upper half of its byte (one mask, no shift down), further bits go right below it."""
 
 
 HALVES = 8
@@ -186,6 +194,22 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
 
     Codes of q4_0 are centred: two's complement of code - 8.
 
+    Formats that files come in are held as `qformats.carriers` says. Where 16 elements share a scale
+
+        scales  float16 [2 halves of 64 K][row g, row g + 8][8 g][4 groups]: d'; minima likewise
+        codes   6 bits: the upper four as a format of 4 bits, and
+        bits    for each half, block 0 and then block 1 in 8 bytes a lane: in byte i of a word bits
+                4u + 2r and above are the lower two of the code in byte i of row g + 8r, of its
+                lower (u = 0) or upper nibble
+
+    and MXFP4 has
+
+        codes   for each half of 64 K 16 bytes a lane: words 0 to 3; then for each half word 4.
+                Codes are 0 to 31 for -16 to 15, two of them 16 bits apart, of bytes o and o + 2 as
+                above: pair n = 8b + 4u + 2o + r < 15 of block b, row g + 8r and nibble u stands in
+                word n // 3 from bit n % 3 * 5 on; bit i of pair 15 is bit 15 of word i
+        scales  bytes [8 g][row g, row g + 8][4 blocks]: the upper half of the float16 d'
+
     factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
 
@@ -204,22 +228,34 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     d and m that are no numbers stay so, spoil what multiplies them, and do not count as the
     largest.
     """
-    fmt = matrix_format("tiles", blocks)
-    scaled = blocks.copy()
+    fmt = matrix_format("tiles", blocks, KNOWN)
+    if fmt.name in FILE_FORMATS:
+        scaled, d, m = as_carrier(blocks)
+    else:
+        scaled, d = blocks.copy(), blocks["d"].astype(np.float64)
+        m = blocks["m"].astype(np.float64) if "m" in (fmt.dtype.names or ()) else None
     with np.errstate(invalid="ignore"):  # a NaN of any kind is a NaN
-        power = 15 - _exponent(blocks["d"], -24)
-        if "m" in (fmt.dtype.names or ()):
-            power = np.minimum(power, 24 - _exponent(blocks["m"], -24))
-            scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 9)
-        scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
+        power = 15 - _exponent(d, -128 if fmt.name == "mxfp4" else -24)
+        if m is not None:
+            power = np.minimum(power, 24 - _exponent(m, -24))
+        of_row = power.reshape(-1, *[1] * (d.ndim - 1))
+        scaled["d"] = _as_scales(np.ldexp(d, of_row), scaled.dtype["d"])
+        if m is not None:
+            scaled["m"] = np.ldexp(m, of_row - 9)
     factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return in_bands(_records(scaled, fmt), row_tiles(len(blocks))), factors
+    return in_bands(_records(scaled, carrier(fmt)), row_tiles(len(blocks))), factors
 
 
-def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
-    """floor(log2) of the largest finite |value| of each row, at least `least`."""
-    size = np.abs(halves.astype(np.float64))
+def _as_scales(d: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
+    """d' as a record holds it: float16, or the upper byte of one."""
+    return (d.astype(np.float16).view(np.uint16) >> 8).astype(np.uint8) if dtype == np.uint8 else d
+
+
+def _exponent(x: NDArray[np.float64], least: int) -> NDArray[np.int32]:
+    """floor(log2) of the largest finite |value| of each row, at least `least`, the exponent of the
+    smallest scale there is."""
+    size = np.abs(x.reshape(len(x), -1))
     largest = np.where(np.isfinite(size), size, 0.0).max(axis=1, initial=2.0**least)
     return np.frexp(largest)[1] - 1
 
@@ -236,7 +272,7 @@ def in_bands(records: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
 
 
-def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
+def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
     """Those of `tiles`, uint8 [row tile * K tile, record], all of whole bands."""
     n, blocks_k = blocks.shape
     rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
@@ -254,6 +290,11 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     else:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
+            if fmt.name == "c5":
+                halves = np.stack(
+                    [qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4], axis=-2
+                )
+                return _fives(halves, padded["d"], rows, deep)
             pairs = np.stack([qs >> 4 & 1, bits[..., :16]], axis=-2)  # [..., which, 16 bytes]
             qs = np.asarray(qs & 15 | (qs >> 5 | bits[..., 16:] << 3) << 4, np.uint8)
         elif fmt.name == "q4_0":
@@ -266,8 +307,35 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
             # word of a half and lane: byte i, bit 4 b + 2 (row g + 8) + which
             octets = pairs.transpose(0, 3, 4, 2, 7, 8, 5, 1, 6).reshape(rows, deep, 2, 32, 4, 8)
             parts.append(np.packbits(octets, axis=-1, bitorder="little"))
+        elif fmt.bits == 6:
+            two = padded["qh"][..., None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+            two = two.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r g K | half b u t i
+            places = np.array([[0, 4], [2, 6]], np.uint8)[:, None, None, None, None, :, None, None]
+            words = np.bitwise_or.reduce(two << places, axis=(1, 6))  # rows g K | half b t i
+            parts.append(words.transpose(0, 2, 3, 1, 5, 4, 6))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
-    parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
+    if isinstance(fmt, Carrier):  # ... half of the record, two blocks of two groups
+        of_groups = (rows, 2, 8, deep, 2, 4)
+        parts += [padded[f].reshape(of_groups).transpose(0, 3, 4, 1, 2, 5) for f in own]
+    else:
+        parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
+    flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
+    return np.concatenate(flat, axis=1)
+
+
+def _fives(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], rows: int, deep: int
+) -> NDArray[np.uint8]:
+    """Those of 5 bits in words of three codes, of codes [rows * 16, deep * 4, 2, 16] and scales
+    [rows * 16, deep * 4]."""
+    by_place = codes.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
+    pairs = by_place.transpose(0, 3, 4, 2, 7, 5, 6, 9, 1, 8).astype(np.uint32)
+    pairs = pairs.reshape(rows, deep, 2, 32, 16, 2)
+    both = pairs[..., 0] | pairs[..., 1] << 16
+    words = both[..., 0:15:3] | both[..., 1:15:3] << 5 | both[..., 2:15:3] << 10
+    words |= (both[..., 15:] >> np.arange(5, dtype=np.uint32) & 0x00010001) << 15
+    of_rows = scales.reshape(rows, 2, 8, deep, 4).transpose(0, 3, 2, 1, 4)
+    parts = words[..., :4], words[..., 4], of_rows
     flat = [np.ascontiguousarray(part).reshape(rows * deep, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, axis=1)
 
@@ -292,23 +360,30 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         code * (HALF_UNIT d') + m' = BYTE_UNIT * (BYTE_ZERO + int8)
 
     with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
-    codes of q8_0 are the int8 already, and its records have no scales. factors: float32 [N rounded
-    up to whole bands].
+    codes of q8_0, and of formats that files come in, are the int8 already, and their records have
+    no scales. factors: float32 [N rounded up to whole bands].
     """
-    fmt = matrix_format("byte_tiles", blocks)
-    maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
-    if fmt.bits == 8:
-        made["qs"], made["d"] = byte_weights(blocks)[0].reshape(made["qs"].shape), 0
+    fmt = matrix_format("byte_tiles", blocks, KNOWN)
+    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
+    to = byte_carrier(fmt)
+    if to.bits == 8:
+        codes, factors[: len(blocks)] = byte_weights(blocks)
+        made = np.zeros((len(blocks), codes.shape[1] // BLOCK), to.dtype)
+        made["qs"] = codes.reshape(made["qs"].shape)
+        records = _records(made, to)[:, : TILE_ROWS * TILE_K]
     else:
+        maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
         made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
         if "m" in (fmt.dtype.names or ()):
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
-    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
-    factors[: len(blocks)] = maps.factor
-    records = _records(made, fmt)
-    if fmt.bits == 8:
-        records = records[:, : TILE_ROWS * TILE_K]
+        factors[: len(blocks)] = maps.factor
+        records = _records(made, fmt)
     return in_bands(records, row_tiles(len(blocks))), factors
+
+
+def byte_carrier(fmt: Format) -> Format:
+    """What the records of `byte_tiles` hold of a format: itself, or 8 bits."""
+    return FORMATS["q8_0"] if fmt.name in FILE_FORMATS else fmt
 
 
 def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
@@ -320,16 +395,38 @@ def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
         q4_1, q5_1   code d' + m', m' = m / f rounded to an integer, and d' = d / f in float16,
                      shifted so that both roundings together are least over all codes
         q8_0         code d / f
+        others       value / f
 
-    f is the smallest for which no code that the format has leaves [-127, 127] (q8_0: no weight of
-    the row [-128, 127]), which is off by about one percent of what Q4_0 itself is; a power of two
-    that loses nothing at all is preferred. Where a d or m is no number the row is 0 times NaN.
+    f is the smallest for which no code that the format has leaves [-127, 127] (q8_0 and others: no
+    weight of the row [-128, 127]), which is off by about one percent of what Q4_0 itself is; a
+    power of two that loses nothing at all is preferred. Where a d or m is no number the row is 0
+    times NaN.
     """
-    fmt = matrix_format("byte_weights", blocks)
+    fmt = matrix_format("byte_weights", blocks, KNOWN)
+    if fmt.name in FILE_FORMATS:
+        return _bytes_of_values(fmt.dequantize(blocks))
     maps = _byte_maps(fmt, blocks)
     codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
     w = np.rint(codes * maps.slope[..., None] + maps.offset[..., None])
     return w.astype(np.int8).reshape(len(blocks), -1), maps.factor
+
+
+def _bytes_of_values(w: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """`byte_weights` of weights [N, K] themselves."""
+    factor = np.ones(len(w), np.float32)
+    codes = np.zeros(w.shape, np.int8)
+    for row, values, one in zip(codes, w, range(len(w)), strict=True):
+        if not np.isfinite(values).all():
+            factor[one] = np.nan
+            continue
+        x = values.astype(np.float64)
+        least = max(x.max() / 127, x.min() / -128)
+        if least > 0:
+            power = 2.0 ** np.ceil(np.log2(least))
+            lossless = (np.rint(x / power) == x / power).all()
+            factor[one] = power if lossless else least
+            row[:] = np.clip(np.rint(x / factor[one]), -128, 127)
+    return codes, factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,9 @@ Distributions
     integer   small integers times powers of two: every intermediate of every step is exact, in any
               order of summation, so a right kernel equals the float64 product **bit for bit**
     golden    the single hand-computed block of `GOLDEN` (1 x 1 x 32 only)
+
+Formats that are only read (K-quants) have weights that are drawn as blocks (`reference.drawn`),
+in which the distribution is that of A.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
+from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
+from reference.drawn import REACH, integer_blocks, random_blocks
 from reference.product import Q81
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -96,7 +100,7 @@ class Problem:
     """The inputs of one product; see the module's docstring for the distributions.
 
     Raises ValueError (TypeError for a size that is no int), naming the numbers, when a size is
-    not positive, K is not a multiple of 32, or a name is unknown.
+    not positive, K is not a multiple of 32 (256 for K-quants), or a name is unknown.
     """
 
     m: int
@@ -114,22 +118,23 @@ class Problem:
             object.__setattr__(self, name, int(value))
         if min(self.m, self.n, self.k) < 1:
             raise ValueError(f"M, N and K must be positive, got M={self.m}, N={self.n}, K={self.k}")
-        if self.k % BLOCK:
-            below, above = self.k // BLOCK * BLOCK, (self.k // BLOCK + 1) * BLOCK
+        if self.format not in (*WEIGHT_FORMATS, *FILE_FORMATS):
+            names = ", ".join((*WEIGHT_FORMATS, *FILE_FORMATS))
+            raise ValueError(f"unknown weight format {self.format!r}: use one of {names}")
+        if self.k % (size := FORMATS[self.format].elements):
+            below, above = self.k // size * size, (self.k // size + 1) * size
             raise ValueError(
-                f"K={self.k} is not a multiple of the block of {BLOCK}: "
+                f"K={self.k} is not a multiple of the block of {size}: "
                 f"use {above}" + (f" or {below}" if below else "")
             )
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.format not in WEIGHT_FORMATS:
-            raise ValueError(
-                f"unknown weight format {self.format!r}: use one of {', '.join(WEIGHT_FORMATS)}"
-            )
         if self.distribution not in DISTRIBUTIONS:
             raise ValueError(
                 f"unknown distribution {self.distribution!r}: use one of {', '.join(DISTRIBUTIONS)}"
             )
+        if self.distribution == "golden" and self.format not in GOLDEN:
+            raise ValueError(f"there is no golden case of {self.format}: use another distribution")
         if self.distribution == "golden" and self.shape != (1, 1, BLOCK):
             raise ValueError(f"the golden case is 1 x 1 x 32, got {self.m} x {self.n} x {self.k}")
 
@@ -165,16 +170,23 @@ class Problem:
 
     @cached_property
     def w(self) -> Array:
-        """The weights before quantization, float32[N, K] ("integer", "golden": of the blocks)."""
-        if self.distribution in ("integer", "golden"):
+        """The weights before quantization, float32[N, K] ("integer", "golden", and formats that
+        are only read: of the blocks)."""
+        if self.distribution in ("integer", "golden") or not FORMATS[self.format].written:
             return _frozen(FORMATS[self.format].dequantize(self.blocks))
         return _frozen(_draw(self._rng("w"), self.distribution, self.n, self.k))
 
     @cached_property
     def blocks(self) -> Array:
-        """The quantized weights, structured[N, K/32] of the format's dtype."""
+        """The quantized weights, structured[N, K/32] or, of K-quants, [N, K/256], of the format's
+        dtype."""
         if self.distribution == "golden":
             return _frozen(GOLDEN[self.format].blocks.copy())
+        if self.format in FILE_FORMATS and self.distribution == "integer":
+            rng = self._rng("w")
+            return _frozen(integer_blocks(rng, self.n, self.k, self.format, _WEIGHT_UNIT))
+        if not FORMATS[self.format].written:
+            return _frozen(random_blocks(self._rng("w"), self.n, self.k, self.format))
         if self.distribution == "integer":
             return _frozen(_integer_blocks(self._rng("w"), self.n, self.k, self.format))
         return _frozen(FORMATS[self.format].quantize(self.w))
@@ -191,6 +203,8 @@ class Problem:
 
         Kernels may sum codes and compensation apart, so both count, each at its largest.
         """
+        if self.format in REACH:
+            return REACH[self.format]
         low, high = _code_range(self.format)
         return _WEIGHT_UNITS * (max(-low, high) + _OFFSET_UNITS[self.format])
 

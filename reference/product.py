@@ -22,7 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, format_of
+from qformats import BLOCK, FILE_FORMATS, format_of
+from qformats.carriers import carried
 from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
 
@@ -263,18 +264,33 @@ def same_operands_a16(a: Array, blocks: Array) -> Array:
     return c
 
 
-def magnitude_a16(a: Array, blocks: Array) -> Array:
+def same_operands_half(a: Array, blocks: Array) -> Array:
+    """A[M, K] of floats times the weights as records hold them, before they are made float16:
+    dequantized, or of formats that files come in those of `qformats.carriers`. float64[M, N]."""
+    if format_of(blocks).name not in FILE_FORMATS:
+        return same_operands_a16(a, blocks)
+    _same_k(a.shape[1], blocks)
+    a = a.astype(np.float64)
+    c = np.empty((a.shape[0], blocks.shape[0]))
+    for part in parts(blocks.shape[0], a.shape[1]):
+        weights, offset = _held(blocks[part])
+        c[:, part] = a @ (weights + _spread(offset, a.shape[1])).T
+    return c
+
+
+def magnitude_a16(a: Array, blocks: Array, held: bool = False) -> Array:
     """sum_k |a| * (|scale * code| + |offset|), float64[M, N]: what rounding errors are relative to.
 
     Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
-    well as one that dequantizes each weight first (whose terms |a * w| are never larger).
+    well as one that dequantizes each weight first (whose terms |a * w| are never larger). `held`:
+    of the weights as records hold them, see `same_operands_half`.
     """
     _same_k(a.shape[1], blocks)
     a = np.abs(a).astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in parts(blocks.shape[0], a.shape[1]):
-        weights, offset = _operands(blocks[part])
-        size = np.abs(weights, out=weights).reshape(*offset.shape, BLOCK)
+        weights, offset = (_held if held else _operands)(blocks[part])
+        size = np.abs(weights, out=weights).reshape(*offset.shape, -1)
         size += np.abs(offset)[..., None]
         c[:, part] = a @ weights.T
     return c
@@ -287,10 +303,15 @@ def least_half(blocks: Array) -> Array:
     largest |m| 2^14 where that would overflow. There weight and minimum are rounded to multiples of
     2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-24 of the largest |m|.
     """
-    least = np.abs(blocks["d"].astype(np.float64)).max(axis=1) * 2.0**-15
-    if "m" in (blocks.dtype.names or ()):
-        m = np.abs(blocks["m"].astype(np.float64)).max(axis=1)
-        least = np.maximum(least, m * 2.0**-24)
+    if format_of(blocks).name in FILE_FORMATS:
+        weights = carried(blocks)
+        d, m = weights.scale, weights.offset
+    else:
+        d = blocks["d"].astype(np.float64)
+        m = blocks["m"].astype(np.float64) if "m" in (blocks.dtype.names or ()) else None
+    least = np.abs(d).max(axis=1) * 2.0**-15
+    if m is not None:
+        least = np.maximum(least, np.abs(m).max(axis=1) * 2.0**-24)
     return np.asarray(least)
 
 
@@ -298,14 +319,15 @@ def magnitude_half(a: Array, blocks: Array) -> Array:
     """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
     one rounding of 2^-11 that is what rounding the weights to float16 may cost."""
     of_rows = np.abs(a).astype(np.float64).sum(axis=1)
-    return magnitude_a16(a, blocks) + np.outer(of_rows, 2.0**11 * least_half(blocks))
+    return magnitude_a16(a, blocks, held=True) + np.outer(of_rows, 2.0**11 * least_half(blocks))
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:
     """The product on the given Q8_1 bits, float64[M, N].
 
     Per block  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel computes in
-    its own way; summed over the K/32 blocks.
+    its own way; summed over the K/32 blocks. Of formats that files come in scale, code and offset
+    are those of `qformats.carriers`.
     """
     return both_a8(q81, blocks)[0]
 
@@ -327,7 +349,13 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
     same = np.empty((values.shape[0], blocks.shape[0]))
     size = np.empty_like(same)
     for part in parts(blocks.shape[0], values.shape[1]):
-        weights, offset = _operands(blocks[part])
+        weights, offset = _held(blocks[part])
+        if offset.shape[1] != sums.shape[1]:
+            if offset.any():
+                raise ValueError(
+                    f"{format_of(blocks).name} has minima for 16 elements, and Q8_1 sums of {BLOCK}"
+                )
+            offset = offset[:, : sums.shape[1]]
         same[:, part] = values @ weights.T + sums @ offset.T
         np.abs(weights, out=weights)
         size[:, part] = sizes @ weights.T + of_sums @ np.abs(offset).T
@@ -387,16 +415,32 @@ def parts(n: int, k: int) -> Iterator[slice]:
 
 
 def _operands(blocks: Array) -> tuple[Array, Array]:
-    """scale * level [N, K] and offset [N, K/32] in float64."""
+    """scale * level [N, K] and offset [N, groups of K] in float64."""
     layout = format_of(blocks)
-    levels = layout.levels(blocks).reshape(*blocks.shape, BLOCK)
-    weights = levels * layout.scale(blocks).astype(np.float64)[..., None]
-    return weights.reshape(blocks.shape[0], -1), layout.offset(blocks).astype(np.float64)
+    scale, offset = layout.scale(blocks).astype(np.float64), layout.offset(blocks)
+    weights = layout.levels(blocks).reshape(*scale.shape, -1) * scale[..., None]
+    return weights.reshape(blocks.shape[0], -1), offset.astype(np.float64)
+
+
+def _held(blocks: Array) -> tuple[Array, Array]:
+    """The same, as records hold them."""
+    if format_of(blocks).name not in FILE_FORMATS:
+        return _operands(blocks)
+    made = carried(blocks)
+    weights = made.levels.reshape(*made.scale.shape, -1) * made.scale[..., None]
+    offset = np.zeros_like(made.scale) if made.offset is None else made.offset
+    return weights.reshape(blocks.shape[0], -1), offset
+
+
+def _spread(offset: Array, k: int) -> Array:
+    """Of groups [N, groups] for each element [N, K]."""
+    return np.repeat(offset, k // offset.shape[1], axis=1)
 
 
 def _same_k(k: int, blocks: Array) -> None:
-    if blocks.ndim != 2 or blocks.shape[1] * BLOCK != k:
+    size = format_of(blocks).elements
+    if blocks.ndim != 2 or blocks.shape[1] * size != k:
         raise ValueError(
-            f"activations of K={k} need weight blocks of shape [N, {k // BLOCK}], "
+            f"activations of K={k} need weight blocks of shape [N, {k // size}], "
             f"got {list(blocks.shape)}"
         )

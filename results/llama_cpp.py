@@ -36,7 +36,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference import Problem, nmse, same_operands_a16
 from reference.product import sample as choose
 from results.measure import Budget, sample, slots_for
@@ -59,6 +59,7 @@ MAX_PASSES: Final = 64
 SECONDS_PER_WORK: Final = 60  # that the process may take for a product, drawing its data included
 
 TYPES: Final = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
+TYPES |= {"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "mxfp4": 39}
 """enum ggml_type."""
 
 
@@ -131,9 +132,9 @@ class Ggml:
                 raise NotMeasured(f"its ggml has no {name}: another ABI than is known here")
             function.restype, function.argtypes = result, parameters
             self._functions[name] = function
-        for name in WEIGHT_FORMATS:
-            ours = (name.encode(), FORMATS[name].block_bytes, BLOCK)
-            kind = TYPES[name]
+        for name in (*WEIGHT_FORMATS, *FILE_FORMATS):
+            fmt, kind = FORMATS[name], TYPES[name]
+            ours = (name.replace("_k", "_K").encode(), fmt.block_bytes, fmt.elements)
             known = (self.ggml_type_name, self.ggml_type_size, self.ggml_blck_size)
             theirs = tuple(ask(kind) for ask in known)
             if theirs != ours:
@@ -250,7 +251,7 @@ class Products:
     def _allocate(self, a: np.ndarray, blocks: np.ndarray, copies: int) -> None:
         ggml = self.ggml
         context = self._context((copies + 1) * ggml.ggml_tensor_overhead())
-        kind = TYPES[_format_name(blocks)]
+        kind = TYPES[format_of(blocks).name]
         self._weights = [
             ggml.ggml_new_tensor_2d(context, kind, self.k, self.n) for _ in range(copies)
         ]
@@ -352,10 +353,6 @@ class Pass:
         start = time.perf_counter()
         self._products.run(self._graph, self._passes)
         return (time.perf_counter() - start) / self._passes
-
-
-def _format_name(blocks: np.ndarray) -> str:
-    return next(name for name in WEIGHT_FORMATS if FORMATS[name].dtype == blocks.dtype)
 
 
 def timed(

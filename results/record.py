@@ -562,6 +562,7 @@ _NOT_ON_THE_GPU: Final = {
     "errors.py",
     "simulator.py",
 }
+_FORMATS: Final = ("carriers.py", "device.py", "device_carriers.py", "device_files.py", "repack.py")
 # Nor can one of what describes a launch, or of what hands it to a machine.
 _HOST_ONLY: Final = {"step.py", "machines.py"}
 
@@ -572,7 +573,7 @@ def step_sources(step: int, root: Path = ROOT) -> tuple[Path, ...]:
     sources = sorted((root / "steps").glob(f"step{step:02d}_*.py"))
     for path in sources:  # which grows meanwhile
         sources += [other for other in _imported(path) if other not in sources]
-    sources += [root / "qformats" / name for name in ("device.py", "repack.py")]
+    sources += [root / "qformats" / name for name in _FORMATS]
     sources += [
         path
         for path in sorted((root / "steps" / "instructions").glob("*.py"))

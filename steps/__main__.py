@@ -106,7 +106,7 @@ def _data() -> Parser:
         action="append",
         default=[],
         metavar="F",
-        help="q4_0,q4_1,q5_0,q5_1,q8_0, or all (default)",
+        help="q4_0,q4_1,q5_0,q5_1,q8_0, or all of these (default); or mxfp4,iq4_nl,q2_k ... q6_k",
     )
     one.add_argument("--scheme", help="W4A16, W4A8, W5A8, W8A16 ...; or A16, A8 (default: all)")
     one.add_argument("--m", type=_positive, metavar="M", help="tokens")

@@ -169,7 +169,7 @@ def by_weights(shapes: Sequence[Size]) -> list[Size]:
 
 def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
     """Rows with their ratios, ordered for reading: shape, format, step, scheme."""
-    from qformats import WEIGHT_FORMATS
+    from steps.checks import ALL_FORMATS
 
     return tuple(
         sorted(
@@ -178,7 +178,7 @@ def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
                 r.N * r.K,
                 r.N,
                 r.M,
-                WEIGHT_FORMATS.index(r.format),
+                ALL_FORMATS.index(r.format),
                 r.step,
                 r.family == "A8",
                 r.output != "float32",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from qformats import FORMATS, WEIGHT_FORMATS
+from qformats import FILE_FORMATS, FORMATS, SUPER, WEIGHT_FORMATS
 from reference import CHECK_SHAPES, DISTRIBUTIONS, GOLDEN, GPU_CHECK_SHAPES, Check, Problem
 from steps.step import Family, Machine, Step, scheme
 
@@ -28,6 +28,20 @@ GOING_ROUND: Final = ("integer", "normal", "uniform", "integer", "llm")
 
 ORDERS: Final = (0, -1, 1, 2)
 """Lane orders in turn: ascending, descending, shuffled."""
+
+ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
+
+# As CHECK_SHAPES, for blocks of 256: no multiple of a record's 128 K alone, no tile of M or N full.
+SUPER_CHECK_SHAPES: Final = (
+    (1, 1, 256),
+    (1, 33, 512),
+    (2, 65, 256),
+    (5, 20, 256),
+    (9, 5, 768),
+    (17, 3, 256),
+    (3, 130, 256),
+    (33, 18, 256),
+)
 
 QUICK: Final = 3
 """A quick check gives each format every third shape, so that all come up among them."""
@@ -164,7 +178,7 @@ def with_ancestors(works: Sequence[Work], ladder: Sequence[Step]) -> tuple[Work,
 
 def _rank(key: tuple[int, Family, str]) -> tuple[int, bool, int]:
     number, family, name = key
-    return number, family == "A8", WEIGHT_FORMATS.index(name)
+    return number, family == "A8", ALL_FORMATS.index(name)
 
 
 def cases(
@@ -190,6 +204,7 @@ def cases(
     if distribution == "golden":
         return (Case((1, 1, 32), "golden", seed, order or 0),)
     if shape is not None:
+        require_depth(format_name, shape[2])
         if simulated and shape[0] * shape[1] * shape[2] > SIMULATOR_LIMIT:
             raise UsageError(
                 f"M*N*K = {shape[0] * shape[1] * shape[2]} multiply-adds are too many for the "
@@ -197,16 +212,32 @@ def cases(
             )
         return (Case(shape, distribution or "normal", seed, order or 0),)
     shapes = CHECK_SHAPES if simulated or small else GPU_CHECK_SHAPES
+    if FORMATS[format_name].elements == SUPER:
+        shapes = SUPER_CHECK_SHAPES
+        if not (simulated or small):
+            long = (shape for shape in GPU_CHECK_SHAPES if shape[2] >= SUPER)
+            shapes = (*shapes, *((m, n, -(-k // SUPER) * SUPER) for m, n, k in long))
     if quick:
-        shapes = shapes[WEIGHT_FORMATS.index(format_name) % QUICK :: QUICK]
+        shapes = shapes[ALL_FORMATS.index(format_name) % QUICK :: QUICK]
     drawn = itertools.cycle((distribution,) if distribution else GOING_ROUND)
     orders = itertools.cycle(ORDERS if order is None else (order,))
     regular = [
         Case(each, name, seed + i, lanes)
         for i, (each, name, lanes) in enumerate(zip(shapes, drawn, orders, strict=False))
     ]
-    golden = [] if distribution else [Case((1, 1, 32), "golden", 0, order or 0)]
+    has_golden = distribution is None and format_name in GOLDEN
+    golden = [Case((1, 1, 32), "golden", 0, order or 0)] if has_golden else []
     return (*golden, *regular)
+
+
+def require_depth(format_name: str, k: int) -> None:
+    """UsageError where K is not a multiple of a format's block."""
+    size = FORMATS[format_name].elements
+    if k % size:
+        raise UsageError(
+            f"K={k} is not a multiple of {size}, the block of {format_name}: "
+            f"use {k // size * size + size}"
+        )
 
 
 # --- running the cases ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Which step multiplies: the one asked for, the fastest where it was measured, else the highest.
 
-`make tune` measures every step at many M on a GPU and leaves a table (`steps.tuning`). Where no
+`make tune` measures every step at many M on a GPU and leaves a table (`steps.tuning`). A format
+that it lacks goes by the one whose records are most like its own (`qformats.carriers`). Where no
 table knows the GPU, the highest step of the ladder that it can run is taken, as each step is meant
 to be faster than the one before; up to the M that a step is made for, that one.
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qformats.carriers import alike
 from steps import tuning
 from steps.registry import find, ladder
 from steps.step import ACCURACIES, Accuracy, Family, Launch, Shape, Step, scheme
@@ -81,6 +83,9 @@ def choose(
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
     entry = table and table.entry(format_name, shape.m, shape.n, shape.k)
+    stands_in = alike(format_name)
+    if table and entry is None:
+        entry = table.entry(stands_in, shape.m, shape.n, shape.k)
     timed = [
         (us, one, each)
         for one in possible
@@ -90,6 +95,8 @@ def choose(
     if table and entry and timed:
         us, best, of_family = min(timed, key=lambda work: work[0])
         why = f"the fastest of {len(timed)} measured at {entry.where} on {table.gpu}, {us:.3g} us"
+        if entry is not None and entry.format != format_name:
+            why += f" with {stands_in}, whose records are like those of {format_name}"
         if table.gpu != machine.name:
             why += f", the nearest to {machine.name} tuned"
         why += _faster_if_asked(entry, us, format_name, family, cc, among, output, accuracy)

@@ -9,6 +9,10 @@ them all. B for one token: the weights of block j meet zeros in the columns of t
     mma 1   |     0     |  block 1  |     0     |     0     |    columns 2t and 2t + 1 are sums of
     mma 2   |     0     |     0     |  block 2  |     0     |    block t, and lie in lane (g, t),
     mma 3   |     0     |     0     |     0     |  block 3  |    which scales them: no lane idles
+
+Where 16 K have scales of their own (`qformats.carriers`) the lower and the upper half of a block
+are summed apart: with one token in its block's two columns, which costs nothing, else by two mma,
+each with zeros for the other half.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK
-from qformats.device import tile_format
+from qformats.device_carriers import HALF_SCALES, ROWS_APART, tile_format
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, UNIT
 from steps.decode_split import BLOCKS, scale_bytes
 from steps.instructions import (
@@ -29,10 +33,12 @@ from steps.instructions import (
     load_f32x2,
     load_f32x4,
     load_u16,
+    load_u32,
     load_u32x2,
     load_u32x4,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    prmt,
     shfl_xor,
 )
 
@@ -63,10 +69,12 @@ class Products:
 
 @cache
 def products(format_name: str, tokens: int) -> Products:
-    """The device functions, for capture in a kernel factory."""
+    """The device functions, for capture in a kernel factory. Not of c4m: what a minimum of 16 would
+    be multiplied by is the sum of half a block of A, which Q8_1 does not have."""
     tile = tile_format(format_name)
     scales_at, minima_at = tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    width = tile.scale_bytes
     unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
@@ -79,7 +87,23 @@ def products(format_name: str, tokens: int) -> Products:
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
         """Scales or minima of rows g and g + 8."""
+        if width == 1:
+            low, high = uint32(smem[at]) << uint32(8), uint32(smem[at + 4]) << uint32(8)
+            return half_to_float(low), half_to_float(high)
         return half_to_float(load_u16(smem, at)), half_to_float(load_u16(smem, at + 8))
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_record(smem, at, group):
+        """Scales or minima of rows g and g + 8, all four of each."""
+        if width == 1:
+            low, high = load_u32x2(smem, at + 8 * group)
+            return (
+                prmt(low, 0, 0x1404),
+                prmt(low, 0, 0x3424),
+                prmt(high, 0, 0x1404),
+                prmt(high, 0, 0x3424),
+            )
+        return load_u32x4(smem, at + 16 * group)
 
     @cuda.jit(device=True, forceinline=True)
     def of_block(q, block):
@@ -105,6 +129,73 @@ def products(format_name: str, tokens: int) -> Products:
             acc[r + 3] += m8 * s1
 
     @cuda.jit(device=True, forceinline=True)
+    def of_groups(smem, slot, block, group):
+        """The scales of a block's lower and upper half, of row g and of row g + 8."""
+        at = slot + scales_at + (block >> 1) * HALF_SCALES + 8 * group + 4 * (block & 1)
+        g, h = uint32(load_u32(smem, at)), uint32(load_u32(smem, at + ROWS_APART))
+        low = half_to_float(g), half_to_float(h)
+        return low, (half_to_float(g >> uint32(16)), half_to_float(h >> uint32(16)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_few_16(acc, smem, slot, at_b, at_d, lane):
+        """As multiply_few, with scales of 16: v are the sums of lower halves, x of upper ones."""
+        u, b = cuda.local.array(8, uint32), cuda.local.array(2, uint32)
+        group, quad, zero = int32(lane >> 2), int32(lane & 3), uint32(0)
+        v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
+            if turn == 0:
+                b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
+                v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+            if single:  # its two columns
+                b0 = b[0] if group == 2 * turn else zero
+                b1 = b[1] if group == 2 * turn + 1 else zero
+                v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+            else:
+                b0, b1 = (b[0], b[1]) if group // columns == turn else (zero, zero)
+                v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, zero, v0, v1, v2, v3)
+                x0, x1, x2, x3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], zero, b1, x0, x1, x2, x3)
+            if turn == share - 1:
+                first = block - turn
+                (g0, h0), (g1, h1) = of_groups(smem, slot, first + (quad * share >> 2), group)
+                at = at_d + first * tokens * size_d
+                if single:
+                    d, _ = load_f32x2(smem, at)
+                    acc[0] += float32(v0) * (g0 * d) + float32(v1) * (g1 * d)
+                    acc[1] += float32(v2) * (h0 * d) + float32(v3) * (h1 * d)
+                else:
+                    promote(acc, 0, v0, v1, v2, v3, g0, h0, g0, h0, smem, at)
+                    promote(acc, 0, x0, x1, x2, x3, g1, h1, g1, h1, smem, at)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_many_16(acc, smem, slot, at_b, at_d, lane):
+        """As multiply_many, with scales of 16."""
+        u, b = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
+        group, zero, none = int32(lane >> 2), uint32(0), int32(0)
+        for block in range(BLOCKS):
+            if block % 2 == 0:
+                f = fragments(load(smem, slot, lane, block // 2))
+                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
+                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
+            (g0, h0), (g1, h1) = of_groups(smem, slot, block, group)
+            q = block % 2 * 4
+            for j in range(groups):
+                p = 2 * (j if groups == 2 else block % 2)
+                at = at_d + (block * tokens + 8 * j) * size_d
+                v0, v1, v2, v3 = mma(
+                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], zero, none, none, none, none
+                )
+                promote(acc, 4 * j, v0, v1, v2, v3, g0, h0, g0, h0, smem, at)
+                v0, v1, v2, v3 = mma(
+                    u[q], u[q + 1], u[q + 2], u[q + 3], zero, b[p + 1], none, none, none, none
+                )
+                promote(acc, 4 * j, v0, v1, v2, v3, g1, h1, g1, h1, smem, at)
+
+    @cuda.jit(device=True, forceinline=True)
     def multiply_few(acc, smem, slot, at_b, at_d, lane):
         """For up to four tokens."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(2, uint32)
@@ -122,7 +213,7 @@ def products(format_name: str, tokens: int) -> Products:
             v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
             if turn == share - 1:
                 first = block - turn
-                at = slot + 16 * group + 2 * (first + (quad * share >> 2))
+                at = slot + 8 * width * group + width * (first + (quad * share >> 2))
                 w0, w8 = of_two_rows(smem, at + scales_at)
                 m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
                 if minimum:
@@ -134,8 +225,8 @@ def products(format_name: str, tokens: int) -> Products:
     def multiply_many(acc, smem, slot, at_b, at_d, lane):
         """For eight or sixteen: a block of K has all columns to itself."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
-        scales = load_u32x4(smem, slot + scales_at + 16 * (lane >> 2))
-        minima = load_u32x4(smem, slot + minima_at + 16 * (lane >> 2)) if minimum else scales
+        scales = of_record(smem, slot + scales_at, lane >> 2)
+        minima = of_record(smem, slot + minima_at, lane >> 2) if minimum else scales
         for block in range(BLOCKS):
             if block % 2 == 0:
                 f = fragments(load(smem, slot, lane, block // 2))
@@ -176,5 +267,8 @@ def products(format_name: str, tokens: int) -> Products:
             if holders < 4:
                 acc[r] += shfl_xor(acc[r], 2)
 
-    multiply = multiply_many if share == 1 else multiply_few
+    if tile.group == BLOCK:
+        multiply = multiply_many if share == 1 else multiply_few
+    else:
+        multiply = multiply_many_16 if share == 1 else multiply_few_16
     return Products(n_acc, holders, places, multiply, add_up)

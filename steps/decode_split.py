@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from qformats import BLOCK, Format
-from qformats.device import tile_format
+from qformats import BLOCK
+from qformats.carriers import Held
+from qformats.device_carriers import tile_format
 from qformats.repack import TILE_K, TILE_ROWS
 from steps.machines import multiprocessors, shared_memory
 from steps.step import Shape, ceil_div
@@ -67,7 +68,7 @@ def scale_bytes(tokens: int, minimum: bool) -> int:
     return (2 if tokens == 1 else 1) * (8 if minimum else 4)
 
 
-def split(fmt: Format, shape: Shape) -> Split:
+def split(fmt: Held, shape: Shape) -> Split:
     """A thread block for each multiprocessor, or as few more as the shape allows."""
     tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
     given, tile, deep = shape.m > FUSED, tile_format(fmt.name), ceil_div(shape.k, TILE_K)

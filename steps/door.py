@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, Format
+from qformats import FORMATS, Format
 from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import (
     activations_shape,
@@ -74,7 +74,7 @@ def pack(
     accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
 ) -> Packed:
-    """Blocks [N, K/32] -> a handle whose weights lie on the machine as steps read them.
+    """Blocks [N, K/32] or [N, K/256] -> a handle: weights on the machine, as steps read them.
 
     w        : blocks, or a tensor of a file (`qformats.gguf_file`), packed from where it is mapped.
     step     : for this one alone; by default for all that share the layout of the highest one.
@@ -98,7 +98,7 @@ def pack(
     n, blocks_k = blocks.shape
     arrays = tuple(where.array(array) for array in steps[0].pack(blocks))
     where.synchronize()  # an upload may be read on any stream from here on
-    return Packed(steps, family, accuracy, fmt.name, n, blocks_k * BLOCK, arrays, where)
+    return Packed(steps, family, accuracy, fmt.name, n, blocks_k * fmt.elements, arrays, where)
 
 
 def gemm(
@@ -117,13 +117,14 @@ def gemm(
     """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T, in float32 or float16.
 
     a       : float32 [M, K], C-contiguous, NumPy or on the GPU; M is at least 1.
-    w       : blocks [N, K/32], a NumPy array of a dtype of `qformats` (a view too); a tensor of a
-              file, see `pack`; or what `pack` made of them.
+    w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
+              view too); a tensor of a file, see `pack`; or what `pack` made of them.
     step    : the number of one step; by default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest that the GPU can run.
     family  : "A16" multiplies float32 activations, rounded to float16 by the steps on tensor cores;
               "A8" quantizes them to Q8_1 first; by default whichever is the faster.
-    accuracy: "exact", the default, multiplies the weights that the format stores; "fast" allows
+    accuracy: "exact", the default, multiplies the weights that the format stores (K-quants' scales
+              rounded to float16, `qformats.carriers`); "fast" allows
               steps that requantize them, and `a`, to int8 with one scale a row. That adds 2 % to
               the error of Q4_0 on normal data, half of it where a few channels of `a` are 20 times
               the others, and several times its own to that of Q8_0. "coarse" allows steps that make
@@ -149,8 +150,8 @@ def gemm(
     fmt, n, packed_k = weights_shape(w)
     if packed_k != k:
         raise ValueError(
-            f"a has K={k} columns and w has {packed_k // BLOCK} blocks of {BLOCK} in a row, "
-            f"K={packed_k}: they must be equal"
+            f"a has K={k} columns and w has {packed_k // fmt.elements} blocks of {fmt.elements} in "
+            f"a row, K={packed_k}: they must be equal"
         )
     if not on_device and not np.isfinite(a).all():
         raise ValueError(f"a has {np.count_nonzero(~np.isfinite(a))} values that are NaN or Inf")
@@ -238,7 +239,7 @@ def weights_shape(w: Any) -> tuple[Format, int, int]:
     if isinstance(w, Packed):
         return FORMATS[w.format], w.n, w.k
     fmt = weight_format(w)
-    return fmt, w.shape[0], w.shape[1] * BLOCK
+    return fmt, w.shape[0], w.shape[1] * fmt.elements
 
 
 def machine_for(asked: Gpu | Simulator | None, w: Any = None) -> Gpu | Simulator:

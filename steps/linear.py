@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
 from steps import torch_operator as operator
 from steps.choice import known_accuracy
 from steps.operands import weight_format
@@ -44,6 +44,7 @@ torch = operator.torch  # whose absence has been told in a sentence
 if not TYPE_CHECKING:
     nn = torch.nn
 
+TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
 KINDS: Final = ("weights", "fast")
 """Of packings: what exact steps read, and what others read that were asked for."""
@@ -59,9 +60,10 @@ class QuantLinear(nn.Module):
     x has a gradient, by the dequantized weights: what the rounding of x does is not part of it. It
     takes dequantizing on the CPU at each call, so is slow. The weights have none.
 
-    in_features must be a multiple of 32. A new layer holds zeros, to be filled by
-    `load_state_dict`; see also `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError
-    with one sentence for what cannot be.
+    in_features must be a multiple of 32, or of 256 in K-quants, which are not made of float weights
+    but taken from files. A new layer holds zeros, to be filled by `load_state_dict`; see also
+    `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError with one sentence for what
+    cannot be.
     """
 
     _buffers: dict[str, Any]
@@ -82,13 +84,14 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.format, self.accuracy = fmt.name, known_accuracy(accuracy)
         self.packings = ""
-        if in_features < 1 or out_features < 1 or in_features % BLOCK:
+        if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
-                f"a {fmt.name} layer needs in_features that are a multiple of {BLOCK} and at least "
-                f"one of out_features, got in_features={in_features}, out_features={out_features}"
+                f"a {fmt.name} layer needs in_features that are a multiple of {fmt.elements} "
+                f"and at least one of out_features, got in_features={in_features}, "
+                f"out_features={out_features}"
             )
         where = torch.device(device) if device is not None else torch.get_default_device()
-        row = in_features // BLOCK * fmt.block_bytes
+        row = in_features // fmt.elements * fmt.block_bytes
         zeros = torch.zeros((out_features, row), dtype=torch.uint8, device="cpu")
         self.register_buffer(BLOCKS, zeros)
         made = torch.zeros(out_features, dtype=dtype, device=where) if bias else None
@@ -109,10 +112,11 @@ class QuantLinear(nn.Module):
         if isinstance(source, np.ndarray):
             source = torch.from_numpy(np.array(source, np.float32, ndmin=1))
         weight = source.detach()
-        if weight.ndim != 2 or weight.shape[1] % BLOCK or not weight.numel():
+        if weight.ndim != 2 or weight.shape[1] % fmt.elements or not weight.numel():
             what = linear if isinstance(linear, nn.Linear) else f"shape {list(weight.shape)}"
             raise ValueError(
-                f"{what} cannot be {fmt.name}: weights must be [N, K] with K a multiple of {BLOCK}"
+                f"{what} cannot be {fmt.name}: weights must be [N, K] with K a multiple of "
+                f"{fmt.elements}"
             )
         if weight.is_meta:
             raise ValueError("the weights are on the meta device and have no values: load them")
@@ -124,13 +128,13 @@ class QuantLinear(nn.Module):
     def from_blocks(
         cls, blocks: np.ndarray, bias: Any = None, *, accuracy: str = "exact"
     ) -> QuantLinear:
-        """Of blocks [N, K/32] of q4_0, q4_1, q5_0, q5_1 or q8_0, which are copied. On the CPU.
+        """Of blocks [N, K/32], or [N, K/256] of K-quants, which are copied. On the CPU.
 
         bias: [N], a Parameter (taken as it is), tensor or array, or None.
         """
         fmt = weight_format(blocks)
         n, deep = blocks.shape
-        layer = cls(deep * BLOCK, n, False, format=fmt.name, accuracy=accuracy, device="cpu")
+        layer = cls(deep * fmt.elements, n, False, format=fmt.name, accuracy=accuracy, device="cpu")
         operator.host_blocks(layer.blocks, fmt)[...] = blocks
         if bias is not None:
             if not isinstance(bias, nn.Parameter):
@@ -148,9 +152,9 @@ class QuantLinear(nn.Module):
         Blocks are taken as they are, in the file's order of rows. ValueError for a type that the
         kernels do not take: quantize `tensor.values()` anew by `from_float`, if that will do.
         """
-        if tensor.type not in WEIGHT_FORMATS:
+        if tensor.type not in TAKEN:
             raise ValueError(
-                f"{tensor.name} is {tensor.type}, and the kernels take {', '.join(WEIGHT_FORMATS)}:"
+                f"{tensor.name} is {tensor.type}, and the kernels take {', '.join(TAKEN)}:"
                 ' QuantLinear.from_float(tensor.values(), "q8_0") would quantize it anew'
             )
         bias = bias.values() if hasattr(bias, "values") and hasattr(bias, "type") else bias
@@ -276,8 +280,8 @@ class QuantLinear(nn.Module):
 
 
 def _kernel_format(name: str) -> Any:
-    if name not in WEIGHT_FORMATS:
-        raise ValueError(f"the kernels take {', '.join(WEIGHT_FORMATS)}, not {name!r}")
+    if name not in TAKEN:
+        raise ValueError(f"the kernels take {', '.join(TAKEN)}, not {name!r}")
     return FORMATS[name]
 
 
@@ -408,8 +412,9 @@ def _why_not(linear: Any, format_name: str) -> str | None:
     """Why a layer is not replaced, whatever its name."""
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__} may do more than a Linear"
-    if linear.in_features % BLOCK or not linear.weight.numel():
-        return f"K={linear.in_features} is not a multiple of {BLOCK}, the block of {format_name}"
+    size = FORMATS[format_name].elements
+    if linear.in_features % size or not linear.weight.numel():
+        return f"K={linear.in_features} is not a multiple of {size}, the block of {format_name}"
     if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
         return "it has hooks, which a new layer would not have"
     return None

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from steps import table
-from steps.checks import Size, UsageError, Work
+from steps.checks import Size, UsageError, Work, require_depth
 from steps.run import named, one_work, shape_of
 from steps.step import Launch, Step
 from steps.table import Column, Line, Table
@@ -136,7 +136,8 @@ def launches(work: Work, shape: Size) -> tuple[tuple[Launch, ...], Launch]:
 
     m, n, k = shape
     machine, fmt = Paper(), FORMATS[work.format]
-    weights = work.step.pack(np.zeros((n, k // 32), fmt.dtype))
+    require_depth(work.format, k)
+    weights = work.step.pack(np.zeros((n, k // fmt.elements), fmt.dtype))
     a = machine.empty((m, k), np.float32)
     activations = work.step.activations(work.family, a, machine)
     out = machine.empty((m, n), np.float32)

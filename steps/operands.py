@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, Format, format_of
+from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, format_of
 from steps.step import Launch
 
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
@@ -97,25 +97,23 @@ def blocks_of(w: Any) -> Any:
 
 
 def weight_format(w: Any) -> Format:
-    """The format of host blocks [N, K/32]."""
+    """The format of host blocks [N, K/32] or, of K-quants, [N, K/256]."""
     if not isinstance(w, np.ndarray):
         raise TypeError(
             f"w must be blocks as a NumPy array, or what steps.door.pack made of them, got "
             f"{type(w).__name__}"
         )
-    known = {FORMATS[name].dtype: FORMATS[name] for name in WEIGHT_FORMATS}
-    if w.dtype not in known:
-        names = {fmt.dtype: name for name, fmt in FORMATS.items()}
-        what = names.get(w.dtype, w.dtype)
-        what = "a Q8_1 block is for activations" if what == "q8_1" else what
+    names = (*WEIGHT_FORMATS, *FILE_FORMATS)
+    if w.dtype not in {FORMATS[name].dtype for name in names}:
+        what = "a Q8_1 block is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
         raise TypeError(
-            f"w must hold blocks of {', '.join(WEIGHT_FORMATS)} (see qformats.quantize), got {what}"
+            f"w must hold blocks of {', '.join(names)} (see qformats.quantize), got {what}"
         )
     if w.ndim != 2:
         raise ValueError(f"w must have shape [N, K/32], got {w.ndim} dimensions: {w.shape}")
     if w.size == 0:
         raise ValueError(f"w is empty: its shape is {w.shape}")
-    for field in ("d", "m"):
+    for field in ("d", "m", "dmin"):
         if field in (w.dtype.names or ()) and not np.isfinite(w[field]).all():
             n, b = np.argwhere(~np.isfinite(w[field]))[0]
             raise ValueError(f"w has {field} = {w[field][n, b]} in block {b} of row {n}")

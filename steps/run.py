@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qformats import WEIGHT_FORMATS
+from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES, DISTRIBUTIONS
 from steps import bench as benching
 from steps import duel as dueling
@@ -93,14 +93,19 @@ def named(texts: Sequence[str]) -> tuple[Step, ...]:
 
 
 def formats_of(texts: Sequence[str]) -> tuple[str, ...]:
-    """Format names, commas or blanks between them; none, or "all", means all."""
+    """Format names, commas or blanks between them; none, or "all", means those that every step
+    has. Others, in which files come, are to be named."""
     asked = [name for text in texts for name in text.lower().replace(",", " ").split()]
+    known = (*WEIGHT_FORMATS, *FILE_FORMATS)
     for name in asked:
-        if name not in (*WEIGHT_FORMATS, "all"):
-            raise UsageError(f"unknown format {name!r}: use {', '.join(WEIGHT_FORMATS)} or all")
+        if name not in (*known, "all"):
+            raise UsageError(
+                f"unknown format {name!r}: use {', '.join(known)}, or all for the first "
+                f"{len(WEIGHT_FORMATS)}"
+            )
     if not asked or "all" in asked:
         return WEIGHT_FORMATS
-    return tuple(name for name in WEIGHT_FORMATS if name in asked)
+    return tuple(name for name in known if name in asked)
 
 
 def _formats(args: Namespace, given: Given | None) -> tuple[str, ...]:

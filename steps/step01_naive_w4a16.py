@@ -22,9 +22,9 @@ from typing import Any, Final
 
 from numba import cuda, float32
 
-from qformats import BLOCK, Format
-from qformats.device import device_format
-from qformats.repack import as_bytes
+from qformats import Format
+from qformats.device_files import device_elements
+from qformats.repack import KNOWN, as_bytes
 from steps.activations import float32_rows
 from steps.step import Family, Launch, Shape, Step, ceil_div
 
@@ -34,9 +34,9 @@ BLOCK_N: Final = 16  # half a warp writes 64 neighbouring bytes of a row
 
 @cache
 def kernel(fmt: Format) -> Any:
-    fields = device_format(fmt.name)
-    code, scale, offset = fields.code, fields.scale, fields.offset
-    block_bytes = fmt.block_bytes
+    fields = device_elements(fmt.name)
+    level, scale, offset = fields.level, fields.scale, fields.offset
+    block_bytes, elements, group = fmt.block_bytes, fmt.elements, fmt.group
 
     @cuda.jit
     def w4a16_naive(w, a, c):
@@ -44,13 +44,14 @@ def kernel(fmt: Format) -> Any:
         n, m = cuda.grid(2)  # x is the fast axis: let it run along n, so that stores coalesce
         if m >= c.shape[0] or n >= c.shape[1]:
             return
-        blocks_k = a.shape[1] // BLOCK
+        blocks_k = a.shape[1] // elements
         acc = float32(0)
         for b in range(blocks_k):
             at = (n * blocks_k + b) * block_bytes
-            d, z = scale(w, at), offset(w, at)
-            for j in range(BLOCK):
-                acc += a[m, b * BLOCK + j] * (d * float32(code(w, at, j)) + z)
+            for g in range(elements // group):  # one of 32, but in K-quants several share a block
+                d, z = scale(w, at, g), offset(w, at, g)
+                for j in range(g * group, (g + 1) * group):
+                    acc += a[m, b * elements + j] * (d * float32(level(w, at, j)) + z)
         c[m, n] = acc
 
     return w4a16_naive
@@ -72,6 +73,7 @@ STEP = Step(
     pack=as_bytes,
     activations=float32_rows,
     launch=launch,
+    formats=KNOWN,
     contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},
     forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},
 )

@@ -31,8 +31,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8
 
 from qformats import BLOCK, Format
-from qformats.device import record_number, tile_format
-from qformats.repack import BAND, TILE_K, TILE_ROWS, tiles
+from qformats.carriers import Held, carrier
+from qformats.device import record_number
+from qformats.device_carriers import tile_format
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, tiles
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.decode_epilogue import finish_rows
 from steps.decode_products import products
@@ -50,7 +52,7 @@ from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_d
 
 @cache
 def kernel(
-    fmt: Format, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
+    fmt: Held, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
     """The kernel of a `Split`. A comes in slabs for more than FUSED tokens, else as float32."""
     tile, product = tile_format(fmt.name), products(fmt.name, tokens)
@@ -211,7 +213,7 @@ def activations(family: Family, a: Any, machine: Machine) -> Activations:
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
     """Sums of slices, float32 [M/16, N/16, slices, 16 * tokens], in the order of lanes; how many
     slices of a row tile have arrived, int32 [M/16, N/16]."""
-    cut = split(fmt, shape)
+    cut = split(carrier(fmt), shape)
     row_tiles = ceil_div(shape.m, MOST_TOKENS) * ceil_div(shape.n, TILE_ROWS)
     sums = row_tiles * cut.slices * TILE_ROWS * cut.tokens if cut.slices > 1 else 1
     return ((sums,), np.float32), ((row_tiles,), np.int32)
@@ -221,11 +223,12 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     workspace: tuple,
 ) -> Launch:  # fmt: skip
-    cut = split(fmt, shape)
+    held = carrier(fmt)
+    cut = split(held, shape)
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = (*activations, workspace[0])[:2]  # float32 A has no scales: any array will do
     args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
-    made = kernel(fmt, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
+    made = kernel(held, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
     grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 
@@ -242,6 +245,7 @@ STEP = Step(
     launch=launch,
     scratch=scratch,
     most_tokens=MOST_TOKENS,
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # steps.decode_products: why
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR")},
     forbids={"A8": ("HMMA", "LDL", "STL")},

@@ -32,8 +32,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import half_format
-from qformats.repack import BAND, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
+from qformats.carriers import Held, carrier
+from qformats.device_carriers import half_format
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import PAD, finish_tile
 from steps.instructions import (
@@ -66,12 +67,12 @@ ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
 #     features  64..127  warp 1   warp 3     features  64..127  warp 1           warp 3
 #                tokens   0..63  64..127                tokens   0..63            0..63
 @cache
-def kernel(fmt: Format, bm: int, stages: int, in_half: bool) -> Any:
+def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
     """(kernel for tiles of `bm` tokens and a ring of `stages`, threads of a block)"""
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
-    n_words, n_scales = {4: 4, 5: 5, 8: 8}[fmt.bits], 4 if "m" in (fmt.dtype.names or ()) else 2
+    n_words, n_scales = form.n_words, form.n_scales
     tokens = min(bm, WARP)  # of a warp
     side, deep = BN // WARP, bm // tokens  # warps along the features and along the tokens
     blocks, groups = TILES[bm]
@@ -230,7 +231,7 @@ def kernel(fmt: Format, bm: int, stages: int, in_half: bool) -> Any:
     return w4a16_tensor_core, threads
 
 
-def ring_for(fmt: Format, bm: int) -> tuple[int, int, int]:
+def ring_for(fmt: Held, bm: int) -> tuple[int, int, int]:
     """(blocks an SM, stages, bytes of each block): room for two stages, and for the sums."""
     stage = BN * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
     most, groups = TILES[bm]
@@ -244,7 +245,7 @@ def ring_for(fmt: Format, bm: int) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int]:
+def tiling(fmt: Held, shape: Shape) -> tuple[int, int, int]:
     """(tokens of a tile, how many tiles, parts of K) that should take the fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), (0, 0, 0)
     for bm in TILES:
@@ -268,7 +269,7 @@ def tiling(fmt: Format, shape: Shape) -> tuple[int, int, int]:
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """The sums of each part of a tile, and a count for each tile."""
-    bm, count, parts = tiling(fmt, shape)
+    bm, count, parts = tiling(carrier(fmt), shape)
     return ((count * parts * bm * BN if parts > 1 else 4,), np.float32), ((count,), np.int32)
 
 
@@ -281,9 +282,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    bm, _, parts = tiling(fmt, shape)
-    _, stages, shared = ring_for(fmt, bm)
-    run, threads = kernel(fmt, bm, stages, out.dtype == np.float16)
+    held = carrier(fmt)
+    bm, _, parts = tiling(held, shape)
+    _, stages, shared = ring_for(held, bm)
+    run, threads = kernel(held, bm, stages, out.dtype == np.float16)
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), parts)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K), *scratch)
     return Launch(run, grid, (threads,), args, shared)
@@ -300,6 +302,7 @@ STEP = Step(
     activations=float16_units,
     launch=launch,
     scratch=scratch,
+    formats=KNOWN,
     outputs=("float32", "float16"),
     min_cc=(8, 0),
     contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},

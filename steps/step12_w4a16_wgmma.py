@@ -32,8 +32,9 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.device import half_format
-from qformats.repack import BAND, TILE_K, TOKEN_GROUP, tiles
+from qformats.carriers import Held, carrier
+from qformats.device_carriers import half_format
+from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, tiles
 from steps.activations import float16_units
 from steps.epilogue import GROUP, ROWS, finish_wgmma
 from steps.instructions import (
@@ -78,7 +79,7 @@ HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 by
 
 @cache
 def kernel(
-    fmt: Format, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
+    fmt: Held, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
@@ -231,8 +232,9 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: Format, shape: Shape) -> Cut:
-    unpack = 24 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
+def tiling(fmt: Held, shape: Shape) -> Cut:
+    # instructions that make 16 x 16 weights
+    unpack = {"q5_0": 24, "q5_1": 24, "c5": 22, "c6": 32}.get(fmt.name, 20)
 
     def stage(bn: int, bm: int) -> int:
         """Cycles of the tensor cores; of a warp that unpacks and asks for products, of which most
@@ -244,20 +246,16 @@ def tiling(fmt: Format, shape: Shape) -> Cut:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(fmt, shape), np.float32)
+    return room(tiling(carrier(fmt), shape), np.float32)
 
 
 def launch(
-    fmt: Format,
-    family: Family,
-    shape: Shape,
-    weights: tuple,
-    activations: tuple,
-    out: Any,
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
-) -> Launch:
-    cut = tiling(fmt, shape)
-    make = partial(kernel, fmt, out.dtype == np.float16, cut[0])
+) -> Launch:  # fmt: skip
+    held = carrier(fmt)
+    cut = tiling(held, shape)
+    make = partial(kernel, held, out.dtype == np.float16, cut[0])
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
@@ -273,6 +271,7 @@ STEP = Step(
     activations=float16_units,
     launch=launch,
     scratch=scratch,
+    formats=KNOWN,
     outputs=("float32", "float16"),
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither

@@ -6,7 +6,7 @@ What is new
     scale of a block goes into its weights, which are rounded to int8 on their way, in registers: a
     nibble taken as a float16, times k / 8 (k = 8 d / scale, at most 127), plus a constant so large
     that a float16 has no bits for fractions beside it. Its lower byte is the weight. Eight of them
-    take 14 instructions. Q8_0 is rounded once and for all, when it is packed.
+    take 14 instructions. Q8_0, and what else files come in, is rounded once, when it is packed.
 Why it should help
     The tensor cores multiply int8 twice as fast as float16: 128 x 128 outputs and 128 K are 512
     cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 208, 8 bits:
@@ -34,7 +34,7 @@ from numba import cuda, int32, int64, uint8
 
 from qformats import Format
 from qformats.device import ByteFormat, byte_format
-from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
 from steps.activations import int8_units
 from steps.epilogue import GROUP, LOT, finish_wgmma
 from steps.instructions import (
@@ -232,18 +232,14 @@ def tiling(fmt: Format, shape: Shape) -> Cut:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(fmt, shape), np.int32)
+    return room(tiling(byte_carrier(fmt), shape), np.int32)
 
 
 def launch(
-    fmt: Format,
-    family: Family,
-    shape: Shape,
-    weights: tuple,
-    activations: tuple,
-    out: Any,
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
-) -> Launch:
+) -> Launch:  # fmt: skip
+    fmt = byte_carrier(fmt)
     cut = tiling(fmt, shape)
     make = partial(kernel, byte_format(fmt.name), out.dtype == np.float16, cut[0])
     operands = (*weights, *activations, out)
@@ -261,6 +257,7 @@ STEP = Step(
     activations=int8_units,
     launch=launch,
     scratch=scratch,
+    formats=KNOWN,
     outputs=("float32", "float16"),
     accuracy="fast",
     min_cc=(9, 0),

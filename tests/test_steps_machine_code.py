@@ -70,7 +70,7 @@ def no_local_memory_where_it_counts(code: MachineCode) -> bool:
 def test_no_spills_no_local_memory_no_double_precision(
     step: Step, family: Family, arch: str
 ) -> None:
-    for name in step.formats if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0"):
+    for name in WEIGHT_FORMATS if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0"):
         for launch, _ in launches(step, family, name):
             code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
             assert no_local_memory_where_it_counts(code), where
@@ -107,7 +107,7 @@ def test_contains_its_idea_and_nothing_of_a_later_one(
     step: Step, family: Family, arch: str
 ) -> None:
     assert step.contains[family], "a step must say what its machine code shows"
-    for name in step.formats:
+    for name in WEIGHT_FORMATS:
         for launch, own in launches(step, family, name):
             if not own:
                 continue

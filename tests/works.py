@@ -1,4 +1,5 @@
-"""The works that tests go through: every step in its families and formats, with readable ids."""
+"""The works that tests go through: every step in its families and the formats that all steps have,
+with readable ids. What files come in besides is in test_files_in_kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 
 import pytest
 
+from qformats import WEIGHT_FORMATS
 from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
 from steps import ladder
@@ -14,7 +16,7 @@ from steps import ladder
 WORKS = [
     pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
     for step in ladder()
-    for family, name in itertools.product(step.families, step.formats)
+    for family, name in itertools.product(step.families, WEIGHT_FORMATS)
 ]
 
 REQUANTIZED = {"fast": byte_weights, "coarse": integer_weights}

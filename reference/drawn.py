@@ -1,0 +1,107 @@
+"""Random blocks of the formats that files come in, packed here and not by the codec under test.
+
+K-quants are read and not written (`qformats.kquants`), so their weights are drawn as blocks: any
+bits are codes, and scales are such that weights are about as large as a language model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SIZE: Final = 0.02
+"""Of a drawn weight, about: a language model's standard deviation."""
+
+# Codes' standard deviation and middle: those of numbers drawn evenly. Scales: lowest and highest.
+_CODES: Final = {"q2_k": (1.1, 1.5), "q3_k": (2.3, 0), "q4_k": (4.6, 7.5), "q5_k": (9.2, 15.5)}
+_CODES["q6_k"] = (18.5, 0)
+_SCALES: Final = {"q2_k": (4, 15), "q3_k": (-32, 31), "q4_k": (16, 63), "q5_k": (16, 63)}
+_SCALES["q6_k"] = (-128, 127)
+
+REACH: Final = {
+    "mxfp4": 2 * 12,
+    "iq4_nl": 127,
+    "q2_k": 2 * 3 + 15,
+    "q3_k": 2 * 4,
+    "q4_k": 2 * 15 + 16,
+    "q5_k": 2 * 31 + 32,
+    "q6_k": 2 * 32,
+}
+"""The most units that an element of `integer_blocks` comes to, |scale * level| + |offset|."""
+
+
+def random_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
+    """Blocks [N, K/256] of a K-quant: every code and most scales as likely, weights about SIZE."""
+    blocks = _any_codes(rng, n, k, name)
+    (spread, middle), (low, high) = _CODES[name], _SCALES[name]
+    groups = (*blocks.shape, FORMATS[name].elements // FORMATS[name].group)
+    scales = rng.integers(low, high, size=groups, endpoint=True)
+    d = rng.uniform(0.5, 1.5, size=blocks.shape) * SIZE / (spread * np.sqrt(np.mean(scales**2)))
+    blocks["d"] = d
+    if "dmin" in (blocks.dtype.names or ()):
+        blocks["dmin"] = blocks["d"] * (middle * rng.uniform(0.8, 1.2, size=blocks.shape))
+        minima = rng.integers(low, high, size=groups, endpoint=True)
+    else:
+        minima = None
+    pack_scales(blocks, name, scales, minima)
+    return blocks
+
+
+def integer_blocks(rng: np.random.Generator, n: int, k: int, name: str, unit: float) -> Array:
+    """Blocks [N, K/32] or [N, K/256] whose weights are at most REACH units, all whole numbers.
+
+    A K-quant's d is a unit or a quarter, its scales make up for it, so that both are looked at.
+    """
+    blocks = _any_codes(rng, n, k, name)
+    if name == "mxfp4":
+        blocks["e"] = 128 + int(np.log2(unit)) + rng.integers(0, 1, blocks.shape, endpoint=True)
+        return blocks
+    if name == "iq4_nl":
+        blocks["d"] = unit
+        return blocks
+    groups = (*blocks.shape, FORMATS[name].elements // FORMATS[name].group)
+    share = rng.choice(np.array([1, 4]), size=blocks.shape)
+    blocks["d"] = unit / share
+    scales = rng.integers(1, 2, size=groups, endpoint=True) * share[..., None]
+    minima = None
+    if "dmin" in (blocks.dtype.names or ()):
+        blocks["dmin"] = unit
+        most = {"q2_k": 15, "q4_k": 16, "q5_k": 32}[name]
+        minima = rng.integers(0, most, size=groups, endpoint=True)
+    else:
+        scales *= rng.choice(np.array([-1, 1]), size=groups)
+    pack_scales(blocks, name, scales, minima)
+    return blocks
+
+
+def pack_scales(blocks: Array, name: str, scales: Array, minima: Array | None = None) -> None:
+    """Write the integer scales and minima [..., groups] of K-quants into their blocks."""
+    field = blocks["scales"]
+    if name == "q6_k":
+        field[...] = scales
+    elif name == "q3_k":
+        six = scales + 32
+        for g in range(16):
+            field[..., g % 8] = field[..., g % 8] & (15 << 4 - g // 8 * 4) | (
+                (six[..., g] & 15) << g // 8 * 4
+            )
+            at, shift = 8 + g % 4, g // 4 * 2
+            field[..., at] = field[..., at] & (255 - (3 << shift)) | (six[..., g] >> 4) << shift
+    elif name == "q2_k" and minima is not None:
+        field[...] = scales | minima << 4
+    elif minima is not None:
+        for g in range(4):
+            field[..., g] = scales[..., g] | scales[..., g + 4] >> 4 << 6
+            field[..., 4 + g] = minima[..., g] | minima[..., g + 4] >> 4 << 6
+            field[..., 8 + g] = scales[..., g + 4] & 15 | (minima[..., g + 4] & 15) << 4
+
+
+def _any_codes(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
+    fmt = FORMATS[name]
+    size = (n, k // fmt.elements * fmt.block_bytes)
+    return rng.integers(0, 256, size=size, dtype=np.uint8).view(fmt.dtype).copy()
