@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -62,13 +63,17 @@ def compile_ahead(
     count, why = 0, ""
     with ProcessPoolExecutor(processes, spawn, _begin, facts) as pool:
         jobs = {pool.submit(_compiled, recipe): key for key, recipe in found.items()}
-        for job in as_completed(jobs):
-            kernel, signature = jobs[job]
-            try:
-                kernel.add_overload(_Kernel._rebuild(**pickle.loads(job.result())), signature)
-                count += 1
-            except Exception as error:  # in the other process, of any type
-                why = f"{type(error).__name__}: {error}"
+        try:
+            for job in as_completed(jobs):
+                kernel, signature = jobs[job]
+                try:
+                    kernel.add_overload(_Kernel._rebuild(**pickle.loads(job.result())), signature)
+                    count += 1
+                except Exception as error:  # in the other process, of any type
+                    why = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if why:
         say(f"{len(found) - count} kernels were not compiled ahead: {' '.join(why.split())}")
     return count
@@ -125,6 +130,7 @@ _arch = ""
 
 def _begin(arch: str, sms: int, shared_bytes: int) -> None:
     global _arch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks for kernels
     _arch = arch
     machines.pretend(sms, shared_bytes)
 

@@ -131,6 +131,7 @@ def test_each_kernel_is_compiled_once() -> None:
 def test_a_process_is_told_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_pretended", None)
     monkeypatch.setattr(ahead, "_arch", "")
+    monkeypatch.setattr(ahead.signal, "signal", lambda *_: None)
     before = machines.multiprocessors(), machines.shared_memory()
     try:
         ahead._begin("sm_80", 108, 163 * 1024)
