@@ -251,7 +251,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 # --- what steps 7 to 11 say of themselves ---------------------------------------------------------
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [7, 8, 9, 11, 12, 13])
+@pytest.mark.parametrize("number", [7, 8, 9, 11, 12, 13, 14])
 def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
     counter = _counted(number, Problem(40, 128, 256, name))
     assert counter.wavefronts > 900
@@ -297,6 +297,20 @@ def test_decoding_conflicts_only_where_it_copies_d_and_s(tokens: int) -> None:
             assert all("cp_async_4(" in line for line in guilty)
         else:
             assert counter.conflicts == 0, f"{name}\n{counter.report()}"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
+def test_bulk_decoding_conflicts_only_where_it_quantizes(tokens: int) -> None:
+    """Four lanes read half of a block of float32 A, and the next four that of the next block, 128
+    bytes on: twice for each block, before the stream of weights, in which no two lanes meet."""
+    for name in WEIGHT_FORMATS:
+        counter = _counted(15, Problem(tokens, 128, 512, name))
+        guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
+        if tokens > 4:
+            assert counter.conflicts == 0, f"{name}\n{counter.report()}"
+        else:
+            assert len(guilty) == 2, f"{name}\n{counter.report()}"
+            assert all("load_f32x4(smem, raw" in line for line in guilty)
 
 
 def _counted(number: int, problem: Problem) -> BankCounter:
