@@ -291,10 +291,8 @@ def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
             if fmt.name == "c5":
-                halves = np.stack(
-                    [qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4], axis=-2
-                )
-                return _fives(halves, padded["d"], rows, deep)
+                low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
+                return _threes(np.stack([low, high], axis=-2), padded["d"], rows, deep)
             pairs = np.stack([qs >> 4 & 1, bits[..., :16]], axis=-2)  # [..., which, 16 bytes]
             qs = np.asarray(qs & 15 | (qs >> 5 | bits[..., 16:] << 3) << 4, np.uint8)
         elif fmt.name == "q4_0":
@@ -323,7 +321,7 @@ def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
     return np.concatenate(flat, axis=1)
 
 
-def _fives(
+def _threes(
     codes: NDArray[np.uint8], scales: NDArray[np.uint8], rows: int, deep: int
 ) -> NDArray[np.uint8]:
     """Those of 5 bits in words of three codes, of codes [rows * 16, deep * 4, 2, 16] and scales

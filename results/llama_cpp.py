@@ -58,8 +58,10 @@ PASS_SECONDS: Final = 0.02  # of passes back to back: the host prepares one whil
 MAX_PASSES: Final = 64
 SECONDS_PER_WORK: Final = 60  # that the process may take for a product, drawing its data included
 
-TYPES: Final = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
-TYPES |= {"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "mxfp4": 39}
+TYPES: Final = {
+    **{"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8},
+    **{"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "mxfp4": 39},
+}
 """enum ggml_type."""
 
 

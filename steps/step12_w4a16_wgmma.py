@@ -233,8 +233,7 @@ def kernel(
 
 
 def tiling(fmt: Held, shape: Shape) -> Cut:
-    # instructions that make 16 x 16 weights
-    unpack = {"q5_0": 24, "q5_1": 24, "c5": 22, "c6": 32}.get(fmt.name, 20)
+    unpack = {5: 24, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
 
     def stage(bn: int, bm: int) -> int:
         """Cycles of the tensor cores; of a warp that unpacks and asks for products, of which most

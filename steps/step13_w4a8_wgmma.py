@@ -239,9 +239,9 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    fmt = byte_carrier(fmt)
-    cut = tiling(fmt, shape)
-    make = partial(kernel, byte_format(fmt.name), out.dtype == np.float16, cut[0])
+    held = byte_carrier(fmt)
+    cut = tiling(held, shape)
+    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0])
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

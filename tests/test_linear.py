@@ -203,9 +203,10 @@ def test_from_a_gguf_tensor() -> None:
     np.testing.assert_array_equal(layer.dequantize().numpy(), dequantize(blocks))
     np.testing.assert_array_equal(layer.bias.detach().numpy(), np.arange(N))
     assert QuantLinear.from_gguf(gguf("q5_0", blocks)).bias is None
-    k_quant = np.zeros((3, 2), FORMATS["q4_k"].dtype)
-    with pytest.raises(ValueError, match=r"blk.0.ffn_up.weight is q4_k, and the kernels take q4_0"):
-        QuantLinear.from_gguf(gguf("q4_k", k_quant))
+    k_quant = QuantLinear.from_gguf(gguf("q4_k", np.zeros((3, 2), FORMATS["q4_k"].dtype)))
+    assert (k_quant.format, k_quant.in_features, k_quant.out_features) == ("q4_k", 512, 3)
+    with pytest.raises(ValueError, match=r"blk.0.ffn_up.weight is f32, and the kernels take q4_0"):
+        QuantLinear.from_gguf(gguf("f32", np.zeros((3, 2), np.float32)))
     again = QuantLinear.from_float(gguf("q5_0", blocks).values(), "q8_0")
     assert again.format == "q8_0"
 

@@ -56,13 +56,13 @@ class FakeGgml:
         return made
 
     def do_type_name(self, kind):
-        return NAMES[kind].encode()
+        return NAMES[kind].replace("_k", "_K").encode()
 
     def do_type_size(self, kind):
         return 4 if NAMES[kind] == "f32" else FORMATS[NAMES[kind]].block_bytes
 
     def do_blck_size(self, kind):
-        return 1 if NAMES[kind] == "f32" else 32
+        return 1 if NAMES[kind] == "f32" else FORMATS[NAMES[kind]].elements
 
     def do_nbytes(self, tensor):
         kind = tensor.kind
