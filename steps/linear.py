@@ -198,14 +198,18 @@ class QuantLinear(nn.Module):
         arrays = [*self._arrays("weights"), *self._arrays("fast")] or [self.blocks]
         return sum(one.nbytes for one in arrays)
 
+    @property
+    def packed(self) -> dict[str, Sequence[Tensor]]:
+        """The arrays of each packing on the GPU, by its name; none on a CPU."""
+        return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
+
     def explain(self, m: int) -> str:
         """Which step multiplies m tokens (float32, on this GPU) and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
-        offered = operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
         shape = Shape(m, self.out_features, self.in_features)
         made = operator.planned(
-            self.format, shape, offered, self.accuracy, torch.float32, self.device
+            self.format, shape, self.packed, self.accuracy, torch.float32, self.device
         )
         return str(made.choice)
 
