@@ -48,7 +48,8 @@ DRAWN: Final = 1024  # rows of each kind of matrix
 ROWS: Final = BAND * TILE_ROWS  # that lie together in the packings of the tensor core steps
 BATCHES: Final = (1, 16)
 PROMPTS: Final = (512, 4096)
-CONTEXT, STEPS: Final = 128, 64
+CONTEXT: Final = 128
+STEPS: Final = 64
 ROUNDS: Final = {"decode": 9, "prefill 512": 15, "prefill 4096": 5}
 WEIGHT: Final = 0.02  # root mean square of a weight
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,7 +143,7 @@ def against_llama_cpp(
     floats: keys and values in float32 too, for a file of float32, of which nothing is rounded.
     """
     try:
-        import llama_cpp
+        llama_cpp: Any = import_module("llama_cpp")
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             "this comparison needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from qformats import BLOCK, WEIGHT_FORMATS, dequantize, quantize
+from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
+from steps.registry import ladder
+
+TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
+"""Types of matrices that kernels multiply."""
 
 TINY: Final = {
     "block_count": 2,
@@ -88,7 +93,7 @@ class Model:
         if found.type not in READABLE:
             raise GGUFError(
                 f"{self.path}: {name} is {found.type}, which is not read here: use a file of "
-                f"{', '.join(WEIGHT_FORMATS)}"
+                f"{', '.join(TAKEN)}"
             )
         return found
 
@@ -99,7 +104,7 @@ class Model:
     def matrices(
         self, names: Sequence[str], rows: Sequence[int], k: int, requantize: str | None
     ) -> list[np.ndarray]:
-        """Blocks [N, K/32] of matrices that multiply the same x; one array where types are equal.
+        """Blocks [N, K/32 or K/256] of matrices for the same x; one array where types are equal.
 
         requantize: the format that matrices of other types than the kernels' are quantized to;
         "float32": they are given as float32 [N, K]; None: refused.
@@ -107,7 +112,7 @@ class Model:
         found: list[np.ndarray] = []
         for name, n in zip(names, rows, strict=True):
             tensor = self.tensor(name, (n, k))
-            if tensor.type in WEIGHT_FORMATS:
+            if tensor.type in TAKEN:
                 array = tensor.array
             elif requantize == "float32":
                 array = tensor.values()
@@ -116,7 +121,7 @@ class Model:
             else:
                 raise GGUFError(
                     f"{self.path}: {name} is {tensor.type}, and the kernels take "
-                    f"{', '.join(WEIGHT_FORMATS)}: --requantize q8_0 quantizes it anew"
+                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it anew"
                 )
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
@@ -144,7 +149,7 @@ class Model:
         scores = self.keys["tokenizer.ggml.scores"]
         pieces = list(SPACE + text.replace(" ", SPACE)) if text else []
         while True:
-            joined = [a + b for a, b in zip(pieces, pieces[1:], strict=False)]
+            joined = [a + b for a, b in pairwise(pieces)]
             known = [(-scores[number[one]], i) for i, one in enumerate(joined) if one in number]
             if not known:
                 break
@@ -227,7 +232,7 @@ def load(
             )
         )
     table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
-    rows = table.array if table.type in WEIGHT_FORMATS else table.values()
+    rows = table.values() if table.type == "bf16" else table.array
     last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     factors = file.tensors.get("rope_freqs.weight")
     return parts.Decoder(

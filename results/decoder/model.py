@@ -11,15 +11,14 @@ between products can write as it is wanted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS
-from qformats.codec import WEIGHT_FORMATS, format_of
+from qformats import WEIGHT_FORMATS
+from qformats.codec import format_of
 from results.decoder.operations import PLAIN, Operations
 from steps import torch_operator as operator
 from steps.linear import QuantLinear
@@ -188,13 +187,18 @@ class Embedding(nn.Module):
 
     @classmethod
     def of(cls, table: np.ndarray, device: Any, wide: Any, looked_up: Any) -> Embedding:
-        """table: blocks [V, K/32] of a format of the kernels, or floats [V, K]."""
+        """table: blocks [V, K/32], or floats [V, K], which blocks of other formats become."""
+        if table.dtype.names and format_of(table).name not in WEIGHT_FORMATS:
+            table = format_of(table).dequantize(table)
         if table.dtype.names is None:
             floats = torch.from_numpy(np.array(table)).to(device)
             return cls([floats], 0, wide, looked_up)
         fmt = format_of(table)
         empty = np.empty(0, np.float16)
-        fields = [table[name] if name in fmt.dtype.names else empty for name in "d m qs qh".split()]
+        fields = [
+            table[name] if name in (fmt.dtype.names or ()) else empty
+            for name in ("d", "m", "qs", "qh")
+        ]
         planes = [torch.from_numpy(np.array(one)).to(device) for one in fields]
         return cls(planes, {"q4_0": 8, "q5_0": 16}.get(fmt.name, 0), wide, looked_up)
 
@@ -224,7 +228,8 @@ class Layer:
 class Cache:
     """Keys and values of up to `length` positions, and how many there are, on the device.
 
-    layers: [B, 2 kv_heads, length, head] of each layer. cos, sin: [length, head/2].
+    layers: [B, 2 kv_heads, length, head] of each layer. cos, sin: [length, head], for
+    `operations.turned`.
     """
 
     def __init__(
@@ -233,9 +238,11 @@ class Cache:
         shape = (batch, 2 * config.kv_heads, length, config.head)
         self.layers = [torch.zeros_like(like).expand(shape).clone() for _ in range(config.layers)]
         self.at = torch.zeros((), dtype=torch.int64, device=like.device)
-        angles = torch.from_numpy(np.arange(length)[:, None] * frequencies)
+        angles = torch.from_numpy(np.arange(length)[:, None] * frequencies.repeat(2))
+        signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(frequencies))
         wide = torch.promote_types(like.dtype, torch.float32)
-        self.cos, self.sin = (one.to(like.device, wide) for one in (angles.cos(), angles.sin()))
+        self.cos = angles.cos().to(like.device, wide)
+        self.sin = (angles.sin() * signs).to(like.device, wide)
         self.batch, self.length = batch, length
 
 
@@ -299,7 +306,7 @@ class Decoder:
         config, do = self.config, self.operations
         batch, tokens = ids.shape
         h = self.embedding(ids).reshape(batch * tokens, config.width)
-        y = None
+        y: Any = None
         for layer, held in zip(self.layers, cache.layers, strict=True):
             takes = layer.qkv.takes
             if y is None:

@@ -59,6 +59,12 @@ def gated(y: Tensor, dtype: Any) -> Tensor:
     return (F.silu(gate) * up).to(dtype)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [.., D]. Pairs are neighbours, as ggml orders a llama's rows: (a, b)
+    becomes (a cos - b sin, b cos + a sin). cos has both of a pair alike, sin as (-, +)."""
+    return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
+
+
 def attended(
     qkv: Tensor,
     cache: Tensor,
@@ -73,31 +79,32 @@ def attended(
     qkv    : [B * T, (heads + 2 kv) * D]: the queries' heads, then those of keys, then of values.
     cache  : [B, 2 kv, L, D], written at positions at .. at + T - 1.
     at     : int64 [], on the device: nobody waits to know it. 0 unless T is 1.
-    cos, sin : [L, D/2], of each position and pair of neighbours, which is ggml's order of rows.
+    cos, sin : [L, D] of each position, see `turned`.
     """
     batch, twice, length, size = cache.shape
     kv = twice // 2
     x = qkv.view(batch, -1, heads + twice, size)
     tokens = x.shape[1]
     positions = at + torch.arange(tokens, device=at.device)
-    # One pass over all heads: values are turned by no angle.
-    turns = (torch.arange(heads + twice, device=at.device) < heads + kv)[:, None]
-    c = torch.where(turns, cos[positions][:, None], 1)
-    s = torch.where(turns, sin[positions][:, None], 0)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    x = torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
-    cache[:, :, positions] = x[:, :, heads:].transpose(1, 2).to(cache.dtype)
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    # Queries apart from the rest, so that what reads them turns them: one kernel less.
+    q = turned(x[:, :, :heads], c, s)
+    is_key = (torch.arange(twice, device=at.device) < kv)[:, None]
+    new = turned(x[:, :, heads:], torch.where(is_key, c, 1), torch.where(is_key, s, 0))
+    new = new.transpose(1, 2).to(cache.dtype)
+    cache[:, :, positions] = new
 
     if tokens > 1:
-        q, k, v = x.to(cache.dtype).transpose(1, 2).split((heads, kv, kv), 1)
+        k, v = new.split(kv, 1)
+        q = q.transpose(1, 2).to(cache.dtype)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
         return y.transpose(1, 2).reshape(batch * tokens, heads * size).to(dtype)
-    q = x[:, 0, :heads].view(batch, kv, heads // kv, size)
+    q = q[:, 0].view(batch, kv, heads // kv, size)
     k, v = cache.split(kv, 1)
     if torch.compiler.is_compiling():  # a kernel that adds up is soon done, one of cuBLAS is not
         scores = (q[:, :, :, None] * k[:, :, None]).sum(-1)
     else:
-        scores = (q.to(k.dtype) @ k.transpose(-1, -2)).to(x.dtype)
+        scores = (q.to(k.dtype) @ k.transpose(-1, -2)).to(q.dtype)
     seen = torch.arange(length, device=at.device) <= at
     shares = torch.where(seen, scores * size**-0.5, -torch.inf).softmax(-1)
     if torch.compiler.is_compiling():
