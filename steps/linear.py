@@ -7,7 +7,7 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project and imported by this module and `steps.torch_operator` alone.
+torch is an extra of this project; of `steps` only this module and `steps.torch_operator` import it.
 
 What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
 needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,

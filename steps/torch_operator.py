@@ -170,12 +170,17 @@ def planned(
     written: the dtype that y is to have; float16 is written by the step itself where it can.
     RuntimeError where a capture into a CUDA graph does not survive that: it says what to do.
     """
-    places = tuple(
-        (name, tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays))
-        for name, arrays in offered.items()
-    )
+    wanted = tuple(places(offered).items())
     with torch.cuda.device(device):
-        return _kept(format_name, shape, places, accuracy, written == torch.float16, device)
+        return _kept(format_name, shape, wanted, accuracy, written == torch.float16, device)
+
+
+def places(offered: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Place, ...]]:
+    """The arrays of each packing as a `Relocatable` is made of them."""
+    return {
+        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
+        for name, arrays in offered.items()
+    }
 
 
 @lru_cache(maxsize=PLANS)

@@ -299,7 +299,7 @@ def test_words(tiny: Any) -> None:
     file.keys["tokenizer.ggml.model"] = "gpt2"
     file.vocabulary[:2] = ["\u0120a", "\u00e9\u0122"]
     assert file.text([0, 1]) == " a" + b"\xe9\x80".decode(errors="replace")
-    with pytest.raises(GGUFError, match="vocabulary of kind 'gpt2', .* give tokens with --ids"):
+    with pytest.raises(GGUFError, match=r"vocabulary of kind 'gpt2', .* give tokens with --ids"):
         file.ids("the")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -75,6 +76,10 @@ def _parser() -> Parser:
         "--between", choices=("plain", "compiled", "overlapped"),
         help="how what lies between products is run on a GPU (default: the best that torch can)",
     )  # fmt: skip
+    one.add_argument(
+        "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
+        help="processes that compile kernels for --check and --bench (default: one a core, 16)",
+    )  # fmt: skip
     one.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     return one
 
@@ -121,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.bench:
         from results.decoder import bench
 
-        found["bench"] = bench.measure(do, args.format, parts=args.parts)
+        found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
         print(bench.table(found["bench"]))
     if not jobs:
         found = _generate(args, do)
@@ -148,6 +153,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, An
             requantize=args.requantize,
             operations=do,
             steps=args.tokens,
+            jobs=args.jobs,
         )
         for accuracy in ("exact", "fast")
     ]

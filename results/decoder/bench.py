@@ -245,6 +245,7 @@ def measure(
     format_name: str = "q4_0",
     config: Config = LLAMA_3_8B,
     parts: Sequence[str] = ("decode", "prefill"),
+    jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All cases, as data: see `Row`."""
@@ -261,6 +262,11 @@ def measure(
         for one in product.packed[next(iter(product.packed))]
     )
     tell(f"{config.layers} layers, {weights / 1e9:.2f} GB of weights in {format_name}")
+    cases = [("exact", m) for m in BATCHES if "decode" in parts]
+    cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
+    if jobs > 1:
+        ours.compile_ahead(cases, jobs)
+        tell(f"the kernels' machine code, made by {jobs} processes")
     rows: list[Row] = []
     differences: dict[str, float] = {}
     for batch in BATCHES if "decode" in parts else ():
@@ -284,8 +290,6 @@ def measure(
             difference = (logits[i] - logits[1]).square().mean().sqrt() / size
             differences[f"{case}, {name}"] = float(difference)
         tell(line(rows[-1]))
-    cases = [("exact", m) for m in BATCHES if "decode" in parts]
-    cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
     choices = {}
     for accuracy, m in cases:
         ours.ask(accuracy)

@@ -91,6 +91,7 @@ def against_torch(
     device: Any = "cuda",
     operations: Operations = PLAIN,
     steps: int = STEPS,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Ours on the GPU against `reference`: logits of a prompt and of `steps` steps, and tokens."""
     file = files.Model(path)
@@ -101,6 +102,8 @@ def against_torch(
         device=device,
         operations=operations,
     )
+    if jobs > 1:
+        ours.compile_ahead([(accuracy, 1), (accuracy, len(ids))], jobs)
     judge = reference(file, device, requantize)
     given = torch.tensor([list(ids)], device=device)
     tokens, kept = generate(ours, given, steps, keep=True)

@@ -21,9 +21,11 @@ from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from results.decoder.operations import PLAIN, Operations
 from steps import torch_operator as operator
+from steps.ahead import Task, compiled, offered
 from steps.linear import QuantLinear
 from steps.relocatable import Relocatable
 from steps.step import Shape
+from steps.torch_operator import places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +34,8 @@ torch = operator.torch
 if not TYPE_CHECKING:
     nn = torch.nn
 
+FEW: Final = 16
+"""Tokens at a time that are of so many sequences, and not of a prompt."""
 ROUNDED_TO: Final = 256
 """Positions that a cache is rounded up to: another length is compiled anew."""
 
@@ -104,6 +108,11 @@ class Product(nn.Module):
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.written = workspace, accuracy, written
+
+    def task(self, m: int) -> Task:
+        """What a plan for m tokens is made of, for `steps.ahead`."""
+        half = self.written == torch.float16
+        return self.format, Shape(m, self.n, self.k), places(self.packed), self.accuracy, half
 
     def plan(self, m: int) -> Relocatable:
         """What multiplies m tokens."""
@@ -279,6 +288,28 @@ class Decoder:
         for product in self.products:
             for one in getattr(product, "products", [product]):
                 one.accuracy = accuracy
+
+    def compile_ahead(self, cases: Sequence[tuple[str, int]], jobs: int) -> None:
+        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`steps.ahead`).
+
+        Logits are those of so many sequences as there are tokens where these are few, else of one.
+        """
+        before = self.output.accuracy
+        wanted: dict[str, tuple[Any, str, int, Task]] = {}
+        inner = [one for layer in self.layers for one in layer.products]
+        for accuracy, m in cases:
+            self.ask(accuracy)
+            ms = [(one, m) for one in inner] + [(self.output, m if m <= FEW else 1)]
+            for product, tokens in ms:
+                for one in getattr(product, "products", [product]):
+                    task = one.task(tokens)
+                    wanted.setdefault(str(task), (one, accuracy, tokens, task))
+        made = compiled([task for *_, task in wanted.values()], jobs)
+        for (one, accuracy, tokens, _), kernels in zip(wanted.values(), made, strict=True):
+            one.accuracy = accuracy
+            with offered(kernels):
+                one.plan(tokens)
+        self.ask(before)
 
     def cache(self, batch: int, length: int) -> Cache:
         """For at least `length` positions."""
