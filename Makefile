@@ -9,6 +9,8 @@
 #   VENV=system   use $(PYTHON) as it is and install nothing
 #
 #   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL= SAVE=1   are passed on to the commands
+#   GGUF= TENSOR=   a file and a tensor in it, such as model.gguf and blk.0.ffn_up.weight: the weights
+#                   of step%, ladder and check, which are drawn otherwise
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +28,7 @@ endif
 DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)') \
        $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
        $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
+FILE = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
 SAVED = $(if $(SAVE),--save)
 LINTED = qformats reference results steps tests
 TYPED = qformats reference results steps
@@ -44,16 +47,16 @@ help: ## this list
 setup: $(READY) ## make the virtual environment (every other target does so by itself)
 
 step%: $(READY) ## check step N in all formats, then measure it where there is a GPU
-	@$(PY) -m steps run $* $(DATA) $(SAVED)
+	@$(PY) -m steps run $* $(DATA) $(FILE) $(SAVED)
 
 ladder: $(READY) ## the same for every step: the main job
-	@$(PY) -m steps ladder $(DATA) $(SAVED)
+	@$(PY) -m steps ladder $(DATA) $(FILE) $(SAVED)
 
 list: $(READY) ## the steps there are
 	@$(PY) -m steps list
 
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
-	@$(PY) -m steps check $(STEP) $(DATA)
+	@$(PY) -m steps check $(STEP) $(DATA) $(FILE)
 
 test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
 	@$(PY) -m pytest -n auto

@@ -36,6 +36,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, int64, uint32
 
 from qformats import BLOCK, FORMATS
+from qformats.integer_scales import INTEGER_ZERO
 from qformats.repack import (
     BAND,
     BYTE_UNIT,
@@ -67,6 +68,7 @@ from steps.instructions import (
     load_u32,
     load_u32x4,
     prmt,
+    select_bits,
     shfl_xor,
     store_f32x2,
     store_u16,
@@ -264,6 +266,13 @@ def four_codes(x, i, j, twice):
 
 
 @cuda.jit(device=True, forceinline=True)
+def twice_inverse(d):
+    """2 / d, and 0 where 1 / d would be infinite."""
+    inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
+    return inverse + inverse
+
+
+@cuda.jit(device=True, forceinline=True)
 def quantized(x, i):
     """x[i] of the four lanes of a block -> the lane's codes of x[i, 0..3] and of x[i, 4..7], a word
     each, and d (alike in the four)."""
@@ -273,8 +282,7 @@ def quantized(x, i):
     largest = max(largest, shfl_xor(largest, 1))
     largest = max(largest, shfl_xor(largest, 2))
     d = largest / float32(127)
-    inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
-    twice = inverse + inverse
+    twice = twice_inverse(d)
     return four_codes(x, i, 0, twice), four_codes(x, i, 4, twice), d
 
 
@@ -387,6 +395,7 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
 # --- float16 on the GPU ---------------------------------------------------------------------------
 ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS = 512  # of a thread block
+HALF_WARPS = HALF_THREADS // 32
 MOST_HELD = 14  # 128-bit loads of a lane under way at once, kept until they can be rounded
 ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
@@ -435,34 +444,25 @@ def largest_bits(x, i, most):
     return most
 
 
-@cache
-def half_rounder(held: int) -> Any:
-    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
-
-    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
-    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
-    and zeros beyond; float32 [M]. The values of a row are
-    multiplied by a power of two that brings the largest into [2^14, 2^15), factors[m] is its
-    inverse (see `reference.Halves`). In a unit stand, of 16 K, first k, then k + 2 for
-    k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13: the order in which `half_format` unpacks
-    weights. K is a multiple of 4.
+def row_kernel(
+    held: int, size: Any, scale: Any, factor: Any, store_4: Any, sums: bool = False
+) -> Any:
+    """kernel(a, units, factors), of `half_rounder` and `token_quantizer`: float32 A[M, K], each row
+    in units of its own. K is a multiple of 4.
 
     A lane holds `held` times four values of a row until its largest is known; of what that does not
-    reach the end of, the rest is read again, from the caches. Inf and NaN spoil their own row: they
-    count as the largest, and stay what they are.
-    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
+    reach the end of, the rest is read again, from the caches. With `Launch.overlap` the kernel may
+    follow the one that makes A, and be followed, with no gap. What differs are device functions:
+
+    size(largest): of the largest |x| of a row as bits (`size_bits`), what the next two are made of
+    scale(size), factor(size): what values are multiplied by, and what goes to factors[m], float32
+    store_4(units, rows, m, k, t, x, i, scale) -> int32
+        x[i, 0..3], of token m of `rows` from column k on, to their place; t is the number of these
+        four in their 16 K. The sum of what was stored, which goes to factors[M + m] with `sums`.
     """
 
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(units, rows, m, k, t, x, i, scale):
-        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
-        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
-        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
-        store_u32(units, at + 2 * t, even)
-        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
-
     @cuda.jit
-    def half_units(a, units, factors):
+    def rows_to_units(a, units, factors):
         let_next_start()
         x = cuda.local.array((held, 4), float32)
         largest = cuda.shared.array(ROWS, int32)
@@ -490,20 +490,70 @@ def half_rounder(held: int) -> Any:
         cuda.atomic.max(largest, row, most)
         cuda.syncthreads()
 
-        # 2^(141 - e) brings 2^(e - 127) to 2^14
-        exponent = max(int32(largest[row] >> 23), LEAST_EXPONENT)
-        scale = as_float(uint32(268 - exponent) << uint32(23))
+        of_row = size(largest[row])
+        times, total = scale(of_row), int32(0)
         for i in range(held):
             if first + i * ROW_STEP < padded:
-                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, scale)
+                stored = store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
+                total = int32(total + stored)
         for k in range(first + held * ROW_STEP, padded, ROW_STEP):
             y = cuda.local.array((1, 4), float32)
             load_four(y, 0, a, m, uint32(k), wide)
-            store_4(units, rows, m, k, t, y, 0, scale)
+            total = int32(total + store_4(units, rows, m, k, t, y, 0, times))
         if first == 0 and m < rows:
-            factors[m] = as_float(uint32(exponent - 14) << uint32(23))
+            factors[m] = factor(of_row)
+        if sums:
+            for apart in (1, 2, 8, 16):  # lanes of one row
+                total = int32(total + shfl_xor(total, apart))
+            of_warps = cuda.shared.array((HALF_WARPS, ROWS), int32)
+            if t == 0 and thread & 24 == 0:
+                of_warps[thread >> 5, row] = total
+            cuda.syncthreads()
+            if first == 0 and m < rows:
+                for warp in range(1, HALF_WARPS):
+                    total = int32(total + of_warps[warp, row])
+                factors[rows + m] = float32(total)
 
-    return half_units
+    return rows_to_units
+
+
+@cache
+def half_rounder(held: int) -> Any:
+    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
+
+    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
+    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
+    and zeros beyond; float32 [M]. The values of a row are multiplied by a power of two that brings
+    the largest into [2^14, 2^15), factors[m] is its inverse (see `reference.Halves`). In a unit
+    stand, of 16 K, first k, then k + 2 for k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13:
+    the order in which `half_format` unpacks weights. See `row_kernel`; `held` is `half_loads`.
+
+    Inf and NaN spoil their own row: they count as the largest, and stay what they are.
+    """
+
+    @cuda.jit(device=True, forceinline=True)
+    def exponent(largest):
+        return max(int32(largest >> 23), LEAST_EXPONENT)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scale(exponent):
+        """2^(141 - e), which brings 2^(e - 127) to 2^14."""
+        return as_float(uint32(268 - exponent) << uint32(23))
+
+    @cuda.jit(device=True, forceinline=True)
+    def inverse(exponent):
+        return as_float(uint32(exponent - 14) << uint32(23))
+
+    @cuda.jit(device=True, forceinline=True)
+    def store_4(units, rows, m, k, t, x, i, scale):
+        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
+        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
+        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
+        store_u32(units, at + 2 * t, even)
+        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
+        return int32(0)
+
+    return row_kernel(held, exponent, scale, inverse, store_4)
 
 
 def half_loads(k: int) -> int:
@@ -519,68 +569,38 @@ def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
 
 # --- int8 with one scale a token, on the GPU ------------------------------------------------------
 @cache
-def token_quantizer(held: int) -> Any:
+def token_quantizer(held: int, sums: bool = False) -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
     token; `half_grid` for its launch.
 
     kernel(a, units, scales): int8 [K/128, M/8, 8, 8, 16], flat: of 8 tokens and 128 K first 16
     codes of each token, then the next 16 of each, all before the next tokens; M and K rounded up,
     and zeros beyond; float32 [M], d = amax / 127 of the row. The recipe is that of Q8_1, with a row
-    for a block; see `reference.Tokens`. K is a multiple of 4. Rows are read as `half_rounder` reads
-    them.
+    for a block; see `reference.Tokens`. See `row_kernel`; `held` is `half_loads`.
+
+    With `sums` there are 2 M scales: the second M are what the codes of each token add up to, as
+    floats, which is exact up to K = 132104 (127 K < 2^24); see `reference.SummedTokens`.
 
     A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
     and no other.
-    With `Launch.overlap` the kernel may follow the one that makes A, and be followed, with no gap.
     """
+
+    @cuda.jit(device=True, forceinline=True)
+    def d_of(largest):
+        return as_float(uint32(largest)) / float32(127)
+
+    @cuda.jit(device=True, forceinline=True)
+    def d_itself(d):
+        return d
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, i, twice):
         unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
-        store_u32(units, unit * UNIT + 4 * t, four_codes(x, i, 0, twice))
+        codes = four_codes(x, i, 0, twice)
+        store_u32(units, unit * UNIT + 4 * t, codes)
+        return dp4a(int32(codes), FOUR_ONES, 0)
 
-    @cuda.jit
-    def token_units(a, units, scales):
-        let_next_start()
-        x = cuda.local.array((held, 4), float32)
-        largest = cuda.shared.array(ROWS, int32)
-        thread = uint32(cuda.threadIdx.x)
-        t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
-        first = uint32(thread // uint32(4 * ROWS) * 16 + 4 * t)
-        m = uint32(cuda.blockIdx.x * ROWS + row)
-        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
-        wide = rows_are_aligned(a)
-        if thread < ROWS:
-            largest[thread] = 0
-        wait_for_previous()
-        for i in range(held):
-            load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
-        most = int32(0)
-        for i in range(held):
-            most = largest_bits(x, i, most)
-        for k in range(first + held * ROW_STEP, columns, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            most = largest_bits(y, 0, most)
-        cuda.syncthreads()
-        cuda.atomic.max(largest, row, most)
-        cuda.syncthreads()
-
-        d = as_float(uint32(largest[row])) / float32(127)
-        inverse = float32(1) / d if d >= SMALLEST_NORMAL else float32(0)
-        twice = inverse + inverse
-        for i in range(held):
-            if first + i * ROW_STEP < padded:
-                store_4(units, rows, m, first + i * ROW_STEP, t, x, i, twice)
-        for k in range(first + held * ROW_STEP, padded, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            store_4(units, rows, m, k, t, y, 0, twice)
-        if first == 0 and m < rows:
-            scales[m] = d
-
-    return token_units
+    return row_kernel(held, d_of, twice_inverse, d_itself, store_4, sums)
 
 
 # --- records of qformats.repack.tiles -------------------------------------------------------------
@@ -609,7 +629,7 @@ class TileFormat:
 
 
 HIGH_NIBBLES = 0xF0F0F0F0
-LOWEST_OF_FIVE = 0x08080808  # the bit below the upper nibble of each byte
+LOWER_FOUR, HIGHEST, LOWEST = 0x78787878, 0x80808080, 0x08080808  # of a code in the upper five bits
 
 
 @cache
@@ -621,6 +641,7 @@ def tile_format(format_name: str) -> TileFormat:
     scale_bytes = TILE_ROWS * (TILE_K // BLOCK) * 2
     scales_at = record - (2 if minimum else 1) * scale_bytes
     bits_at = TILE_ROWS * TILE_K // 2
+    flip_5 = HIGHEST if format_name == "q5_0" else 0  # makes two's complement of code - 16
 
     @cuda.jit(device=True, forceinline=True)
     def load_4(m, at, lane, half):
@@ -651,25 +672,30 @@ def tile_format(format_name: str) -> TileFormat:
         return low(w0), low(w1), high(w0), high(w1), low(w2), low(w3), high(w2), high(w3)
 
     @cuda.jit(device=True, forceinline=True)
-    def up(bits, count):
-        return uint32(uint32(bits << uint32(count)) & uint32(LOWEST_OF_FIVE))
+    def shifted(bits, up):
+        return uint32(bits << uint32(up)) if up >= 0 else uint32(bits >> uint32(-up))
 
     @cuda.jit(device=True, forceinline=True)
-    def down(bits, count):
-        return uint32(uint32(bits >> uint32(count)) & uint32(LOWEST_OF_FIVE))
+    def low_5(w, i):
+        return and_xor(
+            shifted(w[4], 6 - 2 * i), HIGHEST, and_xor(w[i] << uint32(3), LOWER_FOUR, flip_5)
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def high_5(w, i):
+        return and_xor(shifted(w[4], 3 - 2 * i), LOWEST, and_xor(w[i], HIGH_NIBBLES, flip_5))
 
     @cuda.jit(device=True, forceinline=True)
     def fragments_5(w):
-        w0, w1, w2, w3, bits = w
         return (
-            low(w0) | up(bits, 3),
-            low(w1) | up(bits, 2),
-            high(w0) | up(bits, 1),
-            high(w1) | up(bits, 0),
-            low(w2) | down(bits, 1),
-            low(w3) | down(bits, 2),
-            high(w2) | down(bits, 3),
-            high(w3) | down(bits, 4),
+            low_5(w, 0),
+            low_5(w, 1),
+            high_5(w, 0),
+            high_5(w, 1),
+            low_5(w, 2),
+            low_5(w, 3),
+            high_5(w, 2),
+            high_5(w, 3),
         )
 
     @cuda.jit(device=True, forceinline=True)
@@ -719,8 +745,9 @@ class HalfFormat:
         and not neighbours, because so a mask finds both codes of a register in one word. B must
         have its K in the same order: `float16_units` writes it so.
     `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
-    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a LOP3 and a shift more;
-    multipliers are three quarters of an instruction besides.
+    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
+    shift more where both steps of a block are made; multipliers are three quarters of an
+    instruction besides.
     """
 
     record_bytes: int
@@ -731,6 +758,21 @@ class HalfFormat:
 
 
 SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
+EIGHTH = 0x30003000  # 2^-3 twice
+FIFTH_BITS = 0x00180018  # of two codes at bit 3 the lowest, of two at bit 0 the highest
+
+
+@cuda.jit(device=True, forceinline=True)
+def two_of_five(words, block, row, up, odd):
+    """Codes of 5 bits in bytes 0 and 2 of a word, or 1 and 3, of its low nibbles, or 8 times those
+    of its high ones: nibbles where they are, and above the low ones the highest bit, below the high
+    ones the lowest. These lie side by side, so one shift and one mask serve both, as either's
+    nibble covers the other's bit."""
+    number = 2 * block + row
+    at = 8 * odd + 2 * number - 3
+    bits = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
+    nibbles = uint32(words[number]) >> uint32(8 * odd)
+    return select_bits(0x000F000F << 4 * up, nibbles, bits & uint32(FIFTH_BITS))
 
 
 @cache
@@ -741,6 +783,7 @@ def half_format(format_name: str) -> HalfFormat:
     # the code that stands for 0: as a float16, negative, times d' it is the offset ...
     centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
     minus_centre = (0x8000 | centre) * 0x00010001
+    too_high = EIGHTH if FORMATS[format_name].bits == 5 else SIXTEENTH  # codes of upper nibbles
     # ... and what has been flipped in codes that are kept as two's complement
     flip = centre * 0x00010001
     minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
@@ -767,7 +810,7 @@ def half_format(format_name: str) -> HalfFormat:
             offset = hmul2(twice(scales[2 + row], block), minimum_unit)
         else:
             offset = hmul2(d, minus_centre)
-        return d, hmul2(d, SIXTEENTH), offset
+        return d, hmul2(d, too_high), offset
 
     @cuda.jit(device=True, forceinline=True)
     def multipliers(scales, block):
@@ -793,25 +836,14 @@ def half_format(format_name: str) -> HalfFormat:
         )
 
     @cuda.jit(device=True, forceinline=True)
-    def codes_5(word, bits, step, odd, row):
-        """A nibble, one bit up, and below it the lowest bit: of block step // 2, register
-        row + 2 (step & 1), bytes 0 and 2 or 1 and 3."""
-        w = uint32(word) >> uint32(7) if odd else uint32(word) << uint32(1)
-        up = 4 * (step & 1)
-        at = 8 * odd + 4 * (step >> 1) + row + 2 * (step & 1) - up
-        b = uint32(bits) >> uint32(at) if at >= 0 else uint32(bits) << uint32(-at)
-        return and_xor(w, 0x001E001E << up, and_xor(b, 0x00010001 << up, flip << up))
-
-    @cuda.jit(device=True, forceinline=True)
     def fragments_5(w, step, multipliers):
-        g, h, bits = w[2 * (step >> 1)], w[2 * (step >> 1) + 1], w[4]
         (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
         x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
         return (
-            hfma2(codes_5(g, bits, step, 0, 0), x, off_g),
-            hfma2(codes_5(h, bits, step, 0, 1), y, off_h),
-            hfma2(codes_5(g, bits, step, 1, 0), x, off_g),
-            hfma2(codes_5(h, bits, step, 1, 1), y, off_h),
+            hfma2(two_of_five(w, step >> 1, 0, step & 1, 0), x, off_g),
+            hfma2(two_of_five(w, step >> 1, 1, step & 1, 0), y, off_h),
+            hfma2(two_of_five(w, step >> 1, 0, step & 1, 1), x, off_g),
+            hfma2(two_of_five(w, step >> 1, 1, step & 1, 1), y, off_h),
         )
 
     @cuda.jit(device=True, forceinline=True)
@@ -841,21 +873,30 @@ def half_format(format_name: str) -> HalfFormat:
 # --- the same records as bytes --------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ByteFormat:
-    """How lanes make the int8 weights of a record of `qformats.repack.byte_tiles`.
+    """How lanes make the byte weights of a record of `qformats.repack.byte_tiles`, or of
+    `qformats.integer_scales.integer_tiles`.
 
-    record_bytes             : of one record
+    record_bytes : of one record
+    zero         : the byte that stands for 0: of signed ones 0, else they are unsigned
+    unpacked     : whether there is anything to be made, and bytes are not operands as they are
     words(m, at, lane, half), scales(m, at, lane, half)
         what one lane needs of the record at byte `at` of m, for one half of 64 K
     fragments(words, scales, block) -> (a0, a1, a2, a3)
-        of block 0 or 1 of that half, as `mma_m16n8k32_s8` and `wgmma_s8` take them
+        of block 0 or 1 of that half, as `wgmma_s8` takes them, or `wgmma_u8`
 
-    In one register two codes, each taken as a float16 below 2^-13, are multiplied by d' and added
-    to m', which leaves an int8 in the lower byte of each; of two such registers a PRMT makes four.
-    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits four LOP3 and two
+    Of `byte_tiles`: in one register two codes, each taken as a float16 below 2^-13, are multiplied
+    by d' and added to m', which leaves an int8 in the lower byte of each; a PRMT makes four of two.
+    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits two LOP3 and two
     shifts more; and three instructions for what depends on the scale.
+
+    Of `integer_tiles`: in one register four codes are multiplied at once. Eight of them cost a
+    shift, two LOP3 and two IMAD, with 5 bits one LOP3 and three quarters of a shift more; and two
+    PRMT for what depends on the scale.
     """
 
     record_bytes: int
+    zero: int
+    unpacked: bool
     words: Any
     scales: Any
     fragments: Any
@@ -870,7 +911,8 @@ def byte_format(format_name: str) -> ByteFormat:
     """The int8 weights of a format, for capture in a kernel factory."""
     tile, half = tile_format(format_name), half_format(format_name)
     minimum, bits = tile.minimum, FORMATS[format_name].bits
-    flip = 0x00080008 if format_name in CENTRE else 0  # what `tiles` did to nibbles
+    flip = 0x00080008 if format_name == "q4_0" else 0  # what `tiles` did to nibbles
+    too_high = SIXTEENTH if bits == 4 else EIGHTH  # codes of upper nibbles
     minus_centre = CENTRE.get(format_name, 0) * 0x00010001 | 0x80008000
 
     @cuda.jit(device=True, forceinline=True)
@@ -879,23 +921,20 @@ def byte_format(format_name: str) -> ByteFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def of_row(scales, row, block):
-        """(d' for codes where they are, for codes 4 bits up, m')"""
+        """(d' for codes where they are, for codes of high nibbles, m')"""
         pick = 0x3232 if block else 0x1010
         d = prmt(scales[row], scales[row], pick)
         if minimum:
-            return d, hmul2(d, SIXTEENTH), prmt(scales[2 + row], scales[2 + row], pick)
-        return d, hmul2(d, SIXTEENTH), hfma2(d, minus_centre, ZERO_BITS)
+            return d, hmul2(d, too_high), prmt(scales[2 + row], scales[2 + row], pick)
+        return d, hmul2(d, too_high), hfma2(d, minus_centre, ZERO_BITS)
 
     @cuda.jit(device=True, forceinline=True)
-    def codes(words, block, row, up, odd):
-        """Of a word two codes as integers of 16 bits, or 16 times as much where `up` is 1."""
+    def two_of_four(words, block, row, up, odd):
+        """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1."""
         nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
-        x = and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
-        if bits == 4:
-            return x
-        at = 8 * block + 2 * odd + row - 4
-        b = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
-        return and_xor(b, 0x00100010 << 4 * up, x)
+        return and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
+
+    codes = two_of_four if bits == 4 else two_of_five
 
     @cuda.jit(device=True, forceinline=True)
     def four(words, block, row, up, scale, offset):
@@ -920,7 +959,67 @@ def byte_format(format_name: str) -> ByteFormat:
 
     return ByteFormat(
         record_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
+        zero=0,
+        unpacked=bits < 8,
         words=tile.load,
         scales=no_scales if bits == 8 else half.scales,
         fragments=fragments_8 if bits == 8 else fragments,
+    )
+
+
+LOW_FIVE, UPPER_BITS = 0x1F1F1F1F, 0x07070707  # of each byte: a code, and three bits moved down
+
+
+@cache
+def integer_format(format_name: str) -> ByteFormat:
+    """The unsigned byte weights of a format, for capture in a kernel factory."""
+    tile, bytes_8 = tile_format(format_name), byte_format(format_name)
+    bits, scales_at = FORMATS[format_name].bits, tile.scales_at
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales(m, at, lane, half):
+        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+        return load_u32(m, row_g), load_u32(m, row_g + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_4(words, block, row, up):
+        return uint32(uint32(words[2 * block + row]) >> uint32(4 * up)) & uint32(NIBBLES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def left_over(word, down, mask, others):
+        """Bits of a word that other codes' bytes had room for, beside `others`."""
+        return and_xor(uint32(word) >> uint32(down), mask, others)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_5(words, block, row, up):
+        number = 4 * block + 2 * up + row
+        if number < 5:
+            return uint32(words[number]) & uint32(LOW_FIVE)
+        three = left_over(words[2 * number - 10], 5, UPPER_BITS, uint32(0))
+        if number < 7:
+            return left_over(words[2 * number - 9], 3, 0x18181818, three)
+        return left_over(words[1], 2, 0x08080808, left_over(words[3], 1, 0x10101010, three))
+
+    codes = codes_4 if bits == 4 else codes_5
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments(words, scales, block):
+        r_g = prmt(scales[0], 0, 0xAAA2 if block else 0x8880)  # one byte, its sign above it
+        r_h = prmt(scales[1], 0, 0xAAA2 if block else 0x8880)
+        c_g = prmt(scales[0], 0, 0x3333 if block else 0x1111)  # one byte four times
+        c_h = prmt(scales[1], 0, 0x3333 if block else 0x1111)
+        return (
+            uint32(codes(words, block, 0, 0) * r_g + c_g),
+            uint32(codes(words, block, 1, 0) * r_h + c_h),
+            uint32(codes(words, block, 0, 1) * r_g + c_g),
+            uint32(codes(words, block, 1, 1) * r_h + c_h),
+        )
+
+    return ByteFormat(
+        record_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
+        zero=INTEGER_ZERO,
+        unpacked=bits < 8,
+        words=tile.load,
+        scales=bytes_8.scales if bits == 8 else scales,
+        fragments=bytes_8.fragments if bits == 8 else fragments,
     )

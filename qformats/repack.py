@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from qformats.codec import (
     BLOCK,
-    FORMATS,
     WEIGHT_FORMATS,
     Blocks,
     Floats,
@@ -88,7 +87,7 @@ def _weight_format(blocks: Blocks) -> Format:
     return fmt
 
 
-def _matrix_format(taker: str, blocks: Blocks) -> Format:
+def matrix_format(taker: str, blocks: Blocks) -> Format:
     if blocks.ndim != 2:
         raise ValueError(
             f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
@@ -128,7 +127,7 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
     all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
     formats without one; scale and offset float32[K//32, N].
     """
-    _matrix_format("slabs", blocks)
+    matrix_format("slabs", blocks)
     apart = planes(blocks)
     n = blocks.shape[0]
     units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
@@ -179,12 +178,13 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
                 row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
                 and k = 16 + 4t + i (high), as byte 4t + i of a ggml block does
                 8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
-        bits    5 bits only: for each half a word a lane; bit 8i + 4b + r is the lowest bit of the
-                code in byte i of register a_r of block b (the nibbles are the upper four)
+        bits    5 bits only: for each half a word a lane; bits 8i + 2w and 8i + 2w + 1 belong to the
+                two codes in byte i of word w: the lowest bit of the code whose other four are the
+                high nibble, and the highest of the one whose other four are the low nibble
         scales  float16 [8 g][row g, row g + 8][4 blocks]: d'
         minima  q4_1 and q5_1 only: likewise m'
 
-    Codes of q4_0 and q5_0 are centred: two's complement of code - 8 and code - 16.
+    Codes of q4_0 are centred: two's complement of code - 8.
 
     factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
@@ -204,7 +204,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     d and m that are no numbers stay so, spoil what multiplies them, and do not count as the
     largest.
     """
-    fmt = _matrix_format("tiles", blocks)
+    fmt = matrix_format("tiles", blocks)
     scaled = blocks.copy()
     with np.errstate(invalid="ignore"):  # a NaN of any kind is a NaN
         power = 15 - _exponent(blocks["d"], -24)
@@ -212,9 +212,9 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
             power = np.minimum(power, 24 - _exponent(blocks["m"], -24))
             scaled["m"] = np.ldexp(blocks["m"].astype(np.float64), power[:, None] - 9)
         scaled["d"] = np.ldexp(blocks["d"].astype(np.float64), power[:, None])
-    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
+    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return _in_bands(_records(scaled, fmt), scaled), factors
+    return in_bands(_records(scaled, fmt), row_tiles(len(blocks))), factors
 
 
 def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
@@ -224,21 +224,22 @@ def _exponent(halves: NDArray[np.float16], least: int) -> NDArray[np.int32]:
     return np.frexp(largest)[1] - 1
 
 
-def _row_tiles(n: int) -> int:
+def row_tiles(n: int) -> int:
     """Of n rows and what they lack to whole bands."""
     return -(-n // (BAND * TILE_ROWS)) * BAND
 
 
-def _in_bands(records: NDArray[np.uint8], blocks: Blocks) -> NDArray[np.uint8]:
-    """[row tile * K tile, record] -> [band, K tile, row tile of it, record], flat."""
-    by_row = records.reshape(_row_tiles(len(blocks)) // BAND, BAND, -1, records.shape[1])
+def in_bands(records: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
+    """[row tile * K tile, record] of `rows` row tiles -> [band, K tile, row tile of it, record],
+    flat."""
+    by_row = records.reshape(rows // BAND, BAND, -1, records.shape[1])
     return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
 
 
 def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     """Those of `tiles`, uint8 [row tile * K tile, record], all of whole bands."""
     n, blocks_k = blocks.shape
-    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
+    rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
     if (n, blocks_k) != (rows * TILE_ROWS, deep * 4):
         padded = np.zeros((rows * TILE_ROWS, deep * 4), blocks.dtype)
@@ -253,20 +254,17 @@ def _records(blocks: Blocks, fmt: Format) -> NDArray[np.uint8]:
     else:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
-            low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
-            centre = np.uint8(16 if fmt.name == "q5_0" else 0)
-            low, high = low ^ centre, high ^ centre
-            qs = np.asarray(low >> 1 | (high >> 1) << 4, np.uint8)
+            pairs = np.stack([qs >> 4 & 1, bits[..., :16]], axis=-2)  # [..., which, 16 bytes]
+            qs = np.asarray(qs & 15 | (qs >> 5 | bits[..., 16:] << 3) << 4, np.uint8)
         elif fmt.name == "q4_0":
             qs = qs ^ np.uint8(0x88)
         # ... half of the record, block of that half, t
         words = np.ascontiguousarray(qs).view("<u4").reshape(rows, 2, 8, deep, 2, 2, 4)
         parts.append(words.transpose(0, 3, 4, 2, 6, 5, 1))
         if fmt.bits == 5:
-            lowest = np.stack([low, high], axis=-2) & 1  # [..., half of the block, 16 bytes]
-            lowest = lowest.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b part t i
-            # word of a half and lane: byte i, bit 4 b + 2 part + (row g + 8)
-            octets = lowest.transpose(0, 3, 4, 2, 7, 8, 5, 6, 1).reshape(rows, deep, 2, 32, 4, 8)
+            pairs = pairs.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)  # r h g K | half b which t i
+            # word of a half and lane: byte i, bit 4 b + 2 (row g + 8) + which
+            octets = pairs.transpose(0, 3, 4, 2, 7, 8, 5, 1, 6).reshape(rows, deep, 2, 32, 4, 8)
             parts.append(np.packbits(octets, axis=-1, bitorder="little"))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
     parts += [padded[field].reshape(by_tile).transpose(0, 3, 2, 1, 4) for field in own]
@@ -296,13 +294,8 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
     codes of q8_0 are the int8 already, and its records have no scales. factors: float32 [N rounded
     up to whole bands].
-
-    Formats of 5 bits have another order, with which a kernel needs three instructions less for
-    eight codes: codes and scales are those of `tiles` for the lower four bits as a format of 4,
-    and in the word of a half and lane bit 16 h + 8 b + 4 u + 2 o + r is the fifth bit of the code
-    in byte 2 h + o of its block b, of row g + 8 r, lower (u = 0) or upper nibble.
     """
-    fmt = _matrix_format("byte_tiles", blocks)
+    fmt = matrix_format("byte_tiles", blocks)
     maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
     if fmt.bits == 8:
         made["qs"], made["d"] = byte_weights(blocks)[0].reshape(made["qs"].shape), 0
@@ -310,30 +303,12 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
         if "m" in (fmt.dtype.names or ()):
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
-    factors = np.ones(_row_tiles(len(blocks)) * TILE_ROWS, np.float32)
+    factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = maps.factor
-    records = _with_fifth_bits(made) if fmt.bits == 5 else _records(made, fmt)
+    records = _records(made, fmt)
     if fmt.bits == 8:
         records = records[:, : TILE_ROWS * TILE_K]
-    return _in_bands(records, made), factors
-
-
-def _with_fifth_bits(blocks: Blocks) -> NDArray[np.uint8]:
-    """The records of 5 bits of `byte_tiles`, as `_records`."""
-    name = {"q5_0": "q4_0", "q5_1": "q4_1"}[format_of(blocks).name]
-    lower = np.zeros(blocks.shape, FORMATS[name].dtype)
-    for field in lower.dtype.names or ():
-        lower[field] = blocks[field]
-    n, blocks_k = blocks.shape
-    rows, deep = _row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
-    fifth = np.zeros((rows * TILE_ROWS, deep * 4, BLOCK), np.uint8)
-    qh = np.ascontiguousarray(blocks["qh"])
-    fifth[:n, :blocks_k] = np.unpackbits(qh, axis=-1, bitorder="little")
-    by_place = fifth.reshape(rows, 2, 8, deep, 2, 2, 2, 4, 2, 2)  # r g K | half b u t h o
-    octets = by_place.transpose(0, 3, 4, 2, 7, 8, 5, 6, 9, 1).reshape(rows * deep, -1)
-    bits = np.packbits(octets, axis=-1, bitorder="little")
-    records, codes = _records(lower, FORMATS[name]), TILE_ROWS * TILE_K // 2
-    return np.concatenate([records[:, :codes], bits, records[:, codes:]], axis=1)
+    return in_bands(records, row_tiles(len(blocks))), factors
 
 
 def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
@@ -350,7 +325,7 @@ def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
     the row [-128, 127]), which is off by about one percent of what Q4_0 itself is; a power of two
     that loses nothing at all is preferred. Where a d or m is no number the row is 0 times NaN.
     """
-    fmt = _matrix_format("byte_weights", blocks)
+    fmt = matrix_format("byte_weights", blocks)
     maps = _byte_maps(fmt, blocks)
     codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
     w = np.rint(codes * maps.slope[..., None] + maps.offset[..., None])

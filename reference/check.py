@@ -31,6 +31,7 @@ from reference.problem import GOLDEN, Golden, Problem
 from reference.product import (
     Q81,
     Halves,
+    SummedTokens,
     Tokens,
     both_a8,
     both_tokens,
@@ -58,7 +59,9 @@ _OPERANDS: Final = {
     "bf16": (2.0**-8, 2, 2 * _U32),
     "f16_weights": (2.0**-11, 1, 2 * _U32),  # A is given as it was rounded: `Halves`
     "int8": (0.0, 0, _U32),  # so are A and W: `Tokens`
+    "integers": (0.0, 0, _U32),  # and here: `SummedTokens`
 }
+_INT8: Final = {"int8": "int8", "integers": "int8 and integer scales"}  # and what they are called
 _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smallest step
     np.dtype(np.float32): (0.0, 0.0),
     np.dtype(np.float16): (2.0**-11, 2.0**-25),
@@ -94,11 +97,11 @@ def roundings(family: str, k: int, operands: str = "f32") -> int:
     9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
     rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
 
-    A8 of int8 ("int8"): one integer sum over all of K, exact; it becomes a float32 and is
-    multiplied by the factor of its row and by that of its token: 3, and one to spare.
+    A8 of int8 ("int8", "integers"): one integer sum over all of K, exact; it becomes a float32 and
+    is multiplied by the factor of its row and by that of its token: 3, and one to spare.
     """
     _known_family(family)
-    if operands == "int8":
+    if operands in _INT8:
         return 4
     return k + 4 if family == "A16" else 9 * (k // 32) + 4
 
@@ -166,6 +169,14 @@ INT8_NMSE: Final[dict[str, tuple[float, float]]] = {
     "llm": (3e-5, 1.2e-2),
 }
 
+# The same of weights with integer scales: rounding codes anew adds 2e-4 to 1.4e-3 (5 bits the most,
+# whose integers are the smallest), and a half as much again where K is 14336.
+INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 1.1e-3),
+    "normal": (2.6e-5, 2.3e-3),
+    "llm": (3e-5, 1.4e-2),
+}
+
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
 
 
@@ -197,6 +208,9 @@ def limits(
     rows, columns = outputs or (problem.m, problem.n)
     kernel, why_kernel = _kernel_limit(family, problem.k, operands, rows * columns)
     expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
+    if not problem.knows_floats:
+        why = "the weights came as blocks, and what these were quantized from is not known"
+        return Limits(kernel, None, None, (why_kernel, why, why))
     if expected is None:
         why = "the weights are made of blocks, so nothing was lost in quantizing them"
         return Limits(kernel, None, None, (why_kernel, why, why))
@@ -208,19 +222,19 @@ def limits(
     slack = 0.03 + 5 * 2 / math.sqrt(count)
     added, made = (0.0, 0.0), ""
     if family == "A8":
-        table = INT8_NMSE if operands == "int8" else ACTIVATION_NMSE
-        added, made = table[problem.distribution], "int8" if operands == "int8" else "Q8_1"
+        table = {"int8": INT8_NMSE, "integers": INTEGER_NMSE}.get(operands, ACTIVATION_NMSE)
+        added, made = table[problem.distribution], _INT8.get(operands, "Q8_1")
     product: tuple[float, float] | None = None
     why_float = f"{count} independent outputs are too few to tell a format by its error"
     if count >= 1024:
         high = (expected + added[1]) * (1 + slack)
-        most = math.inf if operands == "int8" else CLASSICAL  # of which no more is asked
+        most = math.inf if operands in _INT8 else CLASSICAL  # of which no more is asked
         product = ((expected + added[0]) * (1 - slack), min(high, most))
         why_float = (
             f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
             + (f", {made} up to {added[1]:.1e} more" if made else "")
             + f"; {100 * slack:.0f} % for sampling"
-            + ("" if operands == "int8" else "; 1 % at most, the classical acceptance")
+            + ("" if operands in _INT8 else "; 1 % at most, the classical acceptance")
         )
     # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
     weights: tuple[float, float] | None = None
@@ -234,7 +248,7 @@ def limits(
 
 def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[float, str]:
     _rounding_units(operands)
-    if operands == "int8":
+    if operands in _INT8:
         return 9 * _U32**2, "exact integer sums, three roundings of each output: (3 u)^2 at most"
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
@@ -265,7 +279,8 @@ class Check:
     failures            names of the layers that are not, in the order of the module's docstring
     reasons             what each of them says, in the same order
     nmse_same_operands  the kernel's error (inf if anything is NaN or Inf)
-    nmse_float          the error against the unquantized product: the format's and the kernel's
+    nmse_float          the error against the unquantized product: the format's and the kernel's;
+                        None where the weights came as blocks
     worst_bound_ratio   largest |error| / bound; a right kernel stays well below 1
     worst               (m, n) of that element, `got` and `expected` its value and what it should be
     compared            outputs compared with the reference (NaN is looked for in all M * N)
@@ -276,7 +291,7 @@ class Check:
     failures: tuple[str, ...]
     reasons: tuple[str, ...]
     nmse_same_operands: float
-    nmse_float: float
+    nmse_float: float | None
     worst_bound_ratio: float
     worst: tuple[int, int]
     got: float
@@ -319,8 +334,10 @@ class Reference:
         return (self.problem.blocks if self._blocks is None else self._blocks)[self.columns]
 
     @cached_property
-    def meant(self) -> Array:
-        """The unquantized product, float64[rows, columns]."""
+    def meant(self) -> Array | None:
+        """The unquantized product, float64[rows, columns]; None where the floats are not known."""
+        if not self.problem.knows_floats:
+            return None
         return unquantized(self.problem.a[self.rows], self.problem.w[self.columns])
 
     @cached_property
@@ -341,7 +358,7 @@ class Reference:
         (A16) give."""
         if isinstance(given, Tokens):
             tokens = given.rows(self.rows)
-            key = _digest(tokens.q, tokens.d)
+            key = _digest(tokens.q, tokens.d, *_sums(tokens))
             if key not in self._expected:
                 complaint = None
                 if self.problem.distribution != "golden":
@@ -418,7 +435,7 @@ def check(
     if isinstance(given, Halves):
         operands = "f16_weights"
     if isinstance(given, Tokens):
-        operands = "int8"
+        operands = "integers" if isinstance(given, SummedTokens) else "int8"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and _golden_bits(golden, given))
@@ -445,7 +462,8 @@ def check(
     ratio[~np.isfinite(part) | np.isnan(ratio)] = math.inf
     i, j = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     worst = (int(rows[i]), int(columns[j]))
-    kernel_error, float_error = nmse(part, same), nmse(part, meant)
+    kernel_error = nmse(part, same)
+    float_error = None if meant is None else nmse(part, meant)
 
     found: dict[str, str] = {}
     if not np.isfinite(c).all():
@@ -467,7 +485,11 @@ def check(
         found["nmse"] = (
             f"NMSE {kernel_error:.2e} against the same operands is above {tolerated:.2e}"
         )
-    if allowed.nmse_float and not _within(float_error, allowed.nmse_float):
+    if (
+        float_error is not None
+        and allowed.nmse_float
+        and not _within(float_error, allowed.nmse_float)
+    ):
         found["float"] = (
             f"NMSE {float_error:.2e} against the float product is outside "
             f"{_range(allowed.nmse_float)}"
@@ -486,8 +508,8 @@ def check(
         verdict = (
             f"right: {part.size} of {c.size} outputs compared, "
             + ("all exact, " if exact else f"worst at {ratio[i, j]:.2g} of the rounding bound, ")
-            + f"NMSE {kernel_error:.1e} against the same operands, {float_error:.1e} against the "
-            "float product"
+            + f"NMSE {kernel_error:.1e} against the same operands"
+            + ("" if float_error is None else f", {float_error:.1e} against the float product")
         )
     return Check(
         ok=not found,
@@ -572,7 +594,8 @@ def check_tokens(
     tokens: Tokens, a: Array, exact: bool = False, rows: Array | None = None
 ) -> str | None:
     """None if these are a[M, K] in int8, one scale a token, else a sentence; as `check_activations`
-    it lets 1e-4 of the codes differ by one, and d by 1e-6, nothing in the exact case."""
+    it lets 1e-4 of the codes differ by one, and d by 1e-6, nothing in the exact case. Sums of codes
+    must be those of these very codes."""
     right = Tokens.of_values(a)
     d = right.d.astype(np.float64)
     wrong = ~(np.abs(tokens.d - d) <= (0.0 if exact else 1e-6) * d)
@@ -591,7 +614,20 @@ def check_tokens(
             f"most at ({m if rows is None else rows[m]}, {k}): got {tokens.q[m, k]}, expected "
             f"{right.q[m, k]}"
         )
+    for s in _sums(tokens):
+        sums = tokens.q.sum(axis=1, dtype=np.int64)
+        if (s != sums).any():
+            m = int(np.argmax(s != sums))
+            return (
+                f"{np.count_nonzero(s != sums)} of {sums.size} sums of tokens are wrong, the first "
+                f"of token {m if rows is None else rows[m]}: got {s[m]:.9g}, expected {sums[m]}"
+            )
     return None
+
+
+def _sums(tokens: Tokens) -> tuple[Array, ...]:
+    """(s,) of `SummedTokens`, nothing of others."""
+    return (tokens.s,) if isinstance(tokens, SummedTokens) else ()
 
 
 def check_halves(halves: Halves, a: Array, rows: Array | None = None) -> str | None:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
 from reference.product import Q81
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -146,6 +146,11 @@ class Problem:
         """
         return self.distribution == "integer"
 
+    @property
+    def knows_floats(self) -> bool:
+        """Whether `w` is known: else nobody can say how far the blocks are from what was meant."""
+        return True
+
     @cached_property
     def a(self) -> Array:
         """Activations, float32[M, K]."""
@@ -194,6 +199,46 @@ class Problem:
         return np.random.default_rng(
             [self.m, self.n, self.k, self.seed, *(zlib.crc32(word.encode()) for word in words)]
         )
+
+
+class GivenBlocks(Problem):
+    """A product with weights that are there already, such as a tensor of a file: A alone is drawn.
+
+    blocks: structured[N, K/elements] of any format, kept as they are and not copied; they must not
+    change. There is no `w`, which they were quantized from. ValueError for blocks that are no
+    matrix and for a distribution that is of weights too (`DISTRIBUTIONS` are those of A alone).
+    """
+
+    DISTRIBUTIONS: ClassVar = ("uniform", "normal", "llm")
+
+    # As dataclasses compare, two matrices of one shape would be the same problem.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, m: int, blocks: Array, distribution: str = "normal", seed: int = 0) -> None:
+        fmt = format_of(blocks)
+        if blocks.ndim != 2:
+            raise ValueError(
+                f"weights must be blocks [N, K/{fmt.elements}], got the shape {list(blocks.shape)}"
+            )
+        if distribution not in self.DISTRIBUTIONS:
+            raise ValueError(
+                f"A alone is drawn, from one of {', '.join(self.DISTRIBUTIONS)}, "
+                f"got {distribution!r}"
+            )
+        n, deep = blocks.shape
+        super().__init__(m, n, deep * fmt.elements, fmt.name, distribution, seed)
+        self.__dict__["blocks"] = _frozen(blocks.view())
+
+    @property
+    def knows_floats(self) -> bool:
+        """No."""
+        return False
+
+    @cached_property
+    def w(self) -> Array:
+        """ValueError: there is none."""
+        raise ValueError("what given blocks were quantized from is not known: there are no floats")
 
 
 def _frozen(array: Array) -> Array:

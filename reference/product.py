@@ -6,8 +6,8 @@ Three answers to "what should C be", for three questions:
     same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
     same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
 
-`Q81`, `Halves` and `Tokens` are activations as kernels are given them; of `Halves` A is `values()`,
-and `both_tokens` is the product of `Tokens` with weights in int8.
+`Q81`, `Halves`, `Tokens` and `SummedTokens` are activations as kernels are given them; of `Halves`
+A is `values()`, and `both_tokens` is the product of the last two with weights in int8.
 
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, format_of
+from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -175,6 +176,52 @@ class Tokens:
         """d * q in float64[M, K]."""
         return self.q * self.d.astype(np.float64)[:, None]
 
+    def weights(self, blocks: Array) -> tuple[Array, Array]:
+        """What they are multiplied by: int8 [N, K] and a factor for each row."""
+        return byte_weights(blocks)
+
+
+@dataclass(frozen=True)
+class SummedTokens(Tokens):
+    """`Tokens` with what each token's codes add up to, for weights that are unsigned bytes: those
+    of `qformats.integer_scales.integer_weights`, by which they are multiplied, and 128.
+
+    s float32[M], all integers. TypeError or ValueError if it is not.
+    """
+
+    s: Array
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.s, np.ndarray) or self.s.dtype != np.float32:
+            found = getattr(self.s, "dtype", type(self.s).__name__)
+            raise TypeError(f"SummedTokens.s must be a float32 array, got {found}")
+        if self.s.shape != self.d.shape:
+            raise ValueError(f"SummedTokens need s [M], got {self.s.shape} for d {self.d.shape}")
+
+    @classmethod
+    def of_tokens(cls, tokens: Tokens) -> SummedTokens:
+        """The same with their sums."""
+        return cls(tokens.q, tokens.d, tokens.q.sum(axis=1, dtype=np.int64).astype(np.float32))
+
+    @classmethod
+    def of_values(cls, a: Array) -> SummedTokens:
+        """As `Tokens.of_values`."""
+        return cls.of_tokens(Tokens.of_values(a))
+
+    @classmethod
+    def of_q81(cls, q81: Q81) -> SummedTokens:
+        """As `Tokens.of_q81`."""
+        return cls.of_tokens(Tokens.of_q81(q81))
+
+    def rows(self, pick: Pick) -> SummedTokens:
+        """The same, of some tokens only."""
+        return SummedTokens(self.q[pick], self.d[pick], self.s[pick])
+
+    def weights(self, blocks: Array) -> tuple[Array, Array]:
+        """As `Tokens.weights`."""
+        return integer_weights(blocks)
+
 
 def _codes(x: Array) -> tuple[Array, Array]:
     """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]."""
@@ -288,13 +335,13 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
 
 
 def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
-    """(the product of these int8 with those of `byte_weights`, sum |terms|), float64[M, N]."""
+    """(the product of these int8 with those of their `weights`, sum |terms|), float64[M, N]."""
     _same_k(tokens.q.shape[1], blocks)
     values = tokens.values()
     same = np.empty((values.shape[0], blocks.shape[0]))
     size = np.empty_like(same)
     for part in parts(blocks.shape[0], values.shape[1]):
-        codes, factor = byte_weights(blocks[part])
+        codes, factor = tokens.weights(blocks[part])
         weights = codes * factor.astype(np.float64)[:, None]
         same[:, part] = values @ weights.T
         size[:, part] = np.abs(values) @ np.abs(weights).T

@@ -106,7 +106,7 @@ def rung_label(rung: Rung, rows: Sequence[Row], separator: str = " ") -> str:
     words = [word for word in name.split("_") if word not in ("w4a16", "w4a8")]
     if words[0].startswith("step"):
         words = words[1:]
-    return separator.join([str(step), *words, family, *(["fast"] if accuracy == "fast" else [])])
+    return separator.join([str(step), *words, family, *([accuracy] if accuracy != "exact" else [])])
 
 
 def shapes(rows: Iterable[Row]) -> list[Shape]:

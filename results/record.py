@@ -80,7 +80,7 @@ class Row:
     K: int
     output: str = "float32"  # the dtype of C
     accuracy: str = (
-        "exact"  # or "fast": a step that rounds more than its formats do (Step.accuracy)
+        "exact"  # or "fast", "coarse": a step that rounds more than its formats do (Step.accuracy)
     )
     status: Status
     why: str | None = None  # a sentence unless status is "ok"

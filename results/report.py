@@ -40,9 +40,12 @@ ABSENT: Final = "-"
 STALE: Final = "(stale)"
 STALE_NOTE: Final = f"{STALE}: the step's code has changed since; `make bench` measures it again."
 ELSEWHERE: Final = "*"
-FAST: Final = "(fast)"
 FAST_NOTE: Final = (
     "fast: rounds the weights once more, to 8 bits a row, and is used only when asked for."
+)
+COARSE_NOTE: Final = (
+    "coarse: makes weights of codes and small integers, which is less exact still, and is used "
+    "only when asked for by that name."
 )
 NOTHING: Final = (
     "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
@@ -96,7 +99,8 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
         own = {r.format: r for r in rows if (r.step, r.family) == (step, family)}
         good = [row for row in own.values() if row.status == "ok"]
         first = next(iter(own.values()))
-        title = (first.title or first.name) + (f" {FAST}" if first.accuracy == "fast" else "")
+        title = first.title or first.name
+        title += "" if first.accuracy == "exact" else f" ({first.accuracy})"
         mark = f" {STALE}" if step in stale else ""
         shares = [r.limit_share for r in good if r.limit_share is not None]
         cells = [
@@ -121,6 +125,8 @@ def ladder_table(run: Run, source: str, stale: frozenset[int] = frozenset()) -> 
         notes.append(_cublas_note(run, {shape}))
     if any(row.accuracy == "fast" for row in rows):
         notes.append(FAST_NOTE)
+    if any(row.accuracy == "coarse" for row in rows):
+        notes.append(COARSE_NOTE)
     if any(step in stale for step, _ in rungs(rows)):
         notes.append(STALE_NOTE)
     if notes:

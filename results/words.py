@@ -25,6 +25,7 @@ from results.charts import (
 from results.peers import LABELS
 from results.record import Row, Run
 from results.report import percent, span
+from steps.step import ACCURACIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def sentence(parts: Iterable[str]) -> str:
 
 def step_words(row: Row) -> str:
     """ "step 13 (fast)": one that is not exact says so."""
-    return f"step {row.step}" + (" (fast)" if row.accuracy == "fast" else "")
+    return f"step {row.step}" + ("" if row.accuracy == "exact" else f" ({row.accuracy})")
 
 
 def scientific(value: float) -> str:
@@ -61,7 +62,8 @@ def ladder_words(run: Run, shape: Shape) -> Said:
         own = [row for row in rows if (row.step, row.family) == rung and row.x_step1]
         if own:
             figures.append(f"{step_words(own[0])} {rung[1]} {span(row.x_step1 for row in own)}")
-    for accuracy, what in (("exact", "the fastest exact one"), ("fast", "of the fast ones")):
+    for accuracy in ACCURACIES:
+        what = "the fastest exact one" if accuracy == "exact" else f"of the {accuracy} ones"
         top = fastest(rows, accuracy=accuracy)
         if top is not None and top.x_step1:
             own = [row for row in rows if (row.step, row.family) == (top.step, top.family)]
@@ -103,7 +105,7 @@ def roofline_words(run: Run) -> Said:
             f"at M={few} {step_words(decode)} moves {number(decode.gbps / 1e3)} of the "
             f"{number(limits.copy_tbps)} TB/s that a copy does"
         )
-    for accuracy in ("exact", "fast"):
+    for accuracy in ACCURACIES:
         top = fastest((row for row in rows if many == row.M), accuracy=accuracy)
         if top is None or not top.tflops:
             continue

@@ -143,20 +143,29 @@ def _parser() -> Parser:
     save = Parser(add_help=False)
     save.add_argument("--save", action="store_true", help="write the rows to results/<gpu>/")
 
+    file = Parser(add_help=False)
+    file.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="take the weights from this file, not drawn"
+    )
+    file.add_argument("--tensor", metavar="NAME", help="of the file's tensors this one")
+
     command("list", "run:list_steps", "the ladder: its steps and what each runs on", as_json)
     command(
         "run",
         "run:run",
         "check steps in all formats, then measure them where there is a GPU",
         _data(),
+        file,
         order,
         as_json,
         save,
         steps="*",
     )
-    command("ladder", "run:run", "run every step", _data(), order, as_json, save)
+    command("ladder", "run:run", "run every step", _data(), file, order, as_json, save)
 
-    one = command("check", "run:check", "the checks alone", _data(), order, as_json, steps="*")
+    one = command(
+        "check", "run:check", "the checks alone", _data(), file, order, as_json, steps="*"
+    )
     one.add_argument(
         "--machine",
         choices=("auto", "gpu", "simulator"),

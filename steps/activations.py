@@ -2,8 +2,8 @@
 
 A step names one of these functions (or `by_family` of two); the harness runs and times the launches
 they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
-(`Q81`, `Halves`, `Tokens`), so that the checker can read the very bits a kernel multiplied and a
-test can hand it bits of its own.
+(`Q81`, `Halves`, `Tokens`, `SummedTokens`), so that the checker can read the very bits a kernel
+multiplied and a test can hand it bits of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qformats.device import (
     token_quantizer,
 )
 from qformats.repack import TILE_K, TOKEN_GROUP, UNIT
-from reference.product import Q81, Halves, Tokens
+from reference.product import Q81, Halves, SummedTokens, Tokens
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
 
@@ -87,6 +87,15 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((codes, scales), (launch,), "tokens")
 
 
+def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations:
+    """`int8_units`, and behind the scales what the codes of each token add up to: float32 [2 M]."""
+    m, k = a.shape
+    codes = machine.empty((_whole(m, k),), np.int8)
+    scales = machine.empty((2 * m,), np.float32)
+    launch = Launch(token_quantizer(half_loads(k), True), *half_grid(m), (a, codes, scales))
+    return Activations((codes, scales), (launch,), "summed")
+
+
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     """One function for a step of both families."""
 
@@ -96,12 +105,13 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     return activations
 
 
-_MADE_OF = {"halves": Halves, "tokens": Tokens}  # other layouts are made of Q81
+# other layouts are made of Q81
+_MADE_OF = {"halves": Halves, "tokens": Tokens, "summed": SummedTokens}
 
 
 def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     """(q, d, s), halves or tokens -> the arrays of a layout, as the GPU would have left them."""
-    if not isinstance(given, _MADE_OF.get(layout, Q81)) or layout == "inside":
+    if type(given) is not _MADE_OF.get(layout, Q81) or layout == "inside":
         raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
     if isinstance(given, Halves):
         m, k = given.h.shape
@@ -113,7 +123,10 @@ def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     if isinstance(given, Tokens):
         q = np.pad(given.q.astype(np.int8), ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
         q = q.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), TILE_K // UNIT, UNIT)
-        return q.transpose(2, 0, 3, 1, 4).reshape(-1), given.d
+        scales = given.d
+        if isinstance(given, SummedTokens):
+            scales = np.concatenate([given.d, given.s])
+        return q.transpose(2, 0, 3, 1, 4).reshape(-1), scales
     if layout == "slabs":
         more = -k % TILE_K
         units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
@@ -137,10 +150,12 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 |
         h = units.reshape(ceil_div(k, TILE_K), -1, 8, 2, TOKEN_GROUP, 4, 2)
         h = h.transpose(1, 4, 0, 2, 5, 6, 3).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
         return Halves(h[:m, :k], factor)
-    if layout == "tokens":
+    if layout in ("tokens", "summed"):
         codes, scales = arrays
         q = codes.reshape(ceil_div(k, TILE_K), -1, TILE_K // UNIT, TOKEN_GROUP, UNIT)
         q = q.transpose(1, 3, 0, 2, 4).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
+        if layout == "summed":
+            return SummedTokens(q[:m, :k], scales[:m], scales[m:])
         return Tokens(q[:m, :k], scales)
     if layout == "slabs":
         qs, ds = arrays

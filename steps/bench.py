@@ -50,6 +50,10 @@ class FirstTokens(Problem):
         return self._whole.blocks
 
     @property
+    def knows_floats(self) -> bool:
+        return self._whole.knows_floats
+
+    @property
     def _whole(self) -> Problem:
         if self.of is None or self.m > self.of.m:
             raise ValueError(f"the first {self.m} tokens of {self.of} do not exist")
@@ -118,12 +122,14 @@ def rows(
     seed: int = 0,
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
     all_outputs: bool = True,
+    given: Problem | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
     """Every work at every shape, weights outermost, the steps of one problem next to each other; of
     a step that writes C in several types a row for each, or of the first only.
 
     wrong: (step, family, format) -> why it must not be timed, because its checks failed.
+    given: the problem of the one format and shape, where it is not drawn.
     A CUDA error is raised: nothing measured after it could be trusted.
     """
     wrong = wrong or {}
@@ -131,7 +137,7 @@ def rows(
         own = [work for work in works if work.format == name]
         for (n, k), group in itertools.groupby(by_weights(shapes), key=lambda s: s[1:]):
             tokens = sorted({m for m, _, _ in group})
-            whole = Problem(tokens[-1], n, k, name, distribution, seed)
+            whole = given or Problem(tokens[-1], n, k, name, distribution, seed)
             packed: dict[Any, Packed] = {}  # by the function that packs, which steps share
             task: Task | None = None
             for m, work in interleaved(tokens, own):

@@ -223,12 +223,14 @@ def check_works(
     cases_of: Callable[[str], Sequence[Case]],
     machine: Callable[[int], Machine],
     report: Callable[[str], None] = lambda _: None,
+    given: Problem | None = None,
 ) -> Outcomes:
-    """Every case of every work. `machine(order)` is where one runs, `report` hears of each work."""
+    """Every case of every work. `machine(order)` is where one runs, `report` hears of each work,
+    `given` is the problem of all cases where it is not drawn."""
     outcomes = Outcomes()
     for work in works:
         report(str(work))
-        results = list(_results(work, cases_of(work.format), machine))
+        results = list(_results(work, cases_of(work.format), machine, given))
         outcomes.each.append(_outcome(work, results))
         outcomes.broken = next((f"{work}: {r}" for _, r in results if isinstance(r, Broken)), None)
         if outcomes.broken:
@@ -246,15 +248,18 @@ Result = tuple[Case, "Check | str"]
 
 
 def _results(
-    work: Work, some: Iterable[Case], machine: Callable[[int], Machine]
+    work: Work,
+    some: Iterable[Case],
+    machine: Callable[[int], Machine],
+    posed: Problem | None = None,
 ) -> Iterator[Result]:
     from steps.verify import verify
 
     for case in some:
-        given = GOLDEN[work.format].q81 if case.distribution == "golden" else None
+        bits = GOLDEN[work.format].q81 if case.distribution == "golden" else None
         try:
-            posed = problem(work.format, case.shape, case.distribution, case.seed)
-            yield case, verify(work.step, work.family, posed, machine(case.order), given)
+            one = posed or problem(work.format, case.shape, case.distribution, case.seed)
+            yield case, verify(work.step, work.family, one, machine(case.order), bits)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
             lost = fatal(error)

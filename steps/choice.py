@@ -6,7 +6,7 @@ to be faster than the one before; up to the M that a step is made for, that one.
 
 Both families are considered where none is asked for: they differ by what their activations are
 rounded to, and the steps of either multiply the weights that the format stores. Steps that do not
-("fast") are considered only where that accuracy is asked for.
+("fast", "coarse") are considered only where that accuracy, or a lower one, is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from steps import tuning
 from steps.registry import find, ladder
-from steps.step import Accuracy, Family, Launch, Shape, Step, scheme
+from steps.step import ACCURACIES, Accuracy, Family, Launch, Shape, Step, scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ def choose(
     step, family : only this one; a step alone is taken in the family that continues the ladder.
     among        : only these, such as all that read weights as they are packed.
     output       : the dtype of C.
-    accuracy     : "fast" considers steps that are not exact too. One that is named, or the only one
-                   that weights are packed for, was asked for already.
+    accuracy     : "fast" considers steps that are not exact too, "coarse" even those that are less
+                   than fast. One that is named, or the only one that weights are packed for, was
+                   asked for already.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
@@ -91,8 +92,7 @@ def choose(
         why = f"the fastest of {len(timed)} measured at {entry.where} on {table.gpu}, {us:.3g} us"
         if table.gpu != machine.name:
             why += f", the nearest to {machine.name} tuned"
-        if accuracy == "exact":
-            why += _faster_if_asked(entry, us, format_name, family, cc, among, output)
+        why += _faster_if_asked(entry, us, format_name, family, cc, among, output, accuracy)
         return Choice(best, of_family, format_name, shape, why)
 
     meant = [one for one in possible if one.most_tokens is None or shape.m <= one.most_tokens]
@@ -117,15 +117,20 @@ def supporting(
     accuracy: str = "exact",
 ) -> list[Step]:
     """The steps that can run a format, lowest first; ValueError where there is none."""
-    found, why = [], "there is no step"
+    found: list[Step] = []
+    refused: list[Step] = []
+    why, asked = "there is no step", ACCURACIES.index(known_accuracy(accuracy))
     for one in ladder() if among is None else among:
         reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
-        if reason is None and one.accuracy == "fast" and accuracy == "exact":
-            why = f"step {one.number} is not exact: ask for it with accuracy='fast'"
-        elif reason is None:
+        if reason is None and ACCURACIES.index(one.accuracy) <= asked:
             found.append(one)
+        elif reason is None:
+            refused.append(one)
         else:
             why = reason
+    if refused:
+        best = min(refused, key=lambda one: ACCURACIES.index(one.accuracy))
+        why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
     if not found:
         raise ValueError(f"no step can do this: {why}")
     return found
@@ -139,31 +144,33 @@ def _faster_if_asked(
     cc: tuple[int, int] | None,
     among: Sequence[Step] | None,
     output: str,
+    accuracy: str,
 ) -> str:
-    """What is said of a faster step that is not exact: it was passed over, and how to get it."""
+    """What is said of the fastest step of the next accuracy below: it was passed over."""
+    below = ACCURACIES[ACCURACIES.index(known_accuracy(accuracy)) + 1 :]
     try:
-        every = supporting(format_name, family, cc, among, output, "fast")
+        every = supporting(format_name, family, cc, among, output, ACCURACIES[-1])
     except ValueError:
         return ""
     times = [
         (fast, one.number)
         for one in every
         for each in one.families
-        if one.accuracy == "fast"
+        if one.accuracy in below[:1]
         and family in (None, each)
         and (fast := entry.us(one.number, each)) is not None
     ]
     fast, number = min(times, default=(us, 0))
-    return f"; step {number}, which is not exact, took {fast:.3g} us" if fast < us else ""
+    what = "not exact" if accuracy == "exact" else below and below[0]
+    return f"; step {number}, which is {what}, took {fast:.3g} us" if fast < us else ""
 
 
 def known_accuracy(name: str) -> Accuracy:
-    """ValueError for what is neither exact nor fast."""
-    if name == "exact":
-        return "exact"
-    if name == "fast":
-        return "fast"
-    raise ValueError(f"unknown accuracy {name!r}: use exact or fast")
+    """ValueError for what is neither exact nor fast nor coarse."""
+    for accuracy in ACCURACIES:
+        if name == accuracy:
+            return accuracy
+    raise ValueError(f"unknown accuracy {name!r}: use exact, fast or coarse")
 
 
 def known_family(name: str) -> Family:

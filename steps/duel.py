@@ -68,7 +68,7 @@ def meant_to(works: Sequence[Work]) -> tuple[Work, ...]:
     return tuple(
         work
         for work in works
-        if work.step.unit.get(work.family) == "tensor_fp16" or work.step.accuracy == "fast"
+        if work.step.unit.get(work.family) == "tensor_fp16" or work.step.accuracy != "exact"
     )
 
 

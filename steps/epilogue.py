@@ -160,7 +160,7 @@ def load_i32x4(array, at):
 
 @cache
 def finish_wgmma(
-    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32
+    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32, zero: int = 0
 ) -> tuple[Any, int]:
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
@@ -174,6 +174,9 @@ def finish_wgmma(
     to         : (of_rows, of_tokens, c, partials, arrived), see `finish_tile`; but partials is
                  `kind` [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64]. The blocks leave
                  parts of a tile there, and the last to come adds up all of them in the order of K.
+
+    Where operands are off by `zero`, unsigned ones for signed, so many times the sum of a token's
+    is too much: of_tokens has the sums behind the factors, float32 [2 M].
     """
     bn, bm = tile
     tokens = min(bm, LOT)
@@ -257,6 +260,7 @@ def finish_wgmma(
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
         x = cuda.local.array(n_acc, kind)
         v = cuda.local.array(n_tokens, float32)
+        too_much = cuda.local.array(n_tokens, int32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
         # shuffled, so that addresses are not kept in registers from one lot to the next
@@ -265,7 +269,10 @@ def finish_wgmma(
         n = int32(n + (lot * 2 * ROWS if side else 0))
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         for i in range(n_tokens):
-            v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
+            of_one = int32(min(int32(m + 8 * i), int32(M - 1)))
+            v[i] = load_f32(of_tokens, of_one)
+            if zero:
+                too_much[i] = zero * int32(load_f32(of_tokens, int32(M + of_one)))
         turn(acc, x, sums, group, t)
         whole = first == last
         if not whole:
@@ -281,6 +288,9 @@ def finish_wgmma(
             at, ahead = int64(m) * N + n, int64(8) * N
             for i in range(n_tokens):
                 r = 4 * i
+                if zero:
+                    for j in range(r, r + 4):
+                        x[j] = int32(x[j] - too_much[i])
                 y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
                 y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
                 if int32(m + 8 * i) < M:

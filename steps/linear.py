@@ -12,8 +12,8 @@ torch is an extra of this project; of `steps` only this module and `steps.torch_
 What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
 needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,
 made on the host when the layer is moved there (some tenths of a second for 4096 x 4096): one of the
-size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` a second one. So a GPU has
-4.5 bits a weight of q4_0, twice that for fast, and no float weights.
+size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` or "coarse" a second one.
+So a GPU has 4.5 bits a weight of q4_0, twice that where it is not exact, and no float weights.
 
 How it multiplies. On a GPU through the plans of the front door: the number of tokens decides at
 each call which step it is, as for `steps.gemm`, so decoding and prefilling differ. Plans of the 512
@@ -36,7 +36,6 @@ from steps import torch_operator as operator
 from steps.choice import known_accuracy
 from steps.operands import weight_format
 from steps.relocatable import packings
-from steps.step import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -159,14 +158,20 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """TypeError or ValueError, and nothing computed, for an x that does not fit."""
-        if x.device != self.device:
-            raise ValueError(f"x is on {x.device} and the layer on {self.device}: move one of them")
-        needs_blocks = not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad)
-        return operator.linear(
+        weights = self._arrays("weights")
+        here = (weights[0] if weights else self.blocks).device
+        if x.device != here:
+            raise ValueError(f"x is on {x.device} and the layer on {here}: move one of them")
+        bias, blocks, graded = self.bias, None, False
+        if torch.is_grad_enabled():
+            graded = x.requires_grad or (bias is not None and bias.requires_grad)
+        if not x.is_cuda or (graded and x.requires_grad):
+            blocks = self.blocks
+        return (operator.linear if graded else operator.product)(
             x,
-            self.bias,
-            self.blocks if needs_blocks else None,
-            self._arrays("weights"),
+            bias,
+            blocks,
+            weights,
             self._arrays("fast"),
             self.packings,
             self.accuracy,
@@ -207,10 +212,11 @@ class QuantLinear(nn.Module):
         """Which step multiplies m tokens (float32, on this GPU) and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
-        shape = Shape(m, self.out_features, self.in_features)
-        made = operator.planned(
-            self.format, shape, self.packed, self.accuracy, torch.float32, self.device
-        )
+        size = m, self.out_features, self.in_features
+        with torch.cuda.device(self.device):
+            made = operator.planned(
+                self.format, size, self.packed, self.accuracy, False, self.device
+            )
         return str(made.choice)
 
     def extra_repr(self) -> str:
@@ -224,8 +230,7 @@ class QuantLinear(nn.Module):
 
     def _arrays(self, kind: str) -> list[Tensor]:
         """The arrays of a packing, in order."""
-        names = (f"{kind}_{i}" for i in range(len(self._buffers)))
-        return [self._buffers[name] for name in names if name in self._buffers]
+        return [array for name, array in self._buffers.items() if name.startswith(kind)]
 
     def _move(self, device: Any) -> None:
         """Make the packings for a device anew, of the blocks."""

@@ -83,7 +83,7 @@ def without(lines: list[str], names: set[str]) -> list[int]:
     left_out: set[int] = set()
     for node in ast.parse("".join(lines)).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
-            first = min(node.lineno, *(each.lineno for each in node.decorator_list)) - 1
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
         elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names:
             first = node.lineno - 1
         else:

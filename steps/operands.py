@@ -85,6 +85,17 @@ def require_matrix(
     return shape[0], shape[1]
 
 
+def blocks_of(w: Any) -> Any:
+    """The blocks of a tensor of a file (`qformats.gguf_file.Tensor`), a view of it; all else as it
+    is. TypeError for a tensor that holds no blocks."""
+    file = sys.modules.get("qformats.gguf_file")  # without it there is no such tensor
+    if file is None or not isinstance(w, file.Tensor):
+        return w
+    if w.type not in FORMATS:
+        raise TypeError(f"{w.name} is {w.type}: w must hold blocks of {', '.join(WEIGHT_FORMATS)}")
+    return w.array
+
+
 def weight_format(w: Any) -> Format:
     """The format of host blocks [N, K/32]."""
     if not isinstance(w, np.ndarray):
@@ -94,7 +105,9 @@ def weight_format(w: Any) -> Format:
         )
     known = {FORMATS[name].dtype: FORMATS[name] for name in WEIGHT_FORMATS}
     if w.dtype not in known:
-        what = "a Q8_1 block is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
+        names = {fmt.dtype: name for name, fmt in FORMATS.items()}
+        what = names.get(w.dtype, w.dtype)
+        what = "a Q8_1 block is for activations" if what == "q8_1" else what
         raise TypeError(
             f"w must hold blocks of {', '.join(WEIGHT_FORMATS)} (see qformats.quantize), got {what}"
         )

@@ -33,6 +33,7 @@ from steps.choice import Choice, cut
 from steps.operands import (
     OUTPUTS,
     address,
+    blocks_of,
     output_dtype,
     require_grid,
     require_matrix,
@@ -42,6 +43,7 @@ from steps.operands import (
 from steps.step import Accuracy, Family, Shape
 
 if TYPE_CHECKING:
+    from qformats.gguf_file import Tensor
     from steps.machines import Gpu, Simulator
 
 A: Final = 1 << 60
@@ -51,7 +53,7 @@ OUT: Final = 1 << 61
 
 def plan(
     m: int,
-    w: np.ndarray | door.Packed,
+    w: np.ndarray | Tensor | door.Packed,
     *,
     dtype: Any = np.float32,
     step: int | None = None,
@@ -63,8 +65,8 @@ def plan(
     """A prepared product of `m` tokens with weights `w`: call it with (a, out).
 
     m            : the tokens of each call, at least 1.
-    w            : blocks [N, K/32] of a dtype of `qformats`, or what `steps.pack` made of them;
-                   many plans may share one handle.
+    w            : blocks [N, K/32] of a dtype of `qformats`, a tensor of a file, or what
+                   `steps.pack` made of them; many plans may share one handle.
     dtype        : of `out`, float32 or float16, see `steps.gemm`.
     step, family, accuracy : as for `steps.gemm`, decided now and told by `plan.choice`.
     stream       : where every call is queued, see `steps.gemm`; by default the stream on which the
@@ -72,6 +74,7 @@ def plan(
     """
     if isinstance(m, bool) or not isinstance(m, int | np.integer) or m < 1:
         raise ValueError(f"a plan is for a number of tokens from 1 up, got {m!r}")
+    w = blocks_of(w)
     fmt, n, k = door.weights_shape(w)
     where = door.machine_for(machine, w)
     output = output_dtype(dtype)

@@ -7,7 +7,7 @@ come from that graph's pool. So this one owns nothing: the caller brings `nbytes
 first `zeroed` of them set to zero, for each call.
 
     made = Relocatable("q4_0", Shape(m, n, k), {"tiles": places}, machine)
-    made(a, out, weights, work, stream)     # addresses; a: float32 [M, K], out: made.dtype [M, N]
+    made(a, out, weights, work, stream)     # addresses; a: float32 [M, K], out: float32 [M, N]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Place = tuple[tuple[int, ...], str]
 
 def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tuple[Step, ...]:
     """One step for each packing that products of this accuracy want: the highest exact one, then,
-    if fast ones are allowed and read another packing, the highest of these."""
+    if less exact ones are allowed and read another packing, the highest of these."""
     exact = supporting(format_name, None, cc)[-1]
     highest = supporting(format_name, None, cc, accuracy=known_accuracy(accuracy))[-1]
     return (exact,) if highest.pack is exact.pack else (exact, highest)
@@ -52,7 +52,7 @@ class Relocatable:
 
     choice  : the step, and why.
     packing : the name of the packing that it reads, one of those offered.
-    dtype   : of C, float32 or float16.
+    half    : whether C is float16, else it is float32.
     nbytes  : of working memory that a call needs, `zeroed` of them zero, at a multiple of 256.
     loaded  : the launches of a call, in their order.
 
@@ -72,13 +72,13 @@ class Relocatable:
         choice = choose(format_name, shape, machine, among=among, accuracy=accuracy)
         step, m, n, k = choice.step, shape.m, shape.n, shape.k
         self.packing = step.pack.__name__
-        self.dtype = OUTPUTS[half and "float16" in step.outputs]
+        self.half = half and "float16" in step.outputs
         memory: Any = _Nowhere(machine)  # what launches are laid out with, and never run on
         weights = tuple(
             plans.nowhere(WEIGHTS + i * APART, place, np.dtype(dtype))
             for i, (place, dtype) in enumerate(offered[self.packing])
         )
-        a, out = plans.nowhere(A, (m, k)), plans.nowhere(OUT, (m, n), self.dtype)
+        a, out = plans.nowhere(A, (m, k)), plans.nowhere(OUT, (m, n), OUTPUTS[self.half])
         activations = step.activations(choice.family, a, memory)
         fmt = FORMATS[format_name]
         own = step.prepare(memory, fmt, choice.family, shape, weights, activations.arrays, out)
@@ -103,7 +103,7 @@ class Relocatable:
     def __call__(self, a: int, out: int, weights: Sequence[int], work: int, stream: int) -> None:
         """Queue out[:] = a @ dequantize(W)^T on a stream; returns before it is done.
 
-        Addresses on the GPU, unchecked: a, float32 [M, K]; out, [M, N] of `dtype`, apart from a and
+        Addresses on the GPU, unchecked: a, float32 [M, K]; out, [M, N], apart from a and
         at a multiple of 16; the arrays of `packing`; `work`, see `nbytes`.
         """
         addresses = (a, out, work, work + self.zeroed, *weights)

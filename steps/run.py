@@ -19,6 +19,7 @@ from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, DISTRIBUTIONS
 from steps import bench as benching
 from steps import duel as dueling
+from steps import given as giving
 from steps import table
 from steps.bench import DEFAULT_SHAPE
 from steps.checks import (
@@ -35,10 +36,12 @@ from steps.checks import (
     select,
     with_ancestors,
 )
+from steps.given import Given
 from steps.step import Family, Machine, Step, scheme
 from steps.table import Column, Line, Table, Tone
 
 SIMULATED = "checked in the simulator at small shapes; nothing is timed, as speed takes a GPU"
+OF_A_FILE = "checked in the simulator, and not timed, on a cut of"
 
 SAVE_SECONDS = 30.0
 """A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
@@ -98,6 +101,11 @@ def formats_of(texts: Sequence[str]) -> tuple[str, ...]:
     if not asked or "all" in asked:
         return WEIGHT_FORMATS
     return tuple(name for name in WEIGHT_FORMATS if name in asked)
+
+
+def _formats(args: Namespace, given: Given | None) -> tuple[str, ...]:
+    """Those asked for; of a file's tensor its own."""
+    return formats_of(args.format) if given is None else (given.tensor.type,)
 
 
 def asked_shape(args: Namespace, default: Size = (4, 64, 64)) -> Size | None:
@@ -176,39 +184,44 @@ def _step_as_json(step: Step) -> dict[str, Any]:
 def run(args: Namespace) -> int:
     """Checks, then measures where there is a GPU; 1 if anything is wrong."""
     steps = named(args.steps)
+    given = giving.given(args, steps, DEFAULT_SHAPE[0])
     name, machine, why_not = machines("auto")
     simulated = why_not is not None
     if args.save and simulated:
         raise UsageError(f"there is nothing to save: {why_not}, and only a GPU is measured")
     cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
-    works = select(steps, formats_of(args.format), args.scheme, cc)
+    works = select(steps, _formats(args, given), args.scheme, cc)
     if not simulated:
         works = with_ancestors(works, named(()))
 
-    outcomes = _checked(works, machine, simulated, args, quick=simulated)
+    outcomes = _checked(works, machine, simulated, args, given, quick=simulated)
     found: tuple[Any, ...] = ()
     saved: Path | None = None
     if not simulated and outcomes.broken is None:
-        found, saved = _measured(works, shape_of(args), outcomes, args)
+        found, saved = _measured(works, outcomes, args, given)
     if args.json:
-        _print_json(name, outcomes, found)
+        _print_json(name, outcomes, found, given.as_json(simulated) if given else None)
     else:
         asked = {step.number for step in steps}
-        _print_run(name, why_not, outcomes, found, asked, saved)
+        of = given.told(simulated) if given else None
+        _print_run(name, why_not, outcomes, found, asked, saved, of)
     return 0 if outcomes.ok and all(row.status != "failed" for row in found) else 1
 
 
 def check(args: Namespace) -> int:
     """The checks alone; 1 if anything is wrong."""
+    steps = named(args.steps)
+    given = giving.given(args, steps, DEFAULT_SHAPE[0])
     name, machine, why_not = machines(args.machine)
     simulated = why_not is not None
     cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
-    works = select(named(args.steps), formats_of(args.format), args.scheme, cc)
-    outcomes = _checked(works, machine, simulated, args, quick=args.quick)
+    works = select(steps, _formats(args, given), args.scheme, cc)
+    outcomes = _checked(works, machine, simulated, args, given, quick=args.quick)
     if args.json:
-        _print_json(name, outcomes, ())
+        _print_json(name, outcomes, (), given.as_json(simulated) if given else None)
     else:
-        _print_run(name, why_not, outcomes, (), {w.step.number for w in works}, None)
+        of = given.told(simulated) if given else None
+        _print_run(name, why_not, outcomes, (), {w.step.number for w in works}, None, of)
     return 0 if outcomes.ok else 1
 
 
@@ -222,7 +235,7 @@ def bench(args: Namespace) -> int:
     works = select(named(args.steps), formats_of(args.format), args.scheme)
     count = len(works) * len(shapes)
     budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
-    outcomes = _checked(works, machine, False, args, quick=True)
+    outcomes = _checked(works, machine, False, args, None, quick=True)
     env = record.environment()
     measuring = benching.Bench.here(budget)
     recorder = benching.Recorder(env, measuring.limits, args.out)
@@ -364,12 +377,15 @@ def _checked(
     machine: Callable[[int], Machine],
     simulated: bool,
     args: Namespace,
+    given: Given | None,
     *,
     quick: bool,
 ) -> Outcomes:
     asked = asked_shape(args) if simulated or args.command == "check" else None
 
     def cases_of(format_name: str) -> tuple[Case, ...]:
+        if given is not None:
+            return (given.case(simulated, getattr(args, "order", None)),)
         return cases(
             format_name,
             simulated=simulated,
@@ -382,8 +398,9 @@ def _checked(
         )
 
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
+    posed = given.posed(simulated) if given else None
     with table.progress(len(works)) as report:
-        return check_works(works, cases_of, machine, report)
+        return check_works(works, cases_of, machine, report, posed)
 
 
 def _wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
@@ -396,11 +413,12 @@ def _wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
 
 
 def _measured(
-    works: Sequence[Work], shape: Size, outcomes: Outcomes, args: Namespace
+    works: Sequence[Work], outcomes: Outcomes, args: Namespace, given: Given | None
 ) -> tuple[tuple[Any, ...], Path | None]:
     """(rows with ratios, where they were saved). A CUDA error ends it and is in `outcomes`."""
     from results import record
 
+    shape = shape_of(args) if given is None else given.whole.shape
     env = record.environment()
     measuring = benching.Bench.here(benching.Budget())
     found: list[Any] = []
@@ -412,6 +430,7 @@ def _measured(
             distribution=timed_distribution(args),
             seed=args.seed,
             wrong=_wrong(outcomes),
+            given=given.whole if given else None,
             report=report,
         )
         try:
@@ -525,14 +544,17 @@ def _print_run(
     rows: Sequence[Any],
     asked: set[int],
     saved: Path | None,
+    of: str | None = None,
 ) -> None:
+    """of: what of a file's tensor was multiplied, where the weights are not drawn."""
     if rows:
-        title = f"{name}, M={rows[0].M} N={rows[0].N} K={rows[0].K}"
+        title = f"{name}, {of or f'M={rows[0].M} N={rows[0].N} K={rows[0].K}'}"
     elif why_not is not None:
-        title = f"No GPU ({why_not}): {SIMULATED}."
+        title = f"No GPU ({why_not}): {f'{OF_A_FILE} {of}' if of else SIMULATED}."
     else:
-        title = f"{name}: checked, not timed"
-    table.show(_run_table(title, outcomes.each, rows, asked))
+        title = f"{name}: checked, not timed" + (f", {of}" if of else "")
+    notes = giving.NOTES if of else ()
+    table.show(_run_table(title, outcomes.each, rows, asked, notes=notes))
     sentences = [sentence for outcome in outcomes.each for sentence in outcome.failures]
     sentences += [
         f"step {row.step} {row.scheme} {row.format}: {row.why}"
@@ -547,9 +569,12 @@ def _print_run(
         print(f"wrote {saved}")
 
 
-def _print_json(name: str, outcomes: Outcomes, rows: Sequence[Any]) -> None:
+def _print_json(
+    name: str, outcomes: Outcomes, rows: Sequence[Any], tensor: dict[str, Any] | None = None
+) -> None:
     data = {
         "machine": name,
+        **({"tensor": tensor} if tensor else {}),
         "ok": outcomes.ok and all(row.status != "failed" for row in rows),
         "broken": outcomes.broken,
         "checks": [outcome.as_json() for outcome in outcomes.each],

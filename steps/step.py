@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -19,9 +19,13 @@ from qformats import FORMATS, WEIGHT_FORMATS, Format
 Family = Literal["A16", "A8"]
 """How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
 
-Accuracy = Literal["exact", "fast"]
-"""exact: every weight is what its block says, up to rounding to float16; fast: it is not, and such
-a step is used only where it was asked for."""
+Accuracy = Literal["exact", "fast", "coarse"]
+"""exact: every weight is what its block says, up to rounding to float16; fast: it is rounded once
+more, to 8 bits a row, which adds little; coarse: what its block says is no more than approached. A
+step that is not exact is used only where it was asked for."""
+
+ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
+"""From the best down: who asks for one takes those before it too."""
 
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
 """The arithmetic unit whose measured peak bounds a step (`results.limits`)."""
@@ -62,7 +66,8 @@ class Activations:
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
     `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `qformats.device`), or
     "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
-    token; for the A16 family it is "halves" where A was rounded to float16 first, else None.
+    token, or "summed", the same and its sums; for the A16 family it is "halves" where A was rounded
+    to float16 first, else None.
     """
 
     arrays: tuple[Any, ...]
@@ -107,7 +112,7 @@ class Step:
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
-    accuracy: "fast" for a step that changes its weights, see `Accuracy`.
+    accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, the front door takes it for no more. It is right for every M all the same.
     """

@@ -9,7 +9,7 @@ What is new
     four or eight mma; where tiles are small, half of the warps take one half of a stage's K.
 Why it should help
     Steps 7 to 9 pay three instructions for each sum every 32 of K. Here 32 HMMA of a warp (16 of K)
-    take the tensor core 214 cycles and come with 70 other instructions (5 bits: 105), for which two
+    take the tensor core 214 cycles and come with 70 other instructions (5 bits: 90), for which two
     warps of a scheduler have four times the room. This instruction alone was measured at 568 TFLOPS
     on an H200; less 3 % of idle SMs, 8 % for a tile's beginning and end, 7 % for barriers: 470. And
     nothing is lost but the rounding of A and W: NMSE 3e-8, a thousandth of what Q8_1 costs.

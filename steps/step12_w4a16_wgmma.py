@@ -11,7 +11,7 @@ What is new
 Why it should help
     mma.sync stops at two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
     are 1024 of their cycles, in which two warps a scheduler issue 2 x 157 instructions (5 bits: 2 x
-    232), and 41 bytes a cycle come from the L2, in two pieces of memory. For few tokens what counts
+    192), and 41 bytes a cycle come from the L2, in two pieces of memory. For few tokens what counts
     is how soon weights are asked for: before the launch that rounds the activations has ended.
 What it costs
     One block of 384 threads and all shared memory an SM; one GPU: wgmma is of compute capability
@@ -25,7 +25,7 @@ Read next
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -57,9 +57,10 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
-from steps.machines import multiprocessors, shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
-from steps.stretches import cuts, shares, stretches
+from steps.machines import multiprocessors
+from steps.step import Family, Launch, Shape, Step
+from steps.stretches import stretches
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -73,14 +74,11 @@ AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile,
 PAIR: Final = 2 * ROWS  # features that two warpgroups multiply at a time
 WARPS: Final = 2 * GROUP // 32  # of them; those of the last warpgroup bring
 HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 bytes
-END: Final = 2000  # cycles from a tile's last product to the next one's first
-SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
-UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
 
 
 @cache
 def kernel(
-    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+    fmt: Format, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
@@ -233,32 +231,20 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
-    """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
-    fewest cycles."""
-    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
-    unpack = 29 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
-    for bn, bm in TILES:
-        total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # cycles of 128 K: of the tensor cores; of a warp that unpacks and asks for products, of
-        # which most are latencies; of 40 bytes a cycle from the L2
+def tiling(fmt: Format, shape: Shape) -> Cut:
+    unpack = 24 if fmt.bits == 5 else 20  # instructions that make 16 x 16 weights
+
+    def stage(bn: int, bm: int) -> int:
+        """Cycles of the tensor cores; of a warp that unpacks and asks for products, of which most
+        are latencies; of 40 bytes a cycle from the L2."""
         bring = (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 40
-        stage = max(bn * bm // 16, bn // PAIR * (35 * unpack + 10 * bm // 3), bring)
-        for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
-            cycles = count * stage + pieces * END
-            if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
-            if tail and blocks % tail:  # some come late: more waiting than can be planned
-                cycles += cycles // UNEVEN
-            if cycles < least:
-                least, best = cycles, ((bn, bm), total, blocks, tail)
-    return best
+        return max(bn * bm // 16, bn // PAIR * (35 * unpack + 10 * bm // 3), bring)
+
+    return fewest_cycles(TILES, shape, multiprocessors(), stage)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Two tiles for each block, and a count for each 64 features of a tile."""
-    (bn, bm), total, blocks, tail = tiling(fmt, shape)
-    return ((2 * blocks * bn * bm if tail else 4,), np.float32), ((total * bn // ROWS,), np.int32)
+    return room(tiling(fmt, shape), np.float32)
 
 
 def launch(
@@ -270,15 +256,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, total, blocks, tail = tiling(fmt, shape)
-    in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
-        stages -= 1
-    ahead = min(AHEAD, stages - 2) if total > blocks else 0
-    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
-    steps = ceil_div(shape.k, TILE_K)
-    args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
-    return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
+    cut = tiling(fmt, shape)
+    make = partial(kernel, fmt, out.dtype == np.float16, cut[0])
+    operands = (*weights, *activations, out)
+    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(

@@ -9,7 +9,7 @@ What is new
     take 14 instructions. Q8_0 is rounded once and for all, when it is packed.
 Why it should help
     The tensor cores multiply int8 twice as fast as float16: 128 x 128 outputs and 128 K are 512
-    cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 224, 8 bits:
+    cycles. Two warps a scheduler issue 2 x 171 instructions meanwhile (5 bits: 2 x 208, 8 bits:
     2 x 50), but each waits for its own results, for longer than its neighbour's product lasts; so
     the tile is 128 x 256, 1024 cycles, where there are enough of them. Steps 7 to 9 paid three
     instructions for each sum every 32 of K.
@@ -21,22 +21,22 @@ What it costs
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Read next
-    What all of them cost and gain, side by side: the README's table
+    Fewer instructions, and less exact: step14_w4a8_integer_scales
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.device import byte_format
+from qformats.device import ByteFormat, byte_format
 from qformats.repack import BAND, TILE_K, TOKEN_GROUP, byte_tiles
 from steps.activations import int8_units
-from steps.epilogue import GROUP, LOT, ROWS, finish_wgmma
+from steps.epilogue import GROUP, LOT, finish_wgmma
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -55,12 +55,14 @@ from steps.instructions import (
     wgmma_commit,
     wgmma_fence,
     wgmma_s8,
+    wgmma_u8,
     wgmma_wait,
     zeros_i32,
 )
-from steps.machines import multiprocessors, shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
-from steps.stretches import cuts, shares, stretches
+from steps.machines import multiprocessors
+from steps.step import Family, Launch, Shape, Step
+from steps.stretches import stretches
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -72,28 +74,25 @@ TILES: Final = (  # (features, tokens) of a tile of C
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
 WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
-END: Final = 2000  # cycles from a tile's last product to the next one's first
-SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
-UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
 
 
 @cache
 def kernel(
-    fmt: Format, tile: tuple[int, int], stages: int, ahead: int, in_half: bool
+    form: ByteFormat, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
     the second by so many; its shared memory in bytes)"""
     bn, bm = tile
-    form = byte_format(fmt.name)
     record, words = form.record_bytes, form.words
     scales, fragments = form.scales, form.fragments
-    prefetch = fmt.bits < 8  # what is an operand as it is must not come while others are multiplied
+    mma = wgmma_u8 if form.zero else wgmma_s8
+    prefetch = form.unpacked  # operands as they are must not come while others are multiplied
     at_tokens, group_bytes = BAND * record, TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, int32)
+    finish, words_used = finish_wgmma(tile, first_word, in_half, int32, form.zero)
     find, no_sums = stretches(bn, bm), zeros_i32(bm // 2)
     lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
@@ -109,8 +108,8 @@ def kernel(
         """acc += 64 K: weights become int8 in registers and meet all tokens of the tile."""
         a, b = fragments(fetched[0], fetched[1], 0), fragments(fetched[0], fetched[1], 1)
         wgmma_fence()
-        acc = wgmma_s8(acc, a[0], a[1], a[2], a[3], where, 1)
-        acc = wgmma_s8(acc, b[0], b[1], b[2], b[3], where + 16, 1)
+        acc = mma(acc, a[0], a[1], a[2], a[3], where, 1)
+        acc = mma(acc, b[0], b[1], b[2], b[3], where + 16, 1)
         wgmma_commit()
         return acc
 
@@ -220,33 +219,20 @@ def kernel(
     return w4a8_wgmma, 4 * words_used
 
 
-def tiling(fmt: Format, shape: Shape) -> tuple[tuple[int, int], int, int, int]:
-    """(tile, how many of them, thread blocks, tiles that all blocks share) that should take the
-    fewest cycles."""
-    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), ((0, 0), 0, 0, 0)
-    unpack = {4: 16, 5: 22, 8: 4}[fmt.bits]  # instructions that make 16 x 16 weights
-    for bn, bm in TILES:
-        total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
-        # cycles of 128 K: of the tensor cores, of unpacking (which takes three times its
-        # issue slots, as a warp waits for its own results), of 40 bytes a cycle from the L2
-        bring = (bn * fmt.bits // 8 + bm) * TILE_K // 40
-        stage = max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
-        for blocks, tail, count, pieces in cuts(total, steps, multiprocessors()):
-            cycles = count * stage + pieces * END
-            if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
-            if tail and blocks % tail:  # some come late: more waiting than can be planned
-                cycles += cycles // UNEVEN
-            if cycles < least:
-                least, best = cycles, ((bn, bm), total, blocks, tail)
-    return best
+def stage(bits: int, unpack: int, bn: int, bm: int) -> int:
+    """Cycles of 128 K of a tile: on tensor cores; for `unpack` instructions for 16 x 16 weights,
+    three slots each, as a warp waits for its own results; for bytes from the L2, 40 a cycle."""
+    bring = (bn * bits // 8 + bm) * TILE_K // 40
+    return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
+
+
+def tiling(fmt: Format, shape: Shape) -> Cut:
+    cycles = partial(stage, fmt.bits, {4: 16, 5: 20, 8: 4}[fmt.bits])
+    return fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """Two tiles for each block, and a count for each 64 features of a tile or half of it."""
-    (bn, bm), total, blocks, tail = tiling(fmt, shape)
-    counts = total * bn // ROWS * ceil_div(bm, LOT)
-    return ((2 * blocks * bn * bm if tail else 4,), np.int32), ((counts,), np.int32)
+    return room(tiling(fmt, shape), np.int32)
 
 
 def launch(
@@ -258,15 +244,10 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    tile, total, blocks, tail = tiling(fmt, shape)
-    in_half, stages = out.dtype == np.float16, STAGES
-    while kernel(fmt, tile, stages, 0, in_half)[1] > shared_memory():
-        stages -= 1
-    ahead = min(AHEAD, stages - 2) if total > blocks else 0
-    run, shared_bytes = kernel(fmt, tile, stages, ahead, in_half)
-    steps = ceil_div(shape.k, TILE_K)
-    args = (*weights, *activations, out, steps, shares(tail, steps, blocks), *scratch)
-    return Launch(run, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
+    cut = tiling(fmt, shape)
+    make = partial(kernel, byte_format(fmt.name), out.dtype == np.float16, cut[0])
+    operands = (*weights, *activations, out)
+    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(

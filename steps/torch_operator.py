@@ -1,15 +1,15 @@
-"""The quantized product as an operator of torch: `torch.ops.quantized_gemm.linear`.
+"""The quantized product as operators of torch: `torch.ops.quantized_gemm.linear` and `.product`.
 
 What `torch.nn.functional.linear` is to a float matrix, for blocks; `steps.linear.QuantLinear` calls
-it. As a registered operator it is one node to torch.compile, which knows its shape and dtype
-without running it, and it has a gradient.
+them. As a registered operator it is one node to torch.compile, which knows its shape and dtype
+without running it. `linear` has a gradient; `product` is the same without one, and takes torch half
+the time to call.
 
 On a GPU one call is a cast of `x` to float32 (only for other dtypes, or a copy where it is not
 contiguous), zeros for the step's scratch memory if it has any, one or two launches of a step, and
-for a bias or a dtype that the step does not write one or two kernels of torch. All memory is
-torch's and of the stream that is current, so that calls on several streams do not meet, and what is
-captured into a CUDA graph lies in the pool of that graph, for as long as it lives. Nothing waits
-for the GPU.
+for a bias or a dtype that the step does not write one kernel of torch. All memory is torch's and of
+the stream that is current, so that calls on several streams do not meet, and what is captured into
+a CUDA graph lies in the pool of that graph, for as long as it lives. Nothing waits for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -48,8 +47,7 @@ ROWS: Final = 512
 """Rows dequantized at once, where no GPU multiplies: 8 MB of float32 at K = 4096."""
 
 
-@torch.library.custom_op("quantized_gemm::linear", mutates_args=(), device_types="cpu")
-def linear(
+def _on_cpu(
     x: Tensor,
     bias: Tensor | None,
     blocks: Tensor | None,
@@ -70,39 +68,57 @@ def linear(
     accuracy : see `steps.gemm`.
     TypeError or ValueError for an x that does not fit.
     """
-    rows = _rows(x, k).to(torch.float32)
+    _require(x, k)
+    rows = x.reshape(x.numel() // k, k).to(torch.float32)
     y = rows.new_empty((len(rows), n))
     for first, part in _dequantized(blocks, format):
         y[:, first : first + len(part)] = rows @ part.T
-    return _finished(y, x, bias)
+    return _finished(y.reshape(*x.shape[:-1], n), x, bias)
 
 
-# Both are called with the arguments of `linear`, in their order.
-@linear.register_kernel("cuda")
+# Both are called with the arguments of `_on_cpu`, in their order.
 def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *given: Any) -> Tensor:
     weights, fast, packings, accuracy, format, n, k = given
-    rows = _rows(x, k)
-    m = len(rows)
-    if m == 0:
-        return x.new_empty((*x.shape[:-1], n))
+    _require(x, k)
+    shape = (*x.shape[:-1], n)
+    if not (m := x.numel() // k):
+        return x.new_empty(shape)
     offered = by_packing(packings, weights, fast)
+    half = bias is None and x.dtype is torch.float16
     with torch.cuda.device(x.device):
-        written = torch.float32 if bias is not None else x.dtype
-        made = planned(format, Shape(m, n, k), offered, accuracy, written, x.device)
-        a = rows.to(torch.float32).contiguous()
-        y = a.new_empty((m, n), dtype=getattr(torch, made.dtype.name))
-        work = a.new_empty((made.nbytes,), dtype=torch.uint8)
-        work[: made.zeroed].zero_()
+        made = planned(format, (m, n, k), offered, accuracy, half, x.device)
+        a = x.contiguous().to(torch.float32)
+        y = a.new_empty(shape, dtype=torch.float16 if made.half else torch.float32)
+        work = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
+        if made.zeroed:
+            work[: made.zeroed].zero_()
         arrays = [array.data_ptr() for array in offered[made.packing]]
         made(a.data_ptr(), y.data_ptr(), arrays, work.data_ptr(), stream_of(a))
-    return _finished(y, x, bias)
+        return _finished(y, x, bias)
 
 
-@linear.register_fake
 def _shape_of(x: Tensor, *given: Any) -> Tensor:
     *_, n, k = given
     _require(x, k)
     return x.new_empty((*x.shape[:-1], n))
+
+
+linear = torch.library.custom_op(
+    "quantized_gemm::linear", _on_cpu, mutates_args=(), device_types="cpu"
+)
+linear.register_kernel("cuda")(_on_gpu)
+linear.register_fake(_shape_of)
+
+_PRODUCT: Final = "quantized_gemm::product"
+torch.library.define(
+    _PRODUCT,
+    torch.library.infer_schema(_on_cpu, mutates_args=()),
+    tags=torch.Tag.pt2_compliant_tag,
+)
+for _device, _kernel in (("cpu", _on_cpu), ("cuda", _on_gpu)):
+    torch.library.impl(_PRODUCT, _device, _kernel)
+torch.library.register_fake(_PRODUCT, _shape_of)
+product = torch.ops.quantized_gemm.product.default
 
 
 @torch.library.custom_op("quantized_gemm::linear_input_gradient", mutates_args=())
@@ -157,44 +173,43 @@ def by_packing(
     return dict(zip(packings.split(), (weights, fast), strict=False))
 
 
+_plans: dict[tuple[Any, ...], Relocatable] = {}  # the one used last at the end
+
+
 def planned(
     format_name: str,
-    shape: Shape,
+    size: tuple[int, int, int],
     offered: Mapping[str, Sequence[Tensor]],
-    accuracy: str,
-    written: Any,
-    device: Any,
-) -> Relocatable:
-    """The plan of a shape on a device; kernels not used before are compiled and loaded.
-
-    written: the dtype that y is to have; float16 is written by the step itself where it can.
-    RuntimeError where a capture into a CUDA graph does not survive that: it says what to do.
-    """
-    wanted = tuple(places(offered).items())
-    with torch.cuda.device(device):
-        return _kept(format_name, shape, wanted, accuracy, written == torch.float16, device)
-
-
-def places(offered: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Place, ...]]:
-    """The arrays of each packing as a `Relocatable` is made of them."""
-    return {
-        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
-        for name, arrays in offered.items()
-    }
-
-
-@lru_cache(maxsize=PLANS)
-def _kept(
-    format_name: str,
-    shape: Shape,
-    places: tuple[tuple[str, tuple[Place, ...]], ...],
     accuracy: str,
     half: bool,
     device: Any,
 ) -> Relocatable:
+    """The plan of (M, N, K) on a device, which is the current one; kernels not used before are
+    compiled and loaded.
+
+    half: y may be float16, and is where the step can write that.
+    RuntimeError where a capture into a CUDA graph does not survive that: it says what to do.
+    """
+    key = (format_name, size, *offered, accuracy, half, device)
+    made = _plans.pop(key, None)
+    if made is None:
+        made = _made(format_name, Shape(*size), offered, accuracy, half)
+        if len(_plans) >= PLANS:
+            _plans.pop(next(iter(_plans)), None)
+    _plans[key] = made
+    return made
+
+
+def _made(
+    format_name: str,
+    shape: Shape,
+    offered: Mapping[str, Sequence[Tensor]],
+    accuracy: str,
+    half: bool,
+) -> Relocatable:
     with _loading_allowed():
         try:
-            return Relocatable(format_name, shape, dict(places), _machine(), accuracy, half)
+            return Relocatable(format_name, shape, places(offered), _machine(), accuracy, half)
         except (TypeError, ValueError):
             raise  # such a product cannot be at all
         except Exception as error:  # Numba and the driver have many types for it
@@ -204,6 +219,14 @@ def _kept(
                 f"kernels for {shape.m} tokens could not be loaded while a CUDA graph is captured: "
                 f"multiply as many tokens once before ({error})"
             ) from error
+
+
+def places(offered: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Place, ...]]:
+    """The arrays of each packing as a `Relocatable` is made of them."""
+    return {
+        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
+        for name, arrays in offered.items()
+    }
 
 
 def capability(device: Any) -> tuple[int, int]:
@@ -252,17 +275,11 @@ def _require(x: Tensor, k: int) -> None:
         raise ValueError(f"x must have shape [..., {k}], got {list(x.shape)}")
 
 
-def _rows(x: Tensor, k: int) -> Tensor:
-    """x as [M, K]: a view where its strides allow, else a copy."""
-    _require(x, k)
-    return x.reshape(x.numel() // k, k)
-
-
 def _finished(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The bias is added before y is rounded to the dtype of x."""
-    if bias is not None:
-        y += bias
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    if bias is None:
+        return y if y.dtype is x.dtype else y.to(x.dtype)
+    return torch.add(y, bias, out=y if y.dtype is x.dtype else y.new_empty(y.shape, dtype=x.dtype))
 
 
 def host_blocks(blocks: Tensor, fmt: Format) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qformats import FORMATS
-from reference import Q81, Check, Halves, Problem, Tokens, check
+from reference import Q81, Check, Halves, Problem, SummedTokens, Tokens, check
 from steps.activations import decode, encode
 from steps.step import Activations, Family, Launch, Machine, Shape, Step
 
@@ -55,8 +55,10 @@ def prepare(
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if given is not None and activations.layout in ("blocks", "slabs", "tokens"):
-        bits = Tokens.of_q81(given) if activations.layout == "tokens" else given
+    if given is not None and activations.layout in ("blocks", "slabs", "tokens", "summed"):
+        bits: Q81 | Tokens = given
+        if activations.layout in ("tokens", "summed"):
+            bits = (Tokens if activations.layout == "tokens" else SummedTokens).of_q81(given)
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))

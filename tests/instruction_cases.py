@@ -47,6 +47,7 @@ from steps.instructions import (
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
     prmt,
+    select_bits,
     shfl,
     shfl_down,
     shfl_up,
@@ -139,6 +140,17 @@ def and_xor_kernel(a, b, c, out):
 
 def and_xor_expected(a, b, c):
     return (np.stack([a & b ^ c, (a & 0x000F000F) ^ 0x00080008]),)
+
+
+@cuda.jit
+def select_bits_kernel(a, b, c, out):
+    i = cuda.grid(1)
+    out[0, i] = select_bits(a[i], b[i], c[i])
+    out[1, i] = select_bits(0x000F000F, b[i], c[i])
+
+
+def select_bits_expected(a, b, c):
+    return (np.stack([a & b | ~a & c, b & 0x000F000F | c & 0xFFF0FFF0]),)
 
 
 @cuda.jit
@@ -673,6 +685,14 @@ CASES = (
         and_xor_kernel,
         lambda rng: (words(rng, 256), words(rng, 256)[::-1].copy(), words(rng, 256)),
         and_xor_expected,
+        block=256,
+        contains=("LOP3.LUT",),
+    ),
+    Case(
+        "select_bits",
+        select_bits_kernel,
+        lambda rng: (words(rng, 256), words(rng, 256)[::-1].copy(), words(rng, 256)),
+        select_bits_expected,
         block=256,
         contains=("LOP3.LUT",),
     ),

@@ -20,10 +20,12 @@ LADDER = (
     (11, "step11_w4a16_tensor_core", "A16", 3, "tensor_fp16", 0.58, "W4A16 on tensor cores"),
     (12, "step12_w4a16_wgmma", "A16", 11, "tensor_fp16", 0.83, "W4A16 with wgmma"),
     (13, "step13_w4a8_wgmma", "A8", 9, "tensor_int8", 0.73, "W4A8 with wgmma, one scale a row"),
+    (14, "step14_w4a8_integer_scales", "A8", 13, "tensor_int8", 0.8, "W4A8 with integer scales"),
 )
-OVERLAPPING = (9, 10, 11, 12, 13)
-IN_HALF = (11, 12, 13)
-FAST = (13,)
+OVERLAPPING = (9, 10, 11, 12, 13, 14)
+IN_HALF = (11, 12, 13, 14)
+ACCURACY = {13: "fast", 14: "coarse"}
+ADDED = {"exact": 0.0, "fast": 1e-4, "coarse": 1e-3}
 FORMATS = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
 NMSE = {"q4_0": 7.4e-3, "q4_1": 6.1e-3, "q5_0": 1.8e-3, "q5_1": 1.4e-3, "q8_0": 2.9e-5}
 TOPS = {
@@ -51,7 +53,9 @@ def make_row(
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + int(output[-2:]) // 8 * m * n
     operations = 2 * m * n * k
-    reach = {9: 0.35, 10: 0.85, 11: 0.4, 12: 0.45, 13: 0.45}.get(step, min(0.2, 3 * share))
+    reach = {9: 0.35, 10: 0.85, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45}.get(
+        step, min(0.2, 3 * share)
+    )
     tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole
     work = 2 * tokens * n * k / (TOPS[unit] * share * 1e6)
     us = max(moved / (TBPS * reach * 1e6), work, 2.5)
@@ -70,7 +74,7 @@ def make_row(
         N=n,
         K=k,
         output=output,
-        accuracy="fast" if step in FAST else "exact",
+        accuracy=ACCURACY.get(step, "exact"),
         status="ok",
         kernel_us=us,
         activation_us=activation,
@@ -87,7 +91,8 @@ def make_row(
         gbps=moved / us * 1e-3,
         limit_share=share,
         nmse_same_operands=2e-13 * (1 + step),
-        nmse_float=NMSE[name] + (1e-4 if step in FAST else 3e-5 if family == "A8" else 0.0),
+        nmse_float=NMSE[name]
+        + (ADDED[ACCURACY[step]] if step in ACCURACY else 3e-5 if family == "A8" else 0.0),
         registers=32 + 8 * step,
         spill_bytes=0,
         smem_bytes=2048 * step,

@@ -251,7 +251,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 # --- what steps 7 to 11 say of themselves ---------------------------------------------------------
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [7, 8, 9, 11, 12, 13])
+@pytest.mark.parametrize("number", [7, 8, 9, 11, 12, 13, 14])
 def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
     counter = _counted(number, Problem(40, 128, 256, name))
     assert counter.wavefronts > 900

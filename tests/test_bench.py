@@ -258,6 +258,8 @@ def asked(**changes) -> Namespace:
         "dist": None,
         "seed": 0,
         "order": None,
+        "gguf": None,
+        "tensor": None,
         "json": False,
         "save": False,
     }

@@ -65,6 +65,7 @@ def test_every_step_and_format_is_named(files):
         assert "10 decode A8" in text
         assert "12 wgmma A16" in text
         assert "13 wgmma A8 fast" in text
+        assert "14 integer scales A8 coarse" in text
     for name in ("tflops.svg", "time.svg", "error.svg", "ladder-m512-n4096-k4096.svg"):
         assert all(format_name in text_of(files[name]) for format_name in FORMATS), name
 

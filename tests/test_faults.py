@@ -17,7 +17,6 @@ import pytest
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
-from qformats.repack import byte_weights
 from reference import (
     Halves,
     Problem,
@@ -36,7 +35,7 @@ from steps.activations import decode
 from steps.machines import Simulator
 from steps.step import Family, Machine, Shape, Step
 from tests.test_door import OnDevice, Untouched
-from tests.works import WORKS
+from tests.works import REQUANTIZED, WORKS
 
 MACHINE = Simulator()
 K = 64
@@ -131,14 +130,14 @@ def require_near(
     a: np.ndarray,
     blocks: np.ndarray,
     in_half: bool,
-    fast: bool = False,
+    accuracy: str = "exact",
 ):
     """The same, where the bits of A are not seen: within what they may lose of the product.
 
     A code is off by half of d = amax / 127 at most. float16 rounds d and s by 2^-11, and below
     2^-14 more: such tokens are left out. A16 may round A and W to float16: A by 2^-11, or by 2^-39
     of the token's largest.
-    A `fast` step has one d for all of a token, and weights in int8.
+    A step that is not exact has one d for all of a token, and weights in int8.
     """
     wanted, size = same_operands_a16(a, blocks), magnitude_a16(a, blocks)
     allowed = bound(family, a.shape[1], size)
@@ -146,9 +145,9 @@ def require_near(
         most = np.broadcast_to(np.abs(a).max(axis=1, keepdims=True), a.shape)
         least = 2.0**-39 * magnitude_a16(most, blocks)
         allowed = bound(family, a.shape[1], magnitude_half(a, blocks), "f16") + least
-    if fast:
+    if accuracy in REQUANTIZED:
         exact = FORMATS[format_of(blocks).name].dequantize(blocks).astype(np.float64)
-        codes, factor = byte_weights(blocks)
+        codes, factor = REQUANTIZED[accuracy](blocks)
         off = np.abs(codes * factor.astype(np.float64)[:, None] - exact)
         half_step = np.abs(a).max(axis=1, keepdims=True).astype(np.float64) / 127 / 2
         lost = half_step @ np.abs(exact).sum(axis=1)[None] + (np.abs(a) + half_step) @ off.T
@@ -192,7 +191,7 @@ def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     offset = OFFSETS[WEIGHT_FORMATS.index(name) % len(OFFSETS)]
     c, q81 = multiplied(step, family, a, blocks, Simulator(step.number), offset)
     require_right(c, family, a, blocks, q81)
-    require_near(c, family, a, blocks, half, step.accuracy == "fast")
+    require_near(c, family, a, blocks, half, step.accuracy)
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
@@ -239,7 +238,7 @@ def test_activations_beyond_half_precision_are_right_or_refused(
         assert "\n" not in str(refused.value)
     else:
         c = door.gemm(a, w, step=step.number, family=family, machine=Simulator())
-        require_near(c, family, a, w, half, step.accuracy == "fast")
+        require_near(c, family, a, w, half, step.accuracy)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -323,7 +322,7 @@ def test_odd_operands_on_a_gpu(step: Step, family: Family, name: str) -> None:
     for offset in OFFSETS:
         c, q81 = multiplied(step, family, a, blocks, machine, offset)
         require_right(c, family, a, blocks, q81)
-        require_near(c, family, a, blocks, half, step.accuracy == "fast")
+        require_near(c, family, a, blocks, half, step.accuracy)
 
 
 @pytest.mark.gpu
@@ -352,7 +351,7 @@ def test_the_ends_of_every_shape_on_a_gpu(step: Step, family: Family, name: str)
             problem.a,
             problem.blocks,
             half,
-            step.accuracy == "fast",
+            step.accuracy,
         )
         out.copy_to_device(np.full((m, n), np.nan, np.float32))
         steps.plan(m, handle, family=family)(a, out)
@@ -384,6 +383,6 @@ def test_what_is_refused_on_a_gpu_writes_nothing(step: Step, family: Family, nam
     else:
         steps.gemm(cuda.to_device(loud), problem.blocks, **ask)
         c = out.copy_to_host()
-        require_near(c, family, loud, problem.blocks, False, step.accuracy == "fast")
+        require_near(c, family, loud, problem.blocks, False, step.accuracy)
     with pytest.raises(ValueError, match="a is empty"):
         steps.gemm(a[:0], problem.blocks, step=step.number, family=family)

@@ -28,6 +28,7 @@ from tests.fake_gpu import FakeGpu, _nowhere
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from steps import linear, torch_operator  # noqa: E402
 from steps.linear import QuantLinear, quantize_model  # noqa: E402
@@ -276,6 +277,11 @@ def test_opcheck(gradient: bool) -> None:
                 torch.ops.quantized_gemm.linear.default,
                 (x.detach().requires_grad_(gradient), bias, *rest),
             )
+            if not gradient:
+                torch.library.opcheck(
+                    torch.ops.quantized_gemm.product.default,
+                    (x, None if bias is None else bias.detach(), *rest),
+                )
     torch.library.opcheck(
         torch.ops.quantized_gemm.linear_input_gradient.default,
         (tensor(2, 3, 5), layer.blocks, "q4_0", 64),
@@ -436,9 +442,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         "new_empty",
         lambda *args, **options: fresh(*args, **options).fill_(77),  # memory that was used before
     )
-    torch_operator._kept.cache_clear()
+    torch_operator._plans.clear()
     yield fake
-    torch_operator._kept.cache_clear()
+    torch_operator._plans.clear()
 
 
 def uploaded(blocks: np.ndarray, bias: Any = None, accuracy: str = "exact") -> Any:
@@ -455,14 +461,16 @@ def multiplied(layer: Any, x: Any) -> Any:
     )  # fmt: skip
 
 
-def step_of(layer: Any, m: int) -> Any:
+def step_plan(layer: Any, m: int) -> Any:
     offered = torch_operator.by_packing(
         layer.packings, layer._arrays("weights"), layer._arrays("fast")
     )
-    shape = steps.step.Shape(m, layer.out_features, layer.in_features)
-    return torch_operator.planned(
-        layer.format, shape, offered, layer.accuracy, torch.float32, layer.device
-    ).choice
+    size = m, layer.out_features, layer.in_features
+    return torch_operator.planned(layer.format, size, offered, layer.accuracy, False, layer.device)
+
+
+def step_of(layer: Any, m: int) -> Any:
+    return step_plan(layer, m).choice
 
 
 @pytest.mark.parametrize(
@@ -548,16 +556,83 @@ def test_torch_compile_takes_the_packings_along(host: Any) -> None:
     torch._dynamo.reset()
     y = torch.compile(layer, backend=backend, fullgraph=True)(x)
     (node,) = nodes
-    assert node.target is torch.ops.quantized_gemm.linear.default
+    assert node.target is torch.ops.quantized_gemm.product.default
     assert [len(node.args[3]), len(node.args[4]), node.args[5]] == [2, 2, "tiles byte_tiles"]
     assert torch.equal(y, layer(x))
+
+
+class Asked(TorchDispatchMode):
+    """Notes what torch is asked for: each is a kernel, an allocation or at least a microsecond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "biased", "names"),
+    [
+        (1, torch.float32, False, ["new_empty", "new_empty", "slice", "zero_"]),
+        (
+            *(1, torch.float16, False),  # of a step that writes float32 alone
+            ["_to_copy", "new_empty", "new_empty", "slice", "zero_", "_to_copy"],
+        ),
+        (1, torch.float32, True, ["new_empty", "new_empty", "slice", "zero_", "add"]),
+        (
+            *(1, torch.bfloat16, True),
+            ["_to_copy", "new_empty", "new_empty", "slice", "zero_", "new_empty", "add"],
+        ),
+        (300, torch.float16, False, ["_to_copy", "new_empty", "new_empty", "slice", "zero_"]),
+    ],
+)
+def test_a_call_asks_torch_for_no_more_than_it_needs(
+    host: Any, m: int, dtype: Any, biased: bool, names: list[str]
+) -> None:
+    """C, memory for the step, zeros in it, and a cast where there is something to be cast."""
+    bias = tensor(N, seed=2).to(dtype) if biased else None
+    layer, x = uploaded(blocks_of(), bias), tensor(m, K, dtype=dtype)
+    multiplied(layer, x)
+    with torch.no_grad(), Asked() as asked:
+        multiplied(layer, x)
+    assert [name for name in asked.names if name != "fill_"] == names  # memory is filled in `host`
+
+
+def test_a_gradient_is_paid_for_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("linear", "product"):
+        original = getattr(torch_operator, name)
+        monkeypatch.setattr(
+            torch_operator, name, lambda *a, n=name, o=original: called.append(n) or o(*a)
+        )
+    x, wanted = tensor(2, K), tensor(2, K).requires_grad_()
+    layer = QuantLinear.from_blocks(blocks_of())
+    trained = QuantLinear.from_blocks(blocks_of(), nn.Parameter(tensor(N)))
+    layer(x), layer(wanted), trained(x)
+    with torch.no_grad():
+        layer(wanted), trained(x)
+    assert called == ["product", "linear", "linear", "product", "product"]
+
+
+def test_the_plans_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_operator, "PLANS", 3)
+    layer = uploaded(blocks_of())
+    plans_of = {m: step_plan(layer, m) for m in (1, 2, 3)}
+    assert step_plan(layer, 1) is plans_of[1]
+    step_plan(layer, 4)
+    assert len(torch_operator._plans) == 3
+    assert step_plan(layer, 1) is plans_of[1]
+    assert step_plan(layer, 2) is not plans_of[2], "it was the one used longest ago"
 
 
 def test_layers_of_one_shape_share_a_plan(host: Any) -> None:
     one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
     x = tensor(1, K)
     first, second = multiplied(one, x), multiplied(other, x)
-    assert torch_operator._kept.cache_info().misses == 1
+    assert len(torch_operator._plans) == 1
     assert within(first, x, blocks_of(seed=1), x_rounding=0.5 / 127)
     assert within(second, x, blocks_of(seed=2), x_rounding=0.5 / 127)
 
@@ -747,7 +822,7 @@ def test_float_weights_are_let_go_one_by_one() -> None:
 def cuda() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    torch_operator._kept.cache_clear()
+    torch_operator._plans.clear()
     return torch.device("cuda")
 
 
@@ -832,7 +907,7 @@ def test_a_graph_is_captured_and_replayed(cuda: Any, m: int, warm: bool) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer(layer(x)[:, :1] + x)
-    torch_operator._kept.cache_clear()
+    torch_operator._plans.clear()
     junk = [torch.full((1 << 16,), 255, dtype=torch.uint8, device=cuda) for _ in range(64)]
     for seed in (5, 6):
         x.copy_(tensor(m, k, seed=seed))

@@ -67,6 +67,11 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             "--dist 'llm'",
         ),
         (["ladder", "SAVE=1"], "python -m steps ladder --save"),
+        (
+            ["step12", "GGUF=a model.gguf", "TENSOR=blk.0.ffn_up.weight", "M=512"],
+            "python -m steps run 12 --m '512' --gguf 'a model.gguf' --tensor 'blk.0.ffn_up.weight'",
+        ),
+        (["check", "STEP=3", "GGUF=m.gguf", "TENSOR=w"], "check 3 --gguf 'm.gguf' --tensor 'w'"),
         (["diff", "STEP=5"], "python -m steps diff 5"),
         (["sass", "STEP=4", "ARCH=sm_80"], "python -m steps sass 4 --arch 'sm_80'"),
         (["ptx", "STEP=4"], "python -m steps ptx 4 --arch 'sm_90a'"),

@@ -113,8 +113,8 @@ def test_float16_is_written_where_the_step_can(gpu: FakeGpu) -> None:
     offered = {step.pack.__name__: places(step.pack(Problem(1, N, K, "q4_0").blocks))}
     for m in (1, 300):
         made = Relocatable("q4_0", Shape(m, N, K), offered, gpu, half=True)
-        assert (made.dtype == np.float16) == ("float16" in made.choice.step.outputs)
-        assert Relocatable("q4_0", Shape(m, N, K), offered, gpu).dtype == np.float32
+        assert made.half == ("float16" in made.choice.step.outputs)
+        assert Relocatable("q4_0", Shape(m, N, K), offered, gpu).half is False
 
 
 def test_a_packing_that_the_gpu_cannot_use_is_refused(gpu: FakeGpu) -> None:

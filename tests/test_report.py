@@ -46,7 +46,7 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
     assert all(f"| {name} " in text for name in FORMATS)
     ladder, peers = text.split("before")[1].split("between")
     lines = [line for line in ladder.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 14 + 2
+    assert len(lines) == 1 + 15 + 2
     lines = [line for line in peers.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 * 1 + 17  # llama.cpp has no figure at one of the 18 shapes
     assert "llama.cpp (total)" in text
@@ -99,7 +99,7 @@ def test_nothing_measured_yet(tmp_path):
 
 def test_stale_steps_are_marked(tree):
     ladder = rewritten(tree).split("before")[1].split("between")[0]
-    assert ladder.count(report.STALE) == 15  # no sources at all: every rung, and the note
+    assert ladder.count(report.STALE) == 16  # no sources at all: every rung, and the note
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
     now = record.source_hash(4, tree)
@@ -109,6 +109,22 @@ def test_stale_steps_are_marked(tree):
     record.write(replace(run, rows=rows), path=path)
     (line,) = (x for x in rewritten(tree).splitlines() if "dot products packed" in x)
     assert line.startswith("| 4 |")
+
+
+def test_a_coarse_step_is_marked_and_is_in_no_column_of_others() -> None:
+    run = make_run()
+    table = report.ladder_table(run, "r.json")
+    marks = {x.split(" | ")[0]: x for x in table.splitlines() if x.startswith("| 1")}
+    assert "(fast)" in marks["| 13"]
+    assert "(coarse)" in marks["| 14"]
+    assert not any("(" + each in marks["| 12"] for each in ("fast", "coarse"))
+    assert report.FAST_NOTE in table
+    assert report.COARSE_NOTE in table
+    fastest = [r.kernel_us for r in run.rows if r.step == 14 and r.M == 512]
+    assert min(fastest) < min(r.kernel_us for r in run.rows if r.step == 13 and r.M == 512)
+    for others in (report.peers_table, report.headline_table):
+        assert "(step 13)" in others(run, "r.json")
+        assert "(step 14)" not in others(run, "r.json")
 
 
 # --- the headline ---------------------------------------------------------------------------------

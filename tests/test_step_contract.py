@@ -31,8 +31,7 @@ LONGEST = 270  # lines: what a person reads in one sitting
 LONGER = {
     "step08_async_pipeline": 320,
     "step11_w4a16_tensor_core": 320,
-    "step12_w4a16_wgmma": 300,
-    "step13_w4a8_wgmma": 290,
+    "step12_w4a16_wgmma": 290,
 }
 ALLOWED = {
     "__future__",
@@ -58,6 +57,7 @@ SHARED = {
     "steps.machines",
     "steps.step",
     "steps.stretches",
+    "steps.wgmma_split",
 }
 UNITS = {"fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"}
 

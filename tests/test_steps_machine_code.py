@@ -83,7 +83,7 @@ def test_no_spills_no_local_memory_no_double_precision(
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13])
+@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14])
 def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
     """The last rungs choose among kernels by shape; these are the ones that the tables quote."""
     shapes = {
@@ -91,6 +91,7 @@ def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
         11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
         12: [(m, 4096, 4096) for m in (16, 128, 256, 512, 4096)],
         13: [(m, 4096, 4096) for m in (16, 32, 64, 512, 4096)],
+        14: [(m, 4096, 4096) for m in (16, 32, 64, 512, 4096)],
     }.get(number, [(512, 4096, 4096)])
     for shape in shapes:
         *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)
@@ -217,7 +218,7 @@ def written_too_early(loop: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [12, 13])
+@pytest.mark.parametrize("number", [12, 13, 14])
 def test_weights_take_no_register_that_wgmma_still_reads(
     number: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

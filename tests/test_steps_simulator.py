@@ -144,6 +144,8 @@ SHARED_WORK = (
     (13, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
     (13, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
     (13, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
+    (14, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (14, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
 )
 
 
@@ -197,8 +199,11 @@ def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.Monke
                 assert 1 <= cut.early <= cut.stages <= stages, (name, m, n, k, cut)
 
 
-def test_integer_sums_are_the_same_however_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, problem, machine = steps.find(13), Problem(20, 140, 416, "q5_1"), Simulator()
+@pytest.mark.parametrize("number", [13, 14])
+def test_integer_sums_are_the_same_however_work_is_cut(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, problem, machine = steps.find(number), Problem(20, 140, 416, "q5_1"), Simulator()
     module, results = sys.modules[step.launch.__module__], []
     for cut in (
         ((128, 32), 2, 1, 0),

@@ -75,19 +75,20 @@ def record(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int
                         codes = blocks[g + 8 * row, 2 * half + b][2]
                         for i in range(4):
                             low, high = codes[4 * t + i], codes[16 + 4 * t + i]
-                            if bits == 5:
-                                low, high = low >> 1, high >> 1
+                            if bits == 5:  # the lower four, the upper four
+                                high = (high + CENTRE[name]) >> 1
                             out.append((low & 15) | (high & 15) << 4)
     if bits == 5:
         for half in range(2):
             for g, t in lanes:
                 word = 0
-                for i in range(4):
-                    for b in range(2):
-                        for register in range(4):
-                            codes = blocks[g + 8 * (register & 1), 2 * half + b][2]
-                            lowest = codes[16 * (register >> 1) + 4 * t + i] & 1
-                            word |= lowest << (8 * i + 4 * b + register)
+                for b in range(2):
+                    for row in range(len(rows)):
+                        codes = blocks[g + 8 * row, 2 * half + b][2]
+                        for i in range(4):
+                            lowest = codes[16 + 4 * t + i] & 1
+                            highest = (codes[4 * t + i] + CENTRE[name]) >> 4
+                            word |= (lowest | highest << 1) << (8 * i + 2 * (2 * b + row))
                 out += struct.pack("<I", word)
     for field in range(2 if name.endswith("_1") else 1):
         for g in range(8):

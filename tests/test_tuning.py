@@ -299,7 +299,7 @@ def test_weights_packed_for_a_step_alone_ask_for_it(tuned, with_fast) -> None:
     assert chosen(512, among=[with_fast]).step is with_fast
     with pytest.raises(ValueError, match="step 97 is not exact: ask for it with accuracy='fast'"):
         chosen(512, among=[with_fast, with_fast])
-    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact or fast"):
+    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact, fast or coarse"):
         chosen(512, accuracy="sloppy")
 
 
@@ -416,9 +416,9 @@ def test_a_bench_gives_the_totals_of_what_came_near(tmp_path: Path) -> None:
             and row.status == "ok"
             and row.output == "float32"
         }
-        sides = {"A16": [], "A8": [], "fast": []}  # each has a best of its own
+        sides = {"A16": [], "A8": [], "13 A8": [], "14 A8": []}  # each has a best of its own
         for work, us in rows.items():
-            sides["fast" if work == "13 A8" else work.split()[1]].append((work, us))
+            sides[work if work in sides else work.split()[1]].append((work, us))
         near = {
             work: us
             for side in sides.values()
@@ -426,7 +426,7 @@ def test_a_bench_gives_the_totals_of_what_came_near(tmp_path: Path) -> None:
             if us <= tuning.FAR * min(us for _, us in side)
         }
         assert dict(one.times) == near
-    assert any("13 A8" in one.times and "9 A8" in one.times for one in entries)
+    assert any({"9 A8", "13 A8", "14 A8"} <= one.times.keys() for one in entries)
     assert any("11 A16" in one.times and "10 A8" in one.times for one in entries)
     wrong = replace(run, rows=tuple(replace(row, status="failed") for row in run.rows))
     assert tuning.entries_of(wrong) == ()

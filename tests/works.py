@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+from qformats.integer_scales import integer_weights
+from qformats.repack import byte_weights
 from steps import ladder
 
 # (step, family, format)
@@ -14,3 +16,6 @@ WORKS = [
     for step in ladder()
     for family, name in itertools.product(step.families, step.formats)
 ]
+
+REQUANTIZED = {"fast": byte_weights, "coarse": integer_weights}
+"""By the accuracy of a step that is not exact: blocks -> the int8 it multiplies, and factors."""

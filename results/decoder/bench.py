@@ -107,8 +107,7 @@ class Drawn:
             name: [_repeated(one, DRAWN // ROWS, -(-n // ROWS), first) for one in arrays]
             for name, arrays in self.packed.items()
         }
-        written = torch.float32 if last else torch.float16
-        return Product(self.format, n, self.k, packed, workspace, "exact", written)
+        return Product(self.format, n, self.k, packed, workspace, "exact", not last)
 
     def plain(self, n: int, first: int) -> Plain:
         """The same weights."""

@@ -25,7 +25,6 @@ from steps.ahead import Task, compiled, offered
 from steps.linear import QuantLinear
 from steps.relocatable import Relocatable
 from steps.step import Shape
-from steps.torch_operator import places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -89,7 +88,7 @@ class Product(nn.Module):
     """y[M, N] = x[M, K] @ dequantize(W)^T through the plans of the front door.
 
     packed : name of a packing -> its arrays on the GPU (`steps.relocatable.packings`).
-    written: what y is, where the step of so many tokens can write it; else float32.
+    half   : y is float16 where the step of so many tokens can write that; else float32.
     accuracy : may be changed between calls, where both packings are there.
     """
 
@@ -103,28 +102,29 @@ class Product(nn.Module):
         packed: Mapping[str, Sequence[Tensor]],
         workspace: Workspace,
         accuracy: str = "exact",
-        written: Any = torch.float16,
+        half: bool = True,
     ) -> None:
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
-        self.workspace, self.accuracy, self.written = workspace, accuracy, written
+        self.workspace, self.accuracy, self.half = workspace, accuracy, half
 
     def task(self, m: int) -> Task:
         """What a plan for m tokens is made of, for `steps.ahead`."""
-        half = self.written == torch.float16
-        return self.format, Shape(m, self.n, self.k), places(self.packed), self.accuracy, half
+        shape, offered = Shape(m, self.n, self.k), operator.places(self.packed)
+        return self.format, shape, offered, self.accuracy, self.half
 
     def plan(self, m: int) -> Relocatable:
         """What multiplies m tokens."""
-        shape, device = Shape(m, self.n, self.k), next(iter(self.packed.values()))[0].device
-        return operator.planned(
-            self.format, shape, self.packed, self.accuracy, self.written, device
-        )
+        size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
+        with torch.cuda.device(device):
+            return operator.planned(
+                self.format, size, self.packed, self.accuracy, self.half, device
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float32 [M, K], contiguous."""
         made = self.plan(len(x))
-        y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.dtype.name))
+        y = x.new_empty((len(x), self.n), dtype=torch.float16 if made.half else torch.float32)
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
         work = self.workspace.of(made, x.device)
         made(x.data_ptr(), y.data_ptr(), arrays, work.data_ptr(), operator.stream_of(x))
@@ -166,8 +166,7 @@ def by_steps(device: Any = "cuda", accuracy: str = "exact") -> Maker:
     def make(weights: np.ndarray, last: bool) -> Product:
         layer = QuantLinear.from_blocks(weights, accuracy=accuracy).to(device)
         n, k = layer.out_features, layer.in_features
-        written = torch.float32 if last else torch.float16
-        return Product(layer.format, n, k, layer.packed, workspace, accuracy, written)
+        return Product(layer.format, n, k, layer.packed, workspace, accuracy, not last)
 
     return make
 

@@ -21,6 +21,7 @@ from .arithmetic import (
     hfma2,
     hmul2,
     prmt,
+    select_bits,
 )
 from .async_copy import (
     cp_async_4,
@@ -132,6 +133,7 @@ __all__ = [
     "mma_m16n8k32_u8",
     "prefetch_l2",
     "prmt",
+    "select_bits",
     "setmaxnreg_dec",
     "setmaxnreg_inc",
     "shfl",

@@ -58,6 +58,12 @@ def and_xor(a, b, c):
     return a & b ^ c
 
 
+@ptx("lop3.b32 $0, $1, $2, $3, 0xCA;", returns=uint32, takes=(uint32, uint32, uint32))
+def select_bits(mask, a, b):
+    """Bits of a where those of the mask are set, else of b, in one instruction. LOP3."""
+    return mask & a | ~mask & b
+
+
 @ptx("cvt.f32.f16 $0, $1;", returns=float32, takes=(uint16,))
 def half_to_float(bits):
     """The float16 whose 16 bits are `bits`, exactly, as float32."""
