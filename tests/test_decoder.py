@@ -411,7 +411,10 @@ def test_rounds_are_in_turn_and_ratios_those_of_a_round(monkeypatch: pytest.Monk
     assert [len(one) for one in took] == [3, 3, 3]
     assert order[:3] == [2, 0, 1], "does not count"
     assert {order[i] for i in (3, 6, 9)} == {0, 1, 2}, "each begins once"
-    one = bench.row("prefill 512", 100, [[1.0, 2, 4], [3.0, 4, 4], [0.5, 1, 2]])
+    took = [[1.0, 2, 4], [3.0, 4, 4], [0.5, 1, 2]]
+    one = bench.row("prefill 512", 100, 10, took, [[1.0], [2.0], [0.5]])
+    assert one.ms == {"exact": 200, "fp16": 400, "fast": 100}
+    assert one.products_ms == {"exact": 1000, "fp16": 2000, "fast": 500}
     assert (one.exact, one.fp16, one.fast) == (50, 25, 100)
     assert (one.x_exact, one.x_fast) == (2, 4)
     assert "exact 50 tokens/s (2.00x), fast 100 (4.00x), fp16 torch 25" in bench.line(one)
@@ -518,7 +521,9 @@ def test_right_on_a_gpu(cuda: Any, tmp_path: Any, how: str | None, accuracy: str
 @pytest.mark.gpu
 def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PROMPTS", (64, 300))
-    monkeypatch.setattr(bench, "ROUNDS", {"decode": 2, "prefill 64": 2, "prefill 300": 2})
+    monkeypatch.setattr(
+        bench, "ROUNDS", {"decode": 2, "prefill 64": 2, "prefill 300": 2, "products": 2}
+    )
     config = parts.Config(2, 256, 512, 8, 2, 32, 1000)
     found = bench.measure(operations.compiled(), config=config)
     assert len(found["rows"]) == 4

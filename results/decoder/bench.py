@@ -29,6 +29,7 @@ from qformats import FORMATS
 from qformats.repack import BAND, TILE_ROWS
 from results.decoder.model import (
     LLAMA_3_8B,
+    Captured,
     Config,
     Decoder,
     Embedding,
@@ -37,7 +38,6 @@ from results.decoder.model import (
     Plain,
     Product,
     Workspace,
-    captured,
     torch,
 )
 from results.decoder.operations import Operations
@@ -50,14 +50,18 @@ BATCHES: Final = (1, 16)
 PROMPTS: Final = (512, 4096)
 CONTEXT: Final = 128
 STEPS: Final = 64
-ROUNDS: Final = {"decode": 9, "prefill 512": 15, "prefill 4096": 5}
+ROUNDS: Final = {"decode": 9, "prefill 512": 15, "prefill 4096": 5, "products": 15}
 WEIGHT: Final = 0.02  # root mean square of a weight
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A case: tokens a second of each side (medians of `rounds`), and how many times the rival's
-    (medians of the rounds' ratios). None: not measured."""
+    (medians of the rounds' ratios). None: not measured.
+
+    ms: of a graph, of exact, fp16 and perhaps fast; products_ms: of the same products alone, one
+    after another, with nothing between them.
+    """
 
     case: str
     exact: float
@@ -67,6 +71,8 @@ class Row:
     x_fast: float | None
     rounds: int
     spread: float  # (80 % quantile - 20 % quantile) / median of our exact side
+    ms: dict[str, float]
+    products_ms: dict[str, float]
 
 
 def random_blocks(format_name: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -181,8 +187,18 @@ def in_turn(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float
     return took
 
 
-def row(case: str, tokens: int, took: Sequence[Sequence[float]]) -> Row:
-    """took: seconds of each round: exact, fp16 and perhaps fast. tokens: of a round."""
+SIDES: Final = ("exact", "fp16", "fast")
+
+
+def row(
+    case: str,
+    tokens: int,
+    graphs: int,
+    took: Sequence[Sequence[float]],
+    alone: Sequence[Sequence[float]],
+) -> Row:
+    """took: seconds of each round of `tokens` and so many graphs: exact, fp16 and perhaps fast.
+    alone: those of the products of one graph."""
 
     def rate(side: Sequence[float]) -> float:
         return tokens / statistics.median(side)
@@ -201,6 +217,8 @@ def row(case: str, tokens: int, took: Sequence[Sequence[float]]) -> Row:
         x(fast[0]) if fast else None,
         len(exact),
         float((p80 - p20) / median),
+        {name: statistics.median(s) / graphs * 1e3 for name, s in zip(SIDES, took, strict=False)},
+        {name: statistics.median(s) * 1e3 for name, s in zip(SIDES, alone, strict=False)},
     )
 
 
@@ -233,9 +251,32 @@ def prefilling(model: Decoder, tokens: int, accuracy: str) -> tuple[Callable[[],
         kept[:] = [model.prefill(ids, cache)]
 
     work()
-    graph = captured(work)
+    graph = Captured(work)
     model.ask("exact")
     return graph.replay, kept[0]
+
+
+def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Callable[[], None]:
+    """All products of a graph, of inputs that nobody computes."""
+    model.ask(accuracy)
+    inputs: dict[Any, Any] = {}
+
+    def multiply(product: Any, m: int) -> None:
+        shape = m, product.k
+        if shape not in inputs:
+            inputs[shape] = torch.randn(shape, device=model.device, dtype=product.takes)
+        product(inputs[shape])
+
+    def work() -> None:
+        for layer in model.layers:
+            for product in layer.products:
+                multiply(product, tokens)
+        multiply(model.output, sequences)
+
+    work()
+    graph = Captured(work)
+    model.ask("exact")
+    return graph.replay
 
 
 @torch.no_grad()
@@ -272,17 +313,19 @@ def measure(
         sides = [decoding(model, batch) for model in (ours, rival)]
         tell(f"decode, batch {batch}: compiled and captured")
         took = in_turn(sides, ROUNDS["decode"])
-        rows.append(row(f"decode, batch {batch}", batch * STEPS, took))
+        inner = [products(model, batch, batch, "exact") for model in (ours, rival)]
+        alone = in_turn(inner, ROUNDS["products"])
+        rows.append(row(f"decode, batch {batch}", batch * STEPS, STEPS, took, alone))
         tell(line(rows[-1]))
     for tokens in PROMPTS if "prefill" in parts else ():
         case = f"prefill {tokens}"
-        works = [
-            prefilling(model, tokens, accuracy)
-            for model, accuracy in ((ours, "exact"), (rival, "exact"), (ours, "fast"))
-        ]
+        each = ((ours, "exact"), (rival, "exact"), (ours, "fast"))
+        works = [prefilling(model, tokens, accuracy) for model, accuracy in each]
         tell(f"{case}: compiled and captured")
         took = in_turn([work for work, _ in works], ROUNDS[case])
-        rows.append(row(case, tokens, took))
+        inner = [products(model, tokens, 1, accuracy) for model, accuracy in each]
+        alone = in_turn(inner, ROUNDS[case])
+        rows.append(row(case, tokens, 1, took, alone))
         logits = [one.float() for _, one in works]
         size = logits[1].square().mean().sqrt()
         for i, name in ((0, "exact"), (2, "fast")):
@@ -314,8 +357,12 @@ def line(one: Row) -> str:
     fast = "" if one.fast is None else f", fast {one.fast:,.0f} ({one.x_fast:.2f}x)"
     return (
         f"{one.case}: exact {one.exact:,.0f} tokens/s ({one.x_exact:.2f}x){fast}, "
-        f"fp16 torch {one.fp16:,.0f}"
+        f"fp16 torch {one.fp16:,.0f}; ms {_ms(one.ms)}, of which products {_ms(one.products_ms)}"
     )
+
+
+def _ms(sides: dict[str, float]) -> str:
+    return " ".join(f"{name} {ms:.3g}" for name, ms in sides.items())
 
 
 def table(found: dict[str, Any]) -> str:

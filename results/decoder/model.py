@@ -137,7 +137,7 @@ class Plain(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.takes = weight.dtype
+        self.takes, self.k = weight.dtype, weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -379,7 +379,7 @@ class Greedy:
         self.model, self.cache, self.token = model, cache, token
         self.record = token.new_zeros((cache.batch, cache.length))
         self.logits = token
-        self._graph: Any = None
+        self._graph: Captured | None = None
 
     def run(self) -> None:
         if self._graph is not None:
@@ -393,18 +393,23 @@ class Greedy:
         """A run before it compiles and loads what is needed; it leaves nothing behind."""
         token, at = self.token.clone(), self.cache.at.clone()
         self.run()
-        self._graph = captured(self.run)
+        self._graph = Captured(self.run)
         self.token.copy_(token)
         self.cache.at.copy_(at)
 
 
-def captured(work: Callable[[], Any]) -> Any:
-    """A CUDA graph of work that has run before; it has not run again."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
+class Captured:
+    """A CUDA graph of work that has run before; it has not run again. What the work holds is kept,
+    for the graph reads it where it lies."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        torch.cuda.synchronize()
+        self._work, self._graph = work, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 @torch.no_grad()
