@@ -299,6 +299,20 @@ def test_decoding_conflicts_only_where_it_copies_d_and_s(tokens: int) -> None:
             assert counter.conflicts == 0, f"{name}\n{counter.report()}"
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
+def test_bulk_decoding_conflicts_only_where_it_quantizes(tokens: int) -> None:
+    """Four lanes read half of a block of float32 A, and the next four that of the next block, 128
+    bytes on: twice for each block, before the stream of weights, in which no two lanes meet."""
+    for name in WEIGHT_FORMATS:
+        counter = _counted(15, Problem(tokens, 128, 512, name))
+        guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
+        if tokens > 4:
+            assert counter.conflicts == 0, f"{name}\n{counter.report()}"
+        else:
+            assert len(guilty) == 2, f"{name}\n{counter.report()}"
+            assert all("load_f32x4(smem, raw" in line for line in guilty)
+
+
 def _counted(number: int, problem: Problem) -> BankCounter:
     """The step's own launch, without its activation pass."""
     counter = BankCounter()

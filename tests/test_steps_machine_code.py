@@ -83,7 +83,7 @@ def test_no_spills_no_local_memory_no_double_precision(
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14])
+@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14, 15])
 def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
     """The last rungs choose among kernels by shape; these are the ones that the tables quote."""
     shapes = {
@@ -92,6 +92,7 @@ def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
         12: [(m, 4096, 4096) for m in (16, 128, 256, 512, 4096)],
         13: [(m, 4096, 4096) for m in (16, 32, 64, 512, 4096)],
         14: [(m, 4096, 4096) for m in (16, 32, 64, 512, 4096)],
+        15: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
     }.get(number, [(512, 4096, 4096)])
     for shape in shapes:
         *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)

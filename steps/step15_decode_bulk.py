@@ -1,0 +1,427 @@
+"""Step 15: decode on Hopper - few instructions before the weights arrive, few after.
+
+What is new
+    Bulk copies bring what 32 lanes had to ask for: one lane asks for the records of two row tiles
+    at once, and an mbarrier says that they are there. A warp has a part of K to itself, in all row
+    tiles of its thread block, so that it waits for no other warp until all sums are added up.
+
+         warp 0    warp 1    warp 2    ...       in a pair of row tiles one record of 128 K after
+       |---------|---------|---------|--         the other, those of both side by side in memory
+       | pair 0  | pair 0  | pair 0  |           (qformats.repack.tiles) and in the ring
+    N  | pair 1  | pair 1  | pair 1  |
+       | pair 2  | pair 2  | pair 2  |
+       |---------|---------|---------|--
+                      K -->
+
+    Up to four tokens A comes by a bulk copy too, as float32, into slots of the ring that are not
+    in use yet; the warp makes Q8_1 of its part, and then asks for the weights that go there. More
+    tokens, or A that does not fit, come in slabs, a record of A beside each two of weights.
+Why it should help
+    What step 10 does before its first product takes as long as a third of the weights: thousands of
+    instructions that each run once, fetched from memory like data, and A's loads wait in line
+    behind all weights that the rings have asked for. Here it is two slots of weights, A, and the
+    rest when A has come. 33 MB of Q4_0 at 4.1 TB/s take 8.1 us; with 1.5 us until the first weights
+    are there, and an end: 10.5, in a chain 9.
+What it costs
+    Hopper or later. A part of K to each warp is coarse: 16 warps cut K = 4096 in two records each.
+Machine code
+    UBLKCP of weights before ACQBULK, which waits for the launch before; IMMA; in the loop no
+    barrier but SYNCS; loops where step 10 had everything written out.
+Read next
+    How each step was predicted, measured and mended: results/worklog.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import BLOCK, Format
+from qformats.device import quantized, record_number, sum_of_codes, tile_format
+from qformats.repack import BAND, TILE_K, TILE_ROWS, UNIT
+from qformats.repack import tiles as pack
+from steps.activations import float32_quantized_inside, q8_1_slabs
+from steps.bulk_products import PAIR, pair_products
+from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
+from steps.instructions import (
+    address,
+    bulk_copy,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    let_next_start,
+    load_f32,
+    load_f32x4,
+    mbarrier_arrive,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    shfl,
+    shfl_xor,
+    store_f32,
+    store_f32x2,
+    store_u32x2,
+    wait_for_previous,
+)
+from steps.machines import multiprocessors, shared_memory
+from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
+
+WARPS: Final = 16  # of a thread block: 128 registers a thread
+STAGES: Final = 4  # slots of a warp's ring, at most: more at once do not come sooner
+BEFORE: Final = 2  # slots asked for before A has come, where there are more than LITTLE to ask for:
+LITTLE: Final = 4  # A waits in line behind them
+SUMS: Final = 33 * 1024  # bytes for the sums of warps at most
+PAD: Final = 32  # bytes between those of two warps, so that four lanes do not meet in a bank
+FITS: Final = 52 * 1024  # bytes that A in Q8_1 may have, beside two slots of any format
+SCALES: Final = 8 * BLOCKS  # bytes that a token in slabs has of them in a record
+ALONE: Final = 116 * 1024  # bytes with which a block has an SM to itself: of two, each gets half
+AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side
+
+
+@cache
+def kernel(fmt: Format, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
+    """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: in slabs), with `across` warps along
+    N, rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
+    records of float32 A in the others."""
+    form, minimum = pair_products(fmt.name, tokens), tile_format(fmt.name).minimum
+    places, fetch, multiply = form.places, form.fetch, form.multiply
+    leave, place = form.leave, form.place
+    n_acc, n_b, n_d, unit = form.sums, form.of_b, form.of_scales, float32(form.unit)
+    record, given = tile_format(fmt.name).record_bytes, tokens > FUSED
+    weights, size_d = PAIR * record, scale_bytes(tokens, minimum)
+    slot_bytes, at_bars, at_codes = regions(fmt, tokens, stages)
+    step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
+    row_bytes = 4 * TILE_K * chunk  # of a token in float32, that a warp has at a time
+    at_once = max(1, min(AT_ONCE, ceil_div(chunk * BLOCKS * tokens, 8)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def beginning(row, rows, k, in_row):
+        """Of the pair of row tiles from `row` on, those among `rows`: the byte where record k of
+        theirs begins, bytes of them, and how far into a slot of the ring they belong."""
+        low, high = int32(max(row, rows[0])), int32(min(int32(row + PAIR), rows[1]))
+        at = int64(record_number(low, k, in_row)) * record
+        return at, int32((high - low) * record), int32((low - row) * record)
+
+    @cuda.jit(device=True, forceinline=True)
+    def ask(smem, slot, bar, lane, w, more_bytes, following, share):
+        """Ask for the weights that follow, if any are left; which follow then? more_bytes: of A,
+        to come to the same slot."""
+        at, size, into, left, row = following
+        rows, k0, deep, in_row = share
+        if row < rows[1]:
+            if lane == 0:
+                mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
+                bulk_copy(smem, slot + into, w, at, size, smem, bar)
+            at, left = at + BAND * record, int32(left - 1)
+            if left == 0:
+                left, row = deep, int32(row + PAIR * across)
+                at, size, into = beginning(row, rows, k0, in_row)
+        return at, size, into, left, row
+
+    @cuda.jit(device=True, forceinline=True)
+    def ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k):
+        """Ask for record k of A in slabs, to come behind the weights of a slot: of its M tokens
+        `here`, those of this thread block. All are one piece of memory; of more than a block's,
+        16 K of them are one, and scales come lane by lane, being aligned for nothing else."""
+        to, to_d = slot + weights, slot + weights + tokens * TILE_K
+        if here == M:
+            if lane == 0:
+                first = int64(k) * M
+                bulk_copy(smem, to, a, first * TILE_K, int32(M * TILE_K), smem, bar)
+                bulk_copy(smem, to_d, ds, first * (2 * BLOCKS), int32(M * SCALES), smem, bar)
+        else:
+            m, i, of_block = int64(MOST_TOKENS * cuda.blockIdx.z), int32(0), int32(2 * here)
+            while i < 2 * BLOCKS and lane == 0:
+                at = ((int64(k) * (2 * BLOCKS) + i) * M + m) * UNIT
+                bulk_copy(smem, to + i * here * UNIT, a, at, int32(here * UNIT), smem, bar)
+                i = int32(i + 1)
+            i = lane
+            while i < BLOCKS * of_block:
+                at = ((int64(k) * BLOCKS + i // of_block) * M + m) * 2 + i % of_block
+                store_f32(smem, to_d + 4 * i, load_f32(ds, at))
+                i = int32(i + 32)
+            cuda.syncwarp()
+
+    @cuda.jit(device=True, forceinline=True)
+    def bring(smem, to, bar, lane, a, M, k, count):
+        """`count` values of each token from k on -> shared memory, float32, by bulk copies; or lane
+        by lane, where A is not aligned for them."""
+        K = int32(a.shape[1])
+        if address(a, 0) & 15 == 0:
+            if lane == 0:
+                mbarrier_arrive_expect(smem, bar, int32(count * (4 * tokens)))
+                for m in range(tokens):
+                    at = int64(min(int32(m), int32(M - 1))) * K + k
+                    bulk_copy(smem, to + m * row_bytes, a, at, int32(4 * count), smem, bar)
+        else:
+            for m in range(tokens):
+                at, i = int64(min(int32(m), int32(M - 1))) * K + k, lane
+                while i < count:
+                    store_f32(smem, to + m * row_bytes + 4 * i, load_f32(a, at + i))
+                    i = int32(i + 32)
+            fence_proxy_async()  # bulk copies of weights will go to the same place
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive(smem, bar)
+
+    @cuda.jit(device=True, forceinline=True)
+    def quantize(x, smem, raw, at_d, lane, k, records, blocks_k):
+        """Float32 A at byte `raw`, so many records, the first of them number k -> Q8_1; zeros from
+        block `blocks_k` of K on. A warp has eight blocks side by side, four lanes each."""
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        start, count = int32(0), int32(records * (BLOCKS * tokens))
+        while start < count:
+            for j in range(at_once):
+                item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
+                at = int32(item // tokens * (4 * BLOCK) + item % tokens * row_bytes + 16 * quad)
+                x[j, 0], x[j, 1], x[j, 2], x[j, 3] = load_f32x4(smem, raw + at)
+                x[j, 4], x[j, 5], x[j, 6], x[j, 7] = load_f32x4(smem, raw + at + 2 * BLOCK)
+            for j in range(at_once):
+                item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
+                item = int32(item + int32(k * (BLOCKS * tokens)))
+                low, high, d = quantized(x, j)
+                if int32(item // tokens) >= blocks_k:
+                    low, high, d = uint32(0), uint32(0), float32(0)
+                s = sum_of_codes(low, high, d) if minimum else d
+                store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
+                if minimum:
+                    store_f32x2(smem, at_d + item * size_d, d, s)
+                else:
+                    store_f32(smem, at_d + item * size_d, d)
+            start = int32(start + 8 * at_once)
+        cuda.syncwarp()
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_in_c(i, first):
+        """Token and feature of a thread block's sum number i."""
+        m, row = place(uint32(i) & uint32(tokens * TILE_ROWS - 1))
+        tile_row = int32(uint32(i) // uint32(tokens * TILE_ROWS))
+        return m, int32((first + tile_row) * TILE_ROWS + row)
+
+    @cuda.jit(launch_bounds=(32 * WARPS, 1))
+    def w4a8_decode_bulk(w, factors, a, ds, c, in_row, each, parts, tall):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors of qformats.repack.tiles, a: float32, or
+        with `ds` in slabs.
+
+        A thread block has `tall` row tiles, a warp `each` of the `in_row` records along K, and
+        there are `parts` such shares of K.
+        """
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        acc, x = cuda.local.array(n_acc, float32), cuda.local.array((at_once, 8), float32)
+        b, d = cuda.local.array(n_b, uint32), cuda.local.array(n_d, float32)
+        let_next_start()
+        t = int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
+        M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
+        here = int32(min(int32(M - m0), MOST_TOKENS))  # tokens of this thread block
+
+        # --- this warp's share: `deep` records along K from k0 on, of pairs among row tiles `rows`
+        in_row, each, tall, parts = int32(in_row), int32(each), int32(tall), int32(parts)
+        part = int32(warp // across)
+        k0 = int32(min(int32(part * each), in_row))
+        deep = int32(min(each, int32(in_row - k0)))
+        first = int32(cuda.blockIdx.x * tall)
+        rows = first, int32(min(int32(first + tall), int32(int32(N + TILE_ROWS - 1) >> 4)))
+        begin = int32((first & -PAIR) + PAIR * (warp % across) if deep > 0 else rows[1])
+        share = rows, k0, deep, in_row
+
+        # --- weights, the first: they wait for no launch before this one
+        ring, bars = int32(warp * (stages * slot_bytes)), int32(at_bars + 8 * (stages + 1) * warp)
+        raw, of_a = int32(ring + (stages * slot_bytes - tokens * row_bytes)), bars + 8 * stages
+        if lane == 0:
+            for s in range(stages + 1):
+                mbarrier_init(smem, bars + 8 * s, 1)
+            fence_mbarrier_init()
+        at, size, into = beginning(begin, rows, k0, in_row)
+        following = at, size, into, deep, begin
+        more_bytes = int32(here * (TILE_K + (SCALES if here == M else 0))) if given else int32(0)
+        following = ask(smem, ring, bars, lane, w, more_bytes, following, share)
+        cuda.syncwarp()
+        wait_for_previous()
+
+        # --- A, and the other weights
+        at_d = int32(at_codes + in_row * step_b)
+        if given:
+            s = int32(0)
+            while s < stages:
+                slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
+                left, row = following[3], following[4]
+                if s == 0:  # its weights have been asked for
+                    left, row = deep, begin
+                else:
+                    following = ask(smem, slot, bar, lane, w, more_bytes, following, share)
+                if row < rows[1]:
+                    ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, int32(k0 + deep - left))
+                s = int32(s + 1)
+        else:
+            K, done, parity = int32(a.shape[1]), int32(0), int32(0)
+            while done < deep:
+                k, some = int32(k0 + done), int32(min(int32(deep - done), int32(chunk)))
+                count = int32(min(int32(some * TILE_K), int32(K - k * TILE_K)))
+                bring(smem, raw, of_a, lane, a, M, int32(k * TILE_K), count)
+                if done == 0:
+                    for s in range(1, before):
+                        slot, bar = ring + s * slot_bytes, bars + 8 * s
+                        following = ask(smem, slot, bar, lane, w, 0, following, share)
+                mbarrier_wait(smem, of_a, parity)
+                quantize(x, smem, raw, at_d, lane, k, some, int32(K >> 5))
+                done, parity = int32(done + some), int32(parity ^ 1)
+            for s in range(before, stages):
+                slot, bar = ring + s * slot_bytes, bars + 8 * s
+                following = ask(smem, slot, bar, lane, w, 0, following, share)
+        # what the end multiplies by would be late there
+        own = int32(t >> 2)
+        m, n = place_in_c(own, first)
+        factor = load_f32(factors, min(n, int32(N - 1)))
+
+        # --- the stream
+        codes, scales = places(lane, here)
+        at_sums = int32(at_codes if given else at_d + in_row * step_d)
+        of_part = int32(tall * (4 * tokens * TILE_ROWS) + PAD)
+        mine = int32(at_sums + part * of_part)
+        s, parity, pair = int32(0), int32(0), begin
+        while pair < rows[1]:
+            for r in range(n_acc):
+                acc[r] = 0
+            i = int32(0)
+            while i < deep:
+                slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
+                if given:
+                    mbarrier_wait(smem, bar, parity)
+                    to = slot + weights
+                    fetch(b, d, smem, to + codes, to + tokens * TILE_K + scales, lane, here)
+                else:
+                    to = int32(at_codes + (k0 + i) * step_b), int32(at_d + (k0 + i) * step_d)
+                    fetch(b, d, smem, to[0] + codes, to[1] + scales, lane, here)
+                    mbarrier_wait(smem, bar, parity)
+                multiply(acc, b, d, smem, slot, lane)
+                cuda.syncwarp()
+                left, row = following[3], following[4]
+                following = ask(smem, slot, bar, lane, w, more_bytes, following, share)
+                if given and row < rows[1]:
+                    ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, int32(k0 + deep - left))
+                i, s = int32(i + 1), int32(s + 1)
+                if s == stages:
+                    s, parity = int32(0), int32(parity ^ 1)
+            low, high = int32(max(pair, first) - pair), int32(min(int32(rows[1] - pair), PAIR))
+            to = mine + (pair + low - first) * (4 * tokens * TILE_ROWS)
+            leave(acc, smem, to, lane, low, high)
+            pair = int32(pair + PAIR * across)
+        cuda.syncthreads()
+
+        # --- the sums of all warps along K to C: of four lanes each adds up a quarter
+        quad, start = int32(lane & 3), int32(8 * warp)
+        end = int32(int32(rows[1] - first) * (tokens * TILE_ROWS))
+        while start < end:
+            total, p = float32(0), quad
+            at = int32(at_sums + 4 * min(own, int32(end - 1)) + quad * of_part)
+            while p < parts:
+                total += load_f32(smem, at)
+                at, p = int32(at + 4 * of_part), int32(p + 4)
+            total += shfl_xor(total, 1)
+            total += shfl_xor(total, 2)
+            m, n = place_in_c(own, first)
+            if start != 8 * warp:
+                factor = load_f32(factors, min(n, int32(N - 1)))
+            if quad == 0 and own < end and m < here and n < N:
+                store_f32(c, int64(m0 + m) * N + n, total * (factor * unit))
+            own, start = int32(own + 8 * WARPS), int32(start + 8 * WARPS)
+
+    return w4a8_decode_bulk
+
+
+def regions(fmt: Format, tokens: int, stages: int) -> tuple[int, int, int]:
+    """(bytes of a slot of the ring, where in shared memory behind the rings mbarriers begin, and
+    codes of A or the sums)"""
+    slot = PAIR * tile_format(fmt.name).record_bytes
+    if tokens > FUSED:
+        slot += tokens * (TILE_K + SCALES)
+    bars = WARPS * stages * slot
+    return slot, bars, bars + ceil_div(8 * WARPS * (stages + 1), 128) * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut: `tokens` of the kernel; `across` of a thread block's warps along N, the
+    others along K, with `each` records; `tall` row tiles of a thread block; rings of `stages`
+    slots, of which `before` are asked for before A; `shared` bytes of a thread block."""
+
+    tokens: int
+    across: int
+    each: int
+    tall: int
+    stages: int
+    before: int
+    chunk: int
+    shared: int
+
+
+def fused(m: int, k: int) -> bool:
+    """Whether A[m, k] is quantized inside: for few tokens, if it fits beside the rings."""
+    tokens = ceil_div(m, 2) * 2 if m > 1 else 1
+    return m <= FUSED and tokens * k * (BLOCK + scale_bytes(tokens, True)) // BLOCK <= FITS
+
+
+def tiling(fmt: Format, shape: Shape) -> Tiling:
+    """All weights at once if there are as many multiprocessors, in waves if sums would not fit."""
+    given, in_row = not fused(shape.m, shape.k), ceil_div(shape.k, TILE_K)
+    sizes = (8, MOST_TOKENS) if given else (1, 2, 4)
+    tokens = next(t for t in sizes if t >= min(shape.m, MOST_TOKENS))
+    row_tiles, of_row_tile = ceil_div(shape.n, TILE_ROWS), 4 * tokens * TILE_ROWS
+    beside = max(1, multiprocessors() // ceil_div(shape.m, MOST_TOKENS))
+    tall, across = ceil_div(row_tiles, beside), 1
+    room = min(SUMS, shared_memory() - regions(fmt, tokens, 2)[2])
+    while given and across < WARPS and WARPS // across * (tall * of_row_tile + PAD) > room:
+        across *= 2
+    along = WARPS // across
+    waves = ceil_div(tall, (room // along - PAD) // of_row_tile)
+    tall, each = ceil_div(row_tiles, waves * beside), ceil_div(in_row, along)
+    fixed = along * (tall * of_row_tile + PAD)
+    if not given:
+        size_d = scale_bytes(tokens, tile_format(fmt.name).minimum)
+        fixed += in_row * BLOCKS * tokens * (BLOCK + size_d)
+    mine = each * ceil_div(tall + 1, PAIR * across)  # slots that a warp asks for
+    stages = max(2, min(STAGES, mine))
+    while stages > 2 and regions(fmt, tokens, stages)[2] + fixed > shared_memory():
+        stages -= 1
+    slot, _, rings = regions(fmt, tokens, stages)
+    before = min(BEFORE if mine > LITTLE else 1, stages - 1)
+    chunk = 0 if given else max(1, min(each, (stages - before) * slot // (tokens * 4 * TILE_K)))
+    return Tiling(tokens, across, each, tall, stages, before, chunk, max(ALONE, rings + fixed))
+
+
+def activations(family: Family, a: Any, machine: Machine) -> Activations:
+    """A itself, or in slabs: too much for each thread block to quantize."""
+    return (float32_quantized_inside if fused(*a.shape) else q8_1_slabs)(family, a, machine)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    how = tiling(fmt, shape)
+    run = kernel(fmt, how.tokens, how.across, how.stages, how.before, how.chunk)
+    in_row = ceil_div(shape.k, TILE_K)
+    a, ds = (*activations, weights[1])[:2]  # float32 A has no scales: any array will do
+    args = (*weights, a, ds, out, in_row, how.each, ceil_div(in_row, how.each), how.tall)
+    rows = ceil_div(shape.n, TILE_ROWS)
+    grid = (ceil_div(rows, how.tall), 1, ceil_div(shape.m, MOST_TOKENS))
+    return Launch(run, grid, (32 * WARPS,), args, how.shared, overlap=True)
+
+
+STEP = Step(
+    number=15,
+    name="step15_decode_bulk",
+    title="decode on Hopper: bulk copies, a part of K for each warp",
+    families=("A8",),
+    parents={"A8": 10},
+    unit={"A8": "tensor_int8"},
+    pack=pack,
+    activations=activations,
+    launch=launch,
+    most_tokens=MOST_TOKENS,
+    min_cc=(9, 0),
+    contains={"A8": ("IMMA", "UBLKCP", "SYNCS")},
+    forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL")},
+)
