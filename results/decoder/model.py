@@ -289,7 +289,7 @@ class Decoder:
                 one.accuracy = accuracy
 
     def compile_ahead(self, cases: Sequence[tuple[str, int]], jobs: int) -> None:
-        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`results.decoder.compiled`).
+        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`decoder.compiled`).
 
         Logits are those of so many sequences as there are tokens where these are few, else of one.
         """
