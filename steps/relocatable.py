@@ -43,7 +43,8 @@ def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tup
     """One step for each packing that products of this accuracy want: the highest exact one, then,
     if less exact ones are allowed and read another packing, the highest of these."""
     exact = supporting(format_name, None, cc)[-1]
-    highest = supporting(format_name, None, cc, accuracy=known_accuracy(accuracy))[-1]
+    allowed = supporting(format_name, None, cc, accuracy=known_accuracy(accuracy))
+    highest = next((one for one in reversed(allowed) if one.accuracy != "exact"), exact)
     return (exact,) if highest.pack is exact.pack else (exact, highest)
 
 
