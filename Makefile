@@ -35,7 +35,7 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check test bench tune charts report doctor diff ptx sass profile \
+.PHONY: help setup list ladder check test bench tune charts report decoder doctor diff ptx sass profile \
         sanitize pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -73,6 +73,11 @@ charts: $(READY) ## redraw results/charts/ and the README's table from the lates
 
 report: $(READY) ## one page of all of it, for a browser: build/report.html (or OUT=)
 	@$(PY) -m results.page $(if $(OUT),--out '$(OUT)')
+
+decoder: $(READY) ## greedy tokens of a llama, GGUF=model.gguf [PROMPT= IDS= TOKENS=], or BENCH=1 (needs torch)
+	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
+		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
+		$(if $(BENCH),--check --bench) $(if $(OUT),--json '$(OUT)')
 
 doctor: $(READY) ## what this machine can run, and why not the rest
 	@$(PY) -m steps doctor

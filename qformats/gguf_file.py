@@ -5,6 +5,7 @@
     weights.type, weights.shape       # "q4_k", (N, K)
     weights.array                     # block_q4_k[N, K // 256], a read-only view of the file
     weights.values()                  # float32[N, K]
+    metadata("model.gguf")["general.architecture"]      # "llama"
 
 The `gguf` package reads the file. It takes the numbers in it as they come, however: an array said
 to have 2^60 items keeps version 0.19.0 busy until memory is gone, and a tensor that is not all
@@ -36,7 +37,11 @@ READABLE: Final = (*WEIGHT_FORMATS, *FILE_FORMATS, *_FLOATS)
 """The types of which `Tensor.array` and `Tensor.values` can be had; others are listed only."""
 
 _STRING, _ARRAY, _U32 = 8, 9, 4  # of the types of metadata
-_SCALARS: Final = {0: 1, 1: 1, 2: 2, 3: 2, _U32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes
+_NUMBERS: Final = {  # of the other types of metadata, as NumPy has them
+    **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", _U32: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
+_SCALARS: Final = {kind: np.dtype(name).itemsize for kind, name in _NUMBERS.items()}  # bytes
 _DIMENSIONS: Final = 4  # ggml's GGML_MAX_DIMS
 # Items of one metadata array: strings are walked one by one. Half a million merges are in use.
 _ITEMS: Final = 1 << 22
@@ -108,6 +113,36 @@ def tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         )
         for one in found
     }
+
+
+def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a GGUF file says of the model by key: str, int, float or bool; of an array of strings a
+    list, of one of numbers a NumPy array. Raises as `tensors` does."""
+    path = Path(path)
+    _verify(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(path, data, 4)
+        cursor.u32("the version"), cursor.u64("the number of tensors")
+        found: dict[str, Any] = {}
+        for i in range(cursor.u64("the number of keys")):
+            key = cursor.text(f"key {i}")
+            found[key] = _value(cursor, key, cursor.u32(f"the type of {key!r}"))
+    return found
+
+
+def _value(cursor: _Cursor, key: str, kind: int) -> Any:
+    """The value of a key, of a header that `_verify` has seen."""
+    what = f"the value of {key!r}"
+    if kind == _STRING:
+        return cursor.text(what)
+    if kind != _ARRAY:
+        start = cursor.skip(_SCALARS[kind], what)
+        return np.frombuffer(cursor.data[start : cursor.at], _NUMBERS[kind])[0].item()
+    kind, count = cursor.u32(what), cursor.u64(what)
+    if kind == _STRING:
+        return [cursor.text(what) for _ in range(count)]
+    start = cursor.skip(count * _SCALARS[kind], what)
+    return np.frombuffer(cursor.data[start : cursor.at], _NUMBERS[kind])
 
 
 class _Reader(GGUFReader):

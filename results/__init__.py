@@ -6,6 +6,7 @@
     peers.py      the same work by others: cuBLAS through torch, llama.cpp measured or as given
     llama_cpp.py  the ggml of llama-cpp-python, by ctypes
     charts.py     run -> SVG            (python -m results.charts)
+    decoder/      a llama of a GGUF file    (python -m results.decoder)
     report.py     run -> the tables between the README's markers
 
 Importing this package needs neither torch nor matplotlib nor a GPU.

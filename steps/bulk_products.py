@@ -13,18 +13,16 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK
-from qformats.device import tile_format
+from qformats.device_carriers import tile_format
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_ROWS, UNIT
+from steps.decode_products import scale_readers
 from steps.decode_split import BLOCKS, scale_bytes
 from steps.instructions import (
-    half_to_float,
     ldmatrix_x4,
     load_f32,
     load_f32x2,
     load_f32x4,
-    load_u16,
     load_u32x2,
-    load_u32x4,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
     shfl_xor,
@@ -69,12 +67,15 @@ class PairProducts:
 def pair_products(format_name: str, tokens: int) -> PairProducts:
     """The device functions, for capture in a kernel factory. tokens: 1, 2 or 4, of A as
     `steps.step15_decode_bulk` quantizes it, or 8 or 16, of A in slabs."""
-    tile = tile_format(format_name)
+    tile, read = tile_format(format_name), scale_readers(format_name)
+    of_two_rows, of_record = read.of_two_rows, read.of_record
+    of_block, of_groups, width = read.of_block, read.of_groups, tile.scale_bytes
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     of_minima = float32(MINIMUM_UNIT * tile.unit / HALF_UNIT)  # of minima, against scales
     few, single = tokens <= 4, tokens == 1  # one token has both columns of a block
+    halves = tile.group < BLOCK  # 16 K have scales of their own: see decode_products
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
     columns, turns = 8 // share, BLOCKS // share
     groups, of_tile = max(1, tokens // 8), 4 * max(1, tokens // 8)  # mma side by side; their sums
@@ -97,7 +98,11 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
             b0, b1 = load_u32x2(smem, codes + i * (share * tokens * BLOCK))
             for j in range(share):
                 at = 2 * (i * share + j)
-                b[at], b[at + 1] = (b0, b1) if turn == j else (uint32(0), uint32(0))
+                if halves and single:
+                    b[at] = b0 if int32(lane >> 2) == 2 * j else uint32(0)
+                    b[at + 1] = b1 if int32(lane >> 2) == 2 * j + 1 else uint32(0)
+                else:
+                    b[at], b[at + 1] = (b0, b1) if turn == j else (uint32(0), uint32(0))
             at = scales + i * (share * tokens * size_d)
             if single:
                 d[2 * i], d[2 * i + 1] = load_f32x2(smem, at)
@@ -149,7 +154,7 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
     @cuda.jit(device=True, forceinline=True)
     def multiply_few(acc, b, d, smem, slot, lane):
         u = cuda.local.array(8, uint32)
-        at_scale = 16 * int32(lane >> 2) + 2 * int32((lane & 3) * share >> 2)
+        group, shared = int32(lane >> 2), int32((lane & 3) * share >> 2)
         for r in range(PAIR):
             at, v0, v1, v2, v3 = slot + r * record, int32(0), int32(0), int32(0), int32(0)
             for block in range(BLOCKS):
@@ -161,27 +166,78 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
                     u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1], v0, v1, v2, v3
                 )
                 if block % share == share - 1:
-                    to, i = at + at_scale + 2 * (block - share + 1), block // share * per
-                    w0 = half_to_float(load_u16(smem, to + scales_at))
-                    w8 = half_to_float(load_u16(smem, to + scales_at + 8))
-                    m0 = half_to_float(load_u16(smem, to + minima_at)) if minimum else w0
-                    m8 = half_to_float(load_u16(smem, to + minima_at + 8)) if minimum else w8
+                    to, i = (
+                        at + width * (8 * group + block - share + 1 + shared),
+                        block // share * per,
+                    )
+                    w0, w8 = of_two_rows(smem, to + scales_at)
+                    m0, m8 = of_two_rows(smem, to + minima_at) if minimum else (w0, w8)
                     promote(acc, 4 * r, v0, v1, v2, v3, w0, w8, m0, m8, d, i)
                     v0 = v1 = v2 = v3 = int32(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def of_block(q, block):
-        """Of two rows' scales or minima, four float16 a row, those of one block."""
-        low, high = q[block // 2], q[2 + block // 2]
-        return half_to_float(low >> (block % 2 * 16)), half_to_float(high >> (block % 2 * 16))
+    def multiply_few_16(acc, b, d, smem, slot, lane):
+        """With scales of 16: v are the sums of lower halves of blocks, x of upper ones."""
+        u, zero = cuda.local.array(8, uint32), uint32(0)
+        group, shared = int32(lane >> 2), int32((lane & 3) * share >> 2)
+        for r in range(PAIR):
+            at, v0, v1, v2, v3 = slot + r * record, int32(0), int32(0), int32(0), int32(0)
+            x0 = x1 = x2 = x3 = int32(0)
+            for block in range(BLOCKS):
+                if block % 2 == 0:
+                    f = fragments(load(smem, at, lane, block // 2))
+                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+                q, p = block % 2 * 4, 2 * block
+                b0, b1 = b[p], b[p + 1]
+                if single:  # in two columns
+                    v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+                else:
+                    v0, v1, v2, v3 = mma(
+                        u[q], u[q + 1], u[q + 2], u[q + 3], b0, zero, v0, v1, v2, v3
+                    )
+                    x0, x1, x2, x3 = mma(
+                        u[q], u[q + 1], u[q + 2], u[q + 3], zero, b1, x0, x1, x2, x3
+                    )
+                if block % share == share - 1:
+                    (g0, h0), (g1, h1) = of_groups(smem, at, block - share + 1 + shared, group)
+                    i = block // share * per
+                    if single:
+                        acc[4 * r] += float32(v0) * (g0 * d[i]) + float32(v1) * (g1 * d[i])
+                        acc[4 * r + 2] += float32(v2) * (h0 * d[i]) + float32(v3) * (h1 * d[i])
+                    else:
+                        promote(acc, 4 * r, v0, v1, v2, v3, g0, h0, g0, h0, d, i)
+                        promote(acc, 4 * r, x0, x1, x2, x3, g1, h1, g1, h1, d, i)
+                    v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_many_16(acc, b, d, smem, slot, lane):
+        u, zero, none = cuda.local.array(8, uint32), uint32(0), int32(0)
+        for r in range(PAIR):
+            at = slot + r * record
+            for block in range(BLOCKS):
+                if block % 2 == 0:
+                    f = fragments(load(smem, at, lane, block // 2))
+                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+                (g0, h0), (g1, h1) = of_groups(smem, at, block, int32(lane >> 2))
+                q = block % 2 * 4
+                for j in range(groups):
+                    p, i, to = 2 * (block * groups + j), per * block + 4 * j, of_tile * r + 4 * j
+                    v0, v1, v2, v3 = mma(
+                        u[q], u[q + 1], u[q + 2], u[q + 3], b[p], zero, none, none, none, none
+                    )
+                    promote(acc, to, v0, v1, v2, v3, g0, h0, g0, h0, d, i)
+                    v0, v1, v2, v3 = mma(
+                        u[q], u[q + 1], u[q + 2], u[q + 3], zero, b[p + 1], none, none, none, none
+                    )
+                    promote(acc, to, v0, v1, v2, v3, g1, h1, g1, h1, d, i)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_many(acc, b, d, smem, slot, lane):
         u, zero = cuda.local.array(8, uint32), int32(0)
         for r in range(PAIR):
             at = slot + r * record
-            scales = load_u32x4(smem, at + scales_at + 16 * int32(lane >> 2))
-            minima = load_u32x4(smem, at + minima_at + 16 * int32(lane >> 2)) if minimum else scales
+            scales = of_record(smem, at + scales_at, int32(lane >> 2))
+            minima = of_record(smem, at + minima_at, int32(lane >> 2)) if minimum else scales
             for block in range(BLOCKS):
                 if block % 2 == 0:
                     f = fragments(load(smem, at, lane, block // 2))
@@ -221,6 +277,10 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
         token = int32(2 * pair + (turn >> uint32(1)))
         return token, int32((turn & uint32(1)) * uint32(8) + (uint32(i) & uint32(7)))
 
+    if tile.group == BLOCK:
+        multiply = multiply_few if few else multiply_many
+    else:
+        multiply = multiply_few_16 if few else multiply_many_16
     return PairProducts(
         sums=PAIR * of_tile,
         of_b=2 * BLOCKS * groups,
@@ -228,7 +288,7 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
         unit=HALF_UNIT / tile.unit,
         places=places_of_few if few else places_of_many,
         fetch=fetch_few if few else fetch_many,
-        multiply=multiply_few if few else multiply_many,
+        multiply=multiply,
         leave=leave,
         place=place,
     )

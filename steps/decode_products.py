@@ -67,22 +67,28 @@ class Products:
     add_up: Any
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleReaders:
+    """Device functions that read a record's scales, or its minima, as float32.
+
+    of_two_rows(smem, at)           -> (of row g, of row g + 8) of one block, the first at byte `at`
+    of_record(smem, at, g)          -> those of all four blocks, of the part at byte `at`, in words
+    of_block(words, block)          -> of these (of row g, of row g + 8) of one block
+    of_groups(smem, slot, block, g) -> where 16 K have their own, ((of the lower half of row g, of
+                                       row g + 8), (of the upper halves)); slot: byte of the record
+    """
+
+    of_two_rows: Any
+    of_record: Any
+    of_block: Any
+    of_groups: Any
+
+
 @cache
-def products(format_name: str, tokens: int) -> Products:
-    """The device functions, for capture in a kernel factory. Not of c4m: what a minimum of 16 would
-    be multiplied by is the sum of half a block of A, which Q8_1 does not have."""
+def scale_readers(format_name: str) -> ScaleReaders:
+    """The device functions, for capture in a kernel factory."""
     tile = tile_format(format_name)
-    scales_at, minima_at = tile.scales_at, tile.minima_at
-    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    width = tile.scale_bytes
-    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
-    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
-    columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
-    single = tokens == 1  # both columns of a block are the one token, and half the sums unused
-    n_acc, values = 4 * groups, 2 if single else 4 * groups
-    holders, size_d = 4 // share, scale_bytes(tokens, minimum)
-    again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
+    scales_at, width = tile.scales_at, tile.scale_bytes
 
     @cuda.jit(device=True, forceinline=True)
     def of_two_rows(smem, at):
@@ -112,6 +118,36 @@ def products(format_name: str, tokens: int) -> Products:
         return half_to_float(low >> (block % 2 * 16)), half_to_float(high >> (block % 2 * 16))
 
     @cuda.jit(device=True, forceinline=True)
+    def of_groups(smem, slot, block, group):
+        """The scales of a block's lower and upper half, of row g and of row g + 8."""
+        at = slot + scales_at + (block >> 1) * HALF_SCALES + 8 * group + 4 * (block & 1)
+        g, h = uint32(load_u32(smem, at)), uint32(load_u32(smem, at + ROWS_APART))
+        low = half_to_float(g), half_to_float(h)
+        return low, (half_to_float(g >> uint32(16)), half_to_float(h >> uint32(16)))
+
+    return ScaleReaders(of_two_rows, of_record, of_block, of_groups)
+
+
+@cache
+def products(format_name: str, tokens: int) -> Products:
+    """The device functions, for capture in a kernel factory. Not of c4m: what a minimum of 16 would
+    be multiplied by is the sum of half a block of A, which Q8_1 does not have."""
+    tile = tile_format(format_name)
+    scales_at, minima_at = tile.scales_at, tile.minima_at
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    width, read = tile.scale_bytes, scale_readers(format_name)
+    of_two_rows, of_record = read.of_two_rows, read.of_record
+    of_block, of_groups = read.of_block, read.of_groups
+    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
+    columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
+    single = tokens == 1  # both columns of a block are the one token, and half the sums unused
+    n_acc, values = 4 * groups, 2 if single else 4 * groups
+    holders, size_d = 4 // share, scale_bytes(tokens, minimum)
+    again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
+
+    @cuda.jit(device=True, forceinline=True)
     def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, smem, at):
         """acc[r + ...] += an mma's sums, with the scales of two rows and, at `at`, two tokens."""
         if minimum:
@@ -127,14 +163,6 @@ def products(format_name: str, tokens: int) -> Products:
             acc[r + 1] += m8 * s0
             acc[r + 2] += m0 * s1
             acc[r + 3] += m8 * s1
-
-    @cuda.jit(device=True, forceinline=True)
-    def of_groups(smem, slot, block, group):
-        """The scales of a block's lower and upper half, of row g and of row g + 8."""
-        at = slot + scales_at + (block >> 1) * HALF_SCALES + 8 * group + 4 * (block & 1)
-        g, h = uint32(load_u32(smem, at)), uint32(load_u32(smem, at + ROWS_APART))
-        low = half_to_float(g), half_to_float(h)
-        return low, (half_to_float(g >> uint32(16)), half_to_float(h >> uint32(16)))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_few_16(acc, smem, slot, at_b, at_d, lane):

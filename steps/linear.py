@@ -7,7 +7,7 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project and imported by this module and `steps.torch_operator` alone.
+torch is an extra of this project; of `steps` only this module and `steps.torch_operator` import it.
 
 What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
 needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,
@@ -207,14 +207,20 @@ class QuantLinear(nn.Module):
         arrays = [*self._arrays("weights"), *self._arrays("fast")] or [self.blocks]
         return sum(one.nbytes for one in arrays)
 
+    @property
+    def packed(self) -> dict[str, Sequence[Tensor]]:
+        """The arrays of each packing on the GPU, by its name; none on a CPU."""
+        return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
+
     def explain(self, m: int) -> str:
         """Which step multiplies m tokens (float32, on this GPU) and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
-        offered = operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
         size = m, self.out_features, self.in_features
         with torch.cuda.device(self.device):
-            made = operator.planned(self.format, size, offered, self.accuracy, False, self.device)
+            made = operator.planned(
+                self.format, size, self.packed, self.accuracy, False, self.device
+            )
         return str(made.choice)
 
     def extra_repr(self) -> str:

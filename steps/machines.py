@@ -127,15 +127,30 @@ def best_machine() -> Simulator | Gpu:
     return Simulator() if why_no_gpu() else Gpu()
 
 
+_pretended: tuple[int, int] | None = None
+
+
+def pretend(sms: int, shared_bytes: int) -> None:
+    """Size kernels for such a GPU, from here on: for a process that compiles and has none."""
+    global _pretended
+    _pretended = sms, shared_bytes
+    multiprocessors.cache_clear()
+    shared_memory.cache_clear()
+
+
 @cache
 def multiprocessors() -> int:
     """The SMs of the current GPU; without one those of an H200, for which kernels are sized."""
+    if _pretended:
+        return _pretended[0]
     return H200_SMS if why_no_gpu() else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
 
 
 @cache
 def shared_memory() -> int:
     """Bytes of shared memory that one thread block of the current GPU can be given; see above."""
+    if _pretended:
+        return _pretended[1]
     if why_no_gpu():
         return H200_SHARED
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

@@ -54,6 +54,7 @@ class Relocatable:
     packing : the name of the packing that it reads, one of those offered.
     half    : whether C is float16, else it is float32.
     nbytes  : of working memory that a call needs, `zeroed` of them zero, at a multiple of 256.
+    loaded  : the launches of a call, in their order.
 
     One call at a time changes the arguments and launches; threads wait for each other.
     """
@@ -89,11 +90,11 @@ class Relocatable:
 
         from steps.launcher import load
 
-        self._loaded = [load(launch) for launch in launches]
+        self.loaded = [load(launch) for launch in launches]
         starts = (A, OUT, ZEROED, WORK, *(WEIGHTS + i * APART for i in range(len(weights))))
         self._places = [
             (loaded.arguments, i, number, offset)  # arguments[i] = address of that number + offset
-            for loaded in self._loaded
+            for loaded in self.loaded
             for number, start in enumerate(starts)
             for i, offset in loaded.within(start, APART)
         ]
@@ -109,7 +110,7 @@ class Relocatable:
         with self._lock:
             for arguments, i, number, offset in self._places:
                 arguments[i] = addresses[number] + offset
-            for loaded in self._loaded:
+            for loaded in self.loaded:
                 loaded(stream)
 
 

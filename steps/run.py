@@ -21,6 +21,7 @@ from steps import bench as benching
 from steps import duel as dueling
 from steps import given as giving
 from steps import table
+from steps.ahead import Wanted, compile_ahead
 from steps.bench import DEFAULT_SHAPE
 from steps.checks import (
     Case,
@@ -199,7 +200,11 @@ def run(args: Namespace) -> int:
     if not simulated:
         works = with_ancestors(works, named(()))
 
-    outcomes = _checked(works, machine, simulated, args, given, quick=simulated)
+    ahead = []
+    if not simulated:
+        shape = given.whole.shape if given else shape_of(args)
+        ahead = [(work, shape, output) for work in works for output in work.step.outputs]
+    outcomes = _checked(works, machine, simulated, args, given, quick=simulated, ahead=ahead)
     found: tuple[Any, ...] = ()
     saved: Path | None = None
     if not simulated and outcomes.broken is None:
@@ -240,7 +245,14 @@ def bench(args: Namespace) -> int:
     works = select(named(args.steps), formats_of(args.format), args.scheme)
     count = len(works) * len(shapes)
     budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
-    outcomes = _checked(works, machine, False, args, None, quick=True)
+    meant = () if args.no_peers or args.no_duels else dueling.meant_to(works)
+    ahead = [
+        (work, shape, output)
+        for work in works
+        for shape in shapes
+        for output in work.step.outputs[: None if work in meant else 1]
+    ]
+    outcomes = _checked(works, machine, False, args, None, quick=True, ahead=ahead)
     env = record.environment()
     measuring = benching.Bench.here(budget)
     recorder = benching.Recorder(env, measuring.limits, args.out)
@@ -385,7 +397,9 @@ def _checked(
     given: Given | None,
     *,
     quick: bool,
+    ahead: Sequence[Wanted] = (),
 ) -> Outcomes:
+    """ahead: what will be launched afterwards, so that all is compiled at once on a GPU."""
     asked = asked_shape(args) if simulated or args.command == "check" else None
 
     def cases_of(format_name: str) -> tuple[Case, ...]:
@@ -403,6 +417,9 @@ def _checked(
         )
 
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
+    if not simulated:
+        checked = [(w, one.shape, "float32") for w in works for one in cases_of(w.format)]
+        compile_ahead((*checked, *ahead), machine(0), _remark)
     posed = given.posed(simulated) if given else None
     with table.progress(len(works)) as report:
         return check_works(works, cases_of, machine, report, posed)

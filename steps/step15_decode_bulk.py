@@ -40,8 +40,10 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import quantized, record_number, sum_of_codes, tile_format
-from qformats.repack import BAND, TILE_K, TILE_ROWS, UNIT
+from qformats.carriers import Held, carrier
+from qformats.device import quantized, record_number, sum_of_codes
+from qformats.device_carriers import tile_format
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, UNIT
 from qformats.repack import tiles as pack
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.bulk_products import PAIR, pair_products
@@ -81,7 +83,7 @@ AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side
 
 
 @cache
-def kernel(fmt: Format, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
+def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
     """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: in slabs), with `across` warps along
     N, rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
     records of float32 A in the others."""
@@ -332,7 +334,7 @@ def kernel(fmt: Format, tokens: int, across: int, stages: int, before: int, chun
     return w4a8_decode_bulk
 
 
-def regions(fmt: Format, tokens: int, stages: int) -> tuple[int, int, int]:
+def regions(fmt: Held, tokens: int, stages: int) -> tuple[int, int, int]:
     """(bytes of a slot of the ring, where in shared memory behind the rings mbarriers begin, and
     codes of A or the sums)"""
     slot = PAIR * tile_format(fmt.name).record_bytes
@@ -364,7 +366,7 @@ def fused(m: int, k: int) -> bool:
     return m <= FUSED and tokens * k * (BLOCK + scale_bytes(tokens, True)) // BLOCK <= FITS
 
 
-def tiling(fmt: Format, shape: Shape) -> Tiling:
+def tiling(fmt: Held, shape: Shape) -> Tiling:
     """All weights at once if there are as many multiprocessors, in waves if sums would not fit."""
     given, in_row = not fused(shape.m, shape.k), ceil_div(shape.k, TILE_K)
     sizes = (8, MOST_TOKENS) if given else (1, 2, 4)
@@ -400,8 +402,9 @@ def activations(family: Family, a: Any, machine: Machine) -> Activations:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    how = tiling(fmt, shape)
-    run = kernel(fmt, how.tokens, how.across, how.stages, how.before, how.chunk)
+    held = carrier(fmt)
+    how = tiling(held, shape)
+    run = kernel(held, how.tokens, how.across, how.stages, how.before, how.chunk)
     in_row = ceil_div(shape.k, TILE_K)
     a, ds = (*activations, weights[1])[:2]  # float32 A has no scales: any array will do
     args = (*weights, a, ds, out, in_row, how.each, ceil_div(in_row, how.each), how.tall)
@@ -421,6 +424,7 @@ STEP = Step(
     activations=activations,
     launch=launch,
     most_tokens=MOST_TOKENS,
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # steps.decode_products: why
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS")},
     forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL")},

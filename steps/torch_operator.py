@@ -24,7 +24,7 @@ import numpy as np
 
 from qformats import FORMATS, Format
 from steps.operands import stream_of
-from steps.relocatable import Relocatable
+from steps.relocatable import Place, Relocatable
 from steps.step import Shape
 
 try:
@@ -207,13 +207,9 @@ def _made(
     accuracy: str,
     half: bool,
 ) -> Relocatable:
-    places = {
-        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
-        for name, arrays in offered.items()
-    }
     with _loading_allowed():
         try:
-            return Relocatable(format_name, shape, places, _machine(), accuracy, half)
+            return Relocatable(format_name, shape, places(offered), _machine(), accuracy, half)
         except (TypeError, ValueError):
             raise  # such a product cannot be at all
         except Exception as error:  # Numba and the driver have many types for it
@@ -223,6 +219,14 @@ def _made(
                 f"kernels for {shape.m} tokens could not be loaded while a CUDA graph is captured: "
                 f"multiply as many tokens once before ({error})"
             ) from error
+
+
+def places(offered: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Place, ...]]:
+    """The arrays of each packing as a `Relocatable` is made of them."""
+    return {
+        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
+        for name, arrays in offered.items()
+    }
 
 
 def capability(device: Any) -> tuple[int, int]:

@@ -232,6 +232,7 @@ def tune(args: Namespace) -> int:
     from reference import BENCH_SHAPES
     from results.measure import GpuStopwatch
     from steps import run
+    from steps.ahead import compile_ahead
     from steps.checks import select
 
     _, machine, _ = run.machines("gpu")
@@ -246,6 +247,11 @@ def tune(args: Namespace) -> int:
     found: list[Entry] = []
     wrong: list[str] = []
     path: Path | None = None
+    compile_ahead(
+        ((work, (m, n, k), "float32") for work in works for n, k in sizes for m in tokens),
+        gpu,
+        lambda sentence: print(sentence, file=sys.stderr),
+    )
     with show.progress(len(names) * len(sizes) * len(tokens)) as report:
         for name in names:
             own = [work for work in works if work.format == name]

@@ -240,6 +240,7 @@ def on_a_gpu(monkeypatch) -> None:
         cc = (9, 0)
 
     monkeypatch.setattr(run, "machines", lambda _: ("Pretended GPU", lambda _: Pretended(), None))
+    monkeypatch.setattr(run, "compile_ahead", lambda *_: 0)
     monkeypatch.setattr(bench.Bench, "here", classmethod(lambda cls, budget: fake_bench()))
     monkeypatch.setattr(
         run, "cases", lambda *args, **options: (Case((1, 2, 32), "normal"), Case((3, 2, 32), "llm"))
@@ -383,6 +384,7 @@ def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(tmp_path, monkeypatch, c
     monkeypatch.setattr(run, "fatal", lambda _: True)
     out = tmp_path / "run.json"
     args = asked(command="bench", steps=["1", "2"], out=out, seconds=1, no_peers=False)
+    args.no_duels = False
     assert run.bench(args) == 1
     assert [row.step for row in record.read(out).rows] == [1]
     assert "the run ended early: RuntimeError: an illegal memory access" in capsys.readouterr().err

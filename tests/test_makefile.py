@@ -83,6 +83,14 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["test"], "python -m pytest -n auto"),
         (["report"], "python -m results.page"),
         (["report", "OUT=there.html"], "python -m results.page --out 'there.html'"),
+        (
+            ["decoder", "GGUF=model.gguf", "IDS=1,2", "TOKENS=8"],
+            "python -m results.decoder 'model.gguf' --ids '1,2' --tokens '8'",
+        ),
+        (
+            ["decoder", "BENCH=1", "OUT=there.json"],
+            "python -m results.decoder --check --bench --json 'there.json'",
+        ),
         (["docs-check"], "python -m results.report --check"),
     ],
 )

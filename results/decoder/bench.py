@@ -1,0 +1,377 @@
+"""Tokens a second with the shapes of Llama 3 8B and random weights, beside float16 torch.matmul.
+
+Two decoders that differ in their products alone: ours over blocks, and torch's over the same
+weights in float16. Weights are random bytes with sensible scales, not quantized floats: of each
+kind of matrix 1024 rows are drawn and packed, and a layer has these again and again, beginning
+elsewhere in each layer and with memory of its own, so that all of them come from memory.
+
+Each case is a CUDA graph of either side, run in turn, round by round, and the medians are given:
+
+    decode    one graph is a step of greedy decoding, argmax included; a round is `STEPS` of them
+              behind `CONTEXT` tokens, batch 1 and 16
+    prefill   one graph is a prompt of 512 or 4096 tokens, logits of the last one
+
+"fast" is the same decoder with the step that rounds weights to 8 bits a row (accuracy="fast"). It
+is for prompts: decoding takes the same step either way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS
+from qformats.repack import BAND, TILE_ROWS
+from results.decoder.model import (
+    LLAMA_3_8B,
+    Captured,
+    Config,
+    Decoder,
+    Embedding,
+    Greedy,
+    Layer,
+    Plain,
+    Product,
+    Workspace,
+    torch,
+)
+from results.decoder.operations import Operations
+from steps import torch_operator as operator
+from steps.relocatable import packings
+
+DRAWN: Final = 1024  # rows of each kind of matrix
+ROWS: Final = BAND * TILE_ROWS  # that lie together in the packings of the tensor core steps
+BATCHES: Final = (1, 16)
+PROMPTS: Final = (512, 4096)
+CONTEXT: Final = 128
+STEPS: Final = 64
+ROUNDS: Final = {"decode": 9, "prefill 512": 15, "prefill 4096": 5, "products": 15}
+WEIGHT: Final = 0.02  # root mean square of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case: tokens a second of each side (medians of `rounds`), and how many times the rival's
+    (medians of the rounds' ratios). None: not measured.
+
+    ms: of a graph, of exact, fp16 and perhaps fast; products_ms: of the same products alone, one
+    after another, with nothing between them.
+    """
+
+    case: str
+    exact: float
+    fast: float | None
+    fp16: float
+    x_exact: float
+    x_fast: float | None
+    rounds: int
+    spread: float  # (80 % quantile - 20 % quantile) / median of our exact side
+    ms: dict[str, float]
+    products_ms: dict[str, float]
+
+
+def random_blocks(format_name: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Blocks [n, k/32] whose values have mean 0 and root mean square `WEIGHT` or so."""
+    fmt = FORMATS[format_name]
+    raw = rng.integers(0, 256, (n, k // 32 * fmt.block_bytes), np.uint8)
+    blocks: np.ndarray = raw.view(fmt.dtype)
+    top = 2**fmt.bits - 1
+    d = WEIGHT * 12**0.5 / top * rng.uniform(0.8, 1.2, blocks.shape)
+    blocks["d"] = d
+    if "m" in (fmt.dtype.names or ()):
+        blocks["m"] = d * (-top / 2)
+    return blocks
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Rows of a kind of matrix: packed for the steps, and dequantized to float16, on the GPU."""
+
+    format: str
+    k: int
+    packed: dict[str, list[Any]]
+    half: Any
+
+    @classmethod
+    def of(cls, format_name: str, k: int, rng: np.random.Generator, device: Any) -> Drawn:
+        blocks = random_blocks(format_name, DRAWN, k, rng)
+        packed = {
+            step.pack.__name__: [operator.upload(one, device) for one in step.pack(blocks)]
+            for step in packings(format_name, operator.capability(device), "fast")
+        }
+        values = torch.from_numpy(FORMATS[format_name].dequantize(blocks))
+        return cls(format_name, k, packed, values.to(device, torch.float16))
+
+    def product(self, n: int, first: int, workspace: Workspace, last: bool = False) -> Product:
+        """Of [n, k], beginning at drawn row `first` * `ROWS`."""
+        packed = {
+            name: [_repeated(one, DRAWN // ROWS, -(-n // ROWS), first) for one in arrays]
+            for name, arrays in self.packed.items()
+        }
+        return Product(self.format, n, self.k, packed, workspace, "exact", not last)
+
+    def plain(self, n: int, first: int) -> Plain:
+        """The same weights."""
+        return Plain(_repeated(self.half, DRAWN // ROWS, -(-n // ROWS), first)[:n])
+
+
+def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:
+    """`wanted` equal parts of an array that has `parts`, in turn from `first` on; a copy."""
+    turns = (torch.arange(wanted, device=array.device) + first) % parts
+    return array.view(parts, -1)[turns].reshape(-1, *array.shape[1:])
+
+
+def models(
+    config: Config, format_name: str, operations: Operations, device: Any
+) -> tuple[Decoder, Decoder]:
+    """(ours, the float16 one), which share embedding and norms."""
+    rng, width, hidden = np.random.default_rng(0), config.width, config.hidden
+    kinds = [
+        (Drawn.of(format_name, k, rng, device), n)
+        for n, k in (
+            (config.qkv, width),
+            (width, config.heads * config.head),
+            (2 * hidden, width),
+            (width, hidden),
+        )
+    ]
+    last, workspace = Drawn.of(format_name, width, rng, device), Workspace()
+    norm = torch.ones(width, device=device)
+    table = random_blocks(format_name, config.vocabulary, width, rng)
+    embedding = Embedding.of(table, device, torch.float32, operations.looked_up)
+
+    def model(make: Callable[[Drawn, int, int], Any], output: Any) -> Decoder:
+        layers = []
+        for i in range(config.layers):
+            qkv, out, gate_up, down = (make(drawn, n, i) for drawn, n in kinds)
+            layers.append(Layer(norm, qkv, out, norm, gate_up, down))
+        return Decoder(config, embedding, layers, norm, output, operations=operations)
+
+    return (
+        model(
+            lambda drawn, n, i: drawn.product(n, i, workspace),
+            last.product(config.vocabulary, 0, workspace, True),
+        ),
+        model(lambda drawn, n, i: drawn.plain(n, i), last.plain(config.vocabulary, 0)),
+    )
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """Of the device, for work that is queued here."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def in_turn(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
+    """Seconds of each side in each round; each begins a round in its turn, and one round before
+    them does not count."""
+    took: list[list[float]] = [[] for _ in sides]
+    for number in range(-1, rounds):
+        for i in range(len(sides)):
+            one = (i + number) % len(sides)
+            spent = seconds(sides[one])
+            if number >= 0:
+                took[one].append(spent)
+    return took
+
+
+SIDES: Final = ("exact", "fp16", "fast")
+
+
+def row(
+    case: str,
+    tokens: int,
+    graphs: int,
+    took: Sequence[Sequence[float]],
+    alone: Sequence[Sequence[float]],
+) -> Row:
+    """took: seconds of each round of `tokens` and so many graphs: exact, fp16 and perhaps fast.
+    alone: those of the products of one graph."""
+
+    def rate(side: Sequence[float]) -> float:
+        return tokens / statistics.median(side)
+
+    def x(side: Sequence[float]) -> float:
+        return statistics.median(r / ours for ours, r in zip(side, rival, strict=True))
+
+    exact, rival, *fast = took
+    p20, median, p80 = np.quantile(exact, [0.2, 0.5, 0.8])
+    return Row(
+        case,
+        rate(exact),
+        rate(fast[0]) if fast else None,
+        rate(rival),
+        x(exact),
+        x(fast[0]) if fast else None,
+        len(exact),
+        float((p80 - p20) / median),
+        {name: statistics.median(s) / graphs * 1e3 for name, s in zip(SIDES, took, strict=False)},
+        {name: statistics.median(s) * 1e3 for name, s in zip(SIDES, alone, strict=False)},
+    )
+
+
+def decoding(model: Decoder, batch: int) -> Callable[[], None]:
+    """A round: `STEPS` tokens of each of `batch` sequences behind `CONTEXT`."""
+    cache = model.cache(batch, CONTEXT + STEPS)
+    for held in cache.layers:
+        held.normal_()
+    cache.at.fill_(CONTEXT)
+    token = torch.arange(batch, device=model.device)
+    steps = Greedy(model, cache, token)
+    steps.capture()
+
+    def work() -> None:
+        cache.at.fill_(CONTEXT)
+        for _ in range(STEPS):
+            steps.run()
+
+    return work
+
+
+def prefilling(model: Decoder, tokens: int, accuracy: str) -> tuple[Callable[[], None], Any]:
+    """(a round: a prompt; the logits, written by each)."""
+    model.ask(accuracy)
+    cache = model.cache(1, tokens)
+    ids = torch.arange(tokens, device=model.device)[None] * 31 % model.config.vocabulary
+    kept: list[Any] = []
+
+    def work() -> None:
+        kept[:] = [model.prefill(ids, cache)]
+
+    work()
+    graph = Captured(work)
+    model.ask("exact")
+    return graph.replay, kept[0]
+
+
+def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Callable[[], None]:
+    """All products of a graph, of inputs that nobody computes."""
+    model.ask(accuracy)
+    inputs: dict[Any, Any] = {}
+
+    def multiply(product: Any, m: int) -> None:
+        shape = m, product.k
+        if shape not in inputs:
+            inputs[shape] = torch.randn(shape, device=model.device, dtype=product.takes)
+        product(inputs[shape])
+
+    def work() -> None:
+        for layer in model.layers:
+            for product in layer.products:
+                multiply(product, tokens)
+        multiply(model.output, sequences)
+
+    work()
+    graph = Captured(work)
+    model.ask("exact")
+    return graph.replay
+
+
+@torch.no_grad()
+def measure(
+    operations: Operations,
+    format_name: str = "q4_0",
+    config: Config = LLAMA_3_8B,
+    parts: Sequence[str] = ("decode", "prefill"),
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """All cases, as data: see `Row`."""
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        say(f"{time.perf_counter() - start:6.1f} s  {what}")
+
+    ours, rival = models(config, format_name, operations, torch.device("cuda"))
+    torch.cuda.synchronize()
+    weights = sum(
+        one.nbytes
+        for product in ours.products
+        for one in product.packed[next(iter(product.packed))]
+    )
+    tell(f"{config.layers} layers, {weights / 1e9:.2f} GB of weights in {format_name}")
+    cases = [("exact", m) for m in BATCHES if "decode" in parts]
+    cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
+    if jobs > 1:
+        ours.compile_ahead(cases, jobs)
+        tell(f"the kernels' machine code, made by {jobs} processes")
+    rows: list[Row] = []
+    differences: dict[str, float] = {}
+    for batch in BATCHES if "decode" in parts else ():
+        sides = [decoding(model, batch) for model in (ours, rival)]
+        tell(f"decode, batch {batch}: compiled and captured")
+        took = in_turn(sides, ROUNDS["decode"])
+        inner = [products(model, batch, batch, "exact") for model in (ours, rival)]
+        alone = in_turn(inner, ROUNDS["products"])
+        rows.append(row(f"decode, batch {batch}", batch * STEPS, STEPS, took, alone))
+        tell(line(rows[-1]))
+    for tokens in PROMPTS if "prefill" in parts else ():
+        case = f"prefill {tokens}"
+        each = ((ours, "exact"), (rival, "exact"), (ours, "fast"))
+        works = [prefilling(model, tokens, accuracy) for model, accuracy in each]
+        tell(f"{case}: compiled and captured")
+        took = in_turn([work for work, _ in works], ROUNDS[case])
+        inner = [products(model, tokens, 1, accuracy) for model, accuracy in each]
+        alone = in_turn(inner, ROUNDS[case])
+        rows.append(row(case, tokens, 1, took, alone))
+        logits = [one.float() for _, one in works]
+        size = logits[1].square().mean().sqrt()
+        for i, name in ((0, "exact"), (2, "fast")):
+            difference = (logits[i] - logits[1]).square().mean().sqrt() / size
+            differences[f"{case}, {name}"] = float(difference)
+        tell(line(rows[-1]))
+    choices = {}
+    for accuracy, m in cases:
+        ours.ask(accuracy)
+        for one in ours.layers[0].products:
+            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.plan(m).choice)
+    return {
+        "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
+        "format": format_name,
+        "weights_gb": weights / 1e9,
+        "between_products": operations.how,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "context": CONTEXT,
+        "steps": STEPS,
+        "seconds": time.perf_counter() - start,
+        "rows": [{f: getattr(one, f) for f in Row.__dataclass_fields__} for one in rows],
+        "rms_difference_of_logits_from_fp16": differences,
+        "choices": choices,
+    }
+
+
+def line(one: Row) -> str:
+    """A row in words."""
+    fast = "" if one.fast is None else f", fast {one.fast:,.0f} ({one.x_fast:.2f}x)"
+    return (
+        f"{one.case}: exact {one.exact:,.0f} tokens/s ({one.x_exact:.2f}x){fast}, "
+        f"fp16 torch {one.fp16:,.0f}; ms {_ms(one.ms)}, of which products {_ms(one.products_ms)}"
+    )
+
+
+def _ms(sides: dict[str, float]) -> str:
+    return " ".join(f"{name} {ms:.3g}" for name, ms in sides.items())
+
+
+def table(found: dict[str, Any]) -> str:
+    """The rows as a table of Markdown."""
+    lines = ["| | exact | fast | fp16 torch.matmul |", "|:--|--:|--:|--:|"]
+    for one in found["rows"]:
+        fast = "-" if one["fast"] is None else f"{one['fast']:,.0f} tokens/s, {one['x_fast']:.2f}x"
+        lines.append(
+            f"| {one['case']} | {one['exact']:,.0f} tokens/s, {one['x_exact']:.2f}x | {fast} "
+            f"| {one['fp16']:,.0f} tokens/s |"
+        )
+    return "\n".join(lines)

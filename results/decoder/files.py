@@ -1,0 +1,325 @@
+"""A llama of a GGUF file: configuration, weights as products take them, vocabulary.
+
+The names of keys and tensors are those of ggml's `docs/gguf.md` and of the `gguf` package. Rows of
+attn_q and attn_k lie in such an order that neighbours turn together (ggml's "normal" rotary
+embedding): converters put them so, and `operations.attended` takes them so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from qformats import BLOCK, FORMATS, dequantize, quantize
+from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
+from steps.registry import ladder
+
+TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
+"""Types of matrices that kernels multiply."""
+
+TINY: Final = {
+    "block_count": 2,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "context_length": 1024,
+}
+"""The smallest llama in which all parts have their shapes: heads of 32, four to a key."""
+WORDS: Final = 288
+LIKED: Final = 1.5
+"""How much a token of `write_tiny` likes to follow one other: as words do, and so much that the
+best two logits are seldom closer than the rounding of activations to 8 bits."""
+SPACE: Final = "\u2581"  # what SentencePiece writes for it
+
+
+class Model:
+    """An open file: `config`, and weights on demand. GGUFError in one sentence for what is no llama
+    or lacks something."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.keys, self.tensors = metadata(path), tensors(path)
+        if (kind := self.keys.get("general.architecture")) != "llama":
+            raise GGUFError(f"{path} holds a {kind!r}, and only the architecture 'llama' is read")
+        if self._key("rope.scaling.type", "none") != "none":
+            raise GGUFError(
+                f"{path} scales its positions ({self._key('rope.scaling.type')}), which is not read"
+            )
+        if self._key("expert_count", 0):
+            raise GGUFError(f"{path} has {self._key('expert_count')} experts, which are not read")
+        self.vocabulary: list[str] = self.keys.get("tokenizer.ggml.tokens", [])
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        value = self.keys.get(f"llama.{name}", default)
+        if value is None:
+            raise GGUFError(f"{self.path} lacks llama.{name}: convert the model again")
+        return value
+
+    @property
+    def config(self) -> Any:
+        """A `results.decoder.model.Config`."""
+        from results.decoder.model import Config
+
+        heads, width = self._key("attention.head_count"), self._key("embedding_length")
+        head = self._key("attention.key_length", width // heads)
+        return Config(
+            layers=self._key("block_count"),
+            width=width,
+            hidden=self._key("feed_forward_length"),
+            heads=heads,
+            kv_heads=self._key("attention.head_count_kv", heads),
+            head=head,
+            vocabulary=self.tensor("token_embd.weight").shape[0],
+            epsilon=self._key("attention.layer_norm_rms_epsilon"),
+            base=self._key("rope.freq_base", 10000.0),
+            rotated=self._key("rope.dimension_count", head),
+        )
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        if name not in self.tensors:
+            raise GGUFError(f"{self.path} lacks {name}: it is no complete llama")
+        found = self.tensors[name]
+        if shape is not None and found.shape != shape:
+            raise GGUFError(
+                f"{self.path}: {name} has shape {found.shape}, and {shape} is what the keys say"
+            )
+        if found.type not in READABLE:
+            raise GGUFError(
+                f"{self.path}: {name} is {found.type}, which is not read here: use a file of "
+                f"{', '.join(TAKEN)}"
+            )
+        return found
+
+    def vector(self, name: str, count: int) -> np.ndarray:
+        """float32 [count]."""
+        return np.array(self.tensor(name, (count,)).values(), np.float32)
+
+    def matrices(
+        self, names: Sequence[str], rows: Sequence[int], k: int, requantize: str | None
+    ) -> list[np.ndarray]:
+        """Blocks [N, K/32 or K/256] of matrices for the same x; one array where types are equal.
+
+        requantize: the format that matrices of other types than the kernels' are quantized to;
+        "float32": they are given as float32 [N, K]; None: refused.
+        """
+        found: list[np.ndarray] = []
+        for name, n in zip(names, rows, strict=True):
+            tensor = self.tensor(name, (n, k))
+            if tensor.type in TAKEN:
+                array = tensor.array
+            elif requantize == "float32":
+                array = tensor.values()
+            elif requantize and k % BLOCK == 0:
+                array = quantize(np.ascontiguousarray(tensor.values()), requantize)
+            else:
+                raise GGUFError(
+                    f"{self.path}: {name} is {tensor.type}, and the kernels take "
+                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it anew"
+                )
+            if found and found[-1].dtype == array.dtype:
+                found[-1] = np.concatenate([found[-1], array])
+            else:
+                found.append(array)
+        return found
+
+    # --- words ---
+
+    @property
+    def first(self) -> int:
+        """The token that texts begin with."""
+        return int(self.keys.get("tokenizer.ggml.bos_token_id", 1))
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, for vocabularies of SentencePiece: neighbours are joined, the best
+        score first, and what is no token then is written in bytes."""
+        kind = self.keys.get("tokenizer.ggml.model")
+        if kind != "llama" or "tokenizer.ggml.scores" not in self.keys:
+            raise GGUFError(
+                f"{self.path} has a vocabulary of kind {kind!r}, which is not read here: give "
+                "tokens with --ids"
+            )
+        number = {piece: i for i, piece in enumerate(self.vocabulary)}
+        scores = self.keys["tokenizer.ggml.scores"]
+        pieces = list(SPACE + text.replace(" ", SPACE)) if text else []
+        while True:
+            joined = [a + b for a, b in pairwise(pieces)]
+            known = [(-scores[number[one]], i) for i, one in enumerate(joined) if one in number]
+            if not known:
+                break
+            _, i = min(known)
+            pieces[i : i + 2] = [joined[i]]
+        found = [self.first]
+        for piece in pieces:
+            spelled = [piece] if piece in number else [f"<0x{b:02X}>" for b in piece.encode()]
+            found += [number.get(one, 0) for one in spelled]
+        return found
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, as far as the vocabulary tells."""
+        kind, out = self.keys.get("tokenizer.ggml.model"), b""
+        letters = _letters() if kind == "gpt2" else {}
+        for i in ids:
+            piece = self.vocabulary[i] if i < len(self.vocabulary) else f"<{i}>"
+            if kind == "gpt2":
+                out += b"".join(letters.get(one, one.encode()) for one in piece)
+            elif len(piece) == 6 and piece.startswith("<0x"):
+                out += bytes([int(piece[3:5], 16)])
+            else:
+                out += piece.replace(SPACE, " ").encode()
+        return out.decode(errors="replace")
+
+
+def _letters() -> dict[str, bytes]:
+    """The letters that byte-level vocabularies write for bytes: printable ones of Latin 1 as they
+    are, the others from U+0100 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): bytes([b]) for b in plain} | {
+        chr(256 + i): bytes([b]) for i, b in enumerate(others)
+    }
+
+
+def load(
+    path: str | os.PathLike[str] | Model,
+    make: Any,
+    *,
+    requantize: str | None = None,
+    device: Any = "cpu",
+    wide: Any = None,
+    keys: Any = None,
+    operations: Any = None,
+) -> Any:
+    """The `results.decoder.model.Decoder` of a file. make: a maker of products, see there.
+
+    wide : dtype of residuals, float32 by default. keys: of the cache, float16 by default.
+    """
+    from results.decoder import model as parts
+    from results.decoder.operations import PLAIN
+
+    torch = parts.torch
+    file = path if isinstance(path, Model) else Model(path)
+    config, do = file.config, operations or PLAIN
+    wide = wide or torch.float32
+    q, kv = config.heads * config.head, config.kv_heads * config.head
+
+    def vector(name: str) -> Any:
+        return torch.from_numpy(file.vector(name, config.width)).to(device, wide)
+
+    def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
+        made = [make(one, last) for one in file.matrices(names, rows, k, requantize)]
+        return made[0] if len(made) == 1 else parts.Together(made)
+
+    layers = []
+    for i in range(config.layers):
+        at, width, hidden = f"blk.{i}.", config.width, config.hidden
+        qkv = [f"{at}attn_{one}.weight" for one in "qkv"]
+        gate_up = [f"{at}ffn_{one}.weight" for one in ("gate", "up")]
+        layers.append(
+            parts.Layer(
+                vector(f"{at}attn_norm.weight"),
+                product(qkv, (q, kv, kv), width),
+                product([f"{at}attn_output.weight"], (width,), q),
+                vector(f"{at}ffn_norm.weight"),
+                product(gate_up, (hidden, hidden), width),
+                product([f"{at}ffn_down.weight"], (width,), hidden),
+            )
+        )
+    table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
+    rows = table.values() if table.type == "bf16" else table.array
+    last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    factors = file.tensors.get("rope_freqs.weight")
+    return parts.Decoder(
+        config,
+        parts.Embedding.of(rows, device, wide, do.looked_up),
+        layers,
+        vector("output_norm.weight"),
+        product([last], (config.vocabulary,), config.width, True),
+        frequencies=parts.angles(config, None if factors is None else factors.values()),
+        keys=keys or torch.float16,
+        operations=do,
+    )
+
+
+# --- a model to try -------------------------------------------------------------------------------
+
+
+def write_tiny(
+    path: str | os.PathLike[str],
+    format_name: str = "q4_0",
+    seed: int = 0,
+    *,
+    dequantized: bool = False,
+    tied: bool = False,
+    architecture: str = "llama",
+    **changes: Any,
+) -> Path:
+    """A GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
+
+    Its vocabulary are the 256 bytes and some words, `WORDS` in all. Weights are normal, in such a
+    size that logits are a few units apart; norms lie around 1, in float32. dequantized: the same
+    weights as in the format, but in float32. tied: no matrix for the logits but the embedding.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = TINY | changes
+    writer = GGUFWriter(path, architecture)
+    writer.add_name(f"random, seed {seed}")
+    for key, value in sizes.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    width, hidden = sizes["embedding_length"], sizes["feed_forward_length"]
+    heads, kv_heads = sizes["attention.head_count"], sizes["attention.head_count_kv"]
+    head = width // heads
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
+    writer.add_uint32(f"{architecture}.rope.dimension_count", head)
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    words += [SPACE, *"etaoinshrdlu", *(f"w{i}" for i in range(16))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * 29]  # unknown, control, byte, normal
+    writer.add_uint32(f"{architecture}.vocab_size", len(words))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(i) for i in range(len(words))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+    def matrix(name: str, n: int, k: int, size: float = 1.0, more: Any = 0.0) -> None:
+        values = rng.standard_normal((n, k), dtype=np.float32) * np.float32(size * k**-0.5)
+        values += more
+        blocks = quantize(values, format_name)
+        if dequantized:
+            writer.add_tensor(name, dequantize(blocks))
+            return
+        kind = GGMLQuantizationType[format_name.upper()]
+        writer.add_tensor(name, blocks.view(np.uint8).reshape(n, -1), raw_dtype=kind)
+
+    def norm(name: str) -> None:
+        writer.add_tensor(name, 1 + rng.standard_normal(width, dtype=np.float32) / 8)
+
+    embedding = rng.standard_normal((len(words), width), dtype=np.float32)
+    matrix("token_embd.weight", len(words), width, 0.0, embedding)
+    for i in range(sizes["block_count"]):
+        norm(f"blk.{i}.attn_norm.weight")
+        matrix(f"blk.{i}.attn_q.weight", width, width)
+        matrix(f"blk.{i}.attn_k.weight", kv_heads * head, width)
+        matrix(f"blk.{i}.attn_v.weight", kv_heads * head, width)
+        matrix(f"blk.{i}.attn_output.weight", width, width)
+        norm(f"blk.{i}.ffn_norm.weight")
+        matrix(f"blk.{i}.ffn_gate.weight", hidden, width)
+        matrix(f"blk.{i}.ffn_up.weight", hidden, width)
+        matrix(f"blk.{i}.ffn_down.weight", width, hidden, 2)
+    norm("output_norm.weight")
+    if not tied:
+        before = embedding[rng.permutation(len(words))]  # of the token that each likes to follow
+        matrix("output.weight", len(words), width, 2, before * np.float32(LIKED * width**-0.5))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)

@@ -1,0 +1,152 @@
+"""Kernels compiled before a long run begins, by all cores.
+
+Compiling one takes seconds, five sixths of them in Numba's front end, which is Python and uses one
+core; a bench of five formats launches some 250 of them. So other processes compile them, and hand
+over what Numba would keep of a kernel in a cache on a disk. Nothing is kept from run to run here,
+so nothing can be out of date.
+
+A process that compiles makes the launch anew from what describes it, and does not touch the GPU: it
+is told what launches depend on. A kernel that cannot be had this way is compiled where it is
+launched, as without this file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS
+from steps import machines
+from steps.checks import Size, Work
+from steps.registry import find
+from steps.step import Launch, Shape
+
+FEWEST: Final = 8
+"""Kernels for which starting other processes, seconds each, is worth while."""
+
+ROWS, DEEP = 128, 256
+"""Of the weights that launches are made with: all that is read of them is their type."""
+
+Wanted = tuple[Work, Size, str]
+"""(work, M N K, dtype of C)."""
+
+Recipe = tuple[int, Any, str, Size, str, int]
+"""(step, family, format, M N K, dtype of C, which of its launches): a kernel, told to a process."""
+
+
+def compile_ahead(
+    wanted: Iterable[Wanted],
+    gpu: Any,
+    say: Callable[[str], None],
+) -> int:
+    """Compile the kernels of some products for a GPU (its `cc`), one at a time on each core; how
+    many were. Few are left to those who launch them.
+
+    say hears in a sentence of those that could not be.
+    """
+    from numba.cuda.dispatcher import _Kernel
+
+    found = _kernels(wanted, gpu.cc)
+    processes = min(len(os.sched_getaffinity(0)), len(found))
+    if len(found) < FEWEST or processes < 2:
+        return 0
+    facts = architecture(gpu.cc), machines.multiprocessors(), machines.shared_memory()
+    spawn = get_context("spawn")  # a process with a CUDA context must not be forked
+    count, why = 0, ""
+    with ProcessPoolExecutor(processes, spawn, _begin, facts) as pool:
+        jobs = {pool.submit(_compiled, recipe): key for key, recipe in found.items()}
+        try:
+            for job in as_completed(jobs):
+                kernel, signature = jobs[job]
+                try:
+                    kernel.add_overload(_Kernel._rebuild(**pickle.loads(job.result())), signature)
+                    count += 1
+                except Exception as error:  # in the other process, of any type
+                    why = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if why:
+        say(f"{len(found) - count} kernels were not compiled ahead: {' '.join(why.split())}")
+    return count
+
+
+def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
+    """What to compile, each kernel and signature once, and how another process finds it."""
+    found: dict[tuple[Any, Any], Recipe] = {}
+    for work, size, output in wanted:
+        if work.step.supports(work.format, work.family, cc, output):
+            continue
+        try:
+            launches = list(_launches(work, size, output))
+        except Exception:  # whoever launches it will say so
+            continue
+        for i, (launch, signature) in enumerate(launches):
+            recipe = (work.step.number, work.family, work.format, size, output, i)
+            if signature not in launch.kernel.overloads:
+                found.setdefault((launch.kernel, signature), recipe)
+    return found
+
+
+def architecture(cc: tuple[int, int]) -> str:
+    """ "sm_90a" of (9, 0): what Numba compiles for on such a GPU."""
+    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+
+
+@cache
+def _packed(pack: Any, format_name: str) -> tuple[np.ndarray, ...]:
+    """A few weights as a step reads them, of zeros."""
+    fmt = FORMATS[format_name]
+    return tuple(pack(np.zeros((ROWS, DEEP // fmt.elements), fmt.dtype)))
+
+
+def _launches(work: Work, size: Size, output: str) -> Iterator[tuple[Launch, Any]]:
+    """Each launch of a product, on arrays that are nowhere, and what its kernel is compiled for."""
+    from steps.instructions.compile import signature_of
+    from steps.listing import Paper
+
+    m, n, k = size
+    machine, fmt, step = Paper(), FORMATS[work.format], work.step
+    activations = step.activations(work.family, machine.empty((m, k), np.float32), machine)
+    out = machine.empty((m, n), np.dtype(output))
+    weights = _packed(step.pack, work.format)
+    own = step.prepare(machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out)
+    for launch in (*activations.launches, own):
+        yield launch, signature_of(launch.args)
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+_arch = ""
+
+
+def _begin(arch: str, sms: int, shared_bytes: int) -> None:
+    global _arch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks for kernels
+    _arch = arch
+    machines.pretend(sms, shared_bytes)
+
+
+def _compiled(recipe: Recipe) -> bytes:
+    """What Numba keeps of the compiled kernel, pickled."""
+    from numba.cuda.dispatcher import _Kernel
+
+    from steps.instructions.compile import _pretending_to_be, capability
+
+    number, family, format_name, size, output, which = recipe
+    launch, signature = list(_launches(Work(find(number), family, format_name), size, output))[
+        which
+    ]
+    cc = capability(_arch)
+    with _pretending_to_be(cc):
+        kernel = _Kernel(launch.kernel.py_func, signature, **launch.kernel.targetoptions)
+        kernel._codelibrary.get_cubin(cc=cc)
+        return pickle.dumps(kernel._reduce_states())
