@@ -14,11 +14,11 @@ Most are carried as an older format, by its own kernels:
     q2_k     c4m       2.625    6.0       likewise, a minimum too, codes of 2 bits as 4
 
 **What is lost.** Codes and levels are exact. So are scales that are float16 or powers of two: those
-of mxfp4 and iq4_nl. A K-quant's scale is the product of a float16 and an integer of up to 8 bits;
-it, and its minimum likewise, is rounded to the 11 bits of a float16, as llama.cpp's own kernels on
-tensor cores do. So a weight w = scale level + offset is off by at most 2^-11 (|scale level| +
-|offset|), halves of it a priori and nothing where d and dmin have few bits. `carried` is what is
-multiplied then, to which kernels are held as closely as ever.
+of iq4_nl, and those of mxfp4 down to 2^-31 of the largest in their row (smaller ones are 0). A
+K-quant's scale is the product of a float16 and an integer of up to 8 bits; it, and its minimum
+likewise, is rounded to the 11 bits of a float16, so that a weight w = scale level + offset is off
+by at most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE. `carried` is what is multiplied
+then, to which kernels are held as closely as to any other weights.
 """
 
 from __future__ import annotations
