@@ -21,7 +21,7 @@ What it costs
 Machine code
     IMAD, LOP3 and PRMT between IGMMA.64x256x32.U8.S8; no HFMA2 anywhere.
 Read next
-    What all of them cost and gain, side by side: the README's table
+    Few tokens once more, with what Hopper has for it: step15_decode_bulk
 """
 
 from __future__ import annotations

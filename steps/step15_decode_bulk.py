@@ -15,7 +15,8 @@ What is new
 
     Up to four tokens A comes by a bulk copy too, as float32, into slots of the ring that are not
     in use yet; the warp makes Q8_1 of its part, and then asks for the weights that go there. More
-    tokens, or A that does not fit, come in slabs, a record of A beside each two of weights.
+    tokens, or A that does not fit, come in slabs, a record of A beside each two of weights. How
+    work is cut is in steps.bulk_split, A's way in bulk_tokens, the product in bulk_products.
 Why it should help
     What step 10 does before its first product takes as long as a third of the weights: thousands of
     instructions that each run once, fetched from memory like data, and A's loads wait in line
@@ -33,53 +34,36 @@ Read next
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
 from qformats.carriers import Held, carrier
-from qformats.device import quantized, record_number, sum_of_codes
+from qformats.device import record_number
 from qformats.device_carriers import tile_format
-from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, UNIT
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS
 from qformats.repack import tiles as pack
 from steps.activations import float32_quantized_inside, q8_1_slabs
 from steps.bulk_products import PAIR, pair_products
+from steps.bulk_split import PAD, SCALES, WARPS, fused, regions, tiling
+from steps.bulk_tokens import floats, slabs
 from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
 from steps.instructions import (
-    address,
     bulk_copy,
     fence_mbarrier_init,
-    fence_proxy_async,
     let_next_start,
     load_f32,
-    load_f32x4,
-    mbarrier_arrive,
     mbarrier_arrive_expect,
     mbarrier_init,
     mbarrier_wait,
     shfl,
     shfl_xor,
     store_f32,
-    store_f32x2,
-    store_u32x2,
     wait_for_previous,
 )
-from steps.machines import multiprocessors, shared_memory
 from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
-
-WARPS: Final = 16  # of a thread block: 128 registers a thread
-STAGES: Final = 4  # slots of a warp's ring, at most: more at once do not come sooner
-BEFORE: Final = 2  # slots asked for before A has come, where there are more than LITTLE to ask for:
-LITTLE: Final = 4  # A waits in line behind them
-SUMS: Final = 33 * 1024  # bytes for the sums of warps at most
-PAD: Final = 32  # bytes between those of two warps, so that four lanes do not meet in a bank
-FITS: Final = 52 * 1024  # bytes that A in Q8_1 may have, beside two slots of any format
-SCALES: Final = 8 * BLOCKS  # bytes that a token in slabs has of them in a record
-ALONE: Final = 116 * 1024  # bytes with which a block has an SM to itself: of two, each gets half
-AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side
 
 
 @cache
@@ -96,7 +80,8 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
     slot_bytes, at_bars, at_codes = regions(fmt, tokens, stages)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     row_bytes = 4 * TILE_K * chunk  # of a token in float32, that a warp has at a time
-    at_once = max(1, min(AT_ONCE, ceil_div(chunk * BLOCKS * tokens, 8)))
+    ask_for_tokens = slabs(tokens, weights)
+    bring, quantize, at_once = floats(tokens, minimum, chunk, at_codes)
 
     @cuda.jit(device=True, forceinline=True)
     def beginning(row, rows, k, in_row):
@@ -121,79 +106,6 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
                 left, row = deep, int32(row + PAIR * across)
                 at, size, into = beginning(row, rows, k0, in_row)
         return at, size, into, left, row
-
-    @cuda.jit(device=True, forceinline=True)
-    def ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k):
-        """Ask for record k of A in slabs, to come behind the weights of a slot: of its M tokens
-        `here`, those of this thread block. All are one piece of memory; of more than a block's,
-        16 K of them are one, and scales come lane by lane, being aligned for nothing else."""
-        to, to_d = slot + weights, slot + weights + tokens * TILE_K
-        if here == M:
-            if lane == 0:
-                first = int64(k) * M
-                bulk_copy(smem, to, a, first * TILE_K, int32(M * TILE_K), smem, bar)
-                bulk_copy(smem, to_d, ds, first * (2 * BLOCKS), int32(M * SCALES), smem, bar)
-        else:
-            m, i, of_block = int64(MOST_TOKENS * cuda.blockIdx.z), int32(0), int32(2 * here)
-            while i < 2 * BLOCKS and lane == 0:
-                at = ((int64(k) * (2 * BLOCKS) + i) * M + m) * UNIT
-                bulk_copy(smem, to + i * here * UNIT, a, at, int32(here * UNIT), smem, bar)
-                i = int32(i + 1)
-            i = lane
-            while i < BLOCKS * of_block:
-                at = ((int64(k) * BLOCKS + i // of_block) * M + m) * 2 + i % of_block
-                store_f32(smem, to_d + 4 * i, load_f32(ds, at))
-                i = int32(i + 32)
-            cuda.syncwarp()
-
-    @cuda.jit(device=True, forceinline=True)
-    def bring(smem, to, bar, lane, a, M, k, count):
-        """`count` values of each token from k on -> shared memory, float32, by bulk copies; or lane
-        by lane, where A is not aligned for them."""
-        K = int32(a.shape[1])
-        if address(a, 0) & 15 == 0:
-            if lane == 0:
-                mbarrier_arrive_expect(smem, bar, int32(count * (4 * tokens)))
-                for m in range(tokens):
-                    at = int64(min(int32(m), int32(M - 1))) * K + k
-                    bulk_copy(smem, to + m * row_bytes, a, at, int32(4 * count), smem, bar)
-        else:
-            for m in range(tokens):
-                at, i = int64(min(int32(m), int32(M - 1))) * K + k, lane
-                while i < count:
-                    store_f32(smem, to + m * row_bytes + 4 * i, load_f32(a, at + i))
-                    i = int32(i + 32)
-            fence_proxy_async()  # bulk copies of weights will go to the same place
-            cuda.syncwarp()
-            if lane == 0:
-                mbarrier_arrive(smem, bar)
-
-    @cuda.jit(device=True, forceinline=True)
-    def quantize(x, smem, raw, at_d, lane, k, records, blocks_k):
-        """Float32 A at byte `raw`, so many records, the first of them number k -> Q8_1; zeros from
-        block `blocks_k` of K on. A warp has eight blocks side by side, four lanes each."""
-        group, quad = int32(lane >> 2), int32(lane & 3)
-        start, count = int32(0), int32(records * (BLOCKS * tokens))
-        while start < count:
-            for j in range(at_once):
-                item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
-                at = int32(item // tokens * (4 * BLOCK) + item % tokens * row_bytes + 16 * quad)
-                x[j, 0], x[j, 1], x[j, 2], x[j, 3] = load_f32x4(smem, raw + at)
-                x[j, 4], x[j, 5], x[j, 6], x[j, 7] = load_f32x4(smem, raw + at + 2 * BLOCK)
-            for j in range(at_once):
-                item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
-                item = int32(item + int32(k * (BLOCKS * tokens)))
-                low, high, d = quantized(x, j)
-                if int32(item // tokens) >= blocks_k:
-                    low, high, d = uint32(0), uint32(0), float32(0)
-                s = sum_of_codes(low, high, d) if minimum else d
-                store_u32x2(smem, at_codes + item * BLOCK + 8 * quad, low, high)
-                if minimum:
-                    store_f32x2(smem, at_d + item * size_d, d, s)
-                else:
-                    store_f32(smem, at_d + item * size_d, d)
-            start = int32(start + 8 * at_once)
-        cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
     def place_in_c(i, first):
@@ -332,66 +244,6 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
             own, start = int32(own + 8 * WARPS), int32(start + 8 * WARPS)
 
     return w4a8_decode_bulk
-
-
-def regions(fmt: Held, tokens: int, stages: int) -> tuple[int, int, int]:
-    """(bytes of a slot of the ring, where in shared memory behind the rings mbarriers begin, and
-    codes of A or the sums)"""
-    slot = PAIR * tile_format(fmt.name).record_bytes
-    if tokens > FUSED:
-        slot += tokens * (TILE_K + SCALES)
-    bars = WARPS * stages * slot
-    return slot, bars, bars + ceil_div(8 * WARPS * (stages + 1), 128) * 128
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is cut: `tokens` of the kernel; `across` of a thread block's warps along N, the
-    others along K, with `each` records; `tall` row tiles of a thread block; rings of `stages`
-    slots, of which `before` are asked for before A; `shared` bytes of a thread block."""
-
-    tokens: int
-    across: int
-    each: int
-    tall: int
-    stages: int
-    before: int
-    chunk: int
-    shared: int
-
-
-def fused(m: int, k: int) -> bool:
-    """Whether A[m, k] is quantized inside: for few tokens, if it fits beside the rings."""
-    tokens = ceil_div(m, 2) * 2 if m > 1 else 1
-    return m <= FUSED and tokens * k * (BLOCK + scale_bytes(tokens, True)) // BLOCK <= FITS
-
-
-def tiling(fmt: Held, shape: Shape) -> Tiling:
-    """All weights at once if there are as many multiprocessors, in waves if sums would not fit."""
-    given, in_row = not fused(shape.m, shape.k), ceil_div(shape.k, TILE_K)
-    sizes = (8, MOST_TOKENS) if given else (1, 2, 4)
-    tokens = next(t for t in sizes if t >= min(shape.m, MOST_TOKENS))
-    row_tiles, of_row_tile = ceil_div(shape.n, TILE_ROWS), 4 * tokens * TILE_ROWS
-    beside = max(1, multiprocessors() // ceil_div(shape.m, MOST_TOKENS))
-    tall, across = ceil_div(row_tiles, beside), 1
-    room = min(SUMS, shared_memory() - regions(fmt, tokens, 2)[2])
-    while given and across < WARPS and WARPS // across * (tall * of_row_tile + PAD) > room:
-        across *= 2
-    along = WARPS // across
-    waves = ceil_div(tall, (room // along - PAD) // of_row_tile)
-    tall, each = ceil_div(row_tiles, waves * beside), ceil_div(in_row, along)
-    fixed = along * (tall * of_row_tile + PAD)
-    if not given:
-        size_d = scale_bytes(tokens, tile_format(fmt.name).minimum)
-        fixed += in_row * BLOCKS * tokens * (BLOCK + size_d)
-    mine = each * ceil_div(tall + 1, PAIR * across)  # slots that a warp asks for
-    stages = max(2, min(STAGES, mine))
-    while stages > 2 and regions(fmt, tokens, stages)[2] + fixed > shared_memory():
-        stages -= 1
-    slot, _, rings = regions(fmt, tokens, stages)
-    before = min(BEFORE if mine > LITTLE else 1, stages - 1)
-    chunk = 0 if given else max(1, min(each, (stages - before) * slot // (tokens * 4 * TILE_K)))
-    return Tiling(tokens, across, each, tall, stages, before, chunk, max(ALONE, rings + fixed))
 
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:

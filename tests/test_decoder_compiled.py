@@ -61,7 +61,7 @@ def test_what_was_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_processes_compile_what_a_plan_loads() -> None:
     shape, step = Shape(40, 68, 288), find(12)
-    packed = step.pack(quantize(Problem(1, 68, 288).w, "q4_0"))
+    packed = step.pack(quantize(Problem(1, 68, 288, "q4_0").w, "q4_0"))
     places = {step.pack.__name__: tuple((one.shape, str(one.dtype)) for one in packed)}
     from steps.machines import Gpu
 

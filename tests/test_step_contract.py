@@ -32,6 +32,7 @@ LONGER = {
     "step08_async_pipeline": 320,
     "step11_w4a16_tensor_core": 320,
     "step12_w4a16_wgmma": 290,
+    "step15_decode_bulk": 290,
 }
 ALLOWED = {
     "__future__",
@@ -48,6 +49,9 @@ ALLOWED = {
 # of `steps`, and of the other steps only a parent
 SHARED = {
     "steps.activations",
+    "steps.bulk_products",
+    "steps.bulk_split",
+    "steps.bulk_tokens",
     "steps.decode_epilogue",
     "steps.decode_products",
     "steps.decode_prologue",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
+from reference.check import INTEGER_NMSE
 from steps.checks import Work, cases, check_works
 from steps.machines import Gpu
 from steps.step import Family, Step
@@ -41,7 +42,9 @@ def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
     c = multiply(prepared, machine)
     assert nmse(c, unquantized(problem.a, problem.w)) < 0.01
     if family == "A8":
-        assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < 1e-4
+        # integers for scales round the weights once more: reference.check says by how much
+        most = INTEGER_NMSE["uniform"][1] if step.accuracy == "coarse" else 1e-4
+        assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < most
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)

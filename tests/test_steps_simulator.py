@@ -11,7 +11,7 @@ import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.device import tile_format
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
-from steps import decode_split
+from steps import bulk_split, decode_split
 from steps.checks import Work, cases, check_works
 from steps.machines import Simulator
 from steps.step import Family, Shape, Step
@@ -123,7 +123,7 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # tiles of many tokens, which no small product is cut into, with K longer than the ring; step 15: A
 # in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of the module
 # that cuts.
-CUT_IN = {10: decode_split}  # any other step: its own module
+CUT_IN = {10: decode_split, 15: bulk_split}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
@@ -209,12 +209,11 @@ def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.Monke
 def test_bulk_decode_fits_any_shape() -> None:
     """Shared memory of compute capability 9.0: rings, A where it is quantized inside, and sums of
     warps along K, counted here again."""
-    step15 = sys.modules[steps.find(15).launch.__module__]
     for name in WEIGHT_FORMATS:
         tile = tile_format(name)
         for m in (1, 2, 3, 4, 5, 8, 16, 40):
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (128256, 4096), (96, 57344)):
-                cut = step15.tiling(FORMATS[name], Shape(m, n, k))
+                cut = bulk_split.tiling(FORMATS[name], Shape(m, n, k))
                 given = cut.tokens > 4
                 assert given or m <= 4, (name, m, n, k, cut)
                 slot = 2 * tile.record_bytes + (cut.tokens * (128 + 32) if given else 0)

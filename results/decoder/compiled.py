@@ -1,4 +1,4 @@
-"""Kernels of relocatable plans compiled ahead of their use, several at a time, each in a process of its own.
+"""Kernels of relocatable plans compiled ahead of their use, each in a process of its own.
 
 Numba compiles in Python, one kernel after another, some seconds each; a model that decodes and
 prefills wants some twenty. So other processes lay the same plans out on the same GPU, and hand what
