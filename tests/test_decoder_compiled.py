@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 from numba import cuda
 
 from qformats import FORMATS, quantize
+from qformats.device import half_rounder
 from reference import Problem
 from results.decoder import compiled as ahead
 from steps import find, launcher
@@ -61,6 +63,8 @@ def test_what_was_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.gpu
 def test_processes_compile_what_a_plan_loads() -> None:
     shape, step = Shape(40, 68, 288), find(12)
+    for factory in (sys.modules[step.launch.__module__].kernel, half_rounder):
+        factory.cache_clear()  # what other tests have compiled
     packed = step.pack(quantize(Problem(1, 68, 288, "q4_0").w, "q4_0"))
     places = {step.pack.__name__: tuple((one.shape, str(one.dtype)) for one in packed)}
     from steps.machines import Gpu
