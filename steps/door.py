@@ -88,7 +88,9 @@ def pack(
     where = machine_for(machine)
     known_accuracy(accuracy)
     if step is None:
-        highest = supporting(fmt.name, family, where.cc, accuracy=accuracy)[-1]
+        allowed = supporting(fmt.name, family, where.cc, accuracy=accuracy)
+        # a higher one may be exact all the same, as one for few tokens is
+        highest = next((one for one in reversed(allowed) if one.accuracy == accuracy), allowed[-1])
         every = supporting(fmt.name, family, where.cc, accuracy=ACCURACIES[-1])
         steps = tuple(one for one in every if one.pack is highest.pack)
     else:

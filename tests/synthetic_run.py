@@ -21,8 +21,9 @@ LADDER = (
     (12, "step12_w4a16_wgmma", "A16", 11, "tensor_fp16", 0.83, "W4A16 with wgmma"),
     (13, "step13_w4a8_wgmma", "A8", 9, "tensor_int8", 0.73, "W4A8 with wgmma, one scale a row"),
     (14, "step14_w4a8_integer_scales", "A8", 13, "tensor_int8", 0.8, "W4A8 with integer scales"),
+    (15, "step15_decode_bulk", "A8", 10, "tensor_int8", 0.04, "decode on Hopper: bulk copies"),
 )
-OVERLAPPING = (9, 10, 11, 12, 13, 14)
+OVERLAPPING = (9, 10, 11, 12, 13, 14, 15)
 IN_HALF = (11, 12, 13, 14)
 ACCURACY = {13: "fast", 14: "coarse"}
 ADDED = {"exact": 0.0, "fast": 1e-4, "coarse": 1e-3}
@@ -53,7 +54,7 @@ def make_row(
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + int(output[-2:]) // 8 * m * n
     operations = 2 * m * n * k
-    reach = {9: 0.35, 10: 0.85, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45}.get(
+    reach = {9: 0.35, 10: 0.85, 15: 0.95, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45, 15: 0.95}.get(
         step, min(0.2, 3 * share)
     )
     tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole

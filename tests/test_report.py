@@ -46,7 +46,7 @@ def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
     assert all(f"| {name} " in text for name in FORMATS)
     ladder, peers = text.split("before")[1].split("between")
     lines = [line for line in ladder.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 15 + 2
+    assert len(lines) == 1 + 16 + 2
     lines = [line for line in peers.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 * 1 + 17  # llama.cpp has no figure at one of the 18 shapes
     assert "llama.cpp (total)" in text
@@ -99,7 +99,7 @@ def test_nothing_measured_yet(tmp_path):
 
 def test_stale_steps_are_marked(tree):
     ladder = rewritten(tree).split("before")[1].split("between")[0]
-    assert ladder.count(report.STALE) == 16  # no sources at all: every rung, and the note
+    assert ladder.count(report.STALE) == 17  # no sources at all: every rung, and the note
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
     now = record.source_hash(4, tree)
