@@ -13,6 +13,7 @@ import pytest
 import steps
 from qformats import WEIGHT_FORMATS
 from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, unquantized
+from reference.check import INTEGER_NMSE
 from steps.machines import Simulator
 from steps.verify import multiply, prepare
 
@@ -46,4 +47,7 @@ def test_every_step(name: str) -> None:
             c = multiply(prepare(step, family, name, problem.a, blocks, machine), machine)
             assert nmse(c, exact) < CLASSICAL_LIMIT, (step.name, family)
             if family == "A8":
-                assert nmse(c, a16) < A8_WITHIN_A16, step.name
+                # integers for scales round the weights once more: reference.check says by how much
+                coarse = step.accuracy == "coarse"
+                most = INTEGER_NMSE["uniform"][1] if coarse else A8_WITHIN_A16
+                assert nmse(c, a16) < most, step.name
