@@ -88,9 +88,10 @@ def test_arrays_lie_side_by_side_in_the_memory_of_the_call(gpu: FakeGpu) -> None
 def test_scratch_memory_is_asked_for_as_zeros(gpu: FakeGpu) -> None:
     step = packings("q4_0", gpu.cc, "exact")[0]
     offered = {step.pack.__name__: places(step.pack(Problem(1, N, K, "q4_0").blocks))}
-    made = Relocatable("q4_0", Shape(1, N, K), offered, gpu)
+    shape = Shape(20, N, K)  # more tokens than the steps take that hand no sums to another block
+    made = Relocatable("q4_0", shape, offered, gpu)
     assert made.choice.step.scratch is not None
-    sizes = made.choice.step.scratch(FORMATS["q4_0"], made.choice.family, Shape(1, N, K))
+    sizes = made.choice.step.scratch(FORMATS["q4_0"], made.choice.family, shape)
     assert made.zeroed >= sum(int(np.prod(s)) * np.dtype(t).itemsize for s, t in sizes) > 0
     made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], WORK, 0)
     assert WORK in {v for _, _, values in gpu.launched for v in values}
