@@ -54,7 +54,7 @@ def make_row(
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + int(output[-2:]) // 8 * m * n
     operations = 2 * m * n * k
-    reach = {9: 0.35, 10: 0.85, 15: 0.95, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45, 15: 0.95}.get(
+    reach = {9: 0.35, 10: 0.85, 15: 0.95, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45}.get(
         step, min(0.2, 3 * share)
     )
     tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole
