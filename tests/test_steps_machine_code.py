@@ -59,7 +59,7 @@ def no_local_memory_where_it_counts(code: MachineCode) -> bool:
     if not code.count("LDL", "STL"):
         return code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
     lines = code.sass.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line]
+    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line or "HMMA" in line]
     loop = lines[multiplies[0] : multiplies[-1]] if multiplies else lines
     touched = sum("LDL" in line or "STL" in line for line in loop)
     few = 0 if code.arch == "sm_90a" else 2
