@@ -59,7 +59,7 @@ check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 	@$(PY) -m steps check $(STEP) $(DATA) $(FILE)
 
 test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
-	@$(PY) -m pytest -n auto
+	@$(PY) -m pytest -n auto --dist loadgroup
 
 bench: $(READY) ## measure all steps at all shapes on this GPU, with peers, into results/<gpu>/
 	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(OUT),--out '$(OUT)')

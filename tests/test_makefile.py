@@ -80,7 +80,7 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             ["sanitize", "STEP=4", "TOOL=memcheck racecheck"],
             "python -m steps sanitize 4 --tool memcheck racecheck",
         ),
-        (["test"], "python -m pytest -n auto"),
+        (["test"], "python -m pytest -n auto --dist loadgroup"),
         (["report"], "python -m results.page"),
         (["report", "OUT=there.html"], "python -m results.page --out 'there.html'"),
         (

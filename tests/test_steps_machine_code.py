@@ -49,7 +49,10 @@ def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
         cc = int(arch.removeprefix("sm_").rstrip("a"))
         if cc >= 10 * step.min_cc[0] + step.min_cc[1]:
             for family in step.families:
-                yield pytest.param(step, family, arch, id=f"step{step.number:02d}-{family}-{arch}")
+                name = f"step{step.number:02d}-{family}-{arch}"
+                # in one process, which keeps what it has compiled for the next test
+                group = pytest.mark.xdist_group(name)
+                yield pytest.param(step, family, arch, id=name, marks=group)
 
 
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
