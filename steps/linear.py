@@ -106,7 +106,7 @@ class QuantLinear(nn.Module):
 
         The layer is where the source is. A Linear's bias is shared with it, not copied.
         """
-        fmt, linear = _kernel_format(format), source
+        fmt, linear = _written_format(format), source
         if isinstance(source, nn.Linear):
             source, bias = source.weight, source.bias if bias is None else bias
         if isinstance(source, np.ndarray):
@@ -291,6 +291,15 @@ def _kernel_format(name: str) -> Any:
     return FORMATS[name]
 
 
+def _written_format(name: str) -> Any:
+    """A format that floats are quantized to."""
+    fmt = _kernel_format(name)
+    if not fmt.written:
+        written = ", ".join(one for one in TAKEN if FORMATS[one].written)
+        raise ValueError(f"{name} is read from files, not written: quantize to {written}")
+    return fmt
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -364,7 +373,7 @@ def quantize_model(
     Layers are quantized one after another. ValueError with the name where one cannot be, such as
     one that holds NaN: those before it are replaced then.
     """
-    fmt, accuracy = _kernel_format(format), known_accuracy(accuracy)
+    fmt, accuracy = _written_format(format), known_accuracy(accuracy)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if isinstance(model, nn.Linear):
         raise ValueError("the model is a Linear itself: use QuantLinear.from_float(model, format)")

@@ -330,7 +330,12 @@ BAD["d"][1, 0] = np.nan
     [
         (lambda: QuantLinear(33, 5), ValueError, "multiple of 32 .* got in_features=33"),
         (lambda: QuantLinear(32, 0), ValueError, "at least one of out_features"),
-        (lambda: QuantLinear(32, 5, format="q4_k"), ValueError, "take q4_0, .*, not 'q4_k'"),
+        (lambda: QuantLinear(32, 5, format="q9_k"), ValueError, "take q4_0, .*, not 'q9_k'"),
+        (
+            lambda: QuantLinear(32, 5, format="q4_k"),
+            ValueError,
+            r"multiple of 256 .*in_features=32",
+        ),
         (lambda: QuantLinear(32, 5, accuracy="good"), ValueError, "unknown accuracy 'good'"),
         (
             lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"),
@@ -577,15 +582,15 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("m", "dtype", "biased", "names"),
     [
-        (1, torch.float32, False, ["new_empty", "new_empty", "slice", "zero_"]),
+        (1, torch.float32, False, ["new_empty"]),  # no block hands sums to another
         (
             *(1, torch.float16, False),  # of a step that writes float32 alone
-            ["_to_copy", "new_empty", "new_empty", "slice", "zero_", "_to_copy"],
+            ["_to_copy", "new_empty", "_to_copy"],
         ),
-        (1, torch.float32, True, ["new_empty", "new_empty", "slice", "zero_", "add"]),
+        (1, torch.float32, True, ["new_empty", "add"]),
         (
             *(1, torch.bfloat16, True),
-            ["_to_copy", "new_empty", "new_empty", "slice", "zero_", "new_empty", "add"],
+            ["_to_copy", "new_empty", "new_empty", "add"],
         ),
         (300, torch.float16, False, ["_to_copy", "new_empty", "new_empty", "slice", "zero_"]),
     ],
@@ -788,7 +793,9 @@ def test_a_model_that_cannot_be_quantized() -> None:
     with pytest.raises(ValueError, match="the model is a Linear itself"):
         quantize_model(nn.Linear(32, 3))
     model = nn.ModuleDict({"good": nn.Linear(32, 3), "bad": nn.Linear(32, 3)})
-    with pytest.raises(ValueError, match="not 'q6_k'"):
+    with pytest.raises(
+        ValueError, match=r"^q6_k is read from files, not written: quantize to q4_0"
+    ):
         quantize_model(model, "q6_k")
     with torch.no_grad():
         model["bad"].weight[0, 0] = torch.nan
