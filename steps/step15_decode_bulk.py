@@ -20,9 +20,9 @@ What is new
 Why it should help
     In a first version, all written out and with A loaded lane by lane, half of the time had passed
     before the first product: thousands of instructions that each run once, fetched from memory like
-    data, and loads of A that waited in line behind all weights which the rings had asked for. Here it is two slots of weights, A, and the
-    rest when A has come. 33 MB of Q4_0 at 4.1 TB/s take 8.1 us; with 1.5 us until the first weights
-    are there, and an end: 10.5, in a chain 9.
+    data, and loads of A that waited in line behind all weights which the rings had asked for. Here
+    it is two slots of weights, A, and the rest when A has come. 33 MB of Q4_0 at 4.1 TB/s take 8.1
+    us; with 1.5 us until the first weights are there, and an end: 10.5, in a chain 9.
 What it costs
     Hopper or later. A part of K to each warp is coarse: 16 warps cut K = 4096 in two records each.
 Machine code
