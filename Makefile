@@ -61,8 +61,8 @@ check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
 	@$(PY) -m pytest -n auto --dist loadgroup
 
-bench: $(READY) ## measure all steps at all shapes on this GPU, with peers, into results/<gpu>/
-	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(OUT),--out '$(OUT)')
+bench: $(READY) ## measure all steps at all shapes, with peers, into results/<gpu>/ (GPUS=4: on four at once)
+	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(GPUS),--gpus '$(GPUS)') $(if $(OUT),--out '$(OUT)')
 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
 	@$(PY) -m steps tune $(STEP) $(DATA)

@@ -296,7 +296,7 @@ def facts(env: Environment) -> list[tuple[str, str]]:
     """The machine of a run and its software, one line each; what is not known is left out."""
     clocks = env.clocks_mhz
     given: list[tuple[str, Any]] = [
-        ("GPU", env.where),
+        ("GPU", env.where if env.gpus == 1 else f"{env.gpus} x {env.where}"),
         ("Compute capability", env.cc and "{}.{}".format(*env.cc)),
         ("Multiprocessors", env.sms),
         ("L2 cache", env.l2_bytes and f"{env.l2_bytes / 2**20:.0f} MiB"),

@@ -233,6 +233,7 @@ class Environment:
     """The machine, its software and the command: what another machine needs to understand a row."""
 
     gpu: str | None = None
+    gpus: int = 1  # of one host, each of which measured all that is compared on some weights
     cc: tuple[int, int] | None = None
     sms: int | None = None
     l2_bytes: int | None = None

@@ -75,6 +75,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/4")
+    return int(match[1]), int(match[2])
+
+
 def _duration(text: str) -> float:
     if not re.fullmatch(r"[0-9]{0,5}\.?[0-9]{1,3}", text) or float(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds such as 0.5 or 2")
@@ -176,7 +183,7 @@ def _parser() -> Parser:
     one.add_argument("--small", action="store_true", help="the simulator's shapes on a GPU too")
 
     one = command(
-        "bench", "run:bench", "measure the whole matrix, with peers", _data(), as_json, steps="*"
+        "bench", "matrix:bench", "measure the whole matrix, with peers", _data(), as_json, steps="*"
     )
     one.add_argument(
         "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/...)"
@@ -186,6 +193,22 @@ def _parser() -> Parser:
     )
     one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp, no duels")
     one.add_argument("--no-duels", action="store_true", help="no kernels in turn with cuBLAS's")
+    several = one.add_mutually_exclusive_group()
+    several.add_argument(
+        "--gpus",
+        type=_positive,
+        metavar="N",
+        help="on so many GPUs of one kind at once (default 1)",
+    )
+    several.add_argument(
+        "--part", type=_part, metavar="I/N", help="only the I-th of N parts; `join` joins them"
+    )
+
+    one = command("join", "parts:join", "put the parts of a bench together")
+    one.add_argument("parts", nargs="+", type=Path, metavar="PART", help="files of `bench --part`")
+    one.add_argument(
+        "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/...)"
+    )
 
     one = command(
         "duel",

@@ -224,13 +224,16 @@ def same_work_by_others(
     budget: Budget,
     l2_bytes: int,
     say: Callable[[str], None],
+    *,
+    cublas: bool = True,
 ) -> tuple[Peer, ...]:
-    """cuBLAS through torch where it is installed, measured now; llama.cpp's, measured now where
-    llama-cpp-python is installed with CUDA, else from another run. `say` hears why not now."""
+    """cuBLAS, if wanted, through torch where it is installed, measured now; llama.cpp's, measured
+    now where llama-cpp-python is installed with CUDA, else from another run. `say` hears why not
+    now."""
     from results.peers import cublas_fp16, ggml
 
-    cublas = cublas_fp16(shapes, budget)
+    halves = cublas_fp16(shapes, budget) if cublas else ()
     llama_cpp, why = ggml(gpu, shapes, formats, l2_bytes, budget)
     if why:
         say(f"llama.cpp's figures are those given, where there are any: {why}")
-    return (*cublas, *llama_cpp)
+    return (*halves, *llama_cpp)

@@ -1,4 +1,4 @@
-"""The commands that run steps: `run`, `ladder`, `check`, `bench`, and `launch` for the profiler.
+"""The commands that run steps: `run`, `ladder`, `check`, and `launch` for the profiler.
 
 Check first, then measure, then say it in one table. Without a GPU the simulator checks at small
 shapes and nothing is timed, which the output says.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
-from reference import BENCH_SHAPES, DISTRIBUTIONS
+from reference import DISTRIBUTIONS
 from steps import bench as benching
-from steps import duel as dueling
 from steps import given as giving
 from steps import table
 from steps.ahead import Wanted, compile_ahead
@@ -43,10 +41,6 @@ from steps.table import Column, Line, Table, Tone
 
 SIMULATED = "checked in the simulator at small shapes; nothing is timed, as speed takes a GPU"
 OF_A_FILE = "checked in the simulator, and not timed, on a cut of"
-
-SAVE_SECONDS = 30.0
-"""A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
-and writing a thousand rows takes a second."""
 
 
 # --- where and what -------------------------------------------------------------------------------
@@ -204,7 +198,7 @@ def run(args: Namespace) -> int:
     if not simulated:
         shape = given.whole.shape if given else shape_of(args)
         ahead = [(work, shape, output) for work in works for output in work.step.outputs]
-    outcomes = _checked(works, machine, simulated, args, given, quick=simulated, ahead=ahead)
+    outcomes = checked(works, machine, simulated, args, given, quick=simulated, ahead=ahead)
     found: tuple[Any, ...] = ()
     saved: Path | None = None
     if not simulated and outcomes.broken is None:
@@ -226,136 +220,13 @@ def check(args: Namespace) -> int:
     simulated = why_not is not None
     cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
     works = select(steps, _formats(args, given), args.scheme, cc)
-    outcomes = _checked(works, machine, simulated, args, given, quick=args.quick)
+    outcomes = checked(works, machine, simulated, args, given, quick=args.quick)
     if args.json:
         _print_json(name, outcomes, (), given.as_json(simulated) if given else None)
     else:
         of = given.told(simulated) if given else None
         _print_run(name, why_not, outcomes, (), {w.step.number for w in works}, None, of)
     return 0 if outcomes.ok else 1
-
-
-def bench(args: Namespace) -> int:
-    """The whole matrix with peers, into one JSON file; 1 if any row failed."""
-    from results import record
-
-    _, machine, _ = machines("gpu")
-    one = asked_shape(args, DEFAULT_SHAPE)
-    shapes = [one] if one else list(BENCH_SHAPES)
-    works = select(named(args.steps), formats_of(args.format), args.scheme)
-    count = len(works) * len(shapes)
-    budget = benching.budget_for(args.seconds, count) if args.seconds else benching.Budget()
-    meant = () if args.no_peers or args.no_duels else dueling.meant_to(works)
-    ahead = [
-        (work, shape, output)
-        for work in works
-        for shape in shapes
-        for output in work.step.outputs[: None if work in meant else 1]
-    ]
-    outcomes = _checked(works, machine, False, args, None, quick=True, ahead=ahead)
-    env = record.environment()
-    measuring = benching.Bench.here(budget)
-    recorder = benching.Recorder(env, measuring.limits, args.out)
-    distribution = timed_distribution(args)
-    found: list[Any] = []
-    fought: list[Any] = []
-    broken, saved = outcomes.broken, time.monotonic()
-    with table.progress(len(works) * len(shapes)) as report:
-        rows = benching.rows(
-            measuring,
-            works if broken is None else (),
-            shapes,
-            distribution=distribution,
-            seed=args.seed,
-            wrong=_wrong(outcomes),
-            all_outputs=False,  # what a float16 C gains is the duels' to say
-            report=report,
-        )
-        try:
-            for row in rows:
-                found.append(row)
-                if time.monotonic() - saved >= SAVE_SECONDS:
-                    recorder.save(found)
-                    saved = time.monotonic()
-        except Exception as error:  # what was measured before it is still worth keeping
-            if not fatal(error):
-                raise
-            broken = f"{type(error).__name__}: {error}"
-    path = recorder.save(found)  # before the peers, whose failure must not cost the rows
-    if broken is None and not args.no_peers:
-        names = tuple(dict.fromkeys(work.format for work in works))
-        others = benching.same_work_by_others(
-            env.gpu, shapes, names, measuring.budget, measuring.stopwatch.l2_bytes, _remark
-        )
-        path = recorder.save(found, others)
-        if not args.no_duels and (fighting := dueling.meant_to(works)):
-
-            def keep(duels: Sequence[Any]) -> None:
-                recorder.save(found, others, dueling.sorted_duels(duels))
-
-            fought, broken = _duels(
-                measuring, fighting, shapes, distribution, args.seed, _wrong(outcomes), keep
-            )
-            keep(fought)
-    rows_ = benching.sorted_rows(found)
-    if args.json:
-        print(path.read_text(encoding="utf-8"), end="")
-    else:
-        table.show(_run_table(f"{env.where}, {distribution} data", (), rows_, set(), shapes=True))
-        print(f"wrote {path}")
-        if fought:
-            table.show(dueling.as_table(f"{env.where}: kernels against cuBLAS fp16", fought))
-    bad = [one for one in (*rows_, *fought) if one.status == "failed"]
-    for sentence in [f"step {r.step} {r.scheme} {r.format} {r.shape}: {r.why}" for r in bad]:
-        print(sentence, file=sys.stderr)
-    if broken:
-        print(f"the run ended early: {broken}", file=sys.stderr)
-    return 1 if bad or broken else 0
-
-
-def _duels(
-    measuring: benching.Bench,
-    works: Sequence[Work],
-    shapes: Sequence[Size],
-    distribution: str,
-    seed: int,
-    wrong: dict[tuple[int, Family, str], str],
-    keep: Callable[[Sequence[Any]], None],
-) -> tuple[list[Any], str | None]:
-    """(the duels of a bench, the CUDA error that ended them); none without a rival, as is said."""
-    if why := dueling.why_no_rival():
-        _remark(f"no duels: {why}")
-        return [], None
-    shapes = [shape for shape in shapes if shape[0] >= dueling.FEWEST]
-    fought: list[Any] = []
-    saved = time.monotonic()
-    clock = getattr(measuring.stopwatch, "clock", None)
-    with table.progress(dueling.count(works, shapes)) as report:
-        each = dueling.duels(
-            measuring,
-            works,
-            shapes,
-            dueling.cublas(clock),
-            distribution=distribution,
-            seed=seed,
-            wrong=wrong,
-            report=report,
-        )
-        try:
-            for one in each:
-                fought.append(one)
-                if time.monotonic() - saved >= SAVE_SECONDS:
-                    keep(fought)
-                    saved = time.monotonic()
-        except Exception as error:  # those before it are kept
-            if not fatal(error):
-                raise
-            return fought, f"{type(error).__name__}: {error}"
-    return fought, None
-
-
-def _remark(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
 
 
 def launch(args: Namespace) -> int:
@@ -389,7 +260,12 @@ def one_work(args: Namespace) -> Work:
     return select(steps, names, args.scheme or family)[0]
 
 
-def _checked(
+def remark(sentence: str) -> None:
+    """Something for people, beside the output."""
+    print(sentence, file=sys.stderr)
+
+
+def checked(
     works: Sequence[Work],
     machine: Callable[[int], Machine],
     simulated: bool,
@@ -419,13 +295,13 @@ def _checked(
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
     if not simulated:
         checked = [(w, one.shape, "float32") for w in works for one in cases_of(w.format)]
-        compile_ahead((*checked, *ahead), machine(0), _remark)
+        compile_ahead((*checked, *ahead), machine(0), remark)
     posed = given.posed(simulated) if given else None
     with table.progress(len(works)) as report:
         return check_works(works, cases_of, machine, report, posed)
 
 
-def _wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
+def wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
     """Why works must not be timed: (step, family, format) -> the first sentence."""
     return {
         (o.work.step.number, o.work.family, o.work.format): o.failures[0]
@@ -451,7 +327,7 @@ def _measured(
             [shape],
             distribution=timed_distribution(args),
             seed=args.seed,
-            wrong=_wrong(outcomes),
+            wrong=wrong(outcomes),
             given=given.whole if given else None,
             report=report,
         )
@@ -469,7 +345,7 @@ def _measured(
         if outcomes.broken is None:
             names = formats_of(args.format)
             others = benching.same_work_by_others(
-                env.gpu, [shape], names, measuring.budget, measuring.stopwatch.l2_bytes, _remark
+                env.gpu, [shape], names, measuring.budget, measuring.stopwatch.l2_bytes, remark
             )
             recorder.save(found, others)
     return benching.sorted_rows(found), saved
@@ -490,7 +366,7 @@ _MEASURED = (
 )
 
 
-def _run_table(
+def run_table(
     title: str,
     outcomes: Sequence[Outcome],
     rows: Sequence[Any],
@@ -576,7 +452,7 @@ def _print_run(
     else:
         title = f"{name}: checked, not timed" + (f", {of}" if of else "")
     notes = giving.NOTES if of else ()
-    table.show(_run_table(title, outcomes.each, rows, asked, notes=notes))
+    table.show(run_table(title, outcomes.each, rows, asked, notes=notes))
     sentences = [sentence for outcome in outcomes.each for sentence in outcome.failures]
     sentences += [
         f"step {row.step} {row.scheme} {row.format}: {row.why}"

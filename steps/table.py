@@ -112,8 +112,9 @@ class Progress:
         self._file = file or sys.stderr
         self._shown = self._file.isatty()
 
-    def __call__(self, what: str) -> None:
-        self.done += 1
+    def __call__(self, what: str, done: int | None = None) -> None:
+        """done: how many are, where it is not one more than before."""
+        self.done = self.done + 1 if done is None else done
         if self._shown:
             width = len(str(self.total))
             print(

@@ -11,7 +11,7 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES
-from steps import ahead, listing, machines, run
+from steps import ahead, listing, machines, matrix, run
 from steps.ahead import architecture, compile_ahead
 from steps.checks import Case, Work, select
 from steps.instructions.compile import disassemble, machine_code, opcodes, signature_of
@@ -169,5 +169,5 @@ def test_a_bench_has_the_kernels_of_its_duels_compiled_too(
     args = asked(command="bench", steps=["12"], m=512, n=64, k=128, out=tmp_path / "run.json")
     args.seconds, args.no_peers, args.no_duels = None, False, not duels
     with pytest.raises(Seen) as seen:
-        run.bench(args)
+        matrix.bench(args)
     assert seen.value.args[0] == ({"float32", "float16"} if duels else {"float32"})

@@ -16,7 +16,7 @@ from reference import Problem
 from results import measure, record
 from results.measure import Budget
 from results.record import Environment, Limits
-from steps import bench, checks, duel, run
+from steps import bench, checks, duel, matrix, run
 from steps.checks import Case, Outcome, Outcomes, Work, check_works, select
 from steps.machines import Simulator
 from steps.registry import find, ladder
@@ -263,6 +263,8 @@ def asked(**changes) -> Namespace:
         "tensor": None,
         "json": False,
         "save": False,
+        "gpus": None,
+        "part": None,
     }
     return Namespace(**fields | changes)
 
@@ -314,12 +316,12 @@ def test_a_wrong_step_is_shown_but_not_timed(monkeypatch, capsys) -> None:
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_bench_checks_measures_records_and_prints(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(bench, "same_work_by_others", lambda *_: ())
+    monkeypatch.setattr(bench, "same_work_by_others", lambda *_, **__: ())
     out = tmp_path / "run.json"
     args = asked(command="bench", out=out, seconds=None, no_peers=False, dist="golden")
     args.no_duels = False
     del args.order
-    assert run.bench(args) == 0
+    assert matrix.bench(args) == 0
     saved = record.read(out)
     assert [(row.step, row.shape) for row in saved.rows] == [(5, (2, 8, 32))]
     printed = capsys.readouterr()
@@ -336,15 +338,16 @@ def test_the_duels_of_a_bench_are_in_its_file(tmp_path, monkeypatch, capsys) -> 
 
     def fight(measuring: Any, works: Any, shapes: Any, rivals: Any, **options: Any) -> Any:
         said.append(([work.step.number for work in works], list(shapes), options["wrong"]))
+        assert options["overlap"], "as the layers of a model run"
         yield make_duel(pace="burst")
         yield make_duel(status="failed", why="it was wrong", us=None)
 
     def bench_of(**changes: Any) -> int:
         given = {"command": "bench", "out": out, "seconds": None, "no_peers": False}
-        return run.bench(asked(**given | {"no_duels": False} | changes))
+        return matrix.bench(asked(**given | {"no_duels": False} | changes))
 
     out = tmp_path / "run.json"
-    monkeypatch.setattr(bench, "same_work_by_others", lambda *_: ())
+    monkeypatch.setattr(bench, "same_work_by_others", lambda *_, **__: ())
     monkeypatch.setattr(duel, "duels", fight)
     monkeypatch.setattr(duel, "cublas", lambda clock: None)
     monkeypatch.setattr(duel, "FEWEST", 2)
@@ -369,7 +372,7 @@ def test_the_duels_of_a_bench_are_in_its_file(tmp_path, monkeypatch, capsys) -> 
     assert "1.020x" in printed.out
     said.clear()
     bench_of(m=1)
-    assert said == [([5], [], {})], "few tokens need no duel"
+    assert said == [], "few tokens need no duel"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -381,10 +384,10 @@ def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(tmp_path, monkeypatch, c
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(bench, "rows", lost)
-    monkeypatch.setattr(run, "fatal", lambda _: True)
+    monkeypatch.setattr(matrix, "fatal", lambda _: True)
     out = tmp_path / "run.json"
     args = asked(command="bench", steps=["1", "2"], out=out, seconds=1, no_peers=False)
     args.no_duels = False
-    assert run.bench(args) == 1
+    assert matrix.bench(args) == 1
     assert [row.step for row in record.read(out).rows] == [1]
     assert "the run ended early: RuntimeError: an illegal memory access" in capsys.readouterr().err

@@ -330,9 +330,9 @@ def test_an_error_is_a_failed_duel_and_a_lost_context_ends_them(monkeypatch) -> 
         fought(SimulatedClock())
 
 
-def test_in_a_bench_duel_float16_tensor_cores_and_what_is_not_exact() -> None:
-    works = [Work(step, step.families[-1], "q4_0") for step in (find(7), find(9), find(11), BOTH)]
-    assert [work.step.number for work in duel.meant_to(works)] == [11, 5]
+def test_in_a_bench_duel_those_with_wgmma_whose_products_are_cublas_s() -> None:
+    works = [Work(step, step.families[-1], "q4_0") for step in ladder()]
+    assert [work.step.number for work in duel.meant_to(works)] == [12, 13, 14]
 
 
 # --- the command ----------------------------------------------------------------------------------

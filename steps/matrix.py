@@ -1,0 +1,181 @@
+"""The command `bench`: every step in every format at every shape, peers and duels, in one file.
+
+What is measured in which order is here, how in `steps.bench` and `steps.duel`. Weights are
+outermost: a format's weights of one size meet all steps, then their peers, then cuBLAS in duels.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reference import BENCH_SHAPES
+from results import record
+from results.record import Duel, Peer, Row
+from steps import bench as benching
+from steps import duel as dueling
+from steps import parts, run, table
+from steps.bench import DEFAULT_SHAPE, Bench, Recorder
+from steps.checks import Size, Work, fatal, select
+from steps.parts import Group
+
+SAVE_SECONDS = 30.0
+"""A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
+and writing a thousand rows takes a second."""
+
+
+def bench(args: Namespace) -> int:
+    """The whole matrix with peers, into one JSON file; 1 if any row failed."""
+    run.machines("gpu")
+    works = select(run.named(args.steps), run.formats_of(args.format), args.scheme)
+    whole = parts.groups(works, shapes_of(args))
+    if (args.gpus or 1) > 1:
+        found, path, status = parts.on_gpus(args, whole)
+        said: list[str] = []
+    else:
+        growing = _measured(args, whole)
+        found, path, said = growing.run, growing.path, growing.failures
+        status = 1 if said else 0
+    if args.json:
+        print(path.read_text(encoding="utf-8"), end="")
+    else:
+        title = f"{found.env.where}, {run.timed_distribution(args)} data"
+        table.show(run.run_table(title, (), found.rows, set(), shapes=True))
+        print(f"wrote {path}")
+        if found.duels:
+            title = f"{found.env.where}: kernels against cuBLAS fp16"
+            table.show(dueling.as_table(title, found.duels))
+    for sentence in said:
+        print(sentence, file=sys.stderr)
+    return status
+
+
+def shapes_of(args: Namespace) -> list[Size]:
+    """The shapes of a bench that have the M, N and K asked for; where there is none, the one asked
+    for."""
+    asked = args.m, args.n, args.k
+    found = [
+        shape
+        for shape in BENCH_SHAPES
+        if all(size in (None, own) for size, own in zip(asked, shape, strict=True))
+    ]
+    return found or [run.shape_of(args, DEFAULT_SHAPE)]
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A run while it is measured, and the file where it is kept."""
+
+    recorder: Recorder
+    rows: list[Row] = field(default_factory=list)
+    peers: list[Peer] = field(default_factory=list)
+    duels: list[Duel] = field(default_factory=list)
+    broken: str | None = None  # the CUDA error that ended it
+    _saved: float = field(default_factory=time.monotonic)
+
+    def add(self, found: Iterable[Row | Duel]) -> None:
+        """As they come."""
+        for one in found:
+            if isinstance(one, Row):
+                self.rows.append(one)
+            else:
+                self.duels.append(one)
+            self.keep()
+
+    def keep(self, now: bool = False) -> None:
+        if now or time.monotonic() - self._saved >= SAVE_SECONDS:
+            self.recorder.save(self.rows, self.peers, dueling.sorted_duels(self.duels))
+            self._saved = time.monotonic()
+
+    @property
+    def path(self) -> Path:
+        assert self.recorder.path is not None, "kept at least once"
+        return self.recorder.path
+
+    @property
+    def run(self) -> record.Run:
+        return record.read(self.path)
+
+    @property
+    def failures(self) -> list[str]:
+        each: list[Row | Duel] = [*self.rows, *self.duels]
+        each = [one for one in each if one.status == "failed"]
+        said = [f"step {one.step} {one.scheme} {one.format} {one.shape}: {one.why}" for one in each]
+        return [*said, f"the run ended early: {self.broken}"] if self.broken else said
+
+
+def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
+    """The groups of args.part, on this GPU."""
+    _, machine, _ = run.machines("gpu")
+    mine = parts.part_of(whole, args.part)
+    works = tuple({str(work): work for group in mine for work in group.works}.values())
+    meant = () if args.no_peers or args.no_duels else dueling.meant_to(works)
+    ahead = [
+        (work, shape, output)
+        for group in mine
+        for work in group.works
+        for shape in group.shapes
+        for output in work.step.outputs[: None if work in meant else 1]
+    ]
+    outcomes = run.checked(works, machine, False, args, None, quick=True, ahead=ahead)
+    budget = benching.Budget()
+    if args.seconds:
+        budget = benching.budget_for(args.seconds, sum(group.rows for group in whole))
+    env, measuring, say = record.environment(), Bench.here(budget), _once()
+    growing = _Growing(Recorder(env, measuring.limits, args.out), broken=outcomes.broken)
+    if meant and (why := dueling.why_no_rival()):
+        say(f"no duels: {why}")
+        meant = ()
+    fights = [_fights(group, meant) for group in mine]
+    count = sum(group.rows for group in mine) + sum(dueling.count(*each) for each in fights)
+    drawn: dict[str, Any] = {"distribution": run.timed_distribution(args), "seed": args.seed}
+    drawn["wrong"] = run.wrong(outcomes)
+
+    def peers(group: Group) -> tuple[Peer, ...]:
+        first, l2_bytes = group.format == whole[0].format, measuring.stopwatch.l2_bytes
+        asked = env.gpu, group.shapes, (group.format,), budget, l2_bytes, say
+        return benching.same_work_by_others(*asked, cublas=first)
+
+    try:
+        with table.progress(count) as report:
+            for group, fight in zip(mine, fights, strict=True) if not growing.broken else ():
+                drawn["report"] = report
+                # what a float16 C gains is the duels' to say
+                matrix = group.works, group.shapes
+                growing.add(benching.rows(measuring, *matrix, all_outputs=False, **drawn))
+                if not args.no_peers:
+                    growing.keep(now=True)  # a peer's failure must not cost the rows
+                    growing.peers += peers(group)
+                if all(fight):
+                    rival = dueling.cublas(getattr(measuring.stopwatch, "clock", None))
+                    growing.add(dueling.duels(measuring, *fight, rival, overlap=True, **drawn))
+    except Exception as error:  # what was measured before it is still worth keeping
+        if not fatal(error):
+            raise
+        growing.broken = f"{type(error).__name__}: {error}"
+    finally:
+        growing.keep(now=True)
+    return growing
+
+
+def _fights(group: Group, meant: Sequence[Work]) -> tuple[list[Work], list[Size]]:
+    """Who duels, and where."""
+    works = [work for work in group.works if work in meant]
+    return works, [shape for shape in group.shapes if shape[0] >= dueling.FEWEST]
+
+
+def _once() -> Any:
+    """`run.remark`, but a sentence only once."""
+    heard: set[str] = set()
+
+    def say(sentence: str) -> None:
+        if sentence not in heard:
+            heard.add(sentence)
+            run.remark(sentence)
+
+    return say
