@@ -148,6 +148,10 @@ LOT: Final = 128
 SLICE: Final = 16
 """Tokens of a warpgroup's sums that lie in shared memory at a time."""
 
+PATIENCE: Final = 12
+"""Questions to the L2, some 700 cycles each, before a block leaves its strip to those who come
+later."""
+
 IN_FLIGHT: Final = 64
 """Registers for sums of other blocks on their way."""
 
@@ -159,8 +163,80 @@ def load_i32x4(array, at):
 
 
 @cache
+def scale_and_write(count: int, in_half: bool, zero: int) -> tuple[Any, Any]:
+    """(units, write) for four neighbouring features of `count` tokens m, m + 8, m + 16 ...
+
+    units(v, too_much, of_tokens, m, M): the tokens' units, and what is too much in their sums.
+    write(x, v, too_much, u, c, m, n, M, N): x, times these and the features' units u, to C.
+    """
+    row = write_row(in_half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def units(v, too_much, of_tokens, m, M):
+        for i in range(count):
+            of_one = int32(min(int32(m + 8 * i), int32(M - 1)))
+            v[i] = load_f32(of_tokens, of_one)
+            if zero:
+                too_much[i] = zero * int32(load_f32(of_tokens, int32(M + of_one)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(x, v, too_much, u, c, m, n, M, N):
+        at, ahead = int64(m) * N + n, int64(8) * N
+        for i in range(count):
+            r = 4 * i
+            if zero:
+                for j in range(r, r + 4):
+                    x[j] = int32(x[j] - too_much[i])
+            y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
+            y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
+            if int32(m + 8 * i) < M:
+                row(c, at, int32(N - n), (y0, y1, y2, y3))
+            at += ahead
+
+    return units, write
+
+
+@cache
+def turned(tokens: int, first_word: int, kind: Any) -> Any:
+    """turn(x, sums, group, t): of each 8 of so many tokens a thread holds, in x, m and m + 1 of
+    features n and n + 8 of 64; afterwards four neighbouring features of tokens m, m + 8, m + 16 ...
+
+    sums: all of the dynamic shared memory, of which SLICE tokens are used from `first_word` on, for
+    each of two warpgroups.
+    """
+    piece, pitch = min(tokens, SLICE), ROWS + PAD
+    load = load_f32x4 if kind == float32 else load_i32x4
+    put_one = store_f32 if kind == float32 else store_u32
+
+    @cuda.jit(device=True, forceinline=True)
+    def turn(x, sums, group, t):
+        base = first_word + group * piece * pitch
+        put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
+        get = base + (t >> 4) * pitch + (t & 15) * 4
+        for first in range(0, tokens, piece):
+            barrier_sync(1 + group, GROUP)
+            for j in range(0, piece, 8):
+                r, to = (first + j) // 2, put + j * pitch
+                put_one(sums, to, x[r])
+                put_one(sums, to + pitch, x[r + 1])
+                put_one(sums, to + 8, x[r + 2])
+                put_one(sums, to + pitch + 8, x[r + 3])
+            barrier_sync(1 + group, GROUP)
+            for j in range(0, piece, 8):
+                r = (first + j) // 2
+                x[r], x[r + 1], x[r + 2], x[r + 3] = load(sums, get + j * pitch)
+
+    return turn
+
+
+@cache
 def finish_wgmma(
-    tile: tuple[int, int], first_word: int, in_half: bool, kind: Any = float32, zero: int = 0
+    tile: tuple[int, int],
+    first_word: int,
+    in_half: bool,
+    strips: int,
+    kind: Any = float32,
+    zero: int = 0,
 ) -> tuple[Any, int]:
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
@@ -172,8 +248,13 @@ def finish_wgmma(
     number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
                  the sums of all K.
     to         : (of_rows, of_tokens, c, partials, arrived), see `finish_tile`; but partials is
-                 `kind` [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64]. The blocks leave
-                 parts of a tile there, and the last to come adds up all of them in the order of K.
+                 `kind` [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64 strips].
+
+    The blocks that share a tile leave their sums in `partials`. A lot is cut into `strips`, some of
+    its tokens, and the last to come to a strip adds it up, in the order of K. Of several strips a
+    block comes to its own last, when all others have been there or it has asked PATIENCE times: so
+    blocks that are done together add up side by side, and nobody waits for one that may not have
+    begun.
 
     Where operands are off by `zero`, unsigned ones for signed, so many times the sum of a token's
     is too much: of_tokens has the sums behind the factors, float32 [2 M].
@@ -182,37 +263,16 @@ def finish_wgmma(
     tokens = min(bm, LOT)
     lots, side = bn // (2 * ROWS) * (bm // tokens), bn > 2 * ROWS  # side by side, or token by token
     n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
-    piece, pitch = min(tokens, SLICE), ROWS + PAD
-    counts_at = first_word + 2 * piece * pitch
-    some = min(n_acc, IN_FLIGHT // lots)  # of a part's sums are loaded together
-    at_once = IN_FLIGHT // lots // some  # of so many parts
-    loaded = at_once * some
-    write = write_row(in_half)
-    floats = kind == float32
-    load, store = (load_f32x4, store_f32x4) if floats else (load_i32x4, store_u32x4)
-    put_one = store_f32 if floats else store_u32
-
-    @cuda.jit(device=True, forceinline=True)
-    def turn(acc, x, sums, group, t):
-        """Of each 8 tokens a thread holds m, m + 1 of features n and n + 8 of 64; afterwards, in x,
-        four neighbouring features of tokens m, m + 8, m + 16 ..."""
-        out = cuda.local.array(n_acc, kind)
-        spread(out, acc)
-        base = first_word + group * piece * pitch
-        put = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
-        get = base + (t >> 4) * pitch + (t & 15) * 4
-        for first in range(0, tokens, piece):
-            barrier_sync(1 + group, GROUP)
-            for j in range(0, piece, 8):
-                r, to = (first + j) // 2, put + j * pitch
-                put_one(sums, to, out[r])
-                put_one(sums, to + pitch, out[r + 1])
-                put_one(sums, to + 8, out[r + 2])
-                put_one(sums, to + pitch + 8, out[r + 3])
-            barrier_sync(1 + group, GROUP)
-            for j in range(0, piece, 8):
-                r = (first + j) // 2
-                x[r], x[r + 1], x[r + 2], x[r + 3] = load(sums, get + j * pitch)
+    in_strip, of_strip = n_acc // strips, n_tokens // strips
+    at_once = IN_FLIGHT // lots // in_strip  # parts of a strip that are loaded together
+    loaded = at_once * in_strip
+    keep = in_strip <= 16  # the sums of its own strip: more, and they lie in local memory
+    pitch = ROWS + PAD
+    counts_at = first_word + 2 * min(tokens, SLICE) * pitch
+    turn, turn_strip = turned(tokens, first_word, kind), turned(tokens // strips, first_word, kind)
+    units, write = scale_and_write(n_tokens, in_half, zero)
+    units_of_strip, write_strip = scale_and_write(of_strip, in_half, zero)
+    load, store = (load_f32x4, store_f32x4) if kind == float32 else (load_i32x4, store_u32x4)
 
     @cuda.jit(device=True, forceinline=True)
     def place(block, first, early, own):
@@ -220,47 +280,54 @@ def finish_wgmma(
         return int64(2 * block + (early if block == first else 0)) * (bn * bm) + own
 
     @cuda.jit(device=True, forceinline=True)
-    def last_to_come(arrived, i, others, counts, group, t):
-        """Whether all other blocks' sums are there; the count is left at zero."""
+    def arrive(arrived, at, others, me, counts, group, t):
+        """To each strip: how many were there before is in shared memory then; who finds all others
+        adds it up. Counts are left at zero."""
         barrier_sync(1 + group, GROUP)
-        if t == 0:  # its fences hold for all whom the barriers order before and after it
+        if t < strips:  # fences of these hold for all whom the barriers order before and after
             fence()
-            earlier = cuda.atomic.add(arrived, i, 1)
+            questions = int32(PATIENCE if strips > 1 and t == me else 0)
+            earlier = cuda.atomic.add(arrived, at + t, 0 if questions > 0 else 1)
+            while questions > 0 and earlier < others:
+                questions = int32(questions - 1)
+                earlier = cuda.atomic.add(arrived, at + t, 0 if questions > 0 else 1)
             if earlier == others:
-                arrived[i] = 0  # for the next launch
-            counts[counts_at + group] = earlier
+                arrived[at + t] = 0  # for the next launch
+            counts[counts_at + strips * group + t] = earlier
             fence()
         barrier_sync(1 + group, GROUP)
-        # shuffled, so that the compiler knows: the same for all lanes
-        return shfl(counts[counts_at + group], 0) == others
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(x, partials, own, first, last, early):
-        """x = the sums of blocks `first` to `last`, in this order."""
+    def add_up(x, mine, kept, partials, own, first, last, early):
+        """x = a strip's sums of blocks `first` to `last`, in this order; those of block `kept` are
+        `mine`."""
         part = cuda.local.array(loaded, kind)
-        for begin in range(0, n_acc, some):
-            for r in range(some):
-                x[begin + r] = 0
-            for block in range(first, last + 1, at_once):
-                for i in range(at_once):
-                    one = int32(min(block + i, last))
-                    at = place(one, first, early, own) + begin * GROUP
-                    for r in range(0, some, 4):
-                        p, q = load(partials, at + r * GROUP), i * some + r
-                        part[q], part[q + 1], part[q + 2], part[q + 3] = p[0], p[1], p[2], p[3]
-                for i in range(at_once):
-                    if block + i <= last:
-                        for r in range(some):
-                            x[begin + r] += part[i * some + r]
+        for r in range(in_strip):
+            x[r] = 0
+        for block in range(first, last + 1, at_once):
+            for i in range(at_once):
+                one, q = int32(min(block + i, last)), i * in_strip
+                if not keep or one != kept:
+                    at = place(one, first, early, own)
+                    for r in range(0, in_strip, 4):
+                        p = load(partials, at + r * GROUP)
+                        part[q + r], part[q + r + 1] = p[0], p[1]
+                        part[q + r + 2], part[q + r + 3] = p[2], p[3]
+                else:
+                    for r in range(in_strip):
+                        part[q + r] = mine[r]
+            for i in range(at_once):
+                if block + i <= last:
+                    for r in range(in_strip):
+                        x[r] += part[i * in_strip + r]
 
     @cuda.jit(device=True, forceinline=True)
     def finish(acc, lot, number, m0, n0, first, last, early, to):
         of_rows, of_tokens, c, partials, arrived = to
         sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
-        x = cuda.local.array(n_acc, kind)
-        v = cuda.local.array(n_tokens, float32)
-        too_much = cuda.local.array(n_tokens, int32)
+        x, mine = cuda.local.array(n_acc, kind), cuda.local.array(in_strip, kind)
+        v, too_much = cuda.local.array(n_tokens, float32), cuda.local.array(n_tokens, int32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
         # shuffled, so that addresses are not kept in registers from one lot to the next
@@ -268,36 +335,41 @@ def finish_wgmma(
         m = int32(m + (0 if side else lot * tokens))
         n = int32(n + (lot * 2 * ROWS if side else 0))
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
-        for i in range(n_tokens):
-            of_one = int32(min(int32(m + 8 * i), int32(M - 1)))
-            v[i] = load_f32(of_tokens, of_one)
-            if zero:
-                too_much[i] = zero * int32(load_f32(of_tokens, int32(M + of_one)))
-        turn(acc, x, sums, group, t)
-        whole = first == last
-        if not whole:
-            own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
-            at = place(int32(cuda.blockIdx.x), first, early, own)
-            for r in range(0, n_acc, 4):
-                store(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
-            count = (number * lots + lot) * 2 + group
-            whole = last_to_come(arrived, count, last - first, counts, group, t)
-            if whole:
-                add_up(x, partials, own, first, last, early)
-        if whole:
-            at, ahead = int64(m) * N + n, int64(8) * N
-            for i in range(n_tokens):
-                r = 4 * i
-                if zero:
-                    for j in range(r, r + 4):
-                        x[j] = int32(x[j] - too_much[i])
-                y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
-                y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
-                if int32(m + 8 * i) < M:
-                    write(c, at, int32(N - n), (y0, y1, y2, y3))
-                at += ahead
+        spread(x, acc)
+        if first == last:
+            units(v, too_much, of_tokens, m, M)
+            turn(x, sums, group, t)
+            write(x, v, too_much, u, c, m, n, M, N)
+            return
+        own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
+        at = place(int32(cuda.blockIdx.x), first, early, own)
+        for r in range(0, n_acc, 4):
+            store(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
+        others, me = int32(last - first), int32(int32(cuda.blockIdx.x) - first)
+        strip = int32(me if me < strips else 0)
+        if keep:
+            for r in range(in_strip):
+                mine[r] = x[r]
+                for other in range(1, strips):
+                    if other == strip:
+                        mine[r] = x[other * in_strip + r]
+        units_of_strip(v, too_much, of_tokens, int32(m + 8 * of_strip * strip), M)
+        count = int32(((number * lots + lot) * 2 + group) * strips)
+        arrive(arrived, count, others, me, counts, group, t)
+        for i in range(strips):  # its own first, of which the units are there
+            # shuffled, so that the compiler knows: the same for all lanes
+            if shfl(counts[counts_at + strips * group + strip], 0) == others:
+                m_strip = int32(m + 8 * of_strip * strip)
+                kept = int32(cuda.blockIdx.x if keep and i == 0 else -1)
+                if i > 0:
+                    units_of_strip(v, too_much, of_tokens, m_strip, M)
+                at = own + strip * in_strip * GROUP
+                add_up(x, mine, kept, partials, at, first, last, early)
+                turn_strip(x, sums, group, t)
+                write_strip(x, v, too_much, u, c, m_strip, n, M, N)
+            strip = int32(strip + 1 if strip < strips - 1 else 0)
 
-    return finish, counts_at + 2
+    return finish, counts_at + 2 * strips
 
 
 # --- straight from the accumulators of mma.sync ---------------------------------------------------

@@ -61,7 +61,7 @@ from steps.instructions import (
 from steps.machines import multiprocessors
 from steps.step import Family, Launch, Shape, Step
 from steps.stretches import stretches
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -79,10 +79,10 @@ HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 by
 
 @cache
 def kernel(
-    fmt: Held, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
+    fmt: Held, in_half: bool, tile: tuple[int, int], strips: int, stages: int, ahead: int
 ) -> tuple[Any, int]:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
-    the second by so many; its shared memory in bytes)"""
+    """(kernel for tiles (features, tokens), shared ones cut into `strips`, and a ring of `stages`,
+    the first warpgroup `ahead` of the second by so many; its shared memory in bytes)"""
     bn, bm = tile
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
@@ -93,7 +93,7 @@ def kernel(
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half)
+    finish, words_used = finish_wgmma(tile, first_word, in_half, strips)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
@@ -254,7 +254,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = carrier(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, held, out.dtype == np.float16, cut[0])
+    make = partial(kernel, held, out.dtype == np.float16, cut[0], strips(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

@@ -62,7 +62,7 @@ from steps.instructions import (
 from steps.machines import multiprocessors
 from steps.step import Family, Launch, Shape, Step
 from steps.stretches import stretches
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -78,10 +78,10 @@ WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgrou
 
 @cache
 def kernel(
-    form: ByteFormat, in_half: bool, tile: tuple[int, int], stages: int, ahead: int
+    form: ByteFormat, in_half: bool, tile: tuple[int, int], strips: int, stages: int, ahead: int
 ) -> tuple[Any, int]:
-    """(kernel for tiles (features, tokens) and a ring of `stages`, the first warpgroup `ahead` of
-    the second by so many; its shared memory in bytes)"""
+    """(kernel for tiles (features, tokens), shared ones cut into `strips`, and a ring of `stages`,
+    the first warpgroup `ahead` of the second by so many; its shared memory in bytes)"""
     bn, bm = tile
     record, words = form.record_bytes, form.words
     scales, fragments = form.scales, form.fragments
@@ -92,7 +92,7 @@ def kernel(
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, int32, form.zero)
+    finish, words_used = finish_wgmma(tile, first_word, in_half, strips, int32, form.zero)
     find, no_sums = stretches(bn, bm), zeros_i32(bm // 2)
     lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
@@ -241,7 +241,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = byte_carrier(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0])
+    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0], strips(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

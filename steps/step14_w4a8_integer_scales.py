@@ -38,7 +38,7 @@ from steps.activations import int8_units_and_sums
 from steps.machines import multiprocessors
 from steps.step import Family, Launch, Shape, Step
 from steps.step13_w4a8_wgmma import AHEAD, STAGES, TILES, kernel, stage
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room
+from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 UNPACK: Final = {4: 9, 5: 11, 8: 4}  # by bits: instructions that make 16 x 16 weights, and loads
 
@@ -62,7 +62,7 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     cut = tiling(fmt, shape)
-    make = partial(kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0])
+    make = partial(kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], strips(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

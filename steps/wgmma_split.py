@@ -20,6 +20,7 @@ from steps.stretches import cuts, shares
 END: Final = 2000  # cycles from a tile's last product to the next one's first
 SHARE: Final = 3000  # cycles for handing over a part of a tile, and waiting for others' sums
 UNEVEN: Final = 6  # a sixth more, where blocks share tiles in other than equal parts
+MANY: Final = 64  # tokens of a tile that is worth cutting into strips
 
 Tile = tuple[int, int]
 """(features, tokens) of C."""
@@ -39,7 +40,9 @@ def fewest_cycles(
         for blocks, tail, count, pieces in cuts(total, ceil_div(shape.k, TILE_K), sms):
             cycles = count * stage(bn, bm) + pieces * END
             if tail:  # the way of a tile's parts to the L2 and back, at 24 bytes a cycle
-                cycles += SHARE + (ceil_div(blocks, tail) + 1) * bn * bm * 4 // 24
+                parts = ceil_div(blocks, tail)
+                back = ceil_div(parts, strips(((bn, bm), total, blocks, tail)))
+                cycles += SHARE + (back + 1) * bn * bm * 4 // 24
             if tail and blocks % tail:  # some come late: more waiting than can be planned
                 cycles += cycles // UNEVEN
             if cycles < least:
@@ -47,11 +50,21 @@ def fewest_cycles(
     return best
 
 
+def strips(cut: Cut) -> int:
+    """Into how many strips a shared tile is cut, which its blocks add up side by side
+    (`steps.epilogue.finish_wgmma`): where they do equal parts, and so are done together, and where
+    adding up takes longer than asking whether all are there."""
+    (_, bm), _, blocks, tail = cut
+    if not tail or blocks % tail or bm < MANY:
+        return 1
+    return min(4, 1 << (blocks // tail).bit_length() - 1)
+
+
 def room(cut: Cut, kind: type[np.generic]) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """`Step.scratch`: two tiles of sums, of this `kind`, for each block that shares some; int32, a
-    count for each 64 features of a tile's lot (`steps.epilogue.finish_wgmma`)."""
+    count for each strip of 64 features of a tile's lot (`steps.epilogue.finish_wgmma`)."""
     (bn, bm), total, blocks, tail = cut
-    counts = total * bn // ROWS * ceil_div(bm, LOT)
+    counts = total * bn // ROWS * ceil_div(bm, LOT) * strips(cut)
     return ((2 * blocks * bn * bm if tail else 4,), kind), ((counts,), np.int32)
 
 

@@ -8,7 +8,7 @@ import pytest
 from steps import wgmma_split
 from steps.step import Shape
 from steps.stretches import shares
-from steps.wgmma_split import fewest_cycles, launch_of, room
+from steps.wgmma_split import fewest_cycles, launch_of, room, strips
 
 NARROW, WIDE = (128, 16), (128, 128)
 
@@ -46,6 +46,26 @@ def test_room_for_sums_of_blocks_that_share() -> None:
     # two lots of tokens: a count for each
     shared = ((2 * 7 * 128 * 256,), np.int32), ((3 * 2 * 2,), np.int32)
     assert room(((128, 256), 3, 7, 3), np.int32) == shared
+    # and for each strip
+    assert room(((128, 256), 3, 6, 3), np.int32)[1] == ((3 * 2 * 2 * 2,), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "tail", "count"),
+    [
+        (128, 3, 0, 1),  # nothing is shared
+        (128, 3, 2, 1),  # stretches that end at different times
+        (32, 8, 2, 1),  # few sums
+        (64, 4, 2, 2),
+        (128, 6, 2, 2),  # the third block has none of its own
+        (128, 8, 2, 4),
+        (256, 16, 2, 4),
+    ],
+)
+def test_blocks_that_are_done_together_add_up_strips(
+    tokens: int, blocks: int, tail: int, count: int
+) -> None:
+    assert strips(((128, tokens), 3, blocks, tail)) == count
 
 
 @pytest.mark.parametrize(
