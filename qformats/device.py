@@ -636,6 +636,35 @@ HIGH_NIBBLES = 0xF0F0F0F0
 LOWER_FOUR, HIGHEST, LOWEST = 0x78787878, 0x80808080, 0x08080808  # of a code in the upper five bits
 
 
+@cuda.jit(device=True, forceinline=True)
+def load_4(m, at, lane, half):
+    """The four words of a lane that hold nibbles, the first of all records but those of 8 bits."""
+    return load_u32x4(m, at + half * 512 + lane * 16)
+
+
+@cuda.jit(device=True, forceinline=True)
+def lows(word):
+    """The low nibble of each byte, moved up."""
+    return uint32(uint32(word << uint32(4)) & uint32(HIGH_NIBBLES))
+
+
+@cuda.jit(device=True, forceinline=True)
+def highs(word):
+    return uint32(uint32(word) & uint32(HIGH_NIBBLES))
+
+
+@cuda.jit(device=True, forceinline=True)
+def fragments_4(w):
+    w0, w1, w2, w3 = w
+    return lows(w0), lows(w1), highs(w0), highs(w1), lows(w2), lows(w3), highs(w2), highs(w3)
+
+
+@cuda.jit(device=True, forceinline=True)
+def shifted(word, up):
+    """A word moved up so many bits, or down where they are negative: a constant."""
+    return uint32(word << uint32(up)) if up >= 0 else uint32(word >> uint32(-up))
+
+
 @cache
 def tile_format(format_name: str) -> TileFormat:
     """The record of a weight format, for capture in a kernel factory."""
@@ -648,12 +677,8 @@ def tile_format(format_name: str) -> TileFormat:
     flip_5 = HIGHEST if format_name == "q5_0" else 0  # makes two's complement of code - 16
 
     @cuda.jit(device=True, forceinline=True)
-    def load_4(m, at, lane, half):
-        return load_u32x4(m, at + half * 512 + lane * 16)
-
-    @cuda.jit(device=True, forceinline=True)
     def load_5(m, at, lane, half):
-        w0, w1, w2, w3 = load_u32x4(m, at + half * 512 + lane * 16)
+        w0, w1, w2, w3 = load_4(m, at, lane, half)
         return w0, w1, w2, w3, load_u32(m, at + bits_at + half * 128 + lane * 4)
 
     @cuda.jit(device=True, forceinline=True)
@@ -661,23 +686,6 @@ def tile_format(format_name: str) -> TileFormat:
         a0, a1, a2, a3 = load_u32x4(m, at + half * 1024 + lane * 16)
         b0, b1, b2, b3 = load_u32x4(m, at + half * 1024 + 512 + lane * 16)
         return a0, a1, a2, a3, b0, b1, b2, b3
-
-    @cuda.jit(device=True, forceinline=True)
-    def low(word):
-        return uint32(uint32(word << uint32(4)) & uint32(HIGH_NIBBLES))
-
-    @cuda.jit(device=True, forceinline=True)
-    def high(word):
-        return uint32(uint32(word) & uint32(HIGH_NIBBLES))
-
-    @cuda.jit(device=True, forceinline=True)
-    def fragments_4(w):
-        w0, w1, w2, w3 = w
-        return low(w0), low(w1), high(w0), high(w1), low(w2), low(w3), high(w2), high(w3)
-
-    @cuda.jit(device=True, forceinline=True)
-    def shifted(bits, up):
-        return uint32(bits << uint32(up)) if up >= 0 else uint32(bits >> uint32(-up))
 
     @cuda.jit(device=True, forceinline=True)
     def low_5(w, i):
@@ -782,6 +790,19 @@ def two_of_five(words, block, row, up, odd):
 
 
 @cache
+def two_of_four(flip: int) -> Any:
+    """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1. flip: what has
+    been flipped in codes that are kept as two's complement."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes(words, block, row, up, odd):
+        nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
+        return and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
+
+    return codes
+
+
+@cache
 def half_format(format_name: str) -> HalfFormat:
     """The float16 weights of a format, for capture in a kernel factory."""
     tile = tile_format(format_name)
@@ -790,7 +811,7 @@ def half_format(format_name: str) -> HalfFormat:
     # the code that stands for 0: as a float16, negative, times d' it is the offset ...
     centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
     minus_centre = (0x8000 | centre) * 0x00010001
-    too_high = EIGHTH if FORMATS[format_name].bits == 5 else SIXTEENTH  # codes of upper nibbles
+    too_high = EIGHTH if bits == 5 else SIXTEENTH  # codes of upper nibbles
     # ... and what has been flipped in codes that are kept as two's complement
     flip = centre * 0x00010001
     minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
@@ -823,34 +844,17 @@ def half_format(format_name: str) -> HalfFormat:
     def multipliers(scales, block):
         return of_row(scales, 0, block), of_row(scales, 1, block)
 
-    @cuda.jit(device=True, forceinline=True)
-    def codes_4(word, step, odd):
-        """Nibbles of bytes 0 and 2, or of 1 and 3, where they are: the upper ones 4 bits up."""
-        w = uint32(word) >> uint32(8 * odd)
-        up = 4 * (step & 1)
-        return and_xor(w, 0x000F000F << up, flip << up)
+    codes = two_of_five if bits == 5 else two_of_four(flip)
 
     @cuda.jit(device=True, forceinline=True)
-    def fragments_4(w, step, multipliers):
-        g, h = w[2 * (step >> 1)], w[2 * (step >> 1) + 1]
+    def fragments(w, step, multipliers):
         (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
         x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
         return (
-            hfma2(codes_4(g, step, 0), x, off_g),
-            hfma2(codes_4(h, step, 0), y, off_h),
-            hfma2(codes_4(g, step, 1), x, off_g),
-            hfma2(codes_4(h, step, 1), y, off_h),
-        )
-
-    @cuda.jit(device=True, forceinline=True)
-    def fragments_5(w, step, multipliers):
-        (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
-        x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
-        return (
-            hfma2(two_of_five(w, step >> 1, 0, step & 1, 0), x, off_g),
-            hfma2(two_of_five(w, step >> 1, 1, step & 1, 0), y, off_h),
-            hfma2(two_of_five(w, step >> 1, 0, step & 1, 1), x, off_g),
-            hfma2(two_of_five(w, step >> 1, 1, step & 1, 1), y, off_h),
+            hfma2(codes(w, step >> 1, 0, step & 1, 0), x, off_g),
+            hfma2(codes(w, step >> 1, 1, step & 1, 0), y, off_h),
+            hfma2(codes(w, step >> 1, 0, step & 1, 1), x, off_g),
+            hfma2(codes(w, step >> 1, 1, step & 1, 1), y, off_h),
         )
 
     @cuda.jit(device=True, forceinline=True)
@@ -873,7 +877,7 @@ def half_format(format_name: str) -> HalfFormat:
         words=tile.load,
         scales=scales_and_minima if minimum else scales_alone,
         multipliers=multipliers,
-        fragments={4: fragments_4, 5: fragments_5, 8: fragments_8}[bits],
+        fragments=fragments_8 if bits == 8 else fragments,
         n_words=bits,
         n_scales=4 if minimum else 2,
     )
@@ -937,13 +941,7 @@ def byte_format(format_name: str) -> ByteFormat:
             return d, hmul2(d, too_high), prmt(scales[2 + row], scales[2 + row], pick)
         return d, hmul2(d, too_high), hfma2(d, minus_centre, ZERO_BITS)
 
-    @cuda.jit(device=True, forceinline=True)
-    def two_of_four(words, block, row, up, odd):
-        """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1."""
-        nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
-        return and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
-
-    codes = two_of_four if bits == 4 else two_of_five
+    codes = two_of_four(flip) if bits == 4 else two_of_five
 
     @cuda.jit(device=True, forceinline=True)
     def four(words, block, row, up, scale, offset):

@@ -20,9 +20,19 @@ from numba import cuda, uint32
 
 from qformats import device
 from qformats.carriers import Carrier, held
-from qformats.device import HIGH_NIBBLES, SIXTEENTH, HalfFormat, TileFormat
+from qformats.device import (
+    SIXTEENTH,
+    HalfFormat,
+    TileFormat,
+    fragments_4,
+    highs,
+    load_4,
+    lows,
+    shifted,
+    two_of_four,
+)
 from qformats.repack import CODE_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS
-from steps.instructions import and_xor, hfma2, hmul2, load_u16, load_u32x2, load_u32x4, prmt
+from steps.instructions import and_xor, hfma2, hmul2, load_u16, load_u32x2, prmt
 
 LOWEST_TWO = 0x0C0C0C0C  # the two bits below the upper nibble of each byte
 HALF_SCALES = 128  # bytes of the scales of one half: 16 rows, 4 groups
@@ -43,46 +53,28 @@ def tile_format(name: str) -> TileFormat:
     scales_at = TILE_ROWS * TILE_K * bits // 8
 
     @cuda.jit(device=True, forceinline=True)
-    def load_4(m, at, lane, half):
-        return load_u32x4(m, at + half * 512 + lane * 16)
-
-    @cuda.jit(device=True, forceinline=True)
     def load_6(m, at, lane, half):
-        w0, w1, w2, w3 = load_u32x4(m, at + half * 512 + lane * 16)
+        w0, w1, w2, w3 = load_4(m, at, lane, half)
         b0, b1 = load_u32x2(m, at + bits_at + half * 256 + lane * 8)
         return w0, w1, w2, w3, b0, b1
 
     @cuda.jit(device=True, forceinline=True)
-    def low(word):
-        return uint32(uint32(word << uint32(4)) & uint32(HIGH_NIBBLES))
-
-    @cuda.jit(device=True, forceinline=True)
-    def high(word):
-        return uint32(uint32(word) & uint32(HIGH_NIBBLES))
-
-    @cuda.jit(device=True, forceinline=True)
-    def fragments_4(w):
-        w0, w1, w2, w3 = w
-        return low(w0), low(w1), high(w0), high(w1), low(w2), low(w3), high(w2), high(w3)
-
-    @cuda.jit(device=True, forceinline=True)
-    def two(bits, count):
-        """The lowest two bits of four codes, `count` bits up, which may be down."""
-        up = uint32(bits) << uint32(count) if count >= 0 else uint32(bits) >> uint32(-count)
-        return uint32(up & uint32(LOWEST_TWO))
+    def two(bits, up):
+        """The lowest two bits of four codes, so many bits up."""
+        return uint32(shifted(uint32(bits), up) & uint32(LOWEST_TWO))
 
     @cuda.jit(device=True, forceinline=True)
     def fragments_6(w):
         w0, w1, w2, w3, b0, b1 = w
         return (
-            low(w0) | two(b0, 2),
-            low(w1) | two(b0, 0),
-            high(w0) | two(b0, -2),
-            high(w1) | two(b0, -4),
-            low(w2) | two(b1, 2),
-            low(w3) | two(b1, 0),
-            high(w2) | two(b1, -2),
-            high(w3) | two(b1, -4),
+            lows(w0) | two(b0, 2),
+            lows(w1) | two(b0, 0),
+            highs(w0) | two(b0, -2),
+            highs(w1) | two(b0, -4),
+            lows(w2) | two(b1, 2),
+            lows(w3) | two(b1, 0),
+            highs(w2) | two(b1, -2),
+            highs(w3) | two(b1, -4),
         )
 
     return TileFormat(
@@ -145,20 +137,13 @@ def half_format(name: str) -> HalfFormat:
         return of_row(scales, 0, block), of_row(scales, 1, block)
 
     @cuda.jit(device=True, forceinline=True)
-    def codes_4(w, step, odd, row):
-        """Nibbles of bytes 0 and 2, or of 1 and 3, where they are: the upper ones 4 bits up."""
-        word, up = uint32(w[2 * (step >> 1) + row]) >> uint32(8 * odd), 4 * (step & 1)
-        return and_xor(word, 0x000F000F << up, flip << up)
-
-    @cuda.jit(device=True, forceinline=True)
-    def codes_6(w, step, odd, row):
+    def two_of_six(words, block, row, up, odd):
         """A nibble, two bits up, and below it the lowest two."""
-        word, up = uint32(w[2 * (step >> 1) + row]), 4 * (step & 1)
-        word = word >> uint32(6) if odd else word << uint32(2)
-        two = uint32(w[4 + (step >> 1)]) >> uint32(8 * odd + 2 * row)
-        return and_xor(word, 0x003C003C << up, and_xor(two, 0x00030003 << up, flip << up))
+        word, at = shifted(uint32(words[2 * block + row]), -6 if odd else 2), 4 * up
+        two = uint32(words[4 + block]) >> uint32(8 * odd + 2 * row)
+        return and_xor(word, 0x003C003C << at, and_xor(two, 0x00030003 << at, flip << at))
 
-    codes = {4: codes_4, 6: codes_6}[kind.bits]
+    codes = two_of_four(flip) if kind.bits == 4 else two_of_six
 
     @cuda.jit(device=True, forceinline=True)
     def fragments(w, step, multipliers):
@@ -166,10 +151,10 @@ def half_format(name: str) -> HalfFormat:
         x, p = (of_g[2], of_g[3]) if step & 1 else (of_g[0], of_g[1])
         y, q = (of_h[2], of_h[3]) if step & 1 else (of_h[0], of_h[1])
         return (
-            hfma2(codes(w, step, 0, 0), x, p),
-            hfma2(codes(w, step, 0, 1), y, q),
-            hfma2(codes(w, step, 1, 0), x, p),
-            hfma2(codes(w, step, 1, 1), y, q),
+            hfma2(codes(w, step >> 1, 0, step & 1, 0), x, p),
+            hfma2(codes(w, step >> 1, 1, step & 1, 0), y, q),
+            hfma2(codes(w, step >> 1, 0, step & 1, 1), x, p),
+            hfma2(codes(w, step >> 1, 1, step & 1, 1), y, q),
         )
 
     return HalfFormat(
@@ -204,9 +189,7 @@ def _fives() -> TileFormat:
         """Pair n, moved so that its lower code begins at bit `to`: other bits are to be masked."""
         if n == LAST:
             return uint32(last_pair(w) << uint32(to))
-        up = to - n % 3 * 5
-        word = uint32(w[n // 3])
-        return uint32(word << uint32(up)) if up >= 0 else uint32(word >> uint32(-up))
+        return shifted(uint32(w[n // 3]), to - n % 3 * 5)
 
     @cuda.jit(device=True, forceinline=True)
     def four(w, n):

@@ -46,16 +46,17 @@ def compile_ahead(
     wanted: Iterable[Wanted],
     gpu: Any,
     say: Callable[[str], None],
+    processes: int | None = None,
 ) -> int:
-    """Compile the kernels of some products for a GPU (its `cc`), one at a time on each core; how
-    many were. Few are left to those who launch them.
+    """Compile the kernels of some products for a GPU (its `cc`) in so many processes, else one for
+    each core; how many were. Few are left to those who launch them.
 
     say hears in a sentence of those that could not be.
     """
     from numba.cuda.dispatcher import _Kernel
 
     found = _kernels(wanted, gpu.cc)
-    processes = min(len(os.sched_getaffinity(0)), len(found))
+    processes = min(processes or len(os.sched_getaffinity(0)), len(found))
     if len(found) < FEWEST or processes < 2:
         return 0
     facts = architecture(gpu.cc), machines.multiprocessors(), machines.shared_memory()

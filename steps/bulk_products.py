@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, uint32
 from qformats import BLOCK
 from qformats.device_carriers import tile_format
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_ROWS, UNIT
-from steps.decode_products import scale_readers
+from steps.decode_products import no_sums, scale_readers, weights_times
 from steps.decode_split import BLOCKS, scale_bytes
 from steps.instructions import (
     ldmatrix_x4,
@@ -23,8 +23,6 @@ from steps.instructions import (
     load_f32x2,
     load_f32x4,
     load_u32x2,
-    mma_m16n8k32_s8,
-    mma_m16n8k32_u8,
     shfl_xor,
     store_f32,
 )
@@ -71,10 +69,13 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
     of_two_rows, of_record = read.of_two_rows, read.of_record
     of_block, of_groups, width = read.of_block, read.of_groups, tile.scale_bytes
     record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
-    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    unpack, times = weights_times(format_name)
     of_minima = float32(MINIMUM_UNIT * tile.unit / HALF_UNIT)  # of minima, against scales
-    few, single = tokens <= 4, tokens == 1  # one token has both columns of a block
+    minimum, few, single = (
+        tile.minimum,
+        tokens <= 4,
+        tokens == 1,
+    )  # one token has both columns of a block
     halves = tile.group < BLOCK  # 16 K have scales of their own: see decode_products
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
     columns, turns = 8 // share, BLOCKS // share
@@ -135,45 +136,37 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
                     d[at] = load_f32(smem, to)
 
     @cuda.jit(device=True, forceinline=True)
-    def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, d, i):
+    def promote(acc, r, v, w, m, d, i):
         """acc[r + ...] += an mma's sums, of rows g and g + 8 and one or two tokens."""
-        acc[r] += float32(v0) * (w0 * d[i])
-        acc[r + 2] += float32(v2) * (w8 * d[i])
+        acc[r] += float32(v[0]) * (w[0] * d[i])
+        acc[r + 2] += float32(v[2]) * (w[1] * d[i])
         if own == 2:
-            acc[r + 1] += float32(v1) * (w0 * d[i + 2])
-            acc[r + 3] += float32(v3) * (w8 * d[i + 2])
+            acc[r + 1] += float32(v[1]) * (w[0] * d[i + 2])
+            acc[r + 3] += float32(v[3]) * (w[1] * d[i + 2])
         if minimum:
             s0 = d[i + 1] * of_minima
-            acc[r] += m0 * s0
-            acc[r + 2] += m8 * s0
+            acc[r] += m[0] * s0
+            acc[r + 2] += m[1] * s0
             if own == 2:
                 s1 = d[i + 3] * of_minima
-                acc[r + 1] += m0 * s1
-                acc[r + 3] += m8 * s1
+                acc[r + 1] += m[0] * s1
+                acc[r + 3] += m[1] * s1
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_few(acc, b, d, smem, slot, lane):
         u = cuda.local.array(8, uint32)
         group, shared = int32(lane >> 2), int32((lane & 3) * share >> 2)
         for r in range(PAIR):
-            at, v0, v1, v2, v3 = slot + r * record, int32(0), int32(0), int32(0), int32(0)
+            at, v = slot + r * record, no_sums()
             for block in range(BLOCKS):
-                if block % 2 == 0:
-                    f = fragments(load(smem, at, lane, block // 2))
-                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-                q, p = block % 2 * 4, 2 * block
-                v0, v1, v2, v3 = mma(
-                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1], v0, v1, v2, v3
-                )
+                unpack(u, smem, at, lane, block)
+                v = times(u, block, b[2 * block], b[2 * block + 1], v)
                 if block % share == share - 1:
-                    to, i = (
-                        at + width * (8 * group + block - share + 1 + shared),
-                        block // share * per,
-                    )
-                    w0, w8 = of_two_rows(smem, to + scales_at)
-                    m0, m8 = of_two_rows(smem, to + minima_at) if minimum else (w0, w8)
-                    promote(acc, 4 * r, v0, v1, v2, v3, w0, w8, m0, m8, d, i)
-                    v0 = v1 = v2 = v3 = int32(0)
+                    to = at + width * (8 * group + block - share + 1 + shared)
+                    w = of_two_rows(smem, to + scales_at)
+                    m = of_two_rows(smem, to + minima_at) if minimum else w
+                    promote(acc, 4 * r, v, w, m, d, block // share * per)
+                    v = no_sums()
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_few_16(acc, b, d, smem, slot, lane):
@@ -181,76 +174,52 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
         u, zero = cuda.local.array(8, uint32), uint32(0)
         group, shared = int32(lane >> 2), int32((lane & 3) * share >> 2)
         for r in range(PAIR):
-            at, v0, v1, v2, v3 = slot + r * record, int32(0), int32(0), int32(0), int32(0)
-            x0 = x1 = x2 = x3 = int32(0)
+            at, v, x = slot + r * record, no_sums(), no_sums()
             for block in range(BLOCKS):
-                if block % 2 == 0:
-                    f = fragments(load(smem, at, lane, block // 2))
-                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-                q, p = block % 2 * 4, 2 * block
-                b0, b1 = b[p], b[p + 1]
+                unpack(u, smem, at, lane, block)
+                b0, b1 = b[2 * block], b[2 * block + 1]
                 if single:  # in two columns
-                    v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+                    v = times(u, block, b0, b1, v)
                 else:
-                    v0, v1, v2, v3 = mma(
-                        u[q], u[q + 1], u[q + 2], u[q + 3], b0, zero, v0, v1, v2, v3
-                    )
-                    x0, x1, x2, x3 = mma(
-                        u[q], u[q + 1], u[q + 2], u[q + 3], zero, b1, x0, x1, x2, x3
-                    )
+                    v, x = times(u, block, b0, zero, v), times(u, block, zero, b1, x)
                 if block % share == share - 1:
-                    (g0, h0), (g1, h1) = of_groups(smem, at, block - share + 1 + shared, group)
-                    i = block // share * per
+                    low, high = of_groups(smem, at, block - share + 1 + shared, group)
+                    i, to = block // share * per, 4 * r
                     if single:
-                        acc[4 * r] += float32(v0) * (g0 * d[i]) + float32(v1) * (g1 * d[i])
-                        acc[4 * r + 2] += float32(v2) * (h0 * d[i]) + float32(v3) * (h1 * d[i])
+                        s = d[i]
+                        acc[to] += float32(v[0]) * (low[0] * s) + float32(v[1]) * (high[0] * s)
+                        acc[to + 2] += float32(v[2]) * (low[1] * s) + float32(v[3]) * (high[1] * s)
                     else:
-                        promote(acc, 4 * r, v0, v1, v2, v3, g0, h0, g0, h0, d, i)
-                        promote(acc, 4 * r, x0, x1, x2, x3, g1, h1, g1, h1, d, i)
-                    v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+                        promote(acc, to, v, low, low, d, i)
+                        promote(acc, to, x, high, high, d, i)
+                    v = x = no_sums()
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_many_16(acc, b, d, smem, slot, lane):
-        u, zero, none = cuda.local.array(8, uint32), uint32(0), int32(0)
+        u, zero = cuda.local.array(8, uint32), uint32(0)
         for r in range(PAIR):
             at = slot + r * record
             for block in range(BLOCKS):
-                if block % 2 == 0:
-                    f = fragments(load(smem, at, lane, block // 2))
-                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-                (g0, h0), (g1, h1) = of_groups(smem, at, block, int32(lane >> 2))
-                q = block % 2 * 4
+                unpack(u, smem, at, lane, block)
+                low, high = of_groups(smem, at, block, int32(lane >> 2))
                 for j in range(groups):
                     p, i, to = 2 * (block * groups + j), per * block + 4 * j, of_tile * r + 4 * j
-                    v0, v1, v2, v3 = mma(
-                        u[q], u[q + 1], u[q + 2], u[q + 3], b[p], zero, none, none, none, none
-                    )
-                    promote(acc, to, v0, v1, v2, v3, g0, h0, g0, h0, d, i)
-                    v0, v1, v2, v3 = mma(
-                        u[q], u[q + 1], u[q + 2], u[q + 3], zero, b[p + 1], none, none, none, none
-                    )
-                    promote(acc, to, v0, v1, v2, v3, g1, h1, g1, h1, d, i)
+                    promote(acc, to, times(u, block, b[p], zero, no_sums()), low, low, d, i)
+                    promote(acc, to, times(u, block, zero, b[p + 1], no_sums()), high, high, d, i)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_many(acc, b, d, smem, slot, lane):
-        u, zero = cuda.local.array(8, uint32), int32(0)
+        u = cuda.local.array(8, uint32)
         for r in range(PAIR):
             at = slot + r * record
             scales = of_record(smem, at + scales_at, int32(lane >> 2))
             minima = of_record(smem, at + minima_at, int32(lane >> 2)) if minimum else scales
             for block in range(BLOCKS):
-                if block % 2 == 0:
-                    f = fragments(load(smem, at, lane, block // 2))
-                    u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-                (w0, w8), (m0, m8) = of_block(scales, block), of_block(minima, block)
-                q = block % 2 * 4
+                unpack(u, smem, at, lane, block)
+                w, m = of_block(scales, block), of_block(minima, block)
                 for j in range(groups):
-                    p = 2 * (block * groups + j)
-                    v0, v1, v2, v3 = mma(
-                        u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1], zero, zero, zero, zero
-                    )
-                    i = per * block + 4 * j
-                    promote(acc, of_tile * r + 4 * j, v0, v1, v2, v3, w0, w8, m0, m8, d, i)
+                    p, i, to = 2 * (block * groups + j), per * block + 4 * j, of_tile * r + 4 * j
+                    promote(acc, to, times(u, block, b[p], b[p + 1], no_sums()), w, m, d, i)
 
     @cuda.jit(device=True, forceinline=True)
     def leave(acc, smem, at, lane, low, high):

@@ -128,18 +128,49 @@ def scale_readers(format_name: str) -> ScaleReaders:
     return ScaleReaders(of_two_rows, of_record, of_block, of_groups)
 
 
+@cuda.jit(device=True, forceinline=True)
+def no_sums():
+    """What the sums of an mma begin with."""
+    return int32(0), int32(0), int32(0), int32(0)
+
+
+@cache
+def weights_times(format_name: str) -> tuple[Any, Any]:
+    """(unpack, times), device functions of a warp, for capture in a kernel factory.
+
+    unpack(u, smem, slot, lane, block)
+        where `block` is even: it and the next of the record at byte `slot` -> u, local uint32 [8]
+    times(u, block, b0, b1, v) -> v + this block of them times 32 K of eight columns; v: int32 [4]
+    """
+    tile = tile_format(format_name)
+    load, fragments = tile.load, tile.fragments
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+
+    @cuda.jit(device=True, forceinline=True)
+    def unpack(u, smem, slot, lane, block):
+        if block % 2 == 0:
+            f = fragments(load(smem, slot, lane, block // 2))
+            u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+
+    @cuda.jit(device=True, forceinline=True)
+    def times(u, block, b0, b1, v):
+        q = block % 2 * 4
+        return mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v[0], v[1], v[2], v[3])
+
+    return unpack, times
+
+
 @cache
 def products(format_name: str, tokens: int) -> Products:
     """The device functions, for capture in a kernel factory. Not of c4m: what a minimum of 16 would
     be multiplied by is the sum of half a block of A, which Q8_1 does not have."""
     tile = tile_format(format_name)
     scales_at, minima_at = tile.scales_at, tile.minima_at
-    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    width, read = tile.scale_bytes, scale_readers(format_name)
+    unpack, times = weights_times(format_name)
+    minimum, width, read = tile.minimum, tile.scale_bytes, scale_readers(format_name)
     of_two_rows, of_record = read.of_two_rows, read.of_record
     of_block, of_groups = read.of_block, read.of_groups
     unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
-    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
     columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
     single = tokens == 1  # both columns of a block are the one token, and half the sums unused
@@ -148,106 +179,93 @@ def products(format_name: str, tokens: int) -> Products:
     again = 8 if groups == 2 else 16  # units of A from two of ldmatrix's matrices to the others
 
     @cuda.jit(device=True, forceinline=True)
-    def promote(acc, r, v0, v1, v2, v3, w0, w8, m0, m8, smem, at):
-        """acc[r + ...] += an mma's sums, with the scales of two rows and, at `at`, two tokens."""
+    def promote(acc, r, v, w, m, smem, at):
+        """acc[r + ...] += an mma's sums, with the scales w and minima m of two rows and, at `at`,
+        those of two tokens."""
         if minimum:
             d0, s0, d1, s1 = load_f32x4(smem, at)
         else:
             d0, d1 = s0, s1 = load_f32x2(smem, at)
-        acc[r] += float32(v0) * (w0 * d0)
-        acc[r + 1] += float32(v2) * (w8 * d0)
-        acc[r + 2] += float32(v1) * (w0 * d1)
-        acc[r + 3] += float32(v3) * (w8 * d1)
+        acc[r] += float32(v[0]) * (w[0] * d0)
+        acc[r + 1] += float32(v[2]) * (w[1] * d0)
+        acc[r + 2] += float32(v[1]) * (w[0] * d1)
+        acc[r + 3] += float32(v[3]) * (w[1] * d1)
         if minimum:
-            acc[r] += m0 * s0
-            acc[r + 1] += m8 * s0
-            acc[r + 2] += m0 * s1
-            acc[r + 3] += m8 * s1
+            acc[r] += m[0] * s0
+            acc[r + 1] += m[1] * s0
+            acc[r + 2] += m[0] * s1
+            acc[r + 3] += m[1] * s1
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_few_16(acc, smem, slot, at_b, at_d, lane):
         """As multiply_few, with scales of 16: v are the sums of lower halves, x of upper ones."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(2, uint32)
         group, quad, zero = int32(lane >> 2), int32(lane & 3), uint32(0)
-        v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+        v = x = no_sums()
         for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
+            unpack(u, smem, slot, lane, block)
+            turn = block % share  # whose columns are not zero
             if turn == 0:
                 b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
-                v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = int32(0)
+                v = x = no_sums()
             if single:  # its two columns
                 b0 = b[0] if group == 2 * turn else zero
                 b1 = b[1] if group == 2 * turn + 1 else zero
-                v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+                v = times(u, block, b0, b1, v)
             else:
                 b0, b1 = (b[0], b[1]) if group // columns == turn else (zero, zero)
-                v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, zero, v0, v1, v2, v3)
-                x0, x1, x2, x3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], zero, b1, x0, x1, x2, x3)
+                v, x = times(u, block, b0, zero, v), times(u, block, zero, b1, x)
             if turn == share - 1:
                 first = block - turn
-                (g0, h0), (g1, h1) = of_groups(smem, slot, first + (quad * share >> 2), group)
+                low, high = of_groups(smem, slot, first + (quad * share >> 2), group)
                 at = at_d + first * tokens * size_d
                 if single:
                     d, _ = load_f32x2(smem, at)
-                    acc[0] += float32(v0) * (g0 * d) + float32(v1) * (g1 * d)
-                    acc[1] += float32(v2) * (h0 * d) + float32(v3) * (h1 * d)
+                    acc[0] += float32(v[0]) * (low[0] * d) + float32(v[1]) * (high[0] * d)
+                    acc[1] += float32(v[2]) * (low[1] * d) + float32(v[3]) * (high[1] * d)
                 else:
-                    promote(acc, 0, v0, v1, v2, v3, g0, h0, g0, h0, smem, at)
-                    promote(acc, 0, x0, x1, x2, x3, g1, h1, g1, h1, smem, at)
+                    promote(acc, 0, v, low, low, smem, at)
+                    promote(acc, 0, x, high, high, smem, at)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_many_16(acc, smem, slot, at_b, at_d, lane):
         """As multiply_many, with scales of 16."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
-        group, zero, none = int32(lane >> 2), uint32(0), int32(0)
+        group, zero = int32(lane >> 2), uint32(0)
         for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            unpack(u, smem, slot, lane, block)
             if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
                 b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
-            (g0, h0), (g1, h1) = of_groups(smem, slot, block, group)
-            q = block % 2 * 4
+            low, high = of_groups(smem, slot, block, group)
             for j in range(groups):
                 p = 2 * (j if groups == 2 else block % 2)
                 at = at_d + (block * tokens + 8 * j) * size_d
-                v0, v1, v2, v3 = mma(
-                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], zero, none, none, none, none
+                promote(acc, 4 * j, times(u, block, b[p], zero, no_sums()), low, low, smem, at)
+                promote(
+                    acc, 4 * j, times(u, block, zero, b[p + 1], no_sums()), high, high, smem, at
                 )
-                promote(acc, 4 * j, v0, v1, v2, v3, g0, h0, g0, h0, smem, at)
-                v0, v1, v2, v3 = mma(
-                    u[q], u[q + 1], u[q + 2], u[q + 3], zero, b[p + 1], none, none, none, none
-                )
-                promote(acc, 4 * j, v0, v1, v2, v3, g1, h1, g1, h1, smem, at)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_few(acc, smem, slot, at_b, at_d, lane):
         """For up to four tokens."""
         u, b = cuda.local.array(8, uint32), cuda.local.array(2, uint32)
-        group, quad = int32(lane >> 2), int32(lane & 3)
-        v0 = v1 = v2 = v3 = int32(0)
+        group, quad, v = int32(lane >> 2), int32(lane & 3), no_sums()
         for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
-            q, turn = block % 2 * 4, block % share  # turn: whose columns are not zero
+            unpack(u, smem, slot, lane, block)
+            turn = block % share  # whose columns are not zero
             if turn == 0:
                 b[0], b[1] = load_u32x2(smem, at_b + block * tokens * BLOCK)
-                v0 = v1 = v2 = v3 = int32(0)
+                v = no_sums()
             b0, b1 = (b[0], b[1]) if group // columns == turn else (uint32(0), uint32(0))
-            v0, v1, v2, v3 = mma(u[q], u[q + 1], u[q + 2], u[q + 3], b0, b1, v0, v1, v2, v3)
+            v = times(u, block, b0, b1, v)
             if turn == share - 1:
                 first = block - turn
                 at = slot + 8 * width * group + width * (first + (quad * share >> 2))
-                w0, w8 = of_two_rows(smem, at + scales_at)
-                m0, m8 = of_two_rows(smem, at + minima_at) if minimum else (w0, w8)
+                w = of_two_rows(smem, at + scales_at)
+                m = of_two_rows(smem, at + minima_at) if minimum else w
                 if minimum:
-                    w0, w8 = w0 * unit, w8 * unit
-                at = at_d + first * tokens * size_d
-                promote(acc, 0, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+                    w = w[0] * unit, w[1] * unit
+                promote(acc, 0, v, w, m, smem, at_d + first * tokens * size_d)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_many(acc, smem, slot, at_b, at_d, lane):
@@ -256,24 +274,16 @@ def products(format_name: str, tokens: int) -> Products:
         scales = of_record(smem, slot + scales_at, lane >> 2)
         minima = of_record(smem, slot + minima_at, lane >> 2) if minimum else scales
         for block in range(BLOCKS):
-            if block % 2 == 0:
-                f = fragments(load(smem, slot, lane, block // 2))
-                u[0], u[1], u[2], u[3], u[4], u[5], u[6], u[7] = f
+            unpack(u, smem, slot, lane, block)
             if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
                 b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
-            w0, w8 = of_block(scales, block)
-            m0, m8 = of_block(minima, block)
+            w, m = of_block(scales, block), of_block(minima, block)
             if minimum:  # the sums take it otherwise
-                w0, w8 = w0 * unit, w8 * unit
-            q = block % 2 * 4
+                w = w[0] * unit, w[1] * unit
             for j in range(groups):
                 p = 2 * (j if groups == 2 else block % 2)
-                v0, v1, v2, v3 = mma(
-                    u[q], u[q + 1], u[q + 2], u[q + 3], b[p], b[p + 1],
-                    int32(0), int32(0), int32(0), int32(0),
-                )  # fmt: skip
                 at = at_d + (block * tokens + 8 * j) * size_d
-                promote(acc, 4 * j, v0, v1, v2, v3, w0, w8, m0, m8, smem, at)
+                promote(acc, 4 * j, times(u, block, b[p], b[p + 1], no_sums()), w, m, smem, at)
 
     # Inlined by Numba, as if it stood in the kernel: what LLVM inlines it simplifies first, and the
     # code that came of this took other registers.

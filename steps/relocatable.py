@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,8 +22,8 @@ import numpy as np
 
 from qformats import FORMATS
 from steps import plans
-from steps.choice import choose, cut, known_accuracy, supporting
-from steps.operands import OUTPUTS, require_grid
+from steps.choice import Choice, choose, cut, known_accuracy, supporting
+from steps.operands import require_grid
 from steps.registry import ladder
 from steps.step import Shape, Step
 
@@ -48,6 +48,21 @@ def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tup
     return (exact,) if highest.pack is exact.pack else (exact, highest)
 
 
+def chosen(
+    format_name: str,
+    shape: Shape,
+    offered: Iterable[str],
+    machine: Any,
+    accuracy: str = "exact",
+    half: bool = False,
+) -> tuple[Choice, str]:
+    """The step for a product with weights in the packings that are offered, and C's dtype: float16
+    where it may be, with `half`, and the step can write that."""
+    among = [one for one in ladder() if one.pack.__name__ in offered]
+    choice = choose(format_name, shape, machine, among=among, accuracy=accuracy)
+    return choice, "float16" if half and "float16" in choice.step.outputs else "float32"
+
+
 class Relocatable:
     """A prepared product of M tokens with any weights [N, K] of a format.
 
@@ -69,17 +84,16 @@ class Relocatable:
         accuracy: str = "exact",
         half: bool = False,
     ) -> None:
-        among = [one for one in ladder() if one.pack.__name__ in offered]
-        choice = choose(format_name, shape, machine, among=among, accuracy=accuracy)
+        choice, output = chosen(format_name, shape, offered, machine, accuracy, half)
         step, m, n, k = choice.step, shape.m, shape.n, shape.k
         self.packing = step.pack.__name__
-        self.half = half and "float16" in step.outputs
+        self.half = output == "float16"
         memory: Any = _Nowhere(machine)  # what launches are laid out with, and never run on
         weights = tuple(
             plans.nowhere(WEIGHTS + i * APART, place, np.dtype(dtype))
             for i, (place, dtype) in enumerate(offered[self.packing])
         )
-        a, out = plans.nowhere(A, (m, k)), plans.nowhere(OUT, (m, n), OUTPUTS[self.half])
+        a, out = plans.nowhere(A, (m, k)), plans.nowhere(OUT, (m, n), np.dtype(output))
         activations = step.activations(choice.family, a, memory)
         fmt = FORMATS[format_name]
         own = step.prepare(memory, fmt, choice.family, shape, weights, activations.arrays, out)

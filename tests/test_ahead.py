@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats import FORMATS, WEIGHT_FORMATS
-from reference import BENCH_SHAPES
+from qformats import FORMATS, WEIGHT_FORMATS, quantize
+from qformats.device import half_rounder
+from reference import BENCH_SHAPES, Problem
 from steps import ahead, listing, machines, matrix, run
 from steps.ahead import architecture, compile_ahead
 from steps.checks import Case, Work, select
 from steps.instructions.compile import disassemble, machine_code, opcodes, signature_of
 from steps.registry import find, ladder
+from steps.relocatable import Relocatable
 from steps.step import Shape
 from tests.fake_gpu import FakeGpu
 from tests.test_bench import asked, on_a_gpu  # noqa: F401
@@ -59,6 +62,23 @@ def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
             here = machine_code(launch.kernel, signature, "sm_90a")
             assert opcodes(disassemble(bytes(cubin))) == here.instructions
     assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, said.append) == 0
+
+
+@pytest.mark.gpu
+def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "FEWEST", 1)
+    size, work = (40, 68, 288), Work(find(12), "A16", "q4_0")
+    for factory in (sys.modules[work.step.launch.__module__].kernel, half_rounder):
+        factory.cache_clear()  # what other tests have compiled
+    packed = work.step.pack(quantize(Problem(*size, "q4_0").w, "q4_0"))
+    places = {work.step.pack.__name__: tuple((one.shape, str(one.dtype)) for one in packed)}
+    wanted = [(work, size, output) for output in work.step.outputs]
+    assert compile_ahead(wanted, machines.Gpu(), print, 2) == 3
+    for half in (False, True):
+        made = Relocatable("q4_0", Shape(*size), places, machines.Gpu(), half=half)
+        for one in made.loaded:
+            found = one.source.kernel.overloads[signature_of(one.source.args)]
+            assert found._type_annotation is None, "it was not compiled here"
 
 
 def test_what_another_process_cannot_compile_is_said(

@@ -24,7 +24,8 @@ from results.decoder import bench, checks, files, operations  # noqa: E402
 from results.decoder import model as parts  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
 from results.decoder.model import by_steps, by_torch, generate  # noqa: E402
-from steps import find  # noqa: E402
+from steps import ahead, find  # noqa: E402
+from steps.instructions.compile import signature_of  # noqa: E402
 from steps.linear import QuantLinear  # noqa: E402
 from tests.test_linear import host  # noqa: E402, F401 - a fixture
 
@@ -236,6 +237,27 @@ def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> No
     assert torch.equal(product(x), first)
     right = x.double().numpy() @ dequantize(blocks).astype(np.float64).T
     assert checks.relative(first.double().numpy(), right) < 1e-3
+
+
+def test_kernels_compiled_ahead_are_those_of_plans(
+    kernels: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(parts, "Gpu", lambda: kernels)
+    monkeypatch.setattr(parts.ahead, "compile_ahead", lambda wanted, *_: asked.extend(wanted) or 7)
+    ours = files.load(tiny, by_steps("cpu", "fast"))
+    ours.ask("exact")
+    assert ours.compile_ahead([("exact", 2), ("fast", 40)], 2) == 7
+    assert ours.output.accuracy == "exact"
+    found = {(one.kernel, types) for each in asked for one, types in ahead._launches(*each)}
+    for accuracy, m, of_output in (("exact", 2, 2), ("fast", 40, 1)):
+        ours.ask(accuracy)
+        plans = [one.plan(m) for layer in ours.layers for one in layer.products]
+        for plan in (*plans, ours.output.plan(of_output)):
+            for loaded in plan.loaded:
+                source = loaded.source
+                assert (source.kernel, signature_of(source.args)) in found
+    assert len(asked) == len({str(each) for each in asked}) < 2 * len(list(ours.products))
 
 
 def test_an_accuracy_may_be_asked_for_later(kernels: Any, tiny: Any) -> None:

@@ -305,8 +305,8 @@ def measure(
     cases = [("exact", m) for m in BATCHES if "decode" in parts]
     cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
     if jobs > 1:
-        ours.compile_ahead(cases, jobs)
-        tell(f"the kernels' machine code, made by {jobs} processes")
+        count = ours.compile_ahead(cases, jobs, tell)
+        tell(f"the machine code of {count} kernels, made by other processes")
     rows: list[Row] = []
     differences: dict[str, float] = {}
     for batch in BATCHES if "decode" in parts else ():

@@ -19,11 +19,13 @@ import numpy as np
 
 from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
-from results.decoder.compiled import Task, compiled, offered
 from results.decoder.operations import PLAIN, Operations
+from steps import ahead
 from steps import torch_operator as operator
+from steps.checks import Work
 from steps.linear import QuantLinear
-from steps.relocatable import Relocatable
+from steps.machines import Gpu
+from steps.relocatable import Relocatable, chosen
 from steps.step import Shape
 
 if TYPE_CHECKING:
@@ -108,10 +110,13 @@ class Product(nn.Module):
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.half = workspace, accuracy, half
 
-    def task(self, m: int) -> Task:
-        """What a plan for m tokens is made of, for `results.decoder.compiled`."""
-        shape, offered = Shape(m, self.n, self.k), operator.places(self.packed)
-        return self.format, shape, offered, self.accuracy, self.half
+    def wanted(self, m: int, machine: Any) -> ahead.Wanted:
+        """What a plan for m tokens will launch."""
+        size = m, self.n, self.k
+        choice, output = chosen(
+            self.format, Shape(*size), self.packed, machine, self.accuracy, self.half
+        )
+        return Work(choice.step, choice.family, self.format), size, output
 
     def plan(self, m: int) -> Relocatable:
         """What multiplies m tokens."""
@@ -288,27 +293,25 @@ class Decoder:
             for one in getattr(product, "products", [product]):
                 one.accuracy = accuracy
 
-    def compile_ahead(self, cases: Sequence[tuple[str, int]], jobs: int) -> None:
-        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`decoder.compiled`).
+    def compile_ahead(
+        self, cases: Sequence[tuple[str, int]], jobs: int, say: Callable[[str], None] = print
+    ) -> int:
+        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`steps.ahead`).
 
         Logits are those of so many sequences as there are tokens where these are few, else of one.
         """
-        before = self.output.accuracy
-        wanted: dict[str, tuple[Any, str, int, Task]] = {}
+        wanted: list[ahead.Wanted] = []
+        before, machine = self.output.accuracy, Gpu()
         inner = [one for layer in self.layers for one in layer.products]
         for accuracy, m in cases:
             self.ask(accuracy)
             ms = [(one, m) for one in inner] + [(self.output, m if m <= FEW else 1)]
             for product, tokens in ms:
                 for one in getattr(product, "products", [product]):
-                    task = one.task(tokens)
-                    wanted.setdefault(str(task), (one, accuracy, tokens, task))
-        made = compiled([task for *_, task in wanted.values()], jobs)
-        for (one, accuracy, tokens, _), kernels in zip(wanted.values(), made, strict=True):
-            one.accuracy = accuracy
-            with offered(kernels):
-                one.plan(tokens)
+                    if (each := one.wanted(tokens, machine)) not in wanted:  # layers are alike
+                        wanted.append(each)
         self.ask(before)
+        return ahead.compile_ahead(wanted, machine, say, jobs)
 
     def cache(self, batch: int, length: int) -> Cache:
         """For at least `length` positions."""
