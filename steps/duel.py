@@ -53,11 +53,15 @@ SHAPES: Final[tuple[Size, ...]] = tuple(
 times as many to read: no duel is needed to see that."""
 
 FEWEST: Final = min(m for m, _, _ in SHAPES)
+MANY: Final = 512
 SCHEDULES: Final = (SUSTAINED, BURST)
 
 RIVAL_NMSE: Final = 1e-6
 """The rival's error against the float64 product of float32 A with the dequantized weights: float16
 operands and a float16 result come to some 1e-7."""
+
+Which = Callable[[Work, Size, str], bool]
+"""(work, M N K, dtype of C) -> whether that is a duel."""
 
 MakeRival = Callable[[np.ndarray], Callable[[np.ndarray], Rival]]
 """float32 W[N, K] -> float32 A[M, K] -> their rival; W is prepared once for all M."""
@@ -72,6 +76,12 @@ def meant_to(works: Sequence[Work]) -> tuple[Work, ...]:
         if work.step.unit.get(work.family) == "tensor_fp16" or work.step.accuracy != "exact"
         if work.step.min_cc >= (9, 0)
     )
+
+
+def meant(work: Work, shape: Size, output: str) -> bool:
+    """Of these the duels that a bench holds: C as cuBLAS writes it; in float32 what is exact, and
+    of as many tokens that C counts."""
+    return output == "float16" or (work.step.accuracy == "exact" and shape[0] >= MANY)
 
 
 def cublas(clock: Callable[[], float] | None = None) -> MakeRival:
@@ -208,7 +218,7 @@ def duels(
     shapes: Sequence[Size],
     rivals: MakeRival,
     *,
-    outputs: Sequence[str] = (),
+    which: Which = lambda *_: True,
     schedules: Sequence[Schedule] = SCHEDULES,
     overlap: bool = False,
     distribution: str = "normal",
@@ -216,7 +226,7 @@ def duels(
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Duel]:
-    """Every work at every shape with each dtype of C that it writes (of `outputs`, if any), at each
+    """Every work at every shape with each dtype of C that it writes, if `which` says so, at each
     pace; weights outermost, as `steps.bench.rows`.
 
     overlap: let our launches begin under the one before, where the step can; the rival's never do.
@@ -237,7 +247,7 @@ def duels(
                     if work.step.pack not in packed:
                         packed[work.step.pack] = pack_weights(work.step, whole.blocks)
                     for output in work.step.outputs:
-                        if outputs and output not in outputs:
+                        if not which(work, (m, n, k), output):
                             continue
                         report(f"{work} to {output} at M={m} N={n} K={k}")
                         blank = [
@@ -317,10 +327,12 @@ def _failed(duel: Duel, why: str) -> Duel:
     return replace(duel, status="failed", why=" ".join(why.split()) or "no reason was given")
 
 
-def count(works: Sequence[Work], shapes: Sequence[Size], outputs: Sequence[str] = ()) -> int:
-    """Of what `duels` reports."""
-    kinds = [x for work in works for x in work.step.outputs if not outputs or x in outputs]
-    return len(kinds) * len(shapes)
+def fights(
+    works: Sequence[Work], shapes: Sequence[Size], which: Which = lambda *_: True
+) -> list[tuple[Work, Size, str]]:
+    """What `duels` reports of, one by one."""
+    each = [(work, shape, x) for shape in shapes for work in works for x in work.step.outputs]
+    return [one for one in each if which(*one)]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -333,27 +345,31 @@ def duel(args: Namespace) -> int:
     shapes = shapes_of(args.shapes) or (
         [run.shape_of(args)] if run.asked_shape(args) else list(SHAPES)
     )
-    outputs = tuple(args.output or ())
+    outputs = tuple(args.output or ("float32", "float16"))
     _, machine, _ = run.machines("gpu")
     if why := why_no_rival():
         raise UsageError(f"a duel takes two: {why}")
     steps = run.named(args.steps)
     works = select(steps, run.formats_of(args.format), args.scheme, machine(0).cc)  # type: ignore[attr-defined]
     works = works if args.steps else meant_to(works)
-    if not count(works, shapes, outputs):
-        raise UsageError(f"no step here writes C as {' or '.join(outputs) or 'anything'}")
+
+    def which(work: Work, shape: Size, output: str) -> bool:
+        return output in outputs
+
+    if not (count := len(fights(works, shapes, which))):
+        raise UsageError(f"no step here writes C as {' or '.join(outputs)}")
     env = record.environment()
     before = _run_to_join(args.out, env) if args.out else None
     measuring = Bench.here(benching.Budget())
     schedules = scheduled(args.seconds, args.pace)
     found: list[Duel] = []
-    with table.progress(count(works, shapes, outputs)) as report:
+    with table.progress(count) as report:
         each = duels(
             measuring,
             works,
             shapes,
             cublas(measuring.stopwatch.clock),  # type: ignore[attr-defined]
-            outputs=outputs,
+            which=which,
             schedules=schedules,
             overlap=args.overlap,
             distribution=run.timed_distribution(args),

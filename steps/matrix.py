@@ -28,6 +28,9 @@ SAVE_SECONDS = 30.0
 """A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
 and writing a thousand rows takes a second."""
 
+DUEL_SECONDS = 0.5
+"""Of a sustained duel, of which a bench has hundreds."""
+
 
 def bench(args: Namespace) -> int:
     """The whole matrix with peers, into one JSON file; 1 if any row failed."""
@@ -114,25 +117,20 @@ def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
     _, machine, _ = run.machines("gpu")
     mine = parts.part_of(whole, args.part)
     works = tuple({str(work): work for group in mine for work in group.works}.values())
-    meant = () if args.no_peers or args.no_duels else dueling.meant_to(works)
-    ahead = [
-        (work, shape, output)
-        for group in mine
-        for work in group.works
-        for shape in group.shapes
-        for output in work.step.outputs[: None if work in meant else 1]
-    ]
+    duels = [_duels(group, args) for group in mine]
+    fights = [dueling.fights(*each, dueling.meant) for each in duels]
+    ahead = [(w, shape, w.step.outputs[0]) for g in mine for w in g.works for shape in g.shapes]
+    ahead += [fight for each in fights for fight in each]
     outcomes = run.checked(works, machine, False, args, None, quick=True, ahead=ahead)
     budget = benching.Budget()
     if args.seconds:
         budget = benching.budget_for(args.seconds, sum(group.rows for group in whole))
     env, measuring, say = record.environment(), Bench.here(budget), _once()
     growing = _Growing(Recorder(env, measuring.limits, args.out), broken=outcomes.broken)
-    if meant and (why := dueling.why_no_rival()):
+    if any(fights) and (why := dueling.why_no_rival()):
         say(f"no duels: {why}")
-        meant = ()
-    fights = [_fights(group, meant) for group in mine]
-    count = sum(group.rows for group in mine) + sum(dueling.count(*each) for each in fights)
+        fights = [[] for _ in mine]
+    count = sum(group.rows for group in mine) + sum(len(each) for each in fights)
     drawn: dict[str, Any] = {"distribution": run.timed_distribution(args), "seed": args.seed}
     drawn["wrong"] = run.wrong(outcomes)
 
@@ -141,19 +139,23 @@ def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
         asked = env.gpu, group.shapes, (group.format,), budget, l2_bytes, say
         return benching.same_work_by_others(*asked, cublas=first)
 
+    def of_duels(works: Sequence[Work], shapes: Sequence[Size]) -> Iterable[Duel]:
+        rival = dueling.cublas(getattr(measuring.stopwatch, "clock", None))
+        how: dict[str, Any] = {"which": dueling.meant, "schedules": dueling.scheduled(DUEL_SECONDS)}
+        return dueling.duels(measuring, works, shapes, rival, overlap=True, **how, **drawn)
+
     try:
         with table.progress(count) as report:
-            for group, fight in zip(mine, fights, strict=True) if not growing.broken else ():
-                drawn["report"] = report
+            drawn["report"] = report
+            for i, group in enumerate(mine if growing.broken is None else ()):
                 # what a float16 C gains is the duels' to say
                 matrix = group.works, group.shapes
                 growing.add(benching.rows(measuring, *matrix, all_outputs=False, **drawn))
                 if not args.no_peers:
                     growing.keep(now=True)  # a peer's failure must not cost the rows
                     growing.peers += peers(group)
-                if all(fight):
-                    rival = dueling.cublas(getattr(measuring.stopwatch, "clock", None))
-                    growing.add(dueling.duels(measuring, *fight, rival, overlap=True, **drawn))
+                if fights[i]:
+                    growing.add(of_duels(*duels[i]))
     except Exception as error:  # what was measured before it is still worth keeping
         if not fatal(error):
             raise
@@ -163,10 +165,13 @@ def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
     return growing
 
 
-def _fights(group: Group, meant: Sequence[Work]) -> tuple[list[Work], list[Size]]:
-    """Who duels, and where."""
-    works = [work for work in group.works if work in meant]
-    return works, [shape for shape in group.shapes if shape[0] >= dueling.FEWEST]
+def _duels(group: Group, args: Namespace) -> tuple[Sequence[Work], Sequence[Size]]:
+    """Whose duels, and where: at more M than a bench has, unless one is asked for."""
+    if args.no_peers or args.no_duels:
+        return (), ()
+    shapes = [shape for shape in group.shapes if shape[0] >= dueling.FEWEST]
+    more = [shape for shape in dueling.SHAPES if shape[1:] == group.shapes[0][1:]]
+    return dueling.meant_to(group.works), more if more and args.m is None else shapes
 
 
 def _once() -> Any:

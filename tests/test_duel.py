@@ -292,9 +292,11 @@ def test_each_type_of_c_is_a_duel_unless_one_is_asked_for(monkeypatch) -> None:
         ("float16", "burst"),
     ]
     assert {one.accuracy for one in found} == {"fast"}
-    found = fought(SimulatedClock(), step=BOTH, outputs=("float16",))
+    found = fought(
+        SimulatedClock(), step=BOTH, which=lambda work, shape, output: output == "float16"
+    )
     assert {one.output for one in found} == {"float16"}
-    assert duel.count([Work(BOTH, "A8", "q4_0")], [SHAPE] * 3) == 6
+    assert len(duel.fights([Work(BOTH, "A8", "q4_0")], [SHAPE] * 3)) == 6
     assert duel.count([Work(BOTH, "A8", "q4_0")], [SHAPE], ["float32"]) == 1
 
 
@@ -332,7 +334,13 @@ def test_an_error_is_a_failed_duel_and_a_lost_context_ends_them(monkeypatch) -> 
 
 def test_in_a_bench_duel_those_with_wgmma_whose_products_are_cublas_s() -> None:
     works = [Work(step, step.families[-1], "q4_0") for step in ladder()]
-    assert [work.step.number for work in duel.meant_to(works)] == [12, 13, 14]
+    meant = duel.meant_to(works)
+    assert [work.step.number for work in meant] == [12, 13, 14]
+    found = duel.fights(meant, [(128, 64, 64), (512, 64, 64)], duel.meant)
+    assert [(work.step.number, m) for work, (m, _, _), c in found if c == "float16"] == [
+        (12, 128), (13, 128), (14, 128), (12, 512), (13, 512), (14, 512)
+    ]  # fmt: skip
+    assert [(w.step.number, m) for w, (m, _, _), c in found if c == "float32"] == [(12, 512)]
 
 
 # --- the command ----------------------------------------------------------------------------------

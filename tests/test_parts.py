@@ -66,6 +66,22 @@ def test_the_shapes_of_a_bench_can_be_narrowed() -> None:
         shapes(None, None, 33)
 
 
+def test_a_bench_has_duels_at_more_m_than_rows(whole) -> None:
+    def shapes(m: int | None, no_duels: bool = False, group: parts.Group = whole[0]) -> list[Any]:
+        asked = Namespace(m=m, no_peers=False, no_duels=no_duels)
+        works, found = matrix._duels(group, asked)
+        assert [work.step.number for work in works] == ([12, 13, 14] if found else [])
+        return list(found)
+
+    assert {m for m, _, _ in shapes(None)} == {16, 32, 64, 128, 512, 4096}
+    assert {shape[1:] for shape in shapes(None)} == {whole[0].shapes[0][1:]}
+    assert not shapes(None, no_duels=True)
+    one = parts.Group(whole[0].works, ((512, 4096, 4096),))
+    assert shapes(512, group=one) == [(512, 4096, 4096)]
+    other = parts.Group(whole[0].works, ((512, 64, 128),))
+    assert shapes(None, group=other) == [(512, 64, 128)]
+
+
 @pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b", "1/0"])
 def test_a_part_that_is_none_is_one_sentence(text: str, capsys) -> None:
     with pytest.raises(SystemExit) as left:
