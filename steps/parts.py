@@ -70,15 +70,17 @@ def groups(works: Sequence[Work], shapes: Sequence[Size]) -> tuple[Group, ...]:
 
 
 def part_of(whole: Sequence[Group], part: tuple[int, int] | None) -> tuple[Group, ...]:
-    """The groups of part (i, n), i from 1: the longest first, each where least has been given so
-    far. Every group is in one of the n parts; None is all of them."""
+    """The groups of part (i, n), i from 1; None is all of them. Neighbours, so that a part has few
+    formats, whose kernels it has to compile and check; every group is in one part."""
     if part is None:
         return tuple(whole)
     number, count = part
-    given: list[list[Group]] = [[] for _ in range(count)]
-    for group in sorted(whole, key=lambda group: -group.cost):
-        min(given, key=lambda own: sum(each.cost for each in own)).append(group)
-    return tuple(group for group in whole if group in given[number - 1])
+    total, before, mine = sum(group.cost for group in whole), 0.0, []
+    for group in whole:
+        if int((before + group.cost / 2) / total * count) == number - 1:
+            mine.append(group)
+        before += group.cost
+    return tuple(mine)
 
 
 # --- put together ---------------------------------------------------------------------------------

@@ -297,7 +297,6 @@ def test_each_type_of_c_is_a_duel_unless_one_is_asked_for(monkeypatch) -> None:
     )
     assert {one.output for one in found} == {"float16"}
     assert len(duel.fights([Work(BOTH, "A8", "q4_0")], [SHAPE] * 3)) == 6
-    assert duel.count([Work(BOTH, "A8", "q4_0")], [SHAPE], ["float32"]) == 1
 
 
 def test_who_is_wrong_has_no_time() -> None:

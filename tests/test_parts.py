@@ -52,6 +52,8 @@ def test_every_group_is_in_one_part_and_none_has_much_more(whole, count: int) ->
     costs = [sum(group.cost for group in own) for own in each]
     assert max(costs) <= sum(costs) / count + max(group.cost for group in whole)
     assert parts.part_of(whole, None) == whole
+    formats = [len({group.format for group in own}) for own in each]
+    assert sum(formats) < len(WEIGHT_FORMATS) + count, "a format is cut where a part ends"
 
 
 def test_the_shapes_of_a_bench_can_be_narrowed() -> None:
