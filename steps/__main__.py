@@ -223,7 +223,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="MxNxK",
-        help="such as 512x4096x4096 (default: 16 to 4096 tokens, three sizes of weights)",
+        help="such as 512x4096x4096 (default: 32 to 4096 tokens, three sizes of weights)",
     )
     one.add_argument(
         "--output",

@@ -264,8 +264,9 @@ def finish_wgmma(
     lots, side = bn // (2 * ROWS) * (bm // tokens), bn > 2 * ROWS  # side by side, or token by token
     n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
     in_strip, of_strip = n_acc // strips, n_tokens // strips
-    at_once = IN_FLIGHT // lots // in_strip  # parts of a strip that are loaded together
-    loaded = at_once * in_strip
+    some = min(in_strip, IN_FLIGHT // lots)  # of a part's sums are loaded together
+    at_once = IN_FLIGHT // lots // some  # of so many parts
+    loaded = at_once * some
     keep = in_strip <= 16  # the sums of its own strip: more, and they lie in local memory
     pitch = ROWS + PAD
     counts_at = first_word + 2 * min(tokens, SLICE) * pitch
@@ -302,24 +303,25 @@ def finish_wgmma(
         """x = a strip's sums of blocks `first` to `last`, in this order; those of block `kept` are
         `mine`."""
         part = cuda.local.array(loaded, kind)
-        for r in range(in_strip):
-            x[r] = 0
-        for block in range(first, last + 1, at_once):
-            for i in range(at_once):
-                one, q = int32(min(block + i, last)), i * in_strip
-                if not keep or one != kept:
-                    at = place(one, first, early, own)
-                    for r in range(0, in_strip, 4):
-                        p = load(partials, at + r * GROUP)
-                        part[q + r], part[q + r + 1] = p[0], p[1]
-                        part[q + r + 2], part[q + r + 3] = p[2], p[3]
-                else:
-                    for r in range(in_strip):
-                        part[q + r] = mine[r]
-            for i in range(at_once):
-                if block + i <= last:
-                    for r in range(in_strip):
-                        x[r] += part[i * in_strip + r]
+        for begin in range(0, in_strip, some):
+            for r in range(some):
+                x[begin + r] = 0
+            for block in range(first, last + 1, at_once):
+                for i in range(at_once):
+                    one, q = int32(min(block + i, last)), i * some
+                    if not keep or one != kept:
+                        at = place(one, first, early, own) + begin * GROUP
+                        for r in range(0, some, 4):
+                            p = load(partials, at + r * GROUP)
+                            part[q + r], part[q + r + 1] = p[0], p[1]
+                            part[q + r + 2], part[q + r + 3] = p[2], p[3]
+                    else:
+                        for r in range(some):
+                            part[q + r] = mine[begin + r]
+                for i in range(at_once):
+                    if block + i <= last:
+                        for r in range(some):
+                            x[begin + r] += part[i * some + r]
 
     @cuda.jit(device=True, forceinline=True)
     def finish(acc, lot, number, m0, n0, first, last, early, to):

@@ -75,7 +75,7 @@ def test_a_bench_has_duels_at_more_m_than_rows(whole) -> None:
         assert [work.step.number for work in works] == ([12, 13, 14] if found else [])
         return list(found)
 
-    assert {m for m, _, _ in shapes(None)} == {16, 32, 64, 128, 512, 4096}
+    assert {m for m, _, _ in shapes(None)} == {32, 64, 128, 512, 4096}
     assert {shape[1:] for shape in shapes(None)} == {whole[0].shapes[0][1:]}
     assert not shapes(None, no_duels=True)
     one = parts.Group(whole[0].works, ((512, 4096, 4096),))
