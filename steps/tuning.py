@@ -80,6 +80,11 @@ class Entry:
         return self.times.get(f"{step} {family}")
 
     @property
+    def highest(self) -> int:
+        """The highest step that was measured, 0 without any."""
+        return max((int(work.split()[0]) for work in self.times), default=0)
+
+    @property
     def where(self) -> str:
         return f"M={self.m} N={self.n} K={self.k}"
 
@@ -178,7 +183,8 @@ def to_json(table: Tuning) -> str:
 
 
 def write(table: Tuning, root: Path = RESULTS) -> Path:
-    """Write the table of its GPU, keeping the entries of an older one that it does not replace."""
+    """Write the table of its GPU, keeping what an older one has beside it; but not an entry whose
+    highest step is below the highest of its format: that says nothing of who is fastest there."""
     path = root / record.slug(table.env.gpu) / "tuning.json"
     fresh = {(e.format, e.n, e.k, e.m): e for e in table.entries}
     if path.exists():
@@ -186,6 +192,10 @@ def write(table: Tuning, root: Path = RESULTS) -> Path:
             key = (old.format, old.n, old.k, old.m)
             new = fresh.get(key)
             fresh[key] = replace(old, times={**old.times, **(new.times if new else {})})
+    highest: dict[str, int] = {}
+    for entry in fresh.values():
+        highest[entry.format] = max(entry.highest, highest.get(entry.format, 0))
+    fresh = {key: entry for key, entry in fresh.items() if entry.highest == highest[entry.format]}
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(to_json(replace(table, entries=tuple(fresh.values()))), encoding="utf-8")
@@ -195,20 +205,12 @@ def write(table: Tuning, root: Path = RESULTS) -> Path:
 
 
 def entries_of(run: Run) -> tuple[Entry, ...]:
-    """What a bench measured, as entries: its rows whose C is float32. A step that is FAR slower
-    than the best of its family and accuracy is left out: no table makes it the fastest of its
-    neighbours, whichever of both is asked for."""
-    rows = [r for r in run.rows if r.status == "ok" and r.total_us and r.output == "float32"]
-    best: dict[tuple[Any, ...], float] = {}
-    for row in rows:
-        among = (row.format, row.shape, row.family, row.accuracy)
-        best[among] = min(row.total_us or math.inf, best.get(among, math.inf))
+    """What a bench measured, as entries: its rows whose C is float32."""
     found: dict[tuple[str, int, int, int], dict[str, float]] = {}
-    for row in rows:
-        times = found.setdefault((row.format, row.N, row.K, row.M), {})
-        us = row.total_us or math.inf
-        if us <= FAR * best[row.format, row.shape, row.family, row.accuracy]:
-            times[f"{row.step} {row.family}"] = us
+    for row in run.rows:
+        if row.status == "ok" and row.total_us and row.output == "float32":
+            times = found.setdefault((row.format, row.N, row.K, row.M), {})
+            times[f"{row.step} {row.family}"] = row.total_us
     return tuple(Entry(*key, times) for key, times in found.items())
 
 
