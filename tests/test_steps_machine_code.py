@@ -64,15 +64,17 @@ def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
     """None at all; or, in a kernel of mma that has all the registers its launch bounds allow, a few
     words that ptxas keeps there while it multiplies. On sm_90a, where the figures are from, none is
-    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most."""
+    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most. A
+    kernel of wgmma may keep one word at the end of a tile."""
     if not code.count("LDL", "STL"):
         return code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
     lines = code.sass.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line or "HMMA" in line]
+    multiplies = [i for i, line in enumerate(lines) if re.search("[HI]G?MMA", line)]
     loop = lines[multiplies[0] : multiplies[-1]] if multiplies else lines
     touched = sum("LDL" in line or "STL" in line for line in loop)
     few = 0 if code.arch == "sm_90a" else 2
-    return touched <= few and code.registers in (128, 255) and code.spill_store_bytes <= 64
+    words = {128: 16, 168: 1, 255: 16}.get(code.registers, 0)
+    return touched <= few and code.spill_store_bytes <= 4 * words
 
 
 @pytest.mark.parametrize(("step", "family", "arch"), list(works(ARCHITECTURES)))
