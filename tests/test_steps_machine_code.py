@@ -64,17 +64,15 @@ def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
     """None at all; or, in a kernel of mma that has all the registers its launch bounds allow, a few
     words that ptxas keeps there while it multiplies. On sm_90a, where the figures are from, none is
-    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most. A
-    kernel of wgmma may keep one word at the end of a tile."""
+    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most."""
     if not code.count("LDL", "STL"):
         return code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
     lines = code.sass.splitlines()
-    multiplies = [i for i, line in enumerate(lines) if re.search("[HI]G?MMA", line)]
+    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line or "HMMA" in line]
     loop = lines[multiplies[0] : multiplies[-1]] if multiplies else lines
     touched = sum("LDL" in line or "STL" in line for line in loop)
     few = 0 if code.arch == "sm_90a" else 2
-    words = {128: 16, 168: 1, 255: 16}.get(code.registers, 0)
-    return touched <= few and code.spill_store_bytes <= 4 * words
+    return touched <= few and code.registers in (128, 255) and code.spill_store_bytes <= 64
 
 
 @pytest.mark.parametrize(("step", "family", "arch"), list(works(ARCHITECTURES)))
@@ -93,6 +91,11 @@ def test_no_spills_no_local_memory_no_double_precision(
             assert code.registers * math.prod(launch.block) <= REGISTERS, where
 
 
+A_WORD_TOO_MANY = 14, "q5_1", (4096, 4096, 4096)
+"""The one kernel known to be wrong in this: it spills a register at the end of a tile of 128 x 256.
+To be mended with the next version that is measured; this test says when it is."""
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
 @pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14, 15])
 def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
@@ -108,7 +111,11 @@ def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
     for shape in shapes:
         *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)
         code = compiled(own, "sm_90a")
-        assert no_local_memory_where_it_counts(code), code.log
+        if (number, name, shape) == A_WORD_TOO_MANY:
+            assert (code.spill_store_bytes, code.spill_load_bytes) == (4, 8), "mended? then delete"
+            assert not re.search("LDL|STL", "\n".join(loop_of_wgmma(code.sass)))
+        else:
+            assert no_local_memory_where_it_counts(code), code.log
         assert code.warnings == ()
         assert code.registers * math.prod(own.block) <= REGISTERS
 
@@ -118,7 +125,7 @@ def test_contains_its_idea_and_nothing_of_a_later_one(
     step: Step, family: Family, arch: str
 ) -> None:
     assert step.contains[family], "a step must say what its machine code shows"
-    for name in formats_on(arch):
+    for name in WEIGHT_FORMATS:
         for launch, own in launches(step, family, name):
             if not own:
                 continue
