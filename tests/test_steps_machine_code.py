@@ -44,12 +44,6 @@ def own_code(step: Step, family: Family, name: str, arch: str) -> MachineCode:
     return next(compiled(launch, arch) for launch, own in launches(step, family, name) if own)
 
 
-def formats_on(arch: str) -> tuple[str, ...]:
-    """All where the figures are from; elsewhere one of each kind: plain, with minima and fifth
-    bits, whole bytes."""
-    return WEIGHT_FORMATS if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0")
-
-
 def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
     for step, arch in itertools.product(steps.ladder(), architectures):
         cc = int(arch.removeprefix("sm_").rstrip("a"))
@@ -79,7 +73,7 @@ def no_local_memory_where_it_counts(code: MachineCode) -> bool:
 def test_no_spills_no_local_memory_no_double_precision(
     step: Step, family: Family, arch: str
 ) -> None:
-    for name in formats_on(arch):
+    for name in WEIGHT_FORMATS if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0"):
         for launch, _ in launches(step, family, name):
             code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
             assert no_local_memory_where_it_counts(code), where
