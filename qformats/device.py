@@ -43,21 +43,15 @@ from qformats.repack import (
     BYTE_ZERO,
     CENTRE,
     CODE_UNIT,
-    HALVES,
     MINIMUM_UNIT,
     TILE_K,
     TILE_ROWS,
-    TOKEN_GROUP,
-    UNIT,
 )
 from steps.instructions import (
     address,
     and_xor,
-    as_bits,
-    as_float,
     dp4a,
     float_to_half,
-    floats_to_halves,
     half_to_float,
     hfma2,
     hmul2,
@@ -258,10 +252,10 @@ def load_values(x, i, a, m, k, wide):
 
 
 @cuda.jit(device=True, forceinline=True)
-def four_codes(x, i, j, twice):
-    """Codes of x[i, j..j+3] as the bytes of a word; `twice` is 2 / d."""
-    q0, q1 = round_half_away(x[i, j] * twice), round_half_away(x[i, j + 1] * twice)
-    q2, q3 = round_half_away(x[i, j + 2] * twice), round_half_away(x[i, j + 3] * twice)
+def four_codes(x, twice):
+    """Codes of four values as the bytes of a word; `twice` is 2 / d."""
+    q0, q1 = round_half_away(x[0] * twice), round_half_away(x[1] * twice)
+    q2, q3 = round_half_away(x[2] * twice), round_half_away(x[3] * twice)
     return prmt(prmt(q0, q1, 0x0040), prmt(q2, q3, 0x0040), 0x5410)
 
 
@@ -283,7 +277,9 @@ def quantized(x, i):
     largest = max(largest, shfl_xor(largest, 2))
     d = largest / float32(127)
     twice = twice_inverse(d)
-    return four_codes(x, i, 0, twice), four_codes(x, i, 4, twice), d
+    low = four_codes((x[i, 0], x[i, 1], x[i, 2], x[i, 3]), twice)
+    high = four_codes((x[i, 4], x[i, 5], x[i, 6], x[i, 7]), twice)
+    return low, high, d
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -392,217 +388,6 @@ def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (-(-m // TOKENS), -(-k // (BLOCK * WARPS * AHEAD))), (32, WARPS)
 
 
-# --- float16 on the GPU ---------------------------------------------------------------------------
-ROWS = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
-HALF_THREADS = 512  # of a thread block
-HALF_WARPS = HALF_THREADS // 32
-MOST_HELD = 14  # 128-bit loads of a lane under way at once, kept until they can be rounded
-ROW_STEP = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
-LEAST_EXPONENT = 15  # biased, of a row's largest: below it the scale would have no float32 inverse
-
-
-@cuda.jit(device=True, forceinline=True)
-def load_four(x, i, a, m, k, wide):
-    """x[i, 0..3] = a[m, k..k+3], zeros outside of a."""
-    rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-    at = int64(m) * columns + k
-    for j in range(4):
-        x[i, j] = 0
-    if m < rows and k < columns:
-        if wide:
-            x[i, 0], x[i, 1], x[i, 2], x[i, 3] = load_f32x4(a, at)
-        else:
-            for j in range(4):
-                x[i, j] = load_f32(a, at + j)
-
-
-@cuda.jit(device=True, forceinline=True)
-def token_unit(rows, m, k, units, unit):
-    """Which unit of 16 bytes it is: of token m and of `units` that it has of 128 K, number `unit`,
-    where tokens are in groups of eight and all groups come before the next 128 K."""
-    groups = uint32(uint32(rows + uint32(TOKEN_GROUP - 1)) >> uint32(3))
-    group = int64(uint32(k) >> uint32(7)) * groups + (uint32(m) >> uint32(3))
-    return (group * units + unit) * TOKEN_GROUP + (uint32(m) & uint32(7))
-
-
-@cuda.jit(device=True, forceinline=True)
-def record_number(row_tile, step, steps):
-    """Which record of `qformats.repack.tiles`: of a row tile and a step of 128 K, of `steps`."""
-    return int32(int32((row_tile >> 3) * steps + step) * BAND + (row_tile & 7))
-
-
-@cuda.jit(device=True, forceinline=True)
-def size_bits(x):
-    """The bits of |x|: as integers they order floats, and NaN comes last."""
-    return int32(as_bits(x) & uint32(0x7FFFFFFF))
-
-
-@cuda.jit(device=True, forceinline=True)
-def largest_bits(x, i, most):
-    for j in range(4):
-        most = max(most, size_bits(x[i, j]))
-    return most
-
-
-def row_kernel(
-    held: int, size: Any, scale: Any, factor: Any, store_4: Any, sums: bool = False
-) -> Any:
-    """kernel(a, units, factors), of `half_rounder` and `token_quantizer`: float32 A[M, K], each row
-    in units of its own. K is a multiple of 4.
-
-    A lane holds `held` times four values of a row until its largest is known; of what that does not
-    reach the end of, the rest is read again, from the caches. With `Launch.overlap` the kernel may
-    follow the one that makes A, and be followed, with no gap. What differs are device functions:
-
-    size(largest): of the largest |x| of a row as bits (`size_bits`), what the next two are made of
-    scale(size), factor(size): what values are multiplied by, and what goes to factors[m], float32
-    store_4(units, rows, m, k, t, x, i, scale) -> int32
-        x[i, 0..3], of token m of `rows` from column k on, to their place; t is the number of these
-        four in their 16 K. The sum of what was stored, which goes to factors[M + m] with `sums`.
-    """
-
-    @cuda.jit
-    def rows_to_units(a, units, factors):
-        let_next_start()
-        x = cuda.local.array((held, 4), float32)
-        largest = cuda.shared.array(ROWS, int32)
-        thread = uint32(cuda.threadIdx.x)
-        # four lanes for 16 K of a row, beside them the other row, then the next 16 K
-        t, row = uint32(thread & uint32(3)), uint32(thread >> uint32(2) & uint32(ROWS - 1))
-        first = uint32(thread // uint32(4 * ROWS) * 16 + 4 * t)
-        m = uint32(cuda.blockIdx.x * ROWS + row)
-        rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
-        wide = rows_are_aligned(a)
-        if thread < ROWS:
-            largest[thread] = 0
-        wait_for_previous()
-        for i in range(held):
-            load_four(x, i, a, m, uint32(first + i * ROW_STEP), wide)
-        most = int32(0)
-        for i in range(held):
-            most = largest_bits(x, i, most)
-        for k in range(first + held * ROW_STEP, columns, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            most = largest_bits(y, 0, most)
-        cuda.syncthreads()
-        cuda.atomic.max(largest, row, most)
-        cuda.syncthreads()
-
-        of_row = size(largest[row])
-        times, total = scale(of_row), int32(0)
-        for i in range(held):
-            if first + i * ROW_STEP < padded:
-                stored = store_4(units, rows, m, first + i * ROW_STEP, t, x, i, times)
-                total = int32(total + stored)
-        for k in range(first + held * ROW_STEP, padded, ROW_STEP):
-            y = cuda.local.array((1, 4), float32)
-            load_four(y, 0, a, m, uint32(k), wide)
-            total = int32(total + store_4(units, rows, m, k, t, y, 0, times))
-        if first == 0 and m < rows:
-            factors[m] = factor(of_row)
-        if sums:
-            for apart in (1, 2, 8, 16):  # lanes of one row
-                total = int32(total + shfl_xor(total, apart))
-            of_warps = cuda.shared.array((HALF_WARPS, ROWS), int32)
-            if t == 0 and thread & 24 == 0:
-                of_warps[thread >> 5, row] = total
-            cuda.syncthreads()
-            if first == 0 and m < rows:
-                for warp in range(1, HALF_WARPS):
-                    total = int32(total + of_warps[warp, row])
-                factors[rows + m] = float32(total)
-
-    return rows_to_units
-
-
-@cache
-def half_rounder(held: int) -> Any:
-    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
-
-    kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
-    values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
-    and zeros beyond; float32 [M]. The values of a row are multiplied by a power of two that brings
-    the largest into [2^14, 2^15), factors[m] is its inverse (see `reference.Halves`). In a unit
-    stand, of 16 K, first k, then k + 2 for k = 0, 4, 8, 12, in the next unit for k = 1, 5, 9, 13:
-    the order in which `half_format` unpacks weights. See `row_kernel`; `held` is `half_loads`.
-
-    Inf and NaN spoil their own row: they count as the largest, and stay what they are.
-    """
-
-    @cuda.jit(device=True, forceinline=True)
-    def exponent(largest):
-        return max(int32(largest >> 23), LEAST_EXPONENT)
-
-    @cuda.jit(device=True, forceinline=True)
-    def scale(exponent):
-        """2^(141 - e), which brings 2^(e - 127) to 2^14."""
-        return as_float(uint32(268 - exponent) << uint32(23))
-
-    @cuda.jit(device=True, forceinline=True)
-    def inverse(exponent):
-        return as_float(uint32(exponent - 14) << uint32(23))
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(units, rows, m, k, t, x, i, scale):
-        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
-        even = floats_to_halves(x[i, 0] * scale, x[i, 2] * scale)
-        odd = floats_to_halves(x[i, 1] * scale, x[i, 3] * scale)
-        store_u32(units, at + 2 * t, even)
-        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
-        return int32(0)
-
-    return row_kernel(held, exponent, scale, inverse, store_4)
-
-
-def half_loads(k: int) -> int:
-    """`held` of `half_rounder` and `token_quantizer` for rows of k: all of a row, if it can be."""
-    return max(1, min(MOST_HELD, -(-k // ROW_STEP)))
-
-
-def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
-    """(grid, block) of `half_rounder` for m tokens: whole groups of eight, with zeros for tokens
-    that there are not."""
-    return (-(-m // TOKEN_GROUP) * (TOKEN_GROUP // ROWS),), (HALF_THREADS,)
-
-
-# --- int8 with one scale a token, on the GPU ------------------------------------------------------
-@cache
-def token_quantizer(held: int, sums: bool = False) -> Any:
-    """The kernel that quantizes float32 A[M, K], C-contiguous, to int8 with one scale for each
-    token; `half_grid` for its launch.
-
-    kernel(a, units, scales): int8 [K/128, M/8, 8, 8, 16], flat: of 8 tokens and 128 K first 16
-    codes of each token, then the next 16 of each, all before the next tokens; M and K rounded up,
-    and zeros beyond; float32 [M], d = amax / 127 of the row. The recipe is that of Q8_1, with a row
-    for a block; see `reference.Tokens`. See `row_kernel`; `held` is `half_loads`.
-
-    With `sums` there are 2 M scales: the second M are what the codes of each token add up to, as
-    floats, which is exact up to K = 132104 (127 K < 2^24); see `reference.SummedTokens`.
-
-    A row with an Inf or NaN has no inverse, so codes of 0, and an Inf or NaN for d, which spoils it
-    and no other.
-    """
-
-    @cuda.jit(device=True, forceinline=True)
-    def d_of(largest):
-        return as_float(uint32(largest)) / float32(127)
-
-    @cuda.jit(device=True, forceinline=True)
-    def d_itself(d):
-        return d
-
-    @cuda.jit(device=True, forceinline=True)
-    def store_4(units, rows, m, k, t, x, i, twice):
-        unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
-        codes = four_codes(x, i, 0, twice)
-        store_u32(units, unit * UNIT + 4 * t, codes)
-        return dp4a(int32(codes), FOUR_ONES, 0)
-
-    return row_kernel(held, d_of, twice_inverse, d_itself, store_4, sums)
-
-
 # --- records of qformats.repack.tiles -------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TileFormat:
@@ -630,6 +415,12 @@ class TileFormat:
     fragments: Any
     group: int = BLOCK
     scale_bytes: int = 2
+
+
+@cuda.jit(device=True, forceinline=True)
+def record_number(row_tile, step, steps):
+    """Which record of `qformats.repack.tiles`: of a row tile and a step of 128 K, of `steps`."""
+    return int32(int32((row_tile >> 3) * steps + step) * BAND + (row_tile & 7))
 
 
 HIGH_NIBBLES = 0xF0F0F0F0

@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 
 from qformats import BLOCK, block_q8_1
-from qformats.device import (
-    BLOCK_Q8_1,
-    half_grid,
-    half_loads,
-    half_rounder,
-    q8_1_grid,
-    q8_1_quantizer,
-    token_quantizer,
-)
+from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
+from qformats.device_rows import half_grid, half_loads, half_rounder, token_quantizer
 from qformats.repack import TILE_K, TOKEN_GROUP, UNIT
 from reference.product import Q81, Halves, SummedTokens, Tokens
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
@@ -69,21 +62,21 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     and K rounded up and zeros beyond, and float32 [M] by which each token's products are to be
     multiplied. What a tile of tokens has of 128 K is one piece of memory, and each 128 bytes of it
     are a core matrix of `wgmma` or the eight rows of an `ldmatrix`. For the order of K and the
-    powers of two see `qformats.device.half_rounder`."""
+    powers of two see `qformats.device_rows.half_rounder`. A may be float16."""
     m, k = a.shape
     halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
-    launch = Launch(half_rounder(half_loads(k)), *half_grid(m), (a, halves, factors))
+    launch = Launch(half_rounder(half_loads(k), str(a.dtype)), *half_grid(m), (a, halves, factors))
     return Activations((halves, factors), (launch,), "halves")
 
 
 def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     """A8 with one scale for each token, in pieces of 1 KB as `float16_units`: int8
-    [K/128, M/8, 8, 8, 16] and float32 [M]. See `qformats.device.token_quantizer`."""
+    [K/128, M/8, 8, 8, 16] and float32 [M]. See `qformats.device_rows.token_quantizer`."""
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
-    launch = Launch(token_quantizer(half_loads(k)), *half_grid(m), (a, codes, scales))
+    launch = Launch(token_quantizer(half_loads(k), str(a.dtype)), *half_grid(m), (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
 
 
@@ -92,8 +85,14 @@ def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
-    launch = Launch(token_quantizer(half_loads(k), True), *half_grid(m), (a, codes, scales))
+    kernel = token_quantizer(half_loads(k), str(a.dtype), sums=True)
+    launch = Launch(kernel, *half_grid(m), (a, codes, scales))
     return Activations((codes, scales), (launch,), "summed")
+
+
+def takes_half(make: MakeActivations) -> bool:
+    """Whether such a function takes float16 A too."""
+    return make in (float16_units, int8_units, int8_units_and_sums)
 
 
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:

@@ -8,6 +8,9 @@ first `zeroed` of them set to zero, for each call.
 
     made = Relocatable("q4_0", Shape(m, n, k), {"tiles": places}, machine)
     made(a, out, weights, work, stream)     # addresses; a: float32 [M, K], out: float32 [M, N]
+
+A caller whose activations are float16 anyway says so, and keeps them where the step's pass reads
+that.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 from qformats import FORMATS
 from steps import plans
+from steps.activations import takes_half
 from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import require_grid
 from steps.registry import ladder
@@ -68,6 +72,7 @@ class Relocatable:
 
     choice  : the step, and why.
     packing : the name of the packing that it reads, one of those offered.
+    takes   : the dtype of A: "float16" where that is `given` and the step takes it, or "float32".
     half    : whether C is float16, else it is float32.
     nbytes  : of working memory that a call needs, `zeroed` of them zero, at a multiple of 256.
     loaded  : the launches of a call, in their order.
@@ -83,6 +88,7 @@ class Relocatable:
         machine: Any,
         accuracy: str = "exact",
         half: bool = False,
+        given: str = "float32",
     ) -> None:
         choice, output = chosen(format_name, shape, offered, machine, accuracy, half)
         step, m, n, k = choice.step, shape.m, shape.n, shape.k
@@ -93,7 +99,9 @@ class Relocatable:
             plans.nowhere(WEIGHTS + i * APART, place, np.dtype(dtype))
             for i, (place, dtype) in enumerate(offered[self.packing])
         )
-        a, out = plans.nowhere(A, (m, k)), plans.nowhere(OUT, (m, n), np.dtype(output))
+        self.takes = given if takes_half(step.activations) else "float32"
+        a = plans.nowhere(A, (m, k), np.dtype(self.takes))
+        out = plans.nowhere(OUT, (m, n), np.dtype(output))
         activations = step.activations(choice.family, a, memory)
         fmt = FORMATS[format_name]
         own = step.prepare(memory, fmt, choice.family, shape, weights, activations.arrays, out)
@@ -118,7 +126,7 @@ class Relocatable:
     def __call__(self, a: int, out: int, weights: Sequence[int], work: int, stream: int) -> None:
         """Queue out[:] = a @ dequantize(W)^T on a stream; returns before it is done.
 
-        Addresses on the GPU, unchecked: a, float32 [M, K]; out, [M, N], apart from a and
+        Addresses on the GPU, unchecked: a, [M, K] as it `takes` it; out, [M, N], apart from a and
         at a multiple of 16; the arrays of `packing`; `work`, see `nbytes`.
         """
         addresses = (a, out, work, work + self.zeroed, *weights)

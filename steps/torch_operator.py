@@ -5,11 +5,12 @@ them. As a registered operator it is one node to torch.compile, which knows its 
 without running it. `linear` has a gradient; `product` is the same without one, and takes torch half
 the time to call.
 
-On a GPU one call is a cast of `x` to float32 (only for other dtypes, or a copy where it is not
-contiguous), zeros for the step's scratch memory if it has any, one or two launches of a step, and
-for a bias or a dtype that the step does not write one kernel of torch. All memory is torch's and of
-the stream that is current, so that calls on several streams do not meet, and what is captured into
-a CUDA graph lies in the pool of that graph, for as long as it lives. Nothing waits for the GPU.
+On a GPU one call is a cast of `x` to float32 (only for other dtypes, and not for float16 where the
+step reads that; or a copy where it is not contiguous), zeros for the step's scratch memory if it
+has any, one or two launches of a step, and for a bias or a dtype that the step does not write one
+kernel of torch. All memory is torch's and of the stream that is current, so that calls on several
+streams do not meet, and what is captured into a CUDA graph lies in the pool of that graph, for as
+long as it lives. Nothing waits for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
@@ -85,9 +86,10 @@ def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *given: Any)
         return x.new_empty(shape)
     offered = by_packing(packings, weights, fast)
     half = bias is None and x.dtype is torch.float16
+    dtype = "float16" if x.dtype is torch.float16 else "float32"
     with torch.cuda.device(x.device):
-        made = planned(format, (m, n, k), offered, accuracy, half, x.device)
-        a = x.contiguous().to(torch.float32)
+        made = planned(format, (m, n, k), offered, accuracy, half, x.device, dtype)
+        a = x.contiguous().to(getattr(torch, made.takes))
         y = a.new_empty(shape, dtype=torch.float16 if made.half else torch.float32)
         work = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
         if made.zeroed:
@@ -183,17 +185,18 @@ def planned(
     accuracy: str,
     half: bool,
     device: Any,
+    given: str = "float32",
 ) -> Relocatable:
     """The plan of (M, N, K) on a device, which is the current one; kernels not used before are
     compiled and loaded.
 
-    half: y may be float16, and is where the step can write that.
+    half, given: y may be float16, and x may be this; they are where the step can (`Relocatable`).
     RuntimeError where a capture into a CUDA graph does not survive that: it says what to do.
     """
-    key = (format_name, size, *offered, accuracy, half, device)
+    key = (format_name, size, *offered, accuracy, half, device, given)
     made = _plans.pop(key, None)
     if made is None:
-        made = _made(format_name, Shape(*size), offered, accuracy, half)
+        made = _made(format_name, Shape(*size), offered, accuracy, half, given)
         if len(_plans) >= PLANS:
             _plans.pop(next(iter(_plans)), None)
     _plans[key] = made
@@ -206,10 +209,12 @@ def _made(
     offered: Mapping[str, Sequence[Tensor]],
     accuracy: str,
     half: bool,
+    given: str,
 ) -> Relocatable:
     with _loading_allowed():
         try:
-            return Relocatable(format_name, shape, places(offered), _machine(), accuracy, half)
+            offer, machine = places(offered), _machine()
+            return Relocatable(format_name, shape, offer, machine, accuracy, half, given)
         except (TypeError, ValueError):
             raise  # such a product cannot be at all
         except Exception as error:  # Numba and the driver have many types for it

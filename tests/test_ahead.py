@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
-from qformats.device import half_rounder
+from qformats.device_rows import half_rounder
 from reference import BENCH_SHAPES, Problem
 from steps import ahead, listing, machines, matrix, relocatable, run
 from steps.ahead import architecture, compile_ahead

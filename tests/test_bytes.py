@@ -15,7 +15,8 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.device import ByteFormat, byte_format, tile_format, token_quantizer
+from qformats.device import ByteFormat, byte_format, tile_format
+from qformats.device_rows import token_quantizer
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens

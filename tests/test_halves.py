@@ -13,13 +13,8 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
-from qformats.device import (
-    HALF_THREADS,
-    half_format,
-    half_loads,
-    half_rounder,
-    tile_format,
-)
+from qformats.device import half_format, tile_format
+from qformats.device_rows import HALF_THREADS, half_loads, half_rounder
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half

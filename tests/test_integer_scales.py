@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.device import integer_format, token_quantizer
+from qformats.device import integer_format
+from qformats.device_rows import token_quantizer
 from qformats.integer_scales import Grid, integer_grid, integer_tiles, integer_weights
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
 from reference import GOLDEN, Problem, SummedTokens, Tokens, both_tokens, check, nmse
@@ -260,7 +261,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
     writes_what_is_its_own(
-        token_quantizer(1, True), a, *encode("summed", SummedTokens.of_values(a))
+        token_quantizer(1, sums=True), a, *encode("summed", SummedTokens.of_values(a))
     )
 
 

@@ -262,10 +262,10 @@ def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Call
     inputs: dict[Any, Any] = {}
 
     def multiply(product: Any, m: int) -> None:
-        shape = m, product.k
-        if shape not in inputs:
-            inputs[shape] = torch.randn(shape, device=model.device, dtype=product.takes)
-        product(inputs[shape])
+        key = (m, product.k), product.takes(m)
+        if key not in inputs:
+            inputs[key] = torch.randn(key[0], device=model.device, dtype=key[1])
+        product(inputs[key])
 
     def work() -> None:
         for layer in model.layers:

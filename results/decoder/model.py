@@ -94,8 +94,6 @@ class Product(nn.Module):
     accuracy : may be changed between calls, where both packings are there.
     """
 
-    takes = torch.float32
-
     def __init__(
         self,
         format: str,
@@ -119,15 +117,19 @@ class Product(nn.Module):
         return Work(choice.step, choice.family, self.format), size, output
 
     def plan(self, m: int) -> Relocatable:
-        """What multiplies m tokens."""
+        """What multiplies m tokens, which are float16 where its step takes them so."""
         size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
         with torch.cuda.device(device):
             return operator.planned(
-                self.format, size, self.packed, self.accuracy, self.half, device
+                self.format, size, self.packed, self.accuracy, self.half, device, "float16"
             )
 
+    def takes(self, m: int) -> Any:
+        """The dtype of x for m tokens."""
+        return getattr(torch, self.plan(m).takes)
+
     def forward(self, x: Tensor) -> Tensor:
-        """x: float32 [M, K], contiguous."""
+        """x: [M, K] as it `takes` it, contiguous."""
         made = self.plan(len(x))
         y = x.new_empty((len(x), self.n), dtype=torch.float16 if made.half else torch.float32)
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
@@ -142,7 +144,10 @@ class Plain(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.takes, self.k = weight.dtype, weight.shape[1]
+        self.k = weight.shape[1]
+
+    def takes(self, m: int) -> Any:
+        return self.weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -154,10 +159,13 @@ class Together(nn.Module):
     def __init__(self, products: Sequence[Any]) -> None:
         super().__init__()
         self.products = nn.ModuleList(products)
-        self.takes = products[0].takes
+
+    def takes(self, m: int) -> Any:
+        first, *others = (one.takes(m) for one in self.products)
+        return first if all(one is first for one in others) else torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([one(x) for one in self.products], -1)
+        return torch.cat([one(x.to(one.takes(len(x)))) for one in self.products], -1)
 
 
 Maker = Callable[[np.ndarray, bool], Any]
@@ -338,22 +346,23 @@ class Decoder:
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
         config, do = self.config, self.operations
         batch, tokens = ids.shape
-        h = self.embedding(ids).reshape(batch * tokens, config.width)
+        m = batch * tokens
+        h = self.embedding(ids).reshape(m, config.width)
         y: Any = None
         for layer, held in zip(self.layers, cache.layers, strict=True):
-            takes = layer.qkv.takes
+            takes = layer.qkv.takes(m)
             if y is None:
                 x = do.normed(h, layer.before_attention, config.epsilon, takes)
             else:
                 h, x = do.added(h, y, layer.before_attention, config.epsilon, takes)
             place = (held, cache.at, cache.cos, cache.sin)
-            x = do.attended(layer.qkv(x), *place, config.heads, layer.out.takes)
+            x = do.attended(layer.qkv(x), *place, config.heads, layer.out.takes(m))
             y = layer.out(x)
-            h, x = do.added(h, y, layer.before_hidden, config.epsilon, layer.gate_up.takes)
-            y = layer.down(do.gated(layer.gate_up(x), layer.down.takes))
+            h, x = do.added(h, y, layer.before_hidden, config.epsilon, layer.gate_up.takes(m))
+            y = layer.down(do.gated(layer.gate_up(x), layer.down.takes(m)))
         if not every and tokens > 1:
             h, y = (one.view(batch, tokens, -1)[:, -1].contiguous() for one in (h, y))
-        _, x = do.added(h, y, self.norm, config.epsilon, self.output.takes)
+        _, x = do.added(h, y, self.norm, config.epsilon, self.output.takes(len(h)))
         logits: Tensor = self.output(x)
         return logits.view(batch, tokens, -1) if every else logits
 
@@ -390,7 +399,7 @@ class Greedy:
             return
         self.record.index_copy_(1, self.cache.at.view(1), self.token[:, None])
         self.logits = self.model.step(self.token, self.cache)
-        self.token.copy_(self.logits.argmax(-1))
+        self.token.copy_(self.model.operations.likeliest(self.logits))
 
     def capture(self) -> None:
         """A run before it compiles and loads what is needed; it leaves nothing behind."""
@@ -427,7 +436,7 @@ def generate(
     _, tokens = ids.shape
     cache = model.cache(len(ids), tokens + count)
     logits = model.prefill(ids, cache)
-    steps = Greedy(model, cache, logits.argmax(-1))
+    steps = Greedy(model, cache, model.operations.likeliest(logits))
     if ids.is_cuda if graph is None else graph:
         steps.capture()
     kept = [logits]
