@@ -25,6 +25,7 @@ import numpy as np
 
 from qformats import FORMATS
 from steps import machines
+from steps.activations import takes_half
 from steps.checks import Size, Work
 from steps.registry import find
 from steps.step import Launch, Shape
@@ -35,11 +36,12 @@ FEWEST: Final = 8
 ROWS, DEEP = 128, 256
 """Of the weights that launches are made with: all that is read of them is their type."""
 
-Wanted = tuple[Work, Size, str]
-"""(work, M N K, dtype of C)."""
+Wanted = tuple[Work, Size, str] | tuple[Work, Size, str, str]
+"""(work, M N K, dtype of C, and of A where the step takes it: float32 if nothing is said)."""
 
-Recipe = tuple[int, Any, str, Size, str, int]
-"""(step, family, format, M N K, dtype of C, which of its launches): a kernel, told to a process."""
+Recipe = tuple[int, Any, str, Size, str, str, int]
+"""(step, family, format, M N K, dtypes of C and A, which of its launches): a kernel, told to a
+process."""
 
 
 def compile_ahead(
@@ -83,15 +85,16 @@ def compile_ahead(
 def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
     """What to compile, each kernel and signature once, and how another process finds it."""
     found: dict[tuple[Any, Any], Recipe] = {}
-    for work, size, output in wanted:
+    for work, size, output, *of_a in wanted:
+        given = of_a[0] if of_a else "float32"
         if work.step.supports(work.format, work.family, cc, output):
             continue
         try:
-            launches = list(_launches(work, size, output))
+            launches = list(_launches(work, size, output, given))
         except Exception:  # whoever launches it will say so
             continue
         for i, (launch, signature) in enumerate(launches):
-            recipe = (work.step.number, work.family, work.format, size, output, i)
+            recipe = (work.step.number, work.family, work.format, size, output, given, i)
             if signature not in launch.kernel.overloads:
                 found.setdefault((launch.kernel, signature), recipe)
     return found
@@ -109,14 +112,17 @@ def _packed(pack: Any, format_name: str) -> tuple[np.ndarray, ...]:
     return tuple(pack(np.zeros((ROWS, DEEP // fmt.elements), fmt.dtype)))
 
 
-def _launches(work: Work, size: Size, output: str) -> Iterator[tuple[Launch, Any]]:
+def _launches(
+    work: Work, size: Size, output: str, given: str = "float32"
+) -> Iterator[tuple[Launch, Any]]:
     """Each launch of a product, on arrays that are nowhere, and what its kernel is compiled for."""
     from steps.instructions.compile import signature_of
     from steps.listing import Paper
 
     m, n, k = size
     machine, fmt, step = Paper(), FORMATS[work.format], work.step
-    activations = step.activations(work.family, machine.empty((m, k), np.float32), machine)
+    a = machine.empty((m, k), np.dtype(given if takes_half(step.activations) else "float32"))
+    activations = step.activations(work.family, a, machine)
     out = machine.empty((m, n), np.dtype(output))
     weights = _packed(step.pack, work.format)
     own = step.prepare(machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out)
@@ -142,10 +148,9 @@ def _compiled(recipe: Recipe) -> bytes:
 
     from steps.instructions.compile import _pretending_to_be, capability
 
-    number, family, format_name, size, output, which = recipe
-    launch, signature = list(_launches(Work(find(number), family, format_name), size, output))[
-        which
-    ]
+    number, family, format_name, size, output, given, which = recipe
+    work = Work(find(number), family, format_name)
+    launch, signature = list(_launches(work, size, output, given))[which]
     cc = capability(_arch)
     with _pretending_to_be(cc):
         kernel = _Kernel(launch.kernel.py_func, signature, **launch.kernel.targetoptions)

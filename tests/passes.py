@@ -18,8 +18,8 @@ PASSES = "qformats"
 def what_it_makes(
     make: MakeActivations, family: Family, layout: str, machine: Any, a: np.ndarray, offset: int
 ) -> tuple[np.ndarray, ...]:
-    """What the pass makes of float32 A, which begins `offset` floats into a buffer of NaN."""
-    around = np.full(offset + a.size + 8, np.nan, np.float32)
+    """What the pass makes of A, which begins `offset` values into a buffer of NaN."""
+    around = np.full(offset + a.size + 8, np.nan, a.dtype)
     around[offset : offset + a.size] = a.reshape(-1)
     activations = make(
         family, machine.array(around)[offset : offset + a.size].reshape(*a.shape), machine

@@ -194,6 +194,22 @@ def test_what_lies_between_products_is_compiled_whole(tiny: Any, monkeypatch: An
         operations.compiled("overlapped")
 
 
+@pytest.mark.parametrize("count", [1, 7, 509, 1024, 32000, 128256])
+def test_the_likeliest_token_is_that_of_the_largest_logit(count: int) -> None:
+    logits = torch.randn(3, count, generator=torch.Generator().manual_seed(count))
+    logits[1, -1] = 99
+    assert torch.equal(operations.likeliest(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("tuned", "how"), [(False, "compiled"), (True, "compiled, tuned")])
+def test_tuning_is_asked_for_and_said(monkeypatch: Any, tuned: bool, how: str) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch, "compile", lambda f, *, options, **rest: asked.append(options) or f)
+    assert operations.compiled("compiled", tuned).how == how
+    assert asked == [{operations.TUNED: True} if tuned else {}] * len(operations.PLAIN[1:])
+    assert operations.TUNED in torch._inductor.list_options()
+
+
 # --- the products ---------------------------------------------------------------------------------
 
 
@@ -229,7 +245,8 @@ def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> No
     k, n, rng = 1056, 20, np.random.default_rng(0)
     blocks = bench.random_blocks("q4_0", n, k, rng)
     product = by_steps("cpu")(blocks, False)
-    x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32))
+    x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32)).half()
+    assert product.takes(65) is x.dtype
     assert product.plan(65).zeroed > 4 * 4, "blocks share tiles"
     first = product(x)
     assert first.dtype == torch.float16

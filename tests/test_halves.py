@@ -18,7 +18,14 @@ from qformats.device_rows import HALF_THREADS, half_loads, half_rounder
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
-from steps.activations import decode, encode, float16_units
+from steps.activations import (
+    decode,
+    encode,
+    float16_units,
+    int8_units,
+    int8_units_and_sums,
+    takes_half,
+)
 from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
 from steps.instructions.simulator import simulate
@@ -28,6 +35,11 @@ from tests.records import by_row_tile
 from tests.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
+PASSES = [
+    (float16_units, "A16", "halves"),
+    (int8_units, "A8", "tokens"),
+    (int8_units_and_sums, "A8", "summed"),
+]
 MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
 
 
@@ -219,6 +231,26 @@ def test_activations_are_the_recipe_bit_for_bit(
     np.testing.assert_array_equal(units, encode("halves", want)[0])  # zeros beyond M and K
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize(("make", "family", "layout"), PASSES)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_float16_activations_are_read_as_what_they_are(
+    machine: Any, make: Any, family: Any, layout: str, offset: int
+) -> None:
+    """The bits that the same values in float32 lead to; subnormals, zeros and no numbers too."""
+    a = np.random.default_rng(offset).integers(0, 1 << 16, (9, 160), np.uint16).view(np.float16)
+    a = np.where(np.isfinite(a), a, np.float16(0.1))
+    a[2] *= np.float16(2**-14)
+    a[5] = 0
+    a[6, 3], a[7, 100] = np.nan, -np.inf
+    on = machine()
+    assert takes_half(make)
+    got = what_it_makes(make, family, layout, on, a, offset)
+    want = what_it_makes(make, family, layout, on, a.astype(np.float32), 0)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
     a = odd_rows(6, 64)
@@ -246,16 +278,26 @@ def test_layouts_are_made_of_what_they_hold() -> None:
         encode("slabs", halves)
 
 
-@pytest.mark.parametrize(("k", "held", "blocks"), [(4096, 4, 2), (14336, 14, 1), (57344, 14, 1)])
-def test_machine_code_of_the_pass(k: int, held: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "held", "dtype", "blocks"),
+    [
+        (4096, 4, "float32", 2),
+        (14336, 14, "float32", 1),
+        (57344, 14, "float32", 1),
+        (4096, 4, "float16", 3),
+        (14336, 14, "float16", 2),
+    ],
+)
+def test_machine_code_of_the_pass(k: int, held: int, dtype: str, blocks: int) -> None:
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
     assert half_loads(k) == held
-    (launch,) = float16_units("A16", np.zeros((4, k), np.float32), Simulator()).launches
+    wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
+    (launch,) = float16_units("A16", np.zeros((4, k), dtype), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * HALF_THREADS * blocks <= 65536
     assert code.count("F2FP") >= 2
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
-    loads = [i for i, line in enumerate(code.sass.splitlines()) if "LDG.E.128" in line]
+    loads = [i for i, line in enumerate(code.sass.splitlines()) if wide in line]
     assert len(loads) > held
     assert loads[held - 1] - loads[0] < 12 * held, "one behind the other"

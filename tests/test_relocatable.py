@@ -118,6 +118,19 @@ def test_float16_is_written_where_the_step_can(gpu: FakeGpu) -> None:
         assert Relocatable("q4_0", Shape(m, N, K), offered, gpu).half is False
 
 
+@pytest.mark.parametrize("accuracy", ["exact", "fast", "coarse"])
+def test_float16_is_taken_where_the_pass_can(gpu: FakeGpu, accuracy: str) -> None:
+    steps = packings("q4_0", gpu.cc, accuracy)
+    blocks = Problem(1, N, K, "q4_0").blocks
+    offered = {step.pack.__name__: places(step.pack(blocks)) for step in steps}
+    for m, takes in ((1, "float32"), (300, "float16")):
+        made = Relocatable("q4_0", Shape(m, N, K), offered, gpu, accuracy, given="float16")
+        assert made.takes == takes
+        first, *_ = made.loaded
+        assert str(first.source.args[0].dtype) == takes or m == 1
+        assert Relocatable("q4_0", Shape(m, N, K), offered, gpu, accuracy).takes == "float32"
+
+
 def test_a_packing_that_the_gpu_cannot_use_is_refused(gpu: FakeGpu) -> None:
     gpu.cc = (7, 5)
     offered = {"tiles": places(find(7).pack(Problem(1, N, K, "q4_0").blocks))}

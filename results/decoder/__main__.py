@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
             "this takes a CUDA GPU, and torch finds none; --reference runs the dequantized weights "
             "on the CPU"
         )
-    do = operations.compiled(args.between) if on_gpu else operations.PLAIN
+    do = operations.compiled(args.between, tuned=args.bench) if on_gpu else operations.PLAIN
     env = environment()
     found: dict[str, Any] = {}
     status = 0

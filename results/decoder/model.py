@@ -114,7 +114,7 @@ class Product(nn.Module):
         choice, output = chosen(
             self.format, Shape(*size), self.packed, machine, self.accuracy, self.half
         )
-        return Work(choice.step, choice.family, self.format), size, output
+        return Work(choice.step, choice.family, self.format), size, output, "float16"
 
     def plan(self, m: int) -> Relocatable:
         """What multiplies m tokens, which are float16 where its step takes them so."""

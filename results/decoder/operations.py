@@ -143,15 +143,18 @@ class Operations(NamedTuple):
 
 PLAIN: Final = Operations("plain")
 OVERLAP: Final = "triton.enable_pdl"
+TUNED: Final = "coordinate_descent_tuning"
 HOWS: Final = ("plain", "compiled", "overlapped")
 
 
-def compiled(how: str | None = None) -> Operations:
+def compiled(how: str | None = None, tuned: bool = False) -> Operations:
     """The functions compiled by torch (inductor): plain, compiled or overlapped.
 
     overlapped: compiled, and a kernel may begin while the one before it ends (programmatic
     dependent launch), as those of the steps do: so a product asks for its first weights during a
     norm. By default where torch and the GPU (compute capability 9.0) can, else compiled.
+    tuned: the blocks of each kernel are those that were the fastest when torch tried them, which
+    takes it seconds more for each function; at one token attention is a fifth faster then.
     ValueError where it was asked for and cannot be.
     """
     can = OVERLAP in torch._inductor.list_options() and torch.cuda.is_available()
@@ -166,6 +169,7 @@ def compiled(how: str | None = None) -> Operations:
         )
     torch._dynamo.config.recompile_limit = RECOMPILED
     options = {OVERLAP: True} if how == "overlapped" else {}
+    options |= {TUNED: True} if tuned else {}
 
     def one(function: Callable[..., Any]) -> Callable[..., Any]:
         made: Callable[..., Any] = torch.compile(
@@ -173,4 +177,4 @@ def compiled(how: str | None = None) -> Operations:
         )
         return made
 
-    return Operations(how, *map(one, PLAIN[1:]))
+    return Operations(f"{how}, tuned" if tuned else how, *map(one, PLAIN[1:]))
