@@ -32,7 +32,7 @@ from steps.instructions import (
 )
 
 ROWS: Final = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
-HALF_THREADS: Final = 512  # of a thread block
+HALF_THREADS: Final = 512  # of a thread block, at most
 HALF_WARPS: Final = HALF_THREADS // 32
 MOST_HELD: Final = 14  # loads of a lane under way at once, kept until they can be rounded
 ROW_STEP: Final = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
@@ -204,7 +204,7 @@ def row_kernel(
                 of_warps[thread >> 5, row] = total
             cuda.syncthreads()
             if first == 0 and m < rows:
-                for warp in range(1, HALF_WARPS):
+                for warp in range(1, cuda.blockDim.x >> 5):
                     total = int32(total + of_warps[warp, row])
                 factors[rows + m] = float32(total)
 
@@ -256,10 +256,11 @@ def half_loads(k: int) -> int:
     return max(1, min(MOST_HELD, -(-k // ROW_STEP)))
 
 
-def half_grid(m: int) -> tuple[tuple[int], tuple[int]]:
-    """(grid, block) of `half_rounder` for m tokens: whole groups of eight, with zeros for tokens
-    that there are not."""
-    return (-(-m // TOKEN_GROUP) * (TOKEN_GROUP // ROWS),), (HALF_THREADS,)
+def half_grid(m: int, k: int) -> tuple[tuple[int], tuple[int]]:
+    """(grid, block) of `half_rounder` and `token_quantizer` for A[m, k]: whole groups of eight
+    tokens, with zeros for those that there are not; no more threads than a row has work for."""
+    threads = min(HALF_THREADS, -(-k // TILE_K) * TILE_K // 4 * ROWS)
+    return (-(-m // TOKEN_GROUP) * (TOKEN_GROUP // ROWS),), (threads,)
 
 
 @cache

@@ -66,7 +66,9 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     m, k = a.shape
     halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
-    launch = Launch(half_rounder(half_loads(k), str(a.dtype)), *half_grid(m), (a, halves, factors))
+    launch = Launch(
+        half_rounder(half_loads(k), str(a.dtype)), *half_grid(m, k), (a, halves, factors)
+    )
     return Activations((halves, factors), (launch,), "halves")
 
 
@@ -76,7 +78,9 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
-    launch = Launch(token_quantizer(half_loads(k), str(a.dtype)), *half_grid(m), (a, codes, scales))
+    launch = Launch(
+        token_quantizer(half_loads(k), str(a.dtype)), *half_grid(m, k), (a, codes, scales)
+    )
     return Activations((codes, scales), (launch,), "tokens")
 
 
@@ -86,7 +90,7 @@ def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
     kernel = token_quantizer(half_loads(k), str(a.dtype), sums=True)
-    launch = Launch(kernel, *half_grid(m), (a, codes, scales))
+    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales))
     return Activations((codes, scales), (launch,), "summed")
 
 

@@ -37,7 +37,7 @@ def writes_what_is_its_own(kernel: Any, a: np.ndarray, units: np.ndarray, rows: 
         np.full(rows.size + 4, 7, np.float32),
     )
     args = (a, around[: units.size], of_rows[: rows.size])
-    Simulator(3).run(Launch(kernel, *half_grid(len(a)), args))
+    Simulator(3).run(Launch(kernel, *half_grid(*a.shape), args))
     np.testing.assert_array_equal(around[: units.size], units)
     np.testing.assert_array_equal(of_rows[: rows.size], rows)
     assert (around[units.size :] == 7).all()
