@@ -151,8 +151,8 @@ def peer_label(peer: str) -> str:
 
 
 def number(x: float) -> str:
-    """Three significant digits, no exponent, alike for neighbours: 0.042, 1.20, 12.0, 188."""
-    if x < 1:
+    """Three significant digits, no exponent, alike for neighbours: 0.042, 0.90, 1.20, 12.0, 188."""
+    if x < 0.1:
         return f"{x:.2g}"
     return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
 
