@@ -314,7 +314,9 @@ def test_an_interrupt_is_not_a_traceback() -> None:
         while more := os.read(ours, 1000).decode():
             seen += more
     os.close(ours)
-    assert process.returncode == 130, seen
+    # Python itself dies of the signal if that came while a string was executed, as where a
+    # dataclass is made, whoever catches it later; a shell says 130 of either.
+    assert process.returncode in (130, -signal.SIGINT), seen
     assert "Traceback" not in seen
     assert seen.rstrip().endswith("python -m steps check: interrupted")
 
