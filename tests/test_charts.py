@@ -196,10 +196,3 @@ def test_importing_results_needs_neither_matplotlib_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_numbers_have_their_digits() -> None:
-    """A ratio of one, just below and just above, is written alike."""
-    small = [charts.number(x) for x in (0, 0.0042, 0.042, 0.1, 0.9, 0.996)]
-    assert small == ["0", "0.0042", "0.042", "0.10", "0.90", "1.00"]
-    assert [charts.number(x) for x in (1.0, 1.2, 12, 188)] == ["1.00", "1.20", "12.0", "188"]

@@ -361,9 +361,10 @@ def test_a_run_without_figures_has_no_table():
 
 
 def test_numbers_have_three_digits_and_ranges():
-    assert [report.number(x) for x in (0.042, 0.5, 1, 9.999, 12, 99.97, 188.4)] == [
+    assert [report.number(x) for x in (0.042, 0.5, 0.996, 1, 9.999, 12, 99.97, 188.4)] == [
         "0.042",
-        "0.5",
+        "0.50",
+        "1.00",
         "1.00",
         "10.0",
         "12.0",
