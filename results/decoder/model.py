@@ -125,7 +125,8 @@ class Product(nn.Module):
             )
 
     def takes(self, m: int) -> Any:
-        """The dtype of x for m tokens."""
+        """The dtype of x for m tokens. In float16, values beyond 65504 are infinite, as they are in
+        any float16 llama."""
         return getattr(torch, self.plan(m).takes)
 
     def forward(self, x: Tensor) -> Tensor:
