@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         print(f"\n{where}: interrupted", file=sys.stderr)
+        # Where Ctrl-C came while a string was executed, as when a dataclass is made, Python would
+        # die of the signal at its end, whoever catches it: the next string makes it forget that.
+        exec("")
         return 130
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
