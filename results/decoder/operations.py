@@ -120,7 +120,7 @@ def likeliest(logits: Tensor) -> Tensor:
     """Which of each row is the largest, int64 [B], of logits [B, V].
 
     In two turns, of parts of a row and of what these have: torch's own search of a whole row is
-    one thread block's work, 31 us for 128256 logits on an H200.
+    one thread block's work, 26 us for 128256 logits on an H200.
     """
     batch, count = logits.shape
     parts = next(one for one in range(PARTS, 0, -1) if count % one == 0)
