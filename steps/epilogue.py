@@ -166,27 +166,27 @@ def load_i32x4(array, at):
 def scale_and_write(count: int, in_half: bool, zero: int) -> tuple[Any, Any]:
     """(units, write) for four neighbouring features of `count` tokens m, m + 8, m + 16 ...
 
-    units(v, of_tokens, m, M): the tokens' units.
-    write(x, v, u, of_tokens, c, m, n, M, N): x, less what is too much, times these and the
-    features' units u, to C.
+    units(v, too_much, of_tokens, m, M): the tokens' units, and what is too much in their sums.
+    write(x, v, too_much, u, c, m, n, M, N): x, times these and the features' units u, to C.
     """
     row = write_row(in_half)
 
     @cuda.jit(device=True, forceinline=True)
-    def units(v, of_tokens, m, M):
+    def units(v, too_much, of_tokens, m, M):
         for i in range(count):
-            v[i] = load_f32(of_tokens, int32(min(int32(m + 8 * i), int32(M - 1))))
+            of_one = int32(min(int32(m + 8 * i), int32(M - 1)))
+            v[i] = load_f32(of_tokens, of_one)
+            if zero:
+                too_much[i] = zero * int32(load_f32(of_tokens, int32(M + of_one)))
 
     @cuda.jit(device=True, forceinline=True)
-    def write(x, v, u, of_tokens, c, m, n, M, N):
+    def write(x, v, too_much, u, c, m, n, M, N):
         at, ahead = int64(m) * N + n, int64(8) * N
         for i in range(count):
             r = 4 * i
-            if zero:  # loaded late: with the units, they would take registers of the next lot
-                of_one = int32(min(int32(m + 8 * i), int32(M - 1)))
-                too_much = int32(zero * int32(load_f32(of_tokens, int32(M + of_one))))
+            if zero:
                 for j in range(r, r + 4):
-                    x[j] = int32(x[j] - too_much)
+                    x[j] = int32(x[j] - too_much[i])
             y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
             y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
             if int32(m + 8 * i) < M:
@@ -329,7 +329,7 @@ def finish_wgmma(
         sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
         counts = cuda.shared.array(0, int32, alignment=128)  # the same
         x, mine = cuda.local.array(n_acc, kind), cuda.local.array(in_strip, kind)
-        v = cuda.local.array(n_tokens, float32)
+        v, too_much = cuda.local.array(n_tokens, float32), cuda.local.array(n_tokens, int32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         group, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (GROUP - 1))
         # shuffled, so that addresses are not kept in registers from one lot to the next
@@ -339,9 +339,9 @@ def finish_wgmma(
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         spread(x, acc)
         if first == last:
-            units(v, of_tokens, m, M)
+            units(v, too_much, of_tokens, m, M)
             turn(x, sums, group, t)
-            write(x, v, u, of_tokens, c, m, n, M, N)
+            write(x, v, too_much, u, c, m, n, M, N)
             return
         own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
         at = place(int32(cuda.blockIdx.x), first, early, own)
@@ -355,7 +355,7 @@ def finish_wgmma(
                 for other in range(1, strips):
                     if other == strip:
                         mine[r] = x[other * in_strip + r]
-        units_of_strip(v, of_tokens, int32(m + 8 * of_strip * strip), M)
+        units_of_strip(v, too_much, of_tokens, int32(m + 8 * of_strip * strip), M)
         count = int32(((number * lots + lot) * 2 + group) * strips)
         arrive(arrived, count, others, me, counts, group, t)
         for i in range(strips):  # its own first, of which the units are there
@@ -364,11 +364,11 @@ def finish_wgmma(
                 m_strip = int32(m + 8 * of_strip * strip)
                 kept = int32(cuda.blockIdx.x if keep and i == 0 else -1)
                 if i > 0:
-                    units_of_strip(v, of_tokens, m_strip, M)
+                    units_of_strip(v, too_much, of_tokens, m_strip, M)
                 at = own + strip * in_strip * GROUP
                 add_up(x, mine, kept, partials, at, first, last, early)
                 turn_strip(x, sums, group, t)
-                write_strip(x, v, u, of_tokens, c, m_strip, n, M, N)
+                write_strip(x, v, too_much, u, c, m_strip, n, M, N)
             strip = int32(strip + 1 if strip < strips - 1 else 0)
 
     return finish, counts_at + 2 * strips

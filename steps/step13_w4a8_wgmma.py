@@ -97,7 +97,7 @@ def kernel(
     lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
+    more_registers, fewer_registers = setmaxnreg_inc(240), setmaxnreg_dec(24)  # of 512 for three
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(ring, weights, lane, half):
