@@ -1,7 +1,8 @@
 """The passes that round A: each row to float16 or int8, in units of its own, in tiles of tokens.
 
-`half_rounder` and `token_quantizer` are one kernel, `row_kernel`, with other arithmetic. A may be
-float32 or float16 (`SOURCES`).
+`half_rounder` and `token_quantizer` are one kernel, `row_kernel`, with other arithmetic: the first
+is for float32 A, the second for float16 too (`SOURCES`). Float16 A that is to stay so need only be
+put in another order, which is `halves_to_units`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from steps.instructions import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    prmt,
     shfl_xor,
     store_u32,
+    store_u32x4,
     wait_for_previous,
 )
 
@@ -36,6 +39,10 @@ HALF_THREADS: Final = 512  # of a thread block, at most
 HALF_WARPS: Final = HALF_THREADS // 32
 MOST_HELD: Final = 14  # loads of a lane under way at once, kept until they can be rounded
 ROW_STEP: Final = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
+UNITS_THREADS: Final = 256  # of a thread block of `halves_to_units`, at most
+UNITS_STEP: Final = UNITS_THREADS // TOKEN_GROUP * 16  # K that such a block has of each token
+EVEN: Final = 0x5410  # for `prmt`: of two words of float16 A those of even k, the lower halves
+ODD: Final = 0x7632
 LEAST_EXPONENT: Final = 15
 """Biased, of a row's largest: below it the scale would have no float32 inverse."""
 
@@ -77,6 +84,13 @@ def _of_floats() -> Source:
     return Source(4, aligned, load, values)
 
 
+@cuda.jit(device=True, forceinline=True)
+def two_halves(a, at):
+    """The word that flat float16 a has from `at` on, wherever in memory that is."""
+    low, high = load_u16(a, at), load_u16(a, at + 1)
+    return uint32(uint32(low) | uint32(high) << uint32(16))
+
+
 def _of_halves() -> Source:
     @cuda.jit(device=True, forceinline=True)
     def aligned(a):
@@ -88,8 +102,7 @@ def _of_halves() -> Source:
             x[i, 0], x[i, 1] = load_u32x2(a, at)
         else:
             for j in range(2):
-                low, high = load_u16(a, at + 2 * j), load_u16(a, at + 2 * j + 1)
-                x[i, j] = uint32(low) | uint32(high) << uint32(16)
+                x[i, j] = two_halves(a, at + 2 * j)
 
     @cuda.jit(device=True, forceinline=True)
     def values(x, i):
@@ -212,9 +225,8 @@ def row_kernel(
 
 
 @cache
-def half_rounder(held: int, of: str = "float32") -> Any:
-    """The kernel that rounds A[M, K], C-contiguous and `of` this dtype, to float16; `half_grid` for
-    its launch.
+def half_rounder(held: int) -> Any:
+    """The kernel that rounds float32 A[M, K], C-contiguous, to float16; `half_grid` for its launch.
 
     kernel(a, units, factors): float16 [K/128, M/8, 16, 8, 8], flat: of 8 tokens and 128 K first 8
     values of each token, then the next 8 of each, all before the next tokens; M and K rounded up,
@@ -248,7 +260,7 @@ def half_rounder(held: int, of: str = "float32") -> Any:
         store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
         return int32(0)
 
-    return row_kernel(held, SOURCES[of], exponent, scale, inverse, store_4)
+    return row_kernel(held, SOURCES["float32"], exponent, scale, inverse, store_4)
 
 
 def half_loads(k: int) -> int:
@@ -261,6 +273,58 @@ def half_grid(m: int, k: int) -> tuple[tuple[int], tuple[int]]:
     tokens, with zeros for those that there are not; no more threads than a row has work for."""
     threads = min(HALF_THREADS, -(-k // TILE_K) * TILE_K // 4 * ROWS)
     return (-(-m // TOKEN_GROUP) * (TOKEN_GROUP // ROWS),), (threads,)
+
+
+@cuda.jit(device=True, forceinline=True)
+def eight_halves(a, at, aligned):
+    """The four words that flat float16 a has from `at` on; `aligned`: a multiple of 16 bytes."""
+    if aligned:
+        return load_u32x4(a, at)
+    first, second = two_halves(a, at), two_halves(a, at + 2)
+    return first, second, two_halves(a, at + 4), two_halves(a, at + 6)
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_unit(units, at, x, y, which):
+    """Of 16 values in the words x and y those of even or odd k, to units[at..at+7]."""
+    first, second = prmt(x[0], x[1], which), prmt(x[2], x[3], which)
+    store_u32x4(units, at, first, second, prmt(y[0], y[1], which), prmt(y[2], y[3], which))
+
+
+@cuda.jit
+def halves_to_units(a, units, factors):
+    """As the kernel of `half_rounder`, of float16 A[M, K], C-contiguous, K a multiple of 32: values
+    change places and stay what they are, so all factors[M] are 1. `units_grid` for its launch.
+
+    A thread has 16 K of a token, 32 bytes, and makes two units of them. A warp has 64 K of eight
+    tokens: it reads 128 bytes of each and writes 1 KB.
+    """
+    let_next_start()
+    thread = uint32(cuda.threadIdx.x)
+    # four lanes for 64 K of a token, beside them the other seven, then the next 64 K
+    m = uint32(cuda.blockIdx.x * TOKEN_GROUP + (thread >> 2 & 7))
+    k = uint32(cuda.blockIdx.y * UNITS_STEP + (thread >> 5) * 64 + (thread & 3) * 16)
+    rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+    padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
+    aligned = address(a, 0) & 15 == 0
+    x = y = (uint32(0), uint32(0), uint32(0), uint32(0))
+    wait_for_previous()
+    if m < rows and k < columns:
+        at = int64(m) * columns + k
+        x, y = eight_halves(a, at, aligned), eight_halves(a, at + 8, aligned)
+    if k < padded:
+        unit = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14))
+        store_unit(units, unit * HALVES, x, y, EVEN)
+        store_unit(units, (unit + TOKEN_GROUP) * HALVES, x, y, ODD)
+    if k == 0 and m < rows:
+        factors[m] = 1
+
+
+def units_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int]]:
+    """(grid, block) of `halves_to_units` for A[m, k]: whole groups of eight tokens and 128 K; no
+    more threads than a group has work for."""
+    threads = min(UNITS_THREADS, -(-k // TILE_K) * TILE_K // 16 * TOKEN_GROUP)
+    return (-(-m // TOKEN_GROUP), -(-k // UNITS_STEP)), (threads,)
 
 
 @cache

@@ -115,8 +115,11 @@ class Halves:
         """Round float32[M, K], each token scaled so that its largest |a| is in [2^14, 2^15).
 
         A token that is below 2^-112 throughout is scaled by 2^126, the most that has a float32
-        inverse; one that holds a NaN or an infinity, by 2^-114.
+        inverse; one that holds a NaN or an infinity, by 2^-114. Float16[M, K] is taken as it is,
+        h = a, with factors of 1.
         """
+        if a.dtype == np.float16:
+            return cls(a, np.ones(len(a), np.float32))
         largest = np.abs(a.astype(np.float64)).max(axis=1)
         finite = np.isfinite(largest)
         _, exponent = np.frexp(np.where(finite, largest, 0.0))  # largest < 2^exponent

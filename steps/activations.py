@@ -14,7 +14,14 @@ import numpy as np
 
 from qformats import BLOCK, block_q8_1
 from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
-from qformats.device_rows import half_grid, half_loads, half_rounder, token_quantizer
+from qformats.device_rows import (
+    half_grid,
+    half_loads,
+    half_rounder,
+    halves_to_units,
+    token_quantizer,
+    units_grid,
+)
 from qformats.repack import TILE_K, TOKEN_GROUP, UNIT
 from reference.product import Q81, Halves, SummedTokens, Tokens
 from steps.step import Activations, Family, Launch, Machine, MakeActivations, ceil_div
@@ -62,13 +69,16 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     and K rounded up and zeros beyond, and float32 [M] by which each token's products are to be
     multiplied. What a tile of tokens has of 128 K is one piece of memory, and each 128 bytes of it
     are a core matrix of `wgmma` or the eight rows of an `ldmatrix`. For the order of K and the
-    powers of two see `qformats.device_rows.half_rounder`. A may be float16."""
+    powers of two see `qformats.device_rows.half_rounder`. A may be float16: its values stay what
+    they are, and the factors are 1."""
     m, k = a.shape
     halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
-    launch = Launch(
-        half_rounder(half_loads(k), str(a.dtype)), *half_grid(m, k), (a, halves, factors)
-    )
+    args = a, halves, factors
+    if a.dtype == np.float16:
+        launch = Launch(halves_to_units, *units_grid(m, k), args, overlap=True)
+    else:
+        launch = Launch(half_rounder(half_loads(k)), *half_grid(m, k), args, overlap=True)
     return Activations((halves, factors), (launch,), "halves")
 
 
@@ -78,9 +88,8 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
-    launch = Launch(
-        token_quantizer(half_loads(k), str(a.dtype)), *half_grid(m, k), (a, codes, scales)
-    )
+    kernel = token_quantizer(half_loads(k), str(a.dtype))
+    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales), overlap=True)
     return Activations((codes, scales), (launch,), "tokens")
 
 
@@ -90,7 +99,7 @@ def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
     kernel = token_quantizer(half_loads(k), str(a.dtype), sums=True)
-    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales))
+    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales), overlap=True)
     return Activations((codes, scales), (launch,), "summed")
 
 

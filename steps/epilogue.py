@@ -142,6 +142,12 @@ GROUP: Final = 128
 ROWS: Final = 64
 """Features of a `wgmma`, rows of its D."""
 
+
+def warpgroups(features: int) -> int:
+    """How many warpgroups multiply a tile of so many features: three where two cannot share it."""
+    return 3 if features % (2 * ROWS) else 2
+
+
 LOT: Final = 128
 """Tokens of a lot at most, 64 accumulators: of more, compilers keep some in local memory."""
 
@@ -202,7 +208,7 @@ def turned(tokens: int, first_word: int, kind: Any) -> Any:
     features n and n + 8 of 64; afterwards four neighbouring features of tokens m, m + 8, m + 16 ...
 
     sums: all of the dynamic shared memory, of which SLICE tokens are used from `first_word` on, for
-    each of two warpgroups.
+    each warpgroup.
     """
     piece, pitch = min(tokens, SLICE), ROWS + PAD
     load = load_f32x4 if kind == float32 else load_i32x4
@@ -241,8 +247,8 @@ def finish_wgmma(
     """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
 
     finish(acc, lot, number, m0, n0, first, last, early, to): the end of a tile, or of a part of it
-    (`steps.stretches`), for two warpgroups with 64 features each and all tokens of the tile, a
-    *lot*; a tile of 256 features has two lots.
+    (`steps.stretches`), for its two or three `warpgroups` with 64 features each and all tokens of
+    the tile, a *lot*; a tile of 256 features has two lots.
 
     acc        : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
@@ -260,16 +266,18 @@ def finish_wgmma(
     is too much: of_tokens has the sums behind the factors, float32 [2 M].
     """
     bn, bm = tile
-    tokens = min(bm, LOT)
-    lots, side = bn // (2 * ROWS) * (bm // tokens), bn > 2 * ROWS  # side by side, or token by token
+    tokens, groups = min(bm, LOT), warpgroups(bn)
+    width = groups * ROWS
+    lots, side = bn // width * (bm // tokens), bn > width  # side by side, or token by token
     n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a lot, tokens that it writes
     in_strip, of_strip = n_acc // strips, n_tokens // strips
-    some = min(in_strip, IN_FLIGHT // lots)  # of a part's sums are loaded together
-    at_once = IN_FLIGHT // lots // some  # of so many parts
+    in_flight = IN_FLIGHT // max(lots, groups - 1)
+    some = min(in_strip, in_flight)  # of a part's sums are loaded together
+    at_once = in_flight // some  # of so many parts
     loaded = at_once * some
     keep = in_strip <= 16  # the sums of its own strip: more, and they lie in local memory
     pitch = ROWS + PAD
-    counts_at = first_word + 2 * min(tokens, SLICE) * pitch
+    counts_at = first_word + groups * min(tokens, SLICE) * pitch
     turn, turn_strip = turned(tokens, first_word, kind), turned(tokens // strips, first_word, kind)
     units, write = scale_and_write(n_tokens, in_half, zero)
     units_of_strip, write_strip = scale_and_write(of_strip, in_half, zero)
@@ -335,7 +343,7 @@ def finish_wgmma(
         # shuffled, so that addresses are not kept in registers from one lot to the next
         m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + group * ROWS + (t & 15) * 4
         m = int32(m + (0 if side else lot * tokens))
-        n = int32(n + (lot * 2 * ROWS if side else 0))
+        n = int32(n + (lot * width if side else 0))
         u = load_f32x4(of_rows, min(n, of_rows.size - 4))
         spread(x, acc)
         if first == last:
@@ -343,7 +351,7 @@ def finish_wgmma(
             turn(x, sums, group, t)
             write(x, v, too_much, u, c, m, n, M, N)
             return
-        own = int32((2 * lot + group) * GROUP * n_acc + 4 * t)
+        own = int32((groups * lot + group) * GROUP * n_acc + 4 * t)
         at = place(int32(cuda.blockIdx.x), first, early, own)
         for r in range(0, n_acc, 4):
             store(partials, at + r * GROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
@@ -356,7 +364,7 @@ def finish_wgmma(
                     if other == strip:
                         mine[r] = x[other * in_strip + r]
         units_of_strip(v, too_much, of_tokens, int32(m + 8 * of_strip * strip), M)
-        count = int32(((number * lots + lot) * 2 + group) * strips)
+        count = int32(((number * lots + lot) * groups + group) * strips)
         arrive(arrived, count, others, me, counts, group, t)
         for i in range(strips):  # its own first, of which the units are there
             # shuffled, so that the compiler knows: the same for all lanes
@@ -371,7 +379,7 @@ def finish_wgmma(
                 write_strip(x, v, too_much, u, c, m_strip, n, M, N)
             strip = int32(strip + 1 if strip < strips - 1 else 0)
 
-    return finish, counts_at + 2 * strips
+    return finish, counts_at + groups * strips
 
 
 # --- straight from the accumulators of mma.sync ---------------------------------------------------

@@ -26,6 +26,7 @@ Read next
 from __future__ import annotations
 
 from functools import cache, partial
+from math import gcd
 from typing import Any, Final
 
 import numpy as np
@@ -34,9 +35,9 @@ from numba import cuda, int32, int64, uint8
 from qformats import Format
 from qformats.carriers import Held, carrier
 from qformats.device_carriers import half_format
-from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, tiles
+from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from steps.activations import float16_units
-from steps.epilogue import GROUP, ROWS, finish_wgmma
+from steps.epilogue import GROUP, ROWS, finish_wgmma, warpgroups
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -68,12 +69,11 @@ TILES: Final = (  # (features, tokens) of a tile of C
     (128, 32),
     (128, 64),
     (128, 128),
+    (192, 128),  # of three warpgroups, for N that leave SMs idle otherwise
     (256, 128),  # reads the least for what it multiplies
 )
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
-PAIR: Final = 2 * ROWS  # features that two warpgroups multiply at a time
-WARPS: Final = 2 * GROUP // 32  # of them; those of the last warpgroup bring
 HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 bytes
 
 
@@ -87,8 +87,12 @@ def kernel(
     form = half_format(fmt.name)
     record, words, scales = form.record_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
-    lots, band_bytes = bn // PAIR, BAND * record
-    at_tokens, group_bytes = lots * band_bytes, 2 * TILE_K * TOKEN_GROUP
+    groups = warpgroups(bn)
+    lots, warps = bn // (groups * ROWS), groups * GROUP // 32
+    piece = gcd(bn, BAND * TILE_ROWS)  # features whose weights come at once, a band or half of one
+    in_band, piece_bytes = BAND * TILE_ROWS // piece, piece // TILE_ROWS * record
+    pieces, lot_bytes = bn // piece, warps * record
+    at_tokens, group_bytes = lots * lot_bytes, 2 * TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + 2 * TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
@@ -97,7 +101,10 @@ def kernel(
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    more_registers, fewer_registers = setmaxnreg_inc(232), setmaxnreg_dec(40)  # of 512 for three
+    # of 512 for all warpgroups
+    more_registers = setmaxnreg_inc(232 if groups == 2 else 160)
+    fewer_registers = setmaxnreg_dec(40 if groups == 2 else 32)
+    sign = 1 + groups  # the named barrier behind those of `finish`
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(ring, weights, lane, half):
@@ -118,7 +125,7 @@ def kernel(
         wgmma_commit()
         return acc
 
-    @cuda.jit(launch_bounds=(3 * GROUP, 1))
+    @cuda.jit(launch_bounds=((groups + 1) * GROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
         steps.activations.float16_units; stretch as of steps.stretches.shares."""
@@ -133,33 +140,36 @@ def kernel(
         if t == 0:
             for s in range(stages):
                 mbarrier_init(ring, full + 8 * s, 1)
-                mbarrier_init(ring, empty + 8 * s, WARPS)
+                mbarrier_init(ring, empty + 8 * s, warps)
             fence_mbarrier_init()
         cuda.syncthreads()
         let_next_start()
         s, parity = int32(0), int32(0)
-        if warp >= WARPS:
+        if warp >= warps:
             # --- global -> shared: one thread brings weights, one tokens, in large pieces
             fewer_registers()
-            if warp > WARPS + 1 or lane > 0:
+            if warp > warps + 1 or lane > 0:
                 return
-            if warp > WARPS:
+            if warp > warps:
                 wait_for_previous()  # the activations have just been rounded
-            last, groups = int32((N - 1) // PAIR), int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
+            last = int32((N - 1) // (BAND * TILE_ROWS) * in_band + in_band - 1)
+            token_groups = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
                 m0, n0 = corner(number, tiles_n)
-                group, band = int32(m0 // TOKEN_GROUP), int32(n0 // PAIR)
-                token_bytes = int32(min(groups - group, bm // TOKEN_GROUP) * group_bytes)
+                group, first_piece = int32(m0 // TOKEN_GROUP), int32(n0 // piece)
+                token_bytes = int32(min(token_groups - group, bm // TOKEN_GROUP) * group_bytes)
                 for step in range(k0, k0 + count):
                     mbarrier_wait(ring, empty + 8 * s, parity ^ 1)
                     to, bar = s * stage_bytes, full + 8 * s
-                    if warp == WARPS:
+                    if warp == warps:
                         mbarrier_arrive_expect(ring, bar, at_tokens + token_bytes)
-                        for i in range(lots):
-                            at = int64(int32(min(band + i, last) * steps + step)) * band_bytes
-                            bulk_copy(ring, to + i * band_bytes, w, at, band_bytes, ring, bar)
+                        for i in range(pieces):
+                            number_of = int32(min(first_piece + i, last))
+                            band, part = number_of // in_band, number_of % in_band
+                            at = int64(int32((band * steps + step) * in_band + part)) * piece_bytes
+                            bulk_copy(ring, to + i * piece_bytes, w, at, piece_bytes, ring, bar)
                     else:
-                        at = int64(int32(step * groups + group)) * (TOKEN_GROUP * TILE_K)
+                        at = int64(int32(step * token_groups + group)) * (TOKEN_GROUP * TILE_K)
                         bulk_copy(ring, to + at_tokens, a, at, token_bytes, ring, bar)
                     s = int32(s + 1)
                     if s == stages:
@@ -172,10 +182,10 @@ def kernel(
         until = int32(-1)
         if ahead:
             # one warpgroup begins later, so that tensor cores are busy while the other ends a tile
-            if warp < WARPS // 2:
+            if warp < GROUP // 32:
                 until = int32(min(ahead, count) - 1)
             else:
-                barrier_sync(3, 2 * GROUP)
+                barrier_sync(sign, groups * GROUP)
         before, weights = int32(0), int32(warp * record)
         while number < total:
             m0, n0 = corner(number, tiles_n)
@@ -190,7 +200,7 @@ def kernel(
                 # the next weights come while these are made float16
                 b = matrix_descriptor(ring, at + at_tokens, 128, group_bytes)
                 if lots == 2:
-                    other = fetch(ring, at + band_bytes + weights, lane, 0)
+                    other = fetch(ring, at + lot_bytes + weights, lane, 0)
                 upper = fetch(ring, at + weights, lane, 1)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
@@ -198,14 +208,14 @@ def kernel(
                     mbarrier_arrive(ring, empty + 8 * before)
                 if lots == 2:
                     more = multiply(more, other, b)
-                    other = fetch(ring, at + band_bytes + weights, lane, 1)
+                    other = fetch(ring, at + lot_bytes + weights, lane, 1)
                     more = wait_for_all_but_one(more)
                 acc = multiply(acc, upper, b + HALF)
                 if lots == 2:
                     acc = wait_for_all_but_one(acc)
                     more = multiply(more, other, b + HALF)
                 if ahead and step == until:
-                    barrier_arrive(3, 2 * GROUP)
+                    barrier_arrive(sign, groups * GROUP)
                 before = s
                 s = int32(s + 1)
                 if s == stages:
@@ -239,7 +249,7 @@ def tiling(fmt: Held, shape: Shape) -> Cut:
         """Cycles of the tensor cores; of a warp that unpacks and asks for products, of which most
         are latencies; of 40 bytes a cycle from the L2."""
         bring = (bn * fmt.bits // 8 + 2 * bm) * TILE_K // 40
-        return max(bn * bm // 16, bn // PAIR * (35 * unpack + 10 * bm // 3), bring)
+        return max(bn * bm // 16, bn // 128 * (35 * unpack + 10 * bm // 3), bring)
 
     return fewest_cycles(TILES, shape, multiprocessors(), stage)
 

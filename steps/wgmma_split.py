@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats.repack import TILE_K
-from steps.epilogue import GROUP, LOT, ROWS
+from steps.epilogue import GROUP, LOT, ROWS, warpgroups
 from steps.machines import shared_memory
 from steps.step import Launch, Shape, ceil_div
 from steps.stretches import cuts, shares
@@ -82,10 +82,11 @@ def launch_of(
 
     `stages` and `ahead` are the most: the ring is as long as there is room for, and only in a block
     with more tiles than one is a warpgroup ahead of the other."""
-    _, total, blocks, tail = cut
+    (bn, _), total, blocks, tail = cut
     while make(stages, 0)[1] > shared_memory():
         stages -= 1
     kernel, shared_bytes = make(stages, min(ahead, stages - 2) if total > blocks else 0)
     steps = ceil_div(k, TILE_K)
     args = (*operands, steps, shares(tail, steps, blocks), *scratch)
-    return Launch(kernel, (blocks,), (3 * GROUP,), args, shared_bytes, overlap=True)
+    threads = (warpgroups(bn) + 1) * GROUP  # the last warpgroup brings
+    return Launch(kernel, (blocks,), (threads,), args, shared_bytes, overlap=True)

@@ -30,14 +30,16 @@ def what_it_makes(
     return tuple(machine.host(x) for x in activations.arrays)
 
 
-def writes_what_is_its_own(kernel: Any, a: np.ndarray, units: np.ndarray, rows: np.ndarray) -> None:
+def writes_what_is_its_own(
+    kernel: Any, a: np.ndarray, units: np.ndarray, rows: np.ndarray, grid: Any = half_grid
+) -> None:
     """A pass leaves these units and figures of rows, and 7 beyond both stays 7."""
     around, of_rows = (
         np.full(units.size + 64, 7, units.dtype),
         np.full(rows.size + 4, 7, np.float32),
     )
     args = (a, around[: units.size], of_rows[: rows.size])
-    Simulator(3).run(Launch(kernel, *half_grid(*a.shape), args))
+    Simulator(3).run(Launch(kernel, *grid(*a.shape), args))
     np.testing.assert_array_equal(around[: units.size], units)
     np.testing.assert_array_equal(of_rows[: rows.size], rows)
     assert (around[units.size :] == 7).all()

@@ -14,7 +14,13 @@ from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.device import half_format, tile_format
-from qformats.device_rows import HALF_THREADS, half_loads, half_rounder
+from qformats.device_rows import (
+    HALF_THREADS,
+    half_loads,
+    half_rounder,
+    halves_to_units,
+    units_grid,
+)
 from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
@@ -216,6 +222,13 @@ def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
     return a
 
 
+def any_halves(m: int, k: int, seed: int = 0) -> np.ndarray:
+    """Any 16 bits; in row 0 zeros of both signs, the smallest subnormal, infinities and a NaN."""
+    a = np.random.default_rng(seed).integers(0, 1 << 16, (m, k), np.uint16)
+    a[0, 1:7] = 0, 0x8000, 1, 0x7C00, 0xFC00, 0x7E01
+    return a.view(np.float16)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", [(1, 32), (5, 160), (9, 96), (3, 4192)])
 @pytest.mark.parametrize("machine", MACHINES)
@@ -232,13 +245,31 @@ def test_activations_are_the_recipe_bit_for_bit(
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
-@pytest.mark.parametrize(("make", "family", "layout"), PASSES)
+@pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_float16_activations_stay_what_they_are(
+    machine: Any, shape: tuple[int, int], offset: int
+) -> None:
+    """Bit for bit, whatever they are, NaN too, with factors of 1, and zeros beyond M and K."""
+    a = any_halves(*shape, seed=offset)
+    assert takes_half(float16_units)
+    units, factors = rounded(machine(), a, offset)
+    got = decode("halves", (units, factors), *shape)
+    assert isinstance(got, Halves)
+    np.testing.assert_array_equal(got.h.view(np.uint16), a.view(np.uint16))
+    np.testing.assert_array_equal(factors, np.ones(shape[0], np.float32))
+    wanted = encode("halves", Halves.of_values(a))[0]
+    np.testing.assert_array_equal(units.view(np.uint16), wanted.view(np.uint16))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+@pytest.mark.parametrize(("make", "family", "layout"), PASSES[1:])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_float16_activations_are_read_as_what_they_are(
     machine: Any, make: Any, family: Any, layout: str, offset: int
 ) -> None:
     """The bits that the same values in float32 lead to; subnormals, zeros and no numbers too."""
-    a = np.random.default_rng(offset).integers(0, 1 << 16, (9, 160), np.uint16).view(np.float16)
+    a = any_halves(9, 160, seed=offset)
     a = np.where(np.isfinite(a), a, np.float16(0.1))
     a[2] *= np.float16(2**-14)
     a[5] = 0
@@ -270,6 +301,10 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
     writes_what_is_its_own(half_rounder(1), a, *encode("halves", Halves.of_values(a)))
+    for shape in ((7, 96), (9, 544)):
+        a = any_halves(*shape)
+        wanted = encode("halves", Halves.of_values(a))
+        writes_what_is_its_own(halves_to_units, a, *wanted, grid=units_grid)
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:
@@ -279,25 +314,60 @@ def test_layouts_are_made_of_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "held", "dtype", "blocks"),
+    ("make", "k", "held", "dtype", "blocks"),
     [
-        (4096, 4, "float32", 2),
-        (14336, 14, "float32", 1),
-        (57344, 14, "float32", 1),
-        (4096, 4, "float16", 3),
-        (14336, 14, "float16", 2),
+        (float16_units, 4096, 4, "float32", 2),
+        (float16_units, 14336, 14, "float32", 1),
+        (float16_units, 57344, 14, "float32", 1),
+        (int8_units, 4096, 4, "float16", 3),
+        (int8_units, 14336, 14, "float16", 2),
     ],
 )
-def test_machine_code_of_the_pass(k: int, held: int, dtype: str, blocks: int) -> None:
+def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, blocks: int) -> None:
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
     assert half_loads(k) == held
     wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
-    (launch,) = float16_units("A16", np.zeros((4, k), dtype), Simulator()).launches
+    family = "A16" if make is float16_units else "A8"
+    (launch,) = make(family, np.zeros((4, k), dtype), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * HALF_THREADS * blocks <= 65536
-    assert code.count("F2FP") >= 2
+    assert code.count("F2FP") >= 2 or family == "A8"
+    assert launch.overlap
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     loads = [i for i, line in enumerate(code.sass.splitlines()) if wide in line]
     assert len(loads) > held
     assert loads[held - 1] - loads[0] < 12 * held, "one behind the other"
+
+
+def test_machine_code_of_the_pass_that_only_moves() -> None:
+    """Both loads before the first store, of 16 bytes each; an SM is full of such threads."""
+    (launch,) = float16_units("A16", np.zeros((4, 4096), np.float16), Simulator()).launches
+    assert (launch.kernel, launch.block, launch.overlap) == (halves_to_units, (256,), True)
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert code.registers * 2048 <= 65536
+    assert code.count("BAR", "LDS", "STS", "LDL", "STL") == 0
+    assert code.count("ACQBULK") == code.count("PREEXIT") == 1
+    lines = code.sass.splitlines()
+    loads = [i for i, line in enumerate(lines) if "LDG.E.128" in line]
+    stores = [i for i, line in enumerate(lines) if "STG.E.128" in line]
+    assert len(loads) == len(stores) == 2
+    (wait,) = (i for i, line in enumerate(lines) if "ACQBULK" in line)
+    assert wait < loads[0] < loads[1] < stores[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "block"),
+    [
+        ((1, 32), (1, 1), (64,)),
+        ((8, 384), (1, 1), (192,)),
+        ((9, 512), (2, 1), (256,)),
+        ((4096, 14336), (512, 28), (256,)),
+        ((1 << 20, 4096), (1 << 17, 8), (256,)),
+    ],
+)
+def test_every_thread_that_moves_has_work(
+    shape: tuple[int, int], grid: tuple[int, int], block: tuple[int]
+) -> None:
+    assert units_grid(*shape) == (grid, block)

@@ -121,9 +121,9 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
 # warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
 # tiles of many tokens, which no small product is cut into, with K longer than the ring; steps 12 to
-# 14: stretches, two lots, sums added up in two strips or in four by five blocks; step 15: A
-# in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of the module
-# that cuts.
+# 14: stretches, two lots, three warpgroups, sums added up in two strips or in four by five blocks;
+# step 15: A in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of
+# the module that cuts.
 CUT_IN = {10: decode_split, 15: bulk_split}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
@@ -142,6 +142,8 @@ SHARED_WORK = (
     (12, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
     (12, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
     (12, 5, (40, 20, 544), {"tiling": lambda *_: ((128, 64), 1, 5, 1)}),
+    (12, 2, (3, 390, 160), {"tiling": lambda *_: ((192, 16), 3, 2, 1)}),
+    (12, 5, (40, 150, 544), {"tiling": lambda *_: ((192, 64), 1, 5, 1)}),
     (13, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
     (13, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
     (13, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
