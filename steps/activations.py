@@ -76,9 +76,9 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     factors = machine.empty((m,), np.float32)
     args = a, halves, factors
     if a.dtype == np.float16:
-        launch = Launch(halves_to_units, *units_grid(m, k), args, overlap=True)
+        launch = Launch(halves_to_units, *units_grid(m, k), args)
     else:
-        launch = Launch(half_rounder(half_loads(k)), *half_grid(m, k), args, overlap=True)
+        launch = Launch(half_rounder(half_loads(k)), *half_grid(m, k), args)
     return Activations((halves, factors), (launch,), "halves")
 
 
@@ -89,7 +89,7 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
     kernel = token_quantizer(half_loads(k), str(a.dtype))
-    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales), overlap=True)
+    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales))
     return Activations((codes, scales), (launch,), "tokens")
 
 
@@ -99,7 +99,7 @@ def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
     kernel = token_quantizer(half_loads(k), str(a.dtype), sums=True)
-    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales), overlap=True)
+    launch = Launch(kernel, *half_grid(m, k), (a, codes, scales))
     return Activations((codes, scales), (launch,), "summed")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
 from reference.check import INTEGER_NMSE
+from steps import registry as steps
 from steps.checks import Work, cases, check_works
 from steps.machines import Gpu
 from steps.step import Family, Step
@@ -54,3 +57,29 @@ def test_bit_identical_from_run_to_run(step: Step, family: Family, name: str) ->
     first = multiply(prepared, machine).copy()
     for _ in range(3):
         np.testing.assert_array_equal(first, multiply(prepared, machine))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize(
+    ("number", "cut"),
+    [
+        (12, ((128, 128), 24, 120, 24)),
+        (12, ((192, 128), 18, 10, 0)),
+        (12, ((192, 128), 18, 54, 18)),
+        (12, ((256, 128), 12, 12, 0)),
+        (12, ((256, 128), 12, 50, 12)),
+        (13, ((128, 128), 24, 120, 24)),
+        (13, ((128, 256), 16, 16, 0)),
+        (14, ((128, 256), 16, 60, 16)),
+    ],
+)
+def test_the_tiles_of_large_products(
+    number: int, cut: tuple, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no check shape is large enough for: whole, or shared by blocks, equally or not."""
+    step = steps.find(number)
+    monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: cut)
+    for output in (np.float32, np.float16):
+        problem = Problem(300, 1000, 672, name)
+        found = verify(step, step.families[-1], problem, Gpu(), dtype=output)
+        assert found.ok, found.verdict
