@@ -291,33 +291,50 @@ def store_unit(units, at, x, y, which):
     store_u32x4(units, at, first, second, prmt(y[0], y[1], which), prmt(y[2], y[3], which))
 
 
-@cuda.jit
-def halves_to_units(a, units, factors):
-    """As the kernel of `half_rounder`, of float16 A[M, K], C-contiguous, K a multiple of 32: values
-    change places and stay what they are, so all factors[M] are 1. `units_grid` for its launch.
+@cuda.jit(device=True, forceinline=True)
+def sixteen_halves(a, at):
+    """The eight words of values that flat float16 a has from `at` on."""
+    aligned = address(a, 0) & 15 == 0
+    return eight_halves(a, at, aligned), eight_halves(a, at + 8, aligned)
+
+
+def order_kernel(read: Any, wide: int = 1) -> Any:
+    """kernel(a, units, factors), as that of `half_rounder`, where values are in units of 1: they
+    need only be put in order. `units_grid` for its launch.
+
+    a          : float16 [M, wide * K], C-contiguous, K a multiple of 32.
+    read(a, at): device function, two times four words: the 16 values of A that a has from `at` on,
+                 of the first K columns.
 
     A thread has 16 K of a token, 32 bytes, and makes two units of them. A warp has 64 K of eight
     tokens: it reads 128 bytes of each and writes 1 KB.
     """
-    let_next_start()
-    thread = uint32(cuda.threadIdx.x)
-    # four lanes for 64 K of a token, beside them the other seven, then the next 64 K
-    m = uint32(cuda.blockIdx.x * TOKEN_GROUP + (thread >> 2 & 7))
-    k = uint32(cuda.blockIdx.y * UNITS_STEP + (thread >> 5) * 64 + (thread & 3) * 16)
-    rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-    padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
-    aligned = address(a, 0) & 15 == 0
-    x = y = (uint32(0), uint32(0), uint32(0), uint32(0))
-    wait_for_previous()
-    if m < rows and k < columns:
-        at = int64(m) * columns + k
-        x, y = eight_halves(a, at, aligned), eight_halves(a, at + 8, aligned)
-    if k < padded:
-        unit = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14))
-        store_unit(units, unit * HALVES, x, y, EVEN)
-        store_unit(units, (unit + TOKEN_GROUP) * HALVES, x, y, ODD)
-    if k == 0 and m < rows:
-        factors[m] = 1
+
+    @cuda.jit
+    def halves_to_units(a, units, factors):
+        let_next_start()
+        thread = uint32(cuda.threadIdx.x)
+        # four lanes for 64 K of a token, beside them the other seven, then the next 64 K
+        m = uint32(cuda.blockIdx.x * TOKEN_GROUP + (thread >> 2 & 7))
+        k = uint32(cuda.blockIdx.y * UNITS_STEP + (thread >> 5) * 64 + (thread & 3) * 16)
+        rows, columns = uint32(a.shape[0]), uint32(a.shape[1] // wide)
+        padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
+        x = y = (uint32(0), uint32(0), uint32(0), uint32(0))
+        wait_for_previous()
+        if m < rows and k < columns:
+            x, y = read(a, int64(m) * (wide * columns) + k)
+        if k < padded:
+            unit = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14))
+            store_unit(units, unit * HALVES, x, y, EVEN)
+            store_unit(units, (unit + TOKEN_GROUP) * HALVES, x, y, ODD)
+        if k == 0 and m < rows:
+            factors[m] = 1
+
+    return halves_to_units
+
+
+halves_to_units: Final = order_kernel(sixteen_halves)
+"""Float16 A[M, K] in order: values stay what they are, and all factors[M] are 1."""
 
 
 def units_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int]]:

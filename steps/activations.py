@@ -8,12 +8,13 @@ multiplied and a test can hand it bits of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from qformats import BLOCK, block_q8_1
 from qformats.device import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
+from qformats.device_gated import gated_to_units
 from qformats.device_rows import (
     half_grid,
     half_loads,
@@ -72,13 +73,23 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     powers of two see `qformats.device_rows.half_rounder`. A may be float16: its values stay what
     they are, and the factors are 1."""
     m, k = a.shape
+    if a.dtype == np.float16:
+        return _halves(a, k, machine, halves_to_units, units_grid(m, k))
+    return _halves(a, k, machine, half_rounder(half_loads(k)), half_grid(m, k))
+
+
+def gated_units(family: Family, y: Any, machine: Machine) -> Activations:
+    """`float16_units` of silu(gate) * up, which is computed on the way, of float16 y[M, 2 K], K
+    gates and K ups."""
+    m, k = y.shape[0], y.shape[1] // 2
+    return _halves(y, k, machine, gated_to_units, units_grid(m, k))
+
+
+def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: Any) -> Activations:
+    m = len(a)
     halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
-    args = a, halves, factors
-    if a.dtype == np.float16:
-        launch = Launch(halves_to_units, *units_grid(m, k), args)
-    else:
-        launch = Launch(half_rounder(half_loads(k)), *half_grid(m, k), args)
+    launch = Launch(kernel, *grid, (a, halves, factors))
     return Activations((halves, factors), (launch,), "halves")
 
 
@@ -103,9 +114,18 @@ def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations
     return Activations((codes, scales), (launch,), "summed")
 
 
-def takes_half(make: MakeActivations) -> bool:
-    """Whether such a function takes float16 A too."""
-    return make in (float16_units, int8_units, int8_units_and_sums)
+GATED: Final = "gated"
+
+
+def reading(make: MakeActivations, given: str) -> tuple[MakeActivations, str, tuple[int, str]]:
+    """How a step whose activations `make` makes can read A that is `given` as "float32", "float16",
+    or "gated", which is y of `gated_units`: (what makes them, as what it takes A, (columns for each
+    K, dtype) of what it is then given)."""
+    if given == GATED and make is float16_units:
+        return gated_units, GATED, (2, "float16")
+    half = given != "float32" and make in (float16_units, int8_units, int8_units_and_sums)
+    takes = "float16" if half else "float32"
+    return make, takes, (1, takes)
 
 
 def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:

@@ -25,7 +25,7 @@ import numpy as np
 
 from qformats import FORMATS
 from steps import machines
-from steps.activations import takes_half
+from steps.activations import reading
 from steps.checks import Size, Work
 from steps.registry import find
 from steps.step import Launch, Shape
@@ -37,11 +37,12 @@ ROWS, DEEP = 128, 256
 """Of the weights that launches are made with: all that is read of them is their type."""
 
 Wanted = tuple[Work, Size, str] | tuple[Work, Size, str, str]
-"""(work, M N K, dtype of C, and of A where the step takes it: float32 if nothing is said)."""
+"""(work, M N K, dtype of C, and as what A is given (`steps.activations.reading`): as float32 if
+nothing is said)."""
 
 Recipe = tuple[int, Any, str, Size, str, str, int]
-"""(step, family, format, M N K, dtypes of C and A, which of its launches): a kernel, told to a
-process."""
+"""(step, family, format, M N K, dtype of C, what A is given as, which of its launches): a kernel,
+told to a process."""
 
 
 def compile_ahead(
@@ -121,8 +122,8 @@ def _launches(
 
     m, n, k = size
     machine, fmt, step = Paper(), FORMATS[work.format], work.step
-    a = machine.empty((m, k), np.dtype(given if takes_half(step.activations) else "float32"))
-    activations = step.activations(work.family, a, machine)
+    make, _, (wide, dtype) = reading(step.activations, given)
+    activations = make(work.family, machine.empty((m, wide * k), np.dtype(dtype)), machine)
     out = machine.empty((m, n), np.dtype(output))
     weights = _packed(step.pack, work.format)
     own = step.prepare(machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out)

@@ -25,7 +25,7 @@ import numpy as np
 
 from qformats import FORMATS
 from steps import plans
-from steps.activations import takes_half
+from steps.activations import reading
 from steps.choice import Choice, choose, cut, known_accuracy, supporting
 from steps.operands import require_grid
 from steps.registry import ladder
@@ -72,7 +72,8 @@ class Relocatable:
 
     choice  : the step, and why.
     packing : the name of the packing that it reads, one of those offered.
-    takes   : the dtype of A: "float16" where that is `given` and the step takes it, or "float32".
+    takes   : how A is read: as it is `given`, "float16" or "gated", where the step can, or what is
+              nearest to it that it can (`steps.activations.reading`).
     half    : whether C is float16, else it is float32.
     nbytes  : of working memory that a call needs, `zeroed` of them zero, at a multiple of 256.
     loaded  : the launches of a call, in their order.
@@ -99,10 +100,10 @@ class Relocatable:
             plans.nowhere(WEIGHTS + i * APART, place, np.dtype(dtype))
             for i, (place, dtype) in enumerate(offered[self.packing])
         )
-        self.takes = given if takes_half(step.activations) else "float32"
-        a = plans.nowhere(A, (m, k), np.dtype(self.takes))
+        make, self.takes, (wide, dtype) = reading(step.activations, given)
+        a = plans.nowhere(A, (m, wide * k), np.dtype(dtype))
         out = plans.nowhere(OUT, (m, n), np.dtype(output))
-        activations = step.activations(choice.family, a, memory)
+        activations = make(choice.family, a, memory)
         fmt = FORMATS[format_name]
         own = step.prepare(memory, fmt, choice.family, shape, weights, activations.arrays, out)
         self.choice = replace(choice, cut=cut(own))
@@ -126,8 +127,8 @@ class Relocatable:
     def __call__(self, a: int, out: int, weights: Sequence[int], work: int, stream: int) -> None:
         """Queue out[:] = a @ dequantize(W)^T on a stream; returns before it is done.
 
-        Addresses on the GPU, unchecked: a, [M, K] as it `takes` it; out, [M, N], apart from a and
-        at a multiple of 16; the arrays of `packing`; `work`, see `nbytes`.
+        Addresses on the GPU, unchecked: a, [M, K] as it `takes` it, gated at a multiple of 16; out,
+        [M, N], apart from a and at a multiple of 16; the arrays of `packing`; `work`, see `nbytes`.
         """
         addresses = (a, out, work, work + self.zeroed, *weights)
         with self._lock:

@@ -25,6 +25,7 @@ from results.decoder import model as parts  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
 from results.decoder.model import by_steps, by_torch, generate  # noqa: E402
 from steps import ahead, find  # noqa: E402
+from steps.activations import GATED  # noqa: E402
 from steps.instructions.compile import signature_of  # noqa: E402
 from steps.linear import QuantLinear  # noqa: E402
 from tests.test_linear import host  # noqa: E402, F401 - a fixture
@@ -256,6 +257,25 @@ def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> No
     assert checks.relative(first.double().numpy(), right) < 1e-3
 
 
+def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None:
+    """What the function between the products makes, else, up to float16; for one token by that."""
+    k, n, rng, called = 96, 20, np.random.default_rng(0), []
+    product = by_steps("cpu")(bench.random_blocks("q4_0", n, k, rng), False)
+
+    def gate(y: Any, dtype: Any) -> Any:
+        called.append(dtype)
+        return operations.PLAIN.gated(y, dtype)
+
+    y = torch.from_numpy(rng.standard_normal((65, 2 * k), dtype=np.float32)).half()
+    found = product.gated(y, gate)
+    assert called == []
+    assert "halves_to_units" in [name for name, *_ in kernels.launched]
+    assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
+    one = product.gated(y[:1], gate)
+    assert called == [torch.float16, product.takes(1)]
+    assert torch.equal(one, product(operations.PLAIN.gated(y[:1], product.takes(1))))
+
+
 def test_kernels_compiled_ahead_are_those_of_plans(
     kernels: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +289,8 @@ def test_kernels_compiled_ahead_are_those_of_plans(
     found = {(one.kernel, types) for each in asked for one, types in ahead._launches(*each)}
     for accuracy, m, of_output in (("exact", 2, 2), ("fast", 40, 1)):
         ours.ask(accuracy)
-        plans = [one.plan(m) for layer in ours.layers for one in layer.products]
+        plans = [one.plan(m) for layer in ours.layers for one in layer.products[:-1]]
+        plans += [layer.down.plan(m, GATED) for layer in ours.layers]
         for plan in (*plans, ours.output.plan(of_output)):
             for loaded in plan.loaded:
                 source = loaded.source

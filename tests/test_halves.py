@@ -25,12 +25,15 @@ from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
 from steps.activations import (
+    GATED,
     decode,
     encode,
     float16_units,
+    gated_units,
     int8_units,
     int8_units_and_sums,
-    takes_half,
+    q8_1_blocks,
+    reading,
 )
 from steps.instructions import store_u32x4
 from steps.instructions.compile import machine_code, signature_of
@@ -252,7 +255,7 @@ def test_float16_activations_stay_what_they_are(
 ) -> None:
     """Bit for bit, whatever they are, NaN too, with factors of 1, and zeros beyond M and K."""
     a = any_halves(*shape, seed=offset)
-    assert takes_half(float16_units)
+    assert reading(float16_units, "float16") == (float16_units, "float16", (1, "float16"))
     units, factors = rounded(machine(), a, offset)
     got = decode("halves", (units, factors), *shape)
     assert isinstance(got, Halves)
@@ -260,6 +263,39 @@ def test_float16_activations_stay_what_they_are(
     np.testing.assert_array_equal(factors, np.ones(shape[0], np.float32))
     wanted = encode("halves", Halves.of_values(a))[0]
     np.testing.assert_array_equal(units.view(np.uint16), wanted.view(np.uint16))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> None:
+    """silu(gate) * up to a float32 and then to a float16, so half a last place and a little more;
+    what is no number spoils itself only, and there are zeros beyond M and K."""
+    m, k = shape
+    y = np.random.default_rng(k).standard_normal((m, 2 * k)).astype(np.float16) * np.float16(4)
+    y[0, 1:8] = 0, -0.0, 2**-24, 65504, -65504, 88, -88
+    y[0, 8:13], y[0, k + 10] = (np.nan, np.inf, np.inf, 3, -np.inf), 0
+    y[0, k + 11] = np.nan
+    units, factors = what_it_makes(gated_units, "A16", "halves", machine(), y, 0)
+    got = decode("halves", (units, factors), m, k).h
+    np.testing.assert_array_equal(factors, np.ones(m, np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        gate, up = y[:, :k].astype(np.float64), y[:, k:].astype(np.float64)
+        exact = gate / (1 + np.exp(-gate)) * up
+        exact[np.abs(exact) >= 65520] *= np.inf
+    finite = np.isfinite(exact)
+    assert 5 <= np.count_nonzero(~finite) <= 6
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
+    np.testing.assert_array_equal(got[~finite], exact[~finite])
+    place = np.maximum(2.0 ** (np.frexp(exact[finite])[1] - 11), 2.0**-24)
+    assert (np.abs(got[finite] - exact[finite]) <= 0.51 * place).all()
+    wanted = encode("halves", Halves(got, factors))[0]
+    np.testing.assert_array_equal(units.view(np.uint16), wanted.view(np.uint16))
+
+
+def test_gates_are_read_by_what_has_that_pass() -> None:
+    assert reading(float16_units, GATED) == (gated_units, GATED, (2, "float16"))
+    assert reading(int8_units, GATED) == (int8_units, "float16", (1, "float16"))
+    assert reading(q8_1_blocks, GATED) == (q8_1_blocks, "float32", (1, "float32"))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
@@ -275,7 +311,7 @@ def test_float16_activations_are_read_as_what_they_are(
     a[5] = 0
     a[6, 3], a[7, 100] = np.nan, -np.inf
     on = machine()
-    assert takes_half(make)
+    assert reading(make, "float16") == (make, "float16", (1, "float16"))
     got = what_it_makes(make, family, layout, on, a, offset)
     want = what_it_makes(make, family, layout, on, a.astype(np.float32), 0)
     for one, other in zip(got, want, strict=True):
@@ -333,7 +369,6 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * HALF_THREADS * blocks <= 65536
     assert code.count("F2FP") >= 2 or family == "A8"
-    assert launch.overlap
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     loads = [i for i, line in enumerate(code.sass.splitlines()) if wide in line]
     assert len(loads) > held
@@ -343,7 +378,7 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
 def test_machine_code_of_the_pass_that_only_moves() -> None:
     """Both loads before the first store, of 16 bytes each; an SM is full of such threads."""
     (launch,) = float16_units("A16", np.zeros((4, 4096), np.float16), Simulator()).launches
-    assert (launch.kernel, launch.block, launch.overlap) == (halves_to_units, (256,), True)
+    assert (launch.kernel, launch.block) == (halves_to_units, (256,))
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 2048 <= 65536

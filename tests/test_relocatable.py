@@ -131,6 +131,21 @@ def test_float16_is_taken_where_the_pass_can(gpu: FakeGpu, accuracy: str) -> Non
         assert Relocatable("q4_0", Shape(m, N, K), offered, gpu, accuracy).takes == "float32"
 
 
+def test_gates_are_computed_where_the_pass_can(gpu: FakeGpu) -> None:
+    for accuracy, m, takes in (
+        ("exact", 1, "float32"),
+        ("exact", 300, "gated"),
+        ("fast", 300, "float16"),
+    ):
+        steps = packings("q4_0", gpu.cc, accuracy)
+        blocks = Problem(1, N, K, "q4_0").blocks
+        offered = {step.pack.__name__: places(step.pack(blocks)) for step in steps}
+        made = Relocatable("q4_0", Shape(m, N, K), offered, gpu, accuracy, given="gated")
+        assert made.takes == takes
+        if takes == "gated":
+            assert made.loaded[0].source.args[0].shape == (m, 2 * K)
+
+
 def test_a_packing_that_the_gpu_cannot_use_is_refused(gpu: FakeGpu) -> None:
     gpu.cc = (7, 5)
     offered = {"tiles": places(find(7).pack(Problem(1, N, K, "q4_0").blocks))}

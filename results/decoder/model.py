@@ -22,6 +22,7 @@ from qformats.codec import format_of
 from results.decoder.operations import PLAIN, Operations
 from steps import ahead
 from steps import torch_operator as operator
+from steps.activations import GATED
 from steps.checks import Work
 from steps.linear import QuantLinear
 from steps.machines import Gpu
@@ -69,6 +70,10 @@ LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 
 # --- products -------------------------------------------------------------------------------------
 
 
+Gate = Callable[["Tensor", Any], "Tensor"]
+"""`operations.gated`."""
+
+
 class Workspace:
     """Memory of plans, for one stream: zero at first, and left as the next call must find it.
 
@@ -108,20 +113,20 @@ class Product(nn.Module):
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.half = workspace, accuracy, half
 
-    def wanted(self, m: int, machine: Any) -> ahead.Wanted:
+    def wanted(self, m: int, machine: Any, given: str = "float16") -> ahead.Wanted:
         """What a plan for m tokens will launch."""
         size = m, self.n, self.k
         choice, output = chosen(
             self.format, Shape(*size), self.packed, machine, self.accuracy, self.half
         )
-        return Work(choice.step, choice.family, self.format), size, output, "float16"
+        return Work(choice.step, choice.family, self.format), size, output, given
 
-    def plan(self, m: int) -> Relocatable:
-        """What multiplies m tokens, which are float16 where its step takes them so."""
+    def plan(self, m: int, given: str = "float16") -> Relocatable:
+        """What multiplies m tokens that are `given` so, where its step takes them so."""
         size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
         with torch.cuda.device(device):
             return operator.planned(
-                self.format, size, self.packed, self.accuracy, self.half, device, "float16"
+                self.format, size, self.packed, self.accuracy, self.half, device, given
             )
 
     def takes(self, m: int) -> Any:
@@ -131,7 +136,16 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [M, K] as it `takes` it, contiguous."""
-        made = self.plan(len(x))
+        return self._by(self.plan(len(x)), x)
+
+    def gated(self, y: Tensor, gate: Gate) -> Tensor:
+        """Of silu(gate) * up, y = [gate, up], [M, 2 K]: in the pass before the product, or by
+        `gate` where the step has no such pass."""
+        if y.dtype is torch.float16 and (made := self.plan(len(y), GATED)).takes == GATED:
+            return self._by(made, y)
+        return self(gate(y, self.takes(len(y))))
+
+    def _by(self, made: Relocatable, x: Tensor) -> Tensor:
         y = x.new_empty((len(x), self.n), dtype=torch.float16 if made.half else torch.float32)
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
         work = self.workspace.of(made, x.device)
@@ -149,6 +163,9 @@ class Plain(nn.Module):
 
     def takes(self, m: int) -> Any:
         return self.weight.dtype
+
+    def gated(self, y: Tensor, gate: Gate) -> Tensor:
+        return self(gate(y, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -311,13 +328,18 @@ class Decoder:
         """
         wanted: list[ahead.Wanted] = []
         before, machine = self.output.accuracy, Gpu()
-        inner = [one for layer in self.layers for one in layer.products]
+        inner = [
+            (one, GATED if one is layer.down else "float16")
+            for layer in self.layers
+            for one in layer.products
+        ]
         for accuracy, m in cases:
             self.ask(accuracy)
-            ms = [(one, m) for one in inner] + [(self.output, m if m <= FEW else 1)]
-            for product, tokens in ms:
+            last = self.output, "float16", m if m <= FEW else 1
+            for product, given, tokens in (*((*one, m) for one in inner), last):
                 for one in getattr(product, "products", [product]):
-                    if (each := one.wanted(tokens, machine)) not in wanted:  # layers are alike
+                    each = one.wanted(tokens, machine, given)
+                    if each not in wanted:  # layers are alike
                         wanted.append(each)
         self.ask(before)
         return ahead.compile_ahead(wanted, machine, say, jobs)
@@ -360,7 +382,7 @@ class Decoder:
             x = do.attended(layer.qkv(x), *place, config.heads, layer.out.takes(m))
             y = layer.out(x)
             h, x = do.added(h, y, layer.before_hidden, config.epsilon, layer.gate_up.takes(m))
-            y = layer.down(do.gated(layer.gate_up(x), layer.down.takes(m)))
+            y = layer.down.gated(layer.gate_up(x), do.gated)
         if not every and tokens > 1:
             h, y = (one.view(batch, tokens, -1)[:, -1].contiguous() for one in (h, y))
         _, x = do.added(h, y, self.norm, config.epsilon, self.output.takes(len(h)))
