@@ -85,7 +85,7 @@ def gated_units(family: Family, y: Any, machine: Machine) -> Activations:
     return _halves(y, k, machine, gated_to_units, units_grid(m, k))
 
 
-def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: Any) -> Activations:
+def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: tuple[Any, Any]) -> Activations:
     m = len(a)
     halves = machine.empty((_whole(m, k),), np.float16)
     factors = machine.empty((m,), np.float32)
