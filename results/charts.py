@@ -342,7 +342,7 @@ def tflops_chart(run: Run, source: str) -> Figure:
     values = [row.tflops or 0.0 for row in rows]
     values += [p.tflops for p in run.peers if p.shape == shape and p.format in (*names, "f16")]
     lo, hi = min(v for v in values if v > 0) / 2, max(values) * 7
-    left, right = 0.16, 0.99
+    left, right = 0.175, 0.99
     for i, name in enumerate(names):
         width = (right - left) / len(names)
         axes = figure.add_axes(
@@ -526,11 +526,11 @@ def error_chart(run: Run, source: str) -> Figure:
     rows = [row for row in rows if row.shape == shape]
     names, ladder = formats(rows), rungs(rows)
     figure = new_figure(
-        10.5, 4.9, f"Error at {dims(shape) if shape else '-'}: whose is it?", run, source
+        11.4, 4.9, f"Error at {dims(shape) if shape else '-'}: whose is it?", run, source
     )
     panels = (
-        ("nmse_float", "the format's: against the unquantized product", (0.075, 0.1, 0.34, 0.68)),
-        ("nmse_same_operands", "the kernel's: against the same operands", (0.48, 0.1, 0.34, 0.68)),
+        ("nmse_float", "the format's: against the unquantized product", (0.07, 0.1, 0.315, 0.68)),
+        ("nmse_same_operands", "the kernel's: against the same operands", (0.445, 0.1, 0.315, 0.68)),
     )
     for attribute, title, box in panels:
         axes = figure.add_axes(box)
@@ -565,7 +565,7 @@ def error_chart(run: Run, source: str) -> Figure:
         axes.set_title(title, fontsize=10, loc="left", pad=8)
         if attribute == "nmse_float":
             axes.set_ylabel("NMSE, log scale")
-    rung_key(figure, ladder, rows, 0.84, 0.78)
+    rung_key(figure, ladder, rows, 0.775, 0.78)
     return figure
 
 

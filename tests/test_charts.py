@@ -149,6 +149,23 @@ def test_without_step_1_there_is_no_ladder_and_without_rows_no_chart():
     assert charts.render(Run(env=Environment()), "a.json") == {}
 
 
+def test_nothing_is_cut_off_at_the_edge_of_a_committed_chart() -> None:
+    """With room to spare at both sides, as a browser's font may be wider."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    run = charts.headline()
+    assert run is not None
+    with mpl.rc_context(charts.STYLE):
+        plans = charts.plans(record.read(run))
+        for name in {one.split("-")[0]: one for one in plans}.values():  # one of each kind
+            figure = plans[name](run.name)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            box, (width, height) = figure.get_tightbbox(canvas.renderer), figure.get_size_inches()
+            assert 0.05 < box.x0 < box.x1 < width - 0.05, (name, box)
+            assert 0 <= box.y0 < box.y1 <= height, (name, box)
+
+
 def test_one_chart_of_all_steps_for_each_size_of_weights() -> None:
     run = make_run(((1, 64, 32), (8, 64, 32), (1, 32, 64)), formats=("q5_0", "q8_0"))
     found = [name for name in charts.plans(run) if name.startswith("time-")]
