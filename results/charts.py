@@ -530,7 +530,11 @@ def error_chart(run: Run, source: str) -> Figure:
     )
     panels = (
         ("nmse_float", "the format's: against the unquantized product", (0.07, 0.1, 0.315, 0.68)),
-        ("nmse_same_operands", "the kernel's: against the same operands", (0.445, 0.1, 0.315, 0.68)),
+        (
+            "nmse_same_operands",
+            "the kernel's: against the same operands",
+            (0.445, 0.1, 0.315, 0.68),
+        ),
     )
     for attribute, title, box in panels:
         axes = figure.add_axes(box)
