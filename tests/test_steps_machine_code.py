@@ -224,9 +224,8 @@ def written_too_early(loop: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("number", [12, 13, 14])
-def test_every_tile_of_wgmma_whose_weights_take_no_register_it_still_reads(
-    number: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tile_of_wgmma(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is spilled, and weights take no register that a running wgmma still reads."""
     step = steps.find(number)
     module = sys.modules[step.launch.__module__]
     for tile in module.TILES:
