@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
+from qformats.device_gated import exp2, reciprocal
 from steps.instructions import (
     address,
     and_xor,
@@ -176,6 +177,24 @@ def half_inputs(rng):
 def half_expected(bits, x):
     with np.errstate(over="ignore"):
         return bits.view(np.float16).astype(np.float32), x.astype(np.float16).view(np.uint16)
+
+
+@cuda.jit
+def approximate_kernel(x, y, powers, inverses):
+    i = cuda.grid(1)
+    powers[i] = float_to_half(exp2(x[i]))
+    inverses[i] = float_to_half(reciprocal(y[i]))
+
+
+def approximate_inputs(rng):
+    """None of whose results is nearer than 2^-21 of itself to halfway between two float16, which
+    is more than either may be off by."""
+    at = rng.permutation(464)
+    return (at / 16 - 14).astype(np.float32), (at + 1).astype(np.float32)
+
+
+def approximate_expected(x, y):
+    return tuple(z.astype(np.float16).view(np.uint16) for z in (2.0 ** x.astype(float), 1 / y))
 
 
 @cuda.jit
@@ -704,6 +723,15 @@ CASES = (
         block=256,
         grid=63488 // 256,
         contains=("HADD2.F32", "F2FP.PACK_AB|F2FP.F16.F32.PACK_AB"),
+    ),
+    Case(
+        "approximate",
+        approximate_kernel,
+        approximate_inputs,
+        approximate_expected,
+        block=232,
+        grid=2,
+        contains=("MUFU.EX2", "MUFU.RCP"),
     ),
     Case(
         "packed_half",
