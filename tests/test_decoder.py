@@ -274,6 +274,10 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     one = product.gated(y[:1], gate)
     assert called == [torch.float16, product.takes(1)]
     assert torch.equal(one, product(operations.PLAIN.gated(y[:1], product.takes(1))))
+    fast = by_steps("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
+    found = fast.gated(y, gate)
+    assert called[2:] == [torch.float16], "which finds each token's largest first"
+    assert torch.equal(found, fast(operations.PLAIN.gated(y, torch.float16)))
 
 
 def test_kernels_compiled_ahead_are_those_of_plans(
