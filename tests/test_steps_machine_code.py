@@ -89,13 +89,14 @@ def test_no_spills_no_local_memory_no_double_precision(
 @pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14, 15])
 def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
     """The last rungs choose among kernels by shape; these are the ones that the tables quote. Of
-    steps 12 to 14 those whose tiles are cut into strips: the others are gone through below."""
+    steps 12 to 14 those that `test_every_tile_of_wgmma` and small shapes have not: strips, and no
+    warpgroup ahead."""
     shapes = {
         10: [(1, 4096, 14336), (16, 4096, 14336)],
         11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
-        12: [(128, 4096, 4096), (256, 4096, 4096)],
-        13: [(64, 4096, 4096), (512, 4096, 14336)],
-        14: [(64, 4096, 4096), (512, 4096, 14336)],
+        12: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
+        13: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+        14: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
         15: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
     }.get(number, [(512, 4096, 4096)])
     for shape in shapes:
