@@ -725,6 +725,12 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def command_line() -> str:
+    """How this process was called, of a path from the root its name alone: where a file lay on the
+    machine that measured is nobody else's business."""
+    return shlex.join(re.sub(r"^(--[\w-]+=)?/.*/", r"\1", one) for one in sys.orig_argv)
+
+
 def environment(command: str | None = None, *, root: Path = ROOT) -> Environment:
     """This machine before a run. Never raises: a part that cannot be asked is null."""
     device = _device_facts()
@@ -742,7 +748,7 @@ def environment(command: str | None = None, *, root: Path = ROOT) -> Environment
             before=_number(smi.get("clocks.sm")), max=_number(smi.get("clocks.max.sm"))
         ),
         git=git_state(root),
-        command=command if command is not None else shlex.join(sys.orig_argv),
+        command=command if command is not None else command_line(),
         utc=utc_now(),
     )
 

@@ -7,7 +7,6 @@ figures that are compared with each other come from one GPU, within minutes of e
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -212,7 +211,7 @@ def on_gpus(
                 print(words.read(), end="", file=sys.stderr)
     if not (runs := _read(files)):
         raise UsageError(f"nothing was measured on {count} GPUs; each of them has said why")
-    found = joined(runs, gpus=count, command=shlex.join(sys.orig_argv))
+    found = joined(runs, gpus=count, command=record.command_line())
     path = record.write(found, path=args.out)
     for file in files:
         file.unlink(missing_ok=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -405,3 +407,28 @@ def test_environment_never_raises_and_knows_the_software(monkeypatch):
     after = record.finished(env, Limits(copy_tbps=4.0))
     assert after.copy_tbps == 4.0
     assert after.clocks_mhz.after is None
+
+
+def test_a_command_names_no_place_of_the_machine(monkeypatch):
+    called = [
+        "/usr/bin/python3",
+        "-m",
+        "steps",
+        "bench",
+        "--out",
+        "/a/b/run.json",
+        "12",
+        "c/d.json",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", [*called, "--json=/a/e.json"])
+    wanted = "python3 -m steps bench --out run.json 12 c/d.json --json=e.json"
+    assert record.environment().command == wanted
+
+
+def test_nothing_committed_names_a_place_of_a_machine():
+    """Of what was measured, or wrote it down: a path from the root of some disk."""
+    files = [*(record.ROOT / "results").rglob("*.json"), *(record.ROOT / "results").rglob("*.txt")]
+    assert len(files) > 20
+    for file in files:
+        found = re.findall(r"(?<![\w./:])/(?:root|home|work|tmp|opt|usr)/\S*", file.read_text())
+        assert found == [], file
