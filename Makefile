@@ -68,11 +68,11 @@ tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by wh
 	@$(PY) -m steps tune $(STEP) $(DATA)
 
 charts: $(READY) ## redraw results/charts/ and the README's table from the latest run
-	@$(PY) -m results.charts
-	@$(PY) -m results.report
+	@$(PY) -m results.render.charts
+	@$(PY) -m results.render.tables
 
 report: $(READY) ## one page of all of it, for a browser: build/report.html (or OUT=)
-	@$(PY) -m results.page $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
 
 decoder: $(READY) ## greedy tokens of a llama, GGUF=model.gguf [PROMPT= IDS= TOKENS=], or BENCH=1 (needs torch)
 	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
@@ -111,7 +111,7 @@ lint: $(READY) ## ruff and mypy
 	@$(PY) -m mypy $(TYPED)
 
 docs-check: $(READY) ## whether the README's table and the charts are those of the latest run
-	@$(PY) -m results.report --check
+	@$(PY) -m results.render.tables --check
 
 clean: ## remove caches
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build

@@ -5,7 +5,7 @@
     w_again = dequantize(blocks)      # float32[N, K]
 
 `python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what kernels take,
-`FILE_FORMATS` what files also come in. Only NumPy is needed here; `qformats.device`, what kernels
+`FILE_FORMATS` what files also come in. Only NumPy is needed here; `steps.components.unpack.blocks`, what kernels
 need of a format, imports Numba, `qformats.gguf_file` gguf, and neither is imported by this file.
 """
 

@@ -224,7 +224,6 @@ def _tensors(args: argparse.Namespace) -> str:
     """Name, type, shape (outermost first) and bytes of each tensor, in the file's order."""
     # Both only here, so that the other commands need NumPy alone.
     from qformats.gguf_file import READABLE, tensors
-    from steps.table import Column, Line, Table, plain
 
     found = tensors(args.file).values()
     if args.json:
@@ -240,26 +239,24 @@ def _tensors(args: argparse.Namespace) -> str:
             for one in found
         ]
         return json.dumps({"schema": 1, "file": str(args.file), "tensors": listed}, indent=2)
-    lines = [
-        # A name is any text, also one that moves the cursor of a terminal.
-        Line(
-            (
-                one.name if one.name.isascii() and one.name.isprintable() else ascii(one.name),
-                one.type,
-                " x ".join(map(str, one.shape)) or "scalar",
-                str(one.nbytes),
-            )
+    rows = [("name", "type", "shape", "bytes")]
+    rows += [
+        (
+            # A name is any text, also one that moves the cursor of a terminal.
+            one.name if one.name.isascii() and one.name.isprintable() else ascii(one.name),
+            one.type,
+            " x ".join(map(str, one.shape)) or "scalar",
+            str(one.nbytes),
         )
         for one in found
     ]
-    columns = (
-        *(Column("name", words=True), Column("type", words=True)),
-        *(Column("shape", words=True), Column("bytes")),
-    )
-    notes = [f"{len(lines)} tensors, {sum(one.nbytes for one in found)} bytes"]
+    name, kind, shape, size = (max(len(row[i]) for row in rows) for i in range(4))
+    rows.insert(1, ("-" * name, "-" * kind, "-" * shape, "-" * size))
+    lines = [f"{a:<{name}}  {b:<{kind}}  {c:<{shape}}  {d:>{size}}" for a, b, c, d in rows]
+    lines += ["", f"{len(found)} tensors, {sum(one.nbytes for one in found)} bytes"]
     if others := sorted({one.type for one in found} - set(READABLE)):
-        notes.append(f"Listed, but not read here: {', '.join(others)}.")
-    return plain(Table(columns, tuple(lines), notes=("", *notes)))
+        lines.append(f"Listed, but not read here: {', '.join(others)}.")
+    return "\n".join(lines)
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> list[float]:

@@ -251,7 +251,7 @@ FORMATS: Final[dict[str, Format]] = {
 }
 WEIGHT_FORMATS: Final = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # which every kernel takes
 FILE_FORMATS: Final = ("mxfp4", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
-"""Those that files also come in: taken by the kernels that `steps.step.Step.formats` names."""
+"""Those that files also come in: taken by the kernels that `steps.contract.Step.formats` names."""
 
 
 def format_named(name: str) -> Format:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from qformats.carriers import Carrier, Held, as_carrier, carrier
 from qformats.codec import (
     BLOCK,
     FILE_FORMATS,
@@ -23,6 +22,7 @@ from qformats.codec import (
     Format,
     format_of,
 )
+from qformats.storage import Carrier, Held, as_carrier, carrier
 
 KNOWN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """Formats that `as_bytes`, `tiles` and `byte_tiles` take; the others take the first five."""
@@ -194,7 +194,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
 
     Codes of q4_0 are centred: two's complement of code - 8.
 
-    Formats that files come in are held as `qformats.carriers` says. Where 16 elements share a scale
+    Formats that files come in are held as `qformats.storage` says. Where 16 elements share a scale
 
         scales  float16 [2 halves of 64 K][row g, row g + 8][8 g][4 groups]: d'; minima likewise
         codes   6 bits: the upper four as a format of 4 bits, and

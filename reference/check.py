@@ -182,7 +182,7 @@ INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
     "llm": (3e-5, 1.4e-2),
 }
 
-# What rounding scales and minima of K-quants to float16 adds (`qformats.carriers`): 2^-22 of the
+# What rounding scales and minima of K-quants to float16 adds (`qformats.storage`): 2^-22 of the
 # energy of scale * code and of offset at most, up to 16 times that of the weights they come to.
 SCALE_NMSE: Final = 16 * 2.0**-22
 

@@ -23,9 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, format_of
-from qformats.carriers import carried
 from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
+from qformats.storage import carried
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pick = Array | slice
@@ -269,7 +269,7 @@ def same_operands_a16(a: Array, blocks: Array) -> Array:
 
 def same_operands_half(a: Array, blocks: Array) -> Array:
     """A[M, K] of floats times the weights as records hold them, before they are made float16:
-    dequantized, or of formats that files come in those of `qformats.carriers`. float64[M, N]."""
+    dequantized, or of formats that files come in those of `qformats.storage`. float64[M, N]."""
     if format_of(blocks).name not in FILE_FORMATS:
         return same_operands_a16(a, blocks)
     _same_k(a.shape[1], blocks)
@@ -330,7 +330,7 @@ def same_operands_a8(q81: Q81, blocks: Array) -> Array:
 
     Per block  scale * da * sum(code * q) + offset * s,  the identity every A8 kernel computes in
     its own way; summed over the K/32 blocks. Of formats that files come in scale, code and offset
-    are those of `qformats.carriers`.
+    are those of `qformats.storage`.
     """
     return both_a8(q81, blocks)[0]
 

@@ -5,7 +5,7 @@
     record.py     a run as data: environment and rows, read, validated, written atomically
     peers.py      the same work by others: cuBLAS through torch, llama.cpp measured or as given
     llama_cpp.py  the ggml of llama-cpp-python, by ctypes
-    charts.py     run -> SVG            (python -m results.charts)
+    charts.py     run -> SVG            (python -m results.render.charts)
     decoder/      a llama of a GGUF file    (python -m results.decoder)
     report.py     run -> the tables between the README's markers
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steps.step import Step
+    from steps.contract import Step
 
 __all__ = ["find", "gemm", "ladder", "pack", "plan"]
 
@@ -34,22 +34,22 @@ def find(number: int) -> Step:
 
 
 def gemm(a: Any, w: Any, *, step: int | None = None, out: Any = None, **options: Any) -> Any:
-    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T on the GPU. See `steps.door.gemm`."""
-    from steps.door import gemm as through_the_door
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T on the GPU. See `steps.api.gemm.gemm`."""
+    from steps.api.gemm import gemm as through_the_door
 
     return through_the_door(a, w, step=step, out=out, **options)
 
 
 def pack(w: Any, **options: Any) -> Any:
-    """Weights repacked and uploaded once, for any number of products. See `steps.door.pack`."""
-    from steps.door import pack as at_the_door
+    """Weights repacked and uploaded once, for any number of products. See `steps.api.gemm.pack`."""
+    from steps.api.gemm import pack as at_the_door
 
     return at_the_door(w, **options)
 
 
 def plan(m: int, w: Any, **options: Any) -> Any:
-    """A prepared product of m tokens, called with (a, out) on a GPU. See `steps.plans.plan`."""
-    from steps.plans import plan as prepared
+    """A prepared product of m tokens, called with (a, out) on a GPU. See `steps.api.plan.plan`."""
+    from steps.api.plan import plan as prepared
 
     return prepared(m, w, **options)
 

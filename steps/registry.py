@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from steps.step import Step
+from steps.contract import Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
 
@@ -35,3 +35,9 @@ def find(number: int) -> Step:
             return step
     numbers = ", ".join(str(step.number) for step in ladder())
     raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")
+
+
+def source(step: Step) -> list[str]:
+    """The lines of its file."""
+    path = Path(__file__).with_name(f"{step.name}.py")
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -23,10 +23,10 @@ from typing import Any, Final
 from numba import cuda, float32
 
 from qformats import Format
-from qformats.device_files import device_elements
 from qformats.repack import KNOWN, as_bytes
-from steps.activations import float32_rows
-from steps.step import Family, Launch, Shape, Step, ceil_div
+from steps.components.activations.layouts import float32_rows
+from steps.components.unpack.elements import device_elements
+from steps.contract import Family, Launch, Shape, Step, ceil_div
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C:
 BLOCK_N: Final = 16  # half a warp writes 64 neighbouring bytes of a row

@@ -28,11 +28,12 @@ from typing import Any, Final
 from numba import cuda, float32, int8, int32
 
 from qformats import BLOCK, Format
-from qformats.device import BLOCK_Q8_1, b4, device_format
 from qformats.repack import as_bytes
-from steps.activations import q8_1_blocks
+from steps.components.activations.layouts import q8_1_blocks
+from steps.components.activations.q8_1 import BLOCK_Q8_1
+from steps.components.unpack.blocks import b4, device_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C, as in step 1
 BLOCK_N: Final = 16

@@ -29,11 +29,12 @@ from typing import Any, Final
 from numba import cuda, float32, int8, int32
 
 from qformats import BLOCK, Format
-from qformats.device import BLOCK_Q8_1, device_format
 from qformats.repack import as_bytes
-from steps.activations import by_family, float32_rows, q8_1_blocks
+from steps.components.activations.layouts import by_family, float32_rows, q8_1_blocks
+from steps.components.activations.q8_1 import BLOCK_Q8_1
+from steps.components.unpack.blocks import device_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BLOCKS_PER_SM: Final = (
     # caps a thread at 32 registers, so that one block multiplies while the other stages

@@ -29,9 +29,10 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import fifth_bits
 from qformats.repack import UNIT, slabs
-from steps.activations import q8_1_slabs
+from steps.components.activations.layouts import q8_1_slabs
+from steps.components.unpack.blocks import fifth_bits
+from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     dp4a,
     load_f32x2,
@@ -42,7 +43,6 @@ from steps.instructions import (
     store_f32x4,
     store_u32,
 )
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 SIDE: Final = 16  # threads of a block along M
 BLOCKS_PER_SM: Final = 2  # caps a thread at 128 registers: one block multiplies, one stages

@@ -34,9 +34,10 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import record_number, tile_format
 from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
-from steps.activations import q8_1_slabs
+from steps.components.activations.layouts import q8_1_slabs
+from steps.components.unpack.codes import record_number, tile_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     half_to_float,
     load_f32x2,
@@ -46,7 +47,6 @@ from steps.instructions import (
     mma_m16n8k32_u8,
     store_u32x4,
 )
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 TOKENS: Final = 8  # of one mma
 BLOCKS: Final = TILE_K // BLOCK  # of K in a record, and in a stage

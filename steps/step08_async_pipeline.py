@@ -28,10 +28,11 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.device import tile_format
 from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
-from steps.activations import q8_1_slabs
-from steps.epilogue import write_sums
+from steps.components.activations.layouts import q8_1_slabs
+from steps.components.epilogue import write_sums
+from steps.components.unpack.codes import tile_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div, shared_memory
 from steps.instructions import (
     as_bits,
     as_float,
@@ -49,8 +50,6 @@ from steps.instructions import (
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
 )
-from steps.machines import shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
 WARP_N: Final = 32  # features of a warp

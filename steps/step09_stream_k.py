@@ -30,7 +30,8 @@ from numba import cuda, float32, int32, int64, uint8
 
 from qformats import Format
 from qformats.repack import TILE_K, tiles
-from steps.activations import q8_1_slabs
+from steps.components.activations.layouts import q8_1_slabs
+from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, shared_memory
 from steps.instructions import (
     cp_async_commit,
     fence,
@@ -39,8 +40,6 @@ from steps.instructions import (
     store_f32x4,
     wait_for_previous,
 )
-from steps.machines import multiprocessors, shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
 from steps.step08_async_pipeline import BN, STAGES, WARP_M, WARP_N, WARPS_N, WARPS_PER_SM, int8_tile
 
 TOKENS: Final = (128, 64, 32, 16)  # of a tile; 128 spares q4_1 and q5_1 registers

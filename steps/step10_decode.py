@@ -6,7 +6,7 @@ What is new
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
     A meanwhile; more tokens come in slabs, a record of A beside each record of weights. An mma has
     eight columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K
-    (steps.decode_products). Who does what is in steps.decode_split, A's way to shared memory in
+    (steps.components.decode_products). Who does what is in steps.components.decode_tiles, A's way to shared memory in
     decode_prologue, that of sums to C in decode_epilogue: the last thread block to arrive adds up
     all, in order.
 Why it should help
@@ -31,15 +31,16 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8
 
 from qformats import BLOCK, Format
-from qformats.carriers import Held, carrier
-from qformats.device import record_number
-from qformats.device_carriers import tile_format
 from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, tiles
-from steps.activations import float32_quantized_inside, q8_1_slabs
-from steps.decode_epilogue import finish_rows
-from steps.decode_products import products
-from steps.decode_prologue import copier, quantizer
-from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
+from qformats.storage import Held, carrier
+from steps.components.activations.layouts import float32_quantized_inside, q8_1_slabs
+from steps.components.decode_activations import copier, quantizer
+from steps.components.decode_products import products
+from steps.components.decode_reduction import finish_rows
+from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
+from steps.components.unpack.codes import record_number
+from steps.components.unpack.storage_formats import tile_format
+from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
@@ -47,7 +48,6 @@ from steps.instructions import (
     let_next_start,
     wait_for_previous,
 )
-from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 
 
 @cache
@@ -245,7 +245,9 @@ STEP = Step(
     launch=launch,
     scratch=scratch,
     most_tokens=MOST_TOKENS,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # steps.decode_products: why
+    formats=tuple(
+        name for name in KNOWN if name != "q2_k"
+    ),  # steps.components.decode_products: why
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR")},
     forbids={"A8": ("HMMA", "LDL", "STL")},

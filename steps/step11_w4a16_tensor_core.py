@@ -32,11 +32,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.carriers import Held, carrier
-from qformats.device_carriers import half_format
 from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
-from steps.activations import float16_units
-from steps.epilogue import PAD, finish_tile
+from qformats.storage import Held, carrier
+from steps.components.activations.layouts import float16_units
+from steps.components.epilogue import PAD, finish_tile
+from steps.components.unpack.storage_formats import half_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, shared_memory
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
@@ -45,8 +46,6 @@ from steps.instructions import (
     mma_m16n8k16_f16,
     store_f32,
 )
-from steps.machines import multiprocessors, shared_memory
-from steps.step import Family, Launch, Shape, Step, ceil_div
 
 BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
 TILES: Final = {  # its tokens: blocks an SM; groups of warps, for as many parts of a stage's K
@@ -154,7 +153,7 @@ def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
     @cuda.jit(launch_bounds=(threads, blocks))
     def w4a16_tensor_core(w, of_rows, a, of_tokens, c, steps, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.activations.float16_units."""
+        steps.components.activations.layouts.float16_units."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         sums = cuda.shared.array(0, float32, alignment=128)  # the same memory, when K is done
         acc = cuda.local.array(n_acc, float32)

@@ -7,7 +7,7 @@ What is new
     a stage is multiplied the other half's weights are made. The last warpgroup gives its registers
     away and asks for bulk copies, far ahead and into the next tile: thread blocks stay, tile after
     tile, and one warpgroup is behind the other, so that tensor cores are busy at a tile's end too.
-    Tiles that would leave SMs idle are shared out evenly (steps.stretches).
+    Tiles that would leave SMs idle are shared out evenly (steps.components.stream_k).
 Why it should help
     mma.sync stops at two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
     are 1024 of their cycles, in which two warps a scheduler issue 2 x 157 instructions (5 bits: 2 x
@@ -33,11 +33,14 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.carriers import Held, carrier
-from qformats.device_carriers import half_format
 from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
-from steps.activations import float16_units
-from steps.epilogue import GROUP, ROWS, finish_wgmma, warpgroups
+from qformats.storage import Held, carrier
+from steps.components.activations.layouts import float16_units
+from steps.components.epilogue import GROUP, ROWS, finish_wgmma, warpgroups
+from steps.components.stream_k import stretches
+from steps.components.unpack.storage_formats import half_format
+from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -59,10 +62,6 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
-from steps.machines import multiprocessors
-from steps.step import Family, Launch, Shape, Step
-from steps.stretches import stretches
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -128,7 +127,7 @@ def kernel(
     @cuda.jit(launch_bounds=((groups + 1) * GROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.activations.float16_units; stretch as of steps.stretches.shares."""
+        steps.components.activations.layouts.float16_units; stretch as of steps.components.stream_k.shares."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)

@@ -33,10 +33,13 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.device import ByteFormat, byte_format
 from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
-from steps.activations import int8_units
-from steps.epilogue import GROUP, LOT, finish_wgmma
+from steps.components.activations.layouts import int8_units
+from steps.components.epilogue import GROUP, LOT, finish_wgmma
+from steps.components.stream_k import stretches
+from steps.components.unpack.int8 import ByteFormat, byte_format
+from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,
@@ -59,10 +62,6 @@ from steps.instructions import (
     wgmma_wait,
     zeros_i32,
 )
-from steps.machines import multiprocessors
-from steps.step import Family, Launch, Shape, Step
-from steps.stretches import stretches
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 TILES: Final = (  # (features, tokens) of a tile of C
     (128, 16),
@@ -116,7 +115,7 @@ def kernel(
     @cuda.jit(launch_bounds=(3 * GROUP, 1))
     def w4a8_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a of
-        steps.activations.int8_units; stretch as of steps.stretches.shares."""
+        steps.components.activations.layouts.int8_units; stretch as of steps.components.stream_k.shares."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)

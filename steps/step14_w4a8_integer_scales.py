@@ -32,13 +32,12 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import Format
-from qformats.device import integer_format
 from qformats.integer_scales import integer_tiles
-from steps.activations import int8_units_and_sums
-from steps.machines import multiprocessors
-from steps.step import Family, Launch, Shape, Step
+from steps.components.activations.layouts import int8_units_and_sums
+from steps.components.unpack.integer_scales import integer_format
+from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.step13_w4a8_wgmma import AHEAD, STAGES, TILES, kernel, stage
-from steps.wgmma_split import Cut, fewest_cycles, launch_of, room, strips
 
 UNPACK: Final = {4: 9, 5: 11, 8: 4}  # by bits: instructions that make 16 x 16 weights, and loads
 

@@ -16,7 +16,7 @@ What is new
     Up to four tokens A comes by a bulk copy too, as float32, into slots of the ring that are not
     in use yet; the warp makes Q8_1 of its part, and then asks for the weights that go there. More
     tokens, or A that does not fit, come in slabs, a record of A beside each two of weights. How
-    work is cut is in steps.bulk_split, A's way in bulk_tokens, the product in bulk_products.
+    work is cut is in steps.components.bulk_tiles, A's way in bulk_tokens, the product in bulk_products.
 Why it should help
     In a first version, all written out and with A loaded lane by lane, half of the time had passed
     before the first product: thousands of instructions that each run once, fetched from memory like
@@ -40,16 +40,17 @@ from typing import Any
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.carriers import Held, carrier
-from qformats.device import record_number
-from qformats.device_carriers import tile_format
 from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS
 from qformats.repack import tiles as pack
-from steps.activations import float32_quantized_inside, q8_1_slabs
-from steps.bulk_products import PAIR, pair_products
-from steps.bulk_split import PAD, SCALES, WARPS, fused, regions, tiling
-from steps.bulk_tokens import floats, slabs
-from steps.decode_split import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
+from qformats.storage import Held, carrier
+from steps.components.activations.layouts import float32_quantized_inside, q8_1_slabs
+from steps.components.bulk_activations import floats, slabs
+from steps.components.bulk_products import PAIR, pair_products
+from steps.components.bulk_tiles import PAD, SCALES, WARPS, fused, regions, tiling
+from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
+from steps.components.unpack.codes import record_number
+from steps.components.unpack.storage_formats import tile_format
+from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 from steps.instructions import (
     bulk_copy,
     fence_mbarrier_init,
@@ -63,7 +64,6 @@ from steps.instructions import (
     store_f32,
     wait_for_previous,
 )
-from steps.step import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 
 
 @cache
@@ -276,7 +276,9 @@ STEP = Step(
     activations=activations,
     launch=launch,
     most_tokens=MOST_TOKENS,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # steps.decode_products: why
+    formats=tuple(
+        name for name in KNOWN if name != "q2_k"
+    ),  # steps.components.decode_products: why
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS")},
     forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL")},

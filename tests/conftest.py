@@ -2,8 +2,8 @@
 
 import pytest
 
-from steps.machines import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
-from tests.fake_gpu import gpu  # noqa: F401 - a fixture
+from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
+from tests.api.fake_gpu import gpu  # noqa: F401 - a fixture
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

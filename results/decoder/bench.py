@@ -41,8 +41,8 @@ from results.decoder.model import (
     torch,
 )
 from results.decoder.operations import Operations
-from steps import torch_operator as operator
-from steps.relocatable import packings
+from steps.api.relocatable import packings
+from steps.nn import operator as operator
 
 DRAWN: Final = 1024  # rows of each kind of matrix
 ROWS: Final = BAND * TILE_ROWS  # that lie together in the packings of the tensor core steps

@@ -4,7 +4,7 @@
     tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
 
 A `Product` is a layer's place in a model that decodes: its calls follow each other on one stream,
-which `steps.linear.QuantLinear` cannot know of its own. So the memory in which thread blocks leave
+which `steps.nn.linear.QuantLinear` cannot know of its own. So the memory in which thread blocks leave
 sums for each other is set to zero once and not at each call, and nothing is cast that the functions
 between products can write as it is wanted.
 """
@@ -20,14 +20,13 @@ import numpy as np
 from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from results.decoder.operations import PLAIN, Operations
-from steps import ahead
-from steps import torch_operator as operator
-from steps.activations import GATED
-from steps.checks import Work
-from steps.linear import QuantLinear
-from steps.machines import Gpu
-from steps.relocatable import Relocatable, chosen
-from steps.step import Shape
+from steps.api import parallel_compile as ahead
+from steps.api.machines import Gpu
+from steps.api.relocatable import Relocatable, chosen
+from steps.components.activations.layouts import GATED
+from steps.contract import Shape, Work
+from steps.nn import operator as operator
+from steps.nn.linear import QuantLinear
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,7 +93,7 @@ class Workspace:
 class Product(nn.Module):
     """y[M, N] = x[M, K] @ dequantize(W)^T through the plans of the front door.
 
-    packed : name of a packing -> its arrays on the GPU (`steps.relocatable.packings`).
+    packed : name of a packing -> its arrays on the GPU (`steps.api.relocatable.packings`).
     half   : y is float16 where the step of so many tokens can write that; else float32.
     accuracy : may be changed between calls, where both packings are there.
     """
@@ -322,7 +321,7 @@ class Decoder:
     def compile_ahead(
         self, cases: Sequence[tuple[str, int]], jobs: int, say: Callable[[str], None] = print
     ) -> int:
-        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`steps.ahead`).
+        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`steps.api.parallel_compile`).
 
         Logits are those of so many sequences as there are tokens where these are few, else of one.
         """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from steps import torch_operator as operator
+from steps.nn import operator as operator
 
 if TYPE_CHECKING:
     from torch import Tensor

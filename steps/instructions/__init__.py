@@ -1,15 +1,14 @@
 """The instruction vocabulary: what kernels use above plain Numba, for every machine under one name.
 
     from steps.instructions import dp4a, load_u32x4              names used inside kernels
-    from steps.instructions.simulator import simulate            run a kernel on the CPU, checked
-    from steps.instructions.compile import machine_code          compile one without a GPU
+    from steps.simulator.launch import simulate            run a kernel on the CPU, checked
+    from steps.api.compile import machine_code          compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
 operands are always (array, index), the index counting elements of that array taken as flat.
 """
 
-from . import _numpy_shim  # noqa: F401 - first: see there
-from .arithmetic import (
+from steps.instructions.arithmetic import (
     and_xor,
     as_bits,
     as_float,
@@ -23,14 +22,14 @@ from .arithmetic import (
     prmt,
     select_bits,
 )
-from .async_copy import (
+from steps.instructions.async_copy import (
     cp_async_4,
     cp_async_16,
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
 )
-from .bulk_copy import (
+from steps.instructions.bulk_copy import (
     bulk_copy,
     fence_mbarrier_init,
     fence_proxy_async,
@@ -40,8 +39,8 @@ from .bulk_copy import (
     mbarrier_wait,
     prefetch_l2,
 )
-from .launch_order import let_next_start, wait_for_previous
-from .memory import (
+from steps.instructions.launch_order import let_next_start, wait_for_previous
+from steps.instructions.memory import (
     address,
     fence,
     load_f32,
@@ -59,7 +58,7 @@ from .memory import (
     store_u32x2,
     store_u32x4,
 )
-from .tensor_core import (
+from steps.instructions.tensor_core import (
     ldmatrix_x2,
     ldmatrix_x2_trans,
     ldmatrix_x4,
@@ -69,8 +68,8 @@ from .tensor_core import (
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
 )
-from .warp import shfl, shfl_down, shfl_up, shfl_xor
-from .warpgroup import (
+from steps.instructions.warp import shfl, shfl_down, shfl_up, shfl_xor
+from steps.instructions.warpgroup import (
     barrier_arrive,
     barrier_sync,
     matrix_descriptor,
@@ -86,6 +85,7 @@ from .warpgroup import (
     zeros_f32,
     zeros_i32,
 )
+from steps.simulator import numpy_shim  # noqa: F401 - first: see there
 
 __all__ = [
     "address",

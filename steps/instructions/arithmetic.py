@@ -5,7 +5,7 @@ import struct
 import numpy as np
 from numba.cuda.types import float32, int32, uint16, uint32
 
-from .define import ptx
+from steps.instructions.define import ptx
 
 
 def uint8s(word: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from functools import cache
 
 from numba.cuda.types import uint32
 
-from .define import GLOBAL, SHARED, ptx
+from steps.instructions.define import GLOBAL, SHARED, ptx
 
 _SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
 _WORD = 4  # one float, such as a scale

@@ -26,11 +26,11 @@ copies bring needs none: waiting on the mbarrier is enough.
 
 from numba.cuda.types import uint32
 
-from ._arrays import CheckedArray
-from ._asynchronous import BulkCopy
-from ._scheduler import here, now
-from .define import GLOBAL, SHARED, ptx
-from .errors import SimulatorError
+from steps.instructions.define import GLOBAL, SHARED, ptx
+from steps.simulator.arrays import CheckedArray
+from steps.simulator.asynchronous import BulkCopy
+from steps.simulator.errors import SimulatorError
+from steps.simulator.scheduler import here, now
 
 _UNIT = 16  # bytes: addresses and sizes of bulk copies are multiples
 _HOPPER = (9, 0)

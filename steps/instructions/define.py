@@ -25,8 +25,9 @@ from numba.cuda import cgutils, types
 from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
-from .c_types import as_dtype, cast_to
-from .errors import SimulatorError
+from steps.simulator.c_types import as_dtype, cast_to
+from steps.simulator.errors import SimulatorError
+from steps.simulator.twins import INSTRUCTIONS, Definition, Twin
 
 _REGISTER = {
     types.int16: "h",
@@ -68,50 +69,8 @@ SHARED = Address("shared")
 GLOBAL = Address("global")
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """The meaning of an instruction in the simulator.
-
-    `function` takes the operands, cast to the declared types, and returns the result(s), which are
-    cast likewise. With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` (or
-    "warpgroup") it takes a list of the operand tuples of all lanes, is called once when the last
-    lane has arrived, and returns the list of their results.
-    """
-
-    name: str
-    function: Callable
-    scope: str | None
-    casts: tuple[Callable, ...]  # of each argument
-    results: tuple[Callable, ...]
-    is_tuple: bool
-
-    def convert(self, arguments: tuple) -> list:
-        """The arguments as the instruction receives them: int64 to int32 wraps, and so on."""
-        return [cast(value) for cast, value in zip(self.casts, arguments, strict=True)]
-
-    def restore(self, result):
-        """The result(s) in the declared types."""
-        if self.is_tuple:
-            return tuple(cast(value) for cast, value in zip(self.results, result, strict=True))
-        return self.results[0](result) if self.results else None
-
-
-@dataclass(frozen=True, slots=True)
-class Definition:
-    """What is known of one instruction: its text (or a part of it that no other has), the oldest
-    GPU that has it, or the only one, and its twin."""
-
-    name: str
-    text: str
-    min_cc: tuple[int, int]
-    only: str | None
-    twin: Twin
-
-
 _COLLECTIVE = ("warp", "warpgroup")
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-INSTRUCTIONS: dict[Any, Definition] = {}  # Numba intrinsic -> Definition
 
 
 def ptx(

@@ -11,7 +11,7 @@ no code is made there; nor is there anything to do in the simulator, where a lau
 one before it has ended.
 """
 
-from .define import ptx
+from steps.instructions.define import ptx
 
 
 @ptx("griddepcontrol.wait;", scope="lane", memory=True, min_cc=(9, 0), optional=True)

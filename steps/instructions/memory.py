@@ -18,7 +18,15 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
-from .define import array_operand, cast_of, define, element_pointer, index, pack, ptx
+from steps.instructions.define import (
+    array_operand,
+    cast_of,
+    define,
+    element_pointer,
+    index,
+    pack,
+    ptx,
+)
 
 _CODE = {uint16: "H", uint32: "I", float32: "f"}  # letters of the struct module
 

@@ -39,17 +39,9 @@ matrix:
 import numpy as np
 from numba.cuda.types import float32, int32, uint32
 
-from .define import SHARED, ptx
-from .errors import SimulatorError
-
-_LANE = np.arange(32)
-_G, _T = _LANE // 4, _LANE % 4
-# Where lane l's registers lie when a tile is cut into 32-bit words, row by row.
-A_ROW = np.stack([_G, _G + 8, _G, _G + 8], axis=1)
-A_WORD = np.stack([_T, _T, _T + 4, _T + 4], axis=1)
-B_WORD = np.stack([_T, _T + 4], axis=1)
-C_ROW = np.stack([_G, _G, _G + 8, _G + 8], axis=1)
-C_COLUMN = np.stack([2 * _T, 2 * _T + 1] * 2, axis=1)
+from steps.instructions.define import SHARED, ptx
+from steps.simulator.errors import SimulatorError
+from steps.simulator.fragments import A_ROW, A_WORD, B_WORD, C_COLUMN, C_ROW, GROUP, THREAD
 
 
 def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[list]:
@@ -59,7 +51,7 @@ def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -
     words = np.array([lane[:6] for lane in lanes], np.uint32)
     a, b, c = np.empty((16, 8), np.uint32), np.empty((8, 8), np.uint32), np.empty((16, 8), exact)
     a[A_ROW, A_WORD] = words[:, :4]
-    b[_G[:, None], B_WORD] = words[:, 4:]
+    b[GROUP[:, None], B_WORD] = words[:, 4:]
     c[C_ROW, C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
     c += a.view(element).astype(exact) @ b.view(element_b or element).astype(exact).T
     return c[C_ROW, C_COLUMN].tolist()
@@ -140,7 +132,7 @@ def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
     if transposed:
         matrices = matrices.transpose(0, 2, 1)
     words = np.ascontiguousarray(matrices).view(np.uint32)  # [count, 8, 4]
-    return words[:, _G, _T].T.tolist()
+    return words[:, GROUP, THREAD].T.tolist()
 
 
 def _ldmatrix(name: str, count: int, transposed: bool = False):

@@ -9,11 +9,11 @@ from llvmlite import ir
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, uint32
 
-from ._cuda import shuffle
-from ._scheduler import FULL_MASK
-from .c_types import cast_to
-from .define import define
-from .errors import SimulatorError
+from steps.instructions.define import define
+from steps.simulator.c_types import cast_to
+from steps.simulator.cuda import shuffle
+from steps.simulator.errors import SimulatorError
+from steps.simulator.scheduler import FULL_MASK
 
 _LETTER = {int32: "r", uint32: "r", float32: "f"}
 

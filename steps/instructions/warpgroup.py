@@ -40,11 +40,11 @@ from numba.cuda import cgutils, types
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, int64, uint32
 
-from ._arrays import CheckedArray
-from ._multiply import begin, wait
-from ._scheduler import WARPGROUP, now
-from .define import SHARED, array_operand, cast_of, define, index, pack, ptx
-from .errors import SimulatorError
+from steps.instructions.define import SHARED, array_operand, cast_of, define, index, pack, ptx
+from steps.simulator.arrays import CheckedArray
+from steps.simulator.errors import SimulatorError
+from steps.simulator.scheduler import WARPGROUP, now
+from steps.simulator.warpgroup_mma import begin, wait
 
 REGISTERS = 65536  # of a multiprocessor
 _HOPPER = "sm_90a"  # and no other: later ones multiply otherwise

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from reference import GOLDEN, Q81, Problem, check
-from steps.instructions.simulator import (
+from steps.simulator.launch import (
     BarrierDivergence,
     Misaligned,
     OutOfRange,

@@ -1,0 +1,1 @@
+"""The same products by others: cuBLAS, llama.cpp, and recorded figures."""

@@ -1,0 +1,1 @@
+"""How kernels are timed: the protocol, A/B comparisons, limits of the GPU, bench and tuning."""

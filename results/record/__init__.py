@@ -1,0 +1,1 @@
+"""Measurements as data: the schema of a run, its file, its environment, and its provenance."""

@@ -1,0 +1,197 @@
+"""Machine code without a GPU or a driver: the path of a launch, stopped before the load.
+
+`machine_code(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to
+LTO-IR), nvJitLink (to a cubin, with ptxas's report) and nvdisasm, just as a launch on such a GPU
+would, options of the dispatcher included (`max_registers`, `launch_bounds`, `fastmath` ...). Numba
+asks the driver for the device at two places on the way; while `machine_code` runs, and only then,
+both are answered with the architecture asked for, so that a process with a GPU may do this too.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from cuda import pathfinder
+from numba.cuda import codegen, dispatcher, types
+from numba.cuda.core import sigutils
+from numba.cuda.cudadrv import driver
+from numba.cuda.dispatcher import CUDADispatcher
+from numba.cuda.np.numpy_support import from_dtype
+from numba.cuda.typing.typeof import Purpose, typeof
+
+from steps.simulator.twins import INSTRUCTIONS
+
+OLDEST = (7, 5)  # what libNVVM 13 still compiles for
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCode:
+    """One kernel for one architecture. Stack and spills are per thread, shared memory per block."""
+
+    name: str
+    arch: str
+    ptx: str  # as Numba gives it to the linker's front end, before link-time optimization
+    sass: str  # nvdisasm's listing
+    cubin: bytes
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int  # static; dynamic shared memory is a matter of the launch
+    instructions: Counter[str]  # "IDP.4A.S8.S8" -> how often it stands in the listing
+    log: str  # ptxas -v
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines in which ptxas complains, such as C7515 (wgmma serialised)."""
+        return tuple(
+            line.strip()
+            for line in self.log.splitlines()
+            if re.search(r"\bC7\d{3}\b|warning", line)
+        )
+
+    def count(self, *prefixes: str) -> int:
+        """How many opcodes are one of `prefixes` or continue one: "IDP" counts IDP.4A too."""
+        return sum(
+            n
+            for opcode, n in self.instructions.items()
+            if any(opcode == p or opcode.startswith(p + ".") for p in prefixes)
+        )
+
+
+def machine_code(kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a") -> MachineCode:
+    """Compile `kernel` for `arch` and the argument types `signature` (a tuple, or "void(...)").
+
+    Repeated calls with the same arguments return the same object. Raises ValueError for an unknown
+    architecture or where the kernel uses an instruction that the architecture does not have.
+    """
+    if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
+        raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
+    argument_types, _ = sigutils.normalize_signature(signature)
+    return _machine_code(kernel, tuple(argument_types), arch)
+
+
+@lru_cache(maxsize=512)
+def _machine_code(kernel: CUDADispatcher, argument_types: tuple, arch: str) -> MachineCode:
+    cc = capability(arch)
+    with _pretending_to_be(cc):
+        compiled = dispatcher._Kernel(kernel.py_func, argument_types, **kernel.targetoptions)
+        library = compiled._codelibrary
+        _refuse_missing(library.get_llvm_str(), kernel.__name__, cc, arch)
+        linker = _ReportingLinker(max_registers=library._max_registers, cc=cc, lto=library._lto)
+        library._link_all(linker, cc)
+        cubin = bytes(linker.complete().code)
+        ptx = library.get_asm_str(cc=cc)
+    log = linker.info_log or ""
+    sass = disassemble(cubin)
+    return MachineCode(
+        name=kernel.__name__,
+        arch=arch,
+        ptx=ptx,
+        sass=sass,
+        cubin=cubin,
+        registers=_reported(r"Used (\d+) registers", log),
+        stack_bytes=_reported(r"(\d+) bytes stack frame", log),
+        spill_store_bytes=_reported(r"(\d+) bytes spill stores", log),
+        spill_load_bytes=_reported(r"(\d+) bytes spill loads", log),
+        shared_bytes=_reported(r"(\d+) bytes smem", log),
+        instructions=opcodes(sass),
+        log=log,
+    )
+
+
+def signature_of(args: Sequence) -> tuple:
+    """The Numba types a launch with `args` is compiled for; NumPy arrays stand for device arrays.
+
+    Python ints are int64, Python floats float64 (pass `np.float32(x)`), arrays are typed by dtype,
+    rank and layout.
+    """
+    return tuple(map(_type_of, args))
+
+
+def _type_of(value):
+    if isinstance(value, np.ndarray):
+        layout = "C" if value.flags.c_contiguous else "F" if value.flags.f_contiguous else "A"
+        return types.Array(from_dtype(value.dtype), value.ndim, layout)
+    if isinstance(value, tuple):
+        return types.Tuple(tuple(map(_type_of, value)))
+    return typeof(value, Purpose.argument)
+
+
+def capability(arch: str) -> tuple[int, int, str]:
+    """(9, 0, "a") from "sm_90a", which is what a launch on compute capability 9.0 compiles for."""
+    match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+    if not match or (int(match[1]), int(match[2])) < OLDEST:
+        raise ValueError(
+            f"the architecture is {arch!r}; it must be one like sm_75, sm_80 or sm_90a"
+        )
+    return int(match[1]), int(match[2]), match[3]
+
+
+def disassemble(cubin: bytes) -> str:
+    """nvdisasm's listing of a cubin."""
+    tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
+    if tool is None:
+        raise RuntimeError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run([tool, "-c", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def opcodes(sass: str) -> Counter:
+    """The opcodes of a listing with their modifiers, predicates left off."""
+    return Counter(
+        re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
+    )
+
+
+@contextmanager
+def _pretending_to_be(cc: tuple[int, int, str]) -> Iterator[None]:
+    """Answer numba-cuda's two questions about the current device with `cc`; not thread-safe."""
+    device = SimpleNamespace(id=0, compute_capability=cc[:2])
+    with (
+        mock.patch.object(dispatcher, "get_current_device", return_value=device),
+        mock.patch.object(codegen.CUDACodeLibrary, "_ensure_cc", lambda self, asked: asked or cc),
+    ):
+        yield
+
+
+class _ReportingLinker(driver._Linker):
+    """The linker of a launch, with ptxas asked for its report."""
+
+    def _get_linker_options(self, ptx):
+        return replace(super()._get_linker_options(ptx), ptxas_options=["-v"])
+
+
+def _refuse_missing(llvm: str, kernel: str, cc: tuple, arch: str) -> None:
+    """ValueError where the code holds an instruction that the architecture does not have."""
+    missing = []
+    for instruction in INSTRUCTIONS.values():
+        newer = instruction.min_cc > cc[:2] or instruction.only not in (None, arch)
+        if newer and instruction.text in llvm:
+            needed = instruction.only or "sm_{}{}".format(*instruction.min_cc)
+            missing.append((needed, instruction.name))
+    if missing:
+        needed, name = max(missing)
+        raise ValueError(
+            f"{kernel} uses {name}, which needs {needed}; it cannot be compiled for {arch}"
+        )
+
+
+def _reported(pattern: str, log: str) -> int:
+    match = re.search(pattern, log)
+    return int(match[1]) if match else 0

@@ -1,0 +1,198 @@
+"""The one way in which a `Launch` reaches a GPU: the driver's own call, on the kernel Numba made.
+
+Numba's launcher finds out at every call what it knew at the last one: the types of the arguments,
+the machine code that belongs to them, the address, shape and strides of each array. With four
+arrays that takes the host longer than a decode kernel takes the GPU. Here it is done once:
+
+    loaded = load(launch)      # compiles, loads, lays the arguments out
+    loaded(stream)             # launches, again and again, on any stream
+
+A loaded launch allocates nothing and asks the driver for nothing but the launch, so it may also run
+while a stream is being captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from cuda.bindings import driver
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+from numba.cuda.cudadrv.driver import CudaAPIError
+
+from steps.api.compile import signature_of
+from steps.contract import Launch
+
+DEFAULT_SHARED_BYTES: Final = 48 * 1024
+"""Static and dynamic shared memory that a block may have without the driver being asked."""
+
+OVERLAP_CC: Final = (9, 0)
+"""The first compute capability that has programmatic dependent launch; others run in order."""
+
+_thread = threading.local()
+_allowed: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # kernel -> device -> bytes
+
+
+class Loaded:
+    """A `Launch` with its machine code on the GPU and its arguments laid out; call it to launch.
+
+    `arguments` are the kernel's parameters one by one, in 64 bits each; a `Plan` puts other
+    addresses in. `source` keeps the arrays alive that they point to. One host thread at a time.
+    """
+
+    __slots__ = ("_at", "_config", "_function", "_pointers", "arguments", "source")
+
+    def __init__(
+        self, source: Launch, function: Any, config: Any, arguments: Sequence[np.generic]
+    ) -> None:
+        self.source = source
+        count = len(arguments)
+        self.arguments = (ctypes.c_uint64 * count)()
+        for i, argument in enumerate(arguments):
+            self.arguments[i] = int.from_bytes(argument.tobytes(), "little")
+        start = ctypes.addressof(self.arguments)
+        self._pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
+        self._at = ctypes.addressof(self._pointers)
+        self._function, self._config = function, config
+
+    def __call__(self, stream: Any = 0) -> None:
+        """Queue it on a stream: anything that `stream_handle` takes."""
+        if not getattr(_thread, "has_context", False):
+            cuda.current_context()  # a thread that never used CUDA has none, and cannot launch
+            _thread.has_context = True
+        self._config.hStream = stream if type(stream) is int else stream_handle(stream)
+        (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._at, 0)
+        if error:
+            raise CudaAPIError(
+                error, f"{self.source.kernel.__name__} was not launched: {error.name}"
+            )
+
+    def within(self, start: int, size: int) -> list[tuple[int, int]]:
+        """(position, offset) of each argument that is an address in the `size` bytes at `start`."""
+        return [
+            (position, argument - start)
+            for position, argument in enumerate(self.arguments)
+            if start <= argument < start + size
+        ]
+
+
+def load(source: Launch) -> Loaded:
+    """Compile a launch for the types of its arguments, load it, and lay the arguments out.
+
+    TypeError for an argument that a kernel cannot take from here, such as a NumPy array;
+    RuntimeError where the GPU has less shared memory than asked for.
+    """
+    for i, argument in enumerate(source.args):
+        if isinstance(argument, np.ndarray):
+            raise TypeError(
+                f"argument {i} of {source.kernel.__name__} is a NumPy array of shape "
+                f"{argument.shape}: a GPU reads its own memory, so move it there (Gpu.array)"
+            )
+    signature = signature_of(source.args)
+    compiled = source.kernel.compile(signature)
+    kernel = compiled._codelibrary.get_cufunc()
+    # Code is otherwise loaded when it is first launched, which a capture may not survive.
+    error, function = driver.cuKernelGetFunction(kernel.handle)
+    _must(error, f"loading {source.kernel.__name__}")
+    _allow_shared(compiled, kernel, source)
+    config = _config(source, compiled.cooperative)
+    return Loaded(source, function, config, parameters(signature, source.args))
+
+
+def _config(source: Launch, cooperative: bool) -> Any:
+    """Grid, block, shared memory and attributes as the driver takes them."""
+    config, attributes = driver.CUlaunchConfig(), []
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*source.grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = (*source.block, 1, 1)[:3]
+    config.sharedMemBytes = source.shared_bytes
+    names = driver.CUlaunchAttributeID
+    if source.overlap and cuda.get_current_device().compute_capability >= OVERLAP_CC:
+        overlap = driver.CUlaunchAttribute()
+        overlap.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    if cooperative:
+        together = driver.CUlaunchAttribute()
+        together.id = names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        together.value.cooperative = 1
+        attributes.append(together)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def parameters(signature: Sequence[Any], args: Sequence[Any]) -> list[np.generic]:
+    """The parameters that a kernel compiled for `signature` reads, in their order.
+
+    An array is (meminfo, parent, number of items, bytes of an item, address, *shape, *strides in
+    bytes), each of 64 bits, the first two unused on a GPU; a scalar is itself in its own width; a
+    tuple is what it holds. The layout is that of Numba's data model for arrays.
+    """
+    flat: list[np.generic] = []
+    for kind, value in zip(signature, args, strict=True):
+        if isinstance(kind, types.Array):
+            ours = isinstance(value, DeviceNDArray)
+            array = value if ours else cuda.as_cuda_array(value, sync=False)
+            address = array.device_ctypes_pointer.value or 0
+            facts = (0, 0, array.size, array.dtype.itemsize, address, *array.shape, *array.strides)
+            flat += map(np.int64, facts)
+        elif isinstance(kind, types.BaseTuple):
+            flat += parameters(tuple(kind), value)
+        elif isinstance(kind, types.Integer | types.Float):
+            flat.append(np.dtype(str(kind)).type(value))
+        elif isinstance(kind, types.Boolean):
+            flat.append(np.bool_(value))
+        else:
+            raise TypeError(f"a kernel cannot be launched with {value!r}, which Numba calls {kind}")
+    return flat
+
+
+def stream_handle(stream: Any) -> int:
+    """The driver's handle of a stream of any library.
+
+    0 or None is the default stream and an int a handle. Of other objects it is what
+    `__cuda_stream__` (Numba, cuda.core, its graph builders), `cuda_stream` (torch) or `ptr` (CuPy)
+    says; they must outlive the work on them. TypeError for what is not a stream.
+    """
+    if stream is None:
+        return 0
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for name in ("cuda_stream", "ptr"):
+        if isinstance(handle := getattr(stream, name, None), int):
+            return handle
+    raise TypeError(
+        f"stream must be 0, a handle, or a stream of Numba, cuda.core, torch or CuPy, "
+        f"got {type(stream).__name__}"
+    )
+
+
+def _allow_shared(compiled: Any, kernel: Any, source: Launch) -> None:
+    """Raise the kernel's limit of dynamic shared memory, once for each size that needs it.
+
+    Above 48 KB in all a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute
+    is raised, which numba-cuda does not do (its issue 94).
+    """
+    size = source.shared_bytes
+    if kernel.attrs.shared + size <= DEFAULT_SHARED_BYTES:
+        return
+    device = cuda.get_current_device().id
+    allowed = _allowed.setdefault(compiled, {})
+    if size <= allowed.get(device, 0):
+        return
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(attribute, size, kernel.handle, device)
+    _must(error, f"{source.kernel.__name__} with {size} bytes of dynamic shared memory")
+    allowed[device] = size
+
+
+def _must(error: Any, what: str) -> None:
+    if error:
+        raise RuntimeError(f"{what} is not possible on this GPU: {error.name}")

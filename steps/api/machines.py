@@ -1,0 +1,112 @@
+"""Where a `Launch` runs: a GPU, or the simulator on any CPU. Nothing else in the house cares.
+
+machine = best_machine()                 # a GPU where there is one
+a = machine.array(numpy_array)
+machine.run(launch)
+c = machine.host(out)
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from steps.api.launcher import load, stream_handle
+from steps.contract import Launch, why_no_gpu
+from steps.simulator.banks import BankCounter
+from steps.simulator.launch import simulate
+
+
+class Simulator:
+    """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes, and `banks`
+    counts their bank conflicts in shared memory."""
+
+    name = "simulator"
+    cc: tuple[int, int] | None = None
+
+    def __init__(self, order: int = 0, banks: BankCounter | None = None) -> None:
+        self.order = order
+        self.banks = banks
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        return np.array(host, order="C")
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Uninitialised memory: garbage, so that reading it unwritten shows."""
+        return np.full(shape, 0xA5, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
+
+    def host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def run(self, launch: Launch) -> None:
+        simulate(
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.args,
+            order=self.order,
+            shared_bytes=launch.shared_bytes,
+            banks=self.banks,
+        )
+
+    def synchronize(self) -> None:
+        pass
+
+    def on(self, stream: Any) -> Simulator:
+        return self
+
+
+class Gpu:
+    """Runs kernels on the current CUDA device, and copies, on one stream.
+
+    `stream`: 0, the default stream; a handle; or a stream of Numba, cuda.core, torch or CuPy.
+    """
+
+    def __init__(self, stream: Any = 0) -> None:
+        reason = why_no_gpu()
+        if reason is not None:
+            raise RuntimeError(f"no CUDA GPU can be used here: {reason}")
+        device = cuda.get_current_device()
+        name = device.name
+        self.name = name.decode() if isinstance(name, bytes) else str(name)
+        major, minor = device.compute_capability
+        self.cc: tuple[int, int] | None = (int(major), int(minor))
+        self.sms = int(device.MULTIPROCESSOR_COUNT)
+        self._use(stream)
+
+    def _use(self, stream: Any) -> None:
+        self.stream = stream_handle(stream)
+        self._numba_stream: Any = cuda.external_stream(self.stream) if self.stream else 0
+        self._owner = stream  # its handle alone would not keep it alive
+
+    def on(self, stream: Any) -> Gpu:
+        """The same GPU, on another stream."""
+        other = copy(self)
+        other._use(stream)
+        return other
+
+    def array(self, host: np.ndarray) -> Any:
+        return cuda.to_device(np.ascontiguousarray(host), stream=self._numba_stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return cuda.device_array(shape, dtype, stream=self._numba_stream)
+
+    def host(self, array: Any) -> np.ndarray:
+        values: np.ndarray = array.copy_to_host(stream=self._numba_stream)
+        if self._numba_stream:
+            self._numba_stream.synchronize()  # on a stream of its own a copy is only queued
+        return values
+
+    def run(self, launch: Launch) -> None:
+        load(launch)(self.stream)
+
+    def synchronize(self) -> None:
+        cuda.synchronize()
+
+
+def best_machine() -> Simulator | Gpu:
+    """A GPU where there is one, else the simulator."""
+    return Simulator() if why_no_gpu() else Gpu()

@@ -1,0 +1,220 @@
+"""The operands of a product as they come in: what they are, or one sentence why they will not do.
+
+Arrays on a GPU may be of any library with `__cuda_array_interface__`: Numba, torch, CuPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, format_of
+from steps.contract import Launch
+
+GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
+"""Thread blocks along x, y and z that CUDA launches at most."""
+
+OUTPUTS: Final = (np.dtype(np.float32), np.dtype(np.float16))
+"""What C may be written as, by the steps that say so (`Step.outputs`)."""
+
+ALIGNMENT: Final = 16
+"""Bytes of the widest access of any step: an output must begin at a multiple of it."""
+
+
+def is_device_array(x: Any) -> bool:
+    return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
+
+
+def activations_shape(a: Any, on_device: bool) -> tuple[int, int]:
+    """(M, K) of activations that a kernel can read."""
+    shape = require_matrix("a", a, on_device)
+    m, k = shape
+    if m < 1 or k < 1:
+        raise ValueError(f"a is empty: its shape is {shape}")
+    if k % BLOCK:
+        raise ValueError(
+            f"K={k} is not a multiple of the block of {BLOCK}: pad a with zeros to "
+            f"{-(-k // BLOCK) * BLOCK} columns"
+        )
+    return m, k
+
+
+def output_dtype(dtype: Any) -> np.dtype[Any]:
+    """float32 or float16; TypeError for anything else."""
+    try:
+        asked = np.dtype(dtype)
+    except TypeError:
+        asked = None
+    if asked not in OUTPUTS:
+        raise TypeError(f"dtype must be float32 or float16, got {dtype!r}")
+    return asked
+
+
+def require_matrix(
+    name: str, x: Any, on_device: bool, wanted: np.dtype[Any] = OUTPUTS[0]
+) -> tuple[int, int]:
+    """The shape of a float32, 2-dimensional, C-contiguous array, or of another dtype if `wanted`;
+    an error names what it is not."""
+    if not on_device and not isinstance(x, np.ndarray):
+        raise TypeError(
+            f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
+            f"got {type(x).__name__}"
+        )
+    facts = x.__cuda_array_interface__ if on_device else x.__array_interface__
+    dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
+    if dtype != wanted or not dtype.isnative:
+        raise TypeError(f"{name} must be {wanted}, got {dtype}")
+    if len(shape) != 2:
+        raise ValueError(f"{name} must have 2 dimensions, got {len(shape)}: its shape is {shape}")
+    strides = facts.get("strides")
+    contiguous = (shape[1] * dtype.itemsize, dtype.itemsize)
+    if strides is not None and 0 not in shape and tuple(strides) != contiguous:
+        ok = all(s == c or e == 1 for s, c, e in zip(strides, contiguous, shape, strict=True))
+        if not ok:
+            raise ValueError(
+                f"{name} must be C-contiguous, got strides {tuple(strides)} for shape {shape}: "
+                "make a contiguous copy"
+            )
+    if on_device and (past := facts["data"][0] % dtype.itemsize):
+        raise ValueError(
+            f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, where a GPU reads no "
+            f"{dtype}: make an aligned copy"
+        )
+    return shape[0], shape[1]
+
+
+def blocks_of(w: Any) -> Any:
+    """The blocks of a tensor of a file (`qformats.gguf_file.Tensor`), a view of it; all else as it
+    is. TypeError for a tensor that holds no blocks."""
+    file = sys.modules.get("qformats.gguf_file")  # without it there is no such tensor
+    if file is None or not isinstance(w, file.Tensor):
+        return w
+    if w.type not in FORMATS:
+        raise TypeError(f"{w.name} is {w.type}: w must hold blocks of {', '.join(WEIGHT_FORMATS)}")
+    return w.array
+
+
+def weight_format(w: Any) -> Format:
+    """The format of host blocks [N, K/32] or, of K-quants, [N, K/256]."""
+    if not isinstance(w, np.ndarray):
+        raise TypeError(
+            f"w must be blocks as a NumPy array, or what steps.api.gemm.pack made of them, got "
+            f"{type(w).__name__}"
+        )
+    names = (*WEIGHT_FORMATS, *FILE_FORMATS)
+    if w.dtype not in {FORMATS[name].dtype for name in names}:
+        what = "a Q8_1 block is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
+        raise TypeError(
+            f"w must hold blocks of {', '.join(names)} (see qformats.quantize), got {what}"
+        )
+    if w.ndim != 2:
+        raise ValueError(f"w must have shape [N, K/32], got {w.ndim} dimensions: {w.shape}")
+    if w.size == 0:
+        raise ValueError(f"w is empty: its shape is {w.shape}")
+    for field in ("d", "m", "dmin"):
+        if field in (w.dtype.names or ()) and not np.isfinite(w[field]).all():
+            n, b = np.argwhere(~np.isfinite(w[field]))[0]
+            raise ValueError(f"w has {field} = {w[field][n, b]} in block {b} of row {n}")
+    return format_of(w)
+
+
+def require_out(
+    out: Any, a: Any, m: int, n: int, on_device: bool, dtype: np.dtype[Any] = OUTPUTS[0]
+) -> None:
+    if out is None:
+        return
+    if is_device_array(out) != on_device:
+        kinds = ("on the GPU", "a NumPy array")
+        raise TypeError(f"out must be {kinds[not on_device]}, as a is")
+    shape = require_matrix("out", out, on_device, dtype)
+    if shape != (m, n):
+        raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {list(shape)}")
+    if not on_device:
+        if not out.flags.writeable:
+            raise ValueError("out is read-only")
+        return
+    start, read_only = out.__cuda_array_interface__["data"]
+    if read_only:
+        raise ValueError("out is read-only")
+    facts = a.__cuda_array_interface__
+    require_place(start, dtype.itemsize * m * n, facts["data"][0], 4 * m * facts["shape"][1])
+
+
+def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
+    """ValueError unless an output of `size` bytes may be written at `start` on a GPU."""
+    if start < of_a + size_of_a and of_a < start + size:
+        raise ValueError("out overlaps a: a kernel would overwrite what it still reads")
+    if start % ALIGNMENT:
+        raise ValueError(
+            f"out begins {start % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, where 128-bit "
+            "stores must begin: use an array of its own, or a view that skips whole groups of 4"
+        )
+
+
+def address(
+    name: str,
+    x: Any,
+    shape: tuple[int, int],
+    device: int = 0,
+    dtype: np.dtype[Any] = OUTPUTS[0],
+) -> int:
+    """Where an array of this shape and dtype begins on a GPU; an error names what it is not.
+
+    Less than a microsecond for arrays of torch and Numba, whose `__cuda_array_interface__` is slow
+    to ask for, so that a prepared call can afford it each time. Only torch says on which `device`.
+    """
+    torch = sys.modules.get("torch")
+    start: int
+    if torch is not None and isinstance(x, torch.Tensor):
+        kind = getattr(torch, dtype.name)
+        fits = x.is_cuda and x.dtype is kind and x.shape == shape and x.is_contiguous()
+        if fits and (on := x.get_device()) != device:
+            raise ValueError(f"{name} is on GPU {on} and the weights are on GPU {device}")
+        if fits and not (start := x.data_ptr()) % dtype.itemsize:
+            return start
+    elif getattr(x, "__cuda_ndarray__", False):  # Numba's
+        fits = x.dtype == dtype and x.shape == shape and x.is_c_contiguous()
+        if fits and not (start := x.device_ctypes_pointer.value or 0) % dtype.itemsize:
+            return start
+    if not is_device_array(x):
+        raise TypeError(
+            f"{name} must be on the GPU (with __cuda_array_interface__), got {type(x).__name__}"
+        )
+    if require_matrix(name, x, True, dtype) != shape:
+        have = x.__cuda_array_interface__["shape"]
+        raise ValueError(f"{name} must have the plan's shape {list(shape)}, got {list(have)}")
+    facts = x.__cuda_array_interface__["data"]
+    if name == "out" and facts[1]:
+        raise ValueError("out is read-only")
+    return int(facts[0])
+
+
+def stream_of(array: Any) -> int:
+    """The handle of the stream on which the caller works on an array; 0 is the default stream.
+
+    For torch and CuPy it is their current stream, for others the one that the array names.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        current = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.1 us; the other takes 2
+        if current is not None:
+            return int(current(array.get_device()))
+        return int(torch.cuda.current_stream(array.device).cuda_stream)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return int(cupy.cuda.get_current_stream().ptr)
+    if getattr(array, "__cuda_ndarray__", False) and not array.stream:  # Numba's
+        return 0
+    return array.__cuda_array_interface__.get("stream") or 0
+
+
+def require_grid(launch: Launch, m: int, n: int) -> None:
+    """ValueError for a product with more thread blocks than CUDA launches."""
+    for axis, extent, limit in zip("xyz", launch.grid, GRID_LIMITS, strict=False):
+        if extent > limit:
+            raise ValueError(
+                f"M={m}, N={n} needs {extent} thread blocks along {axis}, CUDA launches at most "
+                f"{limit}: multiply fewer tokens at a time"
+            )

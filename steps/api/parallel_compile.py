@@ -1,0 +1,136 @@
+"""Kernels compiled before a long run begins, by all cores.
+
+Compiling one takes seconds, five sixths of them in Numba's front end, which is Python and uses one
+core; a bench of five formats launches some 250 of them. So other processes compile them, and hand
+over what Numba would keep of a kernel in a cache on a disk. Nothing is kept from run to run here,
+so nothing can be out of date.
+
+A process that compiles makes the launch anew from what describes it, and does not touch the GPU: it
+is told what launches depend on. A kernel that cannot be had this way is compiled where it is
+launched, as without this file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any, Final
+
+from steps.api.dry_run import launches
+from steps.contract import Launch, Size, Work, multiprocessors, pretend, shared_memory
+from steps.registry import find
+
+FEWEST: Final = 8
+"""Kernels for which starting other processes, seconds each, is worth while."""
+
+Wanted = tuple[Work, Size, str] | tuple[Work, Size, str, str]
+"""(work, M N K, dtype of C, and as what A is given (`steps.components.activations.layouts.reading`): as float32 if
+nothing is said)."""
+
+Recipe = tuple[int, Any, str, Size, str, str, int]
+"""(step, family, format, M N K, dtype of C, what A is given as, which of its launches): a kernel,
+told to a process."""
+
+
+def compile_ahead(
+    wanted: Iterable[Wanted],
+    gpu: Any,
+    say: Callable[[str], None],
+    processes: int | None = None,
+) -> int:
+    """Compile the kernels of some products for a GPU (its `cc`) in so many processes, else one for
+    each core; how many were. Few are left to those who launch them.
+
+    say hears in a sentence of those that could not be.
+    """
+    from numba.cuda.dispatcher import _Kernel
+
+    found = _kernels(wanted, gpu.cc)
+    processes = min(processes or len(os.sched_getaffinity(0)), len(found))
+    if len(found) < FEWEST or processes < 2:
+        return 0
+    facts = architecture(gpu.cc), multiprocessors(), shared_memory()
+    spawn = get_context("spawn")  # a process with a CUDA context must not be forked
+    count, why = 0, ""
+    with ProcessPoolExecutor(processes, spawn, _begin, facts) as pool:
+        jobs = {pool.submit(_compiled, recipe): key for key, recipe in found.items()}
+        try:
+            for job in as_completed(jobs):
+                kernel, signature = jobs[job]
+                try:
+                    kernel.add_overload(_Kernel._rebuild(**pickle.loads(job.result())), signature)
+                    count += 1
+                except Exception as error:  # in the other process, of any type
+                    why = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if why:
+        say(f"{len(found) - count} kernels were not compiled ahead: {' '.join(why.split())}")
+    return count
+
+
+def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
+    """What to compile, each kernel and signature once, and how another process finds it."""
+    found: dict[tuple[Any, Any], Recipe] = {}
+    for work, size, output, *of_a in wanted:
+        given = of_a[0] if of_a else "float32"
+        if work.step.supports(work.format, work.family, cc, output):
+            continue
+        try:
+            launches = list(_launches(work, size, output, given))
+        except Exception:  # whoever launches it will say so
+            continue
+        for i, (launch, signature) in enumerate(launches):
+            recipe = (work.step.number, work.family, work.format, size, output, given, i)
+            if signature not in launch.kernel.overloads:
+                found.setdefault((launch.kernel, signature), recipe)
+    return found
+
+
+def architecture(cc: tuple[int, int]) -> str:
+    """ "sm_90a" of (9, 0): what Numba compiles for on such a GPU."""
+    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+
+
+def _launches(
+    work: Work, size: Size, output: str, given: str = "float32"
+) -> Iterator[tuple[Launch, Any]]:
+    """Each launch of a product, made in a dry run, and what its kernel is compiled for."""
+    from steps.api.compile import signature_of
+
+    before, own = launches(work, size, output=output, given=given)
+    for launch in (*before, own):
+        yield launch, signature_of(launch.args)
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+_arch = ""
+
+
+def _begin(arch: str, sms: int, shared_bytes: int) -> None:
+    global _arch
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks for kernels
+    _arch = arch
+    pretend(sms, shared_bytes)
+
+
+def _compiled(recipe: Recipe) -> bytes:
+    """What Numba keeps of the compiled kernel, pickled."""
+    from numba.cuda.dispatcher import _Kernel
+
+    from steps.api.compile import _pretending_to_be, capability
+
+    number, family, format_name, size, output, given, which = recipe
+    work = Work(find(number), family, format_name)
+    launch, signature = list(_launches(work, size, output, given))[which]
+    cc = capability(_arch)
+    with _pretending_to_be(cc):
+        kernel = _Kernel(launch.kernel.py_func, signature, **launch.kernel.targetoptions)
+        kernel._codelibrary.get_cubin(cc=cc)
+        return pickle.dumps(kernel._reduce_states())

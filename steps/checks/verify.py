@@ -1,0 +1,125 @@
+"""Runs a step on a problem and says whether the result is right, before anybody believes its speed.
+
+The output is pre-filled with NaN and lies between two guard bands; the inputs must come back
+unchanged. What is compared with what, and the limits, are in `reference.check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qformats import FORMATS
+from reference import Q81, Check, Halves, Problem, SummedTokens, Tokens, check
+from steps.components.activations.layouts import decode, encode
+from steps.contract import Activations, Family, Launch, Machine, Shape, Step
+
+GUARD = 1024
+"""Floats on each side of the output that no kernel may touch; KBs, so C is as aligned as alone."""
+
+_CANARY = {np.dtype(np.float32): np.float32(-7.25e30), np.dtype(np.float16): np.float16(-7.25e3)}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One step's operands on a machine, ready to launch: what is checked is what is timed."""
+
+    shape: Shape
+    weights: tuple[Any, ...]
+    a: Any
+    activations: Activations
+    out: Any
+    guarded: Any
+    launch: Launch
+
+
+def prepare(
+    step: Step,
+    family: Family,
+    format_name: str,
+    a: np.ndarray,
+    blocks: np.ndarray,
+    machine: Machine,
+    given: Q81 | None = None,
+    dtype: Any = np.float32,
+) -> Prepared:
+    """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
+
+    `given`: Q8_1 bits to multiply instead of what the machine would make of `a` (A8 only; where a
+    token has one scale, of tokens of one block).
+    `dtype`: of C, one of `step.outputs`.
+    """
+    shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
+    weights = tuple(machine.array(array) for array in step.pack(blocks))
+    on_machine = machine.array(a)
+    activations = step.activations(family, on_machine, machine)
+    if given is not None and activations.layout in ("blocks", "slabs", "tokens", "summed"):
+        bits: Q81 | Tokens = given
+        if activations.layout in ("tokens", "summed"):
+            bits = (Tokens if activations.layout == "tokens" else SummedTokens).of_q81(given)
+        arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
+        activations = replace(activations, arrays=arrays, launches=())
+    guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))
+    out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
+    launch = step.prepare(
+        machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
+    )
+    return Prepared(shape, weights, on_machine, activations, out, guarded, launch)
+
+
+def multiply(prepared: Prepared, machine: Machine) -> np.ndarray:
+    """Runs the activation pass and the step; C [M, N] on the host."""
+    for launch in (*prepared.activations.launches, prepared.launch):
+        machine.run(launch)
+    return result(prepared, machine)
+
+
+def result(prepared: Prepared, machine: Machine) -> np.ndarray:
+    """C on the host; RuntimeError if a kernel wrote outside it."""
+    host = machine.host(prepared.guarded)
+    size = prepared.shape.m * prepared.shape.n
+    outside = np.concatenate([host[:GUARD], host[GUARD + size :]])
+    if not (outside == _CANARY[host.dtype]).all():
+        where = int(np.flatnonzero(outside != _CANARY[host.dtype])[0])
+        side = f"{GUARD - where} before" if where < GUARD else f"{where - GUARD} after"
+        raise RuntimeError(f"the kernel wrote outside C, {side} its {size} floats")
+    return host[GUARD : GUARD + size].reshape(prepared.shape.m, prepared.shape.n)
+
+
+def verify(
+    step: Step,
+    family: Family,
+    problem: Problem,
+    machine: Machine,
+    given: Q81 | None = None,
+    dtype: Any = np.float32,
+) -> Check:
+    """Checks one step on one problem: values, guard bands, and that its inputs are unchanged."""
+    prepared = prepare(
+        step, family, problem.format, problem.a, problem.blocks, machine, given, dtype
+    )
+    before = step.pack(problem.blocks)
+    c = multiply(prepared, machine)
+    for array, kept in zip(prepared.weights, before, strict=True):
+        if machine.host(array).tobytes() != kept.tobytes():
+            raise RuntimeError(f"step {step.number} changed its weights")
+    if machine.host(prepared.a).tobytes() != problem.a.tobytes():
+        raise RuntimeError(f"step {step.number} changed its activations")
+    return check(c, problem, family, operands(prepared, machine))
+
+
+def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Tokens | None:
+    """What the kernel multiplied, read back: Q8_1 bits, halves or tokens; None where it was A."""
+    layout = prepared.activations.layout
+    if layout is None:
+        return None
+    arrays = tuple(machine.host(array) for array in prepared.activations.arrays)
+    return decode(layout, arrays, prepared.shape.m, prepared.shape.k)
+
+
+def _guarded_nan(size: int, dtype: np.dtype) -> np.ndarray:
+    filled = np.full(size + 2 * GUARD, np.nan, dtype)
+    filled[:GUARD] = filled[GUARD + size :] = _CANARY[dtype]
+    return filled

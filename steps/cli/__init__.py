@@ -1,0 +1,1 @@
+"""The command line, `python -m steps ...`: one file per group of commands. Nothing imports it."""

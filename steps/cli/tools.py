@@ -1,0 +1,129 @@
+"""NVIDIA's own tools on a step: Nsight Compute (`profile`), Compute Sanitizer (`sanitize`).
+
+Both run this command line in a process of their own, as a tool must start what it looks into.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from steps.api.dry_run import launches
+from steps.checks.works import UsageError
+from steps.cli.run import machines, one_work, shape_of
+
+WHERE: Final = (
+    "/usr/local/cuda/bin",
+    "/opt/nvidia/nsight-compute",
+    "/usr/local/cuda/compute-sanitizer",
+)
+"""Folders where the tools often are without being on PATH."""
+
+SANITIZERS: Final[dict[str, tuple[str, ...]]] = {
+    # cuda-bindings asks the driver for functions that only later ones have: each such question
+    # would count as an error, and a call that fails is raised in Python anyway
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": (),
+    "initcheck": (),
+    "synccheck": (),
+}
+"""The tools of Compute Sanitizer, with the options each needs here."""
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+def find_tool(name: str) -> str | None:
+    """The path of a tool: on PATH, or where the toolkit's installer puts it."""
+    if found := shutil.which(name):
+        return found
+    for folder in map(Path, WHERE):
+        for candidate in (folder / name, *sorted(folder.glob(f"*/{name}"), reverse=True)):
+            if candidate.is_file() and os.access(candidate, os.X_OK):
+                return str(candidate)
+    return None
+
+
+def profile(args: Namespace) -> int:
+    """Nsight Compute on one launch of the step's kernel; clocks are left as they are."""
+    work = one_work(args)
+    shape = shape_of(args)
+    machines("gpu")
+    _, own = launches(work, shape)
+    tool = find_tool("ncu")
+    if tool is None:
+        raise UsageError(
+            "ncu was not found: install Nsight Compute (it is part of the CUDA toolkit, not of the "
+            "Python wheels) and put it on PATH"
+        )
+    command = [
+        tool,
+        "--clock-control",
+        "none",  # locking clocks would show a GPU that no measurement here has seen
+        "--kernel-name",
+        f"regex:{own.kernel.__name__}",
+        "--launch-count",
+        "1",
+        "--set",
+        args.set,
+        *(["--export", str(args.out), "--force-overwrite"] if args.out else []),
+        *_this("launch", str(work.step.number), "--format", work.format, "--scheme", work.scheme),
+        *(f"--{name}={extent}" for name, extent in zip("mnk", shape, strict=True)),
+    ]
+    return _run(
+        command,
+        "profiling counters may need root or the driver option "
+        "NVreg_RestrictProfilingToAdminUsers=0",
+    )
+
+
+def sanitize(args: Namespace) -> int:
+    """Compute Sanitizer over the checks, all its tools or some; 1 if any of them finds anything."""
+    machines("gpu")
+    tool = find_tool("compute-sanitizer")
+    if tool is None:
+        raise UsageError(
+            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
+            "wheels; install it and put it on PATH"
+        )
+    checks = [
+        *(args.steps or ["all"]),
+        *("--machine", "gpu"),
+        "--small",
+        *(["--quick"] if args.quick else []),
+        *(["--format", ",".join(args.format)] if args.format else []),
+        *(["--scheme", args.scheme] if args.scheme else []),
+    ]
+    bad = []
+    for name in args.tool or SANITIZERS:
+        command = [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1"]
+        if _run([*command, *_this("check", *checks)]):
+            bad.append(name)
+    if bad:
+        print(f"compute-sanitizer found errors with {', '.join(bad)}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _this(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "steps", *arguments]
+
+
+def _run(command: Sequence[str], hint: str = "") -> int:
+    print(f"$ {shlex.join(command)}", flush=True)
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code and hint:
+        print(f"{Path(command[0]).name} ended with {code}: {hint}", file=sys.stderr)
+    return 1 if code else 0
+
+
+def pitfalls(args: Namespace) -> int:
+    """The museum of wrong kernels, which has a command line of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "steps.pitfalls", *args.others], cwd=ROOT, check=False
+    ).returncode

@@ -1,0 +1,1 @@
+"""Device code that several steps use. Each component is taught by the step its docstring names."""

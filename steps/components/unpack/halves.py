@@ -1,0 +1,166 @@
+"""Weights of a fragment-packed tile as float16 in registers: what the W4A16 steps multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda, uint32
+
+from qformats import FORMATS
+from qformats.repack import MINIMUM_UNIT
+from steps.components.unpack.codes import tile_format
+from steps.instructions import and_xor, hfma2, hmul2, load_u32, prmt, select_bits
+
+
+# --- the same records as float16 ------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class HalfFormat:
+    """How lanes make float16 weights of a record of `qformats.repack.tiles`.
+
+    record_bytes : bytes of one record
+    words(m, at, lane, half) -> `n_words` words
+        what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
+    scales(m, at, lane, half) -> `n_scales` words
+        likewise of the scales and minima
+    multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
+        register, of block 0 or 1 of that half
+    fragments(words, step, multipliers) -> (a0, a1, a2, a3)
+        of `mma_m16n8k16_f16` for step 0 to 3 of 16 K of that half, whose block the multipliers are
+        of. With g = lane // 4, t = lane % 4 the registers hold
+
+                         lower half   upper half
+            row g          a0: 4t       4t + 2          of these 16 K
+            row g + 8      a1: 4t       4t + 2
+            row g          a2: 4t + 1   4t + 3
+            row g + 8      a3: 4t + 1   4t + 3
+
+        and not neighbours, because so a mask finds both codes of a register in one word. B must
+        have its K in the same order: `float16_units` writes it so.
+    `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
+    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
+    shift more where both steps of a block are made; multipliers are three quarters of an
+    instruction besides.
+    """
+
+    record_bytes: int
+    words: Any
+    scales: Any
+    multipliers: Any
+    fragments: Any
+    n_words: int
+    n_scales: int
+
+
+SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
+EIGHTH = 0x30003000  # 2^-3 twice
+FIFTH_BITS = 0x00180018  # of two codes at bit 3 the lowest, of two at bit 0 the highest
+
+
+@cuda.jit(device=True, forceinline=True)
+def two_of_five(words, block, row, up, odd):
+    """Codes of 5 bits in bytes 0 and 2 of a word, or 1 and 3, of its low nibbles, or 8 times those
+    of its high ones: nibbles where they are, and above the low ones the highest bit, below the high
+    ones the lowest. These lie side by side, so one shift and one mask serve both, as either's
+    nibble covers the other's bit."""
+    number = 2 * block + row
+    at = 8 * odd + 2 * number - 3
+    bits = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
+    nibbles = uint32(words[number]) >> uint32(8 * odd)
+    return select_bits(0x000F000F << 4 * up, nibbles, bits & uint32(FIFTH_BITS))
+
+
+@cache
+def two_of_four(flip: int) -> Any:
+    """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1. flip: what has
+    been flipped in codes that are kept as two's complement."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes(words, block, row, up, odd):
+        nibbles = uint32(words[2 * block + row]) >> uint32(8 * odd)
+        return and_xor(nibbles, 0x000F000F << 4 * up, flip << 4 * up)
+
+    return codes
+
+
+@cache
+def half_format(format_name: str) -> HalfFormat:
+    """The float16 weights of a format, for capture in a kernel factory."""
+    tile = tile_format(format_name)
+    scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
+    bits = FORMATS[format_name].bits
+    # the code that stands for 0: as a float16, negative, times d' it is the offset ...
+    centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
+    minus_centre = (0x8000 | centre) * 0x00010001
+    too_high = EIGHTH if bits == 5 else SIXTEENTH  # codes of upper nibbles
+    # ... and what has been flipped in codes that are kept as two's complement
+    flip = centre * 0x00010001
+    minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales_alone(m, at, lane, half):
+        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+        return load_u32(m, row_g), load_u32(m, row_g + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales_and_minima(m, at, lane, half):
+        d_g, d_h = scales_alone(m, at, lane, half)
+        row_g = at + minima_at + (lane >> 2) * 16 + 4 * half
+        return d_g, d_h, load_u32(m, row_g), load_u32(m, row_g + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def twice(word, block):
+        return prmt(word, word, 0x3232 if block else 0x1010)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_row(scales, row, block):
+        d = twice(scales[row], block)
+        if minimum:
+            offset = hmul2(twice(scales[2 + row], block), minimum_unit)
+        else:
+            offset = hmul2(d, minus_centre)
+        return d, hmul2(d, too_high), offset
+
+    @cuda.jit(device=True, forceinline=True)
+    def multipliers(scales, block):
+        return of_row(scales, 0, block), of_row(scales, 1, block)
+
+    codes = two_of_five if bits == 5 else two_of_four(flip)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments(w, step, multipliers):
+        (low_g, high_g, off_g), (low_h, high_h, off_h) = multipliers
+        x, y = (high_g, high_h) if step & 1 else (low_g, low_h)
+        return (
+            hfma2(codes(w, step >> 1, 0, step & 1, 0), x, off_g),
+            hfma2(codes(w, step >> 1, 1, step & 1, 0), y, off_h),
+            hfma2(codes(w, step >> 1, 0, step & 1, 1), x, off_g),
+            hfma2(codes(w, step >> 1, 1, step & 1, 1), y, off_h),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_8(word, odd):
+        return and_xor(uint32(word) >> uint32(8 * odd), 0x00FF00FF, flip)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments_8(w, step, multipliers):
+        g, h = w[2 * step], w[2 * step + 1]
+        (x, _, off_g), (y, _, off_h) = multipliers
+        return (
+            hfma2(codes_8(g, 0), x, off_g),
+            hfma2(codes_8(h, 0), y, off_h),
+            hfma2(codes_8(g, 1), x, off_g),
+            hfma2(codes_8(h, 1), y, off_h),
+        )
+
+    return HalfFormat(
+        record_bytes=tile.record_bytes,
+        words=tile.load,
+        scales=scales_and_minima if minimum else scales_alone,
+        multipliers=multipliers,
+        fragments=fragments_8 if bits == 8 else fragments,
+        n_words=bits,
+        n_scales=4 if minimum else 2,
+    )

@@ -1,0 +1,71 @@
+"""Weights of a fragment-packed tile from codes and small integer scales: one multiply-add makes four."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda, uint32
+
+from qformats import FORMATS
+from qformats.integer_scales import INTEGER_ZERO
+from qformats.repack import TILE_ROWS
+from steps.components.activations.q8_1 import TILE_BLOCKS
+from steps.components.unpack.blocks import NIBBLES
+from steps.components.unpack.codes import tile_format
+from steps.components.unpack.int8 import LOW_FIVE, UPPER_BITS, ByteFormat, byte_format
+from steps.instructions import and_xor, load_u32, prmt
+
+
+@cache
+def integer_format(format_name: str) -> ByteFormat:
+    """The unsigned byte weights of a format, for capture in a kernel factory."""
+    tile, bytes_8 = tile_format(format_name), byte_format(format_name)
+    bits, scales_at = FORMATS[format_name].bits, tile.scales_at
+
+    @cuda.jit(device=True, forceinline=True)
+    def scales(m, at, lane, half):
+        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+        return load_u32(m, row_g), load_u32(m, row_g + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_4(words, block, row, up):
+        return uint32(uint32(words[2 * block + row]) >> uint32(4 * up)) & uint32(NIBBLES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def left_over(word, down, mask, others):
+        """Bits of a word that other codes' bytes had room for, beside `others`."""
+        return and_xor(uint32(word) >> uint32(down), mask, others)
+
+    @cuda.jit(device=True, forceinline=True)
+    def codes_5(words, block, row, up):
+        number = 4 * block + 2 * up + row
+        if number < 5:
+            return uint32(words[number]) & uint32(LOW_FIVE)
+        three = left_over(words[2 * number - 10], 5, UPPER_BITS, uint32(0))
+        if number < 7:
+            return left_over(words[2 * number - 9], 3, 0x18181818, three)
+        return left_over(words[1], 2, 0x08080808, left_over(words[3], 1, 0x10101010, three))
+
+    codes = codes_4 if bits == 4 else codes_5
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragments(words, scales, block):
+        r_g = prmt(scales[0], 0, 0xAAA2 if block else 0x8880)  # one byte, its sign above it
+        r_h = prmt(scales[1], 0, 0xAAA2 if block else 0x8880)
+        c_g = prmt(scales[0], 0, 0x3333 if block else 0x1111)  # one byte four times
+        c_h = prmt(scales[1], 0, 0x3333 if block else 0x1111)
+        return (
+            uint32(codes(words, block, 0, 0) * r_g + c_g),
+            uint32(codes(words, block, 1, 0) * r_h + c_h),
+            uint32(codes(words, block, 0, 1) * r_g + c_g),
+            uint32(codes(words, block, 1, 1) * r_h + c_h),
+        )
+
+    return ByteFormat(
+        record_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
+        zero=INTEGER_ZERO,
+        unpacked=bits < 8,
+        words=tile.load,
+        scales=bytes_8.scales if bits == 8 else scales,
+        fragments=bytes_8.fragments if bits == 8 else fragments,
+    )

@@ -1,0 +1,262 @@
+"""The contract of a step: what a lesson hands over, and nothing else.
+
+A step says *what* to run as data, a `Launch`; a machine (`steps.api.machines`) runs it on a GPU or in
+the simulator, and the offline compiler turns it into machine code. The harness checks, times and
+draws a step from the few functions here, so a step file holds its idea and no timing, data or
+printing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Final, Literal, Protocol, get_args
+
+import numpy as np
+
+from qformats import FORMATS, WEIGHT_FORMATS, Format
+
+Family = Literal["A16", "A8"]
+"""How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
+
+Accuracy = Literal["exact", "fast", "coarse"]
+"""exact: every weight is what its block says, up to rounding to float16; fast: it is rounded once
+more, to 8 bits a row, which adds little; coarse: what its block says is no more than approached. A
+step that is not exact is used only where it was asked for."""
+
+ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
+"""From the best down: who asks for one takes those before it too."""
+
+Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
+"""The arithmetic unit whose measured peak bounds a step (`results.measure.limits`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch as data: `kernel[grid, block](*args)`, `shared_bytes` of dynamic memory.
+
+    `args` are the arrays of one machine (device arrays on a GPU, NumPy arrays in the simulator) and
+    Python scalars, in the order of the kernel's parameters. `overlap`: it may begin while the
+    launch before it still runs (programmatic dependent launch, compute capability 9.0 and later);
+    the kernel itself calls `wait_for_previous` before it reads what that launch wrote, or writes
+    what it reads.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Any, ...]
+    shared_bytes: int = 0
+    overlap: bool = False
+
+
+Size = tuple[int, int, int]
+"""M, N, K of a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """C[M, N] = A[M, K] @ W[N, K]^T: M tokens, N output features, K the reduction."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The activations as a step reads them.
+
+    `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
+    `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `steps.components.unpack.blocks`), or
+    "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
+    token, or "summed", the same and its sums; for the A16 family it is "halves" where A was rounded
+    to float16 first, else None.
+    """
+
+    arrays: tuple[Any, ...]
+    launches: tuple[Launch, ...] = ()
+    layout: str | None = None
+
+
+class Machine(Protocol):
+    """Where launches run: `steps.api.machines.Gpu` or `steps.api.machines.Simulator`."""
+
+    name: str
+
+    def array(self, host: np.ndarray) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any: ...
+    def host(self, array: Any) -> np.ndarray: ...
+    def run(self, launch: Launch) -> None: ...
+
+
+PackWeights = Callable[[np.ndarray], tuple[np.ndarray, ...]]
+MakeActivations = Callable[[Family, Any, Machine], Activations]
+MakeLaunch = Callable[..., Launch]
+Scratch = Callable[[Format, Family, Shape], tuple[tuple[tuple[int, ...], Any], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One rung of the ladder.
+
+    number, name, title: 4, "step04_dp4a_emulated", one line for tables.
+    families: the activation families it multiplies, the one that continues the ladder last.
+    parents: the step each family is compared with ("x parent"); absent for a first rung.
+    unit: the arithmetic unit that bounds it, per family.
+    pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
+    activations: (family, a, machine) -> `Activations` (timed apart).
+    launch: (format, family, shape, weights, activations, out) -> `Launch`; for a step with
+        `scratch`, its arrays follow as one more argument.
+    scratch: (format, family, shape) -> ((shape, dtype), ...) of memory the kernel works in besides,
+        such as partial sums that thread blocks hand each other. It is all zero before the first
+        launch; what must be zero for the next one, the kernel leaves so.
+    contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
+        alternatives of one promise are joined by "|".
+    outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
+    min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
+    max_cc: the greatest, None for any: what sm_90a has, later ones do not.
+    accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
+    most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
+        better, the front door takes it for no more. It is right for every M all the same.
+    """
+
+    number: int
+    name: str
+    title: str
+    families: tuple[Family, ...]
+    unit: Mapping[Family, Unit]
+    pack: PackWeights
+    activations: MakeActivations
+    launch: MakeLaunch
+    scratch: Scratch | None = None
+    parents: Mapping[Family, int] = field(default_factory=dict)
+    contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    formats: tuple[str, ...] = WEIGHT_FORMATS
+    outputs: tuple[str, ...] = ("float32",)
+    min_cc: tuple[int, int] = (7, 5)
+    max_cc: tuple[int, int] | None = None
+    accuracy: Accuracy = "exact"
+    most_tokens: int | None = None
+
+    def prepare(
+        self,
+        machine: Machine,
+        fmt: Format,
+        family: Family,
+        shape: Shape,
+        weights: tuple[Any, ...],
+        activations: tuple[Any, ...],
+        out: Any,
+    ) -> Launch:
+        """The step's own launch on a machine, where its scratch memory is allocated first."""
+        operands = (fmt, family, shape, weights, activations, out)
+        if self.scratch is None:
+            return self.launch(*operands)
+        sizes = self.scratch(fmt, family, shape)
+        return self.launch(*operands, tuple(machine.array(np.zeros(*each)) for each in sizes))
+
+    def supports(
+        self,
+        format_name: str,
+        family: str,
+        cc: tuple[int, int] | None = None,
+        output: str = "float32",
+    ) -> str | None:
+        """None, or one sentence saying why this step cannot run that work (on that device)."""
+        if format_name not in self.formats:
+            return f"step {self.number} has no {format_name}: it takes {', '.join(self.formats)}"
+        if family not in self.families:
+            return f"step {self.number} is of family {'/'.join(self.families)}, not {family}"
+        if output not in self.outputs:
+            return f"step {self.number} writes C as {' or '.join(self.outputs)}, not {output}"
+        if cc is not None and not self.min_cc <= cc <= (self.max_cc or cc):
+            have, least, most = (f"{x[0]}.{x[1]}" for x in (cc, self.min_cc, self.max_cc or cc))
+            need = least if cc < self.min_cc else f"{most} at most"
+            return f"step {self.number} needs compute capability {need}; this GPU has {have}"
+        return None
+
+
+def scheme(format_name: str, family: Family) -> str:
+    """W{weight bits}{family}: "W4A16", "W5A8" ... as tables and records name it."""
+    return f"W{FORMATS[format_name].bits}{family}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step in one activation family on one weight format."""
+
+    step: Step
+    family: Family
+    format: str
+
+    @property
+    def scheme(self) -> str:
+        return scheme(self.format, self.family)
+
+    def __str__(self) -> str:
+        return f"step {self.step.number} {self.scheme} {self.format}"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The number of tiles of size b that cover a."""
+    return -(-a // b)
+
+
+# --- the device that kernels are sized for --------------------------------------------------------
+
+H200_SMS: Final = 132
+H200_SHARED: Final = 227 * 1024
+
+
+def _numba_cuda() -> Any:
+    """numba.cuda, imported when it is asked for: a step's contract alone needs no Numba."""
+    from steps.simulator import numpy_shim  # noqa: F401 - before the first use of numba.cuda
+
+    return import_module("numba.cuda")
+
+
+def why_no_gpu() -> str | None:
+    """None where a CUDA GPU can be used, else why not, in words that can end a sentence."""
+    cuda = _numba_cuda()
+    try:
+        if cuda.is_available():
+            return None
+        error = cuda.cuda_error()
+        return str(error).strip().splitlines()[0].rstrip(".") if error else "no device was found"
+    except Exception as error:  # a broken driver raises many types; each is a reason, none a crash
+        return f"{type(error).__name__}: {error}"
+
+
+_pretended: tuple[int, int] | None = None
+
+
+def pretend(sms: int, shared_bytes: int) -> None:
+    """Size kernels for such a GPU, from here on: for a process that compiles and has none."""
+    global _pretended
+    _pretended = sms, shared_bytes
+    multiprocessors.cache_clear()
+    shared_memory.cache_clear()
+
+
+@cache
+def multiprocessors() -> int:
+    """The SMs of the current GPU; without one those of an H200, for which kernels are sized."""
+    if _pretended:
+        return _pretended[0]
+    cuda = _numba_cuda()
+    return H200_SMS if why_no_gpu() else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+@cache
+def shared_memory() -> int:
+    """Bytes of shared memory that one thread block of the current GPU can be given; see above."""
+    if _pretended:
+        return _pretended[1]
+    if why_no_gpu():
+        return H200_SHARED
+    cuda = _numba_cuda()
+    return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

@@ -1,0 +1,1 @@
+"""Quantized layers for torch (optional): `QuantLinear`, `quantize_model`, the custom operator."""

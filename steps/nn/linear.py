@@ -1,0 +1,458 @@
+"""Quantized layers for torch: `QuantLinear`, a drop-in for `torch.nn.Linear` over ggml's blocks.
+
+    from steps.nn.linear import QuantLinear, quantize_model
+
+    layer = QuantLinear.from_float(linear, "q4_0")          # a torch.nn.Linear, or a float matrix
+    layer = QuantLinear.from_blocks(blocks, bias)           # of qformats.quantize
+    layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
+    print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
+
+torch is an extra of this project; of `steps` only this module and `steps.nn.operator` import it.
+
+What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
+needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,
+made on the host when the layer is moved there (some tenths of a second for 4096 x 4096): one of the
+size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` or "coarse" a second one.
+So a GPU has 4.5 bits a weight of q4_0, twice that where it is not exact, and no float weights.
+
+How it multiplies. On a GPU through the plans of the front door: the number of tokens decides at
+each call which step it is, as for `steps.gemm`, so decoding and prefilling differ. Plans of the 512
+shapes last seen are kept; a new number of tokens costs a plan, and the first use of a kernel its
+compilation, seconds: multiply as many tokens as there will be once, beforehand, above all before a
+CUDA graph is captured. On a CPU weights are dequantized at every call: right and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
+from steps.api.choice import known_accuracy
+from steps.api.operands import weight_format
+from steps.api.relocatable import packings
+from steps.nn import operator as operator
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+torch = operator.torch  # whose absence has been told in a sentence
+if not TYPE_CHECKING:
+    nn = torch.nn
+
+TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
+BLOCKS: Final = "blocks"
+KINDS: Final = ("weights", "fast")
+"""Of packings: what exact steps read, and what others read that were asked for."""
+
+
+class QuantLinear(nn.Module):
+    """y[..., N] = x[..., K] @ dequantize(blocks)^T + bias, in the dtype of x.
+
+    x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
+    contiguous, and cast where it is not float32; sums and the bias are float32 and rounded once. On
+    a GPU a step rounds x besides, to float16 or to 8 bits with a scale for each 32 values.
+
+    x has a gradient, by the dequantized weights: what the rounding of x does is not part of it. It
+    takes dequantizing on the CPU at each call, so is slow. The weights have none.
+
+    in_features must be a multiple of 32, or of 256 in K-quants, which are not made of float weights
+    but taken from files. A new layer holds zeros, to be filled by `load_state_dict`; see also
+    `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError with one sentence for what
+    cannot be.
+    """
+
+    _buffers: dict[str, Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: str = "q4_0",
+        accuracy: str = "exact",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        fmt = _kernel_format(format)
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.accuracy = fmt.name, known_accuracy(accuracy)
+        self.packings = ""
+        if in_features < 1 or out_features < 1 or in_features % fmt.elements:
+            raise ValueError(
+                f"a {fmt.name} layer needs in_features that are a multiple of {fmt.elements} "
+                f"and at least one of out_features, got in_features={in_features}, "
+                f"out_features={out_features}"
+            )
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        row = in_features // fmt.elements * fmt.block_bytes
+        zeros = torch.zeros((out_features, row), dtype=torch.uint8, device="cpu")
+        self.register_buffer(BLOCKS, zeros)
+        made = torch.zeros(out_features, dtype=dtype, device=where) if bias else None
+        self.register_parameter("bias", None if made is None else nn.Parameter(made))
+        self._move(where)
+
+    @classmethod
+    def from_float(
+        cls, source: Any, format: str, *, bias: Any = None, accuracy: str = "exact"
+    ) -> QuantLinear:
+        """Quantize a torch.nn.Linear, or a float matrix [N, K], tensor or array.
+
+        The layer is where the source is. A Linear's bias is shared with it, not copied.
+        """
+        fmt, linear = _written_format(format), source
+        if isinstance(source, nn.Linear):
+            source, bias = source.weight, source.bias if bias is None else bias
+        if isinstance(source, np.ndarray):
+            source = torch.from_numpy(np.array(source, np.float32, ndmin=1))
+        weight = source.detach()
+        if weight.ndim != 2 or weight.shape[1] % fmt.elements or not weight.numel():
+            what = linear if isinstance(linear, nn.Linear) else f"shape {list(weight.shape)}"
+            raise ValueError(
+                f"{what} cannot be {fmt.name}: weights must be [N, K] with K a multiple of "
+                f"{fmt.elements}"
+            )
+        if weight.is_meta:
+            raise ValueError("the weights are on the meta device and have no values: load them")
+        values = weight.to("cpu", torch.float32).contiguous().numpy()
+        layer = cls.from_blocks(quantize(values, fmt.name), bias, accuracy=accuracy)
+        return layer.to(weight.device)
+
+    @classmethod
+    def from_blocks(
+        cls, blocks: np.ndarray, bias: Any = None, *, accuracy: str = "exact"
+    ) -> QuantLinear:
+        """Of blocks [N, K/32], or [N, K/256] of K-quants, which are copied. On the CPU.
+
+        bias: [N], a Parameter (taken as it is), tensor or array, or None.
+        """
+        fmt = weight_format(blocks)
+        n, deep = blocks.shape
+        layer = cls(deep * fmt.elements, n, False, format=fmt.name, accuracy=accuracy, device="cpu")
+        operator.host_blocks(layer.blocks, fmt)[...] = blocks
+        if bias is not None:
+            if not isinstance(bias, nn.Parameter):
+                own = torch.from_numpy(np.array(bias)) if isinstance(bias, np.ndarray) else bias
+                bias = nn.Parameter(own.detach().clone(), requires_grad=False)
+            if tuple(bias.shape) != (n,):
+                raise ValueError(f"bias must have shape [{n}], got {list(bias.shape)}")
+            layer.bias = bias
+        return layer
+
+    @classmethod
+    def from_gguf(cls, tensor: Any, bias: Any = None, *, accuracy: str = "exact") -> QuantLinear:
+        """Of a `qformats.gguf_file.Tensor`; bias may be another one. On the CPU.
+
+        Blocks are taken as they are, in the file's order of rows. ValueError for a type that the
+        kernels do not take: quantize `tensor.values()` anew by `from_float`, if that will do.
+        """
+        if tensor.type not in TAKEN:
+            raise ValueError(
+                f"{tensor.name} is {tensor.type}, and the kernels take {', '.join(TAKEN)}:"
+                ' QuantLinear.from_float(tensor.values(), "q8_0") would quantize it anew'
+            )
+        bias = bias.values() if hasattr(bias, "values") and hasattr(bias, "type") else bias
+        return cls.from_blocks(tensor.array, bias, accuracy=accuracy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """TypeError or ValueError, and nothing computed, for an x that does not fit."""
+        weights = self._arrays("weights")
+        here = (weights[0] if weights else self.blocks).device
+        if x.device != here:
+            raise ValueError(f"x is on {x.device} and the layer on {here}: move one of them")
+        bias, blocks, graded = self.bias, None, False
+        if torch.is_grad_enabled():
+            graded = x.requires_grad or (bias is not None and bias.requires_grad)
+        if not x.is_cuda or (graded and x.requires_grad):
+            blocks = self.blocks
+        return (operator.linear if graded else operator.product)(
+            x,
+            bias,
+            blocks,
+            weights,
+            self._arrays("fast"),
+            self.packings,
+            self.accuracy,
+            self.format,
+            self.out_features,
+            self.in_features,
+        )
+
+    def dequantize(self) -> Tensor:
+        """The weights, float32 [N, K], on the layer's device: a new tensor at each call."""
+        fmt = FORMATS[self.format]
+        values = fmt.dequantize(operator.host_blocks(self.blocks, fmt))
+        return torch.from_numpy(values).to(self.device)
+
+    @property
+    def weight(self) -> Tensor:
+        """`dequantize()`, for code that looks at a Linear's weight; changing it does nothing."""
+        return self.dequantize()
+
+    @property
+    def device(self) -> Any:
+        """Where the layer multiplies."""
+        arrays = self._arrays("weights")
+        return (arrays[0] if arrays else self.blocks).device
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the weights on the layer's device."""
+        arrays = [*self._arrays("weights"), *self._arrays("fast")] or [self.blocks]
+        return sum(one.nbytes for one in arrays)
+
+    @property
+    def packed(self) -> dict[str, Sequence[Tensor]]:
+        """The arrays of each packing on the GPU, by its name; none on a CPU."""
+        return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
+
+    def explain(self, m: int) -> str:
+        """Which step multiplies m tokens (float32, on this GPU) and why, in a sentence."""
+        if self.device.type != "cuda":
+            return f"the layer is on {self.device}: torch multiplies dequantized weights"
+        size = m, self.out_features, self.in_features
+        with torch.cuda.device(self.device):
+            made = operator.planned(
+                self.format, size, self.packed, self.accuracy, False, self.device
+            )
+        return str(made.choice)
+
+    def extra_repr(self) -> str:
+        fast = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, format={self.format}{fast}"
+        )
+
+    # --- where things lie ---
+
+    def _arrays(self, kind: str) -> list[Tensor]:
+        """The arrays of a packing, in order."""
+        return [array for name, array in self._buffers.items() if name.startswith(kind)]
+
+    def _move(self, device: Any) -> None:
+        """Make the packings for a device anew, of the blocks."""
+        for name in [name for name in self._buffers if name != BLOCKS]:
+            del self._buffers[name]
+        self.packings = ""
+        if device.type != "cuda":
+            if device.type not in ("cpu", "meta"):
+                raise ValueError(f"a QuantLinear multiplies on cuda and on cpu, not on {device}")
+            self.blocks = self._on_host(device)
+            return
+        self.blocks = self._on_host(torch.device("cpu"))
+        cc = operator.capability(device)
+        steps = packings(self.format, cc, self.accuracy)
+        host = operator.host_blocks(self.blocks, FORMATS[self.format])
+        for kind, step in zip(KINDS, steps, strict=False):
+            for i, array in enumerate(step.pack(host)):
+                held = operator.upload(array, device)
+                self.register_buffer(f"{kind}_{i}", held, persistent=False)
+        self.packings = " ".join(step.pack.__name__ for step in steps)
+
+    def _on_host(self, device: Any) -> Tensor:
+        if self.blocks.is_meta and device.type != "meta":  # there was nothing in it
+            return torch.zeros_like(self.blocks, device=device)
+        return self.blocks.to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """What .to(), .half(), .cuda() and their like come to: the bias is moved and cast as they
+        say, bytes are bytes whatever the dtype, and packings are made where they are needed."""
+        buffers, self._buffers = self._buffers, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers = buffers
+        here = self.device
+        there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+        if there != here:
+            self._move(there)
+        elif there.type == "cpu":
+            same = fn(self.blocks)  # such as share_memory()
+            self.blocks = same if same.dtype == torch.uint8 else self.blocks
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        here = self.device
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.packings:
+            self._move(here)
+
+
+def _kernel_format(name: str) -> Any:
+    if name not in TAKEN:
+        raise ValueError(f"the kernels take {', '.join(TAKEN)}, not {name!r}")
+    return FORMATS[name]
+
+
+def _written_format(name: str) -> Any:
+    """A format that floats are quantized to."""
+    fmt = _kernel_format(name)
+    if not fmt.written:
+        written = ", ".join(one for one in TAKEN if FORMATS[one].written)
+        raise ValueError(f"{name} is read from files, not written: quantize to {written}")
+    return fmt
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A layer that was quantized, and the bytes of its weights on its device before and after."""
+
+    name: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `quantize_model` did; `print` it.
+
+    skipped: (name, why). unused: entries of skip that fit no layer.
+    """
+
+    format: str
+    replaced: tuple[Replaced, ...]
+    skipped: tuple[tuple[str, str], ...]
+    unused: tuple[str, ...] = ()
+
+    @property
+    def saved(self) -> int:
+        """Bytes of weights that the model's device holds less than before."""
+        return sum(one.before - one.after for one in self.replaced)
+
+    def __str__(self) -> str:
+        before = sum(one.before for one in self.replaced)
+        lines = [
+            f"{len(self.replaced)} layers are {self.format} now: {before:,} bytes of weights -> "
+            f"{before - self.saved:,}, {self.saved:,} saved"
+        ]
+        lines += [f"  {one.name}: {one.before:,} -> {one.after:,}" for one in self.replaced]
+        lines += [f"  {name} is as it was: {why}" for name, why in self.skipped]
+        lines += [f"  skip={entry!r} fits no layer" for entry in self.unused]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A Linear under all its names, and why it is not to be replaced, if it is not."""
+
+    linear: Any
+    names: list[str] = field(default_factory=list)
+    why: str | None = None
+
+
+def quantize_model(
+    model: Any,
+    format: str = "q4_0",
+    skip: Iterable[str] = ("lm_head",),
+    *,
+    accuracy: str = "exact",
+) -> Report:
+    """Replace every torch.nn.Linear in a model, in place, by a QuantLinear where it lies.
+
+    skip : layers to leave alone. An entry is a name, of a layer or of what it is in, complete or
+           one or more of its parts in a row: "lm_head" fits "lm_head" and "model.lm_head", "mlp"
+           all layers in modules of that name, "layers.0" those of the first layer; or, with *, ? or
+           [, a pattern for the whole name: "*.down_proj".
+
+    Left alone too, and reported with the reason: layers with K not a multiple of 32; subclasses of
+    Linear, which may do other things; layers with hooks, which would be lost; and layers whose
+    weights are tied to anything that stays, such as an output layer to the embedding: to quantize
+    that would cost memory. A layer that is in a model several times stays one layer, and Linears
+    that are tied to each other, with the same bias, become one.
+
+    Layers are quantized one after another. ValueError with the name where one cannot be, such as
+    one that holds NaN: those before it are replaced then.
+    """
+    fmt, accuracy = _written_format(format), known_accuracy(accuracy)
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    if isinstance(model, nn.Linear):
+        raise ValueError("the model is a Linear itself: use QuantLinear.from_float(model, format)")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    candidates: dict[int, _Candidate] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            candidates.setdefault(id(module), _Candidate(module)).names.append(name)
+    used: set[str] = set()
+    for one in candidates.values():
+        fits = [entry for entry in skip if any(_fits(entry, name) for name in one.names)]
+        used.update(fits)
+        one.why = f"skip={fits[0]!r}" if fits else _why_not(one.linear, fmt.name)
+    _keep_ties(modules, candidates)
+
+    replaced: list[Replaced] = []
+    layers: dict[Any, QuantLinear] = {}
+    counted: set[Any] = set()
+    for one in candidates.values():
+        if one.why is not None:
+            continue
+        memory = _memory(one.linear.weight)
+        before, known = one.linear.weight.nbytes, len(layers)
+        layer = layers.get(key := (memory, id(one.linear.bias)))
+        if layer is None:
+            try:
+                layer = QuantLinear.from_float(one.linear, fmt.name, accuracy=accuracy)
+            except ValueError as error:
+                raise ValueError(f"{one.names[0]}: {error}") from error
+            layers[key] = layer.train(one.linear.training)
+        for name in one.names:
+            parent, _, last = name.rpartition(".")
+            setattr(modules[parent], last, layer)
+            modules[name] = layer
+        after = layer.device_bytes if len(layers) > known else 0
+        replaced.append(Replaced(one.names[0], 0 if memory in counted else before, after))
+        counted.add(memory)
+        one.linear = None  # its memory is free for the next one
+    skipped = ((one.names[0], one.why) for one in candidates.values() if one.why is not None)
+    unused = tuple(entry for entry in skip if entry not in used)
+    return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
+
+
+def _fits(entry: str, name: str) -> bool:
+    if any(sign in entry for sign in "*?["):
+        return fnmatchcase(name, entry)
+    return f".{entry}." in f".{name}."
+
+
+def _why_not(linear: Any, format_name: str) -> str | None:
+    """Why a layer is not replaced, whatever its name."""
+    if type(linear) is not nn.Linear:
+        return f"a {type(linear).__name__} may do more than a Linear"
+    size = FORMATS[format_name].elements
+    if linear.in_features % size or not linear.weight.numel():
+        return f"K={linear.in_features} is not a multiple of {size}, the block of {format_name}"
+    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+        return "it has hooks, which a new layer would not have"
+    return None
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What tied tensors have in common."""
+    where = id(tensor) if tensor.is_meta else tensor.data_ptr()
+    return tensor.device, where, tensor.numel()
+
+
+def _keep_ties(modules: dict[str, Any], candidates: dict[int, _Candidate]) -> None:
+    """Leave alone what is tied to something that stays."""
+    owners: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for name, module in modules.items():
+        for last, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(_memory(parameter), []).append((f"{name}.{last}", module))
+    for one in candidates.values():
+        if one.why is None:
+            stays: Sequence[str] = [
+                name
+                for name, module in owners[_memory(one.linear.weight)]
+                if id(module) not in candidates or candidates[id(module)].why is not None
+            ]
+            if stays:
+                one.why = f"its weights are tied to {stays[0].lstrip('.')}, which stays"

@@ -1,0 +1,302 @@
+"""Arrays as a simulated kernel sees them: every access checked, every value converted as in C."""
+
+import operator
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from steps.simulator.c_types import as_dtype, cast_to
+from steps.simulator.errors import Misaligned, OutOfRange, SimulatorError
+
+_ALLOCATION_ALIGNMENT = 256  # bytes; what cudaMalloc and the pools promise for a whole allocation
+
+
+class CheckedArray:
+    """A NumPy array behind range, sign and alignment checks.
+
+    Loads give Python ints for integer dtypes and NumPy scalars for floating ones; stores to integer
+    arrays wrap. Negative indices raise: in a kernel they are a bug far more often than a wish.
+    Slices, fields and `.view` share memory.
+
+    space: "global", "shared", "local" or "constant". alignment: what is promised of the address of
+    the allocation.
+    """
+
+    __slots__ = (
+        "_base",
+        "_bytes",
+        "_cast",
+        "_item",
+        "_length",
+        "_writable",
+        "alignment",
+        "data",
+        "dtype",
+        "name",
+        "ndim",
+        "shape",
+        "space",
+    )
+
+    def __init__(
+        self, data: np.ndarray, name: str, space: str = "global", alignment: int | None = None
+    ):
+        self.data, self.name, self.space = data, name, space
+        self.alignment = _ALLOCATION_ALIGNMENT if alignment is None else alignment
+        self.shape, self.ndim, self.dtype = data.shape, data.ndim, data.dtype
+        self._length = (
+            data.shape[0] if data.ndim == 1 else -1
+        )  # -1: the one-index fast path does not apply
+        self._writable = data.flags.writeable
+        self._bytes: memoryview | None = None
+        self._base: int | None = None
+        self._cast: Any  # of a value to store; None for records
+        self._item: Callable
+        if data.dtype.names:
+            self._item, self._cast = (lambda *i: CheckedRecord(self, i)), None
+        else:
+            self._cast = cast_to(data.dtype)
+            self._item = data.item if data.dtype.kind in "iub" else lambda *i: data[i]
+
+    # --- what kernels use of an array besides elements
+    @property
+    def size(self) -> int:
+        return self.data.size
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.data.strides
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def view(self, dtype) -> "CheckedArray":
+        return self._share(self.data.view(as_dtype(dtype)))
+
+    def reshape(self, *shape) -> "CheckedArray":
+        return self._share(self.data.reshape(*shape))
+
+    def fill(self, value) -> None:
+        self.data.fill(self._cast(value))
+
+    def __getattr__(self, name: str):
+        if name != "dtype" and self.dtype.names and name in self.dtype.names:
+            return self[name]
+        raise AttributeError(f"an array of {self.dtype} has no attribute {name!r} in the simulator")
+
+    # --- elements
+    def __getitem__(self, key):
+        if type(key) is int and 0 <= key < self._length:
+            return self._item(key)
+        if type(key) is tuple and self._plain(key):
+            return self._item(*key)
+        if isinstance(key, str):
+            return self._share(self.data[key], f"{self.name}[{key!r}]")
+        key, whole = self._checked(key)
+        return self._item(*key) if whole else self._share(self.data[key], self.name)
+
+    def __setitem__(self, key, value) -> None:
+        if not self._writable:
+            raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
+        if self._cast is not None and (
+            0 <= key < self._length if type(key) is int else type(key) is tuple and self._plain(key)
+        ):
+            self.data[key] = self._cast(value)
+            return
+        key, whole = self._checked(key)
+        if whole and self._cast is not None:
+            self.data[key] = self._cast(value)
+        elif isinstance(value, CheckedArray):
+            self.data[key] = value.data
+        elif isinstance(value, CheckedRecord):
+            self.data[key] = value.array.data[value.index]
+        else:
+            self.data[key] = self._cast(value)
+
+    def _plain(self, key: tuple) -> bool:
+        """Whether the key is one int within range for each dimension: the usual case, fast."""
+        if len(key) != self.ndim:
+            return False
+        if len(key) == 2:
+            (i, j), (rows, columns) = key, self.shape
+            return type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns
+        for index, extent in zip(key, self.shape):  # noqa: B905 - equally long
+            if type(index) is not int or not 0 <= index < extent:
+                return False
+        return True
+
+    def _checked(self, key) -> tuple[tuple, bool]:
+        """The key as a tuple of ints and slices within range, and whether it names one element."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > self.ndim:
+            raise OutOfRange(
+                f"{self.name} has {self.ndim} dimension(s) and is indexed with {len(keys)}"
+            )
+        checked: list[int | slice] = []
+        for part, extent in zip(keys, self.shape, strict=False):
+            if isinstance(part, slice):
+                for bound in (part.start, part.stop):
+                    if bound is not None and not 0 <= bound <= extent:
+                        raise self._outside(key)
+                checked.append(part)
+                continue
+            try:
+                index = operator.index(part)
+            except TypeError:
+                raise SimulatorError(
+                    f"{self.name} is indexed with {part!r}, which is not an integer"
+                ) from None
+            if not 0 <= index < extent:
+                raise self._outside(key)
+            checked.append(index)
+        return tuple(checked), len(keys) == self.ndim and not any(
+            isinstance(k, slice) for k in checked
+        )
+
+    def _outside(self, key) -> OutOfRange:
+        shown = ", ".join(map(_show_key, key)) if isinstance(key, tuple) else _show_key(key)
+        return OutOfRange(f"{self.name}[{shown}] is outside {self.name} of shape {self.shape}")
+
+    def _share(self, data: np.ndarray, name: str | None = None) -> "CheckedArray":
+        return CheckedArray(data, name or self.name, self.space, self.alignment)
+
+    # --- bytes, for instructions
+    @property
+    def bytes(self) -> memoryview:
+        """All bytes of the array, which must be C-contiguous; a view, not a copy."""
+        if self._bytes is None:
+            if not self.data.flags.c_contiguous:
+                raise SimulatorError(
+                    f"{self.name} is not C-contiguous, which an (array, index) operand must be: "
+                    "it is taken as flat"
+                )
+            self._bytes = self.data.reshape(-1).view(np.uint8).data
+        return self._bytes
+
+    @property
+    def writable_bytes(self) -> memoryview:
+        """As `bytes`; raises where the array is read-only."""
+        if not self._writable:
+            raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
+        return self.bytes
+
+    def address(self, index: int) -> int:
+        """Where element `index` of the flat array lies, in bytes from the start of its allocation.
+
+        OutOfRange outside of the array.
+        """
+        offset = CheckedArray.locate(self, index, self.dtype.itemsize, 1)
+        return offset + self._begin()
+
+    def _begin(self) -> int:
+        """Where it begins, in bytes from the start of its allocation."""
+        if self._base is None:
+            self._base = offset_in_allocation(self.data)
+        return self._base
+
+    def locate_for(self, lane: int, index: int, size: int) -> int:
+        """As `locate`, for another lane of the warp than the one that runs."""
+        return self.locate(index, size)
+
+    def locate(self, index: int, size: int, alignment: int | None = None) -> int:
+        """The byte offset of element `index` of the flat array for an access of `size` bytes.
+
+        Raises OutOfRange unless all of it is inside, Misaligned unless its address is certainly a
+        multiple of `alignment` (default: the size).
+        """
+        index = operator.index(index)
+        itemsize = self.dtype.itemsize
+        offset = index * itemsize
+        if index < 0 or offset + size > self.data.nbytes:
+            raise OutOfRange(
+                f"{self.name}: {size} bytes at index {index} (byte {offset}) are outside its "
+                f"{self.data.nbytes} bytes, shape {self.shape}"
+            )
+        alignment = alignment or size
+        begin = self._begin()
+        if (offset + begin) % alignment:
+            where = f" at byte {begin} of its allocation" if begin else ""
+            raise Misaligned(
+                f"{self.name}{where}: index {index} is byte {offset}, "
+                f"{(offset + begin) % alignment} past a multiple of {alignment}; "
+                f"a {size}-byte access faults there on the GPU"
+            )
+        if alignment > self.alignment:
+            raise Misaligned(
+                f"{self.name} ({self.space}, {self.dtype}) is declared with alignment "
+                f"{self.alignment}, so a {size}-byte access may fault on the GPU; "
+                f"declare it with alignment={alignment}"
+            )
+        return offset
+
+
+class CheckedRecord:
+    """One element of an array of records: `r.d`, `r["d"]`, `r.qs[j]`; nested arrays are checked."""
+
+    __slots__ = ("array", "index")
+
+    def __init__(self, array: CheckedArray, index: tuple[int, ...]):
+        object.__setattr__(self, "array", array)
+        object.__setattr__(self, "index", index)
+
+    def __getitem__(self, field: str):
+        array = self.array
+        if field not in array.dtype.names:
+            raise SimulatorError(
+                f"{array.name} has the fields {', '.join(array.dtype.names)}, not {field!r}"
+            )
+        name = f"{array.name}[{', '.join(map(str, self.index))}].{field}"
+        if array.dtype[field].shape:
+            return CheckedArray(array.data[field][self.index], name, array.space, array.alignment)
+        return CheckedArray(array.data[field], name, array.space)._item(*self.index)
+
+    def __setitem__(self, field: str, value) -> None:
+        CheckedArray(self.array.data[field], f"{self.array.name}.{field}", self.array.space)[
+            self.index
+        ] = value
+
+    def __getattr__(self, field: str):
+        return self[field]
+
+    def __setattr__(self, field: str, value) -> None:
+        self[field] = value
+
+
+def garbage(shape, dtype) -> np.ndarray:
+    """Memory nobody wrote: NaN in floats, bytes 0xA5 (165, -91) in everything else."""
+    dtype = as_dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if dtype.kind == "f":
+        return np.full(shape, np.nan, dtype)
+    return np.full(prod(shape) * dtype.itemsize, 0xA5, np.uint8).view(dtype).reshape(shape)
+
+
+def offset_in_allocation(data: np.ndarray) -> int:
+    """Bytes from the start of the owner of the memory, which stands for an aligned allocation."""
+    return data.__array_interface__["data"][0] - owner(data).__array_interface__["data"][0]
+
+
+def owner(data: np.ndarray) -> np.ndarray:
+    """The array whose memory `data` is a view of."""
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return data
+
+
+def _show_key(key) -> str:
+    if isinstance(key, slice):
+        return f"{'' if key.start is None else key.start}:{'' if key.stop is None else key.stop}"
+    return str(key)

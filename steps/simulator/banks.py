@@ -1,0 +1,251 @@
+"""Bank conflicts: how many cycles shared memory takes for what a warp asks of it at once.
+
+Shared memory is 32 banks side by side; successive 4-byte words lie in successive banks, and each
+bank serves one word a cycle (CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x,
+to which the later ones refer). Lanes that want the same word share it, in a load as in a store;
+lanes that want different words of one bank wait for each other. An access of 8 bytes a lane is made
+in two halves of the warp, one of 16 bytes in four quarters, and `ldmatrix` in matrices of 8 rows of
+16 bytes, which is the same thing. What shared memory does in one cycle is a *wavefront*.
+
+    wavefronts([4 * lane for lane in range(32)], 4)         1     a row of float32
+    wavefronts([128 * lane for lane in range(32)], 4)      32     a column of float32[32, 32]
+    wavefronts([132 * lane for lane in range(32)], 4)       1     a column of float32[32, 33]
+    wavefronts([16 * lane for lane in range(32)], 16)       4     512 bytes need no fewer
+
+and of a whole kernel, in the simulator:
+
+    counter = BankCounter()
+    simulate(kernel, grid, block, args, banks=counter)
+    assert counter.conflicts == 0, counter.report()
+
+It is a model. It counts the accesses that the source makes; a compiler may merge or drop some. A
+GPU may be kinder where the halves or quarters of a warp want the same words.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
+from steps.simulator.errors import SimulatorError
+from steps.simulator.scheduler import WARP, Block, Lane, Site, here, kernel_codes, now
+
+BANKS = 32
+WORD = 4  # bytes that a bank serves in a cycle
+SIZES = (1, 2, 4, 8, 16)  # bytes of one lane's access
+_APART = 1 << 32  # between the addresses given to different arrays: each begins at bank 0
+
+
+def wavefronts(addresses: Sequence[int | None], size: int) -> int:
+    """Cycles for one access of a warp: `size` bytes at the byte address of each lane.
+
+    None stands for a lane that takes no part. For `ldmatrix` give the addresses of the 8, 16 or 32
+    rows and size 16. ValueError for a size that no instruction has, for more than 32 lanes and for
+    an address that is not a multiple of the size.
+    """
+    cycles = 0
+    for phase in _phases(addresses, size):
+        words = {(a + at) // WORD for a in phase for at in range(0, size, WORD)}
+        cycles += max(Counter(word % BANKS for word in words).values())
+    return cycles
+
+
+def without_conflicts(addresses: Sequence[int | None], size: int) -> int:
+    """Cycles for the same access, were there no conflict: one for each part that it is made in."""
+    return sum(1 for _ in _phases(addresses, size))
+
+
+def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
+    """The addresses that are served together, part by part; parts without a lane left out."""
+    if size not in SIZES:
+        raise ValueError(f"one lane accesses 1, 2, 4, 8 or 16 bytes at once, not {size}")
+    if len(addresses) > WARP:
+        raise ValueError(f"a warp has {WARP} lanes, got {len(addresses)} addresses")
+    for address in addresses:
+        if address is not None and address % size:
+            raise ValueError(f"an access of {size} bytes at address {address} would fault")
+    lanes = BANKS * WORD // max(size, WORD)
+    for first in range(0, len(addresses), lanes):
+        phase = [a for a in addresses[first : first + lanes] if a is not None]
+        if phase:
+            yield phase
+
+
+# --- in the simulator -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one place in the source asked of shared memory, all warps together."""
+
+    accesses: int = 0  # of whole warps
+    wavefronts: int = 0
+    ideal: int = 0  # wavefronts without conflicts
+
+    @property
+    def conflicts(self) -> int:
+        """Cycles lost."""
+        return self.wavefronts - self.ideal
+
+
+class BankCounter:
+    """Counts the wavefronts of kernels simulated with `simulate(..., banks=counter)`.
+
+    sites: place in the source -> `Traffic`; it grows with every kernel simulated.
+
+    The simulator runs one lane at a time, so accesses of a warp are put together afterwards: those
+    from one place, reached on one way through the calls, on the same visit of each lane since the
+    last barrier of the block. Lanes that pass a place on different turns of a loop, with no barrier
+    between, are so taken to be there together. An atomic counts as a load and a store.
+    """
+
+    def __init__(self) -> None:
+        self.sites: dict[Site, Traffic] = {}
+        self._open: dict[Block, _Open] = {}
+
+    @property
+    def wavefronts(self) -> int:
+        return sum(traffic.wavefronts for traffic in self.sites.values())
+
+    @property
+    def ideal(self) -> int:
+        return sum(traffic.ideal for traffic in self.sites.values())
+
+    @property
+    def conflicts(self) -> int:
+        """Cycles lost: wavefronts beyond those that the same accesses need without conflicts."""
+        return self.wavefronts - self.ideal
+
+    def report(self) -> str:
+        """A line for each place in the source that accesses shared memory, the worst first."""
+        worst_first = sorted(self.sites.items(), key=lambda item: -item[1].conflicts)
+        return "\n".join(
+            f"{t.wavefronts} wavefronts, {t.conflicts} of them conflicts, in {t.accesses} accesses "
+            f"of a warp: {site}"
+            for site, t in worst_first
+        )
+
+    # --- what the simulator calls
+    def array(self, data: Any, name: str, space: str, alignment: int) -> CheckedArray:
+        """A shared array whose accesses are counted."""
+        return _CountedArray(data, name, space, alignment, self)
+
+    def record(self, lane: Lane, address: int, size: int) -> None:
+        """One lane's access at the place where the running lane is."""
+        block = lane.block
+        opened = self._open.get(block)
+        if opened is None:
+            opened = self._open[block] = _Open({}, Counter())
+        place = (*_way_here(), size)
+        visit = opened.visits[lane.index, place]
+        opened.visits[lane.index, place] += 1
+        key = (lane.index // WARP, place, visit)
+        if key not in opened.accesses:
+            opened.accesses[key] = (here(), [None] * WARP)
+        opened.accesses[key][1][lane.index % WARP] = address
+
+    def close(self, blocks: Iterable[Block]) -> None:
+        """At a barrier or the end of blocks: what was begun before it is complete."""
+        for block in blocks:
+            opened = self._open.pop(block, None)
+            if opened is None:
+                continue
+            for (_, place, _), (site, addresses) in opened.accesses.items():
+                traffic = self.sites.setdefault(site, Traffic())
+                traffic.accesses += 1
+                traffic.wavefronts += wavefronts(addresses, place[-1])
+                traffic.ideal += without_conflicts(addresses, place[-1])
+
+    def closing(self, block: Block, function: Callable) -> Callable:
+        """`function` of a barrier, called when all threads of the block have reached it."""
+
+        def closed(operands: list) -> list:
+            self.close((block,))
+            return function(operands)
+
+        return closed
+
+
+@dataclass(slots=True)
+class _Open:
+    """The accesses of one block since its last barrier."""
+
+    accesses: dict[tuple, tuple[Site, list[int | None]]]  # (warp, place, visit) -> by lane
+    visits: Counter[tuple]  # (lane, place) -> so far
+
+
+class _CountedArray(CheckedArray):
+    """A shared array that tells a `BankCounter` of each access."""
+
+    __slots__ = ("_counter", "_start")
+
+    def __init__(
+        self, data: Any, name: str, space: str, alignment: int | None, counter: BankCounter
+    ):
+        super().__init__(data, name, space, alignment)
+        self._counter = counter
+        if data.dtype.names:
+            raise SimulatorError(f"{name} is an array of records, whose accesses are not counted")
+        # Relative to its allocation: moving all lanes by a whole number of words changes no count.
+        self._start = id(owner(data)) * _APART + offset_in_allocation(data)
+
+    def _share(self, data: Any, name: str | None = None) -> CheckedArray:
+        return _CountedArray(data, name or self.name, self.space, self.alignment, self._counter)
+
+    def _count(self, lane: Lane, offset: int, size: int) -> None:
+        self._counter.record(lane, self._start + offset, size)
+
+    def _offset(self, key: Any) -> int:
+        """The byte of one element; SimulatorError where the key names more of them."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) < self.ndim or any(isinstance(i, slice) for i in keys):
+            raise SimulatorError(f"{self.name}: storing a part at once is not counted, only values")
+        return sum(int(i) * stride for i, stride in zip(keys, self.data.strides, strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        value = super().__getitem__(key)
+        if not isinstance(value, CheckedArray):  # a part of it, of which nothing is read yet
+            self._count(now().lane, self._offset(key), self.itemsize)
+        return value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._count(now().lane, self._offset(key), self.itemsize)
+
+    def locate(self, index: int, size: int, alignment: int | None = None) -> int:
+        offset = super().locate(index, size, alignment)
+        self._count(now().lane, offset, size)
+        return offset
+
+    def locate_for(self, lane: int, index: int, size: int) -> int:
+        offset = super().locate(index, size)
+        warp = now().lane.index // WARP
+        self._count(now().lane.block.lanes[WARP * warp + lane], offset, size)
+        return offset
+
+
+def _way_here() -> tuple[tuple[int, int], ...]:
+    """The place in the kernel and, from function to function, the calls that led there."""
+    frame: FrameType | None = sys._getframe(2)
+    way = []
+    while frame is not None:
+        if id(frame.f_code) in kernel_codes:
+            starts = _starts(id(frame.f_code))
+            way.append((id(frame.f_code), starts[bisect_right(starts, frame.f_lasti) - 1]))
+        frame = frame.f_back
+    return tuple(way)
+
+
+@cache
+def _starts(code_id: int) -> list[int]:
+    """Where the instructions of a kernel's code begin. Between them lie caches, and once CPython
+    has specialised an `x[i]`, it is the last of them that f_lasti names."""
+    return [instruction.offset for instruction in dis.get_instructions(kernel_codes[code_id])]

@@ -1,0 +1,274 @@
+"""`cuda` inside a simulated kernel: indices, arrays, barriers, warp operations, atomics, bits."""
+
+import linecache
+import re
+
+import numpy as np
+
+from steps.simulator import scheduler as _scheduler
+from steps.simulator.arrays import CheckedArray, garbage
+from steps.simulator.c_types import as_dtype
+from steps.simulator.errors import OutOfRange, SimulatorError
+from steps.simulator.scheduler import WARP, here, now
+
+
+def _nothing(operands: list) -> list:
+    return [None] * len(operands)
+
+
+def _declared_name(kind: str) -> str:
+    """The variable a declaration is assigned to, read from its source line; else a description."""
+    site = here()
+    match = re.match(r"\s*(\w+)\s*=", linecache.getline(site.code.co_filename, site.line))
+    return match[1] if match else f"the {kind} array of line {site.line}"
+
+
+class _Shared:
+    """`cuda.shared`: one array per declaration and block; garbage until written."""
+
+    @staticmethod
+    def array(shape, dtype, alignment: int | None = None) -> CheckedArray:
+        block = now().lane.block
+        key = here()[:2]
+        found = block.shared.get(key)
+        if found is None:
+            dtype = as_dtype(dtype)
+            if shape == 0 or shape == (0,):
+                usable = block.dynamic.size // dtype.itemsize * dtype.itemsize
+                data = block.dynamic[:usable].view(dtype)
+            else:
+                data = garbage(shape, dtype)
+            banks = now().banks
+            make = CheckedArray if banks is None else banks.array
+            found = make(data, _declared_name("shared"), "shared", alignment or dtype.alignment)
+            block.shared[key] = found
+            block.memory.add(found.data, found.name)
+        return found
+
+
+class _Local:
+    """`cuda.local`: a fresh array of garbage at each execution of the declaration."""
+
+    @staticmethod
+    def array(shape, dtype, alignment: int | None = None) -> CheckedArray:
+        data = garbage(shape, dtype)
+        return CheckedArray(data, "local array", "local", alignment or data.dtype.alignment)
+
+
+class _Const:
+    """`cuda.const`."""
+
+    @staticmethod
+    def array_like(array) -> CheckedArray:
+        data = np.array(array.data if isinstance(array, CheckedArray) else array)
+        data.flags.writeable = False
+        return CheckedArray(data, "constant array", "constant")
+
+
+class _Atomic:
+    """`cuda.atomic`: each returns the old value. One lane runs at a time, so all are atomic."""
+
+    @staticmethod
+    def _update(array, index, function):
+        old = array[index]
+        array[index] = function(old)
+        return old
+
+    def add(self, array, index, value):
+        return self._update(array, index, lambda old: old + value)
+
+    def sub(self, array, index, value):
+        return self._update(array, index, lambda old: old - value)
+
+    def max(self, array, index, value):
+        return self._update(array, index, lambda old: max(old, value))
+
+    def min(self, array, index, value):
+        return self._update(array, index, lambda old: min(old, value))
+
+    def and_(self, array, index, value):
+        return self._update(array, index, lambda old: old & value)
+
+    def or_(self, array, index, value):
+        return self._update(array, index, lambda old: old | value)
+
+    def xor(self, array, index, value):
+        return self._update(array, index, lambda old: old ^ value)
+
+    def exch(self, array, index, value):
+        return self._update(array, index, lambda old: value)
+
+    def cas(self, array, index, old_value, value):
+        return self._update(array, index, lambda old: value if old == old_value else old)
+
+    def compare_and_swap(self, array, old_value, value):
+        return self.cas(array, 0, old_value, value)
+
+
+class Cuda:
+    """Stands where a kernel says `cuda`. What is missing raises AttributeError with its name."""
+
+    shared, local, const, atomic = _Shared, _Local, _Const, _Atomic()
+    warpsize = WARP
+
+    def __getattr__(self, name: str):
+        raise AttributeError(f"the simulator has no cuda.{name}")
+
+    # --- where am I
+    threadIdx = property(lambda self: now().lane.thread)
+    blockIdx = property(lambda self: now().lane.block.index)
+    blockDim = property(lambda self: now().block_dim)
+    gridDim = property(lambda self: now().grid_dim)
+    laneid = property(lambda self: now().lane.index % WARP)
+
+    def grid(self, dimensions: int):
+        lane, dim = now().lane, now().block_dim
+        block, thread = lane.block.index, lane.thread
+        place = (
+            block.x * dim.x + thread.x,
+            block.y * dim.y + thread.y,
+            block.z * dim.z + thread.z,
+        )
+        return place[0] if dimensions == 1 else place[:dimensions]
+
+    def gridsize(self, dimensions: int):
+        sizes = tuple(g * b for g, b in zip(now().grid_dim, now().block_dim, strict=True))
+        return sizes[0] if dimensions == 1 else sizes[:dimensions]
+
+    # --- the block
+    def syncthreads(self) -> None:
+        now().meet_block("syncthreads", _nothing)
+
+    def syncthreads_count(self, predicate) -> int:
+        return now().meet_block("syncthreads_count", lambda p: [sum(p)] * len(p), bool(predicate))
+
+    def syncthreads_and(self, predicate) -> int:
+        return now().meet_block(
+            "syncthreads_and", lambda p: [int(all(p))] * len(p), bool(predicate)
+        )
+
+    def syncthreads_or(self, predicate) -> int:
+        return now().meet_block("syncthreads_or", lambda p: [int(any(p))] * len(p), bool(predicate))
+
+    # --- the warp
+    def syncwarp(self, mask: int = _scheduler.FULL_MASK) -> None:
+        now().meet_warp("syncwarp", _nothing, (), mask)
+
+    def shfl_sync(self, mask, value, source):
+        return shuffle("shfl_sync", lambda lane, x: x % WARP, mask, value, source)
+
+    def shfl_up_sync(self, mask, value, delta):
+        return shuffle("shfl_up_sync", lambda lane, x: lane - x, mask, value, delta)
+
+    def shfl_down_sync(self, mask, value, delta):
+        return shuffle("shfl_down_sync", lambda lane, x: lane + x, mask, value, delta)
+
+    def shfl_xor_sync(self, mask, value, lane_mask):
+        return shuffle("shfl_xor_sync", lambda lane, x: lane ^ x, mask, value, lane_mask)
+
+    def ballot_sync(self, mask, predicate) -> int:
+        return now().meet_warp(
+            "ballot_sync",
+            lambda votes: [sum(1 << lane for lane, vote in votes if vote)] * len(votes),
+            (self.laneid, bool(predicate)),
+            mask,
+        )
+
+    def any_sync(self, mask, predicate) -> bool:
+        return now().meet_warp("any_sync", lambda p: [any(p)] * len(p), bool(predicate), mask)
+
+    def all_sync(self, mask, predicate) -> bool:
+        return now().meet_warp("all_sync", lambda p: [all(p)] * len(p), bool(predicate), mask)
+
+    def eq_sync(self, mask, predicate) -> bool:
+        return now().meet_warp(
+            "eq_sync", lambda p: [len(set(p)) == 1] * len(p), bool(predicate), mask
+        )
+
+    def match_any_sync(self, mask, value) -> int:
+        return now().meet_warp(
+            "match_any_sync",
+            lambda held: [sum(1 << lane for lane, v in held if v == mine) for _, mine in held],
+            (self.laneid, value),
+            mask,
+        )
+
+    # --- memory order: nothing to do when one lane runs at a time; a polling lane lets the others
+    # run
+    def threadfence(self) -> None:
+        pass
+
+    threadfence_block = threadfence_system = threadfence
+
+    def nanosleep(self, nanoseconds) -> None:
+        now().poll()
+
+    # --- bits of 32-bit words, or of 64-bit ones where the value does not fit in 32
+    @staticmethod
+    def _word(x) -> tuple[int, int]:
+        x = int(x)
+        bits = 32 if -(1 << 31) <= x < 1 << 32 else 64
+        return x & ((1 << bits) - 1), bits
+
+    def popc(self, x) -> int:
+        return self._word(x)[0].bit_count()
+
+    def clz(self, x) -> int:
+        word, bits = self._word(x)
+        return bits - word.bit_length()
+
+    def ffs(self, x) -> int:
+        word, _ = self._word(x)
+        return (word & -word).bit_length()
+
+    def brev(self, x) -> int:
+        word, bits = self._word(x)
+        return int(f"{word:0{bits}b}"[::-1], 2)
+
+    def selp(self, condition, a, b):
+        return a if condition else b
+
+    def fma(self, a, b, c):
+        return fma(a, b, c)
+
+
+def shuffle(name: str, source_of, mask, value, operand):
+    """Every lane gets the value of lane `source_of(lane, operand)`; outside 0..31, its own."""
+    held_lane = now().lane.index % WARP
+
+    def exchange(held: list) -> list:
+        values = {lane: v for lane, v, _ in held}
+        results = []
+        for lane, own, x in held:
+            source = source_of(lane, x)
+            if not 0 <= source < WARP:
+                results.append(own)
+            elif source in values:
+                results.append(values[source])
+            else:
+                error = OutOfRange(f"{name}: lane {lane} reads lane {source}, which takes no part")
+                error.lane_in_warp = lane
+                raise error
+        return results
+
+    return now().meet_warp(name, exchange, (held_lane, value, int(operand)), mask)
+
+
+def fma(a, b, c):
+    """a * b + c rounded once, for float32 operands; for wider ones, rounded as Python does."""
+    if not all(isinstance(x, np.float32) for x in (a, b, c)):
+        return a * b + c
+    product, c = np.float64(a) * np.float64(b), np.float64(c)  # the product is exact: 48 bits
+    total = product + c
+    if not np.isfinite(total):
+        return np.float32(total)
+    rest = total - product
+    lost = (product - (total - rest)) + (c - rest)  # what the addition rounded away (two-sum)
+    if lost and not total.view(np.int64) & 1:  # to odd, so that rounding again to float32 is right
+        total = np.nextafter(total, np.inf if lost > 0 else -np.inf)
+    return np.float32(total)
+
+
+CUDA = Cuda()
+
+__all__ = ["CUDA", "Cuda", "SimulatorError", "fma", "shuffle"]

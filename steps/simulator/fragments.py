@@ -1,0 +1,12 @@
+"""Where the registers of a warp's 32 lanes lie in the tiles of an mma (PTX ISA, fragment layouts)."""
+
+import numpy as np
+
+LANE = np.arange(32)
+GROUP, THREAD = LANE // 4, LANE % 4
+# Where lane l's registers lie when a tile is cut into 32-bit words, row by row.
+A_ROW = np.stack([GROUP, GROUP + 8, GROUP, GROUP + 8], axis=1)
+A_WORD = np.stack([THREAD, THREAD, THREAD + 4, THREAD + 4], axis=1)
+B_WORD = np.stack([THREAD, THREAD + 4], axis=1)
+C_ROW = np.stack([GROUP, GROUP, GROUP + 8, GROUP + 8], axis=1)
+C_COLUMN = np.stack([2 * THREAD, 2 * THREAD + 1] * 2, axis=1)

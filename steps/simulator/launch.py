@@ -1,0 +1,271 @@
+"""Run a kernel on the CPU, one lane at a time, and find what a GPU would leave to chance.
+
+`simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions
+behind it with other globals and closures: `cuda` becomes a simulated module, device functions their
+rebuilt selves, instructions their NumPy twins, Numba types C casts. Nothing is patched, so one
+process simulates, compiles and launches.
+
+What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
+deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
+copies read before the wait (their data is not there), arrivals, bytes and parities of mbarriers,
+accumulators and operands of `wgmma` touched before the wait.
+
+What it counts when asked: bank conflicts (`steps.simulator.banks`).
+
+What it does not know: speed, FMA contraction, and the types Numba infers for what
+lies between two casts. There float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the
+tests of machine code look for; and uint32 - uint32 is a huge uint64 where it would be negative, so
+compare and shift such a difference only after `int32(...)` or `uint32(...)`.
+"""
+
+import builtins
+import inspect
+import math
+import types as python_types
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.dispatcher import CUDADispatcher
+
+from steps.simulator.arrays import CheckedArray
+from steps.simulator.banks import BankCounter
+from steps.simulator.c_types import as_dtype, cast_to
+from steps.simulator.cuda import CUDA
+from steps.simulator.errors import (
+    BarrierDivergence,
+    Deadlock,
+    Misaligned,
+    OutOfRange,
+    SimulatorError,
+)
+from steps.simulator.scheduler import Dim3, Schedule, kernel_codes, now
+from steps.simulator.twins import INSTRUCTIONS, Twin
+
+__all__ = [
+    "BarrierDivergence",
+    "Deadlock",
+    "Misaligned",
+    "OutOfRange",
+    "SimulatorError",
+    "simulate",
+]
+
+_MAX_THREADS = 1024  # of a block, on every GPU so far
+
+
+def simulate(
+    kernel: CUDADispatcher,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence,
+    *,
+    order: int = 0,
+    shared_bytes: int = 0,
+    resident: int = 1,
+    banks: BankCounter | None = None,
+) -> None:
+    """Run `kernel[grid, block, 0, shared_bytes](*args)` on the CPU, writing NumPy arrays in place.
+
+    order: 0 runs lanes in ascending order, -1 in descending order, any other number in an order
+        shuffled by that seed (blocks too). A kernel is right only if all orders agree; a missing
+        barrier shows up in at least one of them.
+    resident: how many blocks are in flight together; more than 1 only matters to kernels whose
+    blocks wait for each other.
+    banks: counts what the kernel's accesses cost in shared memory (`steps.simulator.banks`).
+
+    Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach,
+    because they have exited or wait elsewhere, is BarrierDivergence. Hardware since Volta lets
+    threads, and so whole warps, that have exited count as arrived; relying on it makes a kernel
+    fragile, and a thread that leaves too early is the commonest barrier bug. Warp-wide instructions
+    need all 32 lanes (all that exist, in a partial last warp), or all of their mask, at one place
+    in the source.
+
+    Raises SimulatorError or one of its subclasses; the message names block, thread and source line.
+    """
+    if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
+        raise TypeError(f"simulate takes a @cuda.jit kernel, not {kernel!r}")
+    grid_dim, block_dim = _dim3("grid", grid), _dim3("block", block)
+    threads = block_dim.x * block_dim.y * block_dim.z
+    if threads > _MAX_THREADS:
+        raise ValueError(
+            f"a block of {block_dim} has {threads} threads; the limit is {_MAX_THREADS}"
+        )
+    names = list(inspect.signature(kernel.py_func).parameters)
+    if len(names) != len(args):
+        raise TypeError(
+            f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
+        )
+    arguments = tuple(_argument(a, name) for a, name in zip(args, names, strict=True))
+    schedule = Schedule(_rebuilt(kernel.py_func), arguments, grid_dim, block_dim, order, banks)
+    schedule.run(shared_bytes, resident)
+
+
+def _dim3(what: str, extent) -> Dim3:
+    parts = (extent,) if isinstance(extent, int | np.integer) else tuple(extent)
+    if not 1 <= len(parts) <= 3 or any(int(p) < 1 for p in parts):
+        raise ValueError(f"{what} is {extent}; it takes one to three extents of at least 1")
+    return Dim3(*(int(p) for p in parts))
+
+
+def _argument(value, name: str):
+    """A kernel argument as the kernel sees it."""
+    if isinstance(value, np.ndarray):
+        return CheckedArray(value, name)
+    if isinstance(value, tuple):
+        return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return value
+    raise TypeError(
+        f"argument {name} is a {type(value).__name__}; the simulator takes NumPy arrays and scalars"
+    )
+
+
+# --- rebuilding
+
+
+_REBUILT: dict[Callable, Callable] = {}
+
+
+def _rebuilt(function: Callable) -> Callable:
+    """The function with everything it refers to replaced by what it means here; kept."""
+    if function in _REBUILT:
+        return _REBUILT[function]
+    # A code object of its own: shared arrays are told apart by the code that declares them, and two
+    # functions made by one factory share theirs.
+    code = function.__code__.replace()
+    kernel_codes[id(code)] = code
+    names: dict = {"__builtins__": builtins}
+    cells = tuple(python_types.CellType() for _ in code.co_freevars)
+    rebuilt = python_types.FunctionType(
+        code, names, function.__name__, function.__defaults__, cells
+    )
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    _REBUILT[function] = rebuilt  # before looking inside, so that recursion ends
+    names |= {
+        n: substitute(function.__globals__[n])
+        for n in _global_names(code)
+        if n in function.__globals__
+    }
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        cell.cell_contents = substitute(original.cell_contents)
+    return rebuilt
+
+
+def _global_names(code: python_types.CodeType) -> set[str]:
+    """All names the code and functions inside it may look up as globals (and attributes, too)."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, python_types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def substitute(value):
+    """What a global or closure variable of a kernel means in the simulator."""
+    if value is cuda:
+        return CUDA
+    if value is math:
+        return _Math()
+    if isinstance(value, python_types.ModuleType):
+        return _Module(value)
+    if isinstance(value, CUDADispatcher):
+        if value.targetoptions.get("device"):
+            return _rebuilt(value.py_func)
+        return _refuse(
+            f"{value.__name__} is a kernel; a kernel calls device functions (device=True) only"
+        )
+    if isinstance(value, Hashable) and value in INSTRUCTIONS:
+        return _instruction(INSTRUCTIONS[value].twin)
+    if isinstance(value, types.Number | types.Boolean) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    ):
+        dtype = as_dtype(value)
+        return cast_to(dtype) if dtype.kind in "biuf" else value
+    if isinstance(value, np.ndarray):  # Numba freezes it into the constants of the kernel
+        frozen = value.copy()
+        frozen.flags.writeable = False
+        return CheckedArray(frozen, "constant array", "constant")
+    if type(value) is tuple:
+        return tuple(map(substitute, value))
+    return value
+
+
+class _Module:
+    """A module whose attributes are substituted when a kernel reads them."""
+
+    def __init__(self, module: python_types.ModuleType):
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str):
+        value = self.__dict__[name] = substitute(getattr(self._module, name))
+        return value
+
+
+class _Math(_Module):
+    """`math`, giving float32 for float32 operands as Numba does."""
+
+    def __init__(self):
+        super().__init__(math)
+
+    def __getattr__(self, name: str):
+        original = getattr(math, name)
+        if not callable(original):
+            return original
+
+        def narrowed(*operands):
+            try:
+                result = original(*operands)
+            except (ValueError, OverflowError):  # the GPU has no exceptions here
+                result = math.nan
+            single = isinstance(result, float) and all(isinstance(x, np.float32) for x in operands)
+            return np.float32(result) if single else result
+
+        self.__dict__[name] = narrowed
+        return narrowed
+
+
+def _refuse(sentence: str) -> Callable:
+    def called(*operands):
+        raise SimulatorError(sentence)
+
+    return called
+
+
+@cache
+def _instruction(twin: Twin) -> Callable:
+    """The twin as a function a rebuilt kernel can call."""
+    function, convert, restore = twin.function, twin.convert, twin.restore
+    if twin.scope is None:
+        return _straight(twin)
+    if twin.scope == "lane":
+        return lambda *operands: restore(function(now().lane, *convert(operands)))
+    if twin.scope in ("warp", "warpgroup"):
+
+        def together(all_operands: list) -> list:
+            results = function(all_operands)
+            return [restore(r) for r in results] if twin.results else [None] * len(all_operands)
+
+        if twin.scope == "warpgroup":
+            return lambda *operands: now().meet_warpgroup(twin.name, together, convert(operands))
+        return lambda *operands: now().meet_warp(twin.name, together, convert(operands))
+    raise ValueError(f"{twin.name} has the unknown scope {twin.scope!r}")
+
+
+def _straight(twin: Twin) -> Callable:
+    """The twin of an instruction of one lane, by far the commonest kind, as a function of exactly
+    its operands: a loop over them would take longer than what it is for."""
+    operands = [f"x{i}" for i in range(len(twin.casts))]
+    value = f"function({', '.join(f'cast_{x}({x})' for x in operands)})"
+    names: dict = {"function": twin.function, "restore": twin.restore}
+    names |= {f"cast_{x}": cast for x, cast in zip(operands, twin.casts, strict=True)}
+    if len(twin.results) == 1 and not twin.is_tuple:
+        (names["restore"],) = twin.results
+    made: Callable = eval(f"lambda {', '.join(operands)}: restore({value})", names)
+    return made

@@ -1,0 +1,51 @@
+"""The meaning of every instruction in the simulator, registered by `steps.instructions.define`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The meaning of an instruction in the simulator.
+
+    `function` takes the operands, cast to the declared types, and returns the result(s), which are
+    cast likewise. With `scope="lane"` it takes the simulator's lane first; with `scope="warp"` (or
+    "warpgroup") it takes a list of the operand tuples of all lanes, is called once when the last
+    lane has arrived, and returns the list of their results.
+    """
+
+    name: str
+    function: Callable
+    scope: str | None
+    casts: tuple[Callable, ...]  # of each argument
+    results: tuple[Callable, ...]
+    is_tuple: bool
+
+    def convert(self, arguments: tuple) -> list:
+        """The arguments as the instruction receives them: int64 to int32 wraps, and so on."""
+        return [cast(value) for cast, value in zip(self.casts, arguments, strict=True)]
+
+    def restore(self, result):
+        """The result(s) in the declared types."""
+        if self.is_tuple:
+            return tuple(cast(value) for cast, value in zip(self.results, result, strict=True))
+        return self.results[0](result) if self.results else None
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What is known of one instruction: its text (or a part of it that no other has), the oldest
+    GPU that has it, or the only one, and its twin."""
+
+    name: str
+    text: str
+    min_cc: tuple[int, int]
+    only: str | None
+    twin: Twin
+
+
+INSTRUCTIONS: dict[Any, Definition] = {}
+"""Numba intrinsic -> what is known of it."""

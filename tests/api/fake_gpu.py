@@ -1,0 +1,121 @@
+"""What host code sees of a GPU, without one: arrays that are nowhere, launches that are noted."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import steps.instructions  # noqa: F401  (before numba.cuda)
+from steps.api import launcher
+from steps.api import plan as plans
+from steps.api.compile import signature_of
+from steps.contract import Launch
+
+
+def device_array(shape: tuple[int, ...], dtype: Any, address: int, strides: Any = None) -> Any:
+    """A Numba device array at an address of nobody."""
+    from cuda.bindings.driver import CUdeviceptr
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+    from numba.cuda.cudadrv.driver import MemoryPointer
+
+    like = np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides)
+    strides = strides or np.empty(shape, dtype).strides
+    memory = MemoryPointer(None, CUdeviceptr(address), max(like.nbytes, 1))
+    return DeviceNDArray(shape, strides, np.dtype(dtype), gpu_data=memory)
+
+
+class Tensor:
+    """A float32 tensor as torch has it."""
+
+    def __init__(self, shape: tuple[int, ...], address: int, **changes: Any) -> None:
+        self.shape, self.dtype, self.is_cuda = shape, "float32", True
+        self.address, self.contiguous, self.device_index = address, True, 0
+        self.__dict__.update(changes)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+    def get_device(self) -> int:
+        return self.device_index
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self.is_cuda:
+            raise AttributeError("this tensor is on the CPU")
+        typestr = {"float32": "<f4", "float16": "<f2"}[self.dtype]
+        strides = None if self.contiguous else (4, 4 * self.shape[0])
+        return {
+            "shape": self.shape,
+            "typestr": typestr,
+            "data": (self.address, False),
+            "strides": strides,
+            "version": 2,
+        }
+
+
+def torch(current_stream: int) -> Any:
+    """As much of torch as is asked for here."""
+    raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
+    return SimpleNamespace(Tensor=Tensor, float32="float32", float16="float16", _C=raw)
+
+
+@dataclass
+class FakeGpu:
+    """A machine whose memory is nowhere; `launched` has (kernel, stream, parameters) in order."""
+
+    name: str = "Fake GPU"
+    cc: tuple[int, int] | None = (9, 0)
+    sms: int = 132
+    launched: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
+    addresses: Iterator[int] = field(default_factory=lambda: itertools.count(1 << 40, 1 << 24))
+
+    def array(self, host: np.ndarray) -> Any:
+        return device_array(host.shape, host.dtype, next(self.addresses))
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return device_array(shape, dtype, next(self.addresses))
+
+    def synchronize(self) -> None:
+        pass
+
+    def load(self, launch: Launch) -> launcher.Loaded:
+        """`steps.api.launcher.load`, but nothing is compiled."""
+        arguments = launcher.parameters(signature_of(launch.args), launch.args)
+        config = SimpleNamespace(hStream=None)
+        return launcher.Loaded(launch, (self, launch), config, arguments)
+
+
+def launch_noted(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+    """cuLaunchKernelEx, which reads the parameters through their pointers."""
+    gpu, launch = function
+    count = len(launcher.parameters(signature_of(launch.args), launch.args))
+    table = (ctypes.c_void_p * count).from_address(pointers)
+    values = tuple(ctypes.c_uint64.from_address(at).value for at in table)
+    gpu.launched.append((launch.kernel.__name__, config.hStream, values))
+    return (0,)
+
+
+def _nowhere(start: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return device_array(shape, dtype, start)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """A machine for plans; the driver under `steps.api.launcher` notes launches."""
+    fake = FakeGpu()
+    monkeypatch.setattr(launcher, "load", fake.load)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=launch_noted))
+    monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
+    monkeypatch.setattr(plans, "nowhere", _nowhere)
+    monkeypatch.setattr(plans, "current_device", lambda: 0)
+    return fake

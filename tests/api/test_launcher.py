@@ -1,0 +1,248 @@
+"""How a launch reaches the driver: parameters as Numba lays them out, streams of every library."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from steps.api import launcher
+from steps.api.compile import signature_of
+from steps.api.launcher import load, parameters, stream_handle
+from steps.contract import Launch
+from tests.api.fake_gpu import FakeGpu, device_array
+
+BLOCK = np.dtype([("d", np.float16), ("qs", np.uint8, (16,))])
+ARGUMENTS = (
+    device_array((5,), np.float32, 4096),
+    device_array((3, 7), np.int8, 1 << 45),
+    device_array((3, 7, 2), np.float64, 8),
+    device_array((3, 4), np.float32, 4096, strides=(4, 12)),
+    device_array((3, 4), np.float32, 4096, strides=(64, 8)),
+    device_array((1, 96), np.float32, 4096),
+    device_array((4, 2), BLOCK, 4096),
+    7,
+    -7,
+    2.5,
+    True,
+    False,
+    np.int8(-3),
+    np.uint8(200),
+    np.int32(-5),
+    np.uint32(2**32 - 1),
+    np.uint64(2**64 - 1),
+    np.float32(-1.5),
+    np.float16(0.25),
+    (1, np.int32(2)),
+    (device_array((2,), np.uint16, 64), 3),
+)
+
+
+def raw(value: Any) -> bytes:
+    """The bytes of a parameter: of a Python int, as Numba and cuda.core take it, 64 bits."""
+    if isinstance(value, bool | int):
+        return int(value).to_bytes(8, "little", signed=True)
+    if isinstance(value, ctypes._SimpleCData):
+        return bytes(value)
+    return value.tobytes()
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS, ids=lambda a: type(a).__name__)
+def test_parameters_are_those_of_numbas_own_launcher(argument: Any) -> None:
+    from numba.cuda.dispatcher import _Kernel
+
+    (kind,) = signature_of((argument,))
+    wanted: list[Any] = []
+    numba = SimpleNamespace(extensions=[])
+    numba._prepare_args = lambda *operands: _Kernel._prepare_args(numba, *operands)
+    numba._prepare_args(kind, argument, 0, [], wanted)
+    found = parameters((kind,), (argument,))
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        # a bool is an int to Numba, and the kernel reads its first byte
+        assert raw(theirs)[: len(raw(ours))] == raw(ours)
+
+
+def test_arrays_of_any_library_are_laid_out_like_numbas(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = SimpleNamespace(__cuda_array_interface__={})
+    own = device_array((3, 4), np.float32, 4096)
+    monkeypatch.setattr(cuda, "as_cuda_array", lambda array, sync: own)
+    assert parameters(signature_of((own,)), (foreign,)) == parameters(signature_of((own,)), (own,))
+
+
+def test_what_a_kernel_cannot_take_is_refused() -> None:
+    from numba.cuda import types
+
+    with pytest.raises(TypeError, match=r"cannot be launched with 'x', which Numba calls unicode"):
+        parameters((types.unicode_type,), ("x",))
+
+    @cuda.jit
+    def kernel(out):
+        out[0] = 1
+
+    with pytest.raises(TypeError, match=r"argument 0 of kernel is a NumPy array of shape \(2, 3\)"):
+        load(Launch(kernel, (1,), (32,), (np.zeros((2, 3)),)))
+
+
+@pytest.mark.parametrize(
+    ("stream", "handle"),
+    [
+        (0, 0),
+        (None, 0),
+        (4096, 4096),
+        (SimpleNamespace(__cuda_stream__=lambda: (0, 77)), 77),  # Numba, cuda.core
+        (SimpleNamespace(cuda_stream=78), 78),  # torch
+        (SimpleNamespace(ptr=79), 79),  # CuPy
+    ],
+)
+def test_a_stream_of_any_library_has_a_handle(stream: Any, handle: int) -> None:
+    assert stream_handle(stream) == handle
+
+
+@pytest.mark.parametrize("stream", ["0", 1.5, SimpleNamespace(ptr="79"), object()])
+def test_what_is_no_stream_is_refused(stream: Any) -> None:
+    with pytest.raises(TypeError, match="stream must be 0, a handle, or a stream of Numba"):
+        stream_handle(stream)
+
+
+def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None:
+    array = device_array((3, 5), np.float32, 1 << 50)
+    kernel = SimpleNamespace(__name__="kernel")
+    loaded = gpu.load(Launch(kernel, (1,), (32,), (array, 7, np.float32(1.5), np.int8(-1))))
+    facts = (0, 0, 15, 4, 1 << 50, 3, 5, 20, 4, 7, 0x3FC00000, 0xFF)
+    loaded(4096)
+    loaded(SimpleNamespace(cuda_stream=78))
+    loaded()
+    assert gpu.launched == [("kernel", stream, facts) for stream in (4096, 78, 0)]
+    assert loaded.within(1 << 50, 60) == [(4, 0)]
+    assert loaded.within((1 << 50) - 16, 60) == [(4, 16)]
+    assert loaded.within((1 << 50) + 16, 60) == []
+    loaded.arguments[4] = 1 << 51
+    loaded()
+    assert gpu.launched[-1][2][4] == 1 << 51
+
+
+def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings.driver import CUresult
+
+    refused = CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(launcher.driver, "cuLaunchKernelEx", lambda *_: (refused,))
+    loaded = gpu.load(Launch(SimpleNamespace(__name__="kernel"), (1,), (32,), ()))
+    with pytest.raises(Exception, match="kernel was not launched: CUDA_ERROR_INVALID_VALUE") as one:
+        loaded()
+    assert type(one.value).__name__ == "CudaAPIError", "as steps.checks.works.fatal knows it"
+
+
+@pytest.mark.parametrize(("cc", "attributes"), [((9, 0), 1), ((8, 9), 0)])
+def test_a_launch_overlaps_where_the_gpu_can(cc, attributes, monkeypatch) -> None:
+    from cuda.bindings.driver import CUlaunchAttributeID
+
+    device = SimpleNamespace(compute_capability=cc)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device)
+    source = Launch(None, (3, 2), (64,), (), shared_bytes=1024, overlap=True)
+    config = launcher._config(source, cooperative=False)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (3, 2, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 1, 1)
+    assert config.sharedMemBytes == 1024
+    assert config.numAttrs == attributes
+    for attribute in config.attrs or ():
+        name = CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert attribute.id == name
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+    plain = launcher._config(Launch(None, (1,), (32,), ()), cooperative=False)
+    assert plain.numAttrs == 0
+
+
+def test_the_limit_of_shared_memory_is_raised_once_a_size(monkeypatch) -> None:
+    asked: list[int] = []
+
+    def set_attribute(attribute: Any, size: int, handle: Any, device: int) -> tuple[Any]:
+        asked.append(size)
+        result = launcher.driver.CUresult
+        return (result.CUDA_SUCCESS if size <= 200_000 else result.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(launcher.driver, "cuKernelSetAttribute", set_attribute)
+
+    class Compiled:
+        pass
+
+    compiled = Compiled()
+    kernel = SimpleNamespace(attrs=SimpleNamespace(shared=8192), handle=1)
+    named = SimpleNamespace(__name__="kernel")
+    for size in (0, 40_960, 40_961, 40_961, 30_000, 100_000, 90_000):
+        source = Launch(named, (1,), (32,), (), shared_bytes=size)
+        launcher._allow_shared(compiled, kernel, source)
+    assert asked == [40_961, 100_000]
+    with pytest.raises(RuntimeError, match="kernel with 300000 bytes of dynamic shared memory is"):
+        launcher._allow_shared(
+            compiled, kernel, Launch(named, (1,), (32,), (), shared_bytes=300_000)
+        )
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def scale_and_add(x, factor, offset, y):
+    i = cuda.grid(1)
+    if i < x.shape[0]:
+        y[i] = x[i] * factor + offset
+
+
+def operands(size: int = 1000) -> tuple[Any, Any, np.ndarray]:
+    host = np.arange(size, dtype=np.float32)
+    return cuda.to_device(host), cuda.to_device(np.zeros_like(host)), host * 3 + 2
+
+
+@pytest.mark.gpu
+def test_streams_of_numba_and_cuda_core_and_a_handle() -> None:
+    from cuda.core import Device
+
+    cuda.current_context()
+    device = Device()
+    device.set_current()
+    own = device.create_stream()
+    for stream in (0, cuda.stream(), own, int(own.handle)):
+        x, y, wanted = operands()
+        cuda.synchronize()
+        args = (x, np.float32(3), np.float32(2), y)
+        load(Launch(scale_and_add, (8,), (128,), args))(stream)
+        cuda.synchronize()
+        np.testing.assert_array_equal(y.copy_to_host(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_thread_that_never_used_cuda_can_launch() -> None:
+    import threading
+
+    x, y, wanted = operands()
+    loaded = load(Launch(scale_and_add, (8,), (128,), (x, np.float32(3), np.float32(2), y)))
+    thread = threading.Thread(target=loaded)
+    thread.start()
+    thread.join()
+    cuda.synchronize()
+    np.testing.assert_array_equal(y.copy_to_host(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_runs_when_the_graph_does() -> None:
+    from cuda.core import Device
+
+    x, y, wanted = operands()
+    loaded = load(Launch(scale_and_add, (8,), (128,), (x, np.float32(3), np.float32(2), y)))
+    device = Device()
+    device.set_current()
+    builder, stream = device.create_graph_builder(), device.create_stream()
+    builder.begin_building()
+    loaded(builder)
+    builder.end_building()
+    graph = builder.complete()
+    assert not y.copy_to_host().any()
+    graph.launch(stream)
+    stream.sync()
+    np.testing.assert_array_equal(y.copy_to_host(), wanted)

@@ -1,0 +1,500 @@
+"""`python -m steps ...` as a user types it: what it prints, where, and what it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from results.render import text as table
+from results.render.text import Column, Line, Table
+from steps.api.dry_run import launches
+from steps.checks.works import GOING_ROUND, ORDERS, UsageError, cases, select, with_ancestors
+from steps.cli import doctor, run
+from steps.cli import main as cli
+from steps.cli import tools as nvidia
+from steps.registry import find, ladder
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU_HERE = run.machines("auto")[2] is not None
+without_gpu = pytest.mark.skipif(not NO_GPU_HERE, reason="this machine has a GPU")
+
+
+def typed(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, its output in pipes."""
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "steps", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def one_sentence(text: str) -> bool:
+    return text.count("\n") == 1 and text.endswith("\n") and "Traceback" not in text
+
+
+# --- what works -----------------------------------------------------------------------------------
+
+
+def test_list_shows_every_step() -> None:
+    done = typed("list")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for step in ladder():
+        assert re.search(
+            rf"^ *{step.number}  .*{re.escape(step.title)}$", done.stdout, re.MULTILINE
+        )
+
+
+@without_gpu
+def test_a_step_runs_in_the_simulator_and_says_so() -> None:
+    done = typed("run", "1", "--format", "q4_0,q8_0", "--m", "2", "--n", "3", "--k", "32")
+    assert done.returncode == 0
+    assert done.stderr == "", "no progress in a pipe"
+    first, *_ = done.stdout.splitlines()
+    assert first.startswith("No GPU (")
+    assert "simulator" in first
+    assert "nothing is timed" in first
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" *1  W", line)]
+    assert [row[:3] for row in rows] == [["1", "W4A16", "q4_0"], ["1", "W8A16", "q8_0"]]
+    assert all(row[-3:] == ["ok,", "1", "case"] for row in rows)
+    assert "\x1b" not in done.stdout, "no colours in a pipe"
+
+
+@without_gpu
+def test_json_is_nothing_but_json() -> None:
+    done = typed("run", "2", "--scheme", "W5A8", "--dist", "golden", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["machine"] == "simulator"
+    assert data["ok"] is True
+    assert data["rows"] == []
+    assert [(c["scheme"], c["format"], c["ok"]) for c in data["checks"]] == [
+        ("W5A8", "q5_0", True),
+        ("W5A8", "q5_1", True),
+    ]
+
+
+def test_check_takes_a_machine_and_a_lane_order() -> None:
+    done = typed(
+        *("check", "3", "--machine", "simulator", "--scheme", "a16", "--format", "q5_1"),
+        *("--m", "3", "--n", "5", "--k", "64", "--dist", "integer", "--order", "-1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert " 0" in done.stdout, "an exact problem has no error at all"
+    assert "ok, 1 case" in done.stdout
+
+
+def test_diff_is_against_the_parent() -> None:
+    done = typed("diff", "4")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "--- steps/step03_shared_tiled.py"
+    assert lines[1] == "+++ steps/step04_dp4a_emulated.py"
+    assert any(line.startswith("@@") for line in lines)
+    other = typed("diff", "4", "--against", "2", "--lines", "0")
+    assert other.stdout.startswith("--- steps/step02_naive_w4a8.py")
+
+
+def test_diff_leaves_out_what_a_step_imports_from_its_parent() -> None:
+    first, *lines = typed("diff", "9").stdout.splitlines()
+    assert first.startswith("step09_stream_k imports these from step08_async_pipeline: BN, ")
+    assert lines[0] == "--- steps/step08_async_pipeline.py"
+    assert not any(
+        line.startswith(("-def int8_tile", "-BN: ", "-    def fetch_")) for line in lines
+    )
+    assert any(line.startswith("+    def hand_over") for line in lines)
+    assert any(line.startswith("-    def w4a8_async_pipeline") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "marks"),
+    [("ptx", [".visible .entry", ".target sm_80"]), ("sass", ["EXIT", ".text.", "/*0000*/"])],
+)
+def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
+    done = typed(kind, "2", "--arch", "8.0", "--format", "q4_0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("w4a8_naive for sm_80: step 2 W4A8 q4_0")
+    assert re.search(r"\d+ registers, 0 bytes of stack, spills 0 \+ 0 bytes", done.stdout)
+    assert re.search(r"^IMAD +\d+$", done.stdout, re.MULTILINE)
+    for mark in marks:
+        assert mark in done.stdout
+
+
+def test_machine_code_as_json_and_of_the_activation_pass() -> None:
+    done = typed("sass", "2", "--activations", "--json")
+    data = json.loads(done.stdout)
+    assert data["kernel"] != "w4a8_naive"
+    assert data["spill_store_bytes"] == 0
+    assert sum(data["instructions"].values()) > 10
+    assert "EXIT" in data["sass"]
+
+
+def test_doctor_always_prints_and_names_every_step() -> None:
+    done = typed("doctor", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    data = json.loads(done.stdout)
+    assert data["packages"]["numba-cuda"]
+    assert [step["number"] for step in data["steps"]] == [step.number for step in ladder()]
+    assert data["something_runs"] is True
+    assert data["no_simulator"] is None
+    assert data["compiler"]["ptx"]
+    assert data["env"]["python"]
+
+
+def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """No numba at all: the doctor says so, and that nothing runs."""
+    for name in ("numba", "steps.api.machines", "steps.api.compile", "results.record.schema"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("steps.ladder", lambda: (_ for _ in ()).throw(ImportError("no numba")))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    for name in ("GPU", "simulator", "machine code"):
+        assert f"no {name}: " in printed
+    assert "problem: steps could not be examined: ImportError: no numba" in printed
+
+
+def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
+    found = doctor.Findings(compiler={"ptx": "9.0"})
+    doctor._driver(found)
+    assert found.driver == {"cuda": "12.4", "ptx": "8.4"}
+    (problem,) = found.problems
+    assert "PTX 9.0" in problem
+    assert "CUDA=12" in problem
+
+
+def test_pitfalls_has_a_command_line_of_its_own() -> None:
+    done = typed("pitfalls", "--help")
+    assert done.returncode == 0
+    assert "steps.pitfalls" in done.stdout
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "99"], "there is no step 99: the ladder has steps 1, 2"),
+        (["run", "four"], "'four' is not a step"),
+        (["run", "1", "--k", "33"], "K=33 is not a multiple of the block of 32: use 64"),
+        (["run", "1", "--m", "0"], "'0' is not a positive whole number"),
+        (["run", "1", "--m", "-5"], "--m"),
+        (["run", "1", "--format", "q9_9"], "unknown format 'q9_9': use q4_0"),
+        (["run", "1", "--dist", "zipf"], "unknown distribution 'zipf': use one of uniform"),
+        (["run", "1", "--scheme", "W4"], "unknown scheme 'W4'"),
+        (["run", "2", "--scheme", "W4A16"], "step 2 is of family A8, not A16"),
+        (["run", "1", "--scheme", "W4A16", "--format", "q8_0"], "q8_0: no format here is W4A16"),
+        (["run", "1", "--seed", "x"], "'x' is not a whole number"),
+        (["run", "1", "--bogus"], "does not know --bogus"),
+        (["check", "1", "--machine", "tpu"], "invalid choice: 'tpu'"),
+        (["diff", "1"], "step 1 has no parent"),
+        (["diff"], "STEP"),
+        (["sass", "1", "--arch", "pentium"], "'pentium' is not an architecture"),
+        (["sass", "1", "--arch", "sm_70"], "sm_70"),
+        (["sass", "1", "--activations"], "there is no pass to show"),
+        (["launch"], "STEP"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        ([], "COMMAND"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_requests_get_one_sentence(arguments: list[str], said: str, capsys) -> None:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:  # argparse's own way out
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert one_sentence(printed.err), printed.err
+    assert said in printed.err
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "1", "--m", "4096", "--n", "4096"], "too many for the simulator"),
+        (["ladder", "--save"], "nothing to save"),
+        (["check", "1", "--machine", "gpu"], "no CUDA GPU can be used here"),
+        (["bench"], "no CUDA GPU can be used here"),
+        (["profile", "4"], "no CUDA GPU can be used here"),
+        (["sanitize"], "no CUDA GPU can be used here"),
+        (["launch", "1"], "no CUDA GPU can be used here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_takes_a_gpu_says_so(arguments: list[str], said: str, capsys) -> None:
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert one_sentence(printed.err), printed.err
+    assert said in printed.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "tools"),
+    [
+        ([], ["memcheck", "racecheck", "initcheck", "synccheck"]),
+        (["--tool", "synccheck"], ["synccheck"]),
+        (["--tool", "initcheck", "memcheck"], ["initcheck", "memcheck"]),
+    ],
+)
+def test_sanitize_runs_every_tool_and_remembers_what_failed(
+    asked: list[str], tools: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    ran: list[list[str]] = []
+
+    def tool(command, hint=""):
+        ran.append(command)
+        return 1 if command[2] == tools[0] else 0
+
+    monkeypatch.setattr(nvidia, "machines", lambda which: None)
+    monkeypatch.setattr(nvidia, "find_tool", lambda name: name)
+    monkeypatch.setattr(nvidia, "_run", tool)
+    assert cli.main(["sanitize", "2", "--quick", *asked]) == 1
+    assert [command[:3] for command in ran] == [["compute-sanitizer", "--tool", t] for t in tools]
+    for command in ran:
+        assert ("--report-api-errors" in command) == (command[2] == "memcheck")
+        assert command[-5:] == ["2", "--machine", "gpu", "--small", "--quick"]
+    assert capsys.readouterr().err == f"compute-sanitizer found errors with {tools[0]}\n"
+
+
+def test_a_refusal_as_the_shell_sees_it() -> None:
+    done = typed("run", "99")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert one_sentence(done.stderr)
+
+
+def test_without_greenlet_the_simulator_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    assert cli.main(["check", "1", "--machine", "simulator"]) == 2
+    assert "pip install greenlet" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_not_a_traceback() -> None:
+    """Ctrl-C at a terminal, as soon as the progress line says that a check has begun."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "steps", "check", "--machine", "simulator"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        # a shell's background job, which this suite may be, ignores Ctrl-C and hands that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    os.close(theirs)
+    seen = ""
+    while "step 1 W4A16 q4_0" not in seen:
+        seen += os.read(ours, 1000).decode()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    with contextlib.suppress(OSError):  # the terminal of a process that has ended
+        while more := os.read(ours, 1000).decode():
+            seen += more
+    os.close(ours)
+    assert process.returncode == 130, seen
+    assert "Traceback" not in seen
+    assert seen.rstrip().endswith("python -m steps check: interrupted")
+
+
+def test_an_interrupt_within_a_string_is_the_same(tmp_path: Path) -> None:
+    """Python remembers it, and would die of the signal when all is done."""
+    program = """import steps.cli.main as main
+
+def command(name):
+    exec("raise KeyboardInterrupt")
+
+main._command = command
+raise SystemExit(main.main(["doctor"]))
+"""
+    (tmp_path / "interrupted.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "\npython -m steps doctor: interrupted\n")
+
+
+def test_a_closed_pipe_is_not_a_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m steps diff 5 --lines 400 | head -n 1",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("--- steps/step04")
+    assert done.stderr == ""
+
+
+# --- choosing works and cases ---------------------------------------------------------------------
+
+
+def test_a_scheme_selects_family_and_bits() -> None:
+    works = select(ladder(), wanted="W4A8")
+    assert {work.family for work in works} == {"A8"}
+    assert {work.format for work in works} == {"q4_0", "q4_1"}
+    assert {work.step.number for work in works} == {2, 3, 4, 5} | {
+        step.number for step in ladder() if step.number > 5 and "A8" in step.families
+    }
+
+
+def test_a_run_measures_what_it_compares_with() -> None:
+    works = with_ancestors(select((find(4),), ["q5_0"]), ladder())
+    assert [(w.step.number, w.family) for w in works] == [(1, "A16"), (3, "A8"), (4, "A8")]
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_quick_checks_of_all_formats_cover_all_shapes(simulated: bool) -> None:
+    whole = {case.shape for case in cases("q4_0", simulated=simulated)}
+    quick = [cases(name, simulated=simulated, quick=True) for name in ("q4_0", "q4_1", "q5_0")]
+    assert {case.shape for each in quick for case in each} == whole
+    for each in quick:
+        assert each[0].distribution == "golden"
+
+
+def test_cases_go_round_distributions_and_orders() -> None:
+    regular = cases("q4_0", simulated=True)[1:]
+    assert {case.distribution for case in regular} == set(GOING_ROUND)
+    assert {case.order for case in regular} == set(ORDERS)
+    fixed = cases("q4_0", simulated=True, distribution="llm", order=7, seed=3)
+    assert {case.distribution for case in fixed} == {"llm"}
+    assert {case.order for case in fixed} == {7}
+    assert fixed[0].seed == 3
+
+
+def test_steps_by_any_of_their_names() -> None:
+    assert [step.number for step in run.named(["step4", "02", "4"])] == [2, 4]
+    assert run.named([]) == run.named(["all"]) == ladder()
+    with pytest.raises(UsageError, match="not a step"):
+        run.named(["²"])
+
+
+def test_paper_launches_are_what_the_gpu_would_get() -> None:
+    work = select((find(5),), ["q5_1"], "A8")[0]
+    before, own = launches(work, (512, 4096, 4096))
+    assert len(before) == 1
+    assert own.args[-2].shape == (512, 4096)
+
+
+# --- tables and progress --------------------------------------------------------------------------
+
+EXAMPLE = Table(
+    (Column("step"), Column("idea", words=True), Column("us")),
+    (Line(("1", "naive", "12.5")), Line(("10", "a [long] idea", "-"), "bad")),
+    title="A title",
+    notes=("a note",),
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_tables_are_aligned_and_complete() -> None:
+    assert table.plain(EXAMPLE) == (
+        "A title\n\n"
+        "step  idea             us\n"
+        "----  -------------  ----\n"
+        "   1  naive          12.5\n"
+        "  10  a [long] idea     -\n"
+        "a note"
+    )
+
+
+def test_a_terminal_gets_colours_unless_it_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = Terminal()
+    table.show(EXAMPLE, coloured)
+    assert "\x1b[1;31m" in coloured.getvalue()
+    assert "a [long] idea" in coloured.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    without = Terminal()
+    table.show(EXAMPLE, without)
+    assert "31m" not in without.getvalue()
+
+
+def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    narrow = Terminal()
+    table.show(EXAMPLE, narrow)
+    assert "  10  a [long] idea     -" in narrow.getvalue()
+
+
+def test_tables_do_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rich", "rich.console", "rich.table"):
+        monkeypatch.setitem(sys.modules, name, None)
+    terminal = Terminal()
+    table.show(EXAMPLE, terminal)
+    assert terminal.getvalue() == table.plain(EXAMPLE) + "\n"
+
+
+def test_a_line_must_fit_its_columns() -> None:
+    with pytest.raises(ValueError, match="2 cells for 1 columns"):
+        Table((Column("a"),), (Line(("1", "2")),))
+
+
+def test_progress_is_for_terminals_only() -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    for file in (terminal, pipe):
+        shown = table.Progress(12, file)
+        shown("step 1")
+        shown.clear()
+    assert "[ 1/12] step 1" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")
+    assert pipe.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (table.figure(0.01234), "0.0123"),
+        (table.figure(1.2345), "1.23"),
+        (table.figure(123.45), "123"),
+        (table.figure(12345.6), "12346"),
+        (table.figure(None), "-"),
+        (table.figure(float("nan")), "-"),
+        (table.microseconds(12.34), "12.3 us"),
+        (table.microseconds(1234.5), "1.23 ms"),
+        (table.microseconds(2.5e6), "2.50 s"),
+        (table.share(0.256), "26 %"),
+        (table.times(1.25), "1.25x"),
+        (table.error(1.234e-12), "1.2e-12"),
+        (table.error(float("inf")), "inf"),
+    ],
+)
+def test_numbers_in_cells(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,380 @@
+"""Weights from a GGUF file: checked and timed by the command line, multiplied by the front door,
+and never copied on the way."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
+from qformats.gguf_file import tensors
+from reference import GivenBlocks, Problem, check, limits, same_operands_a16
+from results.measure import bench
+from steps import find, gemm, ladder, plan
+from steps.api import gemm as door
+from steps.api.machines import Simulator
+from steps.api.operands import blocks_of
+from steps.cli import gguf_weights as given
+from steps.cli import main as cli
+from steps.cli import run
+from tests.formats.test_gguf_file import CONTENT, write
+from tests.results.test_bench import asked, on_a_gpu  # noqa: F401
+
+N, K = 300, 1024
+UP = "blk.0.ffn_up.weight"
+
+
+def trained(n: int = N, k: int = K) -> np.ndarray:
+    """Weights like those of a trained layer: small, each row of a size of its own, a few channels
+    far larger than the others. float32[n, k]"""
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal((n, k)) * 0.02 * rng.lognormal(0, 0.5, (n, 1))
+    w[:, rng.choice(k, 3, replace=False)] *= 12
+    return w.astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = dict(CONTENT)
+    for name in WEIGHT_FORMATS:
+        raw = quantize(trained(), name).view(np.uint8).reshape(N, -1)
+        found[UP.replace("up", name)] = name, raw
+    found[UP] = "q4_0", found[UP.replace("up", "q4_0")][1]
+    broken = quantize(trained(2, 64), "q8_0")
+    broken["d"][1, 0] = np.nan
+    found["broken.weight"] = "q8_0", broken.view(np.uint8).reshape(2, -1)
+    return write(tmp_path_factory.mktemp("given") / "model.gguf", found)
+
+
+def blocks(model: Path, name: str = UP) -> np.ndarray:
+    return tensors(model)[name].array
+
+
+def one_sentence(text: str) -> bool:
+    return text.count("\n") == 1 and text.endswith("\n") and "Traceback" not in text
+
+
+# --- the problem ----------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_problem_and_a_alone_is_drawn(model: Path) -> None:
+    held = blocks(model)
+    one = GivenBlocks(5, held, "llm", 3)
+    assert (one.shape, one.format) == ((5, N, K), "q4_0")
+    assert np.shares_memory(one.blocks, held)
+    assert not one.blocks.flags.writeable
+    np.testing.assert_array_equal(one.a, Problem(5, N, K, "q4_0", "llm", 3).a)
+    assert not one.knows_floats
+    with pytest.raises(ValueError, match="quantized from is not known"):
+        _ = one.w
+
+
+def test_two_matrices_of_one_shape_are_two_problems(model: Path) -> None:
+    one, other = GivenBlocks(2, blocks(model)), GivenBlocks(2, blocks(model)[::-1])
+    assert one != other
+    assert len({one, other, one}) == 2
+
+
+@pytest.mark.parametrize(
+    ("m", "w", "distribution", "said"),
+    [
+        (0, (4, 2), "normal", "must be positive, got M=0"),
+        (1, (4,), "normal", r"blocks \[N, K/32\], got the shape \[4\]"),
+        (1, (2, 4, 2), "normal", r"got the shape \[2, 4, 2\]"),
+        (1, (4, 0), "normal", "must be positive, got M=1, N=4, K=0"),
+        (1, (4, 2), "integer", "A alone is drawn, from one of uniform, normal, llm, got 'integer'"),
+        (1, (4, 2), "golden", "got 'golden'"),
+    ],
+)
+def test_blocks_that_are_no_problem(m: int, w: Any, distribution: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GivenBlocks(m, np.zeros(w, FORMATS["q4_0"].dtype), distribution)
+
+
+def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> None:
+    one = GivenBlocks(40, blocks(model))
+    right = same_operands_a16(one.a, one.blocks).astype(np.float32)
+    verdict = check(right, one, "A16")
+    assert verdict.ok
+    assert verdict.nmse_float is None
+    assert "against the same operands" in verdict.verdict
+    assert "float product" not in verdict.verdict
+    allowed = limits(one, "A16")
+    assert (allowed.nmse_float, allowed.nmse_weights) == (None, None)
+    assert not check(right * np.float32(1.001), one, "A16").ok
+    other = GivenBlocks(40, blocks(model)[::-1])
+    assert not check(right, other, "A16").ok, "another matrix of the same shape"
+    part = bench.FirstTokens(3, N, K, "q4_0", of=one)
+    assert check(right[:3], part, "A16").nmse_float is None
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_cut_is_checked_in_the_simulator(model: Path, name: str, capsys: Any) -> None:
+    tensor = UP.replace("up", name)
+    options = ["--machine", "simulator", "--gguf", str(model), "--tensor", tensor]
+    assert cli.main(["check", "12", *options, "--m", "512"]) == 0
+    title, _, head, _, row, *notes = capsys.readouterr().out.splitlines()
+    assert f"on a cut of {tensor} of model.gguf, {name} [{N}, {K}]: " in title
+    assert "rows 0 to 129 of 300, K 0 to 255 of 1024, 9 of 512 tokens" in title
+    columns = [" ".join(cell.split()) for cell in head.split("  ") if cell.strip()]
+    cells = dict(zip(columns, (c.strip() for c in row.split("  ") if c.strip()), strict=True))
+    assert (cells["format"], cells["format error"], cells["verdict"]) == (name, "-", "ok, 1 case")
+    assert 0 < float(cells["kernel error"]) < 1e-6
+    assert notes == list(given.NOTES)
+
+
+def test_the_cut_is_what_every_family_multiplies(
+    model: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    seen: list[np.ndarray] = []
+
+    def packed(w: np.ndarray) -> Any:
+        seen.append(w)
+        return find(3).pack(w)
+
+    monkeypatch.setattr(run, "named", lambda _: (replace(find(3), pack=packed),))
+    monkeypatch.setattr(given, "CUT", (2, 5, 64))
+    options = ["--machine", "simulator", "--gguf", str(model), "--tensor", UP, "--json"]
+    assert cli.main(["check", "3", *options, "--dist", "llm"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [one["scheme"] for one in data["checks"]] == ["W4A16", "W4A8"]
+    assert data["tensor"] == {
+        "file": str(model),
+        "tensor": UP,
+        "format": "q4_0",
+        "shape": [N, K],
+        "multiplied": [2, 5, 64],
+    }
+    whole = quantize(trained(), "q4_0")
+    assert seen
+    assert all(w.tobytes() == whole[:5, :2].tobytes() for w in seen)
+
+
+def test_a_wrong_product_of_a_file_is_found(model: Path, monkeypatch: Any, capsys: Any) -> None:
+    step = find(1)
+
+    def packed(w: np.ndarray) -> Any:
+        changed = np.array(w)
+        changed["qs"][3, 1, 0] ^= 0xFF
+        return step.pack(changed)
+
+    monkeypatch.setattr(run, "named", lambda _: (replace(step, pack=packed),))
+    options = ["--machine", "simulator", "--gguf", str(model), "--tensor", UP]
+    assert cli.main(["check", "1", *options]) == 1
+    assert "columns 3-3" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_gpu_checks_and_times_the_whole(model: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(given, "CUT", (1, 1, 32))
+    small = quantize(trained(6, 64), "q4_1")
+    path = write(model.parent / "small.gguf", {UP: ("q4_1", small.view(np.uint8).reshape(6, -1))})
+    options = {"format": [], "n": None, "k": None, "gguf": path, "tensor": UP}
+    assert run.run(asked(**options, m=3)) == 0
+    title, _, _, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"Pretended GPU, {UP} of small.gguf, q4_1 [6, 64], M=3"
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["1", "W4A16", "q4_1"],
+        ["4", "W4A8", "q4_1"],
+        ["5", "W4A8", "q4_1"],
+    ]
+    assert all(line.split()[4] == "-" and line.endswith("ok, 1 case") for line in lines[:3])
+    assert lines[3:] == list(given.NOTES)
+    assert run.run(asked(**options, m=3, json=True)) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(row["M"], row["N"], row["K"]) for row in data["rows"]] == [(3, 6, 64)] * 3
+    assert all(row["kernel_us"] > 0 and row["nmse_float"] is None for row in data["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tensor", "blk.0.ffn_upp.weight"], f"did you mean {UP} or "),
+        (["--tensor", "zzz"], "model.gguf lists them"),
+        ([], "model.gguf needs --tensor: python -m qformats tensors "),
+        (["--tensor", "norm"], "norm has the shape [512], and weights are a matrix [N, K]"),
+        (["--tensor", "experts"], "experts has the shape [2, 6, 512], and"),
+        (["--tensor", "blk.0.f32"], "blk.0.f32 is f32, and step 3 has no f32: it takes q4_0, "),
+        (["--tensor", "positions"], "positions has the shape [8]"),
+        (["--tensor", "broken.weight"], "be multiplied: w has d = nan in block 0 of row 1"),
+        (["--tensor", UP, "--format", "q4_0"], "--format contradicts --gguf: a tensor has its own"),
+        (["--tensor", UP, "--n", "32"], "--n contradicts --gguf"),
+        (["--tensor", UP, "--k", "32"], "--k contradicts --gguf"),
+        (["--tensor", UP, "--dist", "integer"], "--dist integer contradicts --gguf: only A is"),
+        (["--tensor", UP, "--dist", "zipf"], "from one of uniform, normal, llm"),
+        (["--tensor", UP, "--scheme", "W8A16"], "q4_0: no format here is W8A16"),
+        (["--tensor", UP, "--save"], "--save contradicts --gguf"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_said_in_a_sentence(
+    model: Path, arguments: list[str], said: str, capsys: Any
+) -> None:
+    assert cli.main(["run", "3", "--gguf", str(model), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert one_sentence(printed.err), printed.err
+    assert said in printed.err
+
+
+def test_what_no_step_takes_is_said_with_what_it_takes(model: Path, capsys: Any) -> None:
+    step = find(3)
+    for name in FILE_FORMATS:
+        if name in step.formats:
+            continue
+        assert cli.main(["check", "3", "--gguf", str(model), "--tensor", f"blk.0.{name}"]) == 2
+        sentence = capsys.readouterr().err
+        assert one_sentence(sentence)
+        assert f"blk.0.{name} is {name}, and step 3 has no {name}: it takes q4_0" in sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere.gguf", "No such file"),
+        ("model.txt", "is not a GGUF file"),
+        (None, "needs --gguf, the file"),
+    ],
+)
+def test_a_file_that_is_none(path: str | None, said: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "model.txt").write_text("weights")
+    file = ["--gguf", str(tmp_path / path)] if path else []
+    assert cli.main(["run", "3", *file, "--tensor", UP]) == 2
+    sentence = capsys.readouterr().err
+    assert one_sentence(sentence)
+    assert said in sentence
+
+
+def test_a_row_that_is_no_number_of_blocks(tmp_path: Path, capsys: Any) -> None:
+    """The file says K = 48 of a tensor whose blocks have 32."""
+    raw = quantize(trained(2, 64), "q8_0").view(np.uint8).reshape(2, -1)
+    path = write(tmp_path / "odd.gguf", {UP: ("q8_0", raw)})
+    header = path.read_bytes()
+    at = header.index(UP.encode()) + len(UP) + 4  # behind the name and the rank
+    assert int.from_bytes(header[at : at + 8], "little") == 64
+    path.write_bytes(header[:at] + (48).to_bytes(8, "little") + header[at + 8 :])
+    assert cli.main(["run", "3", "--gguf", str(path), "--tensor", UP]) == 2
+    sentence = capsys.readouterr().err
+    assert one_sentence(sentence)
+    assert "has rows of 48 elements, and q8_0 has 32 a block" in sentence
+
+
+# --- the front door -------------------------------------------------------------------------------
+
+
+def test_a_tensor_is_multiplied_like_its_blocks(model: Path) -> None:
+    tensor = tensors(model)["blk.0.q5_0"]
+    a = Problem(2, *tensor.shape, "q5_0").a
+    wanted = gemm(a, np.array(tensor.array), step=3, machine=Simulator())
+    np.testing.assert_array_equal(gemm(a, tensor, step=3, machine=Simulator()), wanted)
+    machine, out = Simulator(), np.empty_like(wanted)
+    plan(2, tensor, step=3, machine=machine)(a, out)
+    np.testing.assert_array_equal(out, wanted)
+    handle = door.pack(tensor, step=3, machine=machine)
+    assert (handle.format, handle.n, handle.k) == ("q5_0", *tensor.shape)
+    np.testing.assert_array_equal(gemm(a, handle, machine=machine), wanted)
+    exact = a.astype(np.float64) @ dequantize(tensor.array).astype(np.float64).T
+    np.testing.assert_allclose(wanted, exact, atol=0.02 * np.abs(exact).max())
+
+
+def test_a_tensor_that_no_kernel_takes(model: Path) -> None:
+    found = tensors(model)
+    for name in ("blk.0.f32", "blk.0.bf16", "positions"):
+        said = f"{name} is {found[name].type}: w must hold blocks of q4_0, "
+        for refused in (gemm, door.pack):
+            arguments = [np.zeros((1, 32), np.float32)] if refused is gemm else []
+            with pytest.raises(TypeError, match=said):
+                refused(*arguments, found[name], machine=Simulator())
+        with pytest.raises(TypeError, match=said):
+            plan(1, found[name], machine=Simulator())
+    for name in FILE_FORMATS:
+        if not any(name in step.formats for step in ladder()):
+            with pytest.raises(TypeError, match=rf"w must hold blocks of q4_0, .*, got {name}$"):
+                door.pack(found[f"blk.0.{name}"], machine=Simulator())
+    with pytest.raises(ValueError, match=r"shape \[N, K/32\], got 1"):
+        door.pack(tensors(model)["blk.0.q4_0"].array[0], machine=Simulator())
+    with pytest.raises(ValueError, match="got 3 dimensions"):
+        door.pack(found["experts"], machine=Simulator())
+
+
+# --- nothing is copied on the way -----------------------------------------------------------------
+
+
+class Uploads(Simulator):
+    """A machine that notes what is uploaded to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploaded: list[np.ndarray] = []
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        self.uploaded.append(host)
+        return host
+
+
+def test_blocks_as_they_are_go_from_the_file_to_the_machine(model: Path) -> None:
+    """Step 1 reads the file's own bytes: they are uploaded from where the file is mapped."""
+    tensor, machine = tensors(model)[UP], Uploads()
+    handle = door.pack(tensor, step=1, machine=machine)
+    (bytes_,) = machine.uploaded
+    assert np.shares_memory(bytes_, tensor.array)
+    assert handle.arrays[0].nbytes == tensor.nbytes
+
+
+@pytest.mark.parametrize("number", [5, 12, 13])
+def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch: Any) -> None:
+    """They read the file where it is mapped, and what they make is what is uploaded."""
+    read: list[np.ndarray] = []
+    made: list[np.ndarray] = []
+
+    def packed(w: np.ndarray) -> Any:
+        read.append(w)
+        made.extend(find(number).pack(w))
+        return tuple(made)
+
+    step = replace(find(number), pack=packed)
+    monkeypatch.setattr(door, "find", lambda _: step)
+    tensor, machine = tensors(model)[UP], Uploads()
+    door.pack(tensor, step=number, machine=machine)
+    assert [np.shares_memory(w, tensor.array) for w in read] == [True]
+    assert [id(array) for array in machine.uploaded] == [id(array) for array in made]
+
+
+def test_nothing_of_its_size_is_allocated_for_a_tensor(tmp_path: Path) -> None:
+    """Not by the front door, nor by the command line: looking for NaN takes a byte a block."""
+    n, k = 1024, 8192
+    raw = np.zeros((n, k // 32), FORMATS["q4_0"].dtype).view(np.uint8).reshape(n, -1)
+    path = write(tmp_path / "large.gguf", {UP: ("q4_0", raw)})
+    tensors(path)  # what is imported on the first use is not counted
+
+    def peak(work: Any) -> int:
+        tracemalloc.start()
+        try:
+            kept = work()
+            assert kept is not None
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    args = asked(format=[], n=None, k=None, gguf=path, tensor=UP)
+    for work in (
+        lambda: door.pack(tensors(path)[UP], step=1, machine=Uploads()),
+        lambda: given.given(args, (find(1),), 512).whole.blocks,
+        lambda: given.given(args, (find(1),), 512).cut.blocks,
+    ):
+        assert peak(work) < raw.nbytes // 8
+    assert peak(lambda: np.array(tensors(path)[UP].array)) > raw.nbytes, "a copy would be seen"
+
+
+def test_only_tensors_of_files_are_looked_into() -> None:
+    for other in (np.zeros(3), "w", None):
+        assert blocks_of(other) is other

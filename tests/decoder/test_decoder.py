@@ -1,0 +1,611 @@
+"""The decoder of GGUF files: its arithmetic, its products by the kernels, what it refuses.
+
+Nothing here is compared with itself: `plain_llama` is a llama in NumPy, loop by loop, with rotary
+embedding by halves and rows in the order of the original checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS, WEIGHT_FORMATS, dequantize
+from qformats.gguf_file import GGUFError, metadata
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+
+from results.decoder import bench, checks, files, operations  # noqa: E402
+from results.decoder import model as parts  # noqa: E402
+from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.model import by_steps, by_torch, generate  # noqa: E402
+from steps import find  # noqa: E402
+from steps.api import parallel_compile as ahead  # noqa: E402
+from steps.api.compile import signature_of  # noqa: E402
+from steps.components.activations.layouts import GATED  # noqa: E402
+from steps.nn.linear import QuantLinear  # noqa: E402
+from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+
+SMALL = {
+    "block_count": 2,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path: Any) -> Any:
+    return files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+
+
+def reference(path: Any, operations: Any = operations.PLAIN) -> Any:
+    """Products and the rest in float64."""
+    return files.load(
+        path,
+        by_torch(),
+        requantize="float32",
+        wide=torch.float64,
+        keys=torch.float64,
+        operations=operations,
+    )
+
+
+def filled(model: Any, ids: list[int]) -> np.ndarray:
+    """Logits behind each token, by one pass over all."""
+    given = torch.tensor([ids])
+    logits = model.prefill(given, model.cache(1, len(ids)), every=True)
+    return logits[0].double().numpy()
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def plain_llama(path: Any, ids: list[int]) -> np.ndarray:
+    """Logits [T, V] in float64: heads apart, a token after the other, all of its past each time."""
+    file = files.Model(path)
+    keys = file.keys
+    heads, kv = keys["llama.attention.head_count"], keys["llama.attention.head_count_kv"]
+
+    def w(name: str) -> np.ndarray:
+        return file.tensors[f"{name}.weight"].values().astype(np.float64)
+
+    def by_halves(matrix: np.ndarray, heads: int) -> np.ndarray:
+        """Rows as before conversion: what the converter does, undone."""
+        n, k = matrix.shape
+        return matrix.reshape(heads, n // heads // 2, 2, k).swapaxes(1, 2).reshape(n, k)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+    def turn(x: np.ndarray, position: int) -> np.ndarray:
+        half = len(x) // 2
+        angles = position * 10000.0 ** (-np.arange(half) / half)
+        a, b = x[:half], x[half:]
+        return np.concatenate(
+            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+        )
+
+    h = w("token_embd")[ids]
+    for i in range(keys["llama.block_count"]):
+        x = norm(h, w(f"blk.{i}.attn_norm"))
+        q = (x @ by_halves(w(f"blk.{i}.attn_q"), heads).T).reshape(len(ids), heads, -1)
+        k = (x @ by_halves(w(f"blk.{i}.attn_k"), kv).T).reshape(len(ids), kv, -1)
+        v = (x @ w(f"blk.{i}.attn_v").T).reshape(len(ids), kv, -1)
+        out = np.zeros_like(q)
+        for t in range(len(ids)):
+            for head in range(heads):
+                of = head // (heads // kv)
+                one = turn(q[t, head], t)
+                scores = [one @ turn(k[s, of], s) / np.sqrt(len(one)) for s in range(t + 1)]
+                shares = np.exp(scores - np.max(scores))
+                out[t, head] = shares / shares.sum() @ v[: t + 1, of]
+        h = h + out.reshape(len(ids), -1) @ w(f"blk.{i}.attn_output").T
+        x = norm(h, w(f"blk.{i}.ffn_norm"))
+        gate, up = x @ w(f"blk.{i}.ffn_gate").T, x @ w(f"blk.{i}.ffn_up").T
+        h = h + (gate / (1 + np.exp(-gate)) * up) @ w(f"blk.{i}.ffn_down").T
+    last = "output" if "output.weight" in file.tensors else "token_embd"
+    return norm(h, w("output_norm")) @ w(last).T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_a_llama(tmp_path: Any, tied: bool) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q5_1", tied=tied, **SMALL)
+    ids = checks.prompt(files.WORDS, 9)
+    right = plain_llama(path, ids)
+    np.testing.assert_allclose(filled(reference(path), ids), right, atol=1e-9)
+    assert 0.5 < right.std() < 20
+    # float32 rounds some 500 products a row, in a few layers
+    rounded = files.load(path, by_torch(dtype=torch.float32), keys=torch.float32)
+    assert checks.relative(filled(rounded, ids), right) < 1e-5
+
+
+def test_a_token_at_a_time_is_all_at_once(tiny: Any) -> None:
+    model, count = reference(tiny), 5
+    ids = torch.tensor([checks.prompt(files.WORDS, 7, seed) for seed in range(3)])
+    tokens, kept = generate(model, ids, count, keep=True)
+    assert tokens.shape == (3, count)
+    for one, given, at in zip(tokens, ids, range(3), strict=True):
+        whole = [*given.tolist(), *one.tolist()]
+        logits = filled(model, whole)[6:-1]
+        np.testing.assert_allclose(np.stack([step[at] for step in kept]), logits, atol=1e-9)
+        assert one.tolist() == logits.argmax(-1).tolist()
+    alone, _ = generate(model, ids[:1, :1], count)
+    assert alone[0].tolist()[:1] == [int(filled(model, [1])[0].argmax())]
+
+
+def test_a_cache_begins_anew(tiny: Any) -> None:
+    model = reference(tiny)
+    cache = model.cache(1, 20)
+    first = model.prefill(torch.tensor([[1, 2, 3]]), cache)
+    model.prefill(torch.tensor([[9, 8, 7, 6, 5]]), cache)
+    assert int(cache.at) == 5
+    assert torch.equal(model.prefill(torch.tensor([[1, 2, 3]]), cache), first)
+    model.step(torch.tensor([4]), cache)
+    assert int(cache.at) == 4
+
+
+def test_parts_of_a_head_may_stay_and_angles_be_divided() -> None:
+    config = parts.Config(1, 64, 96, 4, 2, 16, 288, rotated=8, base=100.0)
+    turned = parts.angles(config)
+    np.testing.assert_allclose(turned[:4], 100.0 ** (-np.arange(4) / 4))
+    assert not turned[4:].any()
+    np.testing.assert_allclose(parts.angles(config, np.full(4, 2.0))[:4], turned[:4] / 2)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_rows_of_an_embedding_are_what_their_blocks_say(name: str) -> None:
+    table = bench.random_blocks(name, 11, 64, np.random.default_rng(1))
+    assert 0.5 < dequantize(table).std() / bench.WEIGHT < 2
+    made = parts.Embedding.of(table, "cpu", torch.float32, operations.looked_up)
+    ids = torch.tensor([[3, 10, 0], [5, 5, 1]])
+    np.testing.assert_array_equal(made(ids).numpy(), dequantize(table)[ids.numpy()])
+    assert sum(one.nbytes for one in made.planes) == table.nbytes
+    floats = parts.Embedding.of(dequantize(table), "cpu", torch.float64, operations.looked_up)
+    np.testing.assert_array_equal(floats(ids).numpy(), dequantize(table)[ids.numpy()])
+
+
+def test_what_lies_between_products_is_compiled_whole(tiny: Any, monkeypatch: Any) -> None:
+    """Each function is one graph to torch's compiler, attention in another form among them."""
+    plain = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, options, **rest: plain(f, backend="aot_eager", **rest)
+    )
+    torch._dynamo.reset()
+    made = operations.compiled("compiled")
+    assert made.how == "compiled"
+    ids = torch.tensor([checks.prompt(files.WORDS, 5), checks.prompt(files.WORDS, 5, 1)])
+    wanted, logits = generate(reference(tiny), ids, 3, keep=True)
+    tokens, others = generate(reference(tiny, made), ids, 3, keep=True)
+    assert torch.equal(tokens, wanted)
+    for a, b in zip(others, logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert operations.compiled("plain") is operations.PLAIN
+    with pytest.raises(ValueError, match="cannot be 'overlapped' here: use plain or compiled"):
+        operations.compiled("overlapped")
+
+
+@pytest.mark.parametrize("count", [1, 7, 509, 1024, 32000, 128256])
+def test_the_likeliest_token_is_that_of_the_largest_logit(count: int) -> None:
+    logits = torch.randn(3, count, generator=torch.Generator().manual_seed(count))
+    logits[1, -1] = 99
+    assert torch.equal(operations.likeliest(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(("tuned", "how"), [(False, "compiled"), (True, "compiled, tuned")])
+def test_tuning_is_asked_for_and_said(monkeypatch: Any, tuned: bool, how: str) -> None:
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch, "compile", lambda f, *, options, **rest: asked.append(options) or f)
+    assert operations.compiled("compiled", tuned).how == how
+    assert asked == [{operations.TUNED: True} if tuned else {}] * len(operations.PLAIN[1:])
+    assert operations.TUNED in torch._inductor.list_options()
+
+
+# --- the products ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """Products by the kernels, in the simulator, on tensors of the CPU."""
+
+    def moved(layer: Any, device: Any) -> Any:
+        layer._move(torch.device("cuda"))
+        return layer
+
+    monkeypatch.setattr(QuantLinear, "to", moved)
+    return host
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1"])
+def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", name, **SMALL | {"block_count": 1})
+    ours, ids = files.load(path, by_steps("cpu")), checks.prompt(files.WORDS, 3)
+    tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
+    assert [one.dtype for one in kept] == [torch.float32] * 2
+    products = 5  # queries, keys and values are one, as are gate and up
+    assert len([one for one, *_ in kernels.launched if one.startswith("w")]) == 3 * products
+    right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
+    found = torch.cat(kept).double().numpy()
+    assert 1e-4 < checks.relative(found, right) < checks.BOUND["exact"]
+    plans = len(ours.output.workspace._held)
+    assert plans == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
+
+
+def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> None:
+    """Sums that thread blocks hand each other: what must be zero is left so, call after call."""
+    k, n, rng = 1056, 20, np.random.default_rng(0)
+    blocks = bench.random_blocks("q4_0", n, k, rng)
+    product = by_steps("cpu")(blocks, False)
+    x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32)).half()
+    assert product.takes(65) is x.dtype
+    assert product.plan(65).zeroed > 4 * 4, "blocks share tiles"
+    first = product(x)
+    assert first.dtype == torch.float16
+    monkeypatch.setattr(torch, "zeros", None)  # nothing is zeroed anew
+    assert torch.equal(product(x), first)
+    right = x.double().numpy() @ dequantize(blocks).astype(np.float64).T
+    assert checks.relative(first.double().numpy(), right) < 1e-3
+
+
+def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None:
+    """What the function between the products makes, else, up to float16; for one token by that."""
+    k, n, rng, called = 96, 20, np.random.default_rng(0), []
+    product = by_steps("cpu")(bench.random_blocks("q4_0", n, k, rng), False)
+
+    def gate(y: Any, dtype: Any) -> Any:
+        called.append(dtype)
+        return operations.PLAIN.gated(y, dtype)
+
+    y = torch.from_numpy(rng.standard_normal((65, 2 * k), dtype=np.float32)).half()
+    found = product.gated(y, gate)
+    assert called == []
+    assert "halves_to_units" in [name for name, *_ in kernels.launched]
+    assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
+    one = product.gated(y[:1], gate)
+    assert called == [torch.float16, product.takes(1)]
+    assert torch.equal(one, product(operations.PLAIN.gated(y[:1], product.takes(1))))
+    fast = by_steps("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
+    found = fast.gated(y, gate)
+    assert called[2:] == [torch.float16], "which finds each token's largest first"
+    assert torch.equal(found, fast(operations.PLAIN.gated(y, torch.float16)))
+
+
+def test_kernels_compiled_ahead_are_those_of_plans(
+    kernels: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(parts, "Gpu", lambda: kernels)
+    monkeypatch.setattr(parts.ahead, "compile_ahead", lambda wanted, *_: asked.extend(wanted) or 7)
+    ours = files.load(tiny, by_steps("cpu", "fast"))
+    ours.ask("exact")
+    assert ours.compile_ahead([("exact", 2), ("fast", 40)], 2) == 7
+    assert ours.output.accuracy == "exact"
+    found = {(one.kernel, types) for each in asked for one, types in ahead._launches(*each)}
+    for accuracy, m, of_output in (("exact", 2, 2), ("fast", 40, 1)):
+        ours.ask(accuracy)
+        plans = [one.plan(m) for layer in ours.layers for one in layer.products[:-1]]
+        plans += [layer.down.plan(m, GATED) for layer in ours.layers]
+        for plan in (*plans, ours.output.plan(of_output)):
+            for loaded in plan.loaded:
+                source = loaded.source
+                assert (source.kernel, signature_of(source.args)) in found
+    assert len(asked) == len({str(each) for each in asked}) < 2 * len(list(ours.products))
+
+
+def test_an_accuracy_may_be_asked_for_later(kernels: Any, tiny: Any) -> None:
+    ours = files.load(tiny, by_steps("cpu", "fast"))
+    product = ours.layers[0].gate_up
+    assert sorted(product.packed) == ["byte_tiles", "tiles"]
+    ours.ask("exact")
+    assert product.plan(512).choice.step.accuracy == "exact"
+    ours.ask("fast")
+    assert product.plan(512).choice.step.accuracy == "fast"
+
+
+def test_matrices_of_one_type_are_one_product(tmp_path: Any) -> None:
+    path = files.write_tiny(tmp_path / "a.gguf", "q4_1", **SMALL)
+    file = files.Model(path)
+    q, k, v = (f"blk.0.attn_{one}.weight" for one in "qkv")
+    (joined,) = file.matrices((q, k, v), (64, 32, 32), 64, None)
+    assert joined.shape == (128, 2)
+    np.testing.assert_array_equal(joined[64:96], file.tensors[k].array)
+    other = files.Model(files.write_tiny(tmp_path / "b.gguf", "q8_0", **SMALL))
+    file.tensors[k] = other.tensors[k]
+    three = file.matrices((q, k, v), (64, 32, 32), 64, None)
+    assert [len(one) for one in three] == [64, 32, 32]
+    together = parts.Together([by_torch()(one, False) for one in three])
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 64)))
+    wanted = x.numpy() @ np.concatenate([file.tensors[one].values() for one in (q, k, v)]).T
+    np.testing.assert_allclose(together(x).numpy(), wanted)
+
+
+def test_other_types_are_quantized_anew_where_asked(tmp_path: Any) -> None:
+    path = files.write_tiny(tmp_path / "floats.gguf", "q8_0", dequantized=True, **SMALL)
+    name, shape = "blk.0.ffn_down.weight", (64, 96)
+    file = files.Model(path)
+    with pytest.raises(GGUFError, match=r"ffn_down.weight is f32, and .* --requantize q8_0"):
+        file.matrices((name,), shape[:1], shape[1], None)
+    (again,) = file.matrices((name,), shape[:1], shape[1], "q8_0")
+    (floats,) = file.matrices((name,), shape[:1], shape[1], "float32")
+    np.testing.assert_allclose(dequantize(again), floats, atol=1e-6)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_metadata(tiny: Any) -> None:
+    keys = metadata(tiny)
+    assert keys["general.architecture"] == "llama"
+    assert keys["llama.embedding_length"] == 64
+    assert keys["llama.rope.freq_base"] == 10000.0
+    assert keys["tokenizer.ggml.tokens"][:4] == ["<unk>", "<s>", "</s>", "<0x00>"]
+    assert keys["tokenizer.ggml.scores"].dtype == np.float32
+    assert len(keys["tokenizer.ggml.token_type"]) == files.WORDS
+
+
+def test_words(tiny: Any) -> None:
+    """The tokens that llama.cpp 0.3.36's binding makes of these texts."""
+    file = files.Model(tiny)
+    assert file.ids("the w3") == [1, 259, 261, 267, 260, 259, 275]
+    assert file.ids("tin X") == [1, 259, 261, 264, 265, 259, 91]
+    assert file.ids("") == [1]
+    assert file.text([261, 267, 260, 259, 275, 3 + ord("!"), 9999]) == "the w3!<9999>"
+    file.keys["tokenizer.ggml.model"] = "gpt2"
+    file.vocabulary[:2] = ["\u0120a", "\u00e9\u0122"]
+    assert file.text([0, 1]) == " a" + b"\xe9\x80".decode(errors="replace")
+    with pytest.raises(GGUFError, match=r"vocabulary of kind 'gpt2', .* give tokens with --ids"):
+        file.ids("the")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architecture": "gemma"}, "holds a 'gemma', and only the architecture 'llama' is read"),
+        ({"expert_count": 8}, "has 8 experts"),
+        ({"feed_forward_length": 128}, r"blk.0.ffn_gate.weight has shape \(96, 64\), and \(128"),
+        ({"block_count": 3}, "lacks blk.2.attn_norm.weight: it is no complete llama"),
+        ({"embedding_length": None}, "lacks llama.embedding_length"),
+        ({"rope.scaling.type": "yarn"}, r"scales its positions \(yarn\)"),
+    ],
+)
+def test_what_is_no_llama(tmp_path: Any, tiny: Any, change: dict[str, Any], said: str) -> None:
+    if "architecture" in change:
+        path = files.write_tiny(tmp_path / "other.gguf", **change, **SMALL)
+        with pytest.raises(GGUFError, match=said):
+            files.Model(path)
+        return
+    keys = {f"llama.{name}": value for name, value in change.items()}
+    known = metadata(tiny) | keys
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            files, "metadata", lambda path: {k: v for k, v in known.items() if v is not None}
+        )
+        with pytest.raises(GGUFError, match=said):
+            files.load(tiny, by_torch())
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def test_the_first_difference_is_explained_by_its_margin() -> None:
+    logits = np.array([[0.0, 5, 1], [2, 1.9, 0], [0, 0, 9]])
+    off = np.array([[0.1, 0.1, 0.1], [-0.06, 0.05, 0], [0, 0, 0]])
+    assert checks.first_difference([1, 0, 2], [1, 0, 2], logits, off) is None
+    found = checks.first_difference([1, 1, 2], [1, 0, 0], logits, off)
+    assert found is not None
+    assert (found["step"], found["tokens"], found["explained"]) == (1, [1, 0], True)
+    assert found["margin"] == pytest.approx(0.1)
+    assert found["both_off_by"] == pytest.approx(0.11)
+    wrong = checks.first_difference([0, 1, 2], [1, 0, 0], logits, off)
+    assert wrong is not None
+    assert not wrong["explained"]
+
+
+def test_llama_cpp_is_compared(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another decoder in its place, once as it is and once with its last layer left out."""
+
+    class Other:
+        def __init__(self, path: str, **_: Any) -> None:
+            self.model, self.given = reference(path), []
+            self.model.layers = self.model.layers[:layers]
+            self.ctx = self
+
+        def eval(self, ids: list[int]) -> None:
+            self.given += ids
+
+        def n_vocab(self) -> int:
+            return files.WORDS
+
+        def logits(self, at: int) -> Any:
+            cache = self.model.cache(1, len(self.given))
+            cache.layers = cache.layers[:layers]
+            given = torch.tensor([self.given])
+            self.kept = self.model.prefill(given, cache, every=True)[0, at].float().numpy()
+            return np.ctypeslib.as_ctypes(self.kept)
+
+    fake = SimpleNamespace(Llama=Other, llama_get_logits_ith=lambda ctx, at: ctx.logits(at))
+    monkeypatch.setattr(np.ctypeslib, "as_array", lambda array, shape: np.array(array))
+    monkeypatch.setattr(checks, "import_module", lambda name: fake)
+    layers = 2
+    found = checks.against_llama_cpp(tiny, [1, 5, 7], floats=True, steps=4)
+    assert found["right"]
+    assert found["same_tokens"]
+    assert found["rms_difference"] < 1e-6
+    layers = 1
+    found = checks.against_llama_cpp(tiny, [1, 5, 7], steps=4)
+    assert not found["right"]
+    assert found["rms_difference"] > checks.BOUND["exact"]
+
+
+# --- the bench ------------------------------------------------------------------------------------
+
+
+def test_repeated_rows_are_packed_as_if_they_were_all_drawn() -> None:
+    n, k, first = 2000, 160, 3
+    for name in ("q4_0", "q5_1"):
+        blocks = bench.random_blocks(name, bench.DRAWN, k, np.random.default_rng(2))
+        turned = np.concatenate([blocks, blocks, blocks])[first * bench.ROWS :][:2048]
+        for step in (find(12), find(13)):
+            for one, whole in zip(step.pack(blocks), step.pack(turned), strict=True):
+                made = bench._repeated(torch.from_numpy(one), 8, 16, first)
+                np.testing.assert_array_equal(made.numpy(), whole)
+        half = torch.from_numpy(dequantize(blocks)).half()
+        drawn = bench.Drawn(name, k, {}, half)
+        np.testing.assert_array_equal(
+            drawn.plain(n, first).weight.numpy(), dequantize(turned[:n]).astype(np.float16)
+        )
+
+
+def test_rounds_are_in_turn_and_ratios_those_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    sides = [lambda i=i: order.append(i) for i in range(3)]
+    clock = iter(range(1, 100))
+    monkeypatch.setattr(bench, "seconds", lambda work: work() or float(next(clock)))
+    took = bench.in_turn(sides, 3)
+    assert [len(one) for one in took] == [3, 3, 3]
+    assert order[:3] == [2, 0, 1], "does not count"
+    assert {order[i] for i in (3, 6, 9)} == {0, 1, 2}, "each begins once"
+    took = [[1.0, 2, 4], [3.0, 4, 4], [0.5, 1, 2]]
+    one = bench.row("prefill 512", 100, 10, took, [[1.0], [2.0], [0.5]])
+    assert one.ms == {"exact": 200, "fp16": 400, "fast": 100}
+    assert one.products_ms == {"exact": 1000, "fp16": 2000, "fast": 500}
+    assert (one.exact, one.fp16, one.fast) == (50, 25, 100)
+    assert (one.x_exact, one.x_fast) == (2, 4)
+    assert "exact 50 tokens/s (2.00x), fast 100 (4.00x), fp16 torch 25" in bench.line(one)
+    found = {"rows": [{name: getattr(one, name) for name in bench.Row.__dataclass_fields__}]}
+    assert bench.table(found).endswith(
+        "| prefill 512 | 50 tokens/s, 2.00x | 100 tokens/s, 4.00x | 25 tokens/s |"
+    )
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def said(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
+    try:
+        status = main([str(one) for one in arguments])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
+    there = tmp_path / "found.json"
+    status, out, err = said(
+        capsys, tiny, "--reference", "--ids", "1,5", "--tokens", 4, "--json", there
+    )
+    assert status == 0, err
+    tokens = [int(word) for word in out.splitlines()[-1].split()]
+    logits = filled(reference(tiny), [1, 5, *tokens])
+    assert tokens == logits[1:-1].argmax(-1).tolist()
+    written = json.loads(there.read_text())
+    assert written["tokens"] == tokens
+    assert written["versions"]["torch"] == torch.__version__
+    _, out, _ = said(capsys, tiny, "--reference", "--prompt", "the", "--tokens", 1)
+    assert out.startswith("<s> the")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "name a model: make decoder GGUF=model.gguf"),
+        (["--ids", "1,x"], "'1,x' is no list of tokens such as 1,2,3"),
+        (["--tokens", "0"], "'0' is no number of tokens"),
+        (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
+        (["{tiny}", "--reference", "--ids", "300"], "has 300, and .* tokens up to 287"),
+        (["nowhere.gguf", "--reference"], "No such file"),
+    ],
+)
+def test_what_is_refused(tiny: Any, capsys: Any, arguments: list[str], told: str) -> None:
+    status, out, err = said(capsys, *(one.format(tiny=tiny) for one in arguments))
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert re.search(told, err), err
+
+
+def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments in ([tiny], ["--bench"], ["--check"]):
+        status, _, err = said(capsys, *arguments)
+        assert status == 2
+        assert "this takes a CUDA GPU, and torch finds none; --reference runs" in err
+
+
+def test_a_comparison_that_fails_is_told(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
+    found = {
+        "file": "a.gguf",
+        "steps": 64,
+        "bound": 0.03,
+        "rms_difference": 0.2,
+        "first_difference": {"step": 3, "margin": 1.5, "both_off_by": 0.25},
+        "right": False,
+    }
+    monkeypatch.setattr(checks, "against_llama_cpp", lambda *_, **__: found)
+    status, out, _ = said(capsys, tiny, "--against-llama-cpp")
+    assert status == 1
+    assert "a.gguf: WRONG: logits are off by 0.2 of their root mean square (at most 0.03)" in out
+    assert "tokens differ first at step 3, where the two are 1.5 apart and off by 0.25" in out
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> Any:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["plain", None])
+@pytest.mark.parametrize("accuracy", ["exact", "fast"])
+def test_right_on_a_gpu(cuda: Any, tmp_path: Any, how: str | None, accuracy: str) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf")
+    found = checks.against_torch(
+        path,
+        checks.prompt(files.WORDS),
+        accuracy=accuracy,
+        operations=operations.compiled(how),
+    )
+    assert found["right"], found
+
+
+@pytest.mark.gpu
+def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PROMPTS", (64, 300))
+    monkeypatch.setattr(
+        bench, "ROUNDS", {"decode": 2, "prefill 64": 2, "prefill 300": 2, "products": 2}
+    )
+    config = parts.Config(2, 256, 512, 8, 2, 32, 1000)
+    found = bench.measure(operations.compiled(), config=config)
+    assert len(found["rows"]) == 4
+    for name, off in found["rms_difference_of_logits_from_fp16"].items():
+        assert off < checks.BOUND[name.split()[-1]], name
+
+
+def test_the_committed_comparison_is_right() -> None:
+    """What `--against-llama-cpp --json results/decoder/llama_cpp.json` wrote."""
+    from results.record.schema import ROOT
+
+    found = json.loads((ROOT / "results" / "decoder" / "llama_cpp.json").read_text())
+    rounded, floats = found["against llama.cpp"]
+    assert rounded["right"]
+    assert floats["right"]
+    assert floats["rms_difference"] < checks.FLOATS < rounded["rms_difference"]
+    assert all(one["steps"] == 64 == len(one["tokens"]) for one in (rounded, floats))
+    assert found["versions"].keys() == {"torch", "llama-cpp-python"}
+    assert all(a["prompt"] == b["prompt"] for a, b in pairwise((rounded, floats)))
+    assert FORMATS["q4_0"].name in rounded["file"]

@@ -1,0 +1,255 @@
+"""What files come in besides: MXFP4, IQ4_NL and the K-quants, against `gguf`, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize as gguf_dequantize
+
+from qformats import FILE_FORMATS, FORMATS, dequantize, format_of, quantize
+from qformats.format import RUN, Packed
+from tests.formats.scalar_codec import E2M1, IQ4_NL, QUANTIZE
+
+K_QUANTS = tuple(name for name in FILE_FORMATS if name.endswith("_k"))
+TABLES = {"mxfp4": E2M1, "iq4_nl": IQ4_NL}
+PART, PARTS = 10_000, 10  # 10^5 random blocks of each format, a part at a time
+name_of_file_format = pytest.mark.parametrize("name", FILE_FORMATS)
+name_of_k_quant = pytest.mark.parametrize("name", K_QUANTS)
+
+
+def random_blocks(name, n, seed=0, finite=False):
+    """structured[n] of random bytes: every code, every scale. One float16 in 32 is NaN and a few
+    are set to inf, unless `finite`."""
+    fmt = FORMATS[name]
+    rng = np.random.default_rng([seed, list(FORMATS).index(name)])
+    blocks = rng.integers(0, 256, n * fmt.block_bytes, np.uint8).view(fmt.dtype)
+    for k, field in enumerate(field for field in ("d", "dmin") if field in fmt.dtype.names):
+        if finite:
+            half = blocks[field]
+            blocks[field] = np.where(np.isfinite(half), half, np.float16(-0.375))
+        else:
+            blocks[field][k::500] = np.inf
+            blocks[field][k + 1 :: 700] = -np.inf
+    return blocks
+
+
+def as_bytes(blocks):
+    return blocks.view(np.uint8).reshape(len(blocks), -1)
+
+
+# --- bit-exactness ---
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@name_of_file_format
+def test_dequantized_bit_exact_to_gguf(name, part):
+    """Also where d or dmin is NaN or inf (the NaN's own bits are the processor's affair)."""
+    blocks = random_blocks(name, PART, seed=part)
+    with np.errstate(all="ignore"):
+        theirs = gguf_dequantize(as_bytes(blocks), GGMLQuantizationType[name.upper()])
+    ours = FORMATS[name].dequantize(blocks).reshape(theirs.shape)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    number = ~np.isnan(ours)
+    np.testing.assert_array_equal(ours[number].view(np.uint32), theirs[number].view(np.uint32))
+    assert number.mean() > 0.9
+    assert np.isinf(ours).any()
+    assert number.all() == (name == "mxfp4"), "an MXFP4 block knows no NaN, the others do"
+
+
+@name_of_file_format
+def test_sizes_are_ggufs(name):
+    fmt = FORMATS[name]
+    assert (fmt.elements, fmt.block_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name.upper()]]
+
+
+def filled(name, **fields):
+    """One block of zeros, structured[1], with some fields, or single bytes of them, set."""
+    block = np.zeros(1, FORMATS[name].dtype)
+    for field, content in fields.items():
+        if isinstance(content, dict):
+            for byte, value in content.items():
+                block[field][0, byte] = value
+        else:
+            block[field] = content
+    return block
+
+
+def test_hand_computed_values():
+    """Values worked out on paper: no program stands behind these."""
+
+    def value(block, *elements):
+        return dequantize(block)[list(elements)].tolist()
+
+    # e = 128 is the scale 2^(128-128) of doubled values: codes 7 and 15 are 12 and -12.
+    assert value(filled("mxfp4", e=128, qs={0: 0x7F, 15: 0x91}), 0, 16, 15, 31) == [-12, 12, 1, -1]
+    assert value(filled("mxfp4", e=0, qs={0: 1}), 0, 1) == [2.0**-128, 0]
+    assert value(filled("mxfp4", e=1, qs={0: 1}), 0) == [2.0**-127]
+    assert value(filled("iq4_nl", d=0.5, qs={2: 0xF0}), 2, 18, 0) == [-63.5, 56.5, -63.5]
+
+    # Element 128 + 32 * 2 + 16 + 3 = 211 lies in byte 32 + 19, bits 5..4; its group is 211 // 16 =
+    # 13. Scale 5, minimum 9: 0.5 * 5 * 3 - 0.25 * 9; the codes around it are 0.
+    q2_k = filled("q2_k", d=0.5, dmin=0.25, scales={13: 0x95}, qs={51: 0x30})
+    assert value(q2_k, 211, 210, 0) == [5.25, -2.25, 0]
+
+    # The same element: low bits in qs as before, bit 2 in hmask byte 19, bit 6. Scale 13 has its
+    # lower four bits in the high half of byte 5, its upper two in byte 8 + 1, bits 7..6.
+    q3_k = filled("q3_k", d=2, hmask={19: 0x40}, qs={51: 0x10}, scales={5: 0x70, 9: 0xC0})
+    assert value(q3_k, 211, 210) == [2 * (0x37 - 32) * (5 - 4), 2 * (0x37 - 32) * (0 - 4)]
+    assert value(q3_k, 0) == [2 * -32 * -4], "a scale of 0 means -32, a cleared hmask bit -4"
+
+    # Element 32 * 6 + 5 = 197 lies in the low half of byte 96 + 5; group 6 has its scale in the low
+    # half of byte 8 + 2 and bits 7..6 of byte 2, its minimum in the high half and of byte 6.
+    scales = {10: 0x21, 2: 0xC0, 6: 0x80}
+    q4_k = filled("q4_k", d=1, dmin=0.5, scales=scales, qs={101: 0x0B})
+    assert value(q4_k, 197, 196) == [0x31 * 11 - 0.5 * 0x22, -0.5 * 0x22]
+    # Its fifth bit is bit 6 of byte 5 of qh.
+    q5_k = filled("q5_k", d=1, dmin=0.5, scales=scales, qs={101: 0x0B}, qh={5: 0x40})
+    assert value(q5_k, 197, 196) == [0x31 * (16 + 11) - 0.5 * 0x22, -0.5 * 0x22]
+    # Group 2 has its six bits together, in bytes 2 and 6.
+    q4_k = filled("q4_k", d=1, dmin=1, scales={2: 0x3F, 6: 0x3E}, qs={32: 0x0F})
+    assert value(q4_k, 64, 65, 96) == [63 * 15 - 62, -62, 0]
+
+    # Element 128 + 96 + 7 = 231: the high half of byte 64 + 32 + 7, and bits 7..6 of byte 32 + 7.
+    q6_k = filled("q6_k", d=0.5, ql={103: 0xA0}, qh={39: 0xC0}, scales={14: -100})
+    assert value(q6_k, 231, 232) == [0.5 * -100 * (0x3A - 32), 0.5 * -100 * -32]
+
+
+@name_of_file_format
+def test_scale_times_level_plus_offset_is_the_value(name):
+    """Exactly, in float32, for any bytes with a finite d and dmin."""
+    fmt = FORMATS[name]
+    blocks = random_blocks(name, 2000, finite=True).reshape(1000, 2)
+    scale, offset, levels = fmt.scale(blocks), fmt.offset(blocks), fmt.levels(blocks)
+    groups = fmt.elements // fmt.group * 2
+    assert (scale.dtype, offset.dtype, levels.dtype) == (np.float32, np.float32, np.int32)
+    assert scale.shape == offset.shape == (1000, groups)
+    with np.errstate(over="ignore"):  # MXFP4's largest exponents
+        value = scale[..., None] * levels.reshape(1000, groups, -1).astype(np.float32)
+    value += offset[..., None]
+    np.testing.assert_array_equal(value.reshape(1000, -1), fmt.dequantize(blocks))
+    codes = fmt.codes(blocks)
+    assert (codes.min(), codes.max()) == (0, 2**fmt.bits - 1)
+    if name in TABLES:
+        np.testing.assert_array_equal(np.array(TABLES[name])[codes], levels)
+    else:
+        np.testing.assert_array_equal(levels, codes)
+
+
+@name_of_file_format
+def test_shapes_and_runs(name):
+    """Leading axes survive, and cutting the work into runs shows nowhere."""
+    fmt = FORMATS[name]
+    blocks = random_blocks(name, 2 * 3 * (RUN // 5), finite=True).reshape(2, 3, -1)
+    back = fmt.dequantize(blocks)
+    assert back.shape == (2, 3, RUN // 5 * fmt.elements)
+    for index in ((0, 0), (1, 2), (0, 2)):
+        np.testing.assert_array_equal(dequantize(blocks[index]), back[index])
+    odd = blocks[:, ::2, ::3]
+    assert fmt.codes(odd).shape == (2, 2, odd.shape[2] * fmt.elements)
+    np.testing.assert_array_equal(
+        fmt.dequantize(odd).reshape(*odd.shape, -1), back.reshape(*blocks.shape, -1)[:, ::2, ::3]
+    )
+    blocks.flags.writeable = False
+    fmt.dequantize(blocks)
+
+
+def test_formats_of_equal_size_are_told_apart():
+    """iq4_nl and q4_0 have 18 bytes each, d and then qs: their dtypes differ all the same."""
+    x = np.linspace(-1, 1, 64, dtype=np.float32)
+    for name in ("q4_0", "iq4_nl"):
+        blocks = quantize(x, name)
+        for same in (blocks, blocks[::2], blocks.copy(), np.concatenate([blocks, blocks])):
+            assert format_of(same).name == name
+        raw = blocks.view(np.uint8)
+        assert format_of(raw.view(FORMATS[name].dtype)).name == name
+    with pytest.raises(TypeError, match="q4_0 takes an array of 18-byte block_q4_0"):
+        FORMATS["q4_0"].dequantize(quantize(x, "iq4_nl"))
+
+
+@name_of_k_quant
+def test_k_quants_are_read_not_written(name):
+    sentence = f"{name} blocks are read here, not written: quantize to a format of 32 elements, or "
+    with pytest.raises(ValueError, match=sentence) as caught:
+        quantize(np.ones(256, np.float32), name)
+    assert "\n" not in str(caught.value)
+
+
+def test_packed_places_are_where_unpack_looks():
+    for packed in (Packed("qs", 4, 16), Packed("qh", 1, 1), Packed("ql", 4, 64), Packed("h", 2, 8)):
+        size = 2 * packed.run
+        for element in range(size * 8 // packed.bits):
+            raw = np.zeros((1, size), np.uint8)
+            byte, low = packed.place(element)
+            raw[0, byte] = 1 << low
+            assert np.flatnonzero(packed.unpack(raw)).tolist() == [element]
+            assert packed.unpack(raw)[0, element] == 1
+
+
+# --- MXFP4 and IQ4_NL are written too ---
+
+
+def test_mxfp4_exponents_follow_the_rounded_logarithm():
+    """One float below 8 the logarithm is 3 already; below 4 it is not yet 2."""
+    x = np.zeros((4, 32), np.float32)
+    x[:, 0] = 8, np.nextafter(np.float32(8), 0), 4, np.nextafter(np.float32(4), 0)
+    assert quantize(x, "mxfp4")["e"][:, 0].tolist() == [128, 128, 127, 126]
+
+
+def test_mxfp4_blocks_too_small_for_an_exponent_have_the_smallest():
+    """Below 2^-125 the exponent would be negative. Half of 2^-126 is one step of the scale."""
+    x = np.zeros((3, 32), np.float32)
+    x[:, 0] = 2.0**-124, 2.0**-126, -(2.0**-149)
+    blocks = quantize(x, "mxfp4")
+    assert blocks["e"][:, 0].tolist() == [1, 0, 0]
+    np.testing.assert_array_equal(dequantize(blocks)[:, 0], [2.0**-124, 2.0**-126, 0])
+
+
+def test_mxfp4_never_picks_a_level_beyond_float32():
+    """Where the logarithm of the largest floats rounds up to 128, 8 and 12 scales would be inf."""
+    x = np.full(32, np.finfo(np.float32).max)
+    x[1::2] *= -1
+    blocks = quantize(x, "mxfp4")
+    assert blocks["e"][0] == 253
+    np.testing.assert_array_equal(np.abs(dequantize(blocks)), np.float32(6 * 2.0**125))
+
+
+def test_iq4_nl_ties_go_to_the_upper_level():
+    """Values half-way between two levels, under an inverse scale of exactly -1."""
+    x = np.zeros((15, 32), np.float32)
+    x[:, 0] = 127  # given level -127
+    x[:, 1] = -(np.array(IQ4_NL[:15]) + np.array(IQ4_NL[1:])) / 2
+    blocks = quantize(x, "iq4_nl")
+    assert FORMATS["iq4_nl"].codes(blocks)[:, 1].tolist() == list(range(1, 16))
+    x[:, 1] = np.nextafter(x[:, 1], np.float32(1000))  # the level falls
+    assert FORMATS["iq4_nl"].codes(quantize(x, "iq4_nl"))[:, 1].tolist() == list(range(15))
+
+
+def test_iq4_nl_blocks_below_its_epsilon_are_zero():
+    for largest in (0.0, 9e-16):
+        x = np.full(32, largest, np.float32)
+        assert quantize(x, "iq4_nl").tobytes() == bytes(2) + b"\x88" * 16
+    x = np.full(32, 1.1e-15, np.float32)
+    assert quantize(x, "iq4_nl").tobytes() == QUANTIZE["iq4_nl"](x.tolist()) != bytes(2)
+
+
+@pytest.mark.parametrize("largest", [1e8, 1e13, 3e38])
+def test_iq4_nl_scales_beyond_float16_are_refused(largest):
+    """Also where the sums of the fit overflow a float32."""
+    x = np.ones((2, 32), np.float32)
+    x[1, 3] = largest
+    with pytest.raises(
+        ValueError, match=r"iq4_nl needs d = [\d.e+-]+ for block \(1, 0\), beyond f"
+    ):
+        quantize(x, "iq4_nl")
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("mxfp4", 1.2e-2, 1.4e-2), ("iq4_nl", 6.0e-3, 6.4e-3)]
+)
+def test_error_of_normal_weights(name, least, most):
+    """NMSE of standard normal data, beside q4_0's 7.4e-3: the denser levels around 0 are worth it,
+    a scale that is a power of two costs."""
+    x = np.random.default_rng(0).standard_normal((4096, 32)).astype(np.float32)
+    error = np.square(x.astype(np.float64) - dequantize(quantize(x, name))).sum()
+    assert least < error / np.square(x.astype(np.float64)).sum() < most

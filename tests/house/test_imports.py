@@ -1,0 +1,130 @@
+"""Imports go one way: every import of the house is read, wherever it stands in a file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ROOMS = (
+    ("qformats",),
+    ("reference",),
+    ("steps.simulator",),
+    ("steps.instructions",),
+    ("steps.contract",),
+    ("steps.components",),
+    ("steps.stepNN",),
+    ("steps.registry",),
+    ("steps.api",),
+    ("steps", "steps.checks", "steps.nn", "steps.pitfalls"),
+    ("results.record",),
+    ("results.measure", "results.baselines"),
+    ("results.render", "results.decoder", "results"),
+    ("steps.cli", "steps.__main__"),
+)
+"""From the ground up: a file imports from its own line and from those above it in this table."""
+
+RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the house, by its dotted name."""
+    tops = ("qformats", "reference", "steps", "results")
+    return {module_of(path): path for top in tops for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    """The room a module belongs to: the longest name of `ROOMS` that it begins with."""
+    if module.startswith("steps.step"):
+        return "steps.stepNN"
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(name for name in names if name in RANK)
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of the house that a file names in its imports: at the top, in a function, or
+    for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: imports here are absolute"
+            base = node.module or ""
+            found |= {
+                name if (name := f"{base}.{alias.name}") in MODULES else base
+                for alias in node.names
+            }
+    return {name for name in found if name in MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_arrow_runs_back_up(module: str) -> None:
+    own = room_of(module)
+    wrong = [
+        f"{module} ({own}) imports {other} ({room_of(other)})"
+        for other in sorted(imports_of(MODULES[module]))
+        if RANK[room_of(other)] > RANK[own]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle() -> None:
+    graph = {name: imports_of(path) - {name} for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_the_command_line_is_imported_by_nothing_but_its_entry() -> None:
+    users = {
+        name
+        for name, path in MODULES.items()
+        if any(room_of(other) == "steps.cli" for other in imports_of(path))
+    }
+    assert {name for name in users if room_of(name) != "steps.cli"} == {"steps.__main__"}
+
+
+def test_formats_need_numpy_alone() -> None:
+    outside = {"numba", "steps", "reference", "results"}
+    for module, path in MODULES.items():
+        if room_of(module) == "qformats":
+            text = path.read_text(encoding="utf-8")
+            names = {n.split(".")[0] for n in _all_imports(text)}
+            assert not names & outside, module
+
+
+def _all_imports(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_the_ladder_lies_flat_and_alone() -> None:
+    flat = {path.name for path in (ROOT / "steps").glob("*.py")}
+    steps = {name for name in flat if name.startswith("step")}
+    assert flat - steps == {"__init__.py", "__main__.py", "contract.py", "registry.py"}

@@ -1,0 +1,953 @@
+"""The layer for torch: right values everywhere, one node to torch.compile, whole models, refusals.
+
+The code that runs on a GPU is also run here, its kernels in the simulator, on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
+from steps.api import launcher
+from steps.api import plan as plans
+from steps.api.compile import signature_of
+from steps.api.machines import Simulator
+from steps.simulator.launch import simulate
+from tests.api.fake_gpu import FakeGpu, _nowhere
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from steps.nn import linear  # noqa: E402
+from steps.nn import operator as torch_operator  # noqa: E402
+from steps.nn.linear import QuantLinear, quantize_model  # noqa: E402
+
+N, K = 68, 288
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def blocks_of(name: str = "q4_0", n: int = N, k: int = K, seed: int = 1) -> np.ndarray:
+    w = np.random.default_rng(seed).standard_normal((n, k), dtype=np.float32)
+    return quantize(w, name)
+
+
+def tensor(*shape: int, dtype: Any = torch.float32, seed: int = 0) -> Any:
+    made = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(made).to(dtype)
+
+
+def within(
+    y: Any, x: Any, blocks: np.ndarray, bias: Any = None, *, x_rounding: float = 0.0
+) -> bool:
+    """Whether y is the float64 product of the dequantized weights but for rounding.
+
+    K products are added up in float32, the bias once, and the sum is rounded once to y's dtype;
+    x_rounding is what a step may take from an element of x, as a share of the size of x's row.
+    """
+    w = torch.from_numpy(dequantize(blocks)).double()
+    exact, rows = x.cpu().double() @ w.T, x.cpu().double().abs()
+    size = rows @ w.abs().T
+    allowed = (K + 2) * 2.0**-24 * size
+    if x_rounding:
+        allowed = allowed + x_rounding * rows.amax(-1, keepdim=True) * w.abs().sum(1)
+    if bias is not None:
+        exact = exact + bias.detach().cpu().double()
+        allowed = allowed + 2.0**-23 * exact.abs()
+    allowed = allowed + ROUNDING[y.dtype] * (exact.abs() + allowed) + 2.0**-25
+    return bool(((y.detach().cpu().double() - exact).abs() <= allowed).all())
+
+
+# --- values, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_values_in_every_format_and_dtype(name: str, dtype: Any) -> None:
+    blocks, bias = blocks_of(name), nn.Parameter(tensor(N, seed=2))
+    for shape in ((), (1,), (7,), (2, 3), (2, 1, 3)):
+        x = tensor(*shape, K, dtype=dtype)
+        for b in (None, bias):
+            y = QuantLinear.from_blocks(blocks, b)(x)
+            assert (y.shape, y.dtype) == ((*shape, N), dtype)
+            assert within(y, x, blocks, b)
+    assert not within(y + 0.1 * y.abs().max(), x, blocks, bias), "the bound is not met by anything"
+
+
+def test_rows_are_dequantized_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, x = blocks_of(n=1030), tensor(3, K)
+    assert within(QuantLinear.from_blocks(blocks)(x), x, blocks)
+    fmt, seen = type(FORMATS["q4_0"]), []
+    original = fmt.dequantize
+    monkeypatch.setattr(fmt, "dequantize", lambda s, b: seen.append(len(b)) or original(s, b))
+    QuantLinear.from_blocks(blocks)(x)
+    assert seen == [512, 512, 6]
+
+
+def test_x_need_not_be_contiguous_and_comes_back_unchanged() -> None:
+    blocks = blocks_of()
+    layer = QuantLinear.from_blocks(blocks)
+    whole = tensor(K, 6)
+    for x in (whole.T, tensor(4, 2 * K)[:, ::2], tensor(3, 2, K).transpose(0, 1), whole.T[:0]):
+        before = x.clone()
+        y = layer(x)
+        assert y.is_contiguous()
+        assert y.shape == (*x.shape[:-1], N)
+        assert within(y, x, blocks)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_no_tokens_give_no_rows(shape: tuple[int, ...]) -> None:
+    y = QuantLinear.from_blocks(blocks_of())(torch.zeros(*shape, K, dtype=torch.float16))
+    assert (tuple(y.shape), y.dtype) == ((*shape, N), torch.float16)
+
+
+def test_without_gradients() -> None:
+    layer = QuantLinear.from_blocks(blocks_of(), nn.Parameter(tensor(N)))
+    x = tensor(2, K, dtype=torch.float32).requires_grad_()
+    wanted = layer(x)
+    assert wanted.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = layer(x)
+            assert not y.requires_grad
+            assert torch.equal(y, wanted)
+
+
+def test_the_gradient_of_x_and_of_the_bias() -> None:
+    blocks = blocks_of(n=5, k=32)
+    layer = QuantLinear.from_blocks(blocks, nn.Parameter(tensor(5)))
+    x = tensor(2, 3, 32).requires_grad_()
+    upstream = tensor(2, 3, 5, seed=3)
+    layer(x).backward(upstream)
+    torch.testing.assert_close(x.grad, upstream @ torch.from_numpy(dequantize(blocks)))
+    torch.testing.assert_close(layer.bias.grad, upstream.sum((0, 1)))
+    layer.bias.grad = None
+    half = x.detach().to(torch.float16).requires_grad_()
+    layer(half).sum().backward()
+    assert half.grad.dtype == torch.float16
+    assert layer.bias.grad.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+def test_gradcheck() -> None:
+    """The layer is linear: differences of any step are exact, but for float32's rounding."""
+    layer = QuantLinear.from_blocks(blocks_of("q5_1", 5, 64), nn.Parameter(tensor(5)))
+    x, bias = tensor(3, 64).requires_grad_(), layer.bias
+
+    def product(x: Any, bias: Any) -> Any:
+        layer._parameters["bias"] = bias
+        return layer(x)
+
+    assert torch.autograd.gradcheck(product, (x, bias), eps=0.5, atol=1e-3, rtol=1e-3)
+
+
+# --- made of what, and kept how -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_from_a_linear_a_matrix_or_blocks(name: str) -> None:
+    plain = nn.Linear(K, N)
+    w = plain.weight.detach()
+    layer = QuantLinear.from_float(plain, name)
+    assert layer.bias is plain.bias
+    wanted = dequantize(quantize(w.numpy(), name))
+    for one in (
+        layer,
+        QuantLinear.from_float(w, name, bias=plain.bias),
+        QuantLinear.from_float(w.numpy(), name, bias=plain.bias.detach().numpy()),
+        QuantLinear.from_blocks(quantize(w.numpy(), name), plain.bias),
+    ):
+        assert one.dequantize().dtype == torch.float32
+        np.testing.assert_array_equal(one.dequantize().numpy(), wanted)
+        assert torch.equal(one.weight, one.dequantize())
+        assert torch.equal(one.bias, plain.bias)
+        assert one.blocks.nbytes == N * K // 32 * FORMATS[name].block_bytes == one.device_bytes
+    half = QuantLinear.from_float(nn.Linear(K, N, dtype=torch.bfloat16), name)
+    assert half.bias.dtype == torch.bfloat16
+
+
+def test_the_layer_has_blocks_of_its_own() -> None:
+    blocks = blocks_of()
+    layer = QuantLinear.from_blocks(blocks)
+    before = layer.dequantize()
+    blocks["d"] = 0
+    assert torch.equal(layer.dequantize(), before)
+
+
+def gguf(kind: str, array: np.ndarray, name: str = "blk.0.ffn_up.weight") -> Any:
+    from qformats.gguf_file import Tensor
+
+    shape = (*array.shape[:-1], array.shape[-1] * FORMATS[kind].elements) if kind != "f32" else ()
+    array.setflags(write=False)
+    return Tensor(name, kind, shape or array.shape, array.nbytes, 0, array.view(np.uint8))
+
+
+def test_from_a_gguf_tensor() -> None:
+    blocks = blocks_of("q5_0")
+    bias = gguf("f32", np.arange(N, dtype=np.float32), "blk.0.ffn_up.bias")
+    layer = QuantLinear.from_gguf(gguf("q5_0", blocks), bias)
+    assert layer.format == "q5_0"
+    np.testing.assert_array_equal(layer.dequantize().numpy(), dequantize(blocks))
+    np.testing.assert_array_equal(layer.bias.detach().numpy(), np.arange(N))
+    assert QuantLinear.from_gguf(gguf("q5_0", blocks)).bias is None
+    k_quant = QuantLinear.from_gguf(gguf("q4_k", np.zeros((3, 2), FORMATS["q4_k"].dtype)))
+    assert (k_quant.format, k_quant.in_features, k_quant.out_features) == ("q4_k", 512, 3)
+    with pytest.raises(ValueError, match=r"blk.0.ffn_up.weight is f32, and the kernels take q4_0"):
+        QuantLinear.from_gguf(gguf("f32", np.zeros((3, 2), np.float32)))
+    again = QuantLinear.from_float(gguf("q5_0", blocks).values(), "q8_0")
+    assert again.format == "q8_0"
+
+
+def test_it_is_shown_as_a_linear_with_its_format() -> None:
+    layer = QuantLinear.from_blocks(blocks_of("q4_1"), tensor(N))
+    assert repr(layer) == f"QuantLinear(in_features={K}, out_features={N}, bias=True, format=q4_1)"
+    fast = QuantLinear(64, 3, bias=False, accuracy="fast")
+    assert repr(fast) == (
+        "QuantLinear(in_features=64, out_features=3, bias=False, format=q4_0, accuracy=fast)"
+    )
+    assert "torch multiplies dequantized weights" in layer.explain(1)
+
+
+def test_state_dicts_go_round() -> None:
+    layer = QuantLinear.from_blocks(blocks_of(), tensor(N))
+    state = layer.state_dict()
+    assert sorted(state) == ["bias", "blocks"]
+    fresh = QuantLinear(K, N)
+    assert not fresh.dequantize().any()
+    fresh.load_state_dict(state)
+    x = tensor(3, K)
+    assert torch.equal(fresh(x), layer(x))
+    with pytest.raises(RuntimeError, match="size mismatch for blocks"):
+        QuantLinear(K, N, format="q4_1").load_state_dict(state)
+    with torch.device("meta"):
+        empty = QuantLinear(K, N)
+    assert empty.blocks.is_meta
+    assert empty.bias.is_meta
+    empty.to_empty(device="cpu").load_state_dict(state)
+    assert torch.equal(empty(x), layer(x))
+
+
+def test_pickles_and_copies_go_round(tmp_path: Any) -> None:
+    layer = QuantLinear.from_blocks(blocks_of("q5_1"), tensor(N), accuracy="fast")
+    x = tensor(3, K)
+    torch.save(layer, tmp_path / "layer.pt")
+    for again in (
+        pickle.loads(pickle.dumps(layer)),
+        copy.deepcopy(layer),
+        torch.load(tmp_path / "layer.pt", weights_only=False),
+    ):
+        assert again.blocks.data_ptr() != layer.blocks.data_ptr()
+        assert repr(again) == repr(layer)
+        assert torch.equal(again(x), layer(x))
+
+
+def test_casts_change_the_bias_and_no_block() -> None:
+    layer = QuantLinear.from_blocks(blocks_of(), tensor(N))
+    before = layer.blocks.clone()
+    for cast in (layer.half, layer.bfloat16, layer.double, lambda: layer.type(torch.float16)):
+        assert cast() is layer
+        assert layer.blocks.dtype == torch.uint8
+        assert torch.equal(layer.blocks, before)
+    assert layer.bias.dtype == torch.float16
+    assert layer.share_memory().blocks.is_shared()
+
+
+# --- one node to torch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck(gradient: bool) -> None:
+    layer = QuantLinear.from_blocks(blocks_of(n=5, k=64), nn.Parameter(tensor(5)))
+    rest = (layer.blocks, [], [], "", "exact", "q4_0", 5, 64)
+    for x in (tensor(2, 3, 64), tensor(0, 64), tensor(64, 4).T, tensor(2, 64, dtype=torch.float16)):
+        for bias in (None, layer.bias):
+            torch.library.opcheck(
+                torch.ops.quantized_gemm.linear.default,
+                (x.detach().requires_grad_(gradient), bias, *rest),
+            )
+            if not gradient:
+                torch.library.opcheck(
+                    torch.ops.quantized_gemm.product.default,
+                    (x, None if bias is None else bias.detach(), *rest),
+                )
+    torch.library.opcheck(
+        torch.ops.quantized_gemm.linear_input_gradient.default,
+        (tensor(2, 3, 5), layer.blocks, "q4_0", 64),
+    )
+
+
+def test_torch_compile_sees_one_node() -> None:
+    model = nn.Sequential(QuantLinear.from_blocks(blocks_of(), tensor(N)), nn.ReLU())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for m in (1, 2, 9):
+        x = tensor(m, K)
+        assert torch.equal(compiled(x), model(x))
+    wanted, x = tensor(2, K).requires_grad_(), tensor(2, K).requires_grad_()
+    model(wanted).sum().backward()
+    compiled(x).sum().backward()
+    torch.testing.assert_close(x.grad, wanted.grad)
+
+
+def test_shapes_on_a_gpu_are_known_without_one() -> None:
+    """Blocks on the CPU beside the rest on a GPU, as for a gradient there."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 64, device="cuda", dtype=torch.float16)
+        records = torch.empty(9, dtype=torch.uint8, device="cuda")
+        blocks = torch.empty(5, 36, dtype=torch.uint8)
+        for given in (None, blocks):
+            y = torch_operator.linear(
+                x, None, given, [records], [], "tiles", "exact", "q4_0", 5, 64
+            )
+            assert (y.shape, y.dtype, y.device.type) == ((2, 3, 5), torch.float16, "cuda")
+        back = torch_operator.linear_input_gradient(y, blocks, "q4_0", 64)
+        assert (back.shape, back.dtype, back.device.type) == (x.shape, x.dtype, "cuda")
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+BAD = blocks_of(n=2, k=64)
+BAD["d"][1, 0] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: QuantLinear(33, 5), ValueError, "multiple of 32 .* got in_features=33"),
+        (lambda: QuantLinear(32, 0), ValueError, "at least one of out_features"),
+        (lambda: QuantLinear(32, 5, format="q9_k"), ValueError, "take q4_0, .*, not 'q9_k'"),
+        (
+            lambda: QuantLinear(32, 5, format="q4_k"),
+            ValueError,
+            r"multiple of 256 .*in_features=32",
+        ),
+        (lambda: QuantLinear(32, 5, accuracy="good"), ValueError, "unknown accuracy 'good'"),
+        (
+            lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"),
+            ValueError,
+            "in_features=33, .*",
+        ),
+        (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), ValueError, "not 'q8_1'"),
+        (lambda: QuantLinear.from_float(tensor(32), "q4_0"), ValueError, r"shape \[32\] cannot"),
+        (
+            lambda: QuantLinear.from_float(nn.Linear(32, 5, device="meta"), "q4_0"),
+            ValueError,
+            "have no values",
+        ),
+        (lambda: QuantLinear.from_blocks(BAD), ValueError, "w has d = nan in block 0 of row 1"),
+        (lambda: QuantLinear.from_blocks(tensor(2, 32).numpy()), TypeError, "must hold blocks"),
+        (lambda: QuantLinear.from_blocks(blocks_of(), tensor(3)), ValueError, r"\[68\], got \[3\]"),
+        (lambda: QuantLinear(32, 5, device="meta")(tensor(1, 32)), ValueError, "x is on cpu and"),
+    ],
+)
+def test_what_cannot_be_a_layer(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "said"),
+    [
+        (tensor(2, K + 32), ValueError, r"x must have shape \[..., 288\], got \[2, 320\]"),
+        (tensor(K, 2), ValueError, r"got \[288, 2\]"),
+        (torch.tensor(1.0), ValueError, r"got \[\]"),
+        (tensor(2, K, dtype=torch.float64), TypeError, "float32, float16 or bfloat16, got torch.f"),
+        (torch.ones(2, K, dtype=torch.int8), TypeError, "got torch.int8"),
+    ],
+)
+def test_activations_that_do_not_fit(x: Any, error: type[Exception], said: str) -> None:
+    layer = QuantLinear.from_blocks(blocks_of())
+    with pytest.raises(error, match=said):
+        layer(x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=said):
+        torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)(x)
+
+
+def test_without_blocks_there_is_neither_product_nor_gradient_on_a_cpu() -> None:
+    rest = (None, None, [], [], "", "exact", "q4_0", 5, 64)
+    with pytest.raises(ValueError, match="on the CPU needs the blocks"):
+        torch_operator.linear(tensor(2, 64), *rest)
+
+
+def test_torch_is_told_to_be_missing_in_one_sentence() -> None:
+    code = "import sys; sys.modules['torch'] = None; import steps.nn.linear"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: steps.nn.linear needs torch"), ran.stderr
+    fine = (
+        "import sys; import steps; from steps import door, plans; assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", fine], check=False).returncode == 0
+
+
+# --- what runs on a GPU, with its kernels in the simulator ----------------------------------------
+
+
+class OnTheHost(FakeGpu):
+    """A GPU whose memory is the host's: kernels run in the simulator at the addresses they get."""
+
+    def launch(self, config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+        _, launch = function
+        count = len(launcher.parameters(signature_of(launch.args), launch.args))
+        table = (ctypes.c_void_p * count).from_address(pointers)
+        values = iter([ctypes.c_uint64.from_address(at).value for at in table])
+        args = tuple(self.argument(given, values) for given in launch.args)
+        self.launched.append((launch.kernel.__name__, config.hStream, ()))
+        simulate(launch.kernel, launch.grid, launch.block, args, shared_bytes=launch.shared_bytes)
+        return (0,)
+
+    def argument(self, given: Any, values: Any) -> Any:
+        """An argument as the simulator takes it; arrays where their address says."""
+        if isinstance(given, tuple):
+            return tuple(self.argument(one, values) for one in given)
+        if not hasattr(given, "dtype"):
+            next(values)
+            return given
+        _, _, size, item, address = (next(values) for _ in range(5))
+        for _ in range(2 * given.ndim):
+            next(values)
+        memory = (ctypes.c_uint8 * (size * item)).from_address(address)
+        return np.frombuffer(memory, given.dtype).reshape(given.shape)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of a GPU as `steps.nn.operator` asks for, all of it on the CPU."""
+    fake = OnTheHost()
+    monkeypatch.setattr(launcher, "load", fake.load)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=fake.launch))
+    monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
+    monkeypatch.setattr(plans, "nowhere", _nowhere)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch_operator, "_machine", lambda: fake)
+    monkeypatch.setattr(torch_operator, "_loading_allowed", nullcontext)
+    monkeypatch.setattr(torch_operator, "stream_of", lambda array: 77)
+    monkeypatch.setattr(torch_operator, "capability", lambda device: fake.cc)
+    monkeypatch.setattr(torch_operator, "upload", lambda array, device: torch.from_numpy(array))
+    fresh = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda *args, **options: fresh(*args, **options).fill_(77),  # memory that was used before
+    )
+    torch_operator._plans.clear()
+    yield fake
+    torch_operator._plans.clear()
+
+
+def uploaded(blocks: np.ndarray, bias: Any = None, accuracy: str = "exact") -> Any:
+    layer = QuantLinear.from_blocks(blocks, bias, accuracy=accuracy)
+    layer._move(torch.device("cuda"))
+    return layer
+
+
+def multiplied(layer: Any, x: Any) -> Any:
+    """What the operator's kernel for CUDA makes of it."""
+    return torch_operator._on_gpu(
+        x, layer.bias, None, layer._arrays("weights"), layer._arrays("fast"), layer.packings,
+        layer.accuracy, layer.format, layer.out_features, layer.in_features,
+    )  # fmt: skip
+
+
+def step_plan(layer: Any, m: int) -> Any:
+    offered = torch_operator.by_packing(
+        layer.packings, layer._arrays("weights"), layer._arrays("fast")
+    )
+    size = m, layer.out_features, layer.in_features
+    return torch_operator.planned(layer.format, size, offered, layer.accuracy, False, layer.device)
+
+
+def step_of(layer: Any, m: int) -> Any:
+    return step_plan(layer, m).choice
+
+
+@pytest.mark.parametrize(
+    ("m", "name", "accuracy"),
+    [*((1, name, "exact") for name in WEIGHT_FORMATS), (40, "q5_1", "exact"), (70, "q4_0", "fast")],
+)
+def test_the_gpus_path_is_the_front_doors_product(host, m: int, name: str, accuracy: str) -> None:
+    blocks = blocks_of(name)
+    layer, x = uploaded(blocks, accuracy=accuracy), tensor(m, K)
+    choice = step_of(layer, m)
+    assert choice.step.accuracy == accuracy, "at 70 tokens the fast step is the faster"
+    wanted = steps.gemm(
+        x.numpy(), blocks, step=choice.step.number, family=choice.family, machine=Simulator()
+    )
+    np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
+    assert {stream for _, stream, _ in host.launched} == {77}
+
+
+def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
+    """Where scratch memory matters: many K and few outputs."""
+    n, k, m = 20, 1056, 65
+    blocks = blocks_of(n=n, k=k)
+    layer, x = uploaded(blocks), tensor(m, k)
+    choice = step_of(layer, m)
+    sums, _ = choice.step.scratch(FORMATS["q4_0"], choice.family, choice.shape)
+    assert np.prod(sums[0]) > 4, "shared tiles"
+    wanted = steps.gemm(
+        x.numpy(), blocks, step=choice.step.number, family=choice.family, machine=Simulator()
+    )
+    np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
+
+
+def test_decoding_and_prefilling_are_of_different_steps(host: Any) -> None:
+    layer = uploaded(blocks_of())
+    assert step_of(layer, 1).step.number != step_of(layer, 300).step.number
+    assert step_of(layer, 1).step.most_tokens is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gpus_path_in_every_dtype(host: Any, dtype: Any, biased: bool) -> None:
+    """A step rounds x to 8 bits of the largest of 32, half a unit of 1/127, or to float16."""
+    blocks, bias = blocks_of("q4_1"), tensor(N, seed=2).to(dtype) if biased else None
+    layer = uploaded(blocks, bias)
+    for shape in ((2, 2), (0, 3), ()):
+        x = tensor(*shape, K, dtype=dtype)
+        y = multiplied(layer, x)
+        assert (y.shape, y.dtype) == ((*shape, N), dtype)
+        if 0 not in shape:
+            assert within(y, x, blocks, bias, x_rounding=0.5 / 127)
+    x = tensor(K, 1, 1, dtype=dtype).expand(K, 2, 1).permute(1, 2, 0)
+    assert within(multiplied(layer, x), x, blocks, bias, x_rounding=0.5 / 127)
+
+
+def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
+    layer = uploaded(blocks_of(), accuracy="fast")
+    assert layer.packings == "tiles byte_tiles"
+    assert sorted(layer.state_dict()) == ["blocks"]
+    assert layer.device_bytes == sum(
+        array.nbytes
+        for step in (steps.find(12), steps.find(13))
+        for array in step.pack(blocks_of())
+    )
+    exact = uploaded(blocks_of())
+    assert exact.packings == "tiles"
+    assert exact.device_bytes < layer.device_bytes
+    before = exact._arrays("weights")
+    exact.half()
+    assert all(a is b for a, b in zip(exact._arrays("weights"), before, strict=True))
+    assert [one.dtype for one in before] == [torch.uint8, torch.float32]
+    exact._move(torch.device("cpu"))
+    assert (exact.packings, exact._arrays("weights")) == ("", [])
+
+
+def test_torch_compile_takes_the_packings_along(host: Any) -> None:
+    layer, x = uploaded(blocks_of(), accuracy="fast"), tensor(2, K)
+    nodes: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    y = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    (node,) = nodes
+    assert node.target is torch.ops.quantized_gemm.product.default
+    assert [len(node.args[3]), len(node.args[4]), node.args[5]] == [2, 2, "tiles byte_tiles"]
+    assert torch.equal(y, layer(x))
+
+
+class Asked(TorchDispatchMode):
+    """Notes what torch is asked for: each is a kernel, an allocation or at least a microsecond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "biased", "names"),
+    [
+        (1, torch.float32, False, ["new_empty"]),  # no block hands sums to another
+        (
+            *(1, torch.float16, False),  # of a step that writes float32 alone
+            ["_to_copy", "new_empty", "_to_copy"],
+        ),
+        (1, torch.float32, True, ["new_empty", "add"]),
+        (
+            *(1, torch.bfloat16, True),
+            ["_to_copy", "new_empty", "new_empty", "add"],
+        ),
+        (300, torch.float16, False, ["new_empty", "new_empty", "slice", "zero_"]),
+    ],
+)
+def test_a_call_asks_torch_for_no_more_than_it_needs(
+    host: Any, m: int, dtype: Any, biased: bool, names: list[str]
+) -> None:
+    """C, memory for the step, zeros in it, and a cast where there is something to be cast."""
+    bias = tensor(N, seed=2).to(dtype) if biased else None
+    layer, x = uploaded(blocks_of(), bias), tensor(m, K, dtype=dtype)
+    multiplied(layer, x)
+    with torch.no_grad(), Asked() as asked:
+        multiplied(layer, x)
+    assert [name for name in asked.names if name != "fill_"] == names  # memory is filled in `host`
+
+
+def test_a_gradient_is_paid_for_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("linear", "product"):
+        original = getattr(torch_operator, name)
+        monkeypatch.setattr(
+            torch_operator, name, lambda *a, n=name, o=original: called.append(n) or o(*a)
+        )
+    x, wanted = tensor(2, K), tensor(2, K).requires_grad_()
+    layer = QuantLinear.from_blocks(blocks_of())
+    trained = QuantLinear.from_blocks(blocks_of(), nn.Parameter(tensor(N)))
+    layer(x), layer(wanted), trained(x)
+    with torch.no_grad():
+        layer(wanted), trained(x)
+    assert called == ["product", "linear", "linear", "product", "product"]
+
+
+def test_the_plans_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_operator, "PLANS", 3)
+    layer = uploaded(blocks_of())
+    plans_of = {m: step_plan(layer, m) for m in (1, 2, 3)}
+    assert step_plan(layer, 1) is plans_of[1]
+    step_plan(layer, 4)
+    assert len(torch_operator._plans) == 3
+    assert step_plan(layer, 1) is plans_of[1]
+    assert step_plan(layer, 2) is not plans_of[2], "it was the one used longest ago"
+
+
+def test_layers_of_one_shape_share_a_plan(host: Any) -> None:
+    one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
+    x = tensor(1, K)
+    first, second = multiplied(one, x), multiplied(other, x)
+    assert len(torch_operator._plans) == 1
+    assert within(first, x, blocks_of(seed=1), x_rounding=0.5 / 127)
+    assert within(second, x, blocks_of(seed=2), x_rounding=0.5 / 127)
+
+
+def test_kernels_that_a_capture_does_not_survive(host: Any, monkeypatch: Any) -> None:
+    def fails() -> Any:
+        raise OverflowError("out of something")  # of no type that is expected
+
+    monkeypatch.setattr(torch_operator, "_machine", fails)
+    layer = uploaded(blocks_of())
+    for capturing, error, said in (
+        (True, RuntimeError, "for 3 tokens could not be loaded .* multiply as many tokens once"),
+        (False, OverflowError, "^out of something$"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        with pytest.raises(error, match=said):
+            multiplied(layer, tensor(3, K))
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64, bias=False)
+        self.gate = nn.Linear(64, 3)
+        self.odd = nn.Linear(33, 64)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(x))) * self.gate(x).mean()
+
+
+class Model(nn.Module):
+    """An embedding, two blocks, and an output layer with the embedding's weights, or its own."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 64)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(64, 11, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def test_a_model_is_quantized_and_says_what_was() -> None:
+    torch.manual_seed(0)
+    model = Model().eval()
+    tokens = torch.arange(11)
+    before = model(tokens)
+    report = quantize_model(model, "q8_0", skip=("lm_head", "gate"))
+    names = [f"layers.{i}.{last}" for i in (0, 1) for last in ("up", "down")]
+    assert [one.name for one in report.replaced] == names
+    assert dict(report.skipped) == {
+        **{f"layers.{i}.gate": "skip='gate'" for i in (0, 1)},
+        **{f"layers.{i}.odd": "K=33 is not a multiple of 32, the block of q8_0" for i in (0, 1)},
+        "lm_head": "skip='lm_head'",
+    }
+    assert report.saved == 4 * (4 * 96 * 64 - 96 * 64 // 32 * 34)
+    assert "4 layers are q8_0 now: 98,304 bytes of weights -> 26,112, 72,192 saved" in str(report)
+    assert "lm_head is as it was: skip='lm_head'" in str(report)
+    assert isinstance(model.layers[1].up, QuantLinear)
+    assert not model.layers[1].up.training
+    assert type(model.layers[0].gate) is nn.Linear
+    assert model.lm_head.weight is model.embed.weight
+    after = model(tokens)
+    assert 0 < (after - before).abs().max() < 0.02 * before.abs().max()
+    again = quantize_model(model, "q8_0", skip=("lm_head", "gate", "typo"))
+    assert again.replaced == ()
+    assert again.unused == ("typo",)
+    assert "skip='typo' fits no layer" in str(again)
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ((), set()),
+        ("lm_head", {"lm_head"}),
+        (("up",), {"layers.0.up", "layers.1.up"}),
+        (("layers.0",), {"layers.0.up", "layers.0.down", "layers.0.gate"}),
+        (("1.down",), {"layers.1.down"}),
+        (("own",), set()),
+        (("*own",), {"layers.0.down", "layers.1.down"}),
+        (
+            ("layers.[1-9].*", "lm_head"),
+            {"layers.1.up", "layers.1.down", "layers.1.gate", "lm_head"},
+        ),
+    ],
+)
+def test_what_skip_means(skip: Any, left: set[str]) -> None:
+    model = Model(tied=False)
+    quantize_model(model, skip=skip)
+    odd = {"layers.0.odd", "layers.1.odd"}
+    assert {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} - odd == left
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = Model()
+    report = quantize_model(model, skip=())
+    assert dict(report.skipped)["lm_head"] == "its weights are tied to embed.weight, which stays"
+    assert model.lm_head.weight is model.embed.weight
+    loose = Model()  # tied by memory alone
+    loose.lm_head.weight = nn.Parameter(loose.embed.weight.detach())
+    assert "tied to embed.weight" in dict(quantize_model(loose, skip=()).skipped)["lm_head"]
+
+
+def test_linears_tied_to_each_other_become_one() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 5, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    model["again"] = model["c"]
+    report = quantize_model(model)
+    assert model["a"] is model["b"]
+    assert model["c"] is model["again"]
+    assert model["a"] is not model["c"]
+    assert [(one.name, one.before) for one in report.replaced] == [
+        ("a", 1280),
+        ("b", 0),
+        ("c", 1280),
+    ]
+    assert [one.after for one in report.replaced] == [180, 0, 180]
+    torn = nn.ModuleDict({name: nn.Linear(64, 5) for name in "ab"})
+    torn["b"].weight = torn["a"].weight
+    report = quantize_model(torn, skip=("b",))
+    assert dict(report.skipped)["a"] == "its weights are tied to b.weight, which stays"
+    report = quantize_model(torn, skip=())
+    assert torn["a"] is not torn["b"], "they have biases of their own"
+    assert [one.before for one in report.replaced] == [1280, 0]
+
+
+def test_layers_that_may_do_more_are_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(Special(32, 3), nn.Linear(32, 3), nn.Linear(32, 3))
+    model[1].register_forward_hook(lambda *_: None)
+    report = quantize_model(model)
+    assert dict(report.skipped) == {
+        "0": "a Special may do more than a Linear",
+        "1": "it has hooks, which a new layer would not have",
+    }
+    attention = nn.MultiheadAttention(32, 2)
+    assert "out_proj" in dict(quantize_model(attention).skipped)
+
+
+def test_a_model_that_cannot_be_quantized() -> None:
+    with pytest.raises(ValueError, match="the model is a Linear itself"):
+        quantize_model(nn.Linear(32, 3))
+    model = nn.ModuleDict({"good": nn.Linear(32, 3), "bad": nn.Linear(32, 3)})
+    with pytest.raises(
+        ValueError, match=r"^q6_k is read from files, not written: quantize to q4_0"
+    ):
+        quantize_model(model, "q6_k")
+    with torch.no_grad():
+        model["bad"].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"^bad: .*(NaN|nan|finite)"):
+        quantize_model(model)
+    assert isinstance(model["good"], QuantLinear)
+    assert type(model["bad"]) is nn.Linear
+
+
+def test_float_weights_are_let_go_one_by_one() -> None:
+    import weakref
+
+    model = nn.Sequential(*(nn.Linear(32, 3) for _ in range(3)))
+    seen = [weakref.ref(one.weight) for one in model]
+    alive = []
+    original = linear.QuantLinear.from_float.__func__
+
+    def counting(cls: Any, *args: Any, **options: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in seen))
+        return original(cls, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear.QuantLinear, "from_float", classmethod(counting))
+        quantize_model(model)
+    assert alive == [3, 2, 1]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> Any:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    torch_operator._plans.clear()
+    return torch.device("cuda")
+
+
+def on_gpu(name: str = "q4_0", bias: bool = True, **options: Any) -> Any:
+    made = QuantLinear.from_blocks(blocks_of(name), tensor(N, seed=2) if bias else None, **options)
+    return made.to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_values_on_a_gpu(cuda: Any, name: str, dtype: Any) -> None:
+    for bias in (False, True):
+        layer = on_gpu(name, bias)
+        for shape in ((), (1,), (2, 3), (300,), (0, 2)):
+            x = tensor(*shape, K, dtype=dtype).to(cuda)
+            y = layer(x)
+            assert (y.shape, y.dtype, y.device) == ((*shape, N), dtype, x.device)
+            if 0 not in shape:
+                assert within(y, x, blocks_of(name), layer.bias, x_rounding=0.5 / 127)
+    x = tensor(K, 5, dtype=dtype).to(cuda).T
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+@pytest.mark.gpu
+def test_fast_on_a_gpu_only_where_asked_for(cuda: Any) -> None:
+    assert "fast" not in on_gpu().explain(4096).partition(":")[0]
+    layer = on_gpu(accuracy="fast")
+    x = tensor(300, K).to(cuda)
+    assert within(layer(x), x, blocks_of(), layer.bias, x_rounding=1.5 / 127)
+
+
+@pytest.mark.gpu
+def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
+    layer, x = on_gpu(), tensor(3, K).to(cuda)
+    wanted = layer(x)
+    assert layer.blocks.device.type == "cpu"
+    assert torch.equal(layer.cpu().cuda()(x), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), wanted)
+    fresh = QuantLinear(K, N, device=cuda)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x), wanted)
+    assert fresh.half()(x.half()).dtype == torch.float16
+    with pytest.raises(ValueError, match="x is on cpu and the layer on cuda:0"):
+        layer(x.cpu())
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu(cuda: Any) -> None:
+    layer, x = on_gpu(), tensor(3, K).to(cuda).requires_grad_()
+    upstream = tensor(3, N, seed=3).to(cuda)
+    layer(x).backward(upstream)
+    torch.testing.assert_close(x.grad, upstream @ layer.dequantize(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once_on_a_gpu(cuda: Any) -> None:
+    layer = QuantLinear.from_blocks(blocks_of(n=516, k=4128)).to(cuda)  # blocks share tiles
+    given = [tensor(m, 4128, seed=m).to(cuda) for m in (1, 8, 40, 300)]
+    wanted = [layer(x) for x in given]
+    torch.cuda.synchronize()
+    streams, got = [torch.cuda.Stream() for _ in range(2)], []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got += [(layer(x), c) for x, c in zip(given, wanted, strict=True)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, c) for y, c in got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_graph_is_captured_and_replayed(cuda: Any, m: int, warm: bool) -> None:
+    """Also where the number of tokens was never seen before, and where plans were forgotten."""
+    k = 4128
+    layer = QuantLinear.from_blocks(blocks_of("q5_1", 516, k)).to(cuda)  # blocks share tiles
+    x = tensor(m, k).to(cuda)
+    if warm:
+        layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(layer(x)[:, :1] + x)
+    torch_operator._plans.clear()
+    junk = [torch.full((1 << 16,), 255, dtype=torch.uint8, device=cuda) for _ in range(64)]
+    for seed in (5, 6):
+        x.copy_(tensor(m, k, seed=seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, layer(layer(x)[:, :1] + x))
+    del junk
+
+
+@pytest.mark.gpu
+# torch captures an empty graph on purpose where it sets up its memory pool, and means to ignore it
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_torch_compile_on_a_gpu(cuda: Any, mode: str) -> None:
+    layer = on_gpu()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.relu(layer(x)) * 2, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for seed in range(4):  # the first ones warm up and record
+            x = tensor(8, K, seed=seed).to(cuda)
+            torch.testing.assert_close(compiled(x), torch.relu(layer(x)) * 2)
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu(cuda: Any) -> None:
+    model = Model().to(cuda).eval()
+    tokens = torch.arange(11, device=cuda)
+    with torch.inference_mode():
+        before = model(tokens)
+        report = quantize_model(model, "q8_0")
+        assert (model(tokens) - before).abs().max() < 0.05 * before.abs().max()
+    assert model.layers[0].up.device.type == "cuda"
+    assert report.replaced

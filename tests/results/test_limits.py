@@ -1,0 +1,162 @@
+"""The ceilings' machine code does what their names say, in its loop, and little else."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from results.measure import limits
+from results.measure.limits import CEILINGS, Ceiling
+from steps.api.compile import MachineCode, machine_code, opcodes, signature_of
+from steps.api.machines import Simulator
+from steps.contract import why_no_gpu
+
+
+def compiled(ceiling: Ceiling) -> MachineCode:
+    seeds = limits.seeds_for(ceiling)
+    out = np.empty(8, ceiling.seed_dtype)
+    return machine_code(ceiling.kernel(), signature_of((seeds, out, 16)))
+
+
+def hottest_loop(sass: str, ceiling: Ceiling) -> str:
+    """The lines of a listing between a label and the last branch back to it: of the loop with most
+    of the work, the longest such."""
+    lines = sass.splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+    loops = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        if branch and labels.get(branch[1], i) < i:
+            loops.append("\n".join(lines[labels[branch[1]] : i + 1]))
+
+    def work(loop: str) -> int:
+        return sum(n for opcode, n in opcodes(loop).items() if is_work(opcode, ceiling))
+
+    return max(loops, key=lambda loop: (work(loop), len(loop)))
+
+
+def name(ceiling: Ceiling) -> str:
+    return f"{ceiling.unit}-{ceiling.opcodes[0]}"
+
+
+@pytest.mark.parametrize("ceiling", CEILINGS, ids=name)
+def test_the_loop_is_the_instruction_it_is_named_for(ceiling):
+    code = compiled(ceiling)
+    assert code.stack_bytes == 0
+    assert code.spill_store_bytes == 0
+    loop = opcodes(hottest_loop(code.sass, ceiling))
+    total = sum(loop.values())
+    work = sum(n for opcode, n in loop.items() if is_work(opcode, ceiling))
+    # a wgmma keeps the tensor cores busy for as long as a warp takes to issue fifty instructions
+    share = 0.15 if ceiling.max_cc else 0.9
+    assert work >= share * total, f"{work} of {total}: {loop.most_common(6)}"
+    assert code.warnings == ()
+
+    # The operations claimed for a round are those of the loop (an mma's shared by 32 lanes).
+    per_instruction = {
+        "FFMA": 2,
+        "IMAD": 2,
+        "IDP": 8,
+        "IMMA": 2 * 16 * 8 * 32 // 32,
+        "HMMA": 2 * 16 * 8 * 16 // 32,
+        "IGMMA": 2 * 64 * 256 * 32 // 128,
+        "HGMMA": 2 * 64 * 256 * 16 // 128,
+    }[ceiling.opcodes[0]]
+    rounds, rest = divmod(work * per_instruction, ceiling.operations)
+    assert rest == 0
+    assert rounds >= 1
+
+
+def is_work(opcode: str, ceiling: Ceiling) -> bool:
+    if ceiling.unit == "int32":  # IMAD.MOV and IMAD.X are ptxas's moves and carries
+        return opcode == "IMAD"
+    return opcode.split(".")[0] in ceiling.opcodes
+
+
+@pytest.mark.parametrize("ceiling", CEILINGS[-2:], ids=name)
+def test_a_warpgroups_loop_adds_up_its_products(ceiling):
+    """In the simulator, which reports any operand that is touched too early: ones times ones."""
+    assert ceiling.max_cc is not None
+    kind = np.float16 if ceiling.unit == "tensor_fp16" else np.int8
+    ones = np.ones(4 * limits.SEEDS // np.dtype(kind).itemsize, kind).view(ceiling.seed_dtype)
+    out = np.zeros(limits.THREADS, np.float32 if kind is np.float16 else np.int32)
+    Simulator().run(limits.launch_of(ceiling, ones, out, 1, 2))
+    k = 32 // np.dtype(kind).itemsize * limits.TOGETHER * 2  # in two rounds
+    assert (out == k * limits.COLUMNS // 2).all()
+
+
+def test_a_unit_of_two_instructions_has_the_limit_of_the_faster(monkeypatch):
+    rates = iter((60.0, 30.0, 120.0, 1100.0, 550.0, 1500.0, 540.0))
+    monkeypatch.setattr(limits, "arithmetic_tops", lambda *_: next(rates))
+    monkeypatch.setattr(limits, "memory_tbps", lambda *_: (4.0, 4.1))
+    from numba import cuda
+
+    def device(cc):
+        return SimpleNamespace(compute_capability=cc, MULTIPROCESSOR_COUNT=132)
+
+    free = SimpleNamespace(get_memory_info=lambda: SimpleNamespace(free=1 << 30))
+    monkeypatch.setattr(cuda, "current_context", lambda: free)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: device((9, 0)))
+    tops = limits.measure_limits(object(), object()).tops
+    assert (tops["tensor_int8"], tops["tensor_fp16"], tops["packed_int32"]) == (1500, 550, 60)
+    assert next(rates, None) is None
+    for cc, expected in (((8, 9), 5), ((10, 0), 5), ((7, 5), 3)):
+        rates = iter(range(1, 9))
+        monkeypatch.setattr(cuda, "get_current_device", lambda cc=cc: device(cc))
+        limits.measure_limits(object(), object())
+        assert next(rates) == expected + 1, f"{cc} has no wgmma"
+
+
+def test_copies_are_128_bits_wide():
+    array = np.empty(4, np.float32)
+    copy = machine_code(limits.copy_tiles(), signature_of((array, array)))
+    assert copy.count("LDG.E.128") == copy.count("STG.E.128") == limits.LOAD_VECTORS
+    read = machine_code(limits.read_tiles(), signature_of((array, array)))
+    assert read.count("LDG.E.128") == limits.LOAD_VECTORS
+    assert read.count("STG.E.128") == 0
+
+
+def test_seeds_are_random_and_finite():
+    for ceiling in CEILINGS:
+        seeds = limits.seeds_for(ceiling)
+        assert seeds.dtype == ceiling.seed_dtype
+        assert len(np.unique(seeds)) > 0.99 * limits.SEEDS
+        floats = seeds.view(np.float16) if ceiling.unit == "tensor_fp16" else seeds
+        assert np.isfinite(floats.astype(np.float64)).all()
+
+
+def test_every_unit_of_a_step_has_a_ceiling():
+    from typing import get_args
+
+    from steps.contract import Unit
+
+    assert {ceiling.unit for ceiling in CEILINGS} | {"packed_int32"} >= set(get_args(Unit))
+
+
+@pytest.mark.gpu
+def test_limits_and_protocol_on_this_gpu():
+    """Plausible ceilings, in the order the hardware has them, and a graph that times a launch."""
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+    from results.measure.protocol import GpuStopwatch, sample
+    from steps.api.machines import Gpu
+
+    machine, stopwatch = Gpu(), GpuStopwatch()
+    measured = limits.measure_limits(stopwatch, machine)
+    assert measured.copy_tbps is not None
+    assert 0.05 < measured.copy_tbps < 50
+    assert measured.tops["int32"] <= 1.1 * measured.tops["fp32"]
+    assert measured.tops["dp4a"] > 2 * measured.tops["int32"]
+
+    (fp32,) = (ceiling for ceiling in CEILINGS if ceiling.unit == "fp32")
+    seeds = machine.array(limits.seeds_for(fp32))
+    out = machine.empty((limits.THREADS * 1024,), np.float32)
+    short, long = (limits.launch_of(fp32, seeds, out, 1024, rounds) for rounds in (64, 256))
+    for launch in (short, long):
+        machine.run(launch)
+    times = [sample(stopwatch, lambda _, la=la: (la,), 1, 0.02)[0] for la in (short, long)]
+    assert 2.5 < times[1].us / times[0].us < 4.5
+    assert {timing.how for timing in times} == {"graph"}, stopwatch.why_no_graph

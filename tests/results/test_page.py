@@ -1,0 +1,436 @@
+"""The page: whole, readable without sight or network, figures and code where they belong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from markupsafe import Markup
+
+from results.record import schema as record
+from results.record.schema import Environment, Run
+from results.render import captions as words
+from results.render import charts, markup, page
+from steps import ladder
+from steps.cli import listing
+from steps.pitfalls import pitfalls
+from tests.results.chromium import Chromium, why_none
+from tests.results.synthetic_run import make_run
+
+VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"}
+ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
+SECTIONS = ("results", "ladder", "charts", "steps", "museum", "method")
+
+
+class Page(HTMLParser):
+    """A document taken apart: what is open where, ids, links, and the text of elements by class."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html = html
+        self.open: list[tuple[str, dict[str, str]]] = []
+        self.faults: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.resources: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.headings: list[int] = []
+        self.lines: dict[tuple[str, str], list[tuple[int, str]]] = {}  # (article, side) -> source
+        self.text: dict[str, str] = {}  # of each article and section
+        self.feed(html)
+        self.close()
+        self.faults += [f"<{tag}> is never closed" for tag, _ in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        given = {key: value or "" for key, value in attrs}
+        if len(given) != len(attrs):
+            self.faults.append(f"<{tag}> has an attribute twice: {attrs}")
+        self.tags.append((tag, given))
+        if "id" in given:
+            self.ids.append(given["id"])
+        if tag == "a":
+            self.targets.append(given.get("href", ""))
+        self.resources += [
+            given[key] for key in ("src", "href", "srcset", "data") if key in given and tag != "a"
+        ]
+        if re.fullmatch("h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+        if tag in ENDS_A_PARAGRAPH and any(each == "p" for each, _ in self.open):
+            self.faults.append(f"<{tag}> within <p>, in {self.where}")
+        if tag not in VOID:
+            self.open.append((tag, given))
+        if "l" in given.get("class", "").split():
+            self.lines.setdefault((self.where, self.side), []).append((int(given["data-n"]), ""))
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag in VOID:  # SVG closes what HTML need not
+            return
+        if not self.open or self.open[-1][0] != tag:
+            self.faults.append(f"</{tag}> where {[each for each, _ in self.open][-3:]} is open")
+            return
+        self.open.pop()
+
+    def handle_data(self, data):
+        for tag, attributes in self.open:
+            if tag in ("article", "section"):
+                name = attributes["id"]
+                self.text[name] = self.text.get(name, "") + data
+        if any("l" in each.get("class", "").split() for _, each in self.open):
+            number, text = self.lines[self.where, self.side][-1]
+            self.lines[self.where, self.side][-1] = (number, text + data)
+
+    @property
+    def where(self) -> str:
+        inner = [each["id"] for tag, each in self.open if tag in ("article", "section")]
+        return inner[-1] if inner else ""
+
+    @property
+    def side(self) -> str:
+        sides = [each["class"] for _, each in self.open if each.get("class") in ("old", "new")]
+        return sides[-1] if sides else ""
+
+    def source(self, article: str, side: str = "") -> list[tuple[int, str]]:
+        return [(n, text.rstrip("\n")) for n, text in self.lines.get((article, side), [])]
+
+
+def stub(step, shape, cc) -> page.Compiled:
+    """In place of the compiler, which takes seconds for each step."""
+    opcodes = [page.Opcode("IMAD<&>", 6, True), page.Opcode("LDS", 3, False)]
+    return page.Compiled(
+        what=f"step {step.number} at {shape}",
+        arch="sm_90a",
+        grid="2 x 3",
+        block="32",
+        registers=47,
+        stack_bytes=0,
+        spill_bytes=0,
+        shared_bytes=4096,
+        instructions=10,
+        opcodes=opcodes,
+        others=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    made = make_run(((1, 4096, 4096), (16, 4096, 4096), (512, 4096, 4096)))
+    return record.from_json(record.to_json(made))  # with the digits that a file has
+
+
+@pytest.fixture(scope="module")
+def invented(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    path = record.write(run, tmp_path_factory.mktemp("results"))
+    return Page(page.build(path, compiler=stub))
+
+
+@pytest.fixture(scope="module")
+def committed() -> Page:
+    path = record.headline()
+    assert path is not None
+    return Page(page.build(path, compiler=stub))
+
+
+@pytest.fixture(params=["invented", "committed"])
+def each(request: pytest.FixtureRequest) -> Page:
+    found: Page = request.getfixturevalue(request.param)
+    return found
+
+
+# --- structure ------------------------------------------------------------------------------------
+
+
+def test_it_is_well_formed_and_all_there(each: Page) -> None:
+    assert each.html.startswith("<!DOCTYPE html>")
+    assert each.faults == []
+    wanted = [*SECTIONS, *(f"step-{step.number}" for step in ladder())]
+    assert set(wanted) <= set(each.ids)
+    assert {f"pitfall-{one.number}" for one in pitfalls()} <= set(each.ids)
+
+
+def test_ids_are_unique_and_every_link_leads_to_one(each: Page) -> None:
+    assert len(each.ids) == len(set(each.ids))
+    assert len(each.targets) > 50
+    assert {target for target in each.targets if target[1:] not in each.ids} == set()
+    for _, given in each.tags:
+        for value in given.get("aria-labelledby", "").split():
+            assert value in each.ids
+
+
+def test_it_asks_for_nothing(each: Page) -> None:
+    outside = [one for one in each.resources if not one.startswith(("#", "data:"))]
+    assert outside == []
+    assert "script" not in {tag for tag, _ in each.tags}
+    assert re.findall(r"url\((?!#)|@import", each.html) == []
+    assert re.findall(r"url\(#([^)]+)\)", each.html)
+    assert set(re.findall(r"url\(#([^)]+)\)", each.html)) <= set(each.ids)
+    used = {given["href"][1:] for tag, given in each.tags if tag == "use"}
+    assert used <= set(each.ids)
+
+
+def test_headings_do_not_skip_a_level(each: Page) -> None:
+    assert each.headings[0] == 1
+    assert each.headings.count(1) == 1
+    for above, below in zip(each.headings, each.headings[1:], strict=False):
+        assert below <= above + 1
+
+
+def test_what_may_be_too_wide_scrolls_in_a_box_with_a_name(each: Page) -> None:
+    boxes = [given for _, given in each.tags if "scroll" in given.get("class", "").split()]
+    assert len(boxes) > 30
+    for box in boxes:
+        assert box["role"] == "region"
+        assert box["aria-label"]
+        assert box["tabindex"] == "0"
+    tables = len([tag for tag, _ in each.tags if tag == "table"])
+    assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table', each.html)) == tables
+
+
+def test_charts_say_in_words_and_figures_what_they_show(each: Page, run: Run) -> None:
+    pictures = [given for tag, given in each.tags if tag == "svg"]
+    assert len(pictures) == 4
+    for given in pictures:
+        assert given["role"] == "img"
+        title, description = given["aria-labelledby"].split()
+        for wanted in (title, description):
+            said = re.search(rf'id="{wanted}"[^>]*>([^<]+)<', each.html)
+            assert said
+            assert re.search(r"\d", said[1])
+    assert each.html.count("<figcaption>") == 4
+
+
+# --- what stands in it ----------------------------------------------------------------------------
+
+
+def test_each_step_stands_beside_its_parent(invented: Page) -> None:
+    by_number = {step.number: step for step in ladder()}
+    for step in ladder():
+        name = f"step-{step.number}"
+        text = "".join(listing.source(step))
+        own = [(line.number, line.text) for line in markup.body(text)]
+        parent = listing.parent_of(step)
+        if parent is None:
+            assert invented.source(name) == own
+            continue
+        assert invented.source(name, "new") == own, "nothing of a step is left out"
+        before = "".join(listing.source(by_number[parent]))
+        taken = listing.imported(step, by_number[parent])
+        kept = listing.without(listing.source(by_number[parent]), taken)
+        theirs = [(line.number, line.text) for line in markup.body(before)]
+        assert invented.source(name, "old") == [pair for pair in theirs if pair[0] - 1 in kept]
+        assert f'href="#step-{parent}"' in invented.html
+        for each in sorted(taken):
+            assert each in invented.text[name]
+
+
+def test_source_and_texts_are_escaped(invented: Page) -> None:
+    texts = "".join("".join(listing.source(step)) for step in ladder())
+    assert "<" in texts, "else this shows nothing"
+    assert "&" in texts
+    assert "IMAD&lt;&amp;&gt;" in invented.html
+    line = "threads < 2 && <b> & 'x'"
+    (one,) = markup.python(line)
+    assert one.html.striptags() == line.replace("  ", " ")
+    assert "<b>" not in one.html
+    assert markup.inline("a < b <script>x</script>") == ("a &lt; b &lt;script&gt;x&lt;/script&gt;")
+
+
+def test_each_step_has_its_lesson_its_outcome_and_its_figures(invented: Page, run: Run) -> None:
+    for step in ladder():
+        text = invented.text[f"step-{step.number}"]
+        assert step.title in text
+        for heading in ("What is new", "Why it should help", "What it costs", "Machine code"):
+            assert heading in text
+        for word in ("Predicted", "Measured", "Outcome"):
+            assert re.search(rf"\b{word}\b[^\n]*[:.]", text), (step.number, word)
+        assert "stale" in text, "the invented run has measured other sources"
+        assert "47\nregisters a thread" in text
+        m = 16 if step.most_tokens else 512
+        rows = [r for r in run.rows if (r.step, r.M, r.output) == (step.number, m, "float32")]
+        assert rows
+        for row in rows:
+            for value in (row.kernel_us, row.total_us, row.tflops):
+                assert charts.number(value or 0) in text
+
+
+def test_best_figures_are_the_best_of_the_run(run: Run) -> None:
+    rows = [row for row in charts.timed(run) if row.step == 13]
+    said = dict(words.best_words(run, 13))
+    assert said["Most TFLOPS"].startswith(charts.number(max(row.tflops or 0 for row in rows)))
+    ratios = [row.x_parent for row in rows if row.x_parent]
+    against = said["Kernel against step 9"]
+    assert against.startswith(f"{charts.number(min(ratios))}x")
+    assert f"to {charts.number(max(ratios))}x" in against
+    assert words.best_words(run, 99) == []
+
+
+def test_exhibits_show_what_is_wrong_and_what_is_right(invented: Page) -> None:
+    text = invented.text["pitfall-1"]
+    assert "125" in text
+    assert "141" in text
+    assert "golden value" in text
+    assert invented.html.count('class="l mark"') >= 10
+    for pitfall in pitfalls():
+        source = invented.source(f"pitfall-{pitfall.number}")
+        assert source, pitfall.title
+        assert not any("PITFALL" in line or "import" in line for _, line in source)
+    assert "not caught" not in invented.text["museum"]
+
+
+def test_machine_and_protocol_are_those_of_the_run(committed: Page) -> None:
+    path = record.headline()
+    assert path is not None
+    run, text = record.read(path), committed.text["method"]
+    for wanted in (run.env.where, run.env.driver, run.env.git.sha, run.env.command):
+        assert str(wanted) in text
+    for rate in run.env.limits.tops.values():
+        assert charts.number(rate) in text
+    assert "the 20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
+
+
+def test_a_run_of_nothing_makes_a_page_too(tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text(record.to_json(Run(env=Environment())))
+    shown = Page(page.build(path, compiler=lambda *_: "No machine code on this computer."))
+    assert shown.faults == []
+    assert "Nothing is measured yet" in shown.text["charts"]
+    assert "No machine code on this computer." in shown.text["step-1"]
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+LINES = st.lists(st.sampled_from("abc\n"), max_size=60)
+
+
+@hypothesis.given(LINES, LINES)
+def test_a_comparison_leaves_nothing_out(before: list[str], after: list[str]) -> None:
+    old, new = (
+        [markup.Code(i, text.strip(), Markup("")) for i, text in enumerate(lines)]
+        for lines in (before, after)
+    )
+    stretches = markup.compared(old, new)
+    assert [line for each in stretches for line in each.before] == old
+    assert [line for each in stretches for line in each.after] == new
+    for each in stretches:
+        if each.kind == "same":
+            assert [line.text for line in each.before] == [line.text for line in each.after]
+        assert not each.folded or len(each.after) > markup.CONTEXT
+
+
+def test_links_lead_to_steps_and_nowhere_else() -> None:
+    text = markup.linked("| 4 (stale) | dp4a | 6 us (step 10 (stale)) |", [4, 10])
+    assert text == "| [4](#step-4) (stale) | dp4a | 6 us ([step 10](#step-10) (stale)) |"
+    same = "| 1 | 4096 | 4096 | 6.84 |"
+    assert markup.linked(same, [1]) == same
+    assert markup.linked("(step 7)", [1]) == "(step 7)"
+    assert markup.inline("[a](b.json) [c](#d)") == 'a <a href="#d">c</a>'
+
+
+def test_a_docstring_keeps_its_drawings() -> None:
+    text = "Step 1: x\n\nWhat is new\n    Words\n    of it:\n        a = b < c\n    End, a4.\n"
+    text += "Cost\n    None"
+    first, passages = markup.lesson(text, {"a4": 4})
+    assert first == "Step 1: x"
+    assert [each.heading for each in passages] == ["What is new", "Cost"]
+    assert passages[0].body == (
+        '<p>Words of it:</p>\n<pre>a = b &lt; c</pre>\n<p>End, <a href="#step-4">a4</a>.</p>'
+    )
+
+
+def test_the_worklog_by_steps() -> None:
+    text = "# Log\n\nPreamble.\n\n## Step 2: two\n\nPredicted, on paper: a\nb.\n"
+    text += "Profiler (x.json): c.\n"
+    log = markup.worklog(text + "Outcome: d.\n\n## Later\n\nMeasured: no step.\n")
+    assert log.preamble == "<p>Preamble.</p>\n"
+    assert set(log.entries) == {2}
+    assert log.entries[2].main == [
+        "<p><strong>Predicted, on paper:</strong> a\nb.</p>\n",
+        "<p><strong>Outcome:</strong> d.</p>\n",
+    ]
+    assert log.entries[2].more == ["<p><strong>Profiler (x.json):</strong> c.</p>\n"]
+
+
+def test_machine_code_is_the_compilers() -> None:
+    first = ladder()[0]
+    code = page.compiled(first, (4, 64, 64), (8, 0))
+    assert isinstance(code, page.Compiled)
+    assert code.arch == "sm_80"
+    assert code.registers > 10
+    assert code.instructions == sum(each.count for each in code.opcodes) + code.others
+    assert {each.name for each in code.opcodes if each.promised} >= {"FFMA"}
+
+
+def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_tool(kernel, signature, arch):
+        asked.append(arch)
+        raise RuntimeError("nvdisasm was not found")
+
+    monkeypatch.setattr(page, "machine_code", no_tool)
+    twelfth = next(step for step in ladder() if step.number == 12)
+    said = page.compiled(twelfth, (16, 128, 128), (8, 0))
+    assert said == "No machine code on this computer: nvdisasm was not found"
+    assert asked == ["sm_90a"], "a GPU of 8.0 cannot run it: for the one that can"
+
+
+def test_the_command_writes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page, "build", lambda path: f"<!DOCTYPE html>{path.name}")
+    out = tmp_path / "new" / "page.html"
+    assert page.main(["a.json", "--out", str(out)]) == 0
+    assert out.read_text() == "<!DOCTYPE html>a.json"
+    assert capsys.readouterr().out.strip() == str(out)
+    monkeypatch.setattr(page, "headline", lambda: None)
+    assert page.main([]) == 1
+    assert "no run to show" in capsys.readouterr().err
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.skipif(why_none() is not None, reason=str(why_none()))
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
+def test_in_chromium(
+    browser: Chromium, committed: Page, tmp_path: Path, width: int, height: int, scheme: str
+) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(committed.html, encoding="utf-8")
+    browser.open(file, width, height, scheme)
+    assert browser.requests() == [file.as_uri()]
+    for opened in (False, True):
+        everything = "document.querySelectorAll('details').forEach(each => each.open = true)"
+        if opened:
+            browser.value(everything)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        wider = "[...document.querySelectorAll('p, li, dd, h2, h3, summary')]"
+        wider += ".filter(each => each.closest('.scroll') === null"
+        wider += f" && each.getBoundingClientRect().right > {width}).map(each => each.textContent)"
+        assert browser.value(wider) == []
+    missing = "[...document.querySelectorAll('a')].map(each => each.hash.slice(1))"
+    missing += ".filter(each => document.getElementById(each) === null)"
+    assert browser.value(missing) == []
+    paper = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper))) < 3 * 64) == (scheme == "dark")
+    text = "[...document.querySelectorAll('svg.chart text')]"
+    heights = browser.value(f"{text}.map(each => each.getBoundingClientRect().height)")
+    assert len(heights) > 100
+    assert browser.errors() == []

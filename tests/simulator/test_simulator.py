@@ -1,0 +1,619 @@
+"""The simulator finds what it promises to find, and says where."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, uint8
+from numba.cuda import types
+
+from steps.instructions import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    load_u32,
+    load_u32x4,
+    store_u32x4,
+)
+from steps.simulator.launch import (
+    BarrierDivergence,
+    Deadlock,
+    Misaligned,
+    OutOfRange,
+    SimulatorError,
+    simulate,
+)
+
+ORDERS = (0, -1, 1, 2, 3)
+wait_all = cp_async_wait(0)
+
+
+def zeros(count, dtype=np.int32):
+    return np.zeros(count, dtype)
+
+
+# --- barriers
+
+
+def reverse_kernel(barrier_before, barrier_after):
+    """Writes x, reads it from the other end, twice; each of the two barriers may be left out."""
+
+    @cuda.jit
+    def reverse(out):
+        stage = cuda.shared.array(64, int32)
+        t = cuda.threadIdx.x
+        for i in range(2):
+            stage[t] = t + 100 * i
+            if barrier_before:
+                cuda.syncthreads()
+            out[i, t] = stage[63 - t]
+            if barrier_after:
+                cuda.syncthreads()
+
+    return reverse
+
+
+REVERSED = np.stack([np.arange(64)[::-1], np.arange(64)[::-1] + 100])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_right_barriers_give_one_result_in_every_order(order):
+    out = zeros((2, 64))
+    simulate(reverse_kernel(True, True), 1, 64, (out,), order=order)
+    np.testing.assert_array_equal(out, REVERSED)
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (False, False)])
+def test_missing_barrier_is_a_wrong_result_in_some_order(before, after):
+    wrong = []
+    for order in ORDERS:
+        out = zeros((2, 64))
+        simulate(reverse_kernel(before, after), 1, 64, (out,), order=order)
+        wrong.append(not np.array_equal(out, REVERSED))
+    assert any(wrong)
+
+
+@pytest.mark.parametrize(("reads", "revealing"), [(1, 0), (-1, -1)])
+def test_one_sided_race_needs_the_other_order(reads, revealing):
+    """A lane that reads its neighbour below is served in ascending order, and in that only."""
+
+    @cuda.jit
+    def neighbour(out):
+        stage = cuda.shared.array(66, int32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            stage[0] = stage[65] = 0
+        stage[t + 1] = t
+        out[t] = stage[t + 1 + reads]
+
+    expected = np.arange(64) + reads
+    expected[[0, -1]] = 0
+    right = {}
+    for order in (0, -1):
+        out = zeros(64)
+        simulate(neighbour, 1, 64, (out,), order=order)
+        right[order] = np.array_equal(out[1:-1], expected[1:-1])
+    assert right == {revealing: False, -1 - revealing: True}
+
+
+def test_threads_that_left_early_are_divergence():
+    @cuda.jit
+    def early(out):
+        t = cuda.threadIdx.x
+        if t >= 48:
+            return
+        cuda.syncthreads()
+        out[t] = t
+
+    message = (
+        r"block \(1, 0, 0\) can go on: threads 0-47 wait at syncthreads in test_simulator.py:\d+ "
+        r"`cuda.syncthreads\(\)`; threads 48-63 have exited"
+    )
+    with pytest.raises(BarrierDivergence, match=message):
+        simulate(early, 2, 64, (zeros(64),), order=-1)
+
+
+def test_two_barriers_in_two_branches_are_divergence():
+    @cuda.jit
+    def branches(out):
+        t = cuda.threadIdx.x
+        if t < 32:
+            cuda.syncthreads()
+        else:
+            out[t] = 1
+            cuda.syncthreads()
+
+    with pytest.raises(
+        BarrierDivergence, match=r"meet at different places: .*threads 0-31 .*threads 32-63"
+    ):
+        simulate(branches, 1, 64, (zeros(64),))
+
+
+def test_two_kinds_of_barrier_are_divergence():
+    @cuda.jit
+    def kinds(out):
+        t = cuda.threadIdx.x
+        if t == 3:
+            out[0] = cuda.syncthreads_count(1)
+        else:
+            cuda.syncthreads()
+
+    with pytest.raises(BarrierDivergence, match="thread 3 at syncthreads_count"):
+        simulate(kinds, 1, 64, (zeros(64),))
+
+
+def test_waiting_for_each_other_is_a_deadlock():
+    @cuda.jit
+    def crossed(out):
+        if cuda.threadIdx.x < 5:
+            cuda.syncwarp()
+        cuda.syncthreads()
+
+    with pytest.raises(
+        Deadlock, match=r"threads 0-4 wait at syncwarp .* threads 5-31 wait at syncthreads"
+    ):
+        simulate(crossed, 1, 32, (zeros(1),))
+
+
+def test_polling_for_what_never_comes_is_a_deadlock():
+    @cuda.jit
+    def spin(flag):
+        while flag[0] == 0:
+            cuda.nanosleep(100)
+
+    with pytest.raises(Deadlock, match=r"4 thread\(s\) poll and nothing changes"):
+        simulate(spin, 1, 4, (zeros(1),))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_in_flight_together_can_wait_for_each_other(order):
+    @cuda.jit
+    def relay(flags):
+        b = cuda.blockIdx.x
+        if b < 2:
+            while flags[b + 1] == 0:
+                cuda.nanosleep(100)
+        flags[b] = flags[b + 1] + 1 if b < 2 else 1
+
+    flags = zeros(3)
+    simulate(relay, 3, 1, (flags,), resident=3, order=order)
+    assert flags.tolist() == [3, 2, 1]
+    if order == 0:
+        with pytest.raises(Deadlock):
+            simulate(relay, 3, 1, (zeros(3),))
+
+
+# --- warps
+
+
+def test_a_partial_last_warp_is_a_warp():
+    @cuda.jit
+    def count(out):
+        t = cuda.threadIdx.x
+        out[t] = cuda.popc(cuda.ballot_sync(0xFFFFFFFF, True))
+
+    out = zeros(40)
+    simulate(count, 1, 40, (out,))
+    assert out.tolist() == [32] * 32 + [8] * 8
+
+
+def test_reading_a_lane_that_is_not_there():
+    @cuda.jit
+    def beyond(out):
+        t = cuda.threadIdx.x
+        out[t] = cuda.shfl_xor_sync(0xFFFFFFFF, t, 16)
+
+    with pytest.raises(
+        OutOfRange, match=r"lane 4 reads lane 20, which takes no part .*thread \(4, 0, 0\)"
+    ):
+        simulate(beyond, 1, 20, (zeros(20),))
+
+
+def test_masks_name_who_takes_part():
+    @cuda.jit
+    def halves(out):
+        t = cuda.threadIdx.x
+        if t < 16:
+            out[t] = cuda.shfl_sync(0x0000FFFF, t, 3)
+        else:
+            out[t] = cuda.shfl_sync(0xFFFF0000, t, 19)
+
+    out = zeros(32)
+    simulate(halves, 1, 32, (out,))
+    assert out.tolist() == [3] * 16 + [19] * 16
+
+    @cuda.jit
+    def outsider(out):
+        cuda.syncwarp(0xFFFF)
+
+    with pytest.raises(SimulatorError, match="lane 16 calls syncwarp with mask 0x0000ffff"):
+        simulate(outsider, 1, 32, (out,))
+
+
+def test_warp_divergence_is_found():
+    @cuda.jit
+    def lonely(out):
+        if cuda.laneid != 7:
+            cuda.syncwarp()
+
+    with pytest.raises(
+        BarrierDivergence, match=r"threads 0-6, 8-31 wait at syncwarp .* thread 7 have exited"
+    ):
+        simulate(lonely, 1, 32, (zeros(1),))
+
+
+# --- memory
+
+
+def test_shared_and_local_memory_begin_as_garbage():
+    @cuda.jit
+    def peek(floats, ints):
+        sf = cuda.shared.array(4, float32)
+        si = cuda.shared.array((2, 2), int32)
+        lf = cuda.local.array(2, types.float32)
+        lb = cuda.local.array(2, uint8)
+        dynamic = cuda.shared.array(0, float32)
+        floats[0], floats[1], floats[2] = sf[0], lf[1], dynamic[2]
+        ints[0], ints[1] = si[1, 1], lb[0]
+
+    floats, ints = zeros(3, np.float32), zeros(2)
+    simulate(peek, 1, 1, (floats, ints), shared_bytes=64)
+    assert np.isnan(floats).all()
+    assert ints.tolist() == [np.int32(np.uint32(0xA5A5A5A5).view(np.int32)), 0xA5]
+
+
+def test_two_arrays_on_one_line_and_one_array_in_a_loop():
+    @cuda.jit
+    def lines(out):
+        a, b = cuda.shared.array(1, int32), cuda.shared.array(1, int32)
+        a[0], b[0] = 1, 2
+        out[0], out[1] = a[0], b[0]
+        for i in range(2):
+            c = cuda.shared.array(1, int32)
+            if i == 0:
+                c[0] = 5
+            out[2] = c[0]
+
+    out = zeros(3)
+    simulate(lines, 1, 1, (out,))
+    assert out.tolist() == [1, 2, 5]
+
+
+def test_functions_of_one_factory_have_their_own_shared_memory():
+    def make(value):
+        @cuda.jit(device=True)
+        def keep(first):
+            kept = cuda.shared.array(1, int32)
+            if first:
+                kept[0] = value
+            return kept[0]
+
+        return keep
+
+    one, two = make(1), make(2)
+
+    @cuda.jit
+    def both(out):
+        one(True)
+        two(True)
+        out[0] = one(False)
+        out[1] = two(False)
+
+    out = zeros(2)
+    simulate(both, 1, 1, (out,))
+    assert out.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (64, r"out\[64\] is outside out of shape \(64,\)"),
+        (-1, r"out\[-1\] is outside out of shape \(64,\)"),
+    ],
+)
+def test_out_of_range(index, message):
+    @cuda.jit
+    def access(out):
+        if cuda.threadIdx.x == 5:
+            out[index] = 1
+
+    with pytest.raises(
+        OutOfRange, match=message + r" \[block \(0, 0, 0\), thread \(5, 0, 0\), test_simulator"
+    ):
+        simulate(access, 1, 32, (zeros(64),))
+
+
+def test_out_of_range_in_every_way_an_array_is_indexed():
+    @cuda.jit
+    def access(x, way):
+        stage = cuda.shared.array((4, 8), int32)
+        if way == 0:
+            stage[3, 8] = 0
+        elif way == 1:
+            stage[4, 0] = 0
+        elif way == 2:
+            part = stage[2:9]
+            part[0, 0] = 0
+        elif way == 3:
+            row = stage[1]
+            row[8] = 0
+        elif way == 4:
+            load_u32x4(x, 13)
+        elif way == 5:
+            load_u32(x, -1)
+
+    messages = {
+        0: r"stage\[3, 8\] is outside stage of shape \(4, 8\)",
+        1: r"stage\[4, 0\]",
+        2: r"stage\[2:9\]",
+        3: r"stage\[8\] is outside stage of shape \(8,\)",
+        4: r"x: 16 bytes at index 13 \(byte 52\) are outside its 64 bytes",
+        5: r"x: 4 bytes at index -1",
+    }
+    for way, message in messages.items():
+        with pytest.raises(OutOfRange, match=message):
+            simulate(access, 1, 1, (zeros(16), way))
+
+
+def test_misaligned_loads_are_found():
+    @cuda.jit
+    def block_loads(blocks, out):
+        t = cuda.threadIdx.x
+        out[t] = load_u32(blocks, 18 * t + 2)
+
+    with pytest.raises(
+        Misaligned, match=r"blocks: index 2 is byte 2, 2 past a multiple of 4; .*thread \(0,"
+    ):
+        simulate(block_loads, 1, 4, (zeros(80, np.uint8), zeros(4)))
+    with pytest.raises(Misaligned, match="thread \\(1,"):  # the same kernel on a shifted view
+        simulate(block_loads, 1, 4, (zeros(82, np.uint8)[2:], zeros(4)))
+
+
+def test_shared_arrays_must_promise_their_alignment():
+    @cuda.jit
+    def careless(out):
+        stage = cuda.shared.array(64, uint8)
+        store_u32x4(stage, 0, 1, 2, 3, 4)
+
+    with pytest.raises(
+        Misaligned, match=r"stage \(shared, uint8\) is declared with alignment 1, .* alignment=16"
+    ):
+        simulate(careless, 1, 1, (zeros(1),))
+
+
+def test_read_only_and_discontiguous_arguments():
+    @cuda.jit
+    def write(x):
+        x[0] = 1
+
+    @cuda.jit
+    def wide(x):
+        load_u32(x, 0)
+
+    frozen = zeros(4)
+    frozen.flags.writeable = False
+    with pytest.raises(SimulatorError, match="x is read-only"):
+        simulate(write, 1, 1, (frozen,))
+    with pytest.raises(SimulatorError, match="x is not C-contiguous"):
+        simulate(wide, 1, 1, (zeros(8)[::2],))
+
+
+def test_records_fields_and_views():
+    block = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
+
+    @cuda.jit
+    def read(blocks, out):
+        raw = cuda.shared.array(0, uint8, alignment=16)
+        part = raw[16:32].view(np.uint16)
+        t = cuda.threadIdx.x
+        part[t] = blocks[t]["qs"][3]
+        out[t] = float32(blocks[t].d) * part[t] + blocks[t].qs[t]
+
+    blocks = np.zeros(4, block)
+    blocks["d"] = [1, 2, 3, 4]
+    blocks["qs"] = np.arange(64).reshape(4, 16)
+    out = zeros(4, np.float32)
+    simulate(read, 1, 4, (blocks, out), shared_bytes=32)
+    np.testing.assert_array_equal(out, [3, 2 * 19 + 17, 3 * 35 + 34, 4 * 51 + 51])
+
+
+TABLE = np.arange(4, dtype=np.int32) * 11
+
+
+def test_what_a_kernel_may_refer_to():
+    """Types through modules, NumPy scalar types, math, constant arrays, closures, tuples."""
+    numbers = (3, 5)
+
+    @cuda.jit(device=True)
+    def helper(x):
+        return x + numbers[1]
+
+    @cuda.jit
+    def refer(out, floats):
+        out[0] = types.uint8(300) + np.int32(-1)
+        out[1] = TABLE[2] + helper(numbers[0])
+        out[2] = min(len(out), out.shape[0]) + out.size
+        floats[0] = math.sqrt(float32(2))
+        floats[1] = types.float32(types.float16(float32(0.1)))
+        floats[2] = cuda.fma(float32(1 + 2**-12), float32(1 + 2**-12), float32(-1 - 2**-11))
+
+    out, floats = zeros(3), zeros(3, np.float32)
+    simulate(refer, 1, 1, (out, floats))
+    assert out.tolist() == [43, 30, 6]
+    assert floats.tolist() == [np.sqrt(np.float32(2)), np.float32(np.float16(0.1)), 2.0**-24]
+
+
+def test_integer_stores_wrap_and_loads_are_exact():
+    @cuda.jit
+    def wrap(bytes_out, words_out):
+        bytes_out[0] = 300
+        bytes_out[1] = -1
+        words_out[0] = 1 << 31
+        words_out[1] = bytes_out[1] * 0x1_0000_0001
+
+    small, wide = zeros(2, np.uint8), zeros(2)
+    simulate(wrap, 1, 1, (small, wide))
+    assert small.tolist() == [44, 255]
+    assert wide.tolist() == [-(1 << 31), 255]
+
+
+# --- asynchronous copies
+
+
+def copy_kernel(wait, barrier):
+    @cuda.jit
+    def copy(source, out):
+        stage = cuda.shared.array(64 * 4, int32, alignment=16)
+        t = cuda.threadIdx.x
+        cp_async_16(stage, 4 * t, source, 4 * t)
+        cp_async_commit()
+        if wait:
+            wait_all()
+        if barrier:
+            cuda.syncthreads()
+        out[t] = stage[4 * (63 - t)]
+
+    return copy
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("wait", "barrier"), [(True, True), (False, True), (True, False)])
+def test_asynchronous_copies_land_at_the_wait(wait, barrier, order):
+    source, out = np.arange(256, dtype=np.int32), zeros(64)
+    simulate(copy_kernel(wait, barrier), 1, 64, (source, out), order=order)
+    assert np.array_equal(out, 4 * np.arange(64)[::-1]) == (wait and barrier)
+
+
+def test_copy_into_a_buffer_still_being_read():
+    """Two tiles through one buffer: without the loop's last barrier the second spoils the first."""
+
+    def make(barrier):
+        @cuda.jit
+        def reuse(source, out):
+            stage = cuda.shared.array(32 * 4, int32, alignment=16)
+            t = cuda.threadIdx.x
+            for i in range(2):
+                cp_async_16(stage, 4 * t, source, 128 * i + 4 * t)
+                cp_async_commit()
+                wait_all()
+                cuda.syncthreads()
+                out[i, t] = stage[4 * (31 - t)]
+                if barrier:
+                    cuda.syncthreads()
+
+        return reuse
+
+    source = np.arange(256, dtype=np.int32)
+    expected = source.reshape(2, 32, 4)[:, ::-1, 0]
+    for order in ORDERS:
+        out = zeros((2, 32))
+        simulate(make(True), 1, 32, (source, out), order=order)
+        np.testing.assert_array_equal(out, expected)
+        simulate(make(False), 1, 32, (source, out), order=order)
+        assert not np.array_equal(out, expected)
+
+
+# --- launches
+
+
+def test_indices_of_a_three_dimensional_launch():
+    @cuda.jit
+    def place(out):
+        x, y, z = cuda.grid(3)
+        out[z, y, x] = (
+            cuda.threadIdx.x
+            + 10 * cuda.threadIdx.y
+            + 100 * cuda.blockIdx.z
+            + 1000 * cuda.gridDim.x
+            + 10000 * cuda.blockDim.y
+        )
+
+    out = zeros((2, 6, 8))
+    simulate(place, (2, 2, 2), (4, 3), (out,), order=5)
+    z, y, x = np.indices(out.shape)
+    np.testing.assert_array_equal(out, x % 4 + 10 * (y % 3) + 100 * z + 2000 + 30000)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_atomics_count(order):
+    @cuda.jit
+    def count(x, out):
+        t = cuda.grid(1)
+        cuda.atomic.add(out, 0, x[t])
+        cuda.atomic.max(out, 1, x[t])
+        cuda.atomic.min(out, 2, x[t])
+        cuda.atomic.cas(out, 3, 0, t + 1)
+
+    x = np.random.default_rng(0).integers(-99, 99, 128).astype(np.int32)
+    out = zeros(4)
+    simulate(count, 4, 32, (x, out), order=order)
+    assert out[:3].tolist() == [x.sum(), x.max(), x.min()]
+    assert 1 <= out[3] <= 128
+
+
+def test_bad_launches_are_refused_before_anything_is_written():
+    @cuda.jit
+    def fill(out):
+        out[0] = 1
+
+    @cuda.jit(device=True)
+    def helper(x):
+        return x
+
+    out = zeros(1)
+    for arguments, error, message in (
+        ((fill, 1, 2048, (out,)), ValueError, "has 2048 threads; the limit is 1024"),
+        ((fill, 0, 32, (out,)), ValueError, "grid is 0"),
+        ((fill, 1, 32, (out, out)), TypeError, r"fill takes 1 arguments \(out\), got 2"),
+        ((fill, 1, 32, ("x",)), TypeError, "argument out is a str"),
+        ((helper, 1, 32, (out,)), TypeError, "takes a @cuda.jit kernel"),
+    ):
+        with pytest.raises(error, match=message):
+            simulate(*arguments)
+    assert out[0] == 0
+
+
+def test_errors_of_python_name_the_place():
+    @cuda.jit
+    def divide(out):
+        out[0] = 1 // out[0]
+
+    with pytest.raises(
+        SimulatorError, match=r"ZeroDivisionError: .*thread \(0, 0, 0\), test_simulator.py:\d+ `out"
+    ):
+        simulate(divide, 1, 1, (zeros(1),))
+
+
+def test_the_simulator_can_be_used_after_an_error():
+    @cuda.jit
+    def beyond(out):
+        cuda.syncthreads()
+        out[99] = 0
+
+    with pytest.raises(OutOfRange):
+        simulate(beyond, 1, 32, (zeros(1),))
+    out = zeros((2, 64))
+    simulate(reverse_kernel(True, True), 1, 64, (out,))
+    np.testing.assert_array_equal(out, REVERSED)
+
+
+def test_a_block_of_256_threads_with_barriers_costs_milliseconds():
+    @cuda.jit
+    def rounds(out):
+        stage = cuda.shared.array(256, int32)
+        t = cuda.threadIdx.x
+        for i in range(4):
+            stage[t] = t + i
+            cuda.syncthreads()
+            out[t] = stage[255 - t]
+            cuda.syncthreads()
+
+    out = zeros(256)
+    simulate(rounds, 1, 256, (out,))
+    best = np.inf
+    for _ in range(5):
+        start = time.process_time()
+        simulate(rounds, 1, 256, (out,))
+        best = min(best, time.process_time() - start)
+    assert best < 0.1, f"{best * 1e3:.1f} ms; about 10 ms is usual, 8 barriers included"

@@ -1,0 +1,53 @@
+"""The classical acceptance: M=4, N=512, K=1024, every format within 1 % of the float product.
+
+The whole product takes a GPU (tests/steps/test_steps_gpu.py). Here each step computes 8 of the 512 output
+features of the same problem in the simulator - features are independent, so these are the values a
+GPU would give - and the whole product is checked at the level of the formats, with NumPy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import WEIGHT_FORMATS
+from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, unquantized
+from reference.check import INTEGER_NMSE
+from steps.api.machines import Simulator
+from steps.checks.verify import multiply, prepare
+
+SHAPE = (4, 512, 1024)
+FEATURES = slice(0, 512, 64)
+CLASSICAL_LIMIT = 0.01
+A8_WITHIN_A16 = 1e-4
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_the_formats_themselves(name: str, distribution: str) -> None:
+    problem = Problem(*SHAPE, name, distribution)
+    exact = unquantized(problem.a, problem.w)
+    a16 = same_operands_a16(problem.a, problem.blocks)
+    a8 = same_operands_a8(Q81.of_values(problem.a), problem.blocks)
+    assert nmse(a16, exact) < CLASSICAL_LIMIT
+    assert nmse(a8, exact) < CLASSICAL_LIMIT
+    assert nmse(a8, a16) < A8_WITHIN_A16
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_every_step(name: str) -> None:
+    problem = Problem(*SHAPE, name, "uniform")
+    blocks = np.ascontiguousarray(problem.blocks[FEATURES])
+    exact = unquantized(problem.a, problem.w[FEATURES])
+    a16 = same_operands_a16(problem.a, blocks)
+    machine = Simulator()
+    for step in steps.ladder():
+        for family in step.families:
+            c = multiply(prepare(step, family, name, problem.a, blocks, machine), machine)
+            assert nmse(c, exact) < CLASSICAL_LIMIT, (step.name, family)
+            if family == "A8":
+                # integers for scales round the weights once more: reference.check says by how much
+                coarse = step.accuracy == "coarse"
+                most = INTEGER_NMSE["uniform"][1] if coarse else A8_WITHIN_A16
+                assert nmse(c, a16) < most, step.name

@@ -1,0 +1,295 @@
+"""What makes a step file a lesson: its form, for every step there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qformats import FILE_FORMATS, WEIGHT_FORMATS
+from steps.contract import Step
+from steps.registry import find, ladder
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "steps").glob("step[0-9][0-9]_*.py"))
+HEADINGS = (
+    "What is new",
+    "Why it should help",
+    "What it costs",
+    "Machine code",
+    "Read next",
+)
+LONGEST = 270  # lines: what a person reads in one sitting
+# Longer than that, and no longer.
+LONGER = {
+    "step08_async_pipeline": 320,
+    "step11_w4a16_tensor_core": 320,
+    "step12_w4a16_wgmma": 290,
+    "step15_decode_bulk": 290,
+}
+ALLOWED = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "functools",
+    "math",
+    "numba",
+    "numpy",
+    "qformats",
+    "steps",
+    "typing",
+}
+# of `steps`, and of the other steps only a parent
+SHARED = {
+    "steps.components.activations.layouts",
+    "steps.components.bulk_products",
+    "steps.components.bulk_tiles",
+    "steps.components.bulk_activations",
+    "steps.components.decode_reduction",
+    "steps.components.decode_products",
+    "steps.components.decode_activations",
+    "steps.components.decode_tiles",
+    "steps.components.epilogue",
+    "steps.instructions",
+    "steps.api.machines",
+    "steps.contract",
+    "steps.components.stream_k",
+    "steps.components.wgmma_tiles",
+}
+UNITS = {"fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a step names what it imports in full"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@pytest.fixture
+def step(path: Path) -> Step:
+    return importlib.import_module(f"steps.{path.stem}").STEP
+
+
+def test_the_registry_finds_every_file() -> None:
+    assert [step.name for step in ladder()] == [path.stem for path in FILES]
+    assert [step.number for step in ladder()] == list(range(1, len(FILES) + 1))
+
+
+def test_docstring_has_its_five_headings_in_order(path: Path, tree: ast.Module) -> None:
+    text = ast.get_docstring(tree) or ""
+    number = int(path.stem[4:6])
+    assert re.match(rf"Step {number}: .+ - .+\.\n\n", text), "first line: Step N: name - the idea."
+    # a heading stands at the margin, its text beside or below it
+    pieces = re.split(rf"^({'|'.join(HEADINGS)})\b", text, flags=re.MULTILINE)
+    assert pieces[1::2] == list(HEADINGS)
+    parts = pieces[2::2]
+    for heading, part in zip(HEADINGS, parts, strict=True):
+        assert len(part.strip()) > 8, f"{heading} says nothing"
+
+
+def test_read_next_names_a_step_that_exists(path: Path, tree: ast.Module) -> None:
+    text = ast.get_docstring(tree) or ""
+    named = re.findall(r"\bstep\d\d_\w+", text)
+    assert set(named) <= {file.stem for file in FILES}
+    if path != FILES[-1]:
+        following = FILES[FILES.index(path) + 1].stem
+        assert text.rstrip().endswith(following), "Read next leads up the ladder"
+
+
+def test_a_step_is_no_longer_than_a_lesson(path: Path, source: str) -> None:
+    assert 50 <= len(source.splitlines()) <= LONGER.get(path.stem, LONGEST)
+
+
+def test_a_step_imports_the_vocabulary_and_of_other_steps_only_a_parent(
+    tree: ast.Module, step: Step
+) -> None:
+    modules = imported(tree)
+    assert {module.split(".")[0] for module in modules} <= ALLOWED
+    ours = {module for module in modules if module.split(".")[0] == "steps"}
+    allowed = SHARED | {f"steps.{find(parent).name}" for parent in step.parents.values()}
+    assert all(any(m == s or m.startswith(s + ".") for s in allowed) for m in ours), ours
+
+
+def test_a_step_neither_prints_nor_times_nor_draws_data(tree: ast.Module) -> None:
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & {"print", "input", "open", "exec", "eval"}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not names & {"random", "default_rng", "perf_counter", "synchronize"}
+
+
+def test_a_step_reads_from_the_top_down(tree: ast.Module) -> None:
+    """Constants, then kernels, then `launch`, then `STEP` at the end."""
+    order = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            order.append(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            order.append(node.targets[0].id)
+    assert order[-2:] == ["launch", "STEP"]
+
+
+def test_constants_are_final_and_say_why(source: str, tree: ast.Module) -> None:
+    """A tile size without its reason is a number nobody dares to change."""
+    lines = source.splitlines()
+    for node in tree.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            assert not (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and node.targets[0].id not in ("STEP",)
+            ), f"line {node.lineno}: annotate it as Final"
+            continue
+        name = node.target.id
+        assert name.isupper(), f"{name} is a constant"
+        assert ast.unparse(node.annotation) == "Final", f"{name} is Final"
+        derived = any(isinstance(n, ast.Name) for n in ast.walk(node.value or node))
+        commented = any(
+            "#" in lines[row] for row in range(node.lineno - 2, node.end_lineno or node.lineno)
+        )
+        assert commented or derived, f"{name} lacks its reason"
+
+
+def test_step_fields_are_complete(step: Step, path: Path) -> None:
+    assert step.name == path.stem
+    assert step.number == int(path.stem[4:6])
+    assert 5 < len(step.title) < 70
+    assert step.families
+    assert set(step.families) <= {"A16", "A8"}
+    assert set(step.unit) == set(step.families)
+    assert set(step.unit.values()) <= UNITS
+    assert set(step.parents) <= set(step.families)
+    if step.number > 1:
+        assert set(step.parents) == set(step.families), "every family has something to beat"
+    assert all(0 < parent < step.number for parent in step.parents.values())
+    assert set(step.contains) == set(step.forbids) == set(step.families)
+    assert all(step.contains.values()), "machine code must prove the idea"
+    assert step.formats[:5] == WEIGHT_FORMATS, "all five weight formats in every step"
+    assert set(step.formats[5:]) <= set(FILE_FORMATS)
+    assert step.min_cc >= (7, 5)
+
+
+def test_supports_answers_none_or_a_sentence(step: Step) -> None:
+    for family in step.families:
+        for name in step.formats:
+            assert step.supports(name, family) is None
+            assert step.supports(name, family, (9, 0)) is None
+    assert "q8_1" in (step.supports("q8_1", step.families[0]) or "")
+    assert "compute capability" in (step.supports("q4_0", step.families[0], (5, 0)) or "")
+    newer = step.supports("q4_0", step.families[0], (10, 0))
+    if step.max_cc is None:
+        assert newer is None
+    else:
+        least, most = ("{}.{}".format(*cc) for cc in (step.min_cc, step.max_cc))
+        assert (
+            newer
+            == f"step {step.number} needs compute capability {most} at most; this GPU has 10.0"
+        )
+        assert f"capability {least}; this" in step.supports("q4_0", step.families[0], (8, 6))
+
+
+# --- adding a sixth step means adding one file ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with one more step, a copy of step 2, and a wrong one after it."""
+    home = tmp_path_factory.mktemp("house")
+    for name in ("steps", "qformats", "reference", "results"):
+        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
+    number = len(FILES) + 1
+    text = (ROOT / "steps" / "step02_naive_w4a8.py").read_text(encoding="utf-8")
+    for at, change in ((number, lambda s: s), (number + 1, _without_compensation)):
+        name = f"step{at:02d}_one_more"
+        new = change(text).replace("number=2,", f"number={at},")
+        new = new.replace('name="step02_naive_w4a8"', f'name="{name}"')
+        (home / "steps" / f"{name}.py").write_text(new, encoding="utf-8")
+    return home
+
+
+def _without_compensation(source: str) -> str:
+    wrong = re.sub(r"\n( +)acc \+= (scale.*) \+ offset\(w, at\) \* s\n", r"\n\1acc += \2\n", source)
+    assert wrong != source
+    return wrong
+
+
+def in_house(house: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "steps", *arguments],
+        cwd=house,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_one_more_file_is_one_more_step(house: Path) -> None:
+    number = len(FILES) + 1
+    listed = json.loads(in_house(house, "list", "--json").stdout)
+    assert [step["number"] for step in listed] == list(range(1, number + 2))
+    shape = ("--m", "2", "--n", "3", "--k", "32", "--format", "q4_0", "--machine", "simulator")
+    done = in_house(house, "check", str(number), *shape)
+    assert done.returncode == 0, done.stderr
+    assert f"{number}  W4A8" in done.stdout
+
+
+def test_a_wrong_step_fails_the_command_with_a_reason(house: Path) -> None:
+    number = len(FILES) + 2
+    done = in_house(
+        house, "check", str(number), "--machine", "simulator", "--dist", "golden", "--json"
+    )
+    assert done.returncode == 1
+    data = json.loads(done.stdout)
+    assert data["ok"] is False
+    failed = [c for c in data["checks"] if not c["ok"]]
+    assert {c["format"] for c in failed} == {"q4_0", "q4_1", "q5_0", "q5_1"}, "q8_0 has no offset"
+    (sentence,) = failed[0]["failures"]
+    assert "got 125" in sentence, "the value of this very bug on the golden case"
+
+    table = in_house(house, "check", str(number), "--machine", "simulator", "--dist", "golden")
+    assert "FAILED 1 of 1 case" in table.stdout
+    assert sentence in table.stderr
+    assert "Traceback" not in table.stderr
+
+
+def test_a_file_whose_name_and_step_disagree_is_an_error(house: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(house, copy)
+    odd = copy / "steps" / "step42_odd.py"
+    shutil.copy(copy / "steps" / "step01_naive_w4a16.py", odd)
+    done = in_house(copy, "list")
+    assert done.returncode == 2
+    assert "step42_odd.py defines step 1 named 'step01_naive_w4a16'" in done.stderr
+    assert "Traceback" not in done.stderr

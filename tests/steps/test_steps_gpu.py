@@ -1,0 +1,85 @@
+"""The same checks on a real GPU: every step, every format, larger ragged shapes."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
+from reference.check import INTEGER_NMSE
+from steps import registry as steps
+from steps.api.machines import Gpu
+from steps.checks.verify import multiply, prepare, verify
+from steps.checks.works import cases, check_works
+from steps.contract import Family, Step, Work
+from tests.steps.works import WORKS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
+    outcomes = check_works(
+        [Work(step, family, name)], lambda name: cases(name, simulated=False), lambda order: Gpu()
+    )
+    assert outcomes.each[0].cases == 1 + len(GPU_CHECK_SHAPES)  # and the golden one
+    assert outcomes.ok, "\n".join(outcomes.each[0].failures)
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_golden_case(step: Step, family: Family, name: str) -> None:
+    golden, machine = GOLDEN[name], Gpu()
+    prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
+        assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
+        return
+    assert multiply(prepared, machine)[0, 0] == golden.value
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
+    problem, machine = Problem(4, 512, 1024, name, "uniform"), Gpu()
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    c = multiply(prepared, machine)
+    assert nmse(c, unquantized(problem.a, problem.w)) < 0.01
+    if family == "A8":
+        # integers for scales round the weights once more: reference.check says by how much
+        most = INTEGER_NMSE["uniform"][1] if step.accuracy == "coarse" else 1e-4
+        assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < most
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_bit_identical_from_run_to_run(step: Step, family: Family, name: str) -> None:
+    problem, machine = Problem(130, 200, 544, name, "normal"), Gpu()
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    first = multiply(prepared, machine).copy()
+    for _ in range(3):
+        np.testing.assert_array_equal(first, multiply(prepared, machine))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize(
+    ("number", "cut"),
+    [
+        (12, ((128, 128), 24, 120, 24)),
+        (12, ((192, 128), 18, 10, 0)),
+        (12, ((192, 128), 18, 54, 18)),
+        (12, ((256, 128), 12, 12, 0)),
+        (12, ((256, 128), 12, 50, 12)),
+        (13, ((128, 128), 24, 120, 24)),
+        (13, ((128, 256), 16, 16, 0)),
+        (14, ((128, 256), 16, 60, 16)),
+    ],
+)
+def test_the_tiles_of_large_products(
+    number: int, cut: tuple, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no check shape is large enough for: whole, or shared by blocks, equally or not."""
+    step = steps.find(number)
+    monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: cut)
+    for output in (np.float32, np.float16):
+        problem = Problem(300, 1000, 672, name)
+        found = verify(step, step.families[-1], problem, Gpu(), dtype=output)
+        assert found.ok, found.verdict

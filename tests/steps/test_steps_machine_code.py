@@ -1,0 +1,295 @@
+"""What a step promises of its machine code, proven for three architectures without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import steps
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference import Problem
+from steps.api.compile import MachineCode, machine_code, signature_of
+from steps.api.machines import Simulator
+from steps.checks.verify import prepare
+from steps.cli.listing import launches as on_paper
+from steps.components.unpack.blocks import safe_load
+from steps.contract import Family, Launch, Step, Work
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
+REGISTERS = 65536  # of a multiprocessor, on all three architectures
+MANY_TOKENS, FEW_TOKENS = 40, 2  # a step may choose another kernel for few tokens: prove both
+
+
+def launches(step: Step, family: Family, name: str) -> Iterator[tuple[Launch, bool]]:
+    """Every launch of the work, and whether it is the step's own (not the activation pass)."""
+    for m in (MANY_TOKENS, FEW_TOKENS):
+        problem = Problem(m, 64, 64, name)
+        prepared = prepare(step, family, name, problem.a, problem.blocks, Simulator())
+        yield from ((launch, False) for launch in prepared.activations.launches)
+        yield prepared.launch, True
+
+
+def compiled(launch: Launch, arch: str) -> MachineCode:
+    return machine_code(launch.kernel, signature_of(launch.args), arch)
+
+
+def own_code(step: Step, family: Family, name: str, arch: str) -> MachineCode:
+    """The machine code of the step's kernel for many tokens."""
+    return next(compiled(launch, arch) for launch, own in launches(step, family, name) if own)
+
+
+def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
+    for step, arch in itertools.product(steps.ladder(), architectures):
+        cc = int(arch.removeprefix("sm_").rstrip("a"))
+        if cc >= 10 * step.min_cc[0] + step.min_cc[1]:
+            for family in step.families:
+                name = f"step{step.number:02d}-{family}-{arch}"
+                # in one process, which keeps what it has compiled for the next test
+                group = pytest.mark.xdist_group(name)
+                yield pytest.param(step, family, arch, id=name, marks=group)
+
+
+def no_local_memory_where_it_counts(code: MachineCode) -> bool:
+    """None at all; or, in a kernel of mma that has all the registers its launch bounds allow, a few
+    words that ptxas keeps there while it multiplies. On sm_90a, where the figures are from, none is
+    touched from the first mma to the last, which is the unrolled loop; elsewhere two at most."""
+    if not code.count("LDL", "STL"):
+        return code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
+    lines = code.sass.splitlines()
+    multiplies = [i for i, line in enumerate(lines) if "IMMA" in line or "HMMA" in line]
+    loop = lines[multiplies[0] : multiplies[-1]] if multiplies else lines
+    touched = sum("LDL" in line or "STL" in line for line in loop)
+    few = 0 if code.arch == "sm_90a" else 2
+    return touched <= few and code.registers in (128, 255) and code.spill_store_bytes <= 64
+
+
+@pytest.mark.parametrize(("step", "family", "arch"), list(works(ARCHITECTURES)))
+def test_no_spills_no_local_memory_no_double_precision(
+    step: Step, family: Family, arch: str
+) -> None:
+    for name in WEIGHT_FORMATS if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0"):
+        for launch, _ in launches(step, family, name):
+            code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
+            assert no_local_memory_where_it_counts(code), where
+            # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
+            ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
+            assert [one for one in code.warnings if ignored not in one] == [], where
+            assert not code.count("DADD", "DMUL", "DFMA", "DSETP"), f"{where} computes in float64"
+            assert ".f64" not in code.ptx, f"{where} computes in float64"
+            assert code.registers * math.prod(launch.block) <= REGISTERS, where
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14, 15])
+def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
+    """The last rungs choose among kernels by shape; these are the ones that the tables quote. Of
+    steps 12 to 14 those that `test_every_tile_of_wgmma` and small shapes have not: strips, and no
+    warpgroup ahead."""
+    shapes = {
+        10: [(1, 4096, 14336), (16, 4096, 14336)],
+        11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
+        12: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
+        13: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+        14: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+        15: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
+    }.get(number, [(512, 4096, 4096)])
+    for shape in shapes:
+        *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)
+        code = compiled(own, "sm_90a")
+        assert no_local_memory_where_it_counts(code), code.log
+        assert code.warnings == ()
+        assert code.registers * math.prod(own.block) <= REGISTERS
+
+
+@pytest.mark.parametrize(("step", "family", "arch"), list(works(("sm_80", "sm_90a"))))
+def test_contains_its_idea_and_nothing_of_a_later_one(
+    step: Step, family: Family, arch: str
+) -> None:
+    assert step.contains[family], "a step must say what its machine code shows"
+    for name in WEIGHT_FORMATS:
+        for launch, own in launches(step, family, name):
+            if not own:
+                continue
+            code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
+            for promise in step.contains[family]:
+                held = any(op.startswith(tuple(promise.split("|"))) for op in code.instructions)
+                assert held, f"{where} lacks {promise}: {sorted(code.instructions)}"
+            found = [op for op in code.instructions if op.startswith(step.forbids[family])]
+            assert not found, f"{where} must not contain {found}"
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
+    """b2 for blocks of 18, 22 and 34 bytes (a 4-byte load would fault), b4 for 20 and 24."""
+    wanted = "b4" if FORMATS[name].block_bytes % 4 == 0 else "b2"
+    assert safe_load(name, "qs").py_func.__name__ == wanted
+    scales = 2 + (2 if "m" in FORMATS[name].dtype.names else 1)  # d and s of A; d (and m) of W
+    words = 1 if FORMATS[name].bits == 4 else 2  # qs, and qh or the other half of a q8_0 block
+    code = own_code(steps.find(4), "A8", name, "sm_90a")
+    halves = code.count("LDG.E.U16")
+    assert halves == scales + (2 * words if wanted == "b2" else 0), code.instructions
+    assert code.count("LDG.E") == 1 + halves + (words if wanted == "b4" else 0), code.instructions
+
+
+def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
+    """Step 4 multiplies 32 elements with 16 IMAD; nothing else in it accumulates a chain of two."""
+    code = own_code(steps.find(4), "A8", "q4_0", "sm_90a")
+    chains = re.findall(r"LDS R\d+.*;", code.sass)
+    assert (
+        len(chains) == 2 * 16 + 4
+    )  # two words a pair; the scales and sums of a token and a feature
+
+
+def test_the_compiler_finds_dp4a_where_step_3_did_not_ask() -> None:
+    """ptxas packs four byte products into IDP.4A behind our back; step 4 must not be helped so."""
+    assert own_code(steps.find(3), "A8", "q4_0", "sm_90a").count("IDP") == 8
+    assert own_code(steps.find(4), "A8", "q4_0", "sm_90a").count("IDP") == 0
+
+
+# --- wgmma reads the registers of A while others are written --------------------------------------
+# Each group of multiplications runs on while the weights of the next are unpacked. They may not
+# take the registers that it still reads, and no simulator shows it: there registers are values.
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S.*?)\s*;", re.MULTILINE)
+GMMA = re.compile(r"[HI]GMMA\.\S+ R\d+, R(\d+)\S*, gdesc\[UR\d+\], (?:R\d+|RZ)")
+WRITTEN = re.compile(r"(?!BAR)([A-Z][\w.]*) (?:U?P\w+, )?R(\d+)\b")
+
+
+def loop_of_wgmma(sass: str) -> list[str]:
+    """The instructions from the label before the first wgmma to the branch back to it, which comes
+    after the last one: all of them are in one loop."""
+    lines = sass.splitlines()
+    places = [i for i, line in enumerate(lines) if re.search(r"\b[HI]GMMA\b", line)]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
+    for end in range(places[-1], len(lines)):
+        back = re.search(r"\bBRA `\((\.L\w+)\)", lines[end])
+        if back and labels[back[1]] < places[0]:
+            return INSTRUCTION.findall("\n".join(lines[labels[back[1]] : end + 1]))
+    raise AssertionError("wgmma outside a loop")
+
+
+def registers_of_a(instruction: str) -> set[int]:
+    found = GMMA.match(instruction)
+    assert found, f"its A is no register: {instruction}"
+    return set(range(int(found[1]), int(found[1]) + 4))
+
+
+def commit_groups(loop: list[str]) -> list[set[int]]:
+    """The registers of A of each commit group, in the order of the program."""
+    groups, own = [], set()
+    for instruction in loop:
+        if re.match("[HI]GMMA", instruction):
+            own |= registers_of_a(instruction)
+            if instruction.endswith("gsb0"):
+                groups.append(own)
+                own = set()
+    assert not own, "what is multiplied last in the loop is committed there"
+    return groups
+
+
+def neighbours_that_share(loop: list[str]) -> list[set[int]]:
+    """Registers of A that a group has in common with the one before it, that of the first being the
+    last of the loop."""
+    groups = commit_groups(loop)
+    assert len(groups) > 1, "two groups at least: one multiplies while the other is made"
+    return [a & b for a, b in zip(groups, groups[-1:] + groups[:-1], strict=True) if a & b]
+
+
+def written_too_early(loop: list[str]) -> list[str]:
+    """Instructions that write a register of A between a wgmma and the wait for its group."""
+    running: list[set[int]] = []
+    own: set[int] = set()
+    found = []
+    for instruction in 2 * loop:  # again, with the last group of the first time running
+        wait = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", instruction)
+        write = WRITTEN.match(instruction)
+        if wait:
+            running = running[max(0, len(running) - int(wait[1], 16)) :]
+        elif re.match("[HI]GMMA", instruction):
+            own |= registers_of_a(instruction)
+            if instruction.endswith("gsb0"):
+                running.append(own)
+                own = set()
+        elif write:
+            name, first = write[1], int(write[2])
+            wide = 4 if ".128" in name else 2 if re.search(r"\.64|WIDE|^CS2R", name) else 1
+            if not own.union(*running).isdisjoint(range(first, first + wide)):
+                found.append(instruction)
+    return found
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("number", [12, 13, 14])
+def test_every_tile_of_wgmma(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is spilled, and weights take no register that a running wgmma still reads."""
+    step = steps.find(number)
+    module = sys.modules[step.launch.__module__]
+    for tile in module.TILES:
+        # more tiles than blocks: one warpgroup is before the other, as in large products
+        monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: (tile, 2, 1, 0))
+        *_, own = on_paper(Work(step, step.families[-1], name), (2 * tile[1], tile[0], 256))
+        code = compiled(own, "sm_90a")
+        assert no_local_memory_where_it_counts(code), code.log
+        assert code.warnings == ()
+        assert code.registers * math.prod(own.block) <= REGISTERS
+        loop = loop_of_wgmma(code.sass)
+        in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
+        assert in_loop == code.count("HGMMA", "IGMMA"), f"{tile}: some are outside the loop"
+        assert neighbours_that_share(loop) == [], tile
+        assert written_too_early(loop) == [], tile
+
+
+RIGHT_LOOP = """
+        /*0010*/                   LDS.128 R8, [R4] ;
+.L_x_1:
+        /*0020*/                   HFMA2 R24, R8, R5.reuse, R6 ;
+        /*0030*/                   HFMA2 R31, R9, R5, R6 ;
+        /*0040*/                   WARPGROUP.ARRIVE ;
+        /*0050*/                   HGMMA.64x8x16.F32 R40, R24, gdesc[UR16], R40, !UPT ;
+        /*0060*/                   LDS.64 R36, [R4+0x200] ;
+        /*0070*/                   HGMMA.64x8x16.F32 R40, R28.reuse, gdesc[UR20], R40, gsb0 ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0090*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R23+URZ], RZ ;
+        /*00a0*/                   LOP3.LUT P1, RZ, R24, 0x1f, RZ, 0xc0, !PT ;
+        /*00b0*/                   WARPGROUP.ARRIVE ;
+        /*00c0*/                   HGMMA.64x8x16.F32 R40, R32, gdesc[UR20], R40, gsb0 ;
+        /*00d0*/               @P0 BRA `(.L_x_2) ;
+        /*00e0*/                   LDS.128 R8, [R4] ;
+        /*00f0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0100*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0110*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+"""
+
+
+def test_registers_that_wgmma_still_reads_are_found() -> None:
+    """A listing by hand, and changes of it each of which is wrong in one way."""
+    loop = loop_of_wgmma(RIGHT_LOOP)
+    assert len(loop) == 15
+    assert commit_groups(loop) == [set(range(24, 32)), set(range(32, 36))]
+    assert neighbours_that_share(loop) == written_too_early(loop) == []
+
+    shared = loop_of_wgmma(RIGHT_LOOP.replace("R40, R32, gdesc", "R40, R28, gdesc"))
+    assert neighbours_that_share(shared) == 2 * [set(range(28, 32))]
+    for old, new, early in (
+        ("LDS.64 R36", "LDS.64 R26", "LDS.64 R26, [R4+0x200]"),  # of a group not yet committed
+        ("LDS.128 R8", "LDS.128 R32", "LDS.128 R32, [R4]"),  # before the second group has ended
+        ("HFMA2 R31", "HFMA2 R35", "HFMA2 R35, R9, R5, R6"),  # in the next turn of the loop
+        ("LOP3.LUT P1, RZ", "LOP3.LUT P1, R31", "LOP3.LUT P1, R31, R24, 0x1f, RZ, 0xc0, !PT"),
+    ):
+        wrong = loop_of_wgmma(RIGHT_LOOP.replace(old, new))
+        assert set(written_too_early(wrong)) == {early}
+        assert neighbours_that_share(wrong) == []
+    unwaited = RIGHT_LOOP.replace("/*00f0*/                   WARPGROUP.DEPBAR", "/*00f0*/ NOP")
+    assert written_too_early(loop_of_wgmma(unwaited)) == [
+        "HFMA2 R24, R8, R5.reuse, R6",
+        "HFMA2 R31, R9, R5, R6",
+    ]
+    with pytest.raises(AssertionError, match="its A is no register"):
+        commit_groups(["HGMMA.64x8x16.F32 R40, gdesc[UR4], R40, gsb0"])
+    with pytest.raises(AssertionError, match="wgmma outside a loop"):
+        loop_of_wgmma(RIGHT_LOOP.replace("BRA `(.L_x_1)", "EXIT"))

@@ -1,0 +1,251 @@
+"""Every step, every format, ragged shapes, several lane orders, in the simulator."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+import steps
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference import CHECK_SHAPES, GOLDEN, Problem, check
+from steps.api.machines import Simulator
+from steps.checks.verify import multiply, operands, prepare, verify
+from steps.checks.works import cases, check_works
+from steps.components import bulk_tiles as bulk_split
+from steps.components import decode_tiles as decode_split
+from steps.components.unpack.codes import tile_format
+from steps.contract import Family, Shape, Step, Work
+from tests.components.passes import RemembersPasses
+from tests.steps.works import WORKS
+
+DESCENDING = -1
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
+    """Distributions, seeds and lane orders go round, so that the shapes meet each of them."""
+    outcomes = check_works(
+        [Work(step, family, name)], lambda name: cases(name, simulated=True), RemembersPasses
+    )
+    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES)  # and the golden one
+    assert outcomes.ok, "\n".join(outcomes.each[0].failures)
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
+    """A missing barrier would show in at least one of these orders."""
+    problem = Problem(3, 35, 96, name, "integer", seed=7)
+    results = []
+    for order in (0, DESCENDING, 3, 4):
+        machine = Simulator(order)
+        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine))
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+    assert verify(step, family, problem, Simulator()).ok
+
+
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+def test_golden_case(step: Step, family: Family, name: str) -> None:
+    """1 x 1 x 32 by hand: 141 in Q4_0."""
+    golden = GOLDEN[name]
+    machine = Simulator()
+    prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    c = multiply(prepared, machine)
+    assert c.shape == (1, 1)
+    if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
+        assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
+        return
+    assert c[0, 0] == golden.value
+    if name == "q4_0":
+        assert golden.value == 141
+
+
+# One more row and column than the tile of each step that has a large one, and K beyond a stage.
+EDGES = (
+    (5, (129, 65, 32)),
+    (6, (129, 65, 32)),
+    (7, (65, 129, 160)),
+    (11, (65, 131, 160)),
+    (12, (17, 131, 160)),
+)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("number", "shape"), EDGES)
+def test_a_tile_edge_in_both_directions(
+    number: int, shape: tuple[int, int, int], name: str
+) -> None:
+    problem = Problem(*shape, name, "integer", seed=1)
+    assert verify(steps.find(number), steps.find(number).families[-1], problem, Simulator(5)).ok
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
+def test_outputs_in_float16(number: int, name: str) -> None:
+    """Ragged, where a row is no multiple of four, and whole; the guard bands hold there too."""
+    step = steps.find(number)
+    for at, shape in enumerate([(9, 37, 96), (5, 132, 64), (1, 1, 32)]):
+        for distribution in ("uniform", "llm"):
+            problem = Problem(*shape, name, distribution)
+            found = verify(step, step.families[-1], problem, Simulator(at), dtype=np.float16)
+            assert found.ok, found.verdict
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
+def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name: str) -> None:
+    """NaN and Inf among the activations (the door does not look for them on a GPU) and in scales
+    (which it refuses)."""
+    step, machine, problem = steps.find(number), Simulator(2), Problem(9, 36, 96, name)
+    family = step.families[-1]
+
+    def product(a: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        return multiply(prepare(step, family, name, a, blocks, machine), machine).copy()
+
+    right = product(problem.a, problem.blocks)
+    assert np.isfinite(right).all()
+    a, blocks = problem.a.copy(), problem.blocks.copy()
+    a[1, 70], a[4, 3], a[4, 4] = np.nan, np.inf, -1
+    blocks["d"][35, 1], blocks["d"][20, 0] = np.nan, np.inf
+    c = product(a, blocks)
+    spoiled = np.zeros(c.shape, bool)
+    spoiled[[1, 4]] = spoiled[:, [20, 35]] = True
+    assert not np.isfinite(c[spoiled]).any()
+    np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
+
+
+# --- steps that cut work by the number of SMs -----------------------------------------------------
+# On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
+# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
+# warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
+# tiles of many tokens, which no small product is cut into, with K longer than the ring; steps 12 to
+# 14: stretches, two lots, three warpgroups, sums added up in two strips or in four by five blocks;
+# step 15: A in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of
+# the module that cuts.
+CUT_IN = {10: decode_split, 15: bulk_split}  # any other step: its own module
+SHARED_WORK = (
+    (9, 1, (3, 300, 640), {}),
+    (9, 1, (40, 200, 416), {}),
+    (10, 2, (1, 150, 416), {}),
+    (10, 1, (3, 90, 544), {"SLICE": 512}),
+    (10, 2, (9, 150, 544), {"SLICE_GIVEN": {16: 4096}}),
+    (10, 1, (7, 30, 4096), {"STAGES": 2}),
+    (11, 9, (3, 130, 416), {}),
+    (11, 6, (19, 36, 544), {}),
+    (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
+    (11, 1, (70, 20, 416), {"TILES": {128: (2, 1)}}),
+    (11, 4, (3, 130, 416), {"TILES": {64: (2, 2)}}),
+    (12, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (12, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
+    (12, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
+    (12, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
+    (12, 5, (40, 20, 544), {"tiling": lambda *_: ((128, 64), 1, 5, 1)}),
+    (12, 2, (3, 390, 160), {"tiling": lambda *_: ((192, 16), 3, 2, 1)}),
+    (12, 6, (40, 400, 160), {"tiling": lambda *_: ((192, 64), 3, 6, 3)}),
+    (13, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (13, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
+    (13, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
+    (13, 3, (133, 130, 160), {"tiling": lambda *_: ((128, 256), 2, 3, 2)}),
+    (14, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (14, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
+    (15, 2, (1, 150, 416), {}),
+    (15, 1, (3, 20, 4224), {"STAGES": 2}),
+    (15, 2, (2, 40, 2208), {"FITS": 100}),
+    (15, 1, (9, 150, 416), {"SUMS": 4096}),
+    (15, 3, (35, 20, 288), {}),
+)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize(("number", "sms", "shape", "constants"), SHARED_WORK)
+def test_work_shared_by_few_sms(
+    number: int, sms: int, shape: tuple, constants: dict, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right, launched again with the same scratch memory too; in q4_0 the same bits in any order,
+    which is a matter of who waits for whom, not of the format."""
+    step, family = steps.find(number), steps.find(number).families[-1]
+    module = CUT_IN.get(number, sys.modules[step.launch.__module__])
+    monkeypatch.setattr(module, "multiprocessors", lambda: sms)
+    for constant, value in constants.items():
+        monkeypatch.setattr(module, constant, value)
+    problem, results = Problem(*shape, name), []
+    for order in (0, -1, 5) if name == "q4_0" else (5,):
+        machine = Simulator(order)
+        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine).copy())
+        assert check(results[-1], problem, family, operands(prepared, machine)).ok
+        assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is in parts"
+        machine.host(prepared.out)[...] = np.nan
+        if step.scratch is not None:
+            sums, arrived = prepared.launch.args[-2:]
+            assert not arrived.any(), "the next launch counts on"
+            # of the launch before: right, so they would hide one that comes too early
+            sums[...] = np.nan if sums.dtype.kind == "f" else -(2**30)
+        machine.run(prepared.launch)
+        results.append(machine.host(prepared.out).copy())
+    assert all(np.array_equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("shared", [99, 163, 227])
+def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block: rings, codes and
+    scales of A, and the sums of warps along K, counted here again."""
+    monkeypatch.setattr(decode_split, "shared_memory", lambda: shared * 1024)
+    monkeypatch.setattr(decode_split, "STAGES", stages)
+    for name in WEIGHT_FORMATS:
+        tile = tile_format(name)
+        for m in (1, 2, 4, 5, 8, 16, 40):
+            for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
+                cut = decode_split.split(FORMATS[name], Shape(m, n, k))
+                scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
+                need = cut.warps * cut.stages * tile.record_bytes
+                need += cut.records * 4 * (32 * cut.tokens + scales)
+                if cut.across < cut.warps:
+                    need += cut.warps // cut.across * cut.rows * 16 * cut.tokens * 4
+                assert need <= cut.shared <= shared * 1024, (name, m, n, k, cut)
+                assert 1 <= cut.early <= cut.stages <= stages, (name, m, n, k, cut)
+
+
+def test_bulk_decode_fits_any_shape() -> None:
+    """Shared memory of compute capability 9.0: rings, A where it is quantized inside, and sums of
+    warps along K, counted here again."""
+    for name in WEIGHT_FORMATS:
+        tile = tile_format(name)
+        for m in (1, 2, 3, 4, 5, 8, 16, 40):
+            for n, k in ((16, 32), (4096, 4096), (4096, 14336), (128256, 4096), (96, 57344)):
+                cut = bulk_split.tiling(FORMATS[name], Shape(m, n, k))
+                given = cut.tokens > 4
+                assert given or m <= 4, (name, m, n, k, cut)
+                slot = 2 * tile.record_bytes + (cut.tokens * (128 + 32) if given else 0)
+                need = 16 * cut.stages * (slot + 8) + 16 * 8
+                need += 16 // cut.across * (cut.tall * 16 * cut.tokens * 4 + 32)
+                if not given:
+                    scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
+                    need += -(-k // 128) * 4 * (32 * cut.tokens + scales)
+                    free = (cut.stages - cut.before) * slot
+                    assert cut.tokens * cut.chunk * 512 <= free, (name, m, n, k, cut)
+                assert need <= cut.shared <= 227 * 1024, (name, m, n, k, cut)
+                assert 1 <= cut.before < cut.stages, (name, m, n, k, cut)
+                assert cut.each * (16 // cut.across) * 128 >= k, "all of K is someone's"
+
+
+@pytest.mark.parametrize("number", [13, 14])
+def test_integer_sums_are_the_same_however_work_is_cut(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, problem, machine = steps.find(number), Problem(20, 140, 416, "q5_1"), Simulator()
+    module, results = sys.modules[step.launch.__module__], []
+    for cut in (
+        ((128, 32), 2, 1, 0),
+        ((128, 32), 2, 3, 2),
+        ((128, 16), 4, 7, 4),
+        ((128, 64), 2, 2, 1),
+    ):
+        monkeypatch.setattr(module, "tiling", lambda *_, cut=cut: cut)
+        prepared = prepare(step, "A8", "q5_1", problem.a, problem.blocks, machine)
+        results.append(multiply(prepared, machine).copy())
+    assert all(np.array_equal(results[0], other) for other in results)
