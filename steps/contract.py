@@ -33,6 +33,10 @@ Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_f
 """The arithmetic unit whose measured peak bounds a step (`results.measure.limits`)."""
 
 
+Size = tuple[int, int, int]
+"""M, N, K of a product."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch as data: `kernel[grid, block](*args)`, `shared_bytes` of dynamic memory.
@@ -50,10 +54,6 @@ class Launch:
     args: tuple[Any, ...]
     shared_bytes: int = 0
     overlap: bool = False
-
-
-Size = tuple[int, int, int]
-"""M, N, K of a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,23 @@ class Machine(Protocol):
     def run(self, launch: Launch) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch of the ladder: steps that run on the same units of the GPU, each compared with its
+    parent at the branch's home shapes. The first home shape is the one in tables and charts."""
+
+    title: str
+    homes: tuple[Size, ...]
+
+
+BRANCHES: Final[Mapping[str, Branch]] = {
+    "cuda_cores": Branch("CUDA cores", ((512, 4096, 4096),)),
+    "int8": Branch("int8 tensor cores, exact", ((512, 4096, 4096),)),
+    "float16": Branch("float16 tensor cores and beyond", ((512, 4096, 4096),)),
+    "decode": Branch("decode: few tokens", ((1, 4096, 14336),)),
+}
+"""By the name that a step gives, in the order of the ladder's panels."""
+
 PackWeights = Callable[[np.ndarray], tuple[np.ndarray, ...]]
 MakeActivations = Callable[[Family, Any, Machine], Activations]
 MakeLaunch = Callable[..., Launch]
@@ -104,7 +121,10 @@ class Step:
 
     number, name, title: 4, "step04_dp4a_emulated", one line for tables.
     families: the activation families it multiplies, the one that continues the ladder last.
+    branch: its branch of the ladder, a key of `BRANCHES`.
+    homes: the shapes where it is compared with its parent, if not those of its branch.
     parents: the step each family is compared with ("x parent"); absent for a first rung.
+    diff_from: the step whose text it grew from, where that is not its parent; for `make diff`.
     unit: the arithmetic unit that bounds it, per family.
     pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
     activations: (family, a, machine) -> `Activations` (timed apart).
@@ -120,19 +140,24 @@ class Step:
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
     accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
-        better, the front door takes it for no more. It is right for every M all the same.
+        better, `gemm` takes it for no more. It is right for every M all the same.
+    chosen_untuned: whether `gemm` may choose it on a GPU without a tuning table. A new step says
+        no until it has been measured.
     """
 
     number: int
     name: str
     title: str
+    branch: str
     families: tuple[Family, ...]
     unit: Mapping[Family, Unit]
     pack: PackWeights
     activations: MakeActivations
     launch: MakeLaunch
     scratch: Scratch | None = None
+    homes: tuple[Size, ...] = ()
     parents: Mapping[Family, int] = field(default_factory=dict)
+    diff_from: int | None = None
     contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
@@ -141,6 +166,12 @@ class Step:
     max_cc: tuple[int, int] | None = None
     accuracy: Accuracy = "exact"
     most_tokens: int | None = None
+    chosen_untuned: bool = False
+
+    @property
+    def home_shapes(self) -> tuple[Size, ...]:
+        """The shapes at which the ladder compares it with its parent, the one of charts first."""
+        return self.homes or BRANCHES[self.branch].homes
 
     def prepare(
         self,

@@ -11,8 +11,6 @@ What it costs
     Nothing: no shared memory, no barrier, no repacked weights.
 Machine code
     LDG.E.U8 (bytes, one at a time; .S8 in Q8_0); I2F and two FFMA for every element.
-Read next
-    step02_naive_w4a8
 """
 
 from __future__ import annotations
@@ -68,6 +66,7 @@ STEP = Step(
     number=1,
     name="step01_naive_w4a16",
     title="naive W4A16: one thread, one output",
+    branch="cuda_cores",
     families=("A16",),
     unit={"A16": "fp32"},
     pack=as_bytes,
@@ -76,4 +75,5 @@ STEP = Step(
     formats=KNOWN,
     contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},
     forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},
+    chosen_untuned=True,
 )

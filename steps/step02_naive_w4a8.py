@@ -16,8 +16,6 @@ What it costs
 Machine code
     IMAD where step 1 had FFMA; I2F and FFMA once a block. (In Q8_0 ptxas packs four byte products
     into an IDP.4A by itself: the hardware dot product that step 4 will do without.)
-Read next
-    step03_shared_tiled
 """
 
 from __future__ import annotations
@@ -84,6 +82,7 @@ STEP = Step(
     number=2,
     name="step02_naive_w4a8",
     title="naive W4A8: integer dot product, compensation",
+    branch="cuda_cores",
     families=("A8",),
     parents={"A8": 1},
     unit={"A8": "int32"},
@@ -92,4 +91,5 @@ STEP = Step(
     launch=launch,
     contains={"A8": ("LDG.E.U8|LDG.E.S8", "IMAD", "I2F", "FFMA")},
     forbids={"A8": ("STS", "BAR", "IMMA", "HMMA")},
+    chosen_untuned=True,
 )

@@ -17,8 +17,6 @@ Machine code
     STS and BAR.SYNC appear; LDS stands beside every FFMA (W4A16). In W4A8 ptxas notices four byte
     products in a row and packs them into IDP.4A by itself, at the price of 6 PRMT and 8 LDS.U8
     each.
-Read next
-    step04_dp4a_emulated
 """
 
 from __future__ import annotations
@@ -154,6 +152,7 @@ STEP = Step(
     number=3,
     name="step03_shared_tiled",
     title="shared-memory tiles",
+    branch="cuda_cores",
     families=("A16", "A8"),
     parents={"A16": 1, "A8": 2},
     unit={"A16": "fp32", "A8": "int32"},
@@ -165,4 +164,5 @@ STEP = Step(
         "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD"),
     },
     forbids={"A16": ("IDP", "IMMA", "HMMA"), "A8": ("IMMA", "HMMA")},
+    chosen_untuned=True,
 )

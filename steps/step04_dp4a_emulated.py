@@ -17,8 +17,6 @@ What it costs
     Splitting words into pairs when a tile is staged, once for 32 uses; twice the shared bytes.
 Machine code
     32-bit LDS and IMAD; PRMT makes the pairs. No IDP: that is the instruction emulated here.
-Read next
-    step05_vectorized
 """
 
 from __future__ import annotations
@@ -163,6 +161,7 @@ STEP = Step(
     number=4,
     name="step04_dp4a_emulated",
     title="dp4a emulated: two products in one multiply-add",
+    branch="cuda_cores",
     families=("A8",),
     parents={"A8": 3},
     unit={"A8": "packed_int32"},
@@ -171,4 +170,5 @@ STEP = Step(
     launch=launch,
     contains={"A8": ("PRMT", "STS", "LDS", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},
+    chosen_untuned=True,
 )

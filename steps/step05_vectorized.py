@@ -15,8 +15,6 @@ What it costs
     For few tokens a tile of 128 would be mostly empty: a thread then owns one of them.
 Machine code
     LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
-Read next
-    The hardware has one instruction for the two IMADs and all the PRMTs: step06_dp4a
 """
 
 from __future__ import annotations
@@ -250,6 +248,7 @@ STEP = Step(
     number=5,
     name="step05_vectorized",
     title="vectorized: 128-bit accesses, 8 x 4 outputs a thread",
+    branch="cuda_cores",
     families=("A8",),
     parents={"A8": 4},
     unit={"A8": "packed_int32"},
@@ -258,4 +257,5 @@ STEP = Step(
     launch=launch,
     contains={"A8": ("LDG.E.128", "LDS.128", "STG.E.128", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},
+    chosen_untuned=True,
 )

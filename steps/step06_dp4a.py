@@ -17,8 +17,6 @@ What it costs
 Machine code
     IDP.4A.S8.S8 fills the loop, 256 for each block of K; the IMAD that is left computes addresses.
     What is left beside it: I2F, FMUL, FFMA for each of 32 outputs, once in 32 of K.
-Read next
-    A tensor core multiplies 16 x 8 x 32 bytes in one instruction: step07_tensor_core_int8
 """
 
 from __future__ import annotations
@@ -222,6 +220,7 @@ STEP = Step(
     number=6,
     name="step06_dp4a",
     title="dp4a: four products an instruction",
+    branch="cuda_cores",
     families=("A8",),
     parents={"A8": 5},
     unit={"A8": "dp4a"},
@@ -230,4 +229,5 @@ STEP = Step(
     launch=launch,
     contains={"A8": ("IDP.4A.S8.S8", "LDG.E.128", "LDS.128", "STG.E.128", "BAR.SYNC")},
     forbids={"A8": ("IMMA", "HMMA", "LDS.U8", "LDS.S8")},
+    chosen_untuned=True,
 )

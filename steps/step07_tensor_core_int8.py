@@ -22,8 +22,6 @@ What it costs
     Compute capability 8.0, and weights in an order that serves nothing but this instruction.
 Machine code
     IMMA.16832; no IDP, and no LDS.128 either: fragments are single words, 128 bytes for a warp.
-Read next
-    The warps wait for what they could have asked for earlier: step08_async_pipeline
 """
 
 from __future__ import annotations
@@ -188,6 +186,7 @@ STEP = Step(
     number=7,
     name="step07_tensor_core_int8",
     title="int8 tensor cores: mma.sync m16n8k32, scales once a block",
+    branch="int8",
     families=("A8",),
     parents={"A8": 6},
     unit={"A8": "tensor_int8"},
@@ -197,4 +196,5 @@ STEP = Step(
     min_cc=(8, 0),
     contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},
     forbids={"A8": ("IDP", "HMMA", "LDSM", "LDGSTS")},
+    chosen_untuned=True,
 )

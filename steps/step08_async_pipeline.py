@@ -16,8 +16,6 @@ What it costs
     the other stands at its barrier. 18 to 27 KB a stage.
 Machine code
     LDGSTS where there were LDG and STS; LDSM; IMMA, I2FP, FMUL, FFMA and little else in the loop.
-Read next
-    The same loop for shapes whose tiles do not fill the GPU: step09_stream_k
 """
 
 from __future__ import annotations
@@ -300,6 +298,7 @@ STEP = Step(
     number=8,
     name="step08_async_pipeline",
     title="asynchronous pipeline: cp.async stages, ldmatrix, warp tiles",
+    branch="int8",
     families=("A8",),
     parents={"A8": 7},
     unit={"A8": "tensor_int8"},
@@ -309,4 +308,5 @@ STEP = Step(
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDGDEPBAR", "BAR.SYNC")},
     forbids={"A8": ("STS", "IDP")},
+    chosen_untuned=True,
 )

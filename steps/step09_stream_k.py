@@ -16,8 +16,6 @@ What it costs
     tiles fill the GPU to nine tenths, they are kept whole, and this is step 8.
 Machine code
     As step 8, and a fence (MEMBAR) and an atomic (ATOMG or RED) for the count of who is done.
-Read next
-    For a few tokens only the weights' way from memory counts: step10_decode
 """
 
 from __future__ import annotations
@@ -215,8 +213,10 @@ STEP = Step(
     number=9,
     name="step09_stream_k",
     title="stream-K: an even share of all tiles for every SM",
+    branch="int8",
     families=("A8",),
     parents={"A8": 8},
+    homes=((128, 4096, 4096), (512, 4096, 14336)),  # where whole tiles leave SMs idle
     unit={"A8": "tensor_int8"},
     pack=tiles,
     activations=q8_1_slabs,
@@ -225,4 +225,5 @@ STEP = Step(
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "BAR.SYNC", "MEMBAR")},
     forbids={"A8": ("IDP",)},
+    chosen_untuned=True,
 )

@@ -18,8 +18,6 @@ What it costs
     where two blocks fit an SM, some SMs get two and take twice as long.
 Machine code
     LDGSTS of weights before the first LDG of A, IMMA, and no BAR.SYNC in the loop.
-Read next
-    Scales that go into the weights, so that sums need none: step11_w4a16_tensor_core
 """
 
 from __future__ import annotations
@@ -237,8 +235,10 @@ STEP = Step(
     number=10,
     name="step10_decode",
     title="decode: weights stream to warps of their own, one launch",
+    branch="decode",
     families=("A8",),
-    parents={"A8": 9},
+    parents={"A8": 2},
+    diff_from=9,
     unit={"A8": "tensor_int8"},
     pack=tiles,
     activations=activations,
@@ -251,4 +251,5 @@ STEP = Step(
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR")},
     forbids={"A8": ("HMMA", "LDL", "STL")},
+    chosen_untuned=True,
 )

@@ -19,8 +19,6 @@ What it costs
     their row lose precision (qformats.repack.tiles says how much).
 Machine code
     HMMA.16816.F32, HFMA2, LOP3 and LDSM in the loop, and no I2FP, no FFMA.
-Read next
-    The same weights as a register operand of Hopper's wgmma: step12_w4a16_wgmma
 """
 
 from __future__ import annotations
@@ -294,6 +292,7 @@ STEP = Step(
     number=11,
     name="step11_w4a16_tensor_core",
     title="W4A16 on tensor cores: float16 weights made in registers",
+    branch="float16",
     families=("A16",),
     parents={"A16": 3},
     unit={"A16": "tensor_fp16"},
@@ -306,4 +305,5 @@ STEP = Step(
     min_cc=(8, 0),
     contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},
     forbids={"A16": ("IMMA", "I2FP", "FFMA")},
+    chosen_untuned=True,
 )

@@ -19,8 +19,6 @@ What it costs
 Machine code
     HGMMA, HFMA2 and LOP3 in one basic block, waits only for the group before (WARPGROUP.DEPBAR);
     UBLKCP and SYNCS, no LDSM, no LDGSTS.
-Read next
-    The same with int8, which has twice the roof: step13_w4a8_wgmma
 """
 
 from __future__ import annotations
@@ -273,6 +271,7 @@ STEP = Step(
     number=12,
     name="step12_w4a16_wgmma",
     title="W4A16 with wgmma: weights in registers, tokens in shared memory",
+    branch="float16",
     families=("A16",),
     parents={"A16": 11},
     unit={"A16": "tensor_fp16"},
@@ -286,4 +285,5 @@ STEP = Step(
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A16": ("HGMMA", "HFMA2", "UBLKCP", "SYNCS", "USETMAXREG")},
     forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
 )

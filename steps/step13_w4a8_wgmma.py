@@ -20,8 +20,6 @@ What it costs
     the bits are the same however K is cut, on any number of SMs.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
-Read next
-    Fewer instructions, and less exact: step14_w4a8_integer_scales
 """
 
 from __future__ import annotations
@@ -249,8 +247,9 @@ STEP = Step(
     number=13,
     name="step13_w4a8_wgmma",
     title="W4A8 with wgmma: one scale a row, one a token, one integer sum",
+    branch="float16",
     families=("A8",),
-    parents={"A8": 9},
+    parents={"A8": 12},
     unit={"A8": "tensor_int8"},
     pack=byte_tiles,
     activations=int8_units,
@@ -263,4 +262,5 @@ STEP = Step(
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A8": ("IGMMA", "UBLKCP", "SYNCS", "USETMAXREG")},
     forbids={"A8": ("IMMA", "HMMA", "HGMMA", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
 )

@@ -20,8 +20,6 @@ What it costs
     accuracy="coarse"; "fast" does not mean it. Packing takes seconds: factors are tried.
 Machine code
     IMAD, LOP3 and PRMT between IGMMA.64x256x32.U8.S8; no HFMA2 anywhere.
-Read next
-    Few tokens once more, with what Hopper has for it: step15_decode_bulk
 """
 
 from __future__ import annotations
@@ -70,6 +68,7 @@ STEP = Step(
     number=14,
     name="step14_w4a8_integer_scales",
     title="W4A8 with integer scales: one multiply-add makes four weights",
+    branch="float16",
     families=("A8",),
     parents={"A8": 13},
     unit={"A8": "tensor_int8"},
@@ -83,4 +82,5 @@ STEP = Step(
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A8": ("IGMMA", "IMAD", "UBLKCP", "SYNCS", "USETMAXREG")},
     forbids={"A8": ("IMMA", "HMMA", "HGMMA", "HFMA2", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
 )

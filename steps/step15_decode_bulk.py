@@ -28,8 +28,6 @@ What it costs
 Machine code
     UBLKCP of weights before ACQBULK, which waits for the launch before; IMMA; in the loop no
     barrier but SYNCS; loops where step 10 had everything written out.
-Read next
-    How each step was predicted, measured and mended: results/worklog.md
 """
 
 from __future__ import annotations
@@ -269,6 +267,7 @@ STEP = Step(
     number=15,
     name="step15_decode_bulk",
     title="decode on Hopper: bulk copies, a part of K for each warp",
+    branch="decode",
     families=("A8",),
     parents={"A8": 10},
     unit={"A8": "tensor_int8"},
@@ -282,4 +281,5 @@ STEP = Step(
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS")},
     forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL")},
+    chosen_untuned=True,
 )
