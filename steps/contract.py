@@ -44,7 +44,7 @@ class Launch:
     `args` are the arrays of one machine (device arrays on a GPU, NumPy arrays in the simulator) and
     Python scalars, in the order of the kernel's parameters. `overlap`: it may begin while the
     launch before it still runs (programmatic dependent launch, compute capability 9.0 and later);
-    the kernel itself calls `wait_for_previous` before it reads what that launch wrote, or writes
+    the kernel itself calls `griddepcontrol_wait` before it reads what that launch wrote, or writes
     what it reads.
     """
 

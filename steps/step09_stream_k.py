@@ -33,10 +33,10 @@ from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessor
 from steps.instructions import (
     cp_async_commit,
     fence,
-    let_next_start,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     load_f32x4,
     store_f32x4,
-    wait_for_previous,
 )
 from steps.step08_async_pipeline import BN, STAGES, WARP_M, WARP_N, WARPS_N, WARPS_PER_SM, int8_tile
 
@@ -117,7 +117,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
         units = int32((M + bm - 1) // bm * tiles_n * steps)
         block = int32(cuda.blockIdx.x)
         begin, end = beginning(units, block), beginning(units, block + 1)
-        let_next_start()
+        griddepcontrol_launch_dependents()
         unit = begin
         while unit < end:
             tile = int32(unit // int32(steps))
@@ -131,7 +131,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
             for step in range(stages):
                 if step < count:
                     copy_weights(ring, step * stage_bytes, w, source, step)
-            wait_for_previous()  # the weights were there; the activations have just been quantized
+            griddepcontrol_wait()  # the launch before this one quantizes the activations
             for step in range(stages):
                 if step < count:
                     copy_tokens(ring, step * stage_bytes, qa, ds, source, step)

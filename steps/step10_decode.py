@@ -43,8 +43,8 @@ from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
-    let_next_start,
-    wait_for_previous,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
 )
 
 
@@ -103,7 +103,7 @@ def kernel(
         smem = cuda.shared.array(0, uint8, alignment=128)
         x = cuda.local.array((ahead, 8), float32)
         acc = cuda.local.array(n_acc, float32)
-        let_next_start()
+        griddepcontrol_launch_dependents()
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         group, quad = int32(lane >> 2), int32(lane & 3)
@@ -126,7 +126,7 @@ def kernel(
         at, left, more, next_row = fill(
             smem, ring, 0, early, w, at, left, more, next_row, share, lane
         )
-        wait_for_previous()
+        griddepcontrol_wait()
 
         # --- A -> shared memory as Q8_1 [block][token]; a warp has 8 side by side, 4 lanes each
         at_d = int32(at_codes + int32(records) * step_b)

@@ -44,7 +44,8 @@ from steps.instructions import (
     barrier_sync,
     bulk_copy,
     fence_mbarrier_init,
-    let_next_start,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     matrix_descriptor,
     mbarrier_arrive,
     mbarrier_arrive_expect,
@@ -53,7 +54,6 @@ from steps.instructions import (
     setmaxnreg_dec,
     setmaxnreg_inc,
     shfl,
-    wait_for_previous,
     wgmma_commit,
     wgmma_f16,
     wgmma_fence,
@@ -140,7 +140,7 @@ def kernel(
                 mbarrier_init(ring, empty + 8 * s, warps)
             fence_mbarrier_init()
         cuda.syncthreads()
-        let_next_start()
+        griddepcontrol_launch_dependents()
         s, parity = int32(0), int32(0)
         if warp >= warps:
             # --- global -> shared: one thread brings weights, one tokens, in large pieces
@@ -148,7 +148,7 @@ def kernel(
             if warp > warps + 1 or lane > 0:
                 return
             if warp > warps:
-                wait_for_previous()  # the activations have just been rounded
+                griddepcontrol_wait()  # the activations have just been rounded
             last = int32((N - 1) // (BAND * TILE_ROWS) * in_band + in_band - 1)
             token_groups = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
@@ -175,7 +175,7 @@ def kernel(
             return
 
         more_registers()
-        wait_for_previous()
+        griddepcontrol_wait()
         until = int32(-1)
         if ahead:
             # one warpgroup begins later, so that tensor cores are busy while the other ends a tile

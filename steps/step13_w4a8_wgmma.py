@@ -43,7 +43,8 @@ from steps.instructions import (
     barrier_sync,
     bulk_copy,
     fence_mbarrier_init,
-    let_next_start,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     matrix_descriptor,
     mbarrier_arrive,
     mbarrier_arrive_expect,
@@ -52,7 +53,6 @@ from steps.instructions import (
     setmaxnreg_dec,
     setmaxnreg_inc,
     shfl,
-    wait_for_previous,
     wgmma_commit,
     wgmma_fence,
     wgmma_s8,
@@ -128,7 +128,7 @@ def kernel(
                 mbarrier_init(ring, empty + 8 * s, WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()
-        let_next_start()
+        griddepcontrol_launch_dependents()
         s, parity = int32(0), int32(0)
         if warp >= WARPS:
             # --- global -> shared: one thread brings weights, one tokens, in large pieces
@@ -136,7 +136,7 @@ def kernel(
             if warp > WARPS + 1 or lane > 0:
                 return
             if warp > WARPS:
-                wait_for_previous()  # the activations have just been quantized
+                griddepcontrol_wait()  # the activations have just been quantized
             groups = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
                 m0, n0 = corner(number, tiles_n)
@@ -159,7 +159,7 @@ def kernel(
             return
 
         more_registers()
-        wait_for_previous()
+        griddepcontrol_wait()
         until = int32(-1)
         if ahead:
             # one warpgroup begins later, so that tensor cores are busy while the other ends a tile

@@ -52,7 +52,8 @@ from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ce
 from steps.instructions import (
     bulk_copy,
     fence_mbarrier_init,
-    let_next_start,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     load_f32,
     mbarrier_arrive_expect,
     mbarrier_init,
@@ -60,7 +61,6 @@ from steps.instructions import (
     shfl,
     shfl_xor,
     store_f32,
-    wait_for_previous,
 )
 
 
@@ -123,7 +123,7 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((at_once, 8), float32)
         b, d = cuda.local.array(n_b, uint32), cuda.local.array(n_d, float32)
-        let_next_start()
+        griddepcontrol_launch_dependents()
         t = int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
@@ -151,7 +151,7 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
         more_bytes = int32(here * (TILE_K + (SCALES if here == M else 0))) if given else int32(0)
         following = ask(smem, ring, bars, lane, w, more_bytes, following, share)
         cuda.syncwarp()
-        wait_for_previous()
+        griddepcontrol_wait()
 
         # --- A, and the other weights
         at_d = int32(at_codes + in_row * step_b)

@@ -39,7 +39,7 @@ from steps.instructions.bulk_copy import (
     mbarrier_wait,
     prefetch_l2,
 )
-from steps.instructions.launch_order import let_next_start, wait_for_previous
+from steps.instructions.launch_order import griddepcontrol_launch_dependents, griddepcontrol_wait
 from steps.instructions.memory import (
     address,
     fence,
@@ -107,6 +107,8 @@ __all__ = [
     "fence_proxy_async",
     "float_to_half",
     "floats_to_halves",
+    "griddepcontrol_launch_dependents",
+    "griddepcontrol_wait",
     "half_to_float",
     "hfma2",
     "hmul2",
@@ -114,7 +116,6 @@ __all__ = [
     "ldmatrix_x2_trans",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
-    "let_next_start",
     "load_f32",
     "load_f32x2",
     "load_f32x4",
@@ -148,7 +149,6 @@ __all__ = [
     "store_u32",
     "store_u32x2",
     "store_u32x4",
-    "wait_for_previous",
     "wgmma_commit",
     "wgmma_f16",
     "wgmma_fence",

@@ -28,6 +28,8 @@ from steps.instructions import (
     fence,
     float_to_half,
     floats_to_halves,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     half_to_float,
     hfma2,
     hmul2,
@@ -35,7 +37,6 @@ from steps.instructions import (
     ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
-    let_next_start,
     load_f32,
     load_f32x2,
     load_f32x4,
@@ -60,7 +61,6 @@ from steps.instructions import (
     store_u32,
     store_u32x2,
     store_u32x4,
-    wait_for_previous,
 )
 
 
@@ -590,8 +590,8 @@ def gather_expected(source):
 def ordered_kernel(x, out):
     """Launched alone, as any other kernel: the launch before it has ended long since."""
     t = cuda.threadIdx.x
-    let_next_start()
-    wait_for_previous()
+    griddepcontrol_launch_dependents()
+    griddepcontrol_wait()
     out[t] = x[t] + 1
     fence()
 

@@ -15,7 +15,8 @@ from steps.instructions import (
     address,
     dp4a,
     float_to_half,
-    let_next_start,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     load_f32,
     load_f32x4,
     prmt,
@@ -23,7 +24,6 @@ from steps.instructions import (
     store_f32x2,
     store_u16,
     store_u32,
-    wait_for_previous,
 )
 
 # --- Q8_1 on the GPU ------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
 
     @cuda.jit
     def q8_1_blocks(a, out):
-        let_next_start()
+        griddepcontrol_launch_dependents()
         x = cuda.local.array((AHEAD, 8), float32)
         t, m, first = place()
         rows, blocks_k = uint32(a.shape[0]), uint32(uint32(a.shape[1] + BLOCK - 1) // uint32(BLOCK))
         wide = rows_are_aligned(a)
-        wait_for_previous()
+        griddepcontrol_wait()
         for i in range(AHEAD):
             load_values(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
         for i in range(AHEAD):
@@ -182,13 +182,13 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
 
     @cuda.jit
     def q8_1_slabs(a, qs, ds):
-        let_next_start()
+        griddepcontrol_launch_dependents()
         x = cuda.local.array((AHEAD, 8), float32)
         t, m, first = place()
         rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
         blocks_k = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K)) * TILE_BLOCKS
         wide = rows_are_aligned(a)
-        wait_for_previous()
+        griddepcontrol_wait()
         for i in range(AHEAD):
             load_values(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
         for i in range(AHEAD):

@@ -21,8 +21,9 @@ from steps.instructions import (
     as_float,
     dp4a,
     floats_to_halves,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     half_to_float,
-    let_next_start,
     load_u16,
     load_u32,
     load_u32x2,
@@ -31,7 +32,6 @@ from steps.instructions import (
     shfl_xor,
     store_u32,
     store_u32x4,
-    wait_for_previous,
 )
 
 ROWS: Final = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
@@ -170,7 +170,7 @@ def row_kernel(
 
     @cuda.jit
     def rows_to_units(a, units, factors):
-        let_next_start()
+        griddepcontrol_launch_dependents()
         x = cuda.local.array((held, words), uint32)
         largest = cuda.shared.array(ROWS, int32)
         thread = uint32(cuda.threadIdx.x)
@@ -183,7 +183,7 @@ def row_kernel(
         aligned = may_be_wide(a)
         if thread < ROWS:
             largest[thread] = 0
-        wait_for_previous()
+        griddepcontrol_wait()
         for i in range(held):
             load(x, i, a, m, uint32(first + i * ROW_STEP), aligned)
         most = int32(0)
@@ -312,7 +312,7 @@ def order_kernel(read: Any, wide: int = 1) -> Any:
 
     @cuda.jit
     def halves_to_units(a, units, factors):
-        let_next_start()
+        griddepcontrol_launch_dependents()
         thread = uint32(cuda.threadIdx.x)
         # four lanes for 64 K of a token, beside them the other seven, then the next 64 K
         m = uint32(cuda.blockIdx.x * TOKEN_GROUP + (thread >> 2 & 7))
@@ -320,7 +320,7 @@ def order_kernel(read: Any, wide: int = 1) -> Any:
         rows, columns = uint32(a.shape[0]), uint32(a.shape[1] // wide)
         padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
         x = y = (uint32(0), uint32(0), uint32(0), uint32(0))
-        wait_for_previous()
+        griddepcontrol_wait()
         if m < rows and k < columns:
             x, y = read(a, int64(m) * (wide * columns) + k)
         if k < padded:
