@@ -10,7 +10,7 @@ are all in 0..255, and of four codes in the bytes of a word
 is the four of them side by side: as integers both sides are the sum of byte_i * 256^i, which is in
 0..2^32 - 1, so whatever is carried or borrowed on the way has come back at the end, for a negative
 r too. A tensor core takes them as unsigned bytes, and 128 times the sum of the activations has then
-to be taken off (`steps.components.epilogue.finish_wgmma`).
+to be taken off (`steps.components.epilogue.finish_wgmma_tile`).
 
 What it costs is accuracy. r is 16 or so at most with 4 bits, 8 with 5, so a block's scale is off by
 3 to 8 %. Codes are therefore rounded anew to the multiples of r, and every c is free: a weight is
@@ -33,7 +33,7 @@ from qformats.repack import (
     TILE_ROWS,
     byte_tiles,
     byte_weights,
-    in_bands,
+    in_groups,
     matrix_format,
     row_tiles,
 )
@@ -113,7 +113,7 @@ def integer_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     records = np.concatenate([part.reshape(rows * deep, -1) for part in parts], axis=1)
     factors = np.ones(rows * TILE_ROWS, np.float32)
     factors[:n] = grid.factor
-    return in_bands(records, rows), factors
+    return in_groups(records, rows), factors
 
 
 def _nibbles(lanes: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -22,7 +22,7 @@ from qformats.codec import (
     Format,
     format_of,
 )
-from qformats.storage import Carrier, Held, as_carrier, carrier
+from qformats.storage import PackedFormat, StorageFormat, storage_format, to_storage_format
 
 KNOWN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """Formats that `as_bytes`, `tiles` and `byte_tiles` take; the others take the first five."""
@@ -122,11 +122,11 @@ def as_bytes(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
     return (np.ascontiguousarray(blocks).view(np.uint8).reshape(blocks.size * fmt.block_bytes),)
 
 
-UNIT = 16
+CHUNK = 16
 """Bytes that a GPU thread can load at once: the codes of one block of 4 or 5 bits, or half of 8."""
 
 
-def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats, Floats]:
+def k_outermost(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats, Floats]:
     """Planes of blocks [N, K//32] with K outermost: what one step along K reads of all rows lies
     together.
 
@@ -135,10 +135,10 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
     all aligned (units = 1 for nibble formats, 2 for q8_0); qh uint32[K//32, N], a single 0 in
     formats without one; scale and offset float32[K//32, N].
     """
-    matrix_format("slabs", blocks)
+    matrix_format("k_outermost", blocks)
     apart = planes(blocks)
     n = blocks.shape[0]
-    units = apart.qs.view(np.uint8).reshape(n, -1, UNIT).transpose(1, 0, 2)
+    units = apart.qs.view(np.uint8).reshape(n, -1, CHUNK).transpose(1, 0, 2)
     qh = apart.qh.T if apart.qh.size else np.zeros(1, np.uint32)
     return tuple(  # type: ignore[return-value]
         np.ascontiguousarray(plane).reshape(-1)
@@ -149,28 +149,28 @@ def slabs(blocks: Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint32], Floats
 TILE_ROWS, TILE_K = 16, 128
 """One record of `tiles`: the rows of an mma's A operand, and four blocks along K."""
 
-BAND = 8
+TILE_GROUP = 8
 """Row tiles whose records of the same 128 K lie side by side: what 128 rows have for a step along K
 is one piece, which one bulk copy can bring."""
 
-CODE_UNIT = {4: 16, 5: 8, 6: 4, 8: 1}
+CODE_SCALE = {4: 16, 5: 8, 6: 4, 8: 1}
 """By bits of W: what a code is multiplied by in the bytes that a tensor core is given. A nibble
 stays in the upper half of its byte (one mask, no shift down), further bits go right below it."""
 
 
-HALVES = 8
+CHUNK_HALVES = 8
 """float16 in a unit."""
 
 TOKEN_GROUP = 8
 """Tokens in a group of activations: units of 16 bytes of so many, side by side, are 128 bytes, and
 so lie in all banks of shared memory."""
 
-HALF_UNIT = 2.0**-24
+HALF_SCALE = 2.0**-24
 """The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
-integer n < 2048 is n * HALF_UNIT, so that a mask alone makes a number of a code."""
+integer n < 2048 is n * HALF_SCALE, so that a mask alone makes a number of a code."""
 
-MINIMUM_UNIT = 2.0**-15
-"""What minima in a record are to be multiplied by beside scales * HALF_UNIT: float16 could not hold
+MINIMUM_SCALE = 2.0**-15
+"""What minima in a record are to be multiplied by beside scales * HALF_SCALE: float16 could not hold
 them as finely as the weights they are added to."""
 
 
@@ -213,15 +213,15 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     factors: float32 [N rounded up to whole bands], a power of two for each row, in units of which
     its scales and minima are kept,
 
-        d' = d / (factor * HALF_UNIT)      m' = m / (factor * MINIMUM_UNIT)
+        d' = d / (factor * HALF_SCALE)      m' = m / (factor * MINIMUM_SCALE)
 
-    so that a kernel can make float16 weights of them, code * HALF_UNIT * d' + MINIMUM_UNIT * m',
+    so that a kernel can make float16 weights of them, code * HALF_SCALE * d' + MINIMUM_SCALE * m',
     with one multiply-add on the bits of a code taken as a float16 (formats without minima have -8,
-    -16 or -128 times HALF_UNIT * d' in their place). The factor is such that the row's largest |d'|
+    -16 or -128 times HALF_SCALE * d' in their place). The factor is such that the row's largest |d'|
     or |m'| lies in [2^15, 2^16): nothing overflows.
 
     d' is exact, and so is m' unless it is below 2^-14, 2^-29 of the row's largest weight or so. Of
-    the float16 weights those above 2^-14 keep 11 bits; below, they are multiples of HALF_UNIT. So a
+    the float16 weights those above 2^-14 keep 11 bits; below, they are multiples of HALF_SCALE. So a
     block whose d is down to 2^-9 of the row's largest loses nothing against its own largest weight,
     and however small it is, a weight is off by no more than 2^-15 of the row's largest |d| (2^-24
     of its largest |m|, if that is more). A row whose blocks all have d = 0, m = 0 has factor 2^-15.
@@ -230,7 +230,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """
     fmt = matrix_format("tiles", blocks, KNOWN)
     if fmt.name in FILE_FORMATS:
-        scaled, d, m = as_carrier(blocks)
+        scaled, d, m = to_storage_format(blocks)
     else:
         scaled, d = blocks.copy(), blocks["d"].astype(np.float64)
         m = blocks["m"].astype(np.float64) if "m" in (fmt.dtype.names or ()) else None
@@ -244,7 +244,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
             scaled["m"] = np.ldexp(m, of_row - 9)
     factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     factors[: len(blocks)] = np.ldexp(1.0, 24 - power)
-    return in_bands(_records(scaled, carrier(fmt)), row_tiles(len(blocks))), factors
+    return in_groups(_records(scaled, storage_format(fmt)), row_tiles(len(blocks))), factors
 
 
 def _as_scales(d: NDArray[np.float64], dtype: Any) -> NDArray[Any]:
@@ -262,17 +262,17 @@ def _exponent(x: NDArray[np.float64], least: int) -> NDArray[np.int32]:
 
 def row_tiles(n: int) -> int:
     """Of n rows and what they lack to whole bands."""
-    return -(-n // (BAND * TILE_ROWS)) * BAND
+    return -(-n // (TILE_GROUP * TILE_ROWS)) * TILE_GROUP
 
 
-def in_bands(records: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
+def in_groups(records: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
     """[row tile * K tile, record] of `rows` row tiles -> [band, K tile, row tile of it, record],
     flat."""
-    by_row = records.reshape(rows // BAND, BAND, -1, records.shape[1])
+    by_row = records.reshape(rows // TILE_GROUP, TILE_GROUP, -1, records.shape[1])
     return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
 
 
-def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
+def _records(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
     """Those of `tiles`, uint8 [row tile * K tile, record], all of whole bands."""
     n, blocks_k = blocks.shape
     rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
@@ -312,7 +312,7 @@ def _records(blocks: Blocks, fmt: Held) -> NDArray[np.uint8]:
             words = np.bitwise_or.reduce(two << places, axis=(1, 6))  # rows g K | half b t i
             parts.append(words.transpose(0, 2, 3, 1, 5, 4, 6))
     own = [field for field in ("d", "m") if field in (fmt.dtype.names or ())]
-    if isinstance(fmt, Carrier):  # ... half of the record, two blocks of two groups
+    if isinstance(fmt, PackedFormat):  # ... half of the record, two blocks of two groups
         of_groups = (rows, 2, 8, deep, 2, 4)
         parts += [padded[f].reshape(of_groups).transpose(0, 3, 4, 1, 2, 5) for f in own]
     else:
@@ -340,9 +340,9 @@ def _threes(
 
 # --- bytes: what an int8 tensor core multiplies, with one scale a row ----------------------------
 
-BYTE_UNIT = 2.0**-13
+BYTE_SCALE = 2.0**-13
 BYTE_ZERO = 1280
-"""A float16 in [1/8, 1/4) is a multiple of BYTE_UNIT, and of 1280 + n of them the lower byte of its
+"""A float16 in [1/8, 1/4) is a multiple of BYTE_SCALE, and of 1280 + n of them the lower byte of its
 bits is n in two's complement: adding up in float16 with that constant rounds to int8."""
 
 CENTRE = {"q4_0": 8, "q5_0": 16}
@@ -355,15 +355,15 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     (records, factors): the records of `tiles`, where d and m are numbers from which a kernel makes
     the int8 of `byte_weights` by one multiply-add in float16,
 
-        code * (HALF_UNIT d') + m' = BYTE_UNIT * (BYTE_ZERO + int8)
+        code * (HALF_SCALE d') + m' = BYTE_SCALE * (BYTE_ZERO + int8)
 
-    with m' = BYTE_UNIT * BYTE_ZERO - centre * HALF_UNIT d', which is exact, in q4_0 and q5_0. The
+    with m' = BYTE_SCALE * BYTE_ZERO - centre * HALF_SCALE d', which is exact, in q4_0 and q5_0. The
     codes of q8_0, and of formats that files come in, are the int8 already, and their records have
     no scales. factors: float32 [N rounded up to whole bands].
     """
     fmt = matrix_format("byte_tiles", blocks, KNOWN)
     factors = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
-    to = byte_carrier(fmt)
+    to = byte_storage_format(fmt)
     if to.bits == 8:
         codes, factors[: len(blocks)] = byte_weights(blocks)
         made = np.zeros((len(blocks), codes.shape[1] // BLOCK), to.dtype)
@@ -371,15 +371,15 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         records = _records(made, to)[:, : TILE_ROWS * TILE_K]
     else:
         maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
-        made["d"] = maps.slope * (BYTE_UNIT / HALF_UNIT)
+        made["d"] = maps.slope * (BYTE_SCALE / HALF_SCALE)
         if "m" in (fmt.dtype.names or ()):
-            made["m"] = (maps.offset + BYTE_ZERO) * BYTE_UNIT
+            made["m"] = (maps.offset + BYTE_ZERO) * BYTE_SCALE
         factors[: len(blocks)] = maps.factor
         records = _records(made, fmt)
-    return in_bands(records, row_tiles(len(blocks))), factors
+    return in_groups(records, row_tiles(len(blocks))), factors
 
 
-def byte_carrier(fmt: Format) -> Format:
+def byte_storage_format(fmt: Format) -> Format:
     """What the records of `byte_tiles` hold of a format: itself, or 8 bits."""
     return FORMATS["q8_0"] if fmt.name in FILE_FORMATS else fmt
 

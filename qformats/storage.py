@@ -17,7 +17,7 @@ Most are carried as an older format, by its own kernels:
 of iq4_nl, and those of mxfp4 down to 2^-31 of the largest in their row (smaller ones are 0). A
 K-quant's scale is the product of a float16 and an integer of up to 8 bits; it, and its minimum
 likewise, is rounded to the 11 bits of a float16, so that a weight w = scale level + offset is off
-by at most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE. `carried` is what is multiplied
+by at most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE. `stored_weights` is what is multiplied
 then, to which kernels are held as closely as to any other weights.
 """
 
@@ -36,15 +36,15 @@ from qformats.codec import FORMATS, Blocks, Format, format_of
 GROUP: Final = 16
 """Elements that share a scale in Q2_K, Q3_K and Q6_K: the K of one mma of float16."""
 
-BITS: Final = 11
+SIGNIFICAND_BITS: Final = 11
 """Of a float16's significand."""
 
-LARGEST: Final = 2.0**100
+LARGEST_SCALE: Final = 2.0**100
 """Of scales that records take: float32 sums of products with larger ones would overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carrier:
+class PackedFormat:
     """A block of 32 that only records hold; attributes as of a `Format`. `zero`: the code of 0, as
     far as a code is not negative; 0 where there is a minimum."""
 
@@ -60,24 +60,24 @@ class Carrier:
         return self.dtype.itemsize
 
 
-Held = Format | Carrier
+StorageFormat = Format | PackedFormat
 """What a record holds blocks of."""
 
 _PAIR: Final = ("<f2", (2,))
-_CARRIERS: Final = {
+_PACKED: Final = {
     made.name: made
     for made in (
         # d: the upper byte of a float16, enough for a power of two from 2^-16 up
-        Carrier(
+        PackedFormat(
             "c5", 5, np.dtype([("d", "u1"), ("qh", "u1", (4,)), ("qs", "u1", (16,))]), 16, BLOCK
         ),
-        Carrier("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
-        Carrier("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
+        PackedFormat("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
+        PackedFormat("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
         # qs: the upper four bits; qh: byte j % 8 has the lower two of element j
-        Carrier("c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32),
+        PackedFormat("c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32),
     )
 }
-_CARRIED_AS: Final = {
+_STORED_AS: Final = {
     "mxfp4": "c5",
     "iq4_nl": "q8_0",
     "q2_k": "c4m",
@@ -89,26 +89,26 @@ _CARRIED_AS: Final = {
 
 
 @cache
-def held(name: str) -> Held:
+def storage_format_named(name: str) -> StorageFormat:
     """The format or carrier of this name."""
-    return _CARRIERS.get(name) or FORMATS[name]
+    return _PACKED.get(name) or FORMATS[name]
 
 
-def alike(name: str) -> str:
+def nearest_weight_format(name: str) -> str:
     """The format of `WEIGHT_FORMATS` whose records are the nearest in size and work: what was
     measured of it stands for a format of files that was not."""
     return {"c4": "q4_0", "c4m": "q4_1", "c5": "q5_0", "c6": "q8_0"}.get(
-        to := carrier(held(name)).name, to
+        to := storage_format(storage_format_named(name)).name, to
     )
 
 
-def carrier(fmt: Held) -> Held:
+def storage_format(fmt: StorageFormat) -> StorageFormat:
     """What records hold of a format: itself, or what it is carried as."""
-    return held(_CARRIED_AS.get(fmt.name, fmt.name))
+    return storage_format_named(_STORED_AS.get(fmt.name, fmt.name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class StoredWeights:
     """Weights [N, K] as records hold them: scale * level + offset.
 
     levels: integers [N, K]. scale, offset: float64 [N, K/32] or [N, K/16]; offset is None where a
@@ -120,14 +120,14 @@ class Carried:
     offset: NDArray[np.float64] | None
 
 
-def carried(blocks: Blocks) -> Carried:
+def stored_weights(blocks: Blocks) -> StoredWeights:
     """Of blocks [N, K/32] or [N, K/256] of a format that files come in: what records hold of them.
 
     Scales and offsets of K-quants have been rounded to 11 bits, halves to even. Those that are no
     numbers stay so.
     """
     fmt = format_of(blocks)
-    if fmt.name == "mxfp4" and (wrong := fmt.scale(blocks) > LARGEST).any():
+    if fmt.name == "mxfp4" and (wrong := fmt.scale(blocks) > LARGEST_SCALE).any():
         n, b = (int(i) for i in np.argwhere(wrong)[0])
         e = int(blocks["e"][n, b])
         raise ValueError(
@@ -136,22 +136,22 @@ def carried(blocks: Blocks) -> Carried:
         )
     levels, scale = fmt.levels(blocks), fmt.scale(blocks).astype(np.float64)
     if "dmin" in (fmt.dtype.names or ()):
-        return Carried(levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64)))
+        return StoredWeights(levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64)))
     if fmt.codebook is None:
-        return Carried(levels - fmt.zero, _rounded(scale), None)  # type: ignore[attr-defined]
-    return Carried(levels, scale, None)
+        return StoredWeights(levels - fmt.zero, _rounded(scale), None)  # type: ignore[attr-defined]
+    return StoredWeights(levels, scale, None)
 
 
 def _rounded(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x with BITS bits of significand."""
+    """x with SIGNIFICAND_BITS bits of significand."""
     fraction, exponent = np.frexp(x)
-    return np.ldexp(np.rint(fraction * 2.0**BITS), exponent - BITS)
+    return np.ldexp(np.rint(fraction * 2.0**SIGNIFICAND_BITS), exponent - SIGNIFICAND_BITS)
 
 
-def as_carrier(blocks: Blocks) -> tuple[Blocks, NDArray[np.float64], NDArray[np.float64] | None]:
+def to_storage_format(blocks: Blocks) -> tuple[Blocks, NDArray[np.float64], NDArray[np.float64] | None]:
     """(blocks [N, K/32] of the carrier, without scales; their scales and minima, float64 [N, K/32]
     or [N, K/32, 2])."""
-    weights, to = carried(blocks), carrier(format_of(blocks))
+    weights, to = stored_weights(blocks), storage_format(format_of(blocks))
     n, k = weights.levels.shape
     made: Blocks = np.zeros((n, k // BLOCK), to.dtype)
     each = (n, k // BLOCK) if to.group == BLOCK else (n, k // BLOCK, BLOCK // to.group)

@@ -14,8 +14,8 @@ from reference.problem import (
     DISTRIBUTIONS,
     GOLDEN,
     GPU_CHECK_SHAPES,
-    GivenBlocks,
     Golden,
+    PrequantizedProblem,
     Problem,
 )
 from reference.product import (
@@ -41,7 +41,7 @@ __all__ = [
     "GPU_CHECK_SHAPES",
     "Q81",
     "Check",
-    "GivenBlocks",
+    "PrequantizedProblem",
     "Golden",
     "Halves",
     "Limits",

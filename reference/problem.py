@@ -215,7 +215,7 @@ class Problem:
         )
 
 
-class GivenBlocks(Problem):
+class PrequantizedProblem(Problem):
     """A product with weights that are there already, such as a tensor of a file: A alone is drawn.
 
     blocks: structured[N, K/elements] of any format, kept as they are and not copied; they must not

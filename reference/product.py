@@ -25,7 +25,7 @@ import numpy as np
 from qformats import BLOCK, FILE_FORMATS, format_of
 from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
-from qformats.storage import carried
+from qformats.storage import stored_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Pick = Array | slice
@@ -281,18 +281,18 @@ def same_operands_half(a: Array, blocks: Array) -> Array:
     return c
 
 
-def magnitude_a16(a: Array, blocks: Array, held: bool = False) -> Array:
+def magnitude_a16(a: Array, blocks: Array, storage_format_named: bool = False) -> Array:
     """sum_k |a| * (|scale * code| + |offset|), float64[M, N]: what rounding errors are relative to.
 
     Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
-    well as one that dequantizes each weight first (whose terms |a * w| are never larger). `held`:
+    well as one that dequantizes each weight first (whose terms |a * w| are never larger). `storage_format_named`:
     of the weights as records hold them, see `same_operands_half`.
     """
     _same_k(a.shape[1], blocks)
     a = np.abs(a).astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in parts(blocks.shape[0], a.shape[1]):
-        weights, offset = (_held if held else _operands)(blocks[part])
+        weights, offset = (_held if storage_format_named else _operands)(blocks[part])
         size = np.abs(weights, out=weights).reshape(*offset.shape, -1)
         size += np.abs(offset)[..., None]
         c[:, part] = a @ weights.T
@@ -307,7 +307,7 @@ def least_half(blocks: Array) -> Array:
     2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-24 of the largest |m|.
     """
     if format_of(blocks).name in FILE_FORMATS:
-        weights = carried(blocks)
+        weights = stored_weights(blocks)
         d, m = weights.scale, weights.offset
     else:
         d = blocks["d"].astype(np.float64)
@@ -322,7 +322,7 @@ def magnitude_half(a: Array, blocks: Array) -> Array:
     """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
     one rounding of 2^-11 that is what rounding the weights to float16 may cost."""
     of_rows = np.abs(a).astype(np.float64).sum(axis=1)
-    return magnitude_a16(a, blocks, held=True) + np.outer(of_rows, 2.0**11 * least_half(blocks))
+    return magnitude_a16(a, blocks, storage_format_named=True) + np.outer(of_rows, 2.0**11 * least_half(blocks))
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:
@@ -429,7 +429,7 @@ def _held(blocks: Array) -> tuple[Array, Array]:
     """The same, as records hold them."""
     if format_of(blocks).name not in FILE_FORMATS:
         return _operands(blocks)
-    made = carried(blocks)
+    made = stored_weights(blocks)
     weights = made.levels.reshape(*made.scale.shape, -1) * made.scale[..., None]
     offset = np.zeros_like(made.scale) if made.offset is None else made.offset
     return weights.reshape(blocks.shape[0], -1), offset

@@ -70,7 +70,7 @@ class Activations:
     """The activations as a step reads them.
 
     `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
-    `layout` names how Q8_1 lies in `arrays` ("blocks" or "slabs", see `steps.components.unpack.blocks`), or
+    `layout` names how Q8_1 lies in `arrays` ("blocks" or "k_outermost", see `steps.components.unpack.blocks`), or
     "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
     token, or "summed", the same and its sums; for the A16 family it is "halves" where A was rounded
     to float16 first, else None.

@@ -25,8 +25,8 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import UNIT, slabs
-from steps.components.activations.layouts import q8_1_slabs
+from qformats.repack import CHUNK, k_outermost
+from steps.components.activations.layouts import q8_1_k_outermost
 from steps.components.unpack.blocks import fifth_bits
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
@@ -130,7 +130,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.slabs)."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.k_outermost)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [pair][token]
         tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [pair][feature]
         ds_a = cuda.shared.array(floats_a, float32, alignment=16)  # d, s of a token
@@ -154,7 +154,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 for i in range(units_a):
                     unit = t // bm + i * (threads // bm)
                     if unit < 2 * left:
-                        x = load_u32x4(qa, ((2 * b + unit) * M + m0 + row) * UNIT)
+                        x = load_u32x4(qa, ((2 * b + unit) * M + m0 + row) * CHUNK)
                         p = unit * (HALF // 2)
                         stage_a(tile_a, p, row, x[0])
                         stage_a(tile_a, p + 2, row, x[1])
@@ -168,7 +168,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 for i in range(units_w):
                     unit = t // bn + i * (threads // bn)
                     if unit < units * left:
-                        x = load_u32x4(qs, ((units * b + unit) * N + n0 + row) * UNIT)
+                        x = load_u32x4(qs, ((units * b + unit) * N + n0 + row) * CHUNK)
                         fifth = uint32(0)
                         if five_bits:
                             fifth = qh[(b + unit) * N + n0 + row]
@@ -252,8 +252,8 @@ STEP = Step(
     families=("A8",),
     parents={"A8": 4},
     unit={"A8": "packed_int32"},
-    pack=slabs,
-    activations=q8_1_slabs,
+    pack=k_outermost,
+    activations=q8_1_k_outermost,
     launch=launch,
     contains={"A8": ("LDG.E.128", "LDS.128", "STG.E.128", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},

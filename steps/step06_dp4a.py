@@ -27,8 +27,8 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import UNIT, slabs
-from steps.components.activations.layouts import q8_1_slabs
+from qformats.repack import CHUNK, k_outermost
+from steps.components.activations.layouts import q8_1_k_outermost
 from steps.components.unpack.blocks import fifth_bits
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
@@ -115,7 +115,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_dp4a(qs, qh, scale, offset, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.slabs)."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.k_outermost)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [word][token]
         tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [word][feature]
         ds_a = cuda.shared.array(floats_a, float32, alignment=16)  # d, s of a token
@@ -138,7 +138,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
             m = min(m0 + row, M - 1)
             for i in range(units_a):
                 unit = t // bm + i * (threads // bm)
-                x = load_u32x4(qa, (min(2 * b + unit, 2 * blocks_k - 1) * M + m) * UNIT)
+                x = load_u32x4(qa, (min(2 * b + unit, 2 * blocks_k - 1) * M + m) * CHUNK)
                 p = unit * (WORDS // 2)
                 store_u32(tile_a, p * bm + row, x[0])
                 store_u32(tile_a, (p + 1) * bm + row, x[1])
@@ -153,7 +153,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
             for i in range(units_w):
                 unit = t // bn + i * (threads // bn)
                 at = min(units * b + unit, units * blocks_k - 1) * N + n
-                x = load_u32x4(qs, at * UNIT)
+                x = load_u32x4(qs, at * CHUNK)
                 fifth = uint32(0)
                 if five_bits:
                     fifth = load_u32(qh, at)
@@ -224,8 +224,8 @@ STEP = Step(
     families=("A8",),
     parents={"A8": 5},
     unit={"A8": "dp4a"},
-    pack=slabs,
-    activations=q8_1_slabs,
+    pack=k_outermost,
+    activations=q8_1_k_outermost,
     launch=launch,
     contains={"A8": ("IDP.4A.S8.S8", "LDG.E.128", "LDS.128", "STG.E.128", "BAR.SYNC")},
     forbids={"A8": ("IMMA", "HMMA", "LDS.U8", "LDS.S8")},

@@ -32,9 +32,9 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
-from steps.components.activations.layouts import q8_1_slabs
-from steps.components.unpack.codes import record_number, tile_format
+from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.components.activations.layouts import q8_1_k_outermost
+from steps.components.unpack.codes import tile_format, tile_index
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     half_to_float,
@@ -48,7 +48,7 @@ from steps.instructions import (
 
 TOKENS: Final = 8  # of one mma
 BLOCKS: Final = TILE_K // BLOCK  # of K in a record, and in a stage
-UNITS: Final = TILE_K // UNIT  # of 16 activations in a stage
+UNITS: Final = TILE_K // CHUNK  # of 16 activations in a stage
 FEW: Final = 16  # tokens up to which a tile of 64 would be mostly empty
 # few -> warps of a block, one record (16 features) each; mma of a warp side by side along M
 TILES: Final = {True: (4, 2), False: (8, 8)}
@@ -60,10 +60,10 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     """The kernel for tiles of `warps` records (16 features each) x `columns` times 8 tokens."""
     record = tile_format(fmt.name)
     load, fragments, minimum = record.load, record.fragments, record.minimum
-    record_bytes, scales_at, minima_at = record.record_bytes, record.scales_at, record.minima_at
+    tile_bytes, scales_at, minima_at = record.tile_bytes, record.scales_at, record.minima_at
     mma = mma_m16n8k32_s8 if record.signed else mma_m16n8k32_u8
     # of scales against minima: a power of two, exact, as what is left for the end
-    per_unit = float32(HALF_UNIT / MINIMUM_UNIT / record.unit)
+    per_unit = float32(HALF_SCALE / MINIMUM_SCALE / record.unit)
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages units of one token"
     words_a, floats_a = UNITS * bm * 4, BLOCKS * bm
@@ -125,7 +125,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         n = tile * TILE_ROWS + lane // 4
         deep = (blocks_k + BLOCKS - 1) // BLOCKS
         # beyond N too there are records, of a whole band, with scales of 0
-        at = int64(record_number(int32(tile), int32(0), int32(deep))) * record_bytes
+        at = int64(tile_index(int32(tile), int32(0), int32(deep))) * tile_bytes
         for j in range(columns):
             for i in range(4):
                 acc[j, i] = 0
@@ -139,13 +139,13 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             minima = scales
             if minimum:
                 minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
-            at += BAND * record_bytes
+            at += TILE_GROUP * tile_bytes
 
             # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
             # looks, the last row is read again: without a branch no load waits for another
             for i in range(units_a):
                 unit = t // bm + i * (threads // bm)
-                x = load_u32x4(qa, ((2 * k + unit) * M + m) * UNIT)
+                x = load_u32x4(qa, ((2 * k + unit) * M + m) * CHUNK)
                 store_u32x4(tile_a, (unit * bm + row) * 4, x[0], x[1], x[2], x[3])
             for i in range(scales_a):
                 block = t // bm + i * (threads // bm)
@@ -167,7 +167,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
-                    c[token, feature] = acc[j, i] * (factors[feature] * float32(MINIMUM_UNIT))
+                    c[token, feature] = acc[j, i] * (factors[feature] * float32(MINIMUM_SCALE))
 
     return w4a8_tensor_core_int8
 
@@ -191,7 +191,7 @@ STEP = Step(
     parents={"A8": 6},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_slabs,
+    activations=q8_1_k_outermost,
     launch=launch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},

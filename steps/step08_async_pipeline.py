@@ -26,8 +26,8 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import BAND, HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, UNIT, tiles
-from steps.components.activations.layouts import q8_1_slabs
+from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.components.activations.layouts import q8_1_k_outermost
 from steps.components.epilogue import write_sums
 from steps.components.unpack.codes import tile_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, shared_memory
@@ -49,13 +49,13 @@ from steps.instructions import (
     mma_m16n8k32_u8,
 )
 
-BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
+BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile of C: 128, of a band
 WARP_N: Final = 32  # features of a warp
 WARP_M: Final = 64  # its tokens at most: 64 accumulators a thread
 WARPS_PER_SM: Final = 8  # as many as their registers allow
 STAGES: Final = 4  # of the ring: more hide nothing further
 BLOCKS: Final = TILE_K // BLOCK  # of K in a stage
-UNITS: Final = TILE_K // UNIT  # of 16 K in a stage
+UNITS: Final = TILE_K // CHUNK  # of 16 K in a stage
 WARPS_N: Final = BN // WARP_N  # warps side by side along the features
 ROW_TILES: Final = WARP_N // TILE_ROWS  # records that a warp multiplies
 A_WORDS: Final = 8 * ROW_TILES  # A fragments of two blocks
@@ -75,15 +75,15 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
     """What a kernel for tiles of BN features x `bm` tokens is made of, this step's and the next's:
     ((threads, tokens of a warp, sums of a thread, bytes of a stage), device functions)."""
     tile = tile_format(fmt.name)
-    record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
+    record, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
+    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.unit)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
     threads = 32 * warps
     # a stage: a record of each of 8 rows, then of `bm` tokens the codes, d, and s if it counts
-    at_codes = BAND * record
+    at_codes = TILE_GROUP * record
     at_d = at_codes + TILE_K * bm
     at_s = at_d + 4 * BLOCKS * bm
     pitch = bm + 8  # floats from one block's s to the next: the four quads in four sets of banks
@@ -119,8 +119,8 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
         block = int32(((k0 + step) * BLOCKS + u) * M + token)
         column = t & (bm - 1)
         for i in range(0, UNITS, together):
-            to = base + at_codes + ((u + i) * bm + column) * UNIT
-            cp_async_16(ring, to, qa, int64(unit + i * M) * UNIT)
+            to = base + at_codes + ((u + i) * bm + column) * CHUNK
+            cp_async_16(ring, to, qa, int64(unit + i * M) * CHUNK)
         for i in range(0, BLOCKS, together):
             if together <= BLOCKS or u < BLOCKS:
                 at = int64(block + i * M) * 2
@@ -134,9 +134,9 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
     def fetch_tokens(b, ring, base, first, lane, block):
         """B fragments of one block of 32 K."""
         unit_k, token = 2 * block + (lane >> 3 & 1), first + (lane >> 4) * 8 + (lane & 7)
-        at = base + at_codes + (unit_k * bm + token) * UNIT
+        at = base + at_codes + (unit_k * bm + token) * CHUNK
         for j in range(0, n_b, 4):
-            b[j], b[j + 1], b[j + 2], b[j + 3] = ldmatrix_x4(ring, at + 4 * UNIT * j)
+            b[j], b[j + 1], b[j + 2], b[j + 3] = ldmatrix_x4(ring, at + 4 * CHUNK * j)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_d(x, ring, base, first, lane, block):
@@ -247,7 +247,7 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
             fetch_scales(scales, ring, weights, lane)
 
     # --- registers -> global
-    write = write_sums(ROW_TILES, columns, MINIMUM_UNIT)
+    write = write_sums(ROW_TILES, columns, MINIMUM_SCALE)
     sizes = threads, tokens, n_acc, stage_bytes
     return sizes, (origin, copy_weights, copy_tokens, multiply_stages, write)
 
@@ -303,7 +303,7 @@ STEP = Step(
     parents={"A8": 7},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_slabs,
+    activations=q8_1_k_outermost,
     launch=launch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDGDEPBAR", "BAR.SYNC")},

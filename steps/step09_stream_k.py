@@ -28,7 +28,7 @@ from numba import cuda, float32, int32, int64, uint8
 
 from qformats import Format
 from qformats.repack import TILE_K, tiles
-from steps.components.activations.layouts import q8_1_slabs
+from steps.components.activations.layouts import q8_1_k_outermost
 from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, shared_memory
 from steps.instructions import (
     cp_async_commit,
@@ -219,7 +219,7 @@ STEP = Step(
     homes=((128, 4096, 4096), (512, 4096, 14336)),  # where whole tiles leave SMs idle
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_slabs,
+    activations=q8_1_k_outermost,
     launch=launch,
     scratch=scratch,
     min_cc=(8, 0),

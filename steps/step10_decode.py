@@ -29,14 +29,14 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8
 
 from qformats import BLOCK, Format
-from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, tiles
-from qformats.storage import Held, carrier
-from steps.components.activations.layouts import float32_quantized_inside, q8_1_slabs
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float32_quantized_inside, q8_1_k_outermost
 from steps.components.decode_activations import copier, quantizer
 from steps.components.decode_products import products
 from steps.components.decode_reduction import finish_rows
 from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
-from steps.components.unpack.codes import record_number
+from steps.components.unpack.codes import tile_index
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 from steps.instructions import (
@@ -50,11 +50,11 @@ from steps.instructions import (
 
 @cache
 def kernel(
-    fmt: Held, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
+    fmt: StorageFormat, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
     """The kernel of a `Split`. A comes in slabs for more than FUSED tokens, else as float32."""
     tile, product = tile_format(fmt.name), products(fmt.name, tokens)
-    record, minimum, along = tile.record_bytes, tile.minimum, warps // across
+    record, minimum, along = tile.tile_bytes, tile.minimum, warps // across
     n_acc, holders = product.sums, product.holders
     places, multiply, add_up = product.places, product.multiply, product.add_up
     given = tokens > FUSED
@@ -76,9 +76,9 @@ def kernel(
             for i in range(0, record, 512):
                 if i + 512 <= record or i + 16 * lane < record:
                     cp_async_16(smem, slot + i + 16 * lane, w, at + i + 16 * lane)
-            at, left, more = at + BAND * record, int32(left - 1), int32(more - 1)
+            at, left, more = at + TILE_GROUP * record, int32(left - 1), int32(more - 1)
             if left == 0:
-                at = int64(record_number(next_row, first_k, in_row)) * record
+                at = int64(tile_index(next_row, first_k, in_row)) * record
                 left, next_row = deep, int32(next_row + across)
         cp_async_commit()
         return at, left, more, next_row
@@ -118,7 +118,7 @@ def kernel(
         row, end = int32(first_row + warp % across), int32(min(first_row + rows, row_tiles))
         more = int32(max(0, end - row + across - 1) // across * deep)  # records to ask for
         in_row, from_k = int32(in_row), int32(first_k + k0)
-        at = int64(record_number(row, from_k, in_row)) * record
+        at = int64(tile_index(row, from_k, in_row)) * record
         left, next_row, share = deep, int32(row + across), (from_k, deep, in_row)
         slot = ring = int32(warp * (stages * record))
 
@@ -205,13 +205,13 @@ def kernel(
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:
     """For few tokens A itself, for more of them in slabs: too much for each block to quantize."""
-    return (float32_quantized_inside if a.shape[0] <= FUSED else q8_1_slabs)(family, a, machine)
+    return (float32_quantized_inside if a.shape[0] <= FUSED else q8_1_k_outermost)(family, a, machine)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
     """Sums of slices, float32 [M/16, N/16, slices, 16 * tokens], in the order of lanes; how many
     slices of a row tile have arrived, int32 [M/16, N/16]."""
-    cut = split(carrier(fmt), shape)
+    cut = split(storage_format(fmt), shape)
     row_tiles = ceil_div(shape.m, MOST_TOKENS) * ceil_div(shape.n, TILE_ROWS)
     sums = row_tiles * cut.slices * TILE_ROWS * cut.tokens if cut.slices > 1 else 1
     return ((sums,), np.float32), ((row_tiles,), np.int32)
@@ -221,7 +221,7 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     workspace: tuple,
 ) -> Launch:  # fmt: skip
-    held = carrier(fmt)
+    held = storage_format(fmt)
     cut = split(held, shape)
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = (*activations, workspace[0])[:2]  # float32 A has no scales: any array will do

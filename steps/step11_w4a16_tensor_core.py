@@ -30,10 +30,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
-from qformats.storage import Held, carrier
-from steps.components.activations.layouts import float16_units
-from steps.components.epilogue import PAD, finish_tile
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float16_chunks
+from steps.components.epilogue import PAD, finish_mma_tile
 from steps.components.unpack.storage_formats import half_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, shared_memory
 from steps.instructions import (
@@ -45,7 +45,7 @@ from steps.instructions import (
     store_f32,
 )
 
-BN: Final = BAND * TILE_ROWS  # features of a tile of C: 128, of a band
+BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile of C: 128, of a band
 TILES: Final = {  # its tokens: blocks an SM; groups of warps, for as many parts of a stage's K
     128: (2, 1),
     64: (2, 2),
@@ -64,10 +64,10 @@ ROW_TILES: Final = WARP // TILE_ROWS  # records that a warp multiplies
 #     features  64..127  warp 1   warp 3     features  64..127  warp 1           warp 3
 #                tokens   0..63  64..127                tokens   0..63            0..63
 @cache
-def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
+def kernel(fmt: StorageFormat, bm: int, stages: int, in_half: bool) -> Any:
     """(kernel for tiles of `bm` tokens and a ring of `stages`, threads of a block)"""
     form = half_format(fmt.name)
-    record, words, scales = form.record_bytes, form.words, form.scales
+    record, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     n_words, n_scales = form.n_words, form.n_scales
     tokens = min(bm, WARP)  # of a warp
@@ -75,11 +75,11 @@ def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
     blocks, groups = TILES[bm]
     warps = side * deep * groups
     threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
-    band, together = BAND * record, 16 * threads  # bytes: of weights; that threads copy at a time
+    band, together = TILE_GROUP * record, 16 * threads  # bytes: of weights; that threads copy at a time
     stage_bytes = band + 2 * TILE_K * bm
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
-    finish, pitch = finish_tile(BN, bm, groups, threads, in_half), BN + PAD
+    finish, pitch = finish_mma_tile(BN, bm, groups, threads, in_half), BN + PAD
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     # --- global -> shared: ask for the operands of one stage
@@ -151,7 +151,7 @@ def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
     @cuda.jit(launch_bounds=(threads, blocks))
     def w4a16_tensor_core(w, of_rows, a, of_tokens, c, steps, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.components.activations.layouts.float16_units."""
+        steps.components.activations.layouts.float16_chunks."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         sums = cuda.shared.array(0, float32, alignment=128)  # the same memory, when K is done
         acc = cuda.local.array(n_acc, float32)
@@ -228,7 +228,7 @@ def kernel(fmt: Held, bm: int, stages: int, in_half: bool) -> Any:
     return w4a16_tensor_core, threads
 
 
-def ring_for(fmt: Held, bm: int) -> tuple[int, int, int]:
+def ring_for(fmt: StorageFormat, bm: int) -> tuple[int, int, int]:
     """(blocks an SM, stages, bytes of each block): room for two stages, and for the sums."""
     stage = BN * fmt.block_bytes * TILE_K // BLOCK + 2 * TILE_K * bm
     most, groups = TILES[bm]
@@ -242,7 +242,7 @@ def ring_for(fmt: Held, bm: int) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-def tiling(fmt: Held, shape: Shape) -> tuple[int, int, int]:
+def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int, int]:
     """(tokens of a tile, how many tiles, parts of K) that should take the fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), (0, 0, 0)
     for bm in TILES:
@@ -266,7 +266,7 @@ def tiling(fmt: Held, shape: Shape) -> tuple[int, int, int]:
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """The sums of each part of a tile, and a count for each tile."""
-    bm, count, parts = tiling(carrier(fmt), shape)
+    bm, count, parts = tiling(storage_format(fmt), shape)
     return ((count * parts * bm * BN if parts > 1 else 4,), np.float32), ((count,), np.int32)
 
 
@@ -279,7 +279,7 @@ def launch(
     out: Any,
     scratch: tuple,
 ) -> Launch:
-    held = carrier(fmt)
+    held = storage_format(fmt)
     bm, _, parts = tiling(held, shape)
     _, stages, shared = ring_for(held, bm)
     run, threads = kernel(held, bm, stages, out.dtype == np.float16)
@@ -297,7 +297,7 @@ STEP = Step(
     parents={"A16": 3},
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations=float16_units,
+    activations=float16_chunks,
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

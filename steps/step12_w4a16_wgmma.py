@@ -31,10 +31,10 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
-from qformats.storage import Held, carrier
-from steps.components.activations.layouts import float16_units
-from steps.components.epilogue import GROUP, ROWS, finish_wgmma, warpgroups
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float16_chunks
+from steps.components.epilogue import GROUP, ROWS, finish_wgmma_tile, warpgroups
 from steps.components.stream_k import stretches
 from steps.components.unpack.storage_formats import half_format
 from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
@@ -76,25 +76,25 @@ HALF: Final = 64  # in a matrix descriptor: 64 K, 8 units of 128 bytes, in 16 by
 
 @cache
 def kernel(
-    fmt: Held, in_half: bool, tile: tuple[int, int], strips: int, stages: int, ahead: int
+    fmt: StorageFormat, in_half: bool, tile: tuple[int, int], strips: int, stages: int, ahead: int
 ) -> tuple[Any, int]:
     """(kernel for tiles (features, tokens), shared ones cut into `strips`, and a ring of `stages`,
     the first warpgroup `ahead` of the others by so many; its shared memory in bytes)"""
     bn, bm = tile
     form = half_format(fmt.name)
-    record, words, scales = form.record_bytes, form.words, form.scales
+    record, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     groups = warpgroups(bn)
     lots, warps = bn // (groups * ROWS), groups * GROUP // 32
-    piece = gcd(bn, BAND * TILE_ROWS)  # features whose weights come at once, a band or half of one
-    in_band, piece_bytes = BAND * TILE_ROWS // piece, piece // TILE_ROWS * record
+    piece = gcd(bn, TILE_GROUP * TILE_ROWS)  # features whose weights come at once, a band or half of one
+    in_band, piece_bytes = TILE_GROUP * TILE_ROWS // piece, piece // TILE_ROWS * record
     pieces, lot_bytes = bn // piece, warps * record
     at_tokens, group_bytes = lots * lot_bytes, 2 * TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + 2 * TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, strips)
+    finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips)
     find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
@@ -125,7 +125,7 @@ def kernel(
     @cuda.jit(launch_bounds=((groups + 1) * GROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.components.activations.layouts.float16_units; stretch as of steps.components.stream_k.shares."""
+        steps.components.activations.layouts.float16_chunks; stretch as of steps.components.stream_k.shares."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -149,7 +149,7 @@ def kernel(
                 return
             if warp > warps:
                 griddepcontrol_wait()  # the activations have just been rounded
-            last = int32((N - 1) // (BAND * TILE_ROWS) * in_band + in_band - 1)
+            last = int32((N - 1) // (TILE_GROUP * TILE_ROWS) * in_band + in_band - 1)
             token_groups = int32((M + TOKEN_GROUP - 1) // TOKEN_GROUP)
             while number < total:
                 m0, n0 = corner(number, tiles_n)
@@ -239,7 +239,7 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: Held, shape: Shape) -> Cut:
+def tiling(fmt: StorageFormat, shape: Shape) -> Cut:
     unpack = {5: 24, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
 
     def stage(bn: int, bm: int) -> int:
@@ -253,14 +253,14 @@ def tiling(fmt: Held, shape: Shape) -> Cut:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(carrier(fmt), shape), np.float32)
+    return room(tiling(storage_format(fmt), shape), np.float32)
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    held = carrier(fmt)
+    held = storage_format(fmt)
     cut = tiling(held, shape)
     make = partial(kernel, held, out.dtype == np.float16, cut[0], strips(cut))
     operands = (*weights, *activations, out)
@@ -276,7 +276,7 @@ STEP = Step(
     parents={"A16": 11},
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations=float16_units,
+    activations=float16_chunks,
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

@@ -31,9 +31,9 @@ import numpy as np
 from numba import cuda, int32, int64, uint8
 
 from qformats import Format
-from qformats.repack import BAND, KNOWN, TILE_K, TOKEN_GROUP, byte_carrier, byte_tiles
-from steps.components.activations.layouts import int8_units
-from steps.components.epilogue import GROUP, LOT, finish_wgmma
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TOKEN_GROUP, byte_storage_format, byte_tiles
+from steps.components.activations.layouts import int8_chunks
+from steps.components.epilogue import GROUP, LOT, finish_wgmma_tile
 from steps.components.stream_k import stretches
 from steps.components.unpack.int8 import ByteFormat, byte_format
 from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
@@ -80,16 +80,16 @@ def kernel(
     """(kernel for tiles (features, tokens), shared ones cut into `strips`, and a ring of `stages`,
     the first warpgroup `ahead` of the second by so many; its shared memory in bytes)"""
     bn, bm = tile
-    record, words = form.record_bytes, form.words
+    record, words = form.tile_bytes, form.words
     scales, fragments = form.scales, form.fragments
     mma = wgmma_u8 if form.zero else wgmma_s8
     prefetch = form.unpacked  # operands as they are must not come while others are multiplied
-    at_tokens, group_bytes = BAND * record, TILE_K * TOKEN_GROUP
+    at_tokens, group_bytes = TILE_GROUP * record, TILE_K * TOKEN_GROUP
     stage_bytes = at_tokens + TILE_K * bm
     full = stages * stage_bytes  # the ring, then its mbarriers, then what the end of a tile needs
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
-    finish, words_used = finish_wgmma(tile, first_word, in_half, strips, int32, form.zero)
+    finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips, int32, form.zero)
     find, no_sums = stretches(bn, bm), zeros_i32(bm // 2)
     lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
     begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
@@ -113,7 +113,7 @@ def kernel(
     @cuda.jit(launch_bounds=(3 * GROUP, 1))
     def w4a8_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a of
-        steps.components.activations.layouts.int8_units; stretch as of steps.components.stream_k.shares."""
+        steps.components.activations.layouts.int8_chunks; stretch as of steps.components.stream_k.shares."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -229,14 +229,14 @@ def tiling(fmt: Format, shape: Shape) -> Cut:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(byte_carrier(fmt), shape), np.int32)
+    return room(tiling(byte_storage_format(fmt), shape), np.int32)
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    held = byte_carrier(fmt)
+    held = byte_storage_format(fmt)
     cut = tiling(held, shape)
     make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0], strips(cut))
     operands = (*weights, *activations, out)
@@ -252,7 +252,7 @@ STEP = Step(
     parents={"A8": 12},
     unit={"A8": "tensor_int8"},
     pack=byte_tiles,
-    activations=int8_units,
+    activations=int8_chunks,
     launch=launch,
     scratch=scratch,
     formats=KNOWN,

@@ -31,7 +31,7 @@ import numpy as np
 
 from qformats import Format
 from qformats.integer_scales import integer_tiles
-from steps.components.activations.layouts import int8_units_and_sums
+from steps.components.activations.layouts import int8_chunks_and_sums
 from steps.components.unpack.integer_scales import integer_format
 from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
@@ -73,7 +73,7 @@ STEP = Step(
     parents={"A8": 13},
     unit={"A8": "tensor_int8"},
     pack=integer_tiles,
-    activations=int8_units_and_sums,
+    activations=int8_chunks_and_sums,
     launch=launch,
     scratch=scratch,
     outputs=("float32", "float16"),

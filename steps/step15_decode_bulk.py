@@ -38,15 +38,15 @@ from typing import Any
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import BAND, KNOWN, TILE_K, TILE_ROWS
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
 from qformats.repack import tiles as pack
-from qformats.storage import Held, carrier
-from steps.components.activations.layouts import float32_quantized_inside, q8_1_slabs
-from steps.components.bulk_activations import floats, slabs
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float32_quantized_inside, q8_1_k_outermost
+from steps.components.bulk_activations import floats, k_outermost
 from steps.components.bulk_products import PAIR, pair_products
 from steps.components.bulk_tiles import PAD, SCALES, WARPS, fused, regions, tiling
 from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
-from steps.components.unpack.codes import record_number
+from steps.components.unpack.codes import tile_index
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ceil_div
 from steps.instructions import (
@@ -65,20 +65,20 @@ from steps.instructions import (
 
 
 @cache
-def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
-    """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: in slabs), with `across` warps along
+def kernel(fmt: StorageFormat, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
+    """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: in k_outermost), with `across` warps along
     N, rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
     records of float32 A in the others."""
     form, minimum = pair_products(fmt.name, tokens), tile_format(fmt.name).minimum
     places, fetch, multiply = form.places, form.fetch, form.multiply
     leave, place = form.leave, form.place
     n_acc, n_b, n_d, unit = form.sums, form.of_b, form.of_scales, float32(form.unit)
-    record, given = tile_format(fmt.name).record_bytes, tokens > FUSED
+    record, given = tile_format(fmt.name).tile_bytes, tokens > FUSED
     weights, size_d = PAIR * record, scale_bytes(tokens, minimum)
     slot_bytes, at_bars, at_codes = regions(fmt, tokens, stages)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     row_bytes = 4 * TILE_K * chunk  # of a token in float32, that a warp has at a time
-    ask_for_tokens = slabs(tokens, weights)
+    ask_for_tokens = k_outermost(tokens, weights)
     bring, quantize, at_once = floats(tokens, minimum, chunk, at_codes)
 
     @cuda.jit(device=True, forceinline=True)
@@ -86,7 +86,7 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
         """Of the pair of row tiles from `row` on, those among `rows`: the byte where record k of
         theirs begins, bytes of them, and how far into a slot of the ring they belong."""
         low, high = int32(max(row, rows[0])), int32(min(int32(row + PAIR), rows[1]))
-        at = int64(record_number(low, k, in_row)) * record
+        at = int64(tile_index(low, k, in_row)) * record
         return at, int32((high - low) * record), int32((low - row) * record)
 
     @cuda.jit(device=True, forceinline=True)
@@ -99,7 +99,7 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
             if lane == 0:
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
                 bulk_copy(smem, slot + into, w, at, size, smem, bar)
-            at, left = at + BAND * record, int32(left - 1)
+            at, left = at + TILE_GROUP * record, int32(left - 1)
             if left == 0:
                 left, row = deep, int32(row + PAIR * across)
                 at, size, into = beginning(row, rows, k0, in_row)
@@ -246,13 +246,13 @@ def kernel(fmt: Held, tokens: int, across: int, stages: int, before: int, chunk:
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:
     """A itself, or in slabs: too much for each thread block to quantize."""
-    return (float32_quantized_inside if fused(*a.shape) else q8_1_slabs)(family, a, machine)
+    return (float32_quantized_inside if fused(*a.shape) else q8_1_k_outermost)(family, a, machine)
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    held = carrier(fmt)
+    held = storage_format(fmt)
     how = tiling(held, shape)
     run = kernel(held, how.tokens, how.across, how.stages, how.before, how.chunk)
     in_row = ceil_div(shape.k, TILE_K)

@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
-from qformats.repack import BAND, TILE_ROWS
+from qformats.repack import TILE_GROUP, TILE_ROWS
 from results.decoder.model import (
     LLAMA_3_8B,
     Captured,
@@ -45,7 +45,7 @@ from steps.api.relocatable import packings
 from steps.nn import operator as operator
 
 DRAWN: Final = 1024  # rows of each kind of matrix
-ROWS: Final = BAND * TILE_ROWS  # that lie together in the packings of the tensor core steps
+ROWS: Final = TILE_GROUP * TILE_ROWS  # that lie together in the packings of the tensor core steps
 BATCHES: Final = (1, 16)
 PROMPTS: Final = (512, 4096)
 CONTEXT: Final = 128

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qformats.storage import alike
+from qformats.storage import nearest_weight_format
 from steps.api import tuning_table as tuning
 from steps.contract import ACCURACIES, Accuracy, Family, Launch, Shape, Step, scheme
 from steps.registry import find, ladder
@@ -83,7 +83,7 @@ def choose(
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
     entry = table and table.entry(format_name, shape.m, shape.n, shape.k)
-    stands_in = alike(format_name)
+    stands_in = nearest_weight_format(format_name)
     if table and entry is None:
         entry = table.entry(stands_in, shape.m, shape.n, shape.k)
     timed = [

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from qformats import FORMATS
-from reference import GivenBlocks
+from reference import PrequantizedProblem
 from steps.api.operands import weight_format
-from steps.checks.works import Case, UsageError
+from steps.checks.cases import Case
+from steps.checks.select import UsageError
 from steps.contract import Size, Step
 
 if TYPE_CHECKING:
@@ -44,19 +45,19 @@ class Given:
         return f"{self.tensor.name} of {self.path.name}, {self.tensor.type} [{n}, {k}]"
 
     @cached_property
-    def whole(self) -> GivenBlocks:
+    def whole(self) -> PrequantizedProblem:
         """The product with all of the tensor, of which nothing is copied."""
-        return GivenBlocks(self.m, self.tensor.array, self.distribution, self.seed)
+        return PrequantizedProblem(self.m, self.tensor.array, self.distribution, self.seed)
 
     @cached_property
-    def cut(self) -> GivenBlocks:
+    def cut(self) -> PrequantizedProblem:
         """The first tokens, rows and K of it, so few that the simulator can multiply them."""
         m, n, k = CUT
         deep = max(1, k // FORMATS[self.tensor.type].elements)
         blocks = self.tensor.array[:n, :deep]
-        return GivenBlocks(min(self.m, m), blocks, self.distribution, self.seed)
+        return PrequantizedProblem(min(self.m, m), blocks, self.distribution, self.seed)
 
-    def posed(self, simulated: bool) -> GivenBlocks:
+    def posed(self, simulated: bool) -> PrequantizedProblem:
         """What a machine is given."""
         return self.cut if simulated else self.whole
 
@@ -127,10 +128,10 @@ def _require_no_other(args: Namespace) -> None:
     for option, value in (("--format", args.format), ("--n", args.n), ("--k", args.k)):
         if value:
             raise UsageError(f"{option} contradicts --gguf: a tensor has its own format, N and K")
-    if args.dist not in GivenBlocks.DISTRIBUTIONS and args.dist is not None:
+    if args.dist not in PrequantizedProblem.DISTRIBUTIONS and args.dist is not None:
         raise UsageError(
             f"--dist {args.dist} contradicts --gguf: only A is drawn, from one of "
-            f"{', '.join(GivenBlocks.DISTRIBUTIONS)}"
+            f"{', '.join(PrequantizedProblem.DISTRIBUTIONS)}"
         )
     if getattr(args, "save", False):
         raise UsageError("--save contradicts --gguf: records are of drawn weights")

@@ -8,7 +8,7 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK
-from qformats.repack import TILE_K, UNIT
+from qformats.repack import CHUNK, TILE_K
 from steps.components.activations.q8_1 import quantized, sum_of_codes
 from steps.components.bulk_tiles import SCALES
 from steps.components.decode_tiles import BLOCKS, MOST_TOKENS, scale_bytes
@@ -30,9 +30,9 @@ AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side
 
 
 @cache
-def slabs(tokens: int, weights: int) -> Any:
+def k_outermost(tokens: int, weights: int) -> Any:
     """ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k), for slots that begin with `weights`
-    bytes of weights; `steps.components.activations.layouts.q8_1_slabs` says what a and ds are."""
+    bytes of weights; `steps.components.activations.layouts.q8_1_k_outermost` says what a and ds are."""
 
     @cuda.jit(device=True, forceinline=True)
     def ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k):
@@ -48,8 +48,8 @@ def slabs(tokens: int, weights: int) -> Any:
         else:
             m, i, of_block = int64(MOST_TOKENS * cuda.blockIdx.z), int32(0), int32(2 * here)
             while i < 2 * BLOCKS and lane == 0:
-                at = ((int64(k) * (2 * BLOCKS) + i) * M + m) * UNIT
-                bulk_copy(smem, to + i * here * UNIT, a, at, int32(here * UNIT), smem, bar)
+                at = ((int64(k) * (2 * BLOCKS) + i) * M + m) * CHUNK
+                bulk_copy(smem, to + i * here * CHUNK, a, at, int32(here * CHUNK), smem, bar)
                 i = int32(i + 1)
             i = lane
             while i < BLOCKS * of_block:

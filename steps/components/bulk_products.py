@@ -13,7 +13,7 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_ROWS, UNIT
+from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_ROWS
 from steps.components.decode_products import no_sums, scale_readers, weights_times
 from steps.components.decode_tiles import BLOCKS, scale_bytes
 from steps.components.unpack.storage_formats import tile_format
@@ -28,7 +28,7 @@ from steps.instructions import (
 )
 
 PAIR: Final = 2
-"""Row tiles whose records lie side by side (`qformats.repack.BAND`), and come as one piece."""
+"""Row tiles whose records lie side by side (`qformats.repack.TILE_GROUP`), and come as one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
     tile, read = tile_format(format_name), scale_readers(format_name)
     of_two_rows, of_record = read.of_two_rows, read.of_record
     of_block, of_groups, width = read.of_block, read.of_groups, tile.scale_bytes
-    record, scales_at, minima_at = tile.record_bytes, tile.scales_at, tile.minima_at
+    record, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     unpack, times = weights_times(format_name)
-    of_minima = float32(MINIMUM_UNIT * tile.unit / HALF_UNIT)  # of minima, against scales
+    of_minima = float32(MINIMUM_SCALE * tile.unit / HALF_SCALE)  # of minima, against scales
     minimum, few, single = (
         tile.minimum,
         tokens <= 4,
@@ -118,13 +118,13 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
         matrix, row = int32(lane >> 3), int32(lane & 7)
         unit = int32(matrix & 1 if groups == 2 else matrix)
         token = int32(row + 8 * (matrix >> 1) if groups == 2 else row)
-        return (unit * M + min(token, int32(M - 1))) * UNIT, int32(0)
+        return (unit * M + min(token, int32(M - 1))) * CHUNK, int32(0)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_many(b, d, smem, codes, scales, lane, M):
         for i in range(0, BLOCKS, 3 - groups):  # four matrices: of two blocks, or two of tokens
             at = 4 * i * groups // 2
-            to = codes + 2 * UNIT * (i * M)
+            to = codes + 2 * CHUNK * (i * M)
             b[at], b[at + 1], b[at + 2], b[at + 3] = ldmatrix_x4(smem, to)
         for i in range(BLOCKS):
             for j in range(2 * groups):
@@ -254,7 +254,7 @@ def pair_products(format_name: str, tokens: int) -> PairProducts:
         sums=PAIR * of_tile,
         of_b=2 * BLOCKS * groups,
         of_scales=per * (turns if few else BLOCKS),
-        unit=HALF_UNIT / tile.unit,
+        unit=HALF_SCALE / tile.unit,
         places=places_of_few if few else places_of_many,
         fetch=fetch_few if few else fetch_many,
         multiply=multiply,

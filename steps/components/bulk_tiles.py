@@ -11,7 +11,7 @@ from typing import Final
 
 from qformats import BLOCK
 from qformats.repack import TILE_K, TILE_ROWS
-from qformats.storage import Held
+from qformats.storage import StorageFormat
 from steps.components.bulk_products import PAIR
 from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
 from steps.components.unpack.storage_formats import tile_format
@@ -28,10 +28,10 @@ SCALES: Final = 8 * BLOCKS  # bytes that a token in slabs has of them in a recor
 ALONE: Final = 116 * 1024  # bytes with which a block has an SM to itself: of two, each gets half
 
 
-def regions(fmt: Held, tokens: int, stages: int) -> tuple[int, int, int]:
+def regions(fmt: StorageFormat, tokens: int, stages: int) -> tuple[int, int, int]:
     """(bytes of a slot of the ring, where in shared memory behind the rings mbarriers begin, and
     codes of A or the sums)"""
-    slot = PAIR * tile_format(fmt.name).record_bytes
+    slot = PAIR * tile_format(fmt.name).tile_bytes
     if tokens > FUSED:
         slot += tokens * (TILE_K + SCALES)
     bars = WARPS * stages * slot
@@ -60,7 +60,7 @@ def fused(m: int, k: int) -> bool:
     return m <= FUSED and tokens * k * (BLOCK + scale_bytes(tokens, True)) // BLOCK <= FITS
 
 
-def tiling(fmt: Held, shape: Shape) -> Tiling:
+def tiling(fmt: StorageFormat, shape: Shape) -> Tiling:
     """All weights at once if there are as many multiprocessors, in waves if sums would not fit."""
     given, in_row = not fused(shape.m, shape.k), ceil_div(shape.k, TILE_K)
     sizes = (8, MOST_TOKENS) if given else (1, 2, 4)

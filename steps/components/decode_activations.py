@@ -13,7 +13,7 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK
-from qformats.repack import TILE_K, UNIT
+from qformats.repack import CHUNK, TILE_K
 from steps.components.activations.q8_1 import quantized, rows_are_aligned, sum_of_codes
 from steps.components.decode_tiles import BLOCKS, MOST_TOKENS, scale_bytes
 from steps.instructions import (
@@ -26,7 +26,7 @@ from steps.instructions import (
     store_u32x2,
 )
 
-UNITS: Final = TILE_K // UNIT
+UNITS: Final = TILE_K // CHUNK
 """Of 16 K in a record."""
 
 
@@ -34,7 +34,7 @@ UNITS: Final = TILE_K // UNIT
 def copier(tokens: int, minimum: bool, at_codes: int) -> Any:
     """copy(smem, at_d, qa, ds, M, first, k, lane): a warp asks (`cp_async`) for record first + k of
     A in slabs, to lie in shared memory as record k: codes from byte `at_codes` on, scales from
-    at_d. qa, ds: `steps.components.activations.layouts.q8_1_slabs`, int8 and float32. Tokens beyond M are other ones
+    at_d. qa, ds: `steps.components.activations.layouts.q8_1_k_outermost`, int8 and float32. Tokens beyond M are other ones
     again: their sums are nobody's."""
     size_d = scale_bytes(tokens, minimum)
 
@@ -44,8 +44,8 @@ def copier(tokens: int, minimum: bool, at_codes: int) -> Any:
             item = j + lane
             token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)
             at = (int64(first + k) * UNITS + item // tokens) * M + token
-            to = at_codes + k * (BLOCKS * tokens * BLOCK) + item * UNIT
-            cp_async_16(smem, to, qa, at * UNIT)
+            to = at_codes + k * (BLOCKS * tokens * BLOCK) + item * CHUNK
+            cp_async_16(smem, to, qa, at * CHUNK)
         for j in range(0, BLOCKS * tokens, 32):
             item = j + lane
             token = min(cuda.blockIdx.z * MOST_TOKENS + item % tokens, M - 1)

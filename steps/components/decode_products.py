@@ -24,9 +24,9 @@ from typing import Any
 from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, UNIT
+from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE
 from steps.components.decode_tiles import BLOCKS, scale_bytes
-from steps.components.unpack.storage_formats import HALF_SCALES, ROWS_APART, tile_format
+from steps.components.unpack.storage_formats import ROWS_APART, SCALES_OF_HALF, tile_format
 from steps.instructions import (
     half_to_float,
     ldmatrix_x4,
@@ -57,7 +57,7 @@ class Products:
         acc += the record of weights at byte `slot` times the record of A whose codes and scales
         this lane reads from at_b and at_d on
     add_up(acc)
-        at the end: the sums of the blocks of K that shared columns; all in MINIMUM_UNIT
+        at the end: the sums of the blocks of K that shared columns; all in MINIMUM_SCALE
     """
 
     sums: int
@@ -120,7 +120,7 @@ def scale_readers(format_name: str) -> ScaleReaders:
     @cuda.jit(device=True, forceinline=True)
     def of_groups(smem, slot, block, group):
         """The scales of a block's lower and upper half, of row g and of row g + 8."""
-        at = slot + scales_at + (block >> 1) * HALF_SCALES + 8 * group + 4 * (block & 1)
+        at = slot + scales_at + (block >> 1) * SCALES_OF_HALF + 8 * group + 4 * (block & 1)
         g, h = uint32(load_u32(smem, at)), uint32(load_u32(smem, at + ROWS_APART))
         low = half_to_float(g), half_to_float(h)
         return low, (half_to_float(g >> uint32(16)), half_to_float(h >> uint32(16)))
@@ -170,7 +170,7 @@ def products(format_name: str, tokens: int) -> Products:
     minimum, width, read = tile.minimum, tile.scale_bytes, scale_readers(format_name)
     of_two_rows, of_record = read.of_two_rows, read.of_record
     of_block, of_groups = read.of_block, read.of_groups
-    unit = float32(HALF_UNIT / MINIMUM_UNIT / tile.unit)  # of scales, against that of minima
+    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.unit)  # of scales, against that of minima
     share = {1: 4, 2: 4, 4: 2}.get(tokens, 1)  # blocks of K that share the columns of B
     columns, groups = 8 // share, max(1, tokens // 8)  # of a block; mma side by side
     single = tokens == 1  # both columns of a block are the one token, and half the sums unused
@@ -235,7 +235,7 @@ def products(format_name: str, tokens: int) -> Products:
         for block in range(BLOCKS):
             unpack(u, smem, slot, lane, block)
             if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
-                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
+                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * CHUNK)
             low, high = of_groups(smem, slot, block, group)
             for j in range(groups):
                 p = 2 * (j if groups == 2 else block % 2)
@@ -276,7 +276,7 @@ def products(format_name: str, tokens: int) -> Products:
         for block in range(BLOCKS):
             unpack(u, smem, slot, lane, block)
             if block * groups % 2 == 0:  # four matrices: two blocks of 8 tokens, or one of 16
-                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * UNIT)
+                b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at_b + 2 * block * tokens * CHUNK)
             w, m = of_block(scales, block), of_block(minima, block)
             if minimum:  # the sums take it otherwise
                 w = w[0] * unit, w[1] * unit
@@ -292,7 +292,7 @@ def products(format_name: str, tokens: int) -> Products:
         group, quad = int32(lane >> 2), int32(lane & 3)
         b = int32((group // 2 if single else group) * BLOCK + 8 * quad)
         if share == 1:  # a row of ldmatrix's four matrices: unit 0, unit 1, and again
-            b = int32((lane >> 3 & 1) * tokens + (lane >> 4) * again + (lane & 7)) * UNIT
+            b = int32((lane >> 3 & 1) * tokens + (lane >> 4) * again + (lane & 7)) * CHUNK
         return b, int32(quad * (16 if minimum else 8))
 
     @cuda.jit(device=True, forceinline=True)

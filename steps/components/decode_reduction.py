@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import cuda, float32, int32
 
-from qformats.repack import MINIMUM_UNIT, TILE_ROWS
+from qformats.repack import MINIMUM_SCALE, TILE_ROWS
 from steps.components.decode_tiles import MOST_TOKENS
 from steps.instructions import fence, load_f32x2, shfl, store_f32, store_f32x2
 
@@ -32,7 +32,7 @@ def finish_rows(tokens: int, holders: int, warps: int, along: int) -> tuple[Any,
     acc    : local float32. Of four lanes the first `holders` have sums: lane (g, t) of features g
              and g + 8, tokens 2t and 2t + 1, and then tokens 8 further on.
     own    : where a lane's first two lie in a row tile, 2 (g * holders + t).
-    factors: float32 [N], by which a feature's sums are multiplied, in MINIMUM_UNIT.
+    factors: float32 [N], by which a feature's sums are multiplied, in MINIMUM_SCALE.
     sums   : float32 [M/16, row_tiles, slices, 16 * tokens], and arrived, int32 [M/16, row_tiles]:
              how many slices lie there. It is left at zero.
     whole  : whether there is one slice only.
@@ -71,7 +71,7 @@ def finish_rows(tokens: int, holders: int, warps: int, along: int) -> tuple[Any,
                 i = z * MOST_TOKENS + 2 * quad + r // 4 * 8 + r // 2 % 2
                 j = row * TILE_ROWS + int32(lane >> 2) + r % 2 * 8
                 if i < M and j < N:
-                    store_f32(c, i * N + j, acc[r] * (factors[j] * float32(MINIMUM_UNIT)))
+                    store_f32(c, i * N + j, acc[r] * (factors[j] * float32(MINIMUM_SCALE)))
 
     @cuda.jit(device=True, forceinline=True)
     def leave(acc, smem, at_sums, place, own, factors, c, sums, row, row_tiles, lane, whole):

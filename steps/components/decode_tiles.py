@@ -14,7 +14,7 @@ from typing import Final
 
 from qformats import BLOCK
 from qformats.repack import TILE_K, TILE_ROWS
-from qformats.storage import Held
+from qformats.storage import StorageFormat
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Shape, ceil_div, multiprocessors, shared_memory
 
@@ -67,7 +67,7 @@ def scale_bytes(tokens: int, minimum: bool) -> int:
     return (2 if tokens == 1 else 1) * (8 if minimum else 4)
 
 
-def split(fmt: Held, shape: Shape) -> Split:
+def split(fmt: StorageFormat, shape: Shape) -> Split:
     """A thread block for each multiprocessor, or as few more as the shape allows."""
     tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
     given, tile, deep = shape.m > FUSED, tile_format(fmt.name), ceil_div(shape.k, TILE_K)
@@ -76,7 +76,7 @@ def split(fmt: Held, shape: Shape) -> Split:
     slices = ceil_div(deep, records)
     beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
     rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
-    large = 3 * WARPS * tile.record_bytes > min(RING if given else SHARED, shared_memory() // 2)
+    large = 3 * WARPS * tile.tile_bytes > min(RING if given else SHARED, shared_memory() // 2)
     warps = FEWER if large or (given and rows * records < LITTLE) else WARPS
     # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
     factors = [w for w in range(1, warps) if warps % w == 0]
@@ -85,7 +85,7 @@ def split(fmt: Held, shape: Shape) -> Split:
     across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
     fixed = records * BLOCKS * tokens * (BLOCK + scale_bytes(tokens, tile.minimum))
     fixed += sums.get(across, 0)
-    stage, each = warps * tile.record_bytes, ceil_div(records, warps // across)
+    stage, each = warps * tile.tile_bytes, ceil_div(records, warps // across)
     ring = min(RING, SHARED_GIVEN - fixed) if given else SHARED - fixed
     stages = max(2, min(STAGES, min(ring, shared_memory() - fixed) // stage))
     mine = ceil_div(rows, across) * each  # records of a warp

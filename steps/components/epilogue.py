@@ -1,7 +1,7 @@
 """From a tile of sums to C: through shared memory, parts of K added up, units taken back.
 
 Steps whose operands are float16 share this. Their accumulators hold products in units of a feature
-and of a token, powers of two (`qformats.repack.tiles`, `steps.components.activations.layouts.float16_units`), lie
+and of a token, powers of two (`qformats.repack.tiles`, `steps.components.activations.layouts.float16_chunks`), lie
 scattered over a warp, and C may be float32 or float16. So they go to shared memory first, and each
 thread then takes four neighbouring features of a token, as C has them.
 
@@ -76,7 +76,7 @@ def write_four(in_half: bool) -> Any:
 
 
 @cache
-def finish_tile(features: int, tokens: int, groups: int, threads: int, in_half: bool) -> Any:
+def finish_mma_tile(features: int, tokens: int, groups: int, threads: int, in_half: bool) -> Any:
     """finish(sums, c, m0, n0, of_rows, of_tokens, part, parts, tile, partials, arrived): the end of
     a kernel, for all threads of a block.
 
@@ -236,7 +236,7 @@ def turned(tokens: int, first_word: int, kind: Any) -> Any:
 
 
 @cache
-def finish_wgmma(
+def finish_wgmma_tile(
     tile: tuple[int, int],
     first_word: int,
     in_half: bool,
@@ -253,7 +253,7 @@ def finish_wgmma(
     acc        : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     number ... : of the tile; first, last, early: `Stretches.sharers`, first = last where these are
                  the sums of all K.
-    to         : (of_rows, of_tokens, c, partials, arrived), see `finish_tile`; but partials is
+    to         : (of_rows, of_tokens, c, partials, arrived), see `finish_mma_tile`; but partials is
                  `kind` [blocks, 2, bn, bm] and arrived int32 [tiles, bn / 64 strips].
 
     The blocks that share a tile leave their sums in `partials`. A lot is cut into `strips`, some of

@@ -51,7 +51,7 @@ def fewest_cycles(
 
 def strips(cut: Cut) -> int:
     """Into how many strips a shared tile is cut, which its blocks add up side by side
-    (`steps.components.epilogue.finish_wgmma`): where they do equal parts, and so are done together, and where
+    (`steps.components.epilogue.finish_wgmma_tile`): where they do equal parts, and so are done together, and where
     adding up takes longer than asking whether all are there."""
     (_, bm), _, blocks, tail = cut
     if not tail or blocks % tail or bm < MANY:
@@ -61,7 +61,7 @@ def strips(cut: Cut) -> int:
 
 def room(cut: Cut, kind: type[np.generic]) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """`Step.scratch`: two tiles of sums, of this `kind`, for each block that shares some; int32, a
-    count for each strip of 64 features of a tile's lot (`steps.components.epilogue.finish_wgmma`)."""
+    count for each strip of 64 features of a tile's lot (`steps.components.epilogue.finish_wgmma_tile`)."""
     (bn, bm), total, blocks, tail = cut
     counts = total * bn // ROWS * ceil_div(bm, LOT) * strips(cut)
     return ((2 * blocks * bn * bm if tail else 4,), kind), ((counts,), np.int32)

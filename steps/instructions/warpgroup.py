@@ -309,7 +309,7 @@ def _define_descriptor():
         neighbours along N (PTX ISA, "Matrix Descriptor Format", K-major, no swizzle: the
         "leading-dimension" and the "stride-dimension byte offset"); they and the address are
         multiples of 16. With units of 16 bytes in groups of eight tokens, [tokens/8, units, 8, 16]
-        as in a step of `float16_units`: leading = 128, stride = 128 * units.
+        as in a step of `float16_chunks`: leading = 128, stride = 128 * units.
 
         In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
         descriptor + (2 * leading >> 4).

@@ -14,7 +14,7 @@ import pytest
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from qformats.gguf_file import tensors
-from reference import GivenBlocks, Problem, check, limits, same_operands_a16
+from reference import PrequantizedProblem, Problem, check, limits, same_operands_a16
 from results.measure import bench
 from steps import find, gemm, ladder, plan
 from steps.api import gemm as door
@@ -65,7 +65,7 @@ def one_sentence(text: str) -> bool:
 
 def test_blocks_are_the_problem_and_a_alone_is_drawn(model: Path) -> None:
     held = blocks(model)
-    one = GivenBlocks(5, held, "llm", 3)
+    one = PrequantizedProblem(5, held, "llm", 3)
     assert (one.shape, one.format) == ((5, N, K), "q4_0")
     assert np.shares_memory(one.blocks, held)
     assert not one.blocks.flags.writeable
@@ -76,7 +76,7 @@ def test_blocks_are_the_problem_and_a_alone_is_drawn(model: Path) -> None:
 
 
 def test_two_matrices_of_one_shape_are_two_problems(model: Path) -> None:
-    one, other = GivenBlocks(2, blocks(model)), GivenBlocks(2, blocks(model)[::-1])
+    one, other = PrequantizedProblem(2, blocks(model)), PrequantizedProblem(2, blocks(model)[::-1])
     assert one != other
     assert len({one, other, one}) == 2
 
@@ -94,11 +94,11 @@ def test_two_matrices_of_one_shape_are_two_problems(model: Path) -> None:
 )
 def test_blocks_that_are_no_problem(m: int, w: Any, distribution: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        GivenBlocks(m, np.zeros(w, FORMATS["q4_0"].dtype), distribution)
+        PrequantizedProblem(m, np.zeros(w, FORMATS["q4_0"].dtype), distribution)
 
 
 def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> None:
-    one = GivenBlocks(40, blocks(model))
+    one = PrequantizedProblem(40, blocks(model))
     right = same_operands_a16(one.a, one.blocks).astype(np.float32)
     verdict = check(right, one, "A16")
     assert verdict.ok
@@ -108,7 +108,7 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
     allowed = limits(one, "A16")
     assert (allowed.nmse_float, allowed.nmse_weights) == (None, None)
     assert not check(right * np.float32(1.001), one, "A16").ok
-    other = GivenBlocks(40, blocks(model)[::-1])
+    other = PrequantizedProblem(40, blocks(model)[::-1])
     assert not check(right, other, "A16").ok, "another matrix of the same shape"
     part = bench.FirstTokens(3, N, K, "q4_0", of=one)
     assert check(right[:3], part, "A16").nmse_float is None

@@ -11,7 +11,7 @@ from steps.api.machines import Simulator
 from steps.components.activations.rows import half_grid
 from steps.contract import Family, Launch, MakeActivations
 
-PASSES = "qformats"
+PASSES = "steps.components.activations"
 """The package with all of their kernels, and with no other."""
 
 

@@ -15,8 +15,16 @@ from numba import cuda, float32, uint8, uint32
 
 import steps
 from qformats import FILE_FORMATS, FORMATS, dequantize, quantize
-from qformats.repack import BAND, HALF_UNIT, TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
-from qformats.storage import carried, carrier
+from qformats.repack import (
+    HALF_SCALE,
+    TILE_GROUP,
+    TILE_K,
+    TILE_ROWS,
+    byte_tiles,
+    byte_weights,
+    tiles,
+)
+from qformats.storage import storage_format, stored_weights
 from reference import Problem, check
 from reference.product import least_half, same_operands_a16
 from steps import gemm
@@ -26,7 +34,8 @@ from steps.api.compile import machine_code, signature_of
 from steps.api.dry_run import launches
 from steps.api.machines import Simulator
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.checks.works import SUPER_CHECK_SHAPES, UsageError, cases
+from steps.checks.cases import SUPER_CHECK_SHAPES, cases
+from steps.checks.select import UsageError
 from steps.cli.run import formats_of
 from steps.components.unpack.elements import device_elements
 from steps.components.unpack.storage_formats import half_format, tile_format
@@ -92,10 +101,10 @@ def test_elements_are_those_of_the_codec_bit_for_bit(name: str) -> None:
 @of_each
 def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None:
     blocks = random_blocks(name, 5, 1024)
-    held, exact = carried(blocks), dequantize(blocks).astype(np.float64)
-    group = held.levels.shape[1] // held.scale.shape[1]
-    products = held.levels * np.repeat(held.scale, group, axis=1)
-    offsets = 0.0 if held.offset is None else np.repeat(held.offset, group, axis=1)
+    storage_format_named, exact = stored_weights(blocks), dequantize(blocks).astype(np.float64)
+    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
+    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+    offsets = 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
     off = np.abs(products + offsets - exact)
     ulp = np.abs(exact) * 2.0**-24  # of the float32 in which the codec adds them up
     assert (off <= 2.0**-11 * (np.abs(products) + np.abs(offsets)) + ulp).all()
@@ -106,9 +115,9 @@ def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None
         blocks["d"] = 0.25
         if "dmin" in blocks.dtype.names:
             blocks["dmin"] = -2.0
-        held, again = carried(blocks), dequantize(blocks)
-        values = held.levels * np.repeat(held.scale, group, axis=1)
-        values += 0.0 if held.offset is None else np.repeat(held.offset, group, axis=1)
+        storage_format_named, again = stored_weights(blocks), dequantize(blocks)
+        values = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+        values += 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
         np.testing.assert_array_equal(values, again)
 
 
@@ -123,16 +132,16 @@ def unpacker(name: str) -> Any:
 
     @cuda.jit
     def unpack(m, as_bytes, halves):
-        held = cuda.shared.array(0, uint8, alignment=128)
+        storage_format_named = cuda.shared.array(0, uint8, alignment=128)
         lane = cuda.threadIdx.x
         for i in range(lane, m.shape[0], 32):
-            held[i] = m[i]
+            storage_format_named[i] = m[i]
         cuda.syncwarp()
         for half in range(2):
-            eight = codes(load(held, 0, lane, half))
+            eight = codes(load(storage_format_named, 0, lane, half))
             for i in range(8):
                 store_u32(as_bytes, 4 * (256 * half + 8 * lane + i), uint32(eight[i]))
-            w, s = words(held, 0, lane, half), scales(held, 0, lane, half)
+            w, s = words(storage_format_named, 0, lane, half), scales(storage_format_named, 0, lane, half)
             for step in range(4):
                 four = fragments(w, step, multipliers(s, step >> 1))
                 for i in range(4):
@@ -151,16 +160,16 @@ def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
         blocks["e"] = np.random.default_rng(1).integers(118, 134, blocks.shape)
     else:
         blocks = random_blocks(name, n, k)
-    held, kind = carried(blocks), carrier(FORMATS[name]).name
+    storage_format_named, kind = stored_weights(blocks), storage_format(FORMATS[name]).name
     records, factors = tiles(blocks)
     tile = tile_format(kind)
-    assert records.size == BAND * 2 * tile.record_bytes
+    assert records.size == TILE_GROUP * 2 * tile.tile_bytes
     as_bytes, halves = np.zeros(2048, np.uint8), np.zeros(4096, np.uint8)
-    record = np.ascontiguousarray(records[: tile.record_bytes])
-    simulate(unpacker(kind), 1, 32, (record, as_bytes, halves), shared_bytes=tile.record_bytes)
+    record = np.ascontiguousarray(records[: tile.tile_bytes])
+    simulate(unpacker(kind), 1, 32, (record, as_bytes, halves), shared_bytes=tile.tile_bytes)
 
     levels = np.zeros((TILE_ROWS, TILE_K), np.int64)
-    levels[:n] = held.levels[:, :TILE_K]
+    levels[:n] = storage_format_named.levels[:, :TILE_K]
     # [half, g, t, block, part of 16 K, row g or g + 8, byte]
     found = as_bytes.view(np.int8 if tile.signed else np.uint8).astype(np.int64)
     found = found.reshape(2, 8, 4, 2, 2, 2, 4).transpose(5, 1, 0, 3, 4, 2, 6).reshape(16, TILE_K)
@@ -169,14 +178,14 @@ def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
     # [half, step, g, t, (row g, row g + 8) twice: 4t + 2 (0 or 1) first, then what is one further]
     found = halves.view(np.float16).astype(np.float64).reshape(2, 4, 8, 4, 2, 2, 2)
     found = found.transpose(5, 2, 0, 1, 3, 6, 4).reshape(16, TILE_K)[:n]
-    group = held.levels.shape[1] // held.scale.shape[1]
-    products = held.levels * np.repeat(held.scale, group, axis=1)
-    offsets = 0.0 if held.offset is None else np.repeat(held.offset, group, axis=1)
+    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
+    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+    offsets = 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
     exact, least = products + offsets, least_half(blocks)[:, None]
     size = np.abs(products) + np.abs(offsets)
     off = np.abs(found * factors[:n, None] - exact[:, :TILE_K])
     assert (off <= 2.0**-11 * np.maximum(size, 2.0**11 * least)[:, :TILE_K]).all()
-    if name == "mxfp4":  # 16 powers of two, of which all are float16 multiples of HALF_UNIT
+    if name == "mxfp4":  # 16 powers of two, of which all are float16 multiples of HALF_SCALE
         assert not off.any()
 
 
@@ -185,10 +194,10 @@ def test_mxfp4_scales_far_below_the_largest_are_lost_and_no_others() -> None:
     blocks["e"] = [[100, 99, 90, 86, 85, 69, 68, 40]]
     records, factors = tiles(blocks)
     tile = tile_format("c5")
-    first = records[: tile.record_bytes][tile.scales_at :][:4]
-    second = records[BAND * tile.record_bytes :][: tile.record_bytes][tile.scales_at :][:4]
+    first = records[: tile.tile_bytes][tile.scales_at :][:4]
+    second = records[TILE_GROUP * tile.tile_bytes :][: tile.tile_bytes][tile.scales_at :][:4]
     d = (np.concatenate([first, second]).astype(np.uint16) << 8).view(np.float16)
-    kept = d.astype(np.float64) * HALF_UNIT * factors[0]
+    kept = d.astype(np.float64) * HALF_SCALE * factors[0]
     right = 2.0 ** (blocks["e"][0].astype(np.float64) - 128)
     np.testing.assert_array_equal(kept[:6], right[:6])
     assert kept[6] == kept[7] == 0, "2^-32 of the row's largest"
@@ -205,7 +214,7 @@ def test_int8_weights_are_within_half_a_step_of_a_row(name: str) -> None:
     records, factors = byte_tiles(blocks)
     assert records.size == 128 * 512
     np.testing.assert_array_equal(factors[:9], factor)
-    flat = records.view(np.int8).reshape(4, BAND, 4, 8, 4, 2, 2, 4)  # K | tile block g t part r i
+    flat = records.view(np.int8).reshape(4, TILE_GROUP, 4, 8, 4, 2, 2, 4)  # K | tile block g t part r i
     rows = flat.transpose(1, 6, 3, 0, 2, 5, 4, 7).reshape(128, 512)
     np.testing.assert_array_equal(rows[:9], codes)
     assert not rows[9:].any()
@@ -235,7 +244,7 @@ def test_scales_that_change_places_are_found(number: int) -> None:
 
     def swapped(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
         records, factors = step.pack(blocks)
-        each = records.reshape(-1, tile_format("c6").record_bytes).copy()
+        each = records.reshape(-1, tile_format("c6").tile_bytes).copy()
         each[:, at:] = each[:, at:].reshape(len(each), -1, 2, 2)[:, :, ::-1].reshape(len(each), -1)
         return each.reshape(-1), factors
 

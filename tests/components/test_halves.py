@@ -13,7 +13,7 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
-from qformats.repack import HALF_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS, tiles
+from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS, tiles
 from reference import Halves, Problem
 from reference.product import least_half
 from steps.api.compile import machine_code, signature_of
@@ -22,19 +22,19 @@ from steps.components.activations.layouts import (
     GATED,
     decode,
     encode,
-    float16_units,
-    gated_units,
-    int8_units,
-    int8_units_and_sums,
+    float16_chunks,
+    gated_chunks,
+    int8_chunks,
+    int8_chunks_and_sums,
     q8_1_blocks,
     reading,
 )
 from steps.components.activations.rows import (
     HALF_THREADS,
+    chunk_grid,
     half_loads,
     half_rounder,
-    halves_to_units,
-    units_grid,
+    halves_to_chunks,
 )
 from steps.components.unpack.codes import tile_format
 from steps.components.unpack.halves import half_format
@@ -46,9 +46,9 @@ from tests.formats.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 PASSES = [
-    (float16_units, "A16", "halves"),
-    (int8_units, "A8", "tokens"),
-    (int8_units_and_sums, "A8", "summed"),
+    (float16_chunks, "A16", "halves"),
+    (int8_chunks, "A8", "tokens"),
+    (int8_chunks_and_sums, "A8", "summed"),
 ]
 MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
 
@@ -72,7 +72,7 @@ def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.nd
 def fields(name: str, records: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
     """d', and m' where there are minima, float16 [n, blocks_k] of records."""
     tile, deep = tile_format(name), -(-blocks_k * BLOCK // TILE_K)
-    by_record = by_row_tile(records, deep, tile.record_bytes)
+    by_record = by_row_tile(records, deep, tile.tile_bytes)
     found = []
     for at in (tile.scales_at, tile.minima_at)[: 1 + tile.minimum]:
         halves = np.ascontiguousarray(by_record[:, :, at : at + 128]).view(np.float16)
@@ -96,12 +96,12 @@ def test_scales_are_exact_and_the_largest_of_a_row_is_below_overflow(name: str) 
     factors = factors[:37, None].astype(np.float64)
     assert (np.frexp(factors)[0] == 0.5).all(), "powers of two"
     scaled = fields(name, records, 37, 9)
-    assert (scaled[0].astype(np.float64) * factors * HALF_UNIT == blocks["d"]).all()
+    assert (scaled[0].astype(np.float64) * factors * HALF_SCALE == blocks["d"]).all()
     top = np.abs(scaled[0].astype(np.float64)).max(axis=1)
     full = (top >= 2.0**15) & (top < 2.0**16)
     if "m" in blocks.dtype.names:
-        off = np.abs(scaled[1] * factors * MINIMUM_UNIT - blocks["m"].astype(np.float64))
-        assert (off <= factors * MINIMUM_UNIT * 2.0**-25).all()
+        off = np.abs(scaled[1] * factors * MINIMUM_SCALE - blocks["m"].astype(np.float64))
+        assert (off <= factors * MINIMUM_SCALE * 2.0**-25).all()
         top_m = np.abs(scaled[1].astype(np.float64)).max(axis=1)
         full |= top_m >= 2.0**15
         assert not top[4] >= 2.0**15, "the minimum of 6e4 is what fills float16 there"
@@ -136,7 +136,7 @@ def put(out, i, half, step, lane, f):
 def fragment_reader(name: str) -> Any:
     """kernel(records, out[record, half, step, lane, register]): one warp a record."""
     form = half_format(name)
-    words, scales, size = form.words, form.scales, form.record_bytes
+    words, scales, size = form.words, form.scales, form.tile_bytes
     multipliers, fragments = form.multipliers, form.fragments
 
     @cuda.jit
@@ -158,7 +158,7 @@ def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.
     n, k = len(blocks), blocks.shape[1] * BLOCK
     assert (n % TILE_ROWS, k % TILE_K) == (0, 0)
     records, factors = tiles(blocks)
-    in_order = by_row_tile(records, k // TILE_K, half_format(name).record_bytes)
+    in_order = by_row_tile(records, k // TILE_K, half_format(name).tile_bytes)
     records, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
     out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
     simulate(fragment_reader(name), len(out), 32, (records, out))
@@ -213,7 +213,7 @@ def test_instructions_of_a_fragment(name: str) -> None:
 
 
 def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    return what_it_makes(float16_units, "A16", "halves", machine, a, offset)
+    return what_it_makes(float16_chunks, "A16", "halves", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -256,7 +256,7 @@ def test_float16_activations_stay_what_they_are(
 ) -> None:
     """Bit for bit, whatever they are, NaN too, with factors of 1, and zeros beyond M and K."""
     a = any_halves(*shape, seed=offset)
-    assert reading(float16_units, "float16") == (float16_units, "float16", (1, "float16"))
+    assert reading(float16_chunks, "float16") == (float16_chunks, "float16", (1, "float16"))
     units, factors = rounded(machine(), a, offset)
     got = decode("halves", (units, factors), *shape)
     assert isinstance(got, Halves)
@@ -276,7 +276,7 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
     y[0, 1:8] = 0, -0.0, 2**-24, 65504, -65504, 88, -88
     y[0, 8:13], y[0, k + 10] = (np.nan, np.inf, np.inf, 3, -np.inf), 0
     y[0, k + 11] = np.nan
-    units, factors = what_it_makes(gated_units, "A16", "halves", machine(), y, 0)
+    units, factors = what_it_makes(gated_chunks, "A16", "halves", machine(), y, 0)
     got = decode("halves", (units, factors), m, k).h
     np.testing.assert_array_equal(factors, np.ones(m, np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -294,8 +294,8 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
 
 
 def test_gates_are_read_by_what_has_that_pass() -> None:
-    assert reading(float16_units, GATED) == (gated_units, GATED, (2, "float16"))
-    assert reading(int8_units, GATED) == (int8_units, "float16", (1, "float16"))
+    assert reading(float16_chunks, GATED) == (gated_chunks, GATED, (2, "float16"))
+    assert reading(int8_chunks, GATED) == (int8_chunks, "float16", (1, "float16"))
     assert reading(q8_1_blocks, GATED) == (q8_1_blocks, "float32", (1, "float32"))
 
 
@@ -341,30 +341,30 @@ def test_the_pass_writes_its_units_and_nothing_else() -> None:
     for shape in ((7, 96), (9, 544)):
         a = any_halves(*shape)
         wanted = encode("halves", Halves.of_values(a))
-        writes_what_is_its_own(halves_to_units, a, *wanted, grid=units_grid)
+        writes_what_is_its_own(halves_to_chunks, a, *wanted, grid=chunk_grid)
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:
     halves = Halves.of_values(odd_rows(2, 32))
-    with pytest.raises(ValueError, match="layout 'slabs' are not made of Halves"):
-        encode("slabs", halves)
+    with pytest.raises(ValueError, match="layout 'k_outermost' are not made of Halves"):
+        encode("k_outermost", halves)
 
 
 @pytest.mark.parametrize(
     ("make", "k", "held", "dtype", "blocks"),
     [
-        (float16_units, 4096, 4, "float32", 2),
-        (float16_units, 14336, 14, "float32", 1),
-        (float16_units, 57344, 14, "float32", 1),
-        (int8_units, 4096, 4, "float16", 3),
-        (int8_units, 14336, 14, "float16", 2),
+        (float16_chunks, 4096, 4, "float32", 2),
+        (float16_chunks, 14336, 14, "float32", 1),
+        (float16_chunks, 57344, 14, "float32", 1),
+        (int8_chunks, 4096, 4, "float16", 3),
+        (int8_chunks, 14336, 14, "float16", 2),
     ],
 )
 def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, blocks: int) -> None:
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
     assert half_loads(k) == held
     wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
-    family = "A16" if make is float16_units else "A8"
+    family = "A16" if make is float16_chunks else "A8"
     (launch,) = make(family, np.zeros((4, k), dtype), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
@@ -378,8 +378,8 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
 
 def test_machine_code_of_the_pass_that_only_moves() -> None:
     """Both loads before the first store, of 16 bytes each; an SM is full of such threads."""
-    (launch,) = float16_units("A16", np.zeros((4, 4096), np.float16), Simulator()).launches
-    assert (launch.kernel, launch.block) == (halves_to_units, (256,))
+    (launch,) = float16_chunks("A16", np.zeros((4, 4096), np.float16), Simulator()).launches
+    assert (launch.kernel, launch.block) == (halves_to_chunks, (256,))
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 2048 <= 65536
@@ -406,4 +406,4 @@ def test_machine_code_of_the_pass_that_only_moves() -> None:
 def test_every_thread_that_moves_has_work(
     shape: tuple[int, int], grid: tuple[int, int], block: tuple[int]
 ) -> None:
-    assert units_grid(*shape) == (grid, block)
+    assert chunk_grid(*shape) == (grid, block)

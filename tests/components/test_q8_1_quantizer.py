@@ -44,7 +44,7 @@ def quantized(machine: Any, a: np.ndarray, layout: str, s: str) -> Q81:
 @pytest.mark.parametrize("cut", [0, 1, 17], ids=lambda cut: f"K-{cut}")
 @pytest.mark.parametrize("distribution", ["uniform", "normal", "llm"])
 @pytest.mark.parametrize("s", ["codes", "values"])
-@pytest.mark.parametrize("layout", ["blocks", "slabs"])
+@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
 @pytest.mark.parametrize(("kind", "shape"), MACHINES)
 def test_agrees_with_the_codec(
     kind: type, shape: tuple[int, int], layout: str, s: str, distribution: str, cut: int
@@ -94,7 +94,7 @@ def test_halves_go_away_from_zero(kind: type) -> None:
     np.testing.assert_array_equal(machine.host(out), want)
 
 
-@pytest.mark.parametrize("layout", ["blocks", "slabs"])
+@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)])
 def test_a_view_may_begin_at_any_float(kind: type, offset: int, layout: str) -> None:
@@ -114,7 +114,7 @@ def test_a_view_may_begin_at_any_float(kind: type, offset: int, layout: str) -> 
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 32), (8, 36), (9, 512), (17, 544), (5, 1028)])
-@pytest.mark.parametrize("layout", ["blocks", "slabs"])
+@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
 def test_writes_every_block_and_nothing_else(layout: str, m: int, k: int) -> None:
     """Ragged in every way a warp, a thread block and a 128-bit load can be."""
     a = Problem(m, 1, -(-k // BLOCK) * BLOCK, "q8_0").a[:, :k].copy()
@@ -128,10 +128,10 @@ def test_writes_every_block_and_nothing_else(layout: str, m: int, k: int) -> Non
 
 
 @pytest.mark.parametrize("s", ["codes", "values"])
-@pytest.mark.parametrize("layout", ["blocks", "slabs"])
+@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
 def test_machine_code(layout: str, s: str) -> None:
     """Four 128-bit loads in flight a thread, nothing spilled, 32-bit stores of packed codes."""
-    outputs = (int8[::1], float32[::1]) if layout == "slabs" else (uint8[::1],)
+    outputs = (int8[::1], float32[::1]) if layout == "k_outermost" else (uint8[::1],)
     code = machine_code(q8_1_quantizer(layout, s), (float32[:, ::1], *outputs), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.count("LDG.E.128") == 2 * AHEAD
@@ -141,7 +141,7 @@ def test_machine_code(layout: str, s: str) -> None:
     assert code.sass.rindex("LDG.E.128") < first_sum, "all loads before the first use"
 
 
-@pytest.mark.parametrize("layout", ["blocks", "slabs"])
+@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
 def test_bit_exact_in_the_simulator(layout: str) -> None:
     """Where nothing is contracted the kernel is the codec, ties and both signs of zero included."""
     a = np.zeros((4, 96), np.float32)
@@ -164,5 +164,5 @@ def test_bit_exact_in_the_simulator(layout: str) -> None:
 def test_what_there_is_not() -> None:
     with pytest.raises(ValueError, match="no Q8_1 quantizer of layout 'rows' with s 'codes'"):
         q8_1_quantizer("rows")
-    with pytest.raises(ValueError, match="layout 'slabs' with s 'raw'"):
-        q8_1_quantizer("slabs", "raw")
+    with pytest.raises(ValueError, match="layout 'k_outermost' with s 'raw'"):
+        q8_1_quantizer("k_outermost", "raw")

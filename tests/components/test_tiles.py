@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numba import cuda
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.repack import BAND, TILE_K, TILE_ROWS, tiles
+from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from steps.components.unpack.codes import tile_format
 from steps.simulator.launch import simulate
 from tests.components.records import by_row_tile
@@ -122,8 +122,8 @@ def expected(name: str, blocks: np.ndarray) -> bytes:
     n, blocks_k = blocks.shape
     size = FORMATS[name].block_bytes
     out = b""
-    for band in range(0, n, BAND * TILE_ROWS):
-        places = itertools.product(range(0, blocks_k, BLOCKS), range(BAND))
+    for band in range(0, n, TILE_GROUP * TILE_ROWS):
+        places = itertools.product(range(0, blocks_k, BLOCKS), range(TILE_GROUP))
         for first, row_tile in places:
             row, parts = band + row_tile * TILE_ROWS, {}
             for r in range(TILE_ROWS):
@@ -158,12 +158,12 @@ def test_every_byte_lies_where_the_docstring_says(
 @weight_format
 def test_whole_records_take_the_bytes_of_ggml(name: str) -> None:
     """And every bit of a block is somewhere: two matrices never have the same tiles."""
-    blocks = any_blocks(name, BAND * TILE_ROWS, 3 * BLOCKS)
+    blocks = any_blocks(name, TILE_GROUP * TILE_ROWS, 3 * BLOCKS)
     packed, factors = tiles(blocks)
     of_codes = {"qs", "qh"} & set(blocks.dtype.names)
     spans = [blocks.dtype.fields[field] for field in of_codes]
     codes = {at + i for dtype, at in spans for i in range(dtype.itemsize)}
-    assert packed.nbytes == blocks.nbytes == 24 * tile_format(name).record_bytes
+    assert packed.nbytes == blocks.nbytes == 24 * tile_format(name).tile_bytes
     bits = np.unpackbits(packed).sum()
     raw = blocks.view(np.uint8).reshape(blocks.size, -1)
     for byte in range(raw.shape[1]):
@@ -187,8 +187,8 @@ def test_rows_and_blocks_beyond_the_matrix_have_scale_zero(
     if "m" in blocks.dtype.names:
         blocks["m"] = 2
     f = tile_format(name)
-    rows, deep = -(-n // 128) * BAND, -(-blocks_k // BLOCKS)
-    records = by_row_tile(tiles(blocks)[0], deep, f.record_bytes)
+    rows, deep = -(-n // 128) * TILE_GROUP, -(-blocks_k // BLOCKS)
+    records = by_row_tile(tiles(blocks)[0], deep, f.tile_bytes)
     assert len(records) == rows
     size = TILE_ROWS * BLOCKS * 2
     d, m = 1.5 * 2.0**15, 2 * 2.0**6
@@ -228,7 +228,7 @@ def test_what_is_refused() -> None:
 def fragment_reader(name: str) -> Any:
     """kernel(records, out[record, half, lane, block, register]): one warp a record."""
     form = tile_format(name)
-    load, fragments, size = form.load, form.fragments, form.record_bytes
+    load, fragments, size = form.load, form.fragments, form.tile_bytes
 
     @cuda.jit
     def read(records, out):
@@ -247,7 +247,7 @@ def test_fragments_are_the_codes(name: str) -> None:
     form = tile_format(name)
     blocks = any_blocks(name, 2 * TILE_ROWS, 2 * BLOCKS)
     codes = FORMATS[name].codes(blocks) - CENTRE[name]
-    records = by_row_tile(tiles(blocks)[0], 2, form.record_bytes)[:2].reshape(-1)
+    records = by_row_tile(tiles(blocks)[0], 2, form.tile_bytes)[:2].reshape(-1)
     out = np.zeros((4, 2, 32, 2, 4), np.uint32)
     simulate(fragment_reader(name), 4, 32, (records, out))
     got = out.view(np.int8 if form.signed else np.uint8).reshape(*out.shape, 4).astype(int)
@@ -271,6 +271,6 @@ def test_the_parts_of_a_record(name: str) -> None:
         assert form.bits_at == codes
     if form.minimum:
         assert form.minima_at == form.scales_at + 128
-    assert form.record_bytes == form.scales_at + 128 * (1 + form.minimum)
-    assert form.record_bytes % 16 == 0, "every record begins where 128-bit loads may"
+    assert form.tile_bytes == form.scales_at + 128 * (1 + form.minimum)
+    assert form.tile_bytes % 16 == 0, "every record begins where 128-bit loads may"
     assert form.scales_at % 8 == 0, "four scales of a row are one 64-bit load"

@@ -270,7 +270,7 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     y = torch.from_numpy(rng.standard_normal((65, 2 * k), dtype=np.float32)).half()
     found = product.gated(y, gate)
     assert called == []
-    assert "halves_to_units" in [name for name, *_ in kernels.launched]
+    assert "halves_to_chunks" in [name for name, *_ in kernels.launched]
     assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
     one = product.gated(y[:1], gate)
     assert called == [torch.float16, product.takes(1)]
@@ -598,7 +598,7 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_committed_comparison_is_right() -> None:
     """What `--against-llama-cpp --json results/decoder/llama_cpp.json` wrote."""
-    from results.record.schema import ROOT
+    from results.record import ROOT
 
     found = json.loads((ROOT / "results" / "decoder" / "llama_cpp.json").read_text())
     rounded, floats = found["against llama.cpp"]

@@ -19,7 +19,7 @@ from reference import GOLDEN, Problem, SummedTokens, Tokens, both_tokens, check,
 from reference.check import check_tokens
 from steps.api.compile import machine_code, signature_of
 from steps.api.machines import Simulator
-from steps.components.activations.layouts import decode, encode, int8_units_and_sums
+from steps.components.activations.layouts import decode, encode, int8_chunks_and_sums
 from steps.components.activations.rows import token_quantizer
 from steps.components.unpack.integer_scales import integer_format
 from steps.simulator.launch import simulate
@@ -147,7 +147,7 @@ def test_what_is_refused() -> None:
 def test_records_are_what_the_docstring_says(name: str) -> None:
     blocks = blocks_of_all_sizes(name, 20, 6)
     records, factors = integer_tiles(blocks)
-    size, bits = integer_format(name).record_bytes, FORMATS[name].bits
+    size, bits = integer_format(name).tile_bytes, FORMATS[name].bits
     assert (records.dtype, factors.shape) == (np.uint8, (128,))
     np.testing.assert_array_equal(factors[:20], integer_weights(blocks)[1])
     if bits == 8:
@@ -199,7 +199,7 @@ def test_a_kernel_makes_the_very_bytes(name: str) -> None:
         want, _ = integer_weights(blocks)
         deep, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
         form = integer_format(name)
-        records = by_row_tile(integer_tiles(blocks)[0], deep, form.record_bytes)
+        records = by_row_tile(integer_tiles(blocks)[0], deep, form.tile_bytes)
         records = records[:rows].reshape(-1)
         out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
         simulate(byte_reader(form), len(out), 32, (records, out))
@@ -234,7 +234,7 @@ def test_activations_come_with_their_sums(
     """The longest are more than a lane holds at a time; some rows are all of one sign."""
     a = odd_rows(*shape, seed=offset)
     a[::2] = np.abs(a[::2])
-    arrays = what_it_makes(int8_units_and_sums, "A8", "summed", machine(), a, offset)
+    arrays = what_it_makes(int8_chunks_and_sums, "A8", "summed", machine(), a, offset)
     got, want = decode("summed", arrays, *shape), SummedTokens.of_values(a)
     assert isinstance(got, SummedTokens)
     for field in ("q", "d", "s"):
@@ -249,7 +249,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
     a = odd_rows(6, 64)
     want = SummedTokens.of_values(a)
     a[1, 5], a[2, 40], a[4, 0] = np.nan, np.inf, -np.inf
-    arrays = what_it_makes(int8_units_and_sums, "A8", "summed", machine(), a, 0)
+    arrays = what_it_makes(int8_chunks_and_sums, "A8", "summed", machine(), a, 0)
     got = decode("summed", arrays, 6, 64)
     assert not np.isfinite(got.d[[1, 2, 4]]).any()
     assert not got.q[[1, 2, 4]].any()
@@ -360,12 +360,12 @@ def test_the_error_beside_that_of_the_exact_weights(name: str, distribution: str
 
 def test_the_largest_sum_is_exact_as_a_float() -> None:
     a = np.full((1, 4096), 3, np.float32)
-    arrays = what_it_makes(int8_units_and_sums, "A8", "summed", Simulator(), a, 0)
+    arrays = what_it_makes(int8_chunks_and_sums, "A8", "summed", Simulator(), a, 0)
     assert arrays[1][1] == 127 * 4096
 
 
 def test_machine_code_of_the_pass() -> None:
-    (launch,) = int8_units_and_sums("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
+    (launch,) = int8_chunks_and_sums("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 512 * 2 <= 65536

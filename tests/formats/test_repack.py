@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
-from qformats.repack import as_bytes, from_planes, planes, slabs
+from qformats.repack import as_bytes, from_planes, k_outermost, planes
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 
@@ -104,7 +104,7 @@ def test_slabs_lie_together_along_k(name):
     """Unit u of block b of row n: 16 bytes at ((b units + u) N + n) 16; others at b N + n."""
     blocks = any_blocks(name, (7, 5))
     apart = planes(blocks)
-    qs, qh, scale, offset = slabs(blocks)
+    qs, qh, scale, offset = k_outermost(blocks)
     assert all(plane.ndim == 1 for plane in (qs, qh, scale, offset))
     units = 2 if name == "q8_0" else 1
     assert (qs.dtype, qs.size) == (np.uint8, 7 * 5 * 16 * units)
@@ -142,4 +142,4 @@ def test_a_scale_that_no_block_can_hold_is_refused():
 def test_slabs_take_a_matrix() -> None:
     row = quantize(np.ones(64, np.float32), "q4_0")
     with pytest.raises(ValueError, match=r"a matrix of blocks \[N, K//32\], got 1 dimensions"):
-        slabs(row)
+        k_outermost(row)

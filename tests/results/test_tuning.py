@@ -375,11 +375,11 @@ class Timed(Simulator):
 
 
 def test_the_tuner_times_what_may_win_and_drops_what_is_wrong(monkeypatch) -> None:
-    from steps.checks.works import select
+    from steps.checks.select import select
 
     monkeypatch.setattr(tuning, "BUDGET", replace(tuning.BUDGET, settled_samples=3, warm_seconds=0))
     us = {"w4a16_naive": 50.0, "w4a8_naive": 1.0, "w4a8_vectorized": 8.0}
-    us |= {"q8_1_blocks": 1.0, "q8_1_slabs": 1.0}
+    us |= {"q8_1_blocks": 1.0, "q8_1_k_outermost": 1.0}
     machine = Timed(us, wrong="w4a8_naive")
     works = select([find(1), find(2), find(5)], ["q4_0"])
     said: list[str] = []

@@ -20,7 +20,7 @@ from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.check import check_tokens
 from steps.api.compile import machine_code, signature_of
 from steps.api.machines import Gpu, Simulator
-from steps.components.activations.layouts import decode, encode, int8_units
+from steps.components.activations.layouts import decode, encode, int8_chunks
 from steps.components.activations.rows import token_quantizer
 from steps.components.unpack.codes import tile_format
 from steps.components.unpack.int8 import ByteFormat, byte_format
@@ -109,7 +109,7 @@ def test_rows_without_a_number_or_without_a_weight(name: str) -> None:
 def test_records_are_those_of_tiles_but_for_scales(name: str) -> None:
     blocks = blocks_with(name, 20, 6, 0.37, -1.5)
     records, factors = byte_tiles(blocks)
-    tile, size = tile_format(name), byte_format(name).record_bytes
+    tile, size = tile_format(name), byte_format(name).tile_bytes
     assert records.dtype == np.uint8
     assert factors.shape == (128,)
     np.testing.assert_array_equal(factors[:20], byte_weights(blocks)[1])
@@ -118,8 +118,8 @@ def test_records_are_those_of_tiles_but_for_scales(name: str) -> None:
     codes = blocks.copy()
     if name == "q8_0":
         codes["qs"] = byte_weights(blocks)[0].reshape(codes["qs"].shape)
-    plain = by_row_tile(tiles(codes)[0], 2, tile.record_bytes)
-    assert size == (tile.scales_at if name == "q8_0" else tile.record_bytes)
+    plain = by_row_tile(tiles(codes)[0], 2, tile.tile_bytes)
+    assert size == (tile.scales_at if name == "q8_0" else tile.tile_bytes)
     np.testing.assert_array_equal(records[..., : tile.scales_at], plain[..., : tile.scales_at])
 
 
@@ -137,7 +137,7 @@ def test_what_is_refused() -> None:
 @cache
 def byte_reader(form: ByteFormat) -> Any:
     """kernel(records, out[record, block, lane, register]): one warp a record."""
-    words, scales, size, fragments = form.words, form.scales, form.record_bytes, form.fragments
+    words, scales, size, fragments = form.words, form.scales, form.tile_bytes, form.fragments
 
     @cuda.jit
     def read(records, out):
@@ -163,7 +163,7 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
         blocks = blocks_with(name, n, blocks_k, d, rng.standard_normal(d.shape))
         want, _ = byte_weights(blocks)
         deep, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
-        records = by_row_tile(byte_tiles(blocks)[0], deep, byte_format(name).record_bytes)
+        records = by_row_tile(byte_tiles(blocks)[0], deep, byte_format(name).tile_bytes)
         records = records[:rows].reshape(-1)
         out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
         simulate(byte_reader(byte_format(name)), len(out), 32, (records, out))
@@ -193,7 +193,7 @@ def test_instructions_of_64_weights(name: str) -> None:
 
 
 def quantized(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    return what_it_makes(int8_units, "A8", "tokens", machine, a, offset)
+    return what_it_makes(int8_chunks, "A8", "tokens", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -244,7 +244,7 @@ def test_the_pass_writes_its_units_and_nothing_else() -> None:
 
 
 def test_machine_code_of_the_pass() -> None:
-    (launch,) = int8_units("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
+    (launch,) = int8_chunks("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 512 * 2 <= 65536
@@ -255,7 +255,7 @@ def test_machine_code_of_the_pass() -> None:
 
 def test_tokens_are_made_of_what_they_hold() -> None:
     tokens = Tokens.of_values(odd_rows(2, 32))
-    for layout in ("slabs", "halves", "inside"):
+    for layout in ("k_outermost", "halves", "inside"):
         with pytest.raises(ValueError, match=f"layout '{layout}' are not made of Tokens"):
             encode(layout, tokens)
     with pytest.raises(TypeError, match=r"Tokens\.d must be a float32 array, got float64"):

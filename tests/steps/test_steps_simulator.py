@@ -12,7 +12,8 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
 from steps.api.machines import Simulator
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.checks.works import cases, check_works
+from steps.checks.cases import cases
+from steps.checks.run import check_works
 from steps.components import bulk_tiles as bulk_split
 from steps.components import decode_tiles as decode_split
 from steps.components.unpack.codes import tile_format
@@ -202,7 +203,7 @@ def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.Monke
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
                 cut = decode_split.split(FORMATS[name], Shape(m, n, k))
                 scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
-                need = cut.warps * cut.stages * tile.record_bytes
+                need = cut.warps * cut.stages * tile.tile_bytes
                 need += cut.records * 4 * (32 * cut.tokens + scales)
                 if cut.across < cut.warps:
                     need += cut.warps // cut.across * cut.rows * 16 * cut.tokens * 4
@@ -220,7 +221,7 @@ def test_bulk_decode_fits_any_shape() -> None:
                 cut = bulk_split.tiling(FORMATS[name], Shape(m, n, k))
                 given = cut.tokens > 4
                 assert given or m <= 4, (name, m, n, k, cut)
-                slot = 2 * tile.record_bytes + (cut.tokens * (128 + 32) if given else 0)
+                slot = 2 * tile.tile_bytes + (cut.tokens * (128 + 32) if given else 0)
                 need = 16 * cut.stages * (slot + 8) + 16 * 8
                 need += 16 // cut.across * (cut.tall * 16 * cut.tokens * 4 + 32)
                 if not given:

@@ -62,6 +62,6 @@ def sixteen_gated(a, at):
     return eight_gated(gates, ups), eight_gated(more_gates, more_ups)
 
 
-gated_to_units: Final = order_kernel(sixteen_gated, 2)
+gated_to_chunks: Final = order_kernel(sixteen_gated, 2)
 """Of float16 [M, 2 K], K gates and then K ups, at a multiple of 16 bytes: silu(gate) * up, computed
 in float32 and rounded to float16, in order; all factors[M] are 1."""

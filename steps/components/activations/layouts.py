@@ -13,17 +13,17 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, block_q8_1
-from qformats.repack import TILE_K, TOKEN_GROUP, UNIT
+from qformats.repack import CHUNK, TILE_K, TOKEN_GROUP
 from reference.product import Q81, Halves, SummedTokens, Tokens
-from steps.components.activations.gated import gated_to_units
+from steps.components.activations.gated import gated_to_chunks
 from steps.components.activations.q8_1 import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
 from steps.components.activations.rows import (
+    chunk_grid,
     half_grid,
     half_loads,
     half_rounder,
-    halves_to_units,
+    halves_to_chunks,
     token_quantizer,
-    units_grid,
 )
 from steps.contract import Activations, Family, Launch, Machine, MakeActivations, ceil_div
 
@@ -42,21 +42,21 @@ def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((blocks,), (launch,), "blocks")
 
 
-def q8_1_slabs(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with codes and scales apart and K outermost, like `qformats.repack.slabs`: int8
+def q8_1_k_outermost(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8 with codes and scales apart and K outermost, like `qformats.repack.k_outermost`: int8
     [K/16, M, 16] and float32 [K/32, M, 2] (d and s side by side), K rounded up to a multiple of
     128 and zeros beyond. d and s are not rounded to f16."""
     m, k = a.shape
     values = m * ceil_div(k, TILE_K) * TILE_K
     qs = machine.empty((values,), np.int8)
     ds = machine.empty((values // BLOCK * 2,), np.float32)
-    launch = Launch(q8_1_quantizer("slabs"), *q8_1_grid(m, k), (a, qs, ds))
-    return Activations((qs, ds), (launch,), "slabs")
+    launch = Launch(q8_1_quantizer("k_outermost"), *q8_1_grid(m, k), (a, qs, ds))
+    return Activations((qs, ds), (launch,), "k_outermost")
 
 
 def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activations:
     """A8 without a pass: the kernel reads float32 A[M, K] and quantizes it to Q8_1 itself, by the
-    recipe of `q8_1_slabs`."""
+    recipe of `q8_1_k_outermost`."""
     return Activations((a,), layout="inside")
 
 
@@ -65,7 +65,7 @@ def _whole(m: int, k: int) -> int:
     return ceil_div(m, TOKEN_GROUP) * TOKEN_GROUP * ceil_div(k, TILE_K) * TILE_K
 
 
-def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
+def float16_chunks(family: Family, a: Any, machine: Machine) -> Activations:
     """A16 in float16, in pieces of 2 KB for 128 K of 8 tokens: float16 [K/128, M/8, 16, 8, 8], M
     and K rounded up and zeros beyond, and float32 [M] by which each token's products are to be
     multiplied. What a tile of tokens has of 128 K is one piece of memory, and each 128 bytes of it
@@ -74,15 +74,15 @@ def float16_units(family: Family, a: Any, machine: Machine) -> Activations:
     they are, and the factors are 1."""
     m, k = a.shape
     if a.dtype == np.float16:
-        return _halves(a, k, machine, halves_to_units, units_grid(m, k))
+        return _halves(a, k, machine, halves_to_chunks, chunk_grid(m, k))
     return _halves(a, k, machine, half_rounder(half_loads(k)), half_grid(m, k))
 
 
-def gated_units(family: Family, y: Any, machine: Machine) -> Activations:
-    """`float16_units` of silu(gate) * up, which is computed on the way, of float16 y[M, 2 K], K
+def gated_chunks(family: Family, y: Any, machine: Machine) -> Activations:
+    """`float16_chunks` of silu(gate) * up, which is computed on the way, of float16 y[M, 2 K], K
     gates and K ups."""
     m, k = y.shape[0], y.shape[1] // 2
-    return _halves(y, k, machine, gated_to_units, units_grid(m, k))
+    return _halves(y, k, machine, gated_to_chunks, chunk_grid(m, k))
 
 
 def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: tuple[Any, Any]) -> Activations:
@@ -93,8 +93,8 @@ def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: tuple[Any, Any]
     return Activations((halves, factors), (launch,), "halves")
 
 
-def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with one scale for each token, in pieces of 1 KB as `float16_units`: int8
+def int8_chunks(family: Family, a: Any, machine: Machine) -> Activations:
+    """A8 with one scale for each token, in pieces of 1 KB as `float16_chunks`: int8
     [K/128, M/8, 8, 8, 16] and float32 [M]. See `steps.components.activations.rows.token_quantizer`."""
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
@@ -104,8 +104,8 @@ def int8_units(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((codes, scales), (launch,), "tokens")
 
 
-def int8_units_and_sums(family: Family, a: Any, machine: Machine) -> Activations:
-    """`int8_units`, and behind the scales what the codes of each token add up to: float32 [2 M]."""
+def int8_chunks_and_sums(family: Family, a: Any, machine: Machine) -> Activations:
+    """`int8_chunks`, and behind the scales what the codes of each token add up to: float32 [2 M]."""
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
@@ -119,11 +119,11 @@ GATED: Final = "gated"
 
 def reading(make: MakeActivations, given: str) -> tuple[MakeActivations, str, tuple[int, str]]:
     """How a step whose activations `make` makes can read A that is `given` as "float32", "float16",
-    or "gated", which is y of `gated_units`: (what makes them, as what it takes A, (columns for each
+    or "gated", which is y of `gated_chunks`: (what makes them, as what it takes A, (columns for each
     K, dtype) of what it is then given)."""
-    if given == GATED and make is float16_units:
-        return gated_units, GATED, (2, "float16")
-    half = given != "float32" and make in (float16_units, int8_units, int8_units_and_sums)
+    if given == GATED and make is float16_chunks:
+        return gated_chunks, GATED, (2, "float16")
+    half = given != "float32" and make in (float16_chunks, int8_chunks, int8_chunks_and_sums)
     takes = "float16" if half else "float32"
     return make, takes, (1, takes)
 
@@ -154,14 +154,14 @@ def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     m, k = given.q.shape
     if isinstance(given, Tokens):
         q = np.pad(given.q.astype(np.int8), ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
-        q = q.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), TILE_K // UNIT, UNIT)
+        q = q.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), TILE_K // CHUNK, CHUNK)
         scales = given.d
         if isinstance(given, SummedTokens):
             scales = np.concatenate([given.d, given.s])
         return q.transpose(2, 0, 3, 1, 4).reshape(-1), scales
-    if layout == "slabs":
+    if layout == "k_outermost":
         more = -k % TILE_K
-        units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, UNIT)
+        units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, CHUNK)
         codes = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
         ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
@@ -184,14 +184,14 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 |
         return Halves(h[:m, :k], factor)
     if layout in ("tokens", "summed"):
         codes, scales = arrays
-        q = codes.reshape(ceil_div(k, TILE_K), -1, TILE_K // UNIT, TOKEN_GROUP, UNIT)
+        q = codes.reshape(ceil_div(k, TILE_K), -1, TILE_K // CHUNK, TOKEN_GROUP, CHUNK)
         q = q.transpose(1, 3, 0, 2, 4).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
         if layout == "summed":
             return SummedTokens(q[:m, :k], scales[:m], scales[m:])
         return Tokens(q[:m, :k], scales)
-    if layout == "slabs":
+    if layout == "k_outermost":
         qs, ds = arrays
-        q = qs.reshape(-1, m, UNIT)[: k // UNIT].transpose(1, 0, 2).reshape(m, k)
+        q = qs.reshape(-1, m, CHUNK)[: k // CHUNK].transpose(1, 0, 2).reshape(m, k)
         ds = ds.reshape(-1, m, 2)[: k // BLOCK]
         return Q81(q=q, d=ds[..., 0].T, s=ds[..., 1].T)
     blocks = arrays[0].view(block_q8_1).reshape(m, k // BLOCK)

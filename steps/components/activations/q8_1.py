@@ -130,7 +130,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     layout "blocks": kernel(a, blocks)
         ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36]; d and s are rounded to f16
         there, and s overflows at 65504.
-    layout "slabs": kernel(a, qs, ds)
+    layout "k_outermost": kernel(a, qs, ds)
         int8 [K/16, M, 16], 16 codes of row m followed by 16 of row m + 1, and float32 [K/32, M, 2]
         (d and s), both flat: aligned for 128-bit loads, not rounded. K is rounded up to a multiple
         of 128, the depth of a stage of the steps that copy them without looking; the rest is zero.
@@ -143,10 +143,10 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     at multiples of 16 bytes they are read 128 bits at a time, else value by value. With
     `Launch.overlap` the kernel may follow the one that makes A, and be followed, without a gap.
     """
-    if layout not in ("blocks", "slabs") or s not in ("codes", "values"):
+    if layout not in ("blocks", "k_outermost") or s not in ("codes", "values"):
         raise ValueError(
             f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are 'blocks' and "
-            "'slabs', s is of 'codes' or 'values'"
+            "'k_outermost', s is of 'codes' or 'values'"
         )
     blocks, of_codes = layout == "blocks", s == "codes"
 
@@ -181,7 +181,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
                     store_u16(out, at + 2, float_to_half(s))
 
     @cuda.jit
-    def q8_1_slabs(a, qs, ds):
+    def q8_1_k_outermost(a, qs, ds):
         griddepcontrol_launch_dependents()
         x = cuda.local.array((AHEAD, 8), float32)
         t, m, first = place()
@@ -202,7 +202,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
                 if t == 0:
                     store_f32x2(ds, (at + m) * 2, d, s)
 
-    return q8_1_blocks if blocks else q8_1_slabs
+    return q8_1_blocks if blocks else q8_1_k_outermost
 
 
 def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 `half_rounder` and `token_quantizer` are one kernel, `row_kernel`, with other arithmetic: the first
 is for float32 A, the second for float16 too (`SOURCES`). Float16 A that is to stay so need only be
-put in another order, which is `halves_to_units`.
+put in another order, which is `halves_to_chunks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
-from qformats.repack import HALVES, TILE_K, TOKEN_GROUP, UNIT
+from qformats.repack import CHUNK, CHUNK_HALVES, TILE_K, TOKEN_GROUP
 from steps.components.activations.q8_1 import FOUR_ONES, four_codes, twice_inverse
 from steps.instructions import (
     address,
@@ -37,10 +37,10 @@ from steps.instructions import (
 ROWS: Final = 2  # tokens of a thread block: 32 bytes of a store, a sector, are one piece
 HALF_THREADS: Final = 512  # of a thread block, at most
 HALF_WARPS: Final = HALF_THREADS // 32
-MOST_HELD: Final = 14  # loads of a lane under way at once, kept until they can be rounded
+MOST_LOADS: Final = 14  # loads of a lane under way at once, kept until they can be rounded
 ROW_STEP: Final = HALF_THREADS // ROWS * 4  # values of a row that the threads take at a time
-UNITS_THREADS: Final = 256  # of a thread block of `halves_to_units`, at most
-UNITS_STEP: Final = UNITS_THREADS // TOKEN_GROUP * 16  # K that such a block has of each token
+CHUNK_THREADS: Final = 256  # of a thread block of `halves_to_chunks`, at most
+CHUNK_STEP: Final = CHUNK_THREADS // TOKEN_GROUP * 16  # K that such a block has of each token
 EVEN: Final = 0x5410  # for `prmt`: of two words of float16 A those of even k, the lower halves
 ODD: Final = 0x7632
 LEAST_EXPONENT: Final = 15
@@ -119,7 +119,7 @@ SOURCES: Final = {"float32": _of_floats(), "float16": _of_halves()}
 
 # --- the pass -------------------------------------------------------------------------------------
 @cuda.jit(device=True, forceinline=True)
-def token_unit(rows, m, k, units, unit):
+def token_chunk(rows, m, k, units, unit):
     """Which unit of 16 bytes it is: of token m and of `units` that it has of 128 K, number `unit`,
     where tokens are in groups of eight and all groups come before the next 128 K."""
     groups = uint32(uint32(rows + uint32(TOKEN_GROUP - 1)) >> uint32(3))
@@ -169,7 +169,7 @@ def row_kernel(
             load_4(x, i, a, int64(m) * columns + k, aligned)
 
     @cuda.jit
-    def rows_to_units(a, units, factors):
+    def rows_to_chunks(a, units, factors):
         griddepcontrol_launch_dependents()
         x = cuda.local.array((held, words), uint32)
         largest = cuda.shared.array(ROWS, int32)
@@ -221,7 +221,7 @@ def row_kernel(
                     total = int32(total + of_warps[warp, row])
                 factors[rows + m] = float32(total)
 
-    return rows_to_units
+    return rows_to_chunks
 
 
 @cache
@@ -253,11 +253,11 @@ def half_rounder(held: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, scale):
-        at = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14)) * HALVES
+        at = token_chunk(rows, m, k, TILE_K // CHUNK_HALVES, uint32(k) >> uint32(3) & uint32(14)) * CHUNK_HALVES
         even = floats_to_halves(x[0] * scale, x[2] * scale)
         odd = floats_to_halves(x[1] * scale, x[3] * scale)
         store_u32(units, at + 2 * t, even)
-        store_u32(units, at + TOKEN_GROUP * HALVES + 2 * t, odd)
+        store_u32(units, at + TOKEN_GROUP * CHUNK_HALVES + 2 * t, odd)
         return int32(0)
 
     return row_kernel(held, SOURCES["float32"], exponent, scale, inverse, store_4)
@@ -265,7 +265,7 @@ def half_rounder(held: int) -> Any:
 
 def half_loads(k: int) -> int:
     """`held` of `half_rounder` and `token_quantizer` for rows of k: all of a row, if it can be."""
-    return max(1, min(MOST_HELD, -(-k // ROW_STEP)))
+    return max(1, min(MOST_LOADS, -(-k // ROW_STEP)))
 
 
 def half_grid(m: int, k: int) -> tuple[tuple[int], tuple[int]]:
@@ -285,7 +285,7 @@ def eight_halves(a, at, aligned):
 
 
 @cuda.jit(device=True, forceinline=True)
-def store_unit(units, at, x, y, which):
+def store_chunk(units, at, x, y, which):
     """Of 16 values in the words x and y those of even or odd k, to units[at..at+7]."""
     first, second = prmt(x[0], x[1], which), prmt(x[2], x[3], which)
     store_u32x4(units, at, first, second, prmt(y[0], y[1], which), prmt(y[2], y[3], which))
@@ -300,7 +300,7 @@ def sixteen_halves(a, at):
 
 def order_kernel(read: Any, wide: int = 1) -> Any:
     """kernel(a, units, factors), as that of `half_rounder`, where values are in units of 1: they
-    need only be put in order. `units_grid` for its launch.
+    need only be put in order. `chunk_grid` for its launch.
 
     a          : float16 [M, wide * K], C-contiguous, K a multiple of 32.
     read(a, at): device function, two times four words: the 16 values of A that a has from `at` on,
@@ -311,12 +311,12 @@ def order_kernel(read: Any, wide: int = 1) -> Any:
     """
 
     @cuda.jit
-    def halves_to_units(a, units, factors):
+    def halves_to_chunks(a, units, factors):
         griddepcontrol_launch_dependents()
         thread = uint32(cuda.threadIdx.x)
         # four lanes for 64 K of a token, beside them the other seven, then the next 64 K
         m = uint32(cuda.blockIdx.x * TOKEN_GROUP + (thread >> 2 & 7))
-        k = uint32(cuda.blockIdx.y * UNITS_STEP + (thread >> 5) * 64 + (thread & 3) * 16)
+        k = uint32(cuda.blockIdx.y * CHUNK_STEP + (thread >> 5) * 64 + (thread & 3) * 16)
         rows, columns = uint32(a.shape[0]), uint32(a.shape[1] // wide)
         padded = uint32(uint32(columns + uint32(TILE_K - 1)) // uint32(TILE_K) * TILE_K)
         x = y = (uint32(0), uint32(0), uint32(0), uint32(0))
@@ -324,24 +324,24 @@ def order_kernel(read: Any, wide: int = 1) -> Any:
         if m < rows and k < columns:
             x, y = read(a, int64(m) * (wide * columns) + k)
         if k < padded:
-            unit = token_unit(rows, m, k, TILE_K // HALVES, uint32(k) >> uint32(3) & uint32(14))
-            store_unit(units, unit * HALVES, x, y, EVEN)
-            store_unit(units, (unit + TOKEN_GROUP) * HALVES, x, y, ODD)
+            unit = token_chunk(rows, m, k, TILE_K // CHUNK_HALVES, uint32(k) >> uint32(3) & uint32(14))
+            store_chunk(units, unit * CHUNK_HALVES, x, y, EVEN)
+            store_chunk(units, (unit + TOKEN_GROUP) * CHUNK_HALVES, x, y, ODD)
         if k == 0 and m < rows:
             factors[m] = 1
 
-    return halves_to_units
+    return halves_to_chunks
 
 
-halves_to_units: Final = order_kernel(sixteen_halves)
+halves_to_chunks: Final = order_kernel(sixteen_halves)
 """Float16 A[M, K] in order: values stay what they are, and all factors[M] are 1."""
 
 
-def units_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int]]:
-    """(grid, block) of `halves_to_units` for A[m, k]: whole groups of eight tokens and 128 K; no
+def chunk_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int]]:
+    """(grid, block) of `halves_to_chunks` for A[m, k]: whole groups of eight tokens and 128 K; no
     more threads than a group has work for."""
-    threads = min(UNITS_THREADS, -(-k // TILE_K) * TILE_K // 16 * TOKEN_GROUP)
-    return (-(-m // TOKEN_GROUP), -(-k // UNITS_STEP)), (threads,)
+    threads = min(CHUNK_THREADS, -(-k // TILE_K) * TILE_K // 16 * TOKEN_GROUP)
+    return (-(-m // TOKEN_GROUP), -(-k // CHUNK_STEP)), (threads,)
 
 
 @cache
@@ -371,9 +371,9 @@ def token_quantizer(held: int, of: str = "float32", sums: bool = False) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def store_4(units, rows, m, k, t, x, twice):
-        unit = token_unit(rows, m, k, TILE_K // UNIT, uint32(k) >> uint32(4) & uint32(7))
+        unit = token_chunk(rows, m, k, TILE_K // CHUNK, uint32(k) >> uint32(4) & uint32(7))
         codes = four_codes(x, twice)
-        store_u32(units, unit * UNIT + 4 * t, codes)
+        store_u32(units, unit * CHUNK + 4 * t, codes)
         return dp4a(int32(codes), FOUR_ONES, 0)
 
     return row_kernel(held, SOURCES[of], d_of, twice_inverse, d_itself, store_4, sums)

@@ -9,7 +9,7 @@ from typing import Any
 from numba import cuda, int32, uint32
 
 from qformats import BLOCK, FORMATS
-from qformats.repack import BAND, CODE_UNIT, TILE_K, TILE_ROWS
+from qformats.repack import CODE_SCALE, TILE_GROUP, TILE_K, TILE_ROWS
 from steps.instructions import and_xor, load_u32, load_u32x4
 
 
@@ -18,8 +18,8 @@ from steps.instructions import and_xor, load_u32, load_u32x4
 class TileFormat:
     """Where the parts of a record of `qformats.repack.tiles` lie, and how lanes read them.
 
-    record_bytes : bytes of one record; bits_at, scales_at, minima_at: where those parts begin.
-    unit         : the bytes of `fragments` are codes times this (`qformats.repack.CODE_UNIT`)
+    tile_bytes : bytes of one record; bits_at, scales_at, minima_at: where those parts begin.
+    unit         : the bytes of `fragments` are codes times this (`qformats.repack.CODE_SCALE`)
     signed       : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
     minimum      : whether there are minima
     group        : elements that share a scale, 32 or 16
@@ -29,7 +29,7 @@ class TileFormat:
     fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
     """
 
-    record_bytes: int
+    tile_bytes: int
     bits_at: int
     scales_at: int
     minima_at: int
@@ -43,9 +43,9 @@ class TileFormat:
 
 
 @cuda.jit(device=True, forceinline=True)
-def record_number(row_tile, step, steps):
+def tile_index(row_tile, step, steps):
     """Which record of `qformats.repack.tiles`: of a row tile and a step of 128 K, of `steps`."""
-    return int32(int32((row_tile >> 3) * steps + step) * BAND + (row_tile & 7))
+    return int32(int32((row_tile >> 3) * steps + step) * TILE_GROUP + (row_tile & 7))
 
 
 HIGH_NIBBLES = 0xF0F0F0F0
@@ -136,11 +136,11 @@ def tile_format(format_name: str) -> TileFormat:
         8: (load_8, fragments_8),
     }[fmt.bits]
     return TileFormat(
-        record_bytes=record,
+        tile_bytes=record,
         bits_at=bits_at,
         scales_at=scales_at,
         minima_at=record - scale_bytes,
-        unit=CODE_UNIT[fmt.bits],
+        unit=CODE_SCALE[fmt.bits],
         signed=not minimum,
         minimum=minimum,
         load=load,

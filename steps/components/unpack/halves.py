@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, uint32
 
 from qformats import FORMATS
-from qformats.repack import MINIMUM_UNIT
+from qformats.repack import MINIMUM_SCALE
 from steps.components.unpack.codes import tile_format
 from steps.instructions import and_xor, hfma2, hmul2, load_u32, prmt, select_bits
 
@@ -20,7 +20,7 @@ from steps.instructions import and_xor, hfma2, hmul2, load_u32, prmt, select_bit
 class HalfFormat:
     """How lanes make float16 weights of a record of `qformats.repack.tiles`.
 
-    record_bytes : bytes of one record
+    tile_bytes : bytes of one record
     words(m, at, lane, half) -> `n_words` words
         what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
     scales(m, at, lane, half) -> `n_scales` words
@@ -38,14 +38,14 @@ class HalfFormat:
             row g + 8      a3: 4t + 1   4t + 3
 
         and not neighbours, because so a mask finds both codes of a register in one word. B must
-        have its K in the same order: `float16_units` writes it so.
+        have its K in the same order: `float16_chunks` writes it so.
     `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
     HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
     shift more where both steps of a block are made; multipliers are three quarters of an
     instruction besides.
     """
 
-    record_bytes: int
+    tile_bytes: int
     words: Any
     scales: Any
     multipliers: Any
@@ -97,7 +97,7 @@ def half_format(format_name: str) -> HalfFormat:
     too_high = EIGHTH if bits == 5 else SIXTEENTH  # codes of upper nibbles
     # ... and what has been flipped in codes that are kept as two's complement
     flip = centre * 0x00010001
-    minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
+    minimum_unit = int(np.float16(MINIMUM_SCALE).view(np.uint16)) * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
     def scales_alone(m, at, lane, half):
@@ -156,7 +156,7 @@ def half_format(format_name: str) -> HalfFormat:
         )
 
     return HalfFormat(
-        record_bytes=tile.record_bytes,
+        tile_bytes=tile.tile_bytes,
         words=tile.load,
         scales=scales_and_minima if minimum else scales_alone,
         multipliers=multipliers,

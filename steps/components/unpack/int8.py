@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, uint32
 
 from qformats import FORMATS
-from qformats.repack import BYTE_UNIT, BYTE_ZERO, CENTRE
+from qformats.repack import BYTE_SCALE, BYTE_ZERO, CENTRE
 from steps.components.unpack.codes import tile_format
 from steps.components.unpack.halves import EIGHTH, SIXTEENTH, half_format, two_of_five, two_of_four
 from steps.instructions import hfma2, hmul2, prmt
@@ -22,7 +22,7 @@ class ByteFormat:
     """How lanes make the byte weights of a record of `qformats.repack.byte_tiles`, or of
     `qformats.integer_scales.integer_tiles`.
 
-    record_bytes : of one record
+    tile_bytes : of one record
     zero         : the byte that stands for 0: of signed ones 0, else they are unsigned
     unpacked     : whether there is anything to be made, and bytes are not operands as they are
     words(m, at, lane, half), scales(m, at, lane, half)
@@ -40,7 +40,7 @@ class ByteFormat:
     PRMT for what depends on the scale.
     """
 
-    record_bytes: int
+    tile_bytes: int
     zero: int
     unpacked: bool
     words: Any
@@ -49,7 +49,7 @@ class ByteFormat:
 
 
 LOWER_BYTES = 0x6240  # prmt: of two words with two numbers each the lower bytes, in turns
-ZERO_BITS = int(np.float16(BYTE_UNIT * BYTE_ZERO).view(np.uint16)) * 0x00010001
+ZERO_BITS = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * 0x00010001
 
 
 @cache
@@ -98,7 +98,7 @@ def byte_format(format_name: str) -> ByteFormat:
         return words[4 * block], words[4 * block + 1], words[4 * block + 2], words[4 * block + 3]
 
     return ByteFormat(
-        record_bytes=tile.scales_at if bits == 8 else tile.record_bytes,
+        tile_bytes=tile.scales_at if bits == 8 else tile.tile_bytes,
         zero=0,
         unpacked=bits < 8,
         words=tile.load,

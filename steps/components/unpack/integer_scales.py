@@ -62,7 +62,7 @@ def integer_format(format_name: str) -> ByteFormat:
         )
 
     return ByteFormat(
-        record_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
+        tile_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
         zero=INTEGER_ZERO,
         unpacked=bits < 8,
         words=tile.load,

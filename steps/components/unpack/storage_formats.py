@@ -18,23 +18,23 @@ from functools import cache
 import numpy as np
 from numba import cuda, uint32
 
-from qformats.repack import CODE_UNIT, MINIMUM_UNIT, TILE_K, TILE_ROWS
-from qformats.storage import Carrier, held
+from qformats.repack import CODE_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS
+from qformats.storage import PackedFormat, storage_format_named
 from steps.components.unpack import codes, halves
 from steps.components.unpack.codes import TileFormat, fragments_4, highs, load_4, lows, shifted
 from steps.components.unpack.halves import SIXTEENTH, HalfFormat, two_of_four
 from steps.instructions import and_xor, hfma2, hmul2, load_u16, load_u32x2, prmt
 
 LOWEST_TWO = 0x0C0C0C0C  # the two bits below the upper nibble of each byte
-HALF_SCALES = 128  # bytes of the scales of one half: 16 rows, 4 groups
+SCALES_OF_HALF = 128  # bytes of the scales of one half: 16 rows, 4 groups
 ROWS_APART = 64  # bytes from the scales of row g to those of row g + 8
 
 
 @cache
 def tile_format(name: str) -> TileFormat:
     """The record of a format or carrier, for capture in a kernel factory."""
-    kind = held(name)
-    if not isinstance(kind, Carrier):
+    kind = storage_format_named(name)
+    if not isinstance(kind, PackedFormat):
         return codes.tile_format(name)
     if kind.bits == 5:
         return _fives()
@@ -69,11 +69,11 @@ def tile_format(name: str) -> TileFormat:
         )
 
     return TileFormat(
-        record_bytes=record,
+        tile_bytes=record,
         bits_at=bits_at,
         scales_at=scales_at,
-        minima_at=record - 2 * HALF_SCALES,
-        unit=CODE_UNIT[bits],
+        minima_at=record - 2 * SCALES_OF_HALF,
+        unit=CODE_SCALE[bits],
         signed=not minimum,
         minimum=minimum,
         load={4: load_4, 6: load_6}[bits],
@@ -85,20 +85,20 @@ def tile_format(name: str) -> TileFormat:
 @cache
 def half_format(name: str) -> HalfFormat:
     """The float16 weights of a format or carrier, for capture in a kernel factory."""
-    kind = held(name)
-    if not isinstance(kind, Carrier):
+    kind = storage_format_named(name)
+    if not isinstance(kind, PackedFormat):
         return halves.half_format(name)
     tile = tile_format(name)
     if kind.bits == 5:
         return _half_fives(tile)
     scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
     minus_zero, flip = (0x8000 | kind.zero) * 0x00010001, kind.zero * 0x00010001
-    minimum_unit = int(np.float16(MINIMUM_UNIT).view(np.uint16)) * 0x00010001
+    minimum_unit = int(np.float16(MINIMUM_SCALE).view(np.uint16)) * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
     def scales_alone(m, at, lane, half):
         """Of two blocks: those of row g, then those of row g + 8."""
-        row_g = at + scales_at + half * HALF_SCALES + (lane >> 2) * 8
+        row_g = at + scales_at + half * SCALES_OF_HALF + (lane >> 2) * 8
         g0, g1 = load_u32x2(m, row_g)
         h0, h1 = load_u32x2(m, row_g + ROWS_APART)
         return g0, g1, h0, h1
@@ -149,7 +149,7 @@ def half_format(name: str) -> HalfFormat:
         )
 
     return HalfFormat(
-        record_bytes=tile.record_bytes,
+        tile_bytes=tile.tile_bytes,
         words=tile.load,
         scales=scales_and_minima if minimum else scales_alone,
         multipliers=multipliers,
@@ -202,7 +202,7 @@ def _fives() -> TileFormat:
         )
 
     return TileFormat(
-        record_bytes=held("c5").block_bytes * TILE_ROWS * TILE_K // 32,
+        tile_bytes=storage_format_named("c5").block_bytes * TILE_ROWS * TILE_K // 32,
         bits_at=old.bits_at,
         scales_at=old.scales_at,
         minima_at=old.scales_at,
@@ -257,7 +257,7 @@ def _half_fives(tile: TileFormat) -> HalfFormat:
         )
 
     return HalfFormat(
-        record_bytes=tile.record_bytes,
+        tile_bytes=tile.tile_bytes,
         words=tile.load,
         scales=scales,
         multipliers=multipliers,
