@@ -40,7 +40,8 @@ from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference import Problem, nmse, same_operands_a16
 from reference.product import sample as choose
 from results.measure.protocol import Budget, sample, slots_for
-from results.record.schema import ROOT, Peer
+from results.record import ROOT
+from results.record.schema import Peer
 
 PACKAGE: Final = "llama-cpp-python"
 CUDA: Final = "CUDA0"

@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from results.baselines import llama_cpp
 from results.measure.protocol import Budget, sample, slots_for
-from results.record.schema import ROOT, Peer, RecordError
+from results.record import ROOT
+from results.record.schema import Peer, RecordError
 
 GIVEN: Final = ROOT / "results" / "peers"
 LABELS: Final = {"cublas_fp16": "cuBLAS fp16", "ggml": "llama.cpp"}

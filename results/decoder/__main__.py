@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from qformats import WEIGHT_FORMATS
-from results.record.schema import environment, finished
+from results.record.environment import environment, finished
 
 
 class Parser(argparse.ArgumentParser):

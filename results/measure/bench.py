@@ -19,8 +19,8 @@ from reference import Check, Problem, Reference, check
 from results.measure import protocol as measure
 from results.measure.protocol import Budget, Packed, Stopwatch, interleaved, pack_weights
 from results.record import schema as record
-from results.record.schema import Duel, Environment, Limits, Peer, Row, Run
-from steps.checks.works import fatal
+from results.record.schema import Environment, Limits, Peer, Row, Run
+from steps.checks.run import fatal
 from steps.contract import Family, Size, Work
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
@@ -170,7 +170,7 @@ def by_weights(shapes: Sequence[Size]) -> list[Size]:
 
 def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
     """Rows with their ratios, ordered for reading: shape, format, step, scheme."""
-    from steps.checks.works import ALL_FORMATS
+    from steps.checks.select import ALL_FORMATS
 
     return tuple(
         sorted(

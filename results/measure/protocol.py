@@ -33,7 +33,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from results.record.schema import Limits, Row, source_hash
+from results.record.provenance import source_hash
+from results.record.schema import Limits, Row
 
 ROTATION: Final = 4  # copies of the weights fill this many L2s; see 2. above
 SAMPLE_SECONDS: Final = 5e-3  # one replay: 0.1 % of it is the start of the graph (about 6 us)

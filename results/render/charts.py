@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from results.baselines.peers import KIND, LABELS
-from results.record.schema import ROOT, Peer, Row, Run, headline, read
+from results.record import ROOT
+from results.record.schema import Peer, Row, Run
+from results.record.store import headline, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,7 +25,10 @@ from markupsafe import Markup
 
 from results.measure import ab as duel
 from results.measure import protocol as measure
-from results.record.schema import ROOT, Environment, Row, Run, headline, read, stale_steps
+from results.record import ROOT
+from results.record.provenance import stale_steps
+from results.record.schema import Environment, Row, Run
+from results.record.store import headline, read
 from results.render import captions as words
 from results.render import charts, lesson, markup
 from results.render import tables as report

@@ -21,7 +21,10 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from results.record.schema import ROOT, Duel, Peer, Row, Run, headline, read, stale_steps
+from results.record import ROOT
+from results.record.provenance import stale_steps
+from results.record.schema import Peer, Row, Run
+from results.record.store import headline, read
 from results.render import charts
 from results.render.charts import (
     Shape,

@@ -261,7 +261,7 @@ def _gpu(found: Findings) -> None:
         "ecc.mode.current": "ecc",
         "clocks_throttle_reasons.active": "throttle",
     }
-    from results.record.schema import nvidia_smi
+    from results.record.environment import nvidia_smi
 
     found.gpu |= {asked[key]: value for key, value in nvidia_smi(tuple(asked)).items()}
     others = _other_processes()
@@ -312,9 +312,9 @@ def _steps(found: Findings) -> None:
 
 
 def _env(found: Findings) -> None:
-    from results.record import schema as record
+    from results.record.environment import environment
 
-    found.env = asdict(record.environment())
+    found.env = asdict(environment())
 
 
 # --- printing -------------------------------------------------------------------------------------

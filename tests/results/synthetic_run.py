@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from results.record.schema import (
+    AsCalled,
     Clocks,
-    Duel,
     Environment,
     Git,
     Limits,
     Peer,
     Row,
     Run,
-    with_ratios,
+    in_order,
 )
+from steps.contract import BRANCHES
 
 LADDER = (
     # step, name, family, parent, unit, share of the unit's limit, title
@@ -33,7 +34,11 @@ LADDER = (
     (14, "step14_w4a8_integer_scales", "A8", 13, "tensor_int8", 0.8, "W4A8 with integer scales"),
     (15, "step15_decode_bulk", "A8", 10, "tensor_int8", 0.04, "decode on Hopper: bulk copies"),
 )
-OVERLAPPING = (9, 10, 11, 12, 13, 14, 15)
+BRANCH = dict.fromkeys(range(1, 7), "cuda_cores") | dict.fromkeys(range(7, 10), "int8")
+BRANCH |= dict.fromkeys(range(11, 15), "float16") | {10: "decode", 15: "decode"}
+HOMES = {9: ((128, 4096, 4096), (512, 4096, 14336))}
+TOPS_OF_BRANCHES = {9: (8, 4096), 12: (8, 4096), 13: (8, 4096), 14: (8, 4096), 15: (1, 16)}
+"""The steps measured at all shapes, and for which M."""
 IN_HALF = (11, 12, 13, 14)
 ACCURACY = {13: "fast", 14: "coarse"}
 ADDED = {"exact": 0.0, "fast": 1e-4, "coarse": 1e-3}
@@ -53,12 +58,42 @@ SHAPES = tuple(
     for n, k in ((4096, 4096), (4096, 14336), (14336, 4096))
 )
 TBPS = 4.26
-PACES = ("sustained", "burst")
+COMMIT, UTC = "0123abcd", "2026-01-02T03:04:05Z"
+CALLED = (
+    # api, accuracy, dtype of A and C, step, share of its step's speed
+    ("gemm.plan", "exact", "float32", 12, 0.9),
+    ("QuantLinear", "exact", "float32", 12, 0.85),
+    ("QuantLinear", "exact", "float16", 12, 0.92),
+    ("QuantLinear", "exact", "bfloat16", 12, 0.8),
+    ("QuantLinear", "fast", "float16", 13, 0.93),
+)
+CALLED_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096)
+
+
+def cublas_us(m: int, n: int, k: int) -> float:
+    return max(2 * n * k / 3.6e6, 2 * m * n * k / 690e6)
+
+
+def homes(step: int) -> tuple[tuple[int, int, int], ...]:
+    return HOMES.get(step, BRANCHES[BRANCH[step]].homes)
+
+
+def measured(step: int, shape: tuple[int, int, int]) -> bool:
+    """As in a bench: every step at its home shapes and those of its children, step 1 at the first
+    home of each branch, the top steps everywhere."""
+    children = [number for number, _, _, parent, *_ in LADDER if parent == step]
+    least, most = TOPS_OF_BRANCHES.get(step, (1, 0))
+    return (
+        any(shape in homes(number) for number in (step, *children))
+        or (step == 1 and shape in [branch.homes[0] for branch in BRANCHES.values()])
+        or least <= shape[0] <= most
+    )
 
 
 def make_row(
     entry, name: str, shape: tuple[int, int, int], wobble: float, output: str = "float32"
 ) -> Row:
+    """A is of the dtype of C."""
     step, module, family, parent, unit, share, title = entry
     m, n, k = shape
     weights = n * k // 32 * FORMATS[name]
@@ -79,23 +114,28 @@ def make_row(
         title=title,
         parent=parent,
         unit=unit,
+        branch=BRANCH[step],
         scheme=f"W{name[1]}{family}",
         format=name,
         M=m,
         N=n,
         K=k,
+        home=shape in homes(step),
+        input=output,
         output=output,
         accuracy=ACCURACY.get(step, "exact"),
         status="ok",
         kernel_us=us,
         activation_us=activation,
         total_us=us + activation,
-        chain_us=us + activation - 0.9 if step in OVERLAPPING else None,
+        cublas_us=cublas_us(m, n, k),
+        x_cublas=cublas_us(m, n, k) / (us + activation),
         pack_us=12000.0 * step,
-        launch_us=21.0,
         p20_us=us * 0.995,
         p80_us=us * 1.01,
-        samples=12,
+        total_p20_us=(us + activation) * 0.995,
+        total_p80_us=(us + activation) * 1.01,
+        rounds=12,
         timing="graph",
         sm_mhz=1980.0,
         tflops=operations / us * 1e-6,
@@ -108,58 +148,56 @@ def make_row(
         spill_bytes=0,
         smem_bytes=2048 * step,
         source_hash=f"{step:012x}",
+        commit=COMMIT,
+        utc=UTC,
     )
 
 
-def cublas_us(m: int, n: int, k: int) -> float:
-    return max(2 * n * k / 3.6e6, 2 * m * n * k / 690e6)
-
-
-def make_duel(row: Row, pace: str) -> Duel:
-    """Sustained as the row, in bursts a tenth faster, and the rival a twelfth."""
-    us, rival = row.kernel_us, cublas_us(row.M, row.N, row.K)
-    if pace == "burst":
-        us, rival = us * 0.9, rival * 11 / 12
-    return Duel(
-        step=row.step,
-        name=row.name,
-        scheme=row.scheme,
-        format=row.format,
-        M=row.M,
-        N=row.N,
-        K=row.K,
-        output=row.output,
-        accuracy=row.accuracy,
-        rival="cublas_fp16",
-        pace=pace,
-        status="ok",
-        rounds=15 if pace == "burst" else 100,
+def make_call(called, shape: tuple[int, int, int]) -> AsCalled:
+    api, accuracy, dtype, step, share = called
+    entry = next(one for one in LADDER if one[0] == step)
+    theirs = cublas_us(*shape)
+    row = make_row(entry, "q4_0", shape, 1.0)
+    us = (row.total_us or 0.0) / share
+    m, n, k = shape
+    return AsCalled(
+        api=api,
+        accuracy=accuracy,
+        dtype=dtype,
+        format="q4_0",
+        M=m,
+        N=n,
+        K=k,
+        step=step,
         us=us,
         p20_us=us * 0.99,
         p80_us=us * 1.01,
-        rival_us=rival,
-        rival_p20_us=rival * 0.99,
-        rival_p80_us=rival * 1.01,
-        x_rival=rival / us,
-        x_rival_p20=rival / us * 0.99,
-        x_rival_p80=rival / us * 1.01,
-        pause_us=20000.0 if pace == "burst" else 0.0,
-        sm_mhz=1980.0 if pace == "burst" else 1485.0,
-        source="torch 9.9",
-        source_hash=row.source_hash,
+        cublas_us=theirs,
+        x_cublas=theirs / us,
+        host_us=6.0 if api == "gemm.plan" else 40.0,
+        torch_host_us=8.0,
+        rounds=30,
+        commit=COMMIT,
+        utc=UTC,
+        source_hash=f"{step:012x}",
     )
 
 
 def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool = True) -> Run:
-    rows = with_ratios(
+    rows = tuple(
         make_row(entry, name, shape, 1 + 0.02 * i, output)
         for entry in ladder
         for i, name in enumerate(formats)
         for shape in shapes
+        if measured(entry[0], shape)
         for output in (("float32", "float16") if entry[0] in IN_HALF else ("float32",))
     )
-    duels = tuple(
-        make_duel(row, pace) for row in rows if row.step in IN_HALF for pace in PACES if row.M >= 16
+    sizes = dict.fromkeys((n, k) for _, n, k in shapes)
+    calls = tuple(
+        make_call(called, (m, n, k))
+        for called in (CALLED if peers else ())
+        for n, k in sizes
+        for m in CALLED_TOKENS
     )
     others = []
     for m, n, k in shapes if peers else ():
@@ -174,6 +212,8 @@ def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool =
                 us=cublas_us(m, n, k),
                 same_run=True,
                 source="torch 9.9, kernel only",
+                commit=COMMIT,
+                utc=UTC,
             )
         )
         if (m, n) == (16, 4096) and k == 4096:
@@ -200,7 +240,7 @@ def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool =
         clocks_mhz=Clocks(before=345.0, after=1980.0, max=1980.0),
         copy_tbps=TBPS,
         limits=Limits(copy_tbps=TBPS, read_tbps=4.35, tops=TOPS),
-        git=Git(sha="0123abcd", dirty=False),
-        utc="2026-01-02T03:04:05Z",
+        git=Git(sha=COMMIT, dirty=False),
+        utc=UTC,
     )
-    return Run(env=env, rows=rows, peers=tuple(others), duels=duels if peers else ())
+    return in_order(Run(env=env, rows=rows, peers=tuple(others), as_called=calls))

@@ -1,0 +1,120 @@
+"""Where a run is kept: `results/<gpu slug>/run.json`, one per GPU, merged and written atomically.
+
+A bench measures what is missing or stale and merges it into the file after every loop, so a bench
+that is killed loses one loop at most. History is git's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from results.record import ROOT
+from results.record.schema import (
+    AsCalled,
+    Environment,
+    Peer,
+    RecordError,
+    Row,
+    Run,
+    from_json,
+    in_order,
+    to_json,
+)
+
+RESULTS: Final = ROOT / "results"
+NAME: Final = "run.json"
+
+
+def read(path: Path | str) -> Run:
+    """Raises RecordError with the file's name in it."""
+    path = Path(path)
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def slug(gpu: str | None) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", (gpu or "unknown-gpu").lower()).strip("-")
+
+
+def path_for(env: Environment, root: Path = RESULTS) -> Path:
+    """Where the run of this GPU is kept."""
+    return root / slug(env.gpu) / NAME
+
+
+def write(run: Run, path: Path) -> Path:
+    """Write the run whole or not at all, in place of what was there."""
+    text = to_json(run)
+    from_json(text)  # never write what could not be read back
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the rename stays on one file system and is therefore atomic.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        return path
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+Record = TypeVar("Record", Row, Peer, AsCalled)
+
+
+def merge(
+    run: Run,
+    *,
+    env: Environment | None = None,
+    rows: Iterable[Row] = (),
+    peers: Iterable[Peer] = (),
+    as_called: Iterable[AsCalled] = (),
+) -> Run:
+    """The run with these records in place of those it had of the same key; ratios worked out anew.
+    A figure measured beside ours is not replaced by one recorded elsewhere."""
+
+    def joined(old: Iterable[Record], new: Iterable[Record]) -> tuple[Record, ...]:
+        found: dict[tuple[Any, ...], Record] = {one.key: one for one in old}
+        found.update({one.key: one for one in new})
+        return tuple(found.values())
+
+    measured = {peer.key for peer in run.peers if peer.same_run}
+    peers = [peer for peer in peers if peer.same_run or peer.key not in measured]
+    return in_order(
+        replace(
+            run,
+            env=env or run.env,
+            rows=joined(run.rows, rows),
+            peers=joined(run.peers, peers),
+            as_called=joined(run.as_called, as_called),
+        )
+    )
+
+
+def runs(root: Path = RESULTS) -> list[Path]:
+    """The run of every GPU, oldest first by its own clock (a checkout has no useful file times)."""
+    found = [(read(path).env.utc or "", path) for path in sorted(root.glob(f"*/{NAME}"))]
+    return [path for _, path in sorted(found, key=lambda pair: pair[0])]
+
+
+def headline(root: Path = RESULTS) -> Path | None:
+    """The run that the README and the charts show: of those with most good rows the newest.
+
+    So a laptop's short run does not replace the whole ladder.
+    """
+
+    def size(path: Path) -> int:
+        return sum(row.status == "ok" for row in read(path).rows)
+
+    return max(reversed(runs(root)), key=size, default=None)
