@@ -37,6 +37,22 @@ def find(number: int) -> Step:
     raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")
 
 
+def parent_of(step: Step) -> int | None:
+    """The step that it is compared with, in the family that continues the ladder."""
+    return step.parents.get(step.families[-1])
+
+
+def diff_base(step: Step) -> int | None:
+    """The step whose text it grew from: its parent, unless it says another."""
+    return step.diff_from or parent_of(step)
+
+
+def following(step: Step) -> tuple[Step, ...]:
+    """The steps to read next: its children in the tree; for a leaf the next number, if any."""
+    children = tuple(one for one in ladder() if parent_of(one) == step.number)
+    return children or tuple(one for one in ladder() if one.number == step.number + 1)
+
+
 def source(step: Step) -> list[str]:
     """The lines of its file."""
     path = Path(__file__).with_name(f"{step.name}.py")

@@ -41,7 +41,8 @@ from results.record import schema as record
 from results.record.schema import Duel, Run
 from results.render import text as table
 from results.render.text import Column, Line, Table
-from steps.checks.works import UsageError, fatal, select
+from steps.checks.run import fatal
+from steps.checks.select import UsageError, select
 from steps.components.activations.layouts import decode
 from steps.contract import Family, Shape, Size, Work
 

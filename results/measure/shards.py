@@ -23,7 +23,7 @@ from results.measure.comparisons import sorted_duels
 from results.record import schema as record
 from results.record.schema import RecordError, Run
 from results.render import text as table
-from steps.checks.works import UsageError
+from steps.checks.select import UsageError
 from steps.contract import Size, Work
 
 SLOW: Final = 2.0e11

@@ -8,11 +8,6 @@ from steps.contract import Step
 from steps.registry import source
 
 
-def parent_of(step: Step) -> int | None:
-    """The step it grew from: the parent of the family that continues the ladder."""
-    return step.parents.get(step.families[-1])
-
-
 def imported(step: Step, parent: Step) -> set[str]:
     """The names that a step's file imports from its parent's."""
     return {

@@ -40,7 +40,7 @@ from steps.api.compile import machine_code, signature_of
 from steps.contract import Step, Work, scheme
 from steps.pitfalls import Finding, Pitfall, right
 from steps.pitfalls.__main__ import error_of, value_of
-from steps.registry import source
+from steps.registry import diff_base, source
 
 OUT: Final = ROOT / "build" / "report.html"
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
@@ -229,7 +229,7 @@ def section(
         rows=[_cells(row) for row in rows],
         machine=compiler(step, shape, run.env.cc),
         comparison=_comparison(step),
-        source=markup.body(text) if lesson.parent_of(step) is None else [],
+        source=markup.body(text) if diff_base(step) is None else [],
     )
 
 
@@ -260,7 +260,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _comparison(step: Step) -> Comparison | None:
-    number = lesson.parent_of(step)
+    number = diff_base(step)
     if number is None:
         return None
     parent = next(each for each in ladder() if each.number == number)

@@ -42,23 +42,23 @@ def prepare(
     a: np.ndarray,
     blocks: np.ndarray,
     machine: Machine,
-    given: Q81 | None = None,
+    q81: Q81 | None = None,
     dtype: Any = np.float32,
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
-    `given`: Q8_1 bits to multiply instead of what the machine would make of `a` (A8 only; where a
-    token has one scale, of tokens of one block).
+    `q81`: Q8_1 bits to multiply, and not what the machine would make of `a` (A8 only; where a
+    token has one scale, those of tokens of one block).
     `dtype`: of C, one of `step.outputs`.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if given is not None and activations.layout in ("blocks", "slabs", "tokens", "summed"):
-        bits: Q81 | Tokens = given
+    if q81 is not None and activations.layout in ("blocks", "k_outermost", "tokens", "summed"):
+        bits: Q81 | Tokens = q81
         if activations.layout in ("tokens", "summed"):
-            bits = (Tokens if activations.layout == "tokens" else SummedTokens).of_q81(given)
+            bits = (Tokens if activations.layout == "tokens" else SummedTokens).of_q81(q81)
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))
@@ -93,13 +93,11 @@ def verify(
     family: Family,
     problem: Problem,
     machine: Machine,
-    given: Q81 | None = None,
+    q81: Q81 | None = None,
     dtype: Any = np.float32,
 ) -> Check:
     """Checks one step on one problem: values, guard bands, and that its inputs are unchanged."""
-    prepared = prepare(
-        step, family, problem.format, problem.a, problem.blocks, machine, given, dtype
-    )
+    prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine, q81, dtype)
     before = step.pack(problem.blocks)
     c = multiply(prepared, machine)
     for array, kept in zip(prepared.weights, before, strict=True):

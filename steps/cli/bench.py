@@ -23,8 +23,9 @@ from results.measure.shards import Group
 from results.record import schema as record
 from results.record.schema import Duel, Peer, Row
 from results.render import text as table
-from steps.checks.works import fatal, select
-from steps.cli import run
+from steps.checks.run import fatal
+from steps.checks.select import select
+from steps.cli import arguments, report, run
 from steps.contract import Size, Work
 
 SAVE_SECONDS = 30.0
@@ -37,8 +38,8 @@ DUEL_SECONDS = 0.5
 
 def bench(args: Namespace) -> int:
     """The whole matrix with peers, into one JSON file; 1 if any row failed."""
-    run.machines("gpu")
-    works = select(run.named(args.steps), run.formats_of(args.format), args.scheme)
+    arguments.machines("gpu")
+    works = select(arguments.steps_of(args.steps), arguments.formats_of(args.format), args.scheme)
     whole = parts.groups(works, shapes_of(args))
     if (args.gpus or 1) > 1:
         found, path, status = parts.on_gpus(args, whole)
@@ -50,8 +51,8 @@ def bench(args: Namespace) -> int:
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
     else:
-        title = f"{found.env.where}, {run.timed_distribution(args)} data"
-        table.show(run.run_table(title, (), found.rows, set(), shapes=True))
+        title = f"{found.env.where}, {arguments.distribution_of(args)} data"
+        table.show(report.run_table(title, (), found.rows))
         print(f"wrote {path}")
         if found.duels:
             title = f"{found.env.where}: kernels against cuBLAS fp16"
@@ -70,7 +71,7 @@ def shapes_of(args: Namespace) -> list[Size]:
         for shape in BENCH_SHAPES
         if all(size in (None, own) for size, own in zip(asked, shape, strict=True))
     ]
-    return found or [run.shape_of(args, DEFAULT_SHAPE)]
+    return found or [arguments.shape_of(args, DEFAULT_SHAPE)]
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class _Growing:
 
 def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
     """The groups of args.part, on this GPU."""
-    _, machine, _ = run.machines("gpu")
+    _, machine, _ = arguments.machines("gpu")
     mine = parts.part_of(whole, args.part)
     works = tuple({str(work): work for group in mine for work in group.works}.values())
     duels = [_duels(group, args) for group in mine]
@@ -134,7 +135,7 @@ def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
         say(f"no duels: {why}")
         fights = [[] for _ in mine]
     count = sum(group.rows for group in mine) + sum(len(each) for each in fights)
-    drawn: dict[str, Any] = {"distribution": run.timed_distribution(args), "seed": args.seed}
+    drawn: dict[str, Any] = {"distribution": arguments.distribution_of(args), "seed": args.seed}
     drawn["wrong"] = run.wrong(outcomes)
 
     def peers(group: Group) -> tuple[Peer, ...]:

@@ -1,4 +1,4 @@
-"""A step as text: its difference from its parent, and its machine code. Neither needs a GPU."""
+"""The ladder and its steps as text: `list`, `diff`, `ptx`, `sass`. None of them needs a GPU."""
 
 from __future__ import annotations
 
@@ -11,48 +11,100 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from results.render import text as table
-from results.render.lesson import imported, parent_of, without
+from results.render.lesson import imported, without
 from results.render.text import Column, Line, Table
 from steps.api.dry_run import launches
-from steps.checks.works import UsageError, require_depth
-from steps.cli.run import named, one_work, shape_of
-from steps.contract import Step
-from steps.registry import source
+from steps.checks.cases import require_depth
+from steps.checks.select import UsageError
+from steps.cli.arguments import home_shapes_of, one_step, one_work
+from steps.cli.report import shape_text
+from steps.contract import BRANCHES, Step, scheme
+from steps.registry import diff_base, following, ladder, parent_of, source
 
 _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
+def list_steps(args: Namespace) -> int:
+    """The ladder: every step with its branch, its home shapes and its parent."""
+    steps = ladder()
+    if args.json:
+        print(json.dumps([_as_json(step) for step in steps], indent=1))
+        return 0
+    columns = (
+        Column("step"),
+        Column("idea", words=True),
+        Column("A", words=True),
+        Column("parent"),
+        Column("branch", words=True),
+        Column("home shapes, MxNxK", words=True),
+        Column("GPU"),
+        Column("accuracy", words=True),
+    )
+    lines = tuple(
+        Line(
+            (
+                str(step.number),
+                step.title,
+                " ".join(step.families),
+                str(parent_of(step) or table.ABSENT),
+                step.branch,
+                " ".join(shape_text(shape) for shape in step.home_shapes),
+                "{}.{}".format(*step.min_cc),
+                step.accuracy,
+            )
+        )
+        for step in steps
+    )
+    branches = ", ".join(f"{name} ({branch.title})" for name, branch in BRANCHES.items())
+    notes = (
+        f"Branches: {branches}. GPU: the lowest compute capability.",
+        "make diff STEP=4 shows what step 4 changes in the step it grew from.",
+    )
+    table.show(Table(columns, lines, notes=notes))
+    return 0
+
+
+def _as_json(step: Step) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "name": step.name,
+        "title": step.title,
+        "branch": step.branch,
+        "homes": [list(shape) for shape in step.home_shapes],
+        "families": list(step.families),
+        "schemes": [scheme(name, family) for family in step.families for name in step.formats],
+        "parents": dict(step.parents),
+        "diff_from": diff_base(step),
+        "read_next": [after.number for after in following(step)],
+        "unit": dict(step.unit),
+        "outputs": list(step.outputs),
+        "accuracy": step.accuracy,
+        "min_cc": list(step.min_cc),
+        "formats": list(step.formats),
+    }
+
+
 def diff(args: Namespace) -> int:
-    """The step's file against its parent's: the lesson, line by line. What it imports from there is
-    no different, and left out."""
-    steps = named(args.steps)
-    if len(steps) != 1:
-        raise UsageError("name one step, such as 5")
-    step = steps[0]
-    number = args.against if args.against is not None else _parent(step)
-    parent = named([str(number)])[0]
-    taken = imported(step, parent)
+    """The step's file against the one it grew from. What it imports from there is left out."""
+    step = one_step(args.steps)
+    number = args.against if args.against is not None else diff_base(step)
+    if number is None:
+        raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
+    base = one_step([str(number)])
+    taken = imported(step, base)
     if taken:
-        print(f"{step.name} imports these from {parent.name}: {', '.join(sorted(taken))}")
-    before = source(parent)
+        print(f"{step.name} imports these from {base.name}: {', '.join(sorted(taken))}")
+    before = source(base)
     lines = difflib.unified_diff(
         [before[i] for i in without(before, taken)],
         source(step),
-        f"steps/{parent.name}.py",
+        f"steps/{base.name}.py",
         f"steps/{step.name}.py",
         n=args.lines,
     )
     for line in _coloured(lines) if _colours_wanted() else lines:
         print(line, end="")
     return 0
-
-
-def _parent(step: Step) -> int:
-    """The same, where there has to be one."""
-    number = parent_of(step)
-    if number is None:
-        raise UsageError(f"step {step.number} has no parent: it is where the ladder begins")
-    return number
 
 
 def _colours_wanted() -> bool:
@@ -69,7 +121,7 @@ def _coloured(lines: Iterator[str]) -> Iterator[str]:
 
 
 def ptx(args: Namespace) -> int:
-    """What Numba and libNVVM make of the kernel, before ptxas."""
+    """What Numba and libNVVM make of the kernel; ptxas has not seen it yet."""
     return _print_code(args, "ptx")
 
 
@@ -82,12 +134,12 @@ def _print_code(args: Namespace, kind: str) -> int:
     from steps.api.compile import machine_code, signature_of
 
     work = one_work(args)
-    shape = shape_of(args)
+    shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
     before, own = launches(work, shape)
-    launch = before[0] if args.activations and before else own
     if args.activations and not before:
-        raise UsageError(f"{work} reads its activations as they are: there is no pass to show")
+        raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
+    launch = before[0] if args.activations else own
     try:
         code = machine_code(launch.kernel, signature_of(launch.args), args.arch)
     except (ValueError, RuntimeError) as error:
@@ -136,7 +188,7 @@ def _extent(extent: tuple[int, ...]) -> str:
 
 
 def _histogram(instructions: Any) -> Table:
-    """Opcodes by how often they stand in the listing (not by how often they run)."""
+    """Opcodes by how often the listing has them (not by how often they run)."""
     lines = tuple(Line((opcode, str(count))) for opcode, count in instructions.most_common())
     total = sum(instructions.values())
     return Table(

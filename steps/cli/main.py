@@ -1,7 +1,8 @@
 """The command line of the ladder: `python -m steps list | run | check | bench | diff | sass ...`.
 
-0 when all is right, 1 when a check failed, 2 after one sentence when the request cannot be met.
-Commands are imported when they are asked for, so that `--help` and `doctor` need no package at all.
+Exit status: 0 when all is right, 1 when a check failed, 2 after one sentence when the request
+cannot be met. A command's module is imported when it runs, so `--help` and `doctor` need no
+package.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence without the usage before it."""
+    """argparse whose errors are one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -38,18 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         print(f"\n{where}: interrupted", file=sys.stderr)
-        # Where Ctrl-C came while a string was executed, as when a dataclass is made, Python would
-        # die of the signal at its end, whoever catches it: the next string makes it forget that.
+        # When Ctrl-C arrives while a string is executed (making a dataclass does that), Python
+        # kills itself with the signal at exit. Executing another string clears that state.
         exec("")
         return 130
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
         print(f"{where}: {error}; `make doctor` says what is missing", file=sys.stderr)
         return 2
     except Exception as error:
-        if not _is_said_to_the_user(error):
+        if not _is_refusal(error):
             raise
         print(f"{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,8 +63,9 @@ def _command(name: str) -> Command:
     return found
 
 
-def _is_said_to_the_user(error: Exception) -> bool:
-    """Whether it is the sentence of a refused request, and not a bug whose traceback is wanted."""
+def _is_refusal(error: Exception) -> bool:
+    """Whether it refuses a request in one sentence; any other error is a bug and shows its
+    traceback."""
     if isinstance(error, ImportError):
         return error.name is None  # the registry's own, about a file that is no step
     return type(error).__name__ in ("UsageError", "RecordError") or isinstance(error, OSError)
@@ -108,7 +110,7 @@ def _architecture(text: str) -> str:
 
 
 def _data() -> Parser:
-    """What to multiply."""
+    """The options that say what to multiply."""
     one = Parser(add_help=False)
     one.add_argument(
         "--format",
@@ -116,12 +118,12 @@ def _data() -> Parser:
         action="append",
         default=[],
         metavar="F",
-        help="q4_0,q4_1,q5_0,q5_1,q8_0, or all of these (default); or mxfp4,iq4_nl,q2_k ... q6_k",
+        help="q4_0 q4_1 q5_0 q5_1 q8_0, or all of these (default); mxfp4 iq4_nl q2_k ... q6_k",
     )
-    one.add_argument("--scheme", help="W4A16, W4A8, W5A8, W8A16 ...; or A16, A8 (default: all)")
-    one.add_argument("--m", type=_positive, metavar="M", help="tokens")
+    one.add_argument("--scheme", help="W4A16, W4A8, W5A8 ..., or A16, A8 (default all)")
+    one.add_argument("--m", type=_positive, metavar="M", help="tokens (default: home shape)")
     one.add_argument("--n", type=_positive, metavar="N", help="output features")
-    one.add_argument("--k", type=_positive, metavar="K", help="the reduction, a multiple of 32")
+    one.add_argument("--k", type=_positive, metavar="K", help="input features, a multiple of 32")
     one.add_argument("--dist", metavar="D", help="normal, uniform, llm, integer, golden")
     one.add_argument("--seed", type=_seed, default=0, help="of the data (default 0)")
     return one
@@ -150,16 +152,16 @@ def _parser() -> Parser:
     )
     as_json = Parser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    save = Parser(add_help=False)
-    save.add_argument("--save", action="store_true", help="write the rows to results/<gpu>/")
+    long = Parser(add_help=False)
+    long.add_argument("--long", action="store_true", help="a line for each format of each step")
 
     file = Parser(add_help=False)
     file.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="take the weights from this file, not drawn"
+        "--gguf", type=Path, metavar="FILE", help="weights of this file, not random ones"
     )
-    file.add_argument("--tensor", metavar="NAME", help="of the file's tensors this one")
+    file.add_argument("--tensor", metavar="NAME", help="the tensor in that file")
 
-    command("list", "run:list_steps", "the ladder: its steps and what each runs on", as_json)
+    command("list", "listing:list_steps", "the steps, their branches and home shapes", as_json)
     command(
         "run",
         "run:run",
@@ -168,21 +170,38 @@ def _parser() -> Parser:
         file,
         order,
         as_json,
-        save,
+        long,
         steps="*",
     )
-    command("ladder", "run:run", "run every step", _data(), file, order, as_json, save)
+    command(
+        "ladder",
+        "run:run",
+        "run every step; with a GPU, draw build/ladder.svg",
+        _data(),
+        file,
+        order,
+        as_json,
+        long,
+    )
 
     one = command(
-        "check", "run:check", "the checks alone", _data(), file, order, as_json, steps="*"
+        "check",
+        "run:check",
+        "check steps, time nothing",
+        _data(),
+        file,
+        order,
+        as_json,
+        long,
+        steps="*",
     )
     one.add_argument(
         "--machine",
         choices=("auto", "gpu", "simulator"),
         default="auto",
-        help="where (default auto)",
+        help="where to run (default auto: a GPU if there is one)",
     )
-    one.add_argument("--quick", action="store_true", help="a third of the shapes for each format")
+    one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
     one.add_argument("--small", action="store_true", help="the simulator's shapes on a GPU too")
 
     one = command(
@@ -260,13 +279,11 @@ def _parser() -> Parser:
         "--run", type=Path, metavar="PATH", help="take the times of a bench, and measure nothing"
     )
 
-    one = command("diff", "listing:diff", "a step's file against its parent's", steps="1")
-    one.add_argument(
-        "--against", type=_positive, metavar="STEP", help="another one than its parent"
-    )
+    one = command("diff", "listing:diff", "what a step's file changes in its parent's", steps="1")
+    one.add_argument("--against", type=_positive, metavar="STEP", help="compare with this step")
     one.add_argument("--lines", type=_seed, default=3, help="lines of context (default 3)")
 
-    for name, text in (("ptx", "the PTX of a step"), ("sass", "what the GPU executes")):
+    for name, text in (("ptx", "a kernel's PTX"), ("sass", "a kernel's machine code")):
         one = command(name, f"listing:{name}", f"{text}; needs no GPU", _data(), as_json, steps="1")
         one.add_argument(
             "--arch",
@@ -274,11 +291,13 @@ def _parser() -> Parser:
             default="sm_90a",
             help="sm_75, sm_80, sm_90a (default) ...",
         )
-        one.add_argument("--summary", action="store_true", help="the figures without the listing")
-        one.add_argument("--activations", action="store_true", help="the activation pass instead")
+        one.add_argument("--summary", action="store_true", help="registers and opcode counts alone")
+        one.add_argument(
+            "--activations", action="store_true", help="the activation pass, not the kernel"
+        )
 
     one = command("profile", "tools:profile", "Nsight Compute on one launch", _data(), steps="1")
-    one.add_argument("--set", default="detailed", help="ncu's set of sections (default detailed)")
+    one.add_argument("--set", default="detailed", help="sections to collect (default detailed)")
     one.add_argument("--out", type=Path, metavar="PATH", help="write ncu's report there")
 
     one = command("sanitize", "tools:sanitize", "Compute Sanitizer over the checks", steps="*")
@@ -290,9 +309,9 @@ def _parser() -> Parser:
     )
     one.add_argument("--format", action="append", default=[], metavar="F", help="default all")
     one.add_argument("--scheme", help="W4A16, A8 ... (default all)")
-    one.add_argument("--quick", action="store_true", help="a third of the shapes for each format")
+    one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
 
-    command("launch", "run:launch", "launch a step once on the GPU", _data(), steps="1")
-    command("doctor", "doctor:doctor", "what this machine can run, and why not the rest", as_json)
-    command("pitfalls", "tools:pitfalls", "the museum of this problem's bugs", add_help=False)
+    command("launch", "run:launch", "launch a step once, for a profiler", _data(), steps="1")
+    command("doctor", "doctor:doctor", "what runs on this machine, and what is missing", as_json)
+    command("pitfalls", "tools:pitfalls", "known bugs, and what catches each", add_help=False)
     return parser

@@ -1,6 +1,6 @@
-"""NVIDIA's own tools on a step: Nsight Compute (`profile`), Compute Sanitizer (`sanitize`).
+"""NVIDIA's tools on a step: Nsight Compute (`profile`), Compute Sanitizer (`sanitize`).
 
-Both run this command line in a process of their own, as a tool must start what it looks into.
+A tool must start the process that it examines, so both start this command line again.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Final
 
 from steps.api.dry_run import launches
-from steps.checks.works import UsageError
-from steps.cli.run import machines, one_work, shape_of
+from steps.checks.select import UsageError
+from steps.cli.arguments import home_shapes_of, machines, one_work
 
 WHERE: Final = (
     "/usr/local/cuda/bin",
     "/opt/nvidia/nsight-compute",
     "/usr/local/cuda/compute-sanitizer",
 )
-"""Folders where the tools often are without being on PATH."""
+"""Folders where the tools often are, though not on PATH."""
 
 SANITIZERS: Final[dict[str, tuple[str, ...]]] = {
-    # cuda-bindings asks the driver for functions that only later ones have: each such question
-    # would count as an error, and a call that fails is raised in Python anyway
+    # cuda-bindings asks the driver for functions that only later drivers have. Each such question
+    # would count as an error, and Python raises for a call that fails anyway.
     "memcheck": ("--report-api-errors", "no"),
     "racecheck": (),
     "initcheck": (),
@@ -53,7 +53,7 @@ def find_tool(name: str) -> str | None:
 def profile(args: Namespace) -> int:
     """Nsight Compute on one launch of the step's kernel; clocks are left as they are."""
     work = one_work(args)
-    shape = shape_of(args)
+    shape = home_shapes_of(args, work.step)[0]
     machines("gpu")
     _, own = launches(work, shape)
     tool = find_tool("ncu")
@@ -65,7 +65,7 @@ def profile(args: Namespace) -> int:
     command = [
         tool,
         "--clock-control",
-        "none",  # locking clocks would show a GPU that no measurement here has seen
+        "none",  # as in every measurement here: clocks are not locked
         "--kernel-name",
         f"regex:{own.kernel.__name__}",
         "--launch-count",
@@ -84,7 +84,7 @@ def profile(args: Namespace) -> int:
 
 
 def sanitize(args: Namespace) -> int:
-    """Compute Sanitizer over the checks, all its tools or some; 1 if any of them finds anything."""
+    """Compute Sanitizer over the checks, all of its tools or some; 1 if one finds anything."""
     machines("gpu")
     tool = find_tool("compute-sanitizer")
     if tool is None:
@@ -123,7 +123,7 @@ def _run(command: Sequence[str], hint: str = "") -> int:
 
 
 def pitfalls(args: Namespace) -> int:
-    """The museum of wrong kernels, which has a command line of its own."""
+    """The museum of wrong kernels; it has its own command line."""
     return subprocess.run(
         [sys.executable, "-m", "steps.pitfalls", *args.others], cwd=ROOT, check=False
     ).returncode

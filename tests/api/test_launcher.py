@@ -134,7 +134,7 @@ def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
     loaded = gpu.load(Launch(SimpleNamespace(__name__="kernel"), (1,), (32,), ()))
     with pytest.raises(Exception, match="kernel was not launched: CUDA_ERROR_INVALID_VALUE") as one:
         loaded()
-    assert type(one.value).__name__ == "CudaAPIError", "as steps.checks.works.fatal knows it"
+    assert type(one.value).__name__ == "CudaAPIError", "as steps.checks.run.fatal knows it"
 
 
 @pytest.mark.parametrize(("cc", "attributes"), [((9, 0), 1), ((8, 9), 0)])

@@ -19,7 +19,8 @@ from steps.api.machines import Gpu
 from steps.api.compile import disassemble, machine_code, opcodes, signature_of
 from steps.api.parallel_compile import architecture, compile_ahead
 from steps.api.relocatable import Relocatable
-from steps.checks.works import Case, select
+from steps.checks.cases import Case
+from steps.checks.select import select
 from steps.cli import bench as matrix
 from steps.cli import run
 from steps.components.activations.rows import half_rounder

@@ -36,7 +36,7 @@ from steps.api.machines import Simulator
 from steps.checks.verify import multiply, operands, prepare, verify
 from steps.checks.cases import SUPER_CHECK_SHAPES, cases
 from steps.checks.select import UsageError
-from steps.cli.run import formats_of
+from steps.cli.arguments import formats_of
 from steps.components.unpack.elements import device_elements
 from steps.components.unpack.storage_formats import half_format, tile_format
 from steps.contract import Shape, Work

@@ -20,7 +20,7 @@ from results.record import schema as record
 from results.record.schema import Environment, Git, Limits, Run
 from steps import find, ladder
 from steps.api.machines import Simulator
-from steps.checks.works import UsageError
+from steps.checks.select import UsageError
 from steps.cli import run
 from steps.contract import Work, why_no_gpu
 

@@ -19,8 +19,10 @@ from results.measure.protocol import comparisons as duel
 from results.record import schema as record
 from results.record.schema import Environment, Limits
 from steps.api.machines import Simulator
-from steps.checks import works as checks
-from steps.checks.works import Case, Outcome, Outcomes, check_works, select
+from steps.checks import run as checks
+from steps.checks.cases import Case
+from steps.checks.run import Outcome, Outcomes, check_works
+from steps.checks.select import select
 from steps.cli import bench as matrix
 from steps.cli import run
 from steps.contract import Work

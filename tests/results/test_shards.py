@@ -17,7 +17,7 @@ from results.measure import shards as parts
 from results.record import schema as record
 from results.record.schema import Environment, Git, Peer, RecordError, Run
 from steps import registry
-from steps.checks.works import UsageError, select
+from steps.checks.select import UsageError, select
 from steps.cli import bench as matrix
 from steps.cli import main as cli
 from tests.results.test_bench import asked

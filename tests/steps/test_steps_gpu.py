@@ -12,7 +12,8 @@ from reference.check import INTEGER_NMSE
 from steps import registry as steps
 from steps.api.machines import Gpu
 from steps.checks.verify import multiply, prepare, verify
-from steps.checks.works import cases, check_works
+from steps.checks.cases import cases
+from steps.checks.run import check_works
 from steps.contract import Family, Step, Work
 from tests.steps.works import WORKS
 

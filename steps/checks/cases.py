@@ -1,0 +1,114 @@
+"""The problems that a work must solve: shapes, distributions of the data, orders of the lanes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from qformats import FORMATS, SUPER
+from reference import CHECK_SHAPES, DISTRIBUTIONS, GOLDEN, GPU_CHECK_SHAPES
+from steps.checks.select import ALL_FORMATS, UsageError
+from steps.contract import Size
+
+SIMULATOR_LIMIT: Final = 2**20
+"""The most M * N * K that the simulator accepts: about a minute of Python per step."""
+
+DISTRIBUTION_CYCLE: Final = ("integer", "normal", "uniform", "integer", "llm")
+"""Distributions in turn, where none is asked for: exact problems find what rounding would hide."""
+
+ORDERS: Final = (0, -1, 1, 2)
+"""Lane orders in turn: ascending, descending, shuffled."""
+
+# CHECK_SHAPES for blocks of 256: K is no multiple of a kernel's 128 alone, no tile of M or N is
+# full.
+SUPER_CHECK_SHAPES: Final = (
+    (1, 1, 256),
+    (1, 33, 512),
+    (2, 65, 256),
+    (5, 20, 256),
+    (9, 5, 768),
+    (17, 3, 256),
+    (3, 130, 256),
+    (33, 18, 256),
+)
+
+QUICK: Final = 3
+"""A quick check gives each format every third shape, so that three formats cover all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem, apart from its format; `order` is the simulator's order of lanes."""
+
+    shape: Size
+    distribution: str
+    seed: int = 0
+    order: int = 0
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        return f"M={m} N={n} K={k} {self.distribution} seed {self.seed} order {self.order}"
+
+
+def cases(
+    format_name: str,
+    *,
+    simulated: bool,
+    quick: bool = False,
+    small: bool = False,
+    shape: Size | None = None,
+    distribution: str | None = None,
+    seed: int = 0,
+    order: int | None = None,
+) -> tuple[Case, ...]:
+    """The problems of a format: one shape, or the machine's check shapes and the golden case.
+
+    quick: a third of the shapes, another third for the next format. small: a GPU gets the
+    simulator's shapes too (for tools that slow it down a hundredfold).
+    """
+    if distribution is not None and distribution not in DISTRIBUTIONS:
+        raise UsageError(
+            f"unknown distribution {distribution!r}: use one of {', '.join(DISTRIBUTIONS)}"
+        )
+    if distribution == "golden":
+        return (Case((1, 1, 32), "golden", seed, order or 0),)
+    if shape is not None:
+        require_depth(format_name, shape[2])
+        if simulated and shape[0] * shape[1] * shape[2] > SIMULATOR_LIMIT:
+            raise UsageError(
+                f"M*N*K = {shape[0] * shape[1] * shape[2]} multiply-adds are too many for the "
+                f"simulator, which does some ten thousand a second: use at most {SIMULATOR_LIMIT}"
+            )
+        return (Case(shape, distribution or "normal", seed, order or 0),)
+    shapes = _check_shapes(format_name, simulated or small)
+    if quick:
+        shapes = shapes[ALL_FORMATS.index(format_name) % QUICK :: QUICK]
+    drawn = itertools.cycle((distribution,) if distribution else DISTRIBUTION_CYCLE)
+    orders = itertools.cycle(ORDERS if order is None else (order,))
+    regular = [
+        Case(each, name, seed + i, lanes)
+        for i, (each, name, lanes) in enumerate(zip(shapes, drawn, orders, strict=False))
+    ]
+    has_golden = distribution is None and format_name in GOLDEN
+    golden = [Case((1, 1, 32), "golden", 0, order or 0)] if has_golden else []
+    return (*golden, *regular)
+
+
+def _check_shapes(format_name: str, small: bool) -> tuple[Size, ...]:
+    if FORMATS[format_name].elements != SUPER:
+        return CHECK_SHAPES if small else GPU_CHECK_SHAPES
+    if small:
+        return SUPER_CHECK_SHAPES
+    rounded = ((m, n, -(-k // SUPER) * SUPER) for m, n, k in GPU_CHECK_SHAPES if k >= SUPER)
+    return (*SUPER_CHECK_SHAPES, *rounded)
+
+
+def require_depth(format_name: str, k: int) -> None:
+    """UsageError where K is not a multiple of a format's block."""
+    size = FORMATS[format_name].elements
+    if k % size:
+        raise UsageError(
+            f"K={k} is not a multiple of {size}, the block of {format_name}: "
+            f"use {k // size * size + size}"
+        )

@@ -1,0 +1,77 @@
+"""Which works are asked for (steps, formats, a scheme), and what they are compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, get_args
+
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
+from steps.contract import Family, Step, Work
+from steps.registry import find
+
+ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
+"""In the order of every table."""
+
+
+class UsageError(Exception):
+    """A request that cannot be met; its text is the one sentence the user sees."""
+
+
+def select(
+    steps: Sequence[Step],
+    formats: Sequence[str] = (),
+    wanted: str | None = None,
+    cc: tuple[int, int] | None = None,
+) -> tuple[Work, ...]:
+    """The works of some steps, on all formats or some, in all schemes or one (W4A8, or A8).
+
+    UsageError, with the reason, where nothing is left.
+    """
+    bits, family = _scheme(wanted)
+    works: list[Work] = []
+    why = f"{', '.join(formats or WEIGHT_FORMATS)}: no format here is {wanted}"
+    for step in steps:
+        for each in (family,) if family else step.families:
+            for name in formats or WEIGHT_FORMATS:
+                if bits and FORMATS[name].bits != bits:
+                    continue
+                if reason := step.supports(name, each, cc):
+                    why = reason
+                else:
+                    works.append(Work(step, each, name))
+    if not works:
+        raise UsageError(why)
+    return tuple(works)
+
+
+def _scheme(text: str | None) -> tuple[int | None, Family | None]:
+    """ "W4A8" -> (4, "A8"); "A16" -> (None, "A16")."""
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"(?:W(\d))?(A\d+)", text.upper())
+    family = next((each for each in get_args(Family) if match and match[2] == each), None)
+    if match is None or family is None:
+        raise UsageError(f"unknown scheme {text!r}: use one like W4A16, W4A8, W8A8, or A16, A8")
+    return int(match[1]) if match[1] else None, family
+
+
+def with_parents(works: Sequence[Work], cc: tuple[int, int] | None = None) -> tuple[Work, ...]:
+    """The works and their parents on the same formats, by step, family and format."""
+    found = {(w.step.number, w.family, w.format): w for w in works}
+    for work in works:
+        number = work.step.parents.get(work.family)
+        if number is None:
+            continue
+        parent = find(number)
+        families = (work.family,) if work.family in parent.families else parent.families
+        for family in families:
+            if parent.supports(work.format, family, cc) is None:
+                key = (number, family, work.format)
+                found.setdefault(key, Work(parent, family, work.format))
+    return tuple(found[key] for key in sorted(found, key=_rank))
+
+
+def _rank(key: tuple[int, Family, str]) -> tuple[int, bool, int]:
+    number, family, name = key
+    return number, family == "A8", ALL_FORMATS.index(name)

@@ -1,0 +1,114 @@
+"""What a command line asks for: steps, formats, a shape, data, a machine."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+from qformats import FILE_FORMATS, WEIGHT_FORMATS
+from reference import DISTRIBUTIONS
+from steps.checks.select import UsageError, select
+from steps.contract import Machine, Size, Step, Work, why_no_gpu
+from steps.registry import find, ladder
+
+
+def machines(asked: str) -> tuple[str, Callable[[int], Machine], str | None]:
+    """(name, lane order -> machine, why it is not a GPU) for "gpu", "simulator" or "auto".
+
+    UsageError where a GPU is asked for and there is none, or where the simulator cannot run.
+    """
+    from steps.api.machines import Gpu, Simulator
+
+    reason = why_no_gpu() if asked != "simulator" else None
+    if asked == "gpu" and reason:
+        raise UsageError(f"no CUDA GPU can be used here: {reason}")
+    if asked == "gpu" or (asked == "auto" and reason is None):
+        gpu = Gpu()
+        return gpu.name, lambda _: gpu, None
+    try:
+        import greenlet  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "the simulator needs the package greenlet: pip install greenlet, or run `make doctor`"
+        ) from None
+    return "simulator", Simulator, reason or "the simulator was asked for"
+
+
+def steps_of(texts: Sequence[str]) -> tuple[Step, ...]:
+    """Steps by number ("4", "04", "step4"); all for "all" or nothing.
+
+    UsageError for one that does not exist.
+    """
+    if not texts or "all" in texts:
+        return ladder()
+    found = {}
+    for text in texts:
+        number = text.lower().removeprefix("step")
+        if not number.isascii() or not number.isdigit():
+            raise UsageError(f"{text!r} is not a step: give a number, such as 4, or all")
+        try:
+            step = find(int(number))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        found[step.number] = step
+    return tuple(found[number] for number in sorted(found))
+
+
+def one_step(texts: Sequence[str]) -> Step:
+    """The only step named; UsageError for several."""
+    found = steps_of(texts)
+    if len(found) != 1:
+        raise UsageError("name one step, such as 4")
+    return found[0]
+
+
+def formats_of(texts: Sequence[str]) -> tuple[str, ...]:
+    """Format names, separated by commas or blanks; for "all" or nothing those of every step."""
+    asked = [name for text in texts for name in text.lower().replace(",", " ").split()]
+    known = (*WEIGHT_FORMATS, *FILE_FORMATS)
+    for name in asked:
+        if name not in (*known, "all"):
+            raise UsageError(
+                f"unknown format {name!r}: use {', '.join(known)}, or all for the first "
+                f"{len(WEIGHT_FORMATS)}"
+            )
+    if not asked or "all" in asked:
+        return WEIGHT_FORMATS
+    return tuple(name for name in known if name in asked)
+
+
+def is_shape_asked(args: Namespace) -> bool:
+    """Whether any of --m, --n, --k is given."""
+    return not (args.m is args.n is args.k is None)
+
+
+def shape_of(args: Namespace, default: Size) -> Size:
+    """The shape of --m --n --k; `default` fills in what they leave open."""
+    shape = (args.m or default[0], args.n or default[1], args.k or default[2])
+    if shape[2] % 32:
+        raise UsageError(
+            f"K={shape[2]} is not a multiple of the block of 32: use {shape[2] // 32 * 32 + 32}"
+        )
+    return shape
+
+
+def home_shapes_of(args: Namespace, step: Step) -> tuple[Size, ...]:
+    """The step's home shapes, in which --m --n --k replace what they name."""
+    return tuple(dict.fromkeys(shape_of(args, home) for home in step.home_shapes))
+
+
+def distribution_of(args: Namespace) -> str:
+    """What timed data is drawn from: --dist, or normal (for golden too, which has one shape)."""
+    asked: str | None = args.dist
+    if asked is not None and asked not in DISTRIBUTIONS:
+        raise UsageError(f"unknown distribution {asked!r}: use one of {', '.join(DISTRIBUTIONS)}")
+    return "normal" if asked in (None, "golden") else asked
+
+
+def one_work(args: Namespace) -> Work:
+    """The first work of one step that --format and --scheme allow.
+
+    By default it is of the first format, in the family that continues the ladder.
+    """
+    step = one_step(args.steps)
+    return select((step,), formats_of(args.format), args.scheme or step.families[-1])[0]
