@@ -1,6 +1,7 @@
-"""What this machine can run, and why not the rest. Every probe is guarded, so it always prints.
+"""What runs on this machine, and what is missing. Every probe is guarded, so it always prints.
 
-Only the standard library is imported at the top: a doctor must cope with a broken installation.
+Nothing but the standard library and text tables is imported at the top: the doctor has to run in a
+broken installation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib import metadata
 from typing import Any, Final
 
 from results.render import text as table
-from results.render.text import Column, Line, Table, Tone
+from results.render.text import Column, Line, Table
 
 PACKAGES: Final = (
     "numpy",
@@ -61,12 +62,12 @@ PTX_OF_CUDA: Final = {
     (13, 3): (9, 3),
     (13, 4): (9, 4),
 }
-"""The newest PTX version that each CUDA version understands (release notes of the PTX ISA)."""
+"""The newest PTX version that a driver of each CUDA version accepts (release notes of PTX)."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What the probes found; `problems` are sentences with a cure in them."""
+    """What the probes found; `problems` are sentences that say what to do."""
 
     python: str = ""
     platform: str = ""
@@ -99,11 +100,11 @@ def doctor(args: Namespace) -> int:
 
 
 def examine() -> Findings:
-    """All probes, in an order in which later ones may use what earlier ones found."""
+    """All probes; later ones may use what earlier ones found."""
     found = Findings(
         python=f"{platform.python_version()} ({sys.executable})", platform=platform.platform()
     )
-    if sys.version_info < (3, 11):  # noqa: UP036 - a broken installation is what a doctor is for
+    if sys.version_info < (3, 11):  # noqa: UP036 - an old Python is one of the findings
         found.problems.append(
             f"Python {platform.python_version()} is too old: 3.11 or later is needed"
         )
@@ -127,7 +128,7 @@ def examine() -> Findings:
 def _guarded(probe: Callable[[Findings], None], found: Findings) -> str | None:
     try:
         probe(found)
-    except Exception as error:  # whatever is broken here is what the user wants to read about
+    except Exception as error:  # whatever is broken here is a finding
         return _sentence(error)
     return None
 
@@ -156,12 +157,12 @@ def _tools(found: Findings) -> None:
         from cuda import pathfinder
 
         found.tools["nvdisasm"] = pathfinder.find_nvidia_binary_utility("nvdisasm")
-    except Exception:  # not installed: PATH is then the only place to look
+    except Exception:  # not installed: look on PATH
         found.tools["nvdisasm"] = shutil.which("nvdisasm")
 
 
 def _simulator(found: Findings) -> None:
-    """Runs the golden case's step 1 in it: 32 multiply-adds."""
+    """Checks step 1 in it: 32 multiply-adds."""
     try:
         import greenlet  # noqa: F401
 
@@ -185,8 +186,8 @@ def _machine_code(found: Findings) -> None:
 
         if cuda.implementation != "NVIDIA":
             found.problems.append(
-                "numba.cuda is Numba's old built-in one: numba-cuda is not installed, or installed "
-                "where its .pth file is not read (pip --target)"
+                "numba.cuda is the old one inside Numba: numba-cuda is not installed, or its .pth "
+                "file is not read (pip --target); run `make clean-venv setup`"
             )
 
         @cuda.jit
@@ -209,7 +210,7 @@ def _driver(found: Findings) -> None:
 
     try:
         error, version = driver.cuDriverGetVersion()
-    except Exception:  # the library itself is not there
+    except Exception:  # there is no driver library
         return
     if int(error) or not version:
         return
@@ -222,9 +223,9 @@ def _driver(found: Findings) -> None:
     emitted = found.compiler.get("ptx")
     if newest and emitted and tuple(map(int, emitted.split("."))) > newest:
         found.problems.append(
-            f"the compiler emits PTX {emitted} and the driver (CUDA {found.driver['cuda']}) takes "
-            f"up to {found.driver['ptx']}: update the driver, or set up again with "
-            f"`make clean-venv` and `make CUDA={cuda[0]} doctor`"
+            f"the compiler emits PTX {emitted}; the driver (CUDA {found.driver['cuda']}) accepts "
+            f"{found.driver['ptx']} at most: update the driver, or run `make clean-venv` and "
+            f"`make CUDA={cuda[0]} doctor`"
         )
 
 
@@ -269,13 +270,13 @@ def _gpu(found: Findings) -> None:
         found.gpu["other_processes"] = others
         if others:
             found.problems.append(
-                f"{len(others)} other processes use this GPU ({', '.join(others)}): times will not "
-                "be reproducible"
+                f"{len(others)} other processes use this GPU ({', '.join(others)}): stop them, or "
+                "times will not be reproducible"
             )
 
 
 def _other_processes() -> list[str] | None:
-    """ "pid name" of what else computes on the GPU; None where nvidia-smi cannot say."""
+    """ "pid name" of every other process on the GPU; None where nvidia-smi cannot tell."""
     import os
 
     command = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
@@ -321,47 +322,60 @@ def _env(found: Findings) -> None:
 
 
 def _print(found: Findings) -> None:
+    lines = tuple(Line(pair) for pair in _abilities(found))
+    table.show(Table((Column("what", words=True), Column("works here?", words=True)), lines))
+    print()
+    lines = tuple(Line(pair) for pair in _facts(found))
+    table.show(Table((Column("what", words=True), Column("found", words=True)), lines))
+    if found.problems:
+        print()
+    for problem in found.problems:
+        print(f"problem: {problem}")
+
+
+def _abilities(found: Findings) -> list[tuple[str, str]]:
+    """What a user may want to do, and "yes" or "no" with the reason."""
+    compiler = found.compiler
+    emits = f": PTX {compiler.get('ptx')} for {compiler.get('architectures')}" if compiler else ""
+    torch = None if found.packages.get("torch") else "torch is not installed"
+    return [
+        ("run and time steps on a GPU", _on_the_gpu(found)),
+        ("check steps in the simulator", _yes_or_no(found.no_simulator)),
+        ("show PTX and machine code", _yes_or_no(found.no_machine_code) + emits),
+        ("time cuBLAS", _yes_or_no(found.no_gpu or torch)),
+        (
+            "time llama.cpp",
+            _yes_or_no(found.no_llama_cpp, "; recorded times stand in its place"),
+        ),
+    ]
+
+
+def _yes_or_no(reason: str | None, instead: str = "") -> str:
+    return f"no: {reason}{instead}" if reason else "yes"
+
+
+def _on_the_gpu(found: Findings) -> str:
+    """Every step, or which steps do not run and why."""
+    if found.no_gpu:
+        return f"no: {found.no_gpu}"
+    refused = [step["gpu"] for step in found.steps if step["gpu"]]
+    count = len(found.steps) - len(refused)
+    return f"yes, {count} of {len(found.steps)} steps" + "".join(f"; {each}" for each in refused)
+
+
+def _facts(found: Findings) -> list[tuple[str, str]]:
+    """Names and versions; packages of the other CUDA are left out."""
     facts = [("python", found.python), ("platform", found.platform)]
+    facts += [(f"GPU {name}", _fact(name, value)) for name, value in found.gpu.items()]
+    if found.driver:
+        accepts = found.driver["ptx"] or "an unknown version"
+        facts += [("driver", f"CUDA {found.driver['cuda']}, accepts PTX up to {accepts}")]
     facts += [
         (name, version or "not installed")
         for name, version in found.packages.items()
         if version or not name.endswith("-cu12")
     ]
-    facts += [(name, path or "not found") for name, path in found.tools.items()]
-    if found.compiler:
-        facts.append(
-            ("emits PTX", f"{found.compiler['ptx']} for {found.compiler['architectures']}")
-        )
-    if found.driver:
-        facts.append(
-            (
-                "driver takes PTX",
-                f"{found.driver['ptx'] or 'unknown'} (CUDA {found.driver['cuda']})",
-            )
-        )
-    facts += [(f"gpu {name}", _fact(name, value)) for name, value in found.gpu.items()]
-    lines = tuple(Line(fact) for fact in facts)
-    table.show(Table((Column("what", words=True), Column("found", words=True)), lines))
-    print()
-    columns = [Column("step"), Column("title", words=True)]
-    columns += [Column(n, words=True) for n in ("GPU", "simulator", "machine code")]
-    table.show(Table(tuple(columns), tuple(map(_step_line, found.steps))))
-    print()
-    reasons = (
-        ("GPU", found.no_gpu),
-        ("simulator", found.no_simulator),
-        ("machine code", found.no_machine_code),
-    )
-    for name, reason in reasons:
-        if reason:
-            print(f"no {name}: {reason}")
-    if found.no_llama_cpp:
-        print(f"a bench takes llama.cpp's figures from another run: {found.no_llama_cpp}")
-    for step in found.steps:
-        if step["gpu"] and step["gpu"] != found.no_gpu:
-            print(step["gpu"])
-    for problem in found.problems:
-        print(f"problem: {problem}")
+    return facts + [(name, path or "not found") for name, path in found.tools.items()]
 
 
 def _fact(name: str, value: Any) -> str:
@@ -370,9 +384,3 @@ def _fact(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return str(value)
-
-
-def _step_line(step: dict[str, Any]) -> Line:
-    places = [step["gpu"], step["simulator"], step["machine_code"]]
-    tone: Tone = "bad" if all(places) else ""
-    return Line((str(step["number"]), step["title"], *("no" if p else "yes" for p in places)), tone)

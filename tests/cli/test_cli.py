@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pty
@@ -16,32 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from results.render import text as table
-from results.render.text import Column, Line, Table
 from steps.api.dry_run import launches
-from steps.checks.works import GOING_ROUND, ORDERS, UsageError, cases, select, with_ancestors
-from steps.cli import doctor, run
+from steps.checks.select import UsageError, select
+from steps.cli import arguments
 from steps.cli import main as cli
 from steps.cli import tools as nvidia
 from steps.registry import find, ladder
+from tests.cli.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_GPU_HERE = run.machines("auto")[2] is not None
+NO_GPU_HERE = arguments.machines("auto")[2] is not None
 without_gpu = pytest.mark.skipif(not NO_GPU_HERE, reason="this machine has a GPU")
-
-
-def typed(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A command line in a process of its own, its output in pipes."""
-    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "steps", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def one_sentence(text: str) -> bool:
@@ -51,13 +35,16 @@ def one_sentence(text: str) -> bool:
 # --- what works -----------------------------------------------------------------------------------
 
 
-def test_list_shows_every_step() -> None:
+def test_list_shows_every_step_with_its_branch_and_home_shapes() -> None:
     done = typed("list")
     assert done.returncode == 0
     assert done.stderr == ""
     for step in ladder():
+        homes = " ".join("x".join(map(str, shape)) for shape in step.home_shapes)
         assert re.search(
-            rf"^ *{step.number}  .*{re.escape(step.title)}$", done.stdout, re.MULTILINE
+            rf"^ *{step.number}  {re.escape(step.title)} .* {step.branch} +{homes} ",
+            done.stdout,
+            re.MULTILINE,
         )
 
 
@@ -69,7 +56,7 @@ def test_a_step_runs_in_the_simulator_and_says_so() -> None:
     first, *_ = done.stdout.splitlines()
     assert first.startswith("No GPU (")
     assert "simulator" in first
-    assert "nothing is timed" in first
+    assert "not timed" in first
     rows = [line.split() for line in done.stdout.splitlines() if re.match(r" *1  W", line)]
     assert [row[:3] for row in rows] == [["1", "W4A16", "q4_0"], ["1", "W8A16", "q8_0"]]
     assert all(row[-3:] == ["ok,", "1", "case"] for row in rows)
@@ -145,42 +132,6 @@ def test_machine_code_as_json_and_of_the_activation_pass() -> None:
     assert "EXIT" in data["sass"]
 
 
-def test_doctor_always_prints_and_names_every_step() -> None:
-    done = typed("doctor", "--json")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    data = json.loads(done.stdout)
-    assert data["packages"]["numba-cuda"]
-    assert [step["number"] for step in data["steps"]] == [step.number for step in ladder()]
-    assert data["something_runs"] is True
-    assert data["no_simulator"] is None
-    assert data["compiler"]["ptx"]
-    assert data["env"]["python"]
-
-
-def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """No numba at all: the doctor says so, and that nothing runs."""
-    for name in ("numba", "steps.api.machines", "steps.api.compile", "results.record.schema"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr("steps.ladder", lambda: (_ for _ in ()).throw(ImportError("no numba")))
-    assert cli.main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    for name in ("GPU", "simulator", "machine code"):
-        assert f"no {name}: " in printed
-    assert "problem: steps could not be examined: ImportError: no numba" in printed
-
-
-def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = pytest.importorskip("cuda.bindings.driver")
-    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
-    found = doctor.Findings(compiler={"ptx": "9.0"})
-    doctor._driver(found)
-    assert found.driver == {"cuda": "12.4", "ptx": "8.4"}
-    (problem,) = found.problems
-    assert "PTX 9.0" in problem
-    assert "CUDA=12" in problem
-
-
 def test_pitfalls_has_a_command_line_of_its_own() -> None:
     done = typed("pitfalls", "--help")
     assert done.returncode == 0
@@ -210,7 +161,7 @@ def test_pitfalls_has_a_command_line_of_its_own() -> None:
         (["diff"], "STEP"),
         (["sass", "1", "--arch", "pentium"], "'pentium' is not an architecture"),
         (["sass", "1", "--arch", "sm_70"], "sm_70"),
-        (["sass", "1", "--activations"], "there is no pass to show"),
+        (["sass", "1", "--activations"], "has no activation pass"),
         (["launch"], "STEP"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "COMMAND"),
@@ -234,7 +185,6 @@ def test_bad_requests_get_one_sentence(arguments: list[str], said: str, capsys) 
     ("arguments", "said"),
     [
         (["run", "1", "--m", "4096", "--n", "4096"], "too many for the simulator"),
-        (["ladder", "--save"], "nothing to save"),
         (["check", "1", "--machine", "gpu"], "no CUDA GPU can be used here"),
         (["bench"], "no CUDA GPU can be used here"),
         (["profile", "4"], "no CUDA GPU can be used here"),
@@ -356,145 +306,15 @@ def test_a_closed_pipe_is_not_a_traceback() -> None:
     assert done.stderr == ""
 
 
-# --- choosing works and cases ---------------------------------------------------------------------
-
-
-def test_a_scheme_selects_family_and_bits() -> None:
-    works = select(ladder(), wanted="W4A8")
-    assert {work.family for work in works} == {"A8"}
-    assert {work.format for work in works} == {"q4_0", "q4_1"}
-    assert {work.step.number for work in works} == {2, 3, 4, 5} | {
-        step.number for step in ladder() if step.number > 5 and "A8" in step.families
-    }
-
-
-def test_a_run_measures_what_it_compares_with() -> None:
-    works = with_ancestors(select((find(4),), ["q5_0"]), ladder())
-    assert [(w.step.number, w.family) for w in works] == [(1, "A16"), (3, "A8"), (4, "A8")]
-
-
-@pytest.mark.parametrize("simulated", [True, False])
-def test_quick_checks_of_all_formats_cover_all_shapes(simulated: bool) -> None:
-    whole = {case.shape for case in cases("q4_0", simulated=simulated)}
-    quick = [cases(name, simulated=simulated, quick=True) for name in ("q4_0", "q4_1", "q5_0")]
-    assert {case.shape for each in quick for case in each} == whole
-    for each in quick:
-        assert each[0].distribution == "golden"
-
-
-def test_cases_go_round_distributions_and_orders() -> None:
-    regular = cases("q4_0", simulated=True)[1:]
-    assert {case.distribution for case in regular} == set(GOING_ROUND)
-    assert {case.order for case in regular} == set(ORDERS)
-    fixed = cases("q4_0", simulated=True, distribution="llm", order=7, seed=3)
-    assert {case.distribution for case in fixed} == {"llm"}
-    assert {case.order for case in fixed} == {7}
-    assert fixed[0].seed == 3
-
-
 def test_steps_by_any_of_their_names() -> None:
-    assert [step.number for step in run.named(["step4", "02", "4"])] == [2, 4]
-    assert run.named([]) == run.named(["all"]) == ladder()
+    assert [step.number for step in arguments.steps_of(["step4", "02", "4"])] == [2, 4]
+    assert arguments.steps_of([]) == arguments.steps_of(["all"]) == ladder()
     with pytest.raises(UsageError, match="not a step"):
-        run.named(["²"])
+        arguments.steps_of(["²"])
 
 
-def test_paper_launches_are_what_the_gpu_would_get() -> None:
+def test_dry_runs_are_what_the_gpu_would_get() -> None:
     work = select((find(5),), ["q5_1"], "A8")[0]
     before, own = launches(work, (512, 4096, 4096))
     assert len(before) == 1
     assert own.args[-2].shape == (512, 4096)
-
-
-# --- tables and progress --------------------------------------------------------------------------
-
-EXAMPLE = Table(
-    (Column("step"), Column("idea", words=True), Column("us")),
-    (Line(("1", "naive", "12.5")), Line(("10", "a [long] idea", "-"), "bad")),
-    title="A title",
-    notes=("a note",),
-)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_plain_tables_are_aligned_and_complete() -> None:
-    assert table.plain(EXAMPLE) == (
-        "A title\n\n"
-        "step  idea             us\n"
-        "----  -------------  ----\n"
-        "   1  naive          12.5\n"
-        "  10  a [long] idea     -\n"
-        "a note"
-    )
-
-
-def test_a_terminal_gets_colours_unless_it_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = Terminal()
-    table.show(EXAMPLE, coloured)
-    assert "\x1b[1;31m" in coloured.getvalue()
-    assert "a [long] idea" in coloured.getvalue()
-    monkeypatch.setenv("NO_COLOR", "1")
-    without = Terminal()
-    table.show(EXAMPLE, without)
-    assert "31m" not in without.getvalue()
-
-
-def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    narrow = Terminal()
-    table.show(EXAMPLE, narrow)
-    assert "  10  a [long] idea     -" in narrow.getvalue()
-
-
-def test_tables_do_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rich", "rich.console", "rich.table"):
-        monkeypatch.setitem(sys.modules, name, None)
-    terminal = Terminal()
-    table.show(EXAMPLE, terminal)
-    assert terminal.getvalue() == table.plain(EXAMPLE) + "\n"
-
-
-def test_a_line_must_fit_its_columns() -> None:
-    with pytest.raises(ValueError, match="2 cells for 1 columns"):
-        Table((Column("a"),), (Line(("1", "2")),))
-
-
-def test_progress_is_for_terminals_only() -> None:
-    terminal, pipe = Terminal(), io.StringIO()
-    for file in (terminal, pipe):
-        shown = table.Progress(12, file)
-        shown("step 1")
-        shown.clear()
-    assert "[ 1/12] step 1" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\x1b[2K")
-    assert pipe.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (table.figure(0.01234), "0.0123"),
-        (table.figure(1.2345), "1.23"),
-        (table.figure(123.45), "123"),
-        (table.figure(12345.6), "12346"),
-        (table.figure(None), "-"),
-        (table.figure(float("nan")), "-"),
-        (table.microseconds(12.34), "12.3 us"),
-        (table.microseconds(1234.5), "1.23 ms"),
-        (table.microseconds(2.5e6), "2.50 s"),
-        (table.share(0.256), "26 %"),
-        (table.times(1.25), "1.25x"),
-        (table.error(1.234e-12), "1.2e-12"),
-        (table.error(float("inf")), "inf"),
-    ],
-)
-def test_numbers_in_cells(shown: str, expected: str) -> None:
-    assert shown == expected

@@ -1,10 +1,11 @@
-"""Weights from a GGUF file: checked and timed by the command line, multiplied by the front door,
-and never copied on the way."""
+"""Weights of a GGUF file: checked and timed by the command line, multiplied by `gemm`, and never
+copied on the way."""
 
 from __future__ import annotations
 
 import json
 import tracemalloc
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ from steps import find, gemm, ladder, plan
 from steps.api import gemm as door
 from steps.api.machines import Simulator
 from steps.api.operands import blocks_of
-from steps.cli import gguf_weights as given
+from steps.checks.run import Outcome, Outcomes
+from steps.cli import gguf_weights, run
 from steps.cli import main as cli
-from steps.cli import run
 from tests.formats.test_gguf_file import CONTENT, write
-from tests.results.test_bench import asked, on_a_gpu  # noqa: F401
 
 N, K = 300, 1024
 UP = "blk.0.ffn_up.weight"
@@ -118,31 +118,29 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_a_cut_is_checked_in_the_simulator(model: Path, name: str, capsys: Any) -> None:
+def test_a_part_is_checked_in_the_simulator(model: Path, name: str, capsys: Any) -> None:
     tensor = UP.replace("up", name)
     options = ["--machine", "simulator", "--gguf", str(model), "--tensor", tensor]
     assert cli.main(["check", "12", *options, "--m", "512"]) == 0
     title, _, head, _, row, *notes = capsys.readouterr().out.splitlines()
-    assert f"on a cut of {tensor} of model.gguf, {name} [{N}, {K}]: " in title
+    assert f"on a part of {tensor} of model.gguf, {name} [{N}, {K}]: " in title
     assert "rows 0 to 129 of 300, K 0 to 255 of 1024, 9 of 512 tokens" in title
     columns = [" ".join(cell.split()) for cell in head.split("  ") if cell.strip()]
     cells = dict(zip(columns, (c.strip() for c in row.split("  ") if c.strip()), strict=True))
     assert (cells["format"], cells["format error"], cells["verdict"]) == (name, "-", "ok, 1 case")
     assert 0 < float(cells["kernel error"]) < 1e-6
-    assert notes == list(given.NOTES)
+    assert notes == list(gguf_weights.NOTES)
 
 
-def test_the_cut_is_what_every_family_multiplies(
-    model: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_every_family_multiplies_that_part(model: Path, monkeypatch: Any, capsys: Any) -> None:
     seen: list[np.ndarray] = []
 
     def packed(w: np.ndarray) -> Any:
         seen.append(w)
         return find(3).pack(w)
 
-    monkeypatch.setattr(run, "named", lambda _: (replace(find(3), pack=packed),))
-    monkeypatch.setattr(given, "CUT", (2, 5, 64))
+    monkeypatch.setattr(run, "steps_of", lambda _: (replace(find(3), pack=packed),))
+    monkeypatch.setattr(gguf_weights, "PART_SIZE", (2, 5, 64))
     options = ["--machine", "simulator", "--gguf", str(model), "--tensor", UP, "--json"]
     assert cli.main(["check", "3", *options, "--dist", "llm"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -167,42 +165,59 @@ def test_a_wrong_product_of_a_file_is_found(model: Path, monkeypatch: Any, capsy
         changed["qs"][3, 1, 0] ^= 0xFF
         return step.pack(changed)
 
-    monkeypatch.setattr(run, "named", lambda _: (replace(step, pack=packed),))
+    monkeypatch.setattr(run, "steps_of", lambda _: (replace(step, pack=packed),))
     options = ["--machine", "simulator", "--gguf", str(model), "--tensor", UP]
     assert cli.main(["check", "1", *options]) == 1
     assert "columns 3-3" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_gpu_checks_and_times_the_whole(model: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(given, "CUT", (1, 1, 32))
+def test_a_gpu_checks_and_times_the_whole(
+    model: Path,
+    measured: list[Any],
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
+    monkeypatch.setattr(gguf_weights, "PART_SIZE", (1, 1, 32))
     small = quantize(trained(6, 64), "q4_1")
     path = write(model.parent / "small.gguf", {UP: ("q4_1", small.view(np.uint8).reshape(6, -1))})
-    options = {"format": [], "n": None, "k": None, "gguf": path, "tensor": UP}
-    assert run.run(asked(**options, m=3)) == 0
+    command = ["run", "5", "--gguf", str(path), "--tensor", UP, "--m", "3"]
+    assert cli.main(command) == 0
+    (at,) = measured
+    assert list(at) == [(3, 6, 64)]
     title, _, _, _, *lines = capsys.readouterr().out.splitlines()
     assert title == f"Pretended GPU, {UP} of small.gguf, q4_1 [6, 64], M=3"
-    assert [line.split()[:3] for line in lines[:3]] == [
-        ["1", "W4A16", "q4_1"],
-        ["4", "W4A8", "q4_1"],
-        ["5", "W4A8", "q4_1"],
+    assert [line.split()[:4] for line in lines[:2]] == [
+        ["4", "W4A8", "q4_1", "3x6x64"],
+        ["5", "W4A8", "q4_1", "3x6x64"],
     ]
-    assert all(line.split()[4] == "-" and line.endswith("ok, 1 case") for line in lines[:3])
-    assert lines[3:] == list(given.NOTES)
-    assert run.run(asked(**options, m=3, json=True)) == 0
+    assert all(line.endswith("ok, 1 case") for line in lines[:2])
+    assert lines[2:] == list(gguf_weights.NOTES)
+    assert cli.main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [(row["M"], row["N"], row["K"]) for row in data["rows"]] == [(3, 6, 64)] * 3
-    assert all(row["kernel_us"] > 0 and row["nmse_float"] is None for row in data["rows"])
+    assert [(row["M"], row["N"], row["K"]) for row in data["rows"]] == [(3, 6, 64)] * 2
+
+
+def test_m_is_that_of_the_home_shape_where_none_is_asked_for(
+    model: Path,
+    measured: list[Any],
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(
+        run, "check_works", lambda works, *_: Outcomes([Outcome(work, 1) for work in works])
+    )
+    for step in (find(5), *(one for one in ladder() if one.branch == "decode")):
+        assert cli.main(["run", str(step.number), "--gguf", str(model), "--tensor", UP]) == 0
+        assert list(measured.pop()) == [(step.home_shapes[0][0], N, K)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--tensor", "blk.0.ffn_upp.weight"], f"did you mean {UP} or "),
-        (["--tensor", "zzz"], "model.gguf lists them"),
-        ([], "model.gguf needs --tensor: python -m qformats tensors "),
-        (["--tensor", "norm"], "norm has the shape [512], and weights are a matrix [N, K]"),
-        (["--tensor", "experts"], "experts has the shape [2, 6, 512], and"),
+        (["--tensor", "zzz"], "model.gguf` lists them"),
+        ([], "model.gguf needs --tensor: `python -m qformats tensors "),
+        (["--tensor", "norm"], "norm has the shape [512]; weights are a matrix [N, K]"),
+        (["--tensor", "experts"], "experts has the shape [2, 6, 512]; "),
         (["--tensor", "blk.0.f32"], "blk.0.f32 is f32, and step 3 has no f32: it takes q4_0, "),
         (["--tensor", "positions"], "positions has the shape [8]"),
         (["--tensor", "broken.weight"], "be multiplied: w has d = nan in block 0 of row 1"),
@@ -212,7 +227,6 @@ def test_a_gpu_checks_and_times_the_whole(model: Path, monkeypatch: Any, capsys:
         (["--tensor", UP, "--dist", "integer"], "--dist integer contradicts --gguf: only A is"),
         (["--tensor", UP, "--dist", "zipf"], "from one of uniform, normal, llm"),
         (["--tensor", UP, "--scheme", "W8A16"], "q4_0: no format here is W8A16"),
-        (["--tensor", UP, "--save"], "--save contradicts --gguf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -268,7 +282,7 @@ def test_a_row_that_is_no_number_of_blocks(tmp_path: Path, capsys: Any) -> None:
     assert "has rows of 48 elements, and q8_0 has 32 a block" in sentence
 
 
-# --- the front door -------------------------------------------------------------------------------
+# --- gemm, pack and plan --------------------------------------------------------------------------
 
 
 def test_a_tensor_is_multiplied_like_its_blocks(model: Path) -> None:
@@ -350,7 +364,7 @@ def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch:
 
 
 def test_nothing_of_its_size_is_allocated_for_a_tensor(tmp_path: Path) -> None:
-    """Not by the front door, nor by the command line: looking for NaN takes a byte a block."""
+    """Not by `pack`, nor by the command line: looking for NaN takes a byte a block."""
     n, k = 1024, 8192
     raw = np.zeros((n, k // 32), FORMATS["q4_0"].dtype).view(np.uint8).reshape(n, -1)
     path = write(tmp_path / "large.gguf", {UP: ("q4_0", raw)})
@@ -365,11 +379,12 @@ def test_nothing_of_its_size_is_allocated_for_a_tensor(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    args = asked(format=[], n=None, k=None, gguf=path, tensor=UP)
+    options = {"format": [], "n": None, "k": None, "m": 3, "dist": None, "seed": 0}
+    args = Namespace(**options, gguf=path, tensor=UP)
     for work in (
         lambda: door.pack(tensors(path)[UP], step=1, machine=Uploads()),
-        lambda: given.given(args, (find(1),), 512).whole.blocks,
-        lambda: given.given(args, (find(1),), 512).cut.blocks,
+        lambda: gguf_weights.of(args, (find(1),)).whole.blocks,
+        lambda: gguf_weights.of(args, (find(1),)).part.blocks,
     ):
         assert peak(work) < raw.nbytes // 8
     assert peak(lambda: np.array(tensors(path)[UP].array)) > raw.nbytes, "a copy would be seen"

@@ -1,0 +1,61 @@
+"""Which works are asked for, what they are compared with, and the cases of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from steps.checks.cases import DISTRIBUTION_CYCLE, ORDERS, cases
+from steps.checks.select import select, with_parents
+from steps.registry import find, ladder
+
+
+def test_a_scheme_selects_family_and_bits() -> None:
+    works = select(ladder(), wanted="W4A8")
+    assert {work.family for work in works} == {"A8"}
+    assert {work.format for work in works} == {"q4_0", "q4_1"}
+    assert {work.step.number for work in works} == {2, 3, 4, 5} | {
+        step.number for step in ladder() if step.number > 5 and "A8" in step.families
+    }
+
+
+def test_works_come_with_their_parents() -> None:
+    works = with_parents(select((find(4),), ["q5_0"]))
+    assert [(w.step.number, w.family) for w in works] == [(3, "A8"), (4, "A8")]
+
+
+def test_a_parent_of_another_family_is_taken_in_its_own() -> None:
+    (step,) = (one for one in ladder() if one.name.endswith("w4a8_wgmma"))
+    works = with_parents(select((step,), ["q4_0"]))
+    assert [(w.step.number, w.family) for w in works] == [
+        (step.parents["A8"], "A16"),
+        (step.number, "A8"),
+    ]
+
+
+def test_a_parent_that_this_gpu_cannot_run_is_left_out() -> None:
+    step = next(one for one in ladder() if one.min_cc == (8, 0))
+    works = with_parents(select((step,), ["q4_0"]), (7, 5))
+    parent = find(next(iter(step.parents.values())))
+    assert {w.step.number for w in works} == {step.number, parent.number}
+    child = next(one for one in ladder() if step.number in one.parents.values())
+    works = with_parents(select((child,), ["q4_0"]), (7, 5))
+    assert {w.step.number for w in works} == {child.number}
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_quick_checks_of_all_formats_cover_all_shapes(simulated: bool) -> None:
+    whole = {case.shape for case in cases("q4_0", simulated=simulated)}
+    quick = [cases(name, simulated=simulated, quick=True) for name in ("q4_0", "q4_1", "q5_0")]
+    assert {case.shape for each in quick for case in each} == whole
+    for each in quick:
+        assert each[0].distribution == "golden"
+
+
+def test_cases_go_round_distributions_and_orders() -> None:
+    regular = cases("q4_0", simulated=True)[1:]
+    assert {case.distribution for case in regular} == set(DISTRIBUTION_CYCLE)
+    assert {case.order for case in regular} == set(ORDERS)
+    fixed = cases("q4_0", simulated=True, distribution="llm", order=7, seed=3)
+    assert {case.distribution for case in fixed} == {"llm"}
+    assert {case.order for case in fixed} == {7}
+    assert fixed[0].seed == 3

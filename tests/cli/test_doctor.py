@@ -1,0 +1,59 @@
+"""`python -m steps doctor`: it always prints, whatever is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from steps.cli import doctor
+from steps.cli import main as cli
+from steps.registry import ladder
+from tests.cli.typed import typed
+
+
+def test_doctor_always_prints_and_names_every_step() -> None:
+    done = typed("doctor", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    data = json.loads(done.stdout)
+    assert data["packages"]["numba-cuda"]
+    assert [step["number"] for step in data["steps"]] == [step.number for step in ladder()]
+    assert data["something_runs"] is True
+    assert data["no_simulator"] is None
+    assert data["compiler"]["ptx"]
+    assert data["env"]["python"]
+
+
+def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """No numba at all: the doctor says so, and that nothing runs."""
+    for name in ("numba", "steps.api.machines", "steps.api.compile", "results.record.schema"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("steps.ladder", lambda: (_ for _ in ()).throw(ImportError("no numba")))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    for what in ("on a GPU", "in the simulator", "machine code"):
+        assert re.search(rf"{what} +no: ", printed)
+    assert "problem: steps could not be examined: ImportError: no numba" in printed
+
+
+def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
+    found = doctor.Findings(compiler={"ptx": "9.0"})
+    doctor._driver(found)
+    assert found.driver == {"cuda": "12.4", "ptx": "8.4"}
+    (problem,) = found.problems
+    assert "PTX 9.0" in problem
+    assert "CUDA=12" in problem
+
+
+def test_doctor_names_the_steps_that_this_gpu_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [{"number": n, "title": "", "gpu": None} for n in (1, 2)]
+    steps[1]["gpu"] = "step 2 needs compute capability 9.0; this GPU has 8.6"
+    doctor._print(doctor.Findings(steps=steps, gpu={"name": "A GPU", "l2_bytes": 2**20}))
+    printed = capsys.readouterr().out
+    assert re.search(r"on a GPU +yes, 1 of 2 steps; step 2 needs compute capability 9.0", printed)
+    assert re.search(r"GPU l2_bytes +1 MiB", printed)

@@ -1,0 +1,134 @@
+"""`run` and `ladder` on a GPU: what is measured at which shape, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from steps.checks.run import Outcome, Outcomes
+from steps.cli import main as cli
+from steps.cli import run
+from steps.registry import find, ladder
+
+CHEAP = ["--format", "q4_0"]
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check passes, without a kernel."""
+    monkeypatch.setattr(
+        run, "check_works", lambda works, *_: Outcomes([Outcome(work, 2) for work in works])
+    )
+
+
+def numbers(works: Any) -> list[int]:
+    return [work.step.number for work in works]
+
+
+def test_a_step_is_measured_at_its_home_shapes_with_its_parent(
+    measured: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "5", *CHEAP]) == 0
+    (at,) = measured
+    assert {shape: numbers(works) for shape, works in at.items()} == {(512, 4096, 4096): [4, 5]}
+    title, _, head, _, *lines = capsys.readouterr().out.splitlines()
+    assert title == "Pretended GPU, each step at its home shape"
+    for name in ("MxNxK", "kernel error", "kernel", "total", "x parent", "x cuBLAS", "verdict"):
+        assert name in head
+    assert [line.split()[0] for line in lines] == ["4", "5"]
+    assert "2.00x" in lines[-1]
+    assert lines[-1].endswith("ok, 2 cases")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_ladder_measures_every_step_at_the_home_that_charts_show(
+    measured: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["ladder", *CHEAP]) == 0
+    (at,) = measured
+    for step in ladder():
+        assert step.number in numbers(at[step.home_shapes[0]])
+        for parent in step.parents.values():
+            assert parent in numbers(at[step.home_shapes[0]])
+    assert set(at) == {step.home_shapes[0] for step in ladder()}
+    lines = capsys.readouterr().out.splitlines()
+    for step in ladder():
+        home = "x".join(map(str, step.home_shapes[0]))
+        assert sum(line.split()[:2] == [str(step.number), step.name[7:]] for line in lines) >= 1
+        assert any(line.startswith(f"{step.number:4}  ") and home in line for line in lines)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_single_step_is_measured_at_all_of_its_homes(measured: list[Any]) -> None:
+    step = next(one for one in ladder() if len(one.home_shapes) > 1)
+    assert cli.main(["run", str(step.number), *CHEAP]) == 0
+    assert tuple(measured[0]) == step.home_shapes
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_m_n_and_k_replace_those_of_the_home_shape(
+    measured: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "2", "10", *CHEAP, "--m", "4"]) == 0
+    assert {shape: numbers(works) for shape, works in measured[0].items()} == {
+        (4, 4096, 4096): [1, 2],
+        (4, 4096, 14336): [2, 10],
+    }
+    assert "at the shape asked for" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.usefixtures("unchecked", "measured")
+def test_several_steps_are_folded_unless_long_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "1", "2"]) == 0
+    assert re.search(r"naive_w4a8 +A8 +512x4096x4096", capsys.readouterr().out)
+    assert cli.main(["run", "1", "2", "--long"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.split()[:2] == ["2", "W5A8"] for line in lines) == 2
+
+
+@pytest.mark.usefixtures("measured")
+def test_json_has_the_checks_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "5", *CHEAP, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [check["step"] for check in data["checks"]] == [4, 5]
+    assert [row["step"] for row in data["rows"]] == [4, 5]
+    assert all(row["kernel_us"] > 0 for row in data["rows"])
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_failed_is_shown_by_format_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(works: Any, *_: Any) -> Outcomes:
+        failures = {find(2).number: ("step 2 is wrong",)}
+        return Outcomes(
+            [Outcome(work, 2, failures=failures.get(work.step.number, ())) for work in works]
+        )
+
+    monkeypatch.setattr(run, "check_works", wrong)
+    assert cli.main(["run", "1", "2", *CHEAP]) == 1
+    printed = capsys.readouterr()
+    folded, _, details = printed.out.partition("What failed, by format")
+    assert "FAILED q4_0" in folded
+    assert "FAILED 1 of 2 cases" in details
+    assert "W4A16" not in details, "step 1 is right"
+    assert printed.err == "step 2 is wrong\n"
+
+
+def test_a_lost_gpu_ends_the_run_before_anything_is_timed(
+    measured: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "check_works", lambda *_: Outcomes([], "an illegal address"))
+    assert cli.main(["run", "1", *CHEAP]) == 1
+    assert measured == []
+    assert capsys.readouterr().err == "the run ended early: an illegal address\n"

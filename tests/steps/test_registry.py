@@ -1,0 +1,58 @@
+"""The tree of steps: parents, what a diff compares with, and what to read next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from steps import registry
+from steps.contract import BRANCHES, Step
+from steps.registry import diff_base, find, following, ladder, parent_of
+
+
+def test_the_first_step_alone_has_no_parent() -> None:
+    assert [step.number for step in ladder() if parent_of(step) is None] == [1]
+    assert all(diff_base(step) for step in ladder()[1:])
+
+
+def test_every_branch_is_climbed() -> None:
+    assert {step.branch for step in ladder()} == set(BRANCHES)
+
+
+@pytest.mark.parametrize("step", ladder(), ids=lambda step: step.name)
+def test_following_leads_from_a_step_to_its_children(step: Step) -> None:
+    after = following(step)
+    assert all(one.number > step.number for one in after)
+    children = [one.number for one in ladder() if parent_of(one) == step.number]
+    if children:
+        assert [one.number for one in after] == children
+    elif step is ladder()[-1]:
+        assert after == ()
+    else:
+        assert [one.number for one in after] == [step.number + 1]
+
+
+def test_every_step_is_reached_by_reading_on() -> None:
+    seen, todo = set(), [1]
+    while todo:
+        number = todo.pop()
+        if number not in seen:
+            seen.add(number)
+            todo += [one.number for one in following(find(number))]
+    assert seen == {step.number for step in ladder()}
+
+
+def test_a_diff_is_against_what_a_step_says_it_grew_from() -> None:
+    step = find(4)
+    assert diff_base(replace(step, diff_from=None)) == parent_of(step) == 3
+    assert diff_base(replace(step, diff_from=2)) == 2
+
+
+def test_an_unknown_number_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"there is no step 99: the ladder has steps 1, 2, 3"):
+        find(99)
+
+
+def test_a_step_is_its_file() -> None:
+    assert "".join(registry.source(find(1))).startswith('"""Step 1: ')
