@@ -1,0 +1,140 @@
+"""Error: of the whole product first, then of the kernel alone.
+
+The first panel is what a caller sees: the error against the product of the unquantized weights,
+relative to the best exact step. So a step that requantizes the weights stands where it belongs. The
+second is what the kernel adds to the product of its own operands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from results.record.schema import Row, Run
+from results.render.charts import style
+from results.render.charts.ladder import short
+from results.render.query import Rung, formats, ladder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINE: Final = 0.25
+LEFT: Final = 2.32
+
+
+def rungs(run: Run) -> list[Rung]:
+    """The steps whose error was measured, as the ladder has them, by number."""
+    every = [rung for panel in ladder(run) for rung in panel.rungs]
+    known = [rung for rung in every if any(row.nmse_float for row in rung.every)]
+    return sorted(known, key=lambda rung: rung.row.step)
+
+
+def relative(run: Run, row: Row) -> float | None:
+    """The error of a product over that of its format: over the least that an exact step made of
+    the same problem."""
+    same = [
+        other.nmse_float
+        for other in run.rows
+        if (other.format, other.shape, other.accuracy) == (row.format, row.shape, "exact")
+        and other.nmse_float
+    ]
+    return row.nmse_float / min(same) if row.nmse_float and same else None
+
+
+def draw(run: Run) -> Figure:
+    steps = rungs(run)
+    names = formats(row for rung in steps for row in rung.every)
+    panel = LINE * len(steps)
+    height = style.HEAD + 2 * (panel + 0.95) + 0.32
+    figure = style.new_figure(height, "Error: of the product, and of the kernel", run, "NMSE")
+    top = style.HEAD + 0.62
+    for title, made, label in (
+        (
+            "The product, relative to an exact step (1 = the format's own error)",
+            lambda row: relative(run, row),
+            "NMSE / NMSE of the format, log scale",
+        ),
+        (
+            "The kernel alone, against the float64 product of its operands",
+            lambda row: row.nmse_same_operands,
+            "NMSE, log scale",
+        ),
+    ):
+        figure.text(0.02, 1 - (top - 0.14) / height, title, fontweight="bold", fontsize=10)
+        axes = style.box(figure, LEFT, top, style.COLUMN - LEFT - 0.2, panel)
+        values = [v for rung in steps for row in rung.every if (v := made(row))]
+        _lines(axes, steps)
+        for y, rung in enumerate(steps):
+            for i, row in enumerate(sorted(rung.every, key=lambda row: names.index(row.format))):
+                value = made(row)
+                if value:
+                    shift = (i - (len(rung.every) - 1) / 2) * 0.13
+                    axes.plot(
+                        [value],
+                        [y + shift],
+                        style.FORMAT_MARKERS.get(row.format, "o"),
+                        color=style.FORMAT_COLORS.get(row.format, style.PALE),
+                        markersize=4.5,
+                        markeredgewidth=0,
+                    )
+        axes.set_xscale("log")
+        if values:
+            pad = 1.15 if min(values) >= 1 else 3
+            axes.set_xlim(min(values) / pad, max(values) * pad)
+            if pad < 2:
+                _few(axes, min(values), max(values))
+        axes.set_xlabel(label, fontsize=9.5)
+        top += panel + 0.95
+    _key(figure, names, height)
+    return figure
+
+
+def _lines(axes: Axes, steps: list[Rung]) -> None:
+    across = style.COLUMN - LEFT - 0.2
+    axes.set_ylim(len(steps) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    for y, rung in enumerate(steps):
+        if y % 2 == 0:
+            axes.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", zorder=0)
+        axes.text(
+            (0.12 - LEFT) / across,
+            y,
+            short(rung.row),
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=9.5,
+            color=style.INK if rung.row.accuracy == "exact" else style.ORANGE,
+        )
+
+
+def _few(axes: Axes, low: float, high: float) -> None:
+    """Ticks for a range of a decade or two."""
+    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low / 1.1 < tick < high * 1.2]
+    style.plain_log(axes.xaxis)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def _key(figure: Figure, names: list[str], height: float) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D(
+            [],
+            [],
+            marker=style.FORMAT_MARKERS.get(name, "o"),
+            color=style.FORMAT_COLORS.get(name, style.PALE),
+            linestyle="none",
+            label=name.upper(),
+        )
+        for name in names
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.0, 1 - 0.56 / height),
+        ncols=len(names) or 1,
+        fontsize=9.5,
+        handletextpad=0.1,
+        columnspacing=1.0,
+    )

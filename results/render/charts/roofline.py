@@ -1,0 +1,138 @@
+"""The roofline: the last step of each branch at every M, under the limits measured on this GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from results.record.schema import Row, Run, Size
+from results.render.charts import style
+from results.render.charts.ladder import short
+from results.render.query import UNITS, main_format, number, of_one_dtype, timed, tops
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAIN_WEIGHTS: Final = (4096, 4096)
+"""N and K of the chart, where they were measured."""
+ROOFS: Final = ("fp32", "dp4a", "tensor_fp16", "tensor_int8")
+COLORS: Final = (style.BLUE, style.GREEN, style.ORANGE, style.PINK, style.YELLOW, "#56B4E9")
+MARKS: Final = ("o", "^", "s", "D", "v", "P")
+PANEL: Final = 4.4
+LEFT, RIGHT = 0.68, 0.25
+
+
+def rows_of(run: Run) -> list[Row]:
+    """The rows of the chart: the last steps of all branches in one format at one (N, K)."""
+    rows = [row for row in of_one_dtype(timed(run.rows)) if row.gbps and row.tflops]
+    last = tops(run)
+    rows = [row for row in rows if row.step in last]
+    name = main_format(rows)
+    rows = [row for row in rows if row.format == name]
+    sizes: dict[tuple[int, int], int] = {}
+    for row in rows:
+        sizes[row.N, row.K] = sizes.get((row.N, row.K), 0) + 1
+    if not sizes:
+        return []
+    weights = MAIN_WEIGHTS if MAIN_WEIGHTS in sizes else max(sizes, key=lambda nk: (sizes[nk], nk))
+    return [row for row in rows if weights == (row.N, row.K)]
+
+
+def intensity(row: Row) -> float:
+    """Operations per byte of weights, activations and C."""
+    return (row.tflops or 0.0) * 1e3 / (row.gbps or 1.0)
+
+
+def draw(run: Run) -> Figure:
+    rows = rows_of(run)
+    height = style.HEAD + PANEL + 0.75
+    size: Size = rows[0].shape
+    figure = style.new_figure(
+        height,
+        "Roofline: the last step of each branch",
+        run,
+        f"{rows[0].format.upper()}, N x K: {size[1]} x {size[2]}",
+    )
+    axes = style.box(figure, LEFT, style.HEAD + 0.1, style.COLUMN - LEFT - RIGHT, PANEL)
+    limits = run.env.limits
+    bandwidth = max(limits.copy_tbps or 0.0, limits.read_tbps or 0.0)
+    roofs = {unit: limits.tops[unit] for unit in ROOFS if unit in limits.tops}
+    x0, x1 = min(map(intensity, rows)) / 1.8, max(map(intensity, rows)) * 1.8
+    speeds = [row.tflops or 1.0 for row in rows]
+    y0, y1 = min(speeds) / 2.2, max([*speeds, *roofs.values()]) * 1.7
+    handles = []
+    for i, step in enumerate(sorted({row.step for row in rows})):
+        own = sorted((row for row in rows if row.step == step), key=lambda row: row.M)
+        (line,) = axes.plot(
+            [intensity(row) for row in own],
+            [row.tflops or 0.0 for row in own],
+            marker=MARKS[i % len(MARKS)],
+            color=COLORS[i % len(COLORS)],
+            linewidth=1.3,
+            markersize=6,
+            label=short(own[0]),
+        )
+        handles.append(line)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(x0, x1)
+    axes.set_ylim(y0, y1)
+    style.plain_log(axes.xaxis)
+    style.plain_log(axes.yaxis)
+    _roofs(axes, bandwidth, roofs)
+    _tokens(axes, rows)
+    axes.legend(handles=handles, loc="upper left", fontsize=9.5, handlelength=1.4)
+    axes.set_xlabel("operations per byte of weights, activations and C", fontsize=9.5)
+    axes.set_ylabel("TFLOPS (int8: TOPS), log scale", fontsize=9.5)
+    return figure
+
+
+def _tokens(axes: Axes, rows: list[Row]) -> None:
+    """M of the points above, along the axis."""
+    x0, x1 = axes.get_xlim()
+    width = math.log(x1 / x0)
+    ms = sorted({row.M for row in rows})
+    columns = [[intensity(row) for row in rows if m == row.M] for m in ms]
+    middles = [sum(math.log(x / x0) / width for x in each) / len(each) for each in columns]
+    for m, middle in zip(ms, style.spread(middles, 0.12), strict=True):
+        axes.text(
+            middle,
+            0.02,
+            f"M={m}",
+            transform=axes.transAxes,
+            ha="center",
+            fontsize=9,
+            color=style.FAINT,
+        )
+
+
+def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
+    """The limits, each named along its line. The axes have their limits by now."""
+    x0, x1 = axes.get_xlim()
+    top = axes.get_ylim()[1]
+    line: dict[str, Any] = {"color": style.INK, "linewidth": 1.2}
+    if bandwidth:
+        end = min(x1, top / bandwidth)
+        axes.plot([x0, end], [x0 * bandwidth, end * bandwidth], **line)
+        p, q = axes.transData.transform([(x, x * bandwidth) for x in (x0, end)])
+        axes.text(
+            x0 * 1.5,
+            x0 * 1.5 * bandwidth * 1.2,
+            f"memory, {bandwidth:.2f} TB/s",
+            rotation=math.degrees(math.atan2(q[1] - p[1], q[0] - p[0])),
+            rotation_mode="anchor",
+            fontsize=9,
+        )
+    for unit, roof in roofs.items():
+        start = max(x0, roof / bandwidth) if bandwidth else x0
+        axes.plot([start, x1], [roof, roof], **line)
+        axes.text(
+            x1 / 1.04,
+            roof * 1.03,
+            f"{UNITS.get(unit, unit)}, {number(roof)}",
+            fontsize=9,
+            va="bottom",
+            ha="right",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
+        )

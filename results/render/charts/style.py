@@ -1,0 +1,112 @@
+"""How charts look: colours, sizes, axes, and labels that keep apart.
+
+The colours are Okabe and Ito's, which keep apart under every colour blindness. A chart is
+COLUMN wide: a phone shows it at three quarters of its size, where its text is still read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from results.record.schema import Run
+from results.render.query import CUBLAS, LLAMA_CPP
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMN: Final = 6.0  # inches
+INK: Final = "#222222"
+FAINT: Final = "#5f5f5f"
+PALE: Final = "#8c8c8c"
+BLUE: Final = "#0072B2"
+ORANGE: Final = "#D55E00"
+GREEN: Final = "#009E73"
+PINK: Final = "#CC79A7"
+YELLOW: Final = "#E69F00"
+FORMAT_COLORS: Final = dict(
+    zip(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), (BLUE, YELLOW, GREEN, PINK, ORANGE), strict=True)
+)
+FORMAT_MARKERS: Final = dict(
+    zip(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), ("o", "s", "^", "v", "D"), strict=True)
+)
+BASELINE_COLORS: Final = {CUBLAS: "#3d3d3d", LLAMA_CPP: "#7a3e9d"}
+BASELINE_DASHES: Final[dict[str, Any]] = {CUBLAS: (0, (5, 2)), LLAMA_CPP: (0, (1.5, 1.5))}
+
+STYLE: Final[dict[Any, Any]] = {
+    "svg.hashsalt": "quantized-gemm-ladder",
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.which": "major",
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.minor.size": 0.0,
+    "ytick.minor.size": 0.0,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "legend.frameon": False,
+}
+
+HEAD: Final = 0.62
+"""Inches that a title and the line below it take."""
+
+
+def new_figure(height: float, title: str, run: Run, note: str) -> Figure:
+    """A figure whose title says what it shows, its second line of what and on which GPU."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(COLUMN, height), layout=None)
+    figure.text(0.02, 1 - 0.12 / height, title, fontsize=13, fontweight="bold", va="top")
+    day = (run.env.utc or "")[:10]
+    where = ", ".join(part for part in (note, run.env.where, day) if part)
+    figure.text(0.02, 1 - 0.38 / height, where, fontsize=9.5, color=FAINT, va="top")
+    return figure
+
+
+def box(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes placed in inches, from the top left corner of the figure."""
+    across, down = figure.get_size_inches()
+    return figure.add_axes(
+        (left / across, (down - top - height) / down, width / across, height / down)
+    )
+
+
+def plain_log(axis: Any) -> None:
+    """A log axis with 0.1, 1, 10, 1000 instead of powers."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1e4 else f"{x:.0e}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Positions as near to `values` as may be, at least `gap` apart, in the same order.
+
+    For labels beside line ends. Groups that collide are merged and laid out around their mean.
+    """
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    groups: list[tuple[float, list[int]]] = []  # (centre, members)
+    for i in order:
+        groups.append((values[i], [i]))
+        while len(groups) > 1:
+            (low, a), (high, b) = groups[-2], groups[-1]
+            if high - low >= gap * (len(a) + len(b)) / 2:
+                break
+            centre = (low * len(a) + high * len(b)) / (len(a) + len(b))
+            groups[-2:] = [(centre, a + b)]
+    out = [0.0] * len(values)
+    for centre, members in groups:
+        for position, i in enumerate(members):
+            out[i] = centre + (position - (len(members) - 1) / 2) * gap
+    return out

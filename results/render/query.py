@@ -1,0 +1,222 @@
+"""What charts, tables and captions ask of a run, and how its numbers are written.
+
+A figure that is shown comes from here, so a chart, a table and a caption cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
+from steps.contract import BRANCHES
+
+MAIN_FORMAT: Final = "q4_0"
+"""The format of charts and tables that show one."""
+CUBLAS: Final = "cublas_fp16"
+LLAMA_CPP: Final = "ggml"
+BASELINES: Final = {CUBLAS: "cuBLAS float16", LLAMA_CPP: "llama.cpp"}
+UNITS: Final = {
+    "fp32": "float32 multiply-add",
+    "int32": "int32 multiply-add",
+    "packed_int32": "int32, two products packed",
+    "dp4a": "dp4a",
+    "tensor_int8": "int8 tensor cores",
+    "tensor_fp16": "float16 tensor cores",
+}
+ABSENT: Final = "-"
+"""What stands where nothing was measured."""
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """The rows that have a figure: checked, timed, possible."""
+    return [row for row in rows if row.status == "ok" and row.kernel_us is not None]
+
+
+def of_one_dtype(rows: Iterable[Row]) -> list[Row]:
+    """One row of each step, scheme, format and shape: the one from float32 A to float32 C where
+    there is one, as only those compare with all other steps."""
+    chosen: dict[tuple[object, ...], Row] = {}
+
+    def rank(row: Row) -> tuple[bool, bool]:
+        return row.output != "float32", row.input != "float32"
+
+    for row in rows:
+        key = (row.step, row.scheme, row.format, row.shape)
+        if key not in chosen or rank(row) < rank(chosen[key]):
+            chosen[key] = row
+    return list(chosen.values())
+
+
+def formats(rows: Iterable[Row | AsCalled]) -> list[str]:
+    have = {row.format for row in rows}
+    return [name for name in FORMATS if name in have] + sorted(have - set(FORMATS))
+
+
+def main_format(rows: Iterable[Row | AsCalled]) -> str:
+    """Q4_0, or the first format there is where that was not measured."""
+    have = formats(rows)
+    return MAIN_FORMAT if MAIN_FORMAT in have or not have else have[0]
+
+
+def in_order(sizes: Iterable[Size]) -> list[Size]:
+    """Each size once, by its weights and then by its tokens."""
+    return sorted(set(sizes), key=lambda size: (size[1] * size[2], size[1], size[0]))
+
+
+def baseline(run: Run, name: str, format_name: str, size: Size) -> Peer | None:
+    """A baseline's figure for the same work. cuBLAS float16 stands beside every format."""
+    wanted = "f16" if name == CUBLAS else format_name
+    return next((p for p in run.peers if p.key == (name, wanted, size)), None)
+
+
+def baseline_us(run: Run, name: str, format_name: str, size: Size) -> float | None:
+    found = baseline(run, name, format_name, size)
+    return None if found is None else found.us
+
+
+def called(
+    run: Run, api: str, accuracy: str, dtype: str, size: Size, format_name: str = MAIN_FORMAT
+) -> AsCalled | None:
+    """What a caller gets at a size."""
+    key = (api, accuracy, dtype, format_name, size)
+    return next((one for one in run.as_called if one.key == key), None)
+
+
+# ------------------------------------------------------------------------------------- the ladder
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A step at its home shape: in the main format, and in all that were measured there."""
+
+    row: Row
+    every: tuple[Row, ...]
+    parent: Row | None  # its parent in the same format at the same shape
+
+    @property
+    def away(self) -> bool:
+        """Whether its home is not the first one of its branch."""
+        branch = BRANCHES.get(self.row.branch)
+        return branch is not None and self.row.shape != branch.homes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A branch of the ladder with its steps."""
+
+    branch: str
+    title: str
+    home: Size
+    rungs: tuple[Rung, ...]
+
+
+def ladder(run: Run) -> list[Panel]:
+    """The branches in the order of the ladder, each step once: in the family that continues the
+    ladder, at the first home shape of its branch, or the smallest of its own homes."""
+    rows = of_one_dtype(row for row in run.rows if row.status != "unsupported")
+    format_name = main_format(row for row in rows if row.home)
+    panels = []
+    for branch in (*BRANCHES, *sorted({row.branch for row in rows} - set(BRANCHES))):
+        own = [row for row in rows if row.home and row.branch == branch]
+        if not own:
+            continue
+        first = BRANCHES[branch].homes[0] if branch in BRANCHES else min(row.shape for row in own)
+        rungs = [
+            _rung(rows, own, step, first, format_name) for step in sorted({r.step for r in own})
+        ]
+        title = BRANCHES[branch].title if branch in BRANCHES else branch
+        panels.append(Panel(branch, title, first, tuple(rung for rung in rungs if rung)))
+    return [panel for panel in panels if panel.rungs]
+
+
+def _rung(
+    rows: Sequence[Row], homes: Sequence[Row], step: int, first: Size, format_name: str
+) -> Rung | None:
+    own = [row for row in homes if row.step == step]
+    shape = first if first in {row.shape for row in own} else min(row.shape for row in own)
+    own = [row for row in own if row.shape == shape]
+    family = max(own, key=lambda row: (row.parent or 0, row.family)).family
+    every = tuple(row for row in own if row.family == family)
+    row = next((row for row in every if row.format == format_name), None)
+    if row is None:
+        return None
+    above = [
+        other
+        for other in timed(rows)
+        if (other.step, other.format, other.shape) == (row.parent, row.format, row.shape)
+    ]
+    parent = next((other for other in above if other.family == family), None)
+    return Rung(row, every, parent or min(above, key=lambda r: r.kernel_us or 0, default=None))
+
+
+def tops(run: Run) -> list[int]:
+    """The steps that were measured at the most shapes: the last of each branch and accuracy."""
+    found: dict[tuple[str, str], int] = {}
+    for row in timed(run.rows):
+        place = (row.branch, row.accuracy)
+        found[place] = max(found.get(place, 0), row.step)
+    return sorted(found.values())
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+def number(x: float) -> str:
+    """Three significant digits, no exponent, alike for neighbours: 0.042, 0.90, 1.20, 12.0, 188."""
+    if x < 0.1:
+        return f"{x:.2g}"
+    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
+
+
+def cell(value: float | None, unit: str = "") -> str:
+    return ABSENT if value is None else number(value) + unit
+
+
+def ratio(value: float | None) -> str:
+    """ "1.02x", "20x", "89x"."""
+    return ABSENT if value is None else f"{value:.0f}x" if value >= 19.5 else f"{number(value)}x"
+
+
+def percent(share: float | None) -> str:
+    """ "12 %"; below one per cent with a digit after the point."""
+    if share is None:
+        return ABSENT
+    return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1f} %"
+
+
+def span(values: Iterable[float | None]) -> str:
+    """ "2.10-2.40x" over the formats, "2.10x" where they agree, "-" where there is none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ABSENT
+    low, high = number(min(known)), number(max(known))
+    return f"{low}x" if low == high else f"{low}-{high}x"
+
+
+def dims(size: Size) -> str:
+    """ "512 x 4096 x 4096": M x N x K."""
+    return " x ".join(map(str, size))
+
+
+def idea(row: Row) -> str:
+    """What the step is, from its title; one that is not exact says so."""
+    name = row.title or row.name
+    return name if row.accuracy == "exact" else f"{name} ({row.accuracy})"
+
+
+def when(records: Iterable[Row | AsCalled | Peer]) -> str:
+    """The dates and the commit of measurements: "2026-11-22, commit fcc1489e"."""
+    records = list(records)
+    days = sorted({one.utc[:10] for one in records if one.utc})
+    commits = sorted({one.commit for one in records if one.commit})
+    dates = [] if not days else [days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"]
+    if len(commits) == 1:
+        dates.append(f"commit {commits[0]}")
+    elif commits:
+        dates.append(f"{len(commits)} commits")
+    return ", ".join(dates)
