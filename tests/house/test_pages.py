@@ -1,0 +1,64 @@
+"""Pages that people write: the worklog, the glossary, how to add things. What they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOG = ROOT / "results" / "worklog"
+STEP_PAGES = sorted(WORKLOG.glob("step*.md"))
+PAGES = [*STEP_PAGES, WORKLOG / "README.md", *sorted((ROOT / "steps").glob("*.md"))]
+INDEX = (WORKLOG / "README.md").read_text(encoding="utf-8")
+ANOTHERS = r"step16_my_idea|steps/stepNN|step16\.md|run\.json|<gpu>"  # names that stand for others
+
+
+def page_id(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_paths_in_code_marks_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:qformats|reference|steps|results|tests)/[^`\s:]+)`", text):
+        assert re.search(ANOTHERS, path) or (ROOT / path).exists(), path
+
+
+def test_commands_are_targets_of_the_makefile() -> None:
+    targets = re.findall(r"(?m)^([a-z%-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    for page in PAGES:
+        for name in re.findall(r"(?:`|^ +)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M):
+            assert name in targets or (name == "step" and "step%" in targets), f"{page}: {name}"
+
+
+@pytest.mark.parametrize("page", STEP_PAGES, ids=page_id)
+def test_a_page_of_a_step(page: Path) -> None:
+    """Its title and idea, where it is listed, and what was tried and failed."""
+    text, number = page.read_text(encoding="utf-8"), int(page.stem.removeprefix("step"))
+    assert list((ROOT / "steps").glob(f"step{number:02d}_*.py")), "the page of no step"
+    assert re.match(rf"# Step {number}: .+\n\n[A-Z].+\.\n", text)
+    assert f"]({page.name})" in INDEX
+    assert "\n## Tried and failed\n" in text
+
+
+@pytest.mark.parametrize("page", STEP_PAGES, ids=page_id)
+def test_runs_that_a_page_names_are_in_the_index(page: Path) -> None:
+    known = set(re.findall(r"(?m)^\| ([0-9a-f]{8}) \|", INDEX))
+    named = set(re.findall(r"\b[Rr]uns? ([0-9a-f]{8})\b", page.read_text(encoding="utf-8")))
+    assert named, "a figure is of a run"
+    assert named <= known
+
+
+def test_words_are_in_alphabetical_order() -> None:
+    text = (ROOT / "steps" / "GLOSSARY.md").read_text(encoding="utf-8")
+    words = [word.lower() for word in re.findall(r"(?m)^\| (?!word |:--)([^|]+) \|", text)]
+    assert len(words) > 20
+    assert words == sorted(words)
