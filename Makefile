@@ -1,4 +1,4 @@
-# Everything is `python -m steps ...` (or results, qformats) underneath; these are the short names.
+# Short names for `python -m steps ...`, `python -m results...` and the test tools.
 #
 # The first target that needs Python makes a virtual environment and installs what pyproject.toml
 # lists; it does so again when pyproject.toml changes.
@@ -8,9 +8,10 @@
 #   PYTHON=...    the interpreter to make the environment with (default python3)
 #   VENV=system   use $(PYTHON) as it is and install nothing
 #
-#   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL= SAVE=1   are passed on to the commands
-#   GGUF= TENSOR=   a file and a tensor in it, such as model.gguf and blk.0.ffn_up.weight: the weights
-#                   of step%, ladder and check, which are drawn otherwise
+#   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL=   are passed on to the commands
+#   LONG=1          step%, ladder, check: a line for each format
+#   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
+#                   blk.0.ffn_up.weight, and not random ones
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +30,7 @@ DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)')
        $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
        $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
 FILE = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
-SAVED = $(if $(SAVE),--save)
+TOLD = $(DATA) $(FILE) $(if $(LONG),--long)
 LINTED = qformats reference results steps tests
 TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
@@ -44,19 +45,19 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { sub(/%/, "N", $$1); printf "  %-12s %s\n", $$1, $$2 }' \
 		$(firstword $(MAKEFILE_LIST))
 
-setup: $(READY) ## make the virtual environment (every other target does so by itself)
+setup: $(READY) ## make the virtual environment (every other target does it, too)
 
-step%: $(READY) ## check step N in all formats, then measure it where there is a GPU
-	@$(PY) -m steps run $* $(DATA) $(FILE) $(SAVED)
+step%: $(READY) ## check step N in all formats; with a GPU, time it
+	@$(PY) -m steps run $* $(TOLD)
 
-ladder: $(READY) ## the same for every step: the main job
-	@$(PY) -m steps ladder $(DATA) $(FILE) $(SAVED)
+ladder: $(READY) ## the same for every step; with a GPU, draw build/ladder.svg
+	@$(PY) -m steps ladder $(TOLD)
 
-list: $(READY) ## the steps there are
+list: $(READY) ## the steps, their branches and home shapes
 	@$(PY) -m steps list
 
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
-	@$(PY) -m steps check $(STEP) $(DATA) $(FILE)
+	@$(PY) -m steps check $(STEP) $(TOLD)
 
 test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
 	@$(PY) -m pytest -n auto --dist loadgroup
@@ -79,18 +80,18 @@ decoder: $(READY) ## greedy tokens of a llama, GGUF=model.gguf [PROMPT= IDS= TOK
 		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
 		$(if $(BENCH),--check --bench) $(if $(OUT),--json '$(OUT)')
 
-doctor: $(READY) ## what this machine can run, and why not the rest
+doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor
 
-diff: $(READY) ## STEP= against its parent: the lesson, line by line
+diff: $(READY) ## what STEP= changes in the step it grew from
 	$(need-step)
 	@$(PY) -m steps diff $(STEP)
 
-ptx: $(READY) ## the PTX of STEP= for ARCH=, no GPU needed
+ptx: $(READY) ## the PTX of STEP= for ARCH=; needs no GPU
 	$(need-step)
 	@$(PY) -m steps ptx $(STEP) --arch '$(ARCH)' $(DATA)
 
-sass: $(READY) ## the machine code of STEP= for ARCH=, no GPU needed
+sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 	$(need-step)
 	@$(PY) -m steps sass $(STEP) --arch '$(ARCH)' $(DATA)
 
@@ -98,11 +99,11 @@ profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)
 	@$(PY) -m steps profile $(STEP) $(DATA)
 
-sanitize: $(READY) ## compute-sanitizer (all four tools, or TOOL=) over the checks of all steps (or STEP=)
+sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
 		$(if $(SCHEME),--scheme '$(SCHEME)') $(if $(TOOL),--tool $(TOOL))
 
-pitfalls: $(READY) ## the museum: the bugs this problem is known for, and what catches each
+pitfalls: $(READY) ## the museum of known bugs, and what catches each
 	@$(PY) -m steps pitfalls
 
 lint: $(READY) ## ruff and mypy

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from results.record.schema import Row
 from results.render import text as table
@@ -243,7 +244,9 @@ def tell(
             print()
             table.show(report.run_table("What failed, by format", each, own))
     for sentence in report.sentences(outcomes, rows):
-        print(sentence, file=sys.stderr)
+        remark(sentence)
+    if args.command == "ladder" and (path := _chart(rows)):
+        print(f"the ladder as a chart: {path}")
 
 
 def _title(
@@ -261,3 +264,19 @@ def _title(
         return f"{name}: checked, not timed" + (f", {told}" if told else "")
     where = "at the shape asked for" if is_shape_asked(args) else "each step at its home shape"
     return f"{name}, {told or where}"
+
+
+def _chart(rows: Sequence[Row]) -> Path | None:
+    """Draws these rows into build/ladder.svg; None where no step is at its home shape."""
+    if not any(row.home for row in rows):
+        return None
+    from results.record import ROOT
+    from results.record.environment import environment
+    from results.record.schema import Run
+    from results.render import charts
+
+    drawing = charts.render(Run(env=environment(), rows=tuple(rows)), only={"ladder"})
+    path = ROOT / "build" / "ladder.svg"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(drawing[path.name])
+    return path

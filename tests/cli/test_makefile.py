@@ -66,7 +66,8 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             "python -m steps run 12 --format 'q4_0' --scheme 'W4A8' --m '3' --n '5' --k '64' "
             "--dist 'llm'",
         ),
-        (["ladder", "SAVE=1"], "python -m steps ladder --save"),
+        (["ladder", "LONG=1"], "python -m steps ladder --long"),
+        (["check", "LONG=1", "STEP=2"], "python -m steps check 2 --long"),
         (
             ["step12", "GGUF=a model.gguf", "TENSOR=blk.0.ffn_up.weight", "M=512"],
             "python -m steps run 12 --m '512' --gguf 'a model.gguf' --tensor 'blk.0.ffn_up.weight'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,20 @@ def test_a_lost_gpu_ends_the_run_before_anything_is_timed(
     assert cli.main(["run", "1", *CHEAP]) == 1
     assert measured == []
     assert capsys.readouterr().err == "the run ended early: an illegal address\n"
+
+
+@pytest.mark.usefixtures("unchecked", "measured")
+def test_the_ladder_ends_with_its_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("results.record.ROOT", tmp_path)
+    assert cli.main(["ladder", *CHEAP]) == 0
+    drawn = tmp_path / "build" / "ladder.svg"
+    assert capsys.readouterr().out.splitlines()[-1] == f"the ladder as a chart: {drawn}"
+    assert drawn.read_text(encoding="utf-8").startswith("<?xml")
+    drawn.unlink()
+    assert cli.main(["ladder", *CHEAP, "--m", "3"]) == 0
+    assert not drawn.exists(), "no step is at home there"
+    assert cli.main(["run", "1", "2", *CHEAP]) == 0
+    assert not drawn.exists(), "two steps are no ladder"
