@@ -1,13 +1,31 @@
-"""Skips `gpu` tests where there is no GPU, with the reason in the summary."""
+"""What all tests share: `gpu` tests are skipped where there is no GPU, with the reason in the
+summary, and processes that share the tests begin with the longest."""
+
+import gc
 
 import pytest
 
 from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
 from tests.api.fake_gpu import gpu  # noqa: F401 - a fixture
 
+# Numba makes millions of objects and few circles: looking for circles after every 700 new objects
+# takes a tenth of the time.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and (reason := why_no_gpu()):
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA GPU: {reason}"))
+    if hasattr(config, "workerinput"):  # one of several processes: see `make test`
+        items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    """Groups, which go to one process as a whole, then the steps, then the many short tests: none
+    of the processes has much left when another is done."""
+    if item.get_closest_marker("xdist_group"):
+        return 0
+    return 1 if item.path.parent.name == "steps" else 2

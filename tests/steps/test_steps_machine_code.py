@@ -1,8 +1,11 @@
-"""What a step promises of its machine code, proven for three architectures without a GPU."""
+"""What a step promises of its machine code, proven for three architectures without a GPU.
+
+A compilation takes seconds. Tests of one step share theirs: they are one group, which pytest-xdist
+gives to one process, and `machine_code` remembers what that process has compiled.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import sys
@@ -14,13 +17,15 @@ import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
 from steps.api.compile import MachineCode, machine_code, signature_of
+from steps.api.dry_run import launches as dry_run
 from steps.api.machines import Simulator
 from steps.checks.verify import prepare
-from steps.cli.listing import launches as on_paper
 from steps.components.unpack.blocks import safe_load
-from steps.contract import Family, Launch, Step, Work
+from steps.contract import Family, Launch, Size, Step, Work
+from tests.steps.works import in_turn
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
+NEWEST = ARCHITECTURES[-1]
 REGISTERS = 65536  # of a multiprocessor, on all three architectures
 MANY_TOKENS, FEW_TOKENS = 40, 2  # a step may choose another kernel for few tokens: prove both
 
@@ -43,15 +48,25 @@ def own_code(step: Step, family: Family, name: str, arch: str) -> MachineCode:
     return next(compiled(launch, arch) for launch, own in launches(step, family, name) if own)
 
 
+def group(step: Step) -> pytest.MarkDecorator:
+    return pytest.mark.xdist_group(f"step{step.number:02d}")
+
+
 def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
-    for step, arch in itertools.product(steps.ladder(), architectures):
-        cc = int(arch.removeprefix("sm_").rstrip("a"))
-        if cc >= 10 * step.min_cc[0] + step.min_cc[1]:
+    """(step, family, arch, format): every format on the newest architecture, which has all the
+    kernels; one on each older one, and another for the next step."""
+    for step in reversed(steps.ladder()):  # the longest groups first
+        for arch in architectures:
+            cc = int(arch.removeprefix("sm_").rstrip("a"))
+            if cc < 10 * step.min_cc[0] + step.min_cc[1]:
+                continue
+            turn = in_turn(step.number + ARCHITECTURES.index(arch))
             for family in step.families:
-                name = f"step{step.number:02d}-{family}-{arch}"
-                # in one process, which keeps what it has compiled for the next test
-                group = pytest.mark.xdist_group(name)
-                yield pytest.param(step, family, arch, id=name, marks=group)
+                for name in WEIGHT_FORMATS if arch == NEWEST else (turn,):
+                    slow = () if name == turn and arch == NEWEST else (pytest.mark.slow,)
+                    label = f"step{step.number:02d}-{family}-{arch}-{name}"
+                    marks = (group(step), *slow)
+                    yield pytest.param(step, family, arch, name, id=label, marks=marks)
 
 
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
@@ -68,59 +83,72 @@ def no_local_memory_where_it_counts(code: MachineCode) -> bool:
     return touched <= few and code.registers in (128, 255) and code.spill_store_bytes <= 64
 
 
-@pytest.mark.parametrize(("step", "family", "arch"), list(works(ARCHITECTURES)))
+@pytest.mark.parametrize(("step", "family", "arch", "name"), list(works(ARCHITECTURES)))
 def test_no_spills_no_local_memory_no_double_precision(
-    step: Step, family: Family, arch: str
+    step: Step, family: Family, arch: str, name: str
 ) -> None:
-    for name in WEIGHT_FORMATS if arch == "sm_90a" else ("q4_0", "q5_1", "q8_0"):
-        for launch, _ in launches(step, family, name):
-            code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
-            assert no_local_memory_where_it_counts(code), where
-            # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
-            ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
-            assert [one for one in code.warnings if ignored not in one] == [], where
-            assert not code.count("DADD", "DMUL", "DFMA", "DSETP"), f"{where} computes in float64"
-            assert ".f64" not in code.ptx, f"{where} computes in float64"
-            assert code.registers * math.prod(launch.block) <= REGISTERS, where
+    for launch, _ in launches(step, family, name):
+        code, where = compiled(launch, arch), launch.kernel.__name__
+        assert no_local_memory_where_it_counts(code), where
+        # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
+        ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
+        assert [one for one in code.warnings if ignored not in one] == [], where
+        assert not code.count("DADD", "DMUL", "DFMA", "DSETP"), f"{where} computes in float64"
+        assert ".f64" not in code.ptx, f"{where} computes in float64"
+        assert code.registers * math.prod(launch.block) <= REGISTERS, where
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 13, 14, 15])
-def test_the_kernels_of_large_products_too(number: int, name: str) -> None:
-    """The last rungs choose among kernels by shape; these are the ones that the tables quote. Of
-    steps 12 to 14 those that `test_every_tile_of_wgmma` and small shapes have not: strips, and no
-    warpgroup ahead."""
-    shapes = {
-        10: [(1, 4096, 14336), (16, 4096, 14336)],
-        11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
-        12: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
-        13: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
-        14: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
-        15: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
-    }.get(number, [(512, 4096, 4096)])
-    for shape in shapes:
-        *_, own = on_paper(Work(steps.find(number), steps.find(number).families[-1], name), shape)
-        code = compiled(own, "sm_90a")
-        assert no_local_memory_where_it_counts(code), code.log
-        assert code.warnings == ()
-        assert code.registers * math.prod(own.block) <= REGISTERS
-
-
-@pytest.mark.parametrize(("step", "family", "arch"), list(works(("sm_80", "sm_90a"))))
+@pytest.mark.parametrize(("step", "family", "arch", "name"), list(works(ARCHITECTURES[1:])))
 def test_contains_its_idea_and_nothing_of_a_later_one(
-    step: Step, family: Family, arch: str
+    step: Step, family: Family, arch: str, name: str
 ) -> None:
     assert step.contains[family], "a step must say what its machine code shows"
-    for name in WEIGHT_FORMATS:
-        for launch, own in launches(step, family, name):
-            if not own:
-                continue
-            code, where = compiled(launch, arch), f"{launch.kernel.__name__} {name}"
-            for promise in step.contains[family]:
-                held = any(op.startswith(tuple(promise.split("|"))) for op in code.instructions)
-                assert held, f"{where} lacks {promise}: {sorted(code.instructions)}"
-            found = [op for op in code.instructions if op.startswith(step.forbids[family])]
-            assert not found, f"{where} must not contain {found}"
+    for launch, own in launches(step, family, name):
+        if not own:
+            continue
+        code, where = compiled(launch, arch), launch.kernel.__name__
+        for promise in step.contains[family]:
+            held = any(op.startswith(tuple(promise.split("|"))) for op in code.instructions)
+            assert held, f"{where} lacks {promise}: {sorted(code.instructions)}"
+        found = [op for op in code.instructions if op.startswith(step.forbids[family])]
+        assert not found, f"{where} must not contain {found}"
+
+
+# Steps 8 to 15 choose among kernels by shape. These shapes take the ones that the tables quote and
+# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 12 to 14 reduction slices,
+# and no stagger.
+LARGE: dict[int, list[Size]] = {
+    8: [(512, 4096, 4096)],
+    9: [(512, 4096, 4096)],
+    10: [(1, 4096, 14336), (16, 4096, 14336)],
+    11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
+    12: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
+    13: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+    14: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+    15: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
+}
+
+
+def large_products() -> Iterator[pytest.param]:
+    """(work, size): one format for each, and another for the next."""
+    for number, sizes in LARGE.items():
+        step = steps.find(number)
+        for i, size in enumerate(sizes):
+            name = in_turn(number + i)
+            label = f"step{number:02d}-{name}-{'x'.join(map(str, size))}"
+            marks = (group(step), pytest.mark.slow)
+            yield pytest.param(Work(step, step.families[-1], name), size, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("work", "size"), list(large_products()))
+def test_the_kernels_of_large_products_too(work: Work, size: Size) -> None:
+    _, own = dry_run(work, size)
+    code = compiled(own, NEWEST)
+    assert no_local_memory_where_it_counts(code), code.log
+    assert code.warnings == ()
+    assert code.registers * math.prod(own.block) <= REGISTERS
+    if code.count("HGMMA", "IGMMA"):
+        no_wgmma_loses_its_weights(code)
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -222,25 +250,38 @@ def written_too_early(loop: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [12, 13, 14])
-def test_every_tile_of_wgmma(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is spilled, and weights take no register that a running wgmma still reads."""
-    step = steps.find(number)
+def no_wgmma_loses_its_weights(code: MachineCode) -> None:
+    """Nothing writes a register that a running wgmma still reads."""
+    loop = loop_of_wgmma(code.sass)
+    in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
+    assert in_loop == code.count("HGMMA", "IGMMA"), "some are outside the loop"
+    assert neighbours_that_share(loop) == []
+    assert written_too_early(loop) == []
+
+
+def wgmma_tiles() -> Iterator[pytest.param]:
+    for number in (12, 13, 14):
+        step = steps.find(number)
+        for tile in sys.modules[step.launch.__module__].TILES:
+            for name in WEIGHT_FORMATS:
+                label = f"step{number}-{name}-{tile[0]}x{tile[1]}"
+                marks = (group(step), pytest.mark.slow)
+                yield pytest.param(step, tile, name, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("step", "tile", "name"), list(wgmma_tiles()))
+def test_every_tile_of_wgmma(
+    step: Step, tile: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # more tiles than blocks: one warpgroup is before the other, as in large products
     module = sys.modules[step.launch.__module__]
-    for tile in module.TILES:
-        # more tiles than blocks: one warpgroup is before the other, as in large products
-        monkeypatch.setattr(module, "tiling", lambda *_, tile=tile: (tile, 2, 1, 0))
-        *_, own = on_paper(Work(step, step.families[-1], name), (2 * tile[1], tile[0], 256))
-        code = compiled(own, "sm_90a")
-        assert no_local_memory_where_it_counts(code), code.log
-        assert code.warnings == ()
-        assert code.registers * math.prod(own.block) <= REGISTERS
-        loop = loop_of_wgmma(code.sass)
-        in_loop = sum(bool(re.match("[HI]GMMA", instruction)) for instruction in loop)
-        assert in_loop == code.count("HGMMA", "IGMMA"), f"{tile}: some are outside the loop"
-        assert neighbours_that_share(loop) == [], tile
-        assert written_too_early(loop) == [], tile
+    monkeypatch.setattr(module, "tiling", lambda *_: (tile, 2, 1, 0))
+    _, own = dry_run(Work(step, step.families[-1], name), (2 * tile[1], tile[0], 256))
+    code = compiled(own, NEWEST)
+    assert no_local_memory_where_it_counts(code), code.log
+    assert code.warnings == ()
+    assert code.registers * math.prod(own.block) <= REGISTERS
+    no_wgmma_loses_its_weights(code)
 
 
 RIGHT_LOOP = """

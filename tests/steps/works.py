@@ -1,5 +1,5 @@
 """The works that tests go through: every step in its families and the formats that all steps have,
-with readable ids. What files come in besides is in test_files_in_kernels."""
+with readable ids. The formats that only files hold are in test_files_in_kernels."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ WORKS = [
 
 REQUANTIZED = {"fast": byte_weights, "coarse": integer_weights}
 """By the accuracy of a step that is not exact: blocks -> the int8 it multiplies, and factors."""
+
+
+def in_turn(number: int) -> str:
+    """One of the formats: tests of what all formats share take one each, and go round."""
+    return WEIGHT_FORMATS[number % len(WEIGHT_FORMATS)]
