@@ -15,6 +15,7 @@ from steps.checks.run import Outcome, Outcomes
 from steps.checks.select import ALL_FORMATS
 from steps.contract import Family, Size, Step, Work
 
+FAMILIES = "A16: activations in floating point. A8: quantized to int8."
 OF_CHECKS = (
     "Numbers: the kernel's error, as NMSE against the float64 product of the same operands.",
 )
@@ -84,7 +85,7 @@ def folded(title: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Tabl
         else:
             cells += [_error(rung.outcomes.get(name)) for name in names]
         lines.append(Line((*cells, rung.verdict), "" if rung.ok else "bad"))
-    return Table(tuple(head), tuple(lines), title, OF_TIMES if rows else OF_CHECKS)
+    return Table(tuple(head), tuple(lines), title, (FAMILIES, *(OF_TIMES if rows else OF_CHECKS)))
 
 
 def _rungs(outcomes: Iterable[Outcome], rows: Iterable[Row]) -> list[_Rung]:
