@@ -62,17 +62,17 @@ check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
 	@$(PY) -m pytest -n auto --dist loadgroup
 
-bench: $(READY) ## measure all steps at all shapes, with peers, into results/<gpu>/ (GPUS=4: on four at once)
-	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(GPUS),--gpus '$(GPUS)') $(if $(OUT),--out '$(OUT)')
+bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
+	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(OUT),--out '$(OUT)')
 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
 	@$(PY) -m steps tune $(STEP) $(DATA)
 
-charts: $(READY) ## redraw results/charts/ and the README's table from the latest run
+charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md from the runs
 	@$(PY) -m results.render.charts
 	@$(PY) -m results.render.tables
 
-report: $(READY) ## one page of all of it, for a browser: build/report.html (or OUT=)
+report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=)
 	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
 
 decoder: $(READY) ## greedy tokens of a llama, GGUF=model.gguf [PROMPT= IDS= TOKENS=], or BENCH=1 (needs torch)
@@ -111,7 +111,7 @@ lint: $(READY) ## ruff and mypy
 	@$(PY) -m ruff check $(LINTED)
 	@$(PY) -m mypy $(TYPED)
 
-docs-check: $(READY) ## whether the README's table and the charts are those of the latest run
+docs-check: $(READY) ## whether charts, README.md's tables and results/RESULTS.md are those of the runs
 	@$(PY) -m results.render.tables --check
 
 clean: ## remove caches

@@ -1,13 +1,11 @@
-"""What was measured: one timing protocol, one JSON per run, charts and tables made from it alone.
+"""What was measured: one regime, one run per GPU, charts and tables made from it alone.
 
-    limits.py     what this GPU can do at most, measured
-    measure.py    the one timing protocol
-    record.py     a run as data: environment and rows, read, validated, written atomically
-    peers.py      the same work by others: cuBLAS through torch, llama.cpp measured or as given
-    llama_cpp.py  the ggml of llama-cpp-python, by ctypes
-    charts.py     run -> SVG            (python -m results.render.charts)
-    decoder/      a llama of a GGUF file    (python -m results.decoder)
-    report.py     run -> the tables between the README's markers
+    record/      a run as data: schema, file, environment, provenance
+    measure/     how kernels are timed; bench and tuning
+    baselines/   the same products by others: cuBLAS, llama.cpp, recorded figures
+    render/      run -> charts, tables, page
+    worklog/     one page a step
+    decoder/     a llama of a GGUF file    (python -m results.decoder)
 
 Importing this package needs neither torch nor matplotlib nor a GPU.
 """

@@ -3,13 +3,14 @@
     python -m pip install llama-cpp-python      (a build with CUDA; see that project's README)
 
 A graph of GGML_OP_MUL_MAT nodes, one a product, runs on ggml's CUDA backend: float32 activations
-in, float32 out, as many copies of the weights in turn as `results.measure.protocol` uses for the steps. Its
-time is therefore a total: ggml quantizes the activations in every node. A result is compared with
-the float64 product before its time is believed and again after.
+in, float32 out, as many copies of the weights in turn as the steps have. Its time is therefore a
+total: ggml quantizes the activations in every node. A result is compared with the float64 product
+before its time is believed and again after.
 
 ggml ends the process where an assertion of its fails, and a library of another ABI may do worse, so
-all of this happens in a process of its own: `measured` starts it, `python -m results.baselines.llama_cpp`
-answers with a line of JSON for each product. Whatever keeps it from measuring is one sentence.
+all of this happens in a process of its own: `measured` starts it, and `python -m
+results.baselines.llama_cpp` answers with a line of JSON for each product. Whatever keeps it from
+measuring is one sentence.
 
 The functions and types are those of ggml's public headers (include/ggml.h, ggml-backend.h,
 ggml-alloc.h, https://github.com/ggml-org/ggml), as they have been since its backends have a
@@ -39,7 +40,8 @@ import numpy as np
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference import Problem, nmse, same_operands_a16
 from reference.product import sample as choose
-from results.measure.protocol import Budget, sample, slots_for
+from results.measure.loop import Contestant, round_robin
+from results.measure.protocol import Budget, slots_for
 from results.record import ROOT
 from results.record.schema import Peer
 
@@ -58,6 +60,9 @@ WARM_UP: Final = (
 PASS_SECONDS: Final = 0.02  # of passes back to back: the host prepares one while another runs
 MAX_PASSES: Final = 64
 SECONDS_PER_WORK: Final = 60  # that the process may take for a product, drawing its data included
+
+BUDGET: Final = Budget(replay_seconds=5e-3, warm_seconds=0.02, seconds=0.2, min_rounds=3)
+"""Of a product: it has the GPU to itself, and a pass is run several times for a figure."""
 
 TYPES: Final = {
     **{"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8},
@@ -311,8 +316,12 @@ class Products:
         return c
 
     def capture(self, launches: Sequence[int]) -> Pass:
-        """(What `results.measure.protocol.sample` asks of a device; a launch is the number of a copy.)"""
+        """(What a contestant asks of a device; a launch is the number of a copy.)"""
         return Pass(self, launches)
+
+    def round(self, replays: Sequence[Pass]) -> list[float]:
+        """(What a loop asks of a device.)"""
+        return [replay.seconds() for replay in replays]
 
     def _context(self, size: int) -> Any:
         context = self.ggml.ggml_init(InitParams(size, None, True))
@@ -339,7 +348,7 @@ class Products:
 
 
 class Pass:
-    """A `results.measure.protocol.Replay`: one graph, timed by the host's clock over several passes."""
+    """One graph, timed by the host's clock over several passes: a `protocol.Replay`."""
 
     how = "ggml graph, wall clock"
 
@@ -384,9 +393,10 @@ def timed(
         products.run(products.graph([copies - 1]))
         require_right("before")
         products.forget()
-        timing, _ = sample(products, lambda i: (i % copies,), copies, budget.kernel_seconds, budget)
+        contestant = Contestant(products, lambda i: (i,), copies, budget)
+        round_robin(products, [contestant], budget)
         require_right("after")
-    return timing.us, timing.how
+    return contestant.timing.us, contestant.how
 
 
 # --- the process that measures --------------------------------------------------------------------
@@ -504,7 +514,7 @@ def _asked(
         "l2_bytes": l2_bytes,
         "gpu": gpu,
         "device": device,
-        "budget": asdict(budget or Budget()),
+        "budget": asdict(budget or BUDGET),
     }
     seconds = SECONDS_PER_WORK * (len(works) + 1)
     try:

@@ -1,240 +1,534 @@
-"""From works and shapes to measured rows: for `run` after its checks, for the matrix of `bench`.
+"""What a bench measures, in which order, and what it leaves as it is.
 
-The protocol is `results.measure.protocol`; this file only decides what is measured in which order, so that
-steps that are compared with each other are measured within seconds of each other.
+The matrix: every step at its home shapes in all formats, with what it is compared with there, and
+the top steps of the branches at all shapes. All that is compared at one shape is in one loop
+(`results.measure.loop`). A row that was measured with the code of today on this GPU is left as it
+is; after every loop the run is written, so a bench that is killed keeps what it had.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from reference import Check, Problem, Reference, check
-from results.measure import protocol as measure
-from results.measure.protocol import Budget, Packed, Stopwatch, interleaved, pack_weights
-from results.record import schema as record
-from results.record.schema import Environment, Limits, Peer, Row, Run
+from qformats import WEIGHT_FORMATS
+from reference import BENCH_SHAPES, Problem
+from reference.problem import PrequantizedProblem
+from reference.product import sample
+from results.baselines import cublas
+from results.measure.loop import Contestant, ratio, round_robin
+from results.measure.products import COMPARED, Data, Product, Shared, failed, in_threads
+from results.measure.protocol import ROTATION, Budget, Stopwatch
+from results.measure.torch_graphs import release
+from results.record.environment import finished, utc_now
+from results.record.provenance import remembered, source_hash
+from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run
+from results.record.store import merge, read, write
 from steps.checks.run import fatal
-from steps.contract import Family, Size, Work
+from steps.components.activations.layouts import reading
+from steps.contract import BRANCHES, Family, Size, Step, Work
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
 
+FIRST_SHAPES: Final[tuple[Size, ...]] = tuple(
+    dict.fromkeys(branch.homes[0] for branch in BRANCHES.values())
+)
+"""Measured first: a bench that is killed has the headline."""
 
-COMPARED: Final = 2**16
-"""Outputs compared before and after a row is timed, NaN being sought in all of them: the float64
-reference would otherwise take longer than the timing. The check shapes compare every output."""
+RUN_BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
+"""Of the loops of `run` and `ladder`."""
+
+FEW_TOKENS: Final = 16
+SOME_TOKENS: Final = 8
+"""At all shapes, the top step of decode is measured up to the first M, others from the second."""
+
+MEMORY: Final = 0.7
+"""Of the free memory that the weights of one loop may fill; more go into loops apart."""
 
 
-@dataclass(frozen=True)
-class FirstTokens(Problem):
-    """The first `m` tokens of another problem: its weights are drawn and quantized only once."""
-
-    of: Problem | None = None
-
-    @cached_property
-    def a(self) -> np.ndarray:
-        return self._whole.a[: self.m]
-
-    @cached_property
-    def w(self) -> np.ndarray:
-        return self._whole.w
-
-    @cached_property
-    def blocks(self) -> np.ndarray:
-        return self._whole.blocks
-
-    @property
-    def knows_floats(self) -> bool:
-        return self._whole.knows_floats
-
-    @property
-    def _whole(self) -> Problem:
-        if self.of is None or self.m > self.of.m:
-            raise ValueError(f"the first {self.m} tokens of {self.of} do not exist")
-        return self.of
+# --------------------------------------------------------------------------------------- the matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One problem for all steps: what is right, worked out once, and A on the machine."""
+class Wanted:
+    """A row that is to be measured."""
 
-    reference: Reference
-    a: Any
+    work: Work
+    size: Size
+    input: str = "float32"
+    output: str = "float32"
 
-    @classmethod
-    def of(cls, problem: Problem, machine: Any) -> Task:
-        return cls(Reference(problem, COMPARED), machine.array(problem.a))
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """`Row.key` of its row."""
+        return (
+            self.work.step.number,
+            self.work.scheme,
+            self.work.format,
+            self.size,
+            self.input,
+            self.output,
+        )
+
+    @property
+    def launched(self) -> tuple[Work, Size, str, str]:
+        """What `compile_ahead` is to be told of it."""
+        return self.work, self.size, self.output, self.input
+
+    @property
+    def at_home(self) -> bool:
+        return self.size in self.work.step.home_shapes
+
+    def row(self) -> Row:
+        """What is known of it before anything ran; `status` says so until it is replaced."""
+        work, (m, n, k) = self.work, self.size
+        step, family = work.step, work.family
+        return Row(
+            step=step.number,
+            name=step.name,
+            title=step.title,
+            branch=step.branch,
+            parent=step.parents.get(family),
+            unit=step.unit.get(family, ""),
+            scheme=work.scheme,
+            format=work.format,
+            M=m,
+            N=n,
+            K=k,
+            home=self.at_home,
+            input=self.input,
+            output=self.output,
+            accuracy=step.accuracy,
+            status="failed",
+            why="not run",
+        )
+
+
+def wanted_of(work: Work, size: Size) -> list[Wanted]:
+    """A row for each dtype of C that a step writes; A is of that dtype where the step reads it."""
+    return [
+        Wanted(work, size, reading(work.step.activations, output)[1], output)
+        for output in work.step.outputs
+    ]
+
+
+def matrix(
+    ladder: Sequence[Step],
+    formats: Sequence[str] = WEIGHT_FORMATS,
+    cc: tuple[int, int] | None = None,
+) -> tuple[Wanted, ...]:
+    """Every row of a whole bench."""
+    by_number = {step.number: step for step in ladder}
+    sizes: dict[int, dict[Size, None]] = {step.number: {} for step in ladder}
+    for step in ladder:
+        for number in (step.number, *step.parents.values()):
+            if number in sizes:
+                sizes[number] |= dict.fromkeys(step.home_shapes)
+    if 1 in sizes:
+        sizes[1] |= dict.fromkeys(FIRST_SHAPES)
+    for step in top_steps(ladder, cc):
+        sizes[step.number] |= dict.fromkeys(filter(_for_top(step), BENCH_SHAPES))
+    return tuple(
+        one
+        for number, own in sizes.items()
+        for family in by_number[number].families
+        for name in formats
+        if by_number[number].supports(name, family, cc) is None
+        for size in own
+        for one in wanted_of(Work(by_number[number], family, name), size)
+    )
+
+
+def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
+    """The highest step of each branch and accuracy that runs on this GPU, CUDA cores left out."""
+    found = {
+        (step.branch, step.accuracy): step
+        for step in ladder
+        if step.branch != "cuda_cores"
+        and step.supports(step.formats[0], step.families[-1], cc) is None
+    }
+    return tuple(found.values())
+
+
+def _for_top(step: Step) -> Callable[[Size], bool]:
+    if step.branch == "decode":
+        return lambda size: size[0] <= FEW_TOKENS
+    return lambda size: size[0] >= SOME_TOKENS
+
+
+def in_loops(wanted: Iterable[Wanted]) -> list[tuple[Size, tuple[Wanted, ...]]]:
+    """By shape: the headline's first, then home shapes, then the others by (N, K)."""
+    by_size: dict[Size, list[Wanted]] = {}
+    for one in wanted:
+        by_size.setdefault(one.size, []).append(one)
+    homes = {size for size, own in by_size.items() if any(one.at_home for one in own)}
+
+    def place(size: Size) -> tuple[Any, ...]:
+        m, n, k = size
+        if size in FIRST_SHAPES:
+            return (0, FIRST_SHAPES.index(size))
+        return (1 if size in homes else 2, n * k, n, m)
+
+    return [(size, tuple(by_size[size])) for size in sorted(by_size, key=place)]
+
+
+# ---------------------------------------------------------------------------- what need not be done
+
+
+def same_machine(ours: Environment, theirs: Environment) -> bool:
+    """Whether rows of one may stand beside rows of the other."""
+
+    def facts(env: Environment) -> tuple[Any, ...]:
+        return env.gpu, env.numba_cuda, (env.driver or "").split(".")[0]
+
+    return facts(ours) == facts(theirs)
+
+
+def begin(path: Path, env: Environment, ladder: Sequence[Step]) -> Run:
+    """The run of this GPU, to be merged with: without rows of steps that the ladder no longer has,
+    and without any where GPU, numba-cuda or the driver's major version have changed."""
+    if not path.exists() or not same_machine(env, (run := read(path)).env):
+        return Run(env=env)
+    names = {step.number: step.name for step in ladder}
+    rows = tuple(row for row in run.rows if names.get(row.step) == row.name)
+    return replace(run, rows=rows, as_called=tuple(c for c in run.as_called if c.step in names))
+
+
+def missing(wanted: Iterable[Wanted], run: Run) -> list[Wanted]:
+    """Those without a good row that was measured with the code of today."""
+    now = remembered(source_hash)
+    good = {row.key for row in run.rows if row.status == "ok" and row.source_hash == now(row.step)}
+    return [one for one in wanted if one.key not in good]
+
+
+# ---------------------------------------------------------------------------------------- measuring
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What measures: a machine, its stopwatch, its measured limits, and how long to take."""
+    """What measures: a machine, its stopwatch, its measured limits, and how long to take.
+
+    torch: whether cuBLAS takes part. say: hears in a sentence why it does not.
+    """
 
     machine: Any
     stopwatch: Stopwatch
     limits: Limits
     budget: Budget
+    torch: bool = False
+    say: Callable[[str], None] = lambda _: None
 
     @classmethod
-    def here(cls, budget: Budget) -> Bench:
+    def here(
+        cls, budget: Budget, say: Callable[[str], None] = lambda _: None, baselines: bool = True
+    ) -> Bench:
         """On this machine's GPU, whose limits are measured first."""
         from results.measure.limits import measure_limits
+        from results.measure.protocol import GpuStopwatch
         from steps.api.machines import Gpu
 
-        machine, stopwatch = Gpu(), measure.GpuStopwatch()
-        return cls(machine, stopwatch, measure_limits(stopwatch, machine), budget)
+        machine, stopwatch = Gpu(), GpuStopwatch()
+        limits = measure_limits(stopwatch, machine)
+        why = cublas.why_not()
+        if baselines and why:
+            say(f"no cuBLAS beside the rows: {why}")
+        return cls(machine, stopwatch, limits, budget, baselines and why is None, say)
 
-    def row(self, work: Work, task: Task, packed: Packed, dtype: Any = np.float32) -> Row:
-        """One row, checked before and after it is timed; `dtype` is C's."""
-        problem = task.reference.problem
+    def loop(
+        self,
+        data: Data,
+        m: int,
+        wanted: Sequence[Wanted],
+        wrong: Mapping[tuple[int, Family, str], str] | None = None,
+    ) -> tuple[list[Row], list[Peer]]:
+        """The rows of one shape, and cuBLAS beside them: checked, timed in one loop, checked.
 
-        def judged(c: np.ndarray, given: Any) -> Check:
-            return check(c, problem, work.family, given, reference=task.reference)
+        wrong: (step, family, format) -> why it must not be timed, because its checks failed.
+        A CUDA error that takes the context with it is raised: nothing after it could be trusted.
+        """
+        data.prepare(one.work for one in wanted)
+        rows: list[Row] = []
+        peers: list[Peer] = []
+        for part in self._parts(data, wanted):
+            found, beside = self._loop(data, m, part, wrong or {})
+            rows += found
+            peers = beside or peers
+        return rows, peers
 
-        return measure.measure_step(
-            work.step,
-            work.family,
-            work.format,
-            task.a,
-            problem.n,
-            machine=self.machine,
-            stopwatch=self.stopwatch,
-            packed=packed,
-            check=judged,
-            limits=self.limits,
-            budget=self.budget,
-            dtype=dtype,
+    def _parts(self, data: Data, wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+        """All together where the memory holds their weights, else some formats at a time."""
+        room = MEMORY * self.stopwatch.free_bytes()
+        parts: list[list[Wanted]] = []
+        used = math.inf
+        for name in dict.fromkeys(one.work.format for one in wanted):
+            own = [one for one in wanted if one.work.format == name]
+            packed = {id(p): p for p in (data.packed(one.work) for one in own)}
+            need = sum(
+                0 if p.copies else max(ROTATION * self.stopwatch.l2_bytes, p.nbytes)
+                for p in packed.values()
+            )
+            need += sum(8 * one.size[0] * one.size[1] for one in own)
+            if used + need > room:
+                parts.append([])
+                used = 0.0
+            parts[-1] += own
+            used += need
+        return parts
+
+    def _loop(
+        self,
+        data: Data,
+        m: int,
+        wanted: Sequence[Wanted],
+        wrong: Mapping[tuple[int, Family, str], str],
+    ) -> tuple[list[Row], list[Peer]]:
+        shared = Shared(data, m, self.machine, self.stopwatch)
+        every = [Product(one.row(), one.work, shared) for one in wanted]
+        for one in every:
+            if why := wrong.get((one.work.step.number, one.work.family, one.work.format)):
+                one.row = failed(one.row, why)
+        passes: dict[tuple[Any, ...], Contestant] = {}
+
+        running = self._each([one for one in every if one.row.why == "not run"], Product.first_run)
+        running = self._judged(running, "")
+        running = self._each(running, lambda one: one.enter(passes, self.budget))
+        beside = self._cublas(shared) if running else None
+        contestants = [each for one in running for each in one.contestants]
+        contestants += passes.values()
+        if beside is not None:
+            contestants.append(beside.contestant)
+        round_robin(self.stopwatch, contestants, self.budget)
+        self.stopwatch.wait()
+
+        for one in running:
+            one.row = one.timed(passes, self.limits, self.stopwatch.l2_bytes)
+            one.row = replace(one.row, sm_mhz=self._clock(one.kernel))
+        shared.forget_bits()
+        running = self._each(running, Product.last_run)
+        self._judged(running, "right before timing, wrong after: ")
+        peers = self._beside(beside, shared, running) if beside is not None else []
+        return [one.row for one in every], peers
+
+    def _each(self, some: Sequence[Product], act: Callable[[Product], None]) -> list[Product]:
+        """Those for which it went well; an error is a failed row, and a lost context is raised."""
+        good = []
+        for one in some:
+            try:
+                act(one)
+                good.append(one)
+            except Exception as error:
+                if fatal(error):
+                    raise
+                one.row = failed(one.row, f"{type(error).__name__}: {error}")
+        return good
+
+    def _judged(self, some: Sequence[Product], when: str) -> list[Product]:
+        """Those whose last result is right."""
+        good = []
+        for one, found in zip(some, in_threads(Product.check, some), strict=True):
+            if isinstance(found, Exception):
+                one.row = failed(one.row, f"{type(found).__name__}: {found}")
+                continue
+            if not when:  # the first check is the one that is recorded
+                errors = found.nmse_same_operands, found.nmse_float
+                one.row = replace(one.row, nmse_same_operands=errors[0], nmse_float=errors[1])
+            if found.ok:
+                good.append(one)
+            else:
+                one.row = failed(one.row, when + found.verdict)
+        return good
+
+    def _clock(self, contestant: Contestant | None) -> float | None:
+        if contestant is None or contestant.slow:
+            return None
+        return self.stopwatch.sm_mhz(contestant.replay)
+
+    def _cublas(self, shared: Shared) -> cublas.Cublas | None:
+        """cuBLAS at this shape, if its result is right."""
+        if not self.torch:
+            return None
+        m, data = shared.m, shared.data
+        try:
+            weights = data.cublas_weights(self.stopwatch.l2_bytes)
+            made = cublas.Cublas(self.stopwatch, data.a("float32")[:m], weights, self.budget)
+        except Exception as error:
+            if fatal(error):
+                raise
+            self.say(f"no cuBLAS at {shared.shape}: {type(error).__name__}: {error}")
+            return None
+        return made if self._right(made, shared) else None
+
+    def _right(self, made: cublas.Cublas, shared: Shared) -> bool:
+        m, n, _ = shared.shape
+        rows, columns = sample(m, n, COMPARED)
+        why = made.wrong(rows, columns, shared.data.meant(m, rows, columns))
+        if why:
+            self.say(f"no cuBLAS at {shared.shape}: {why}")
+        return why is None
+
+    def _beside(self, made: cublas.Cublas, shared: Shared, timed: Sequence[Product]) -> list[Peer]:
+        """cuBLAS as a peer, and in the rows that it was timed beside."""
+        if not self._right(made, shared):
+            return []
+        m, n, k = shared.shape
+        us = made.contestant.timing.us
+        for one in timed:
+            assert one.total is not None
+            x = ratio(made.contestant, one.total)
+            one.row = replace(one.row, cublas_us=us, x_cublas=x)
+        peer = Peer(
+            peer=cublas.NAME,
+            format=cublas.FORMAT,
+            M=m,
+            N=n,
+            K=k,
+            us=us,
+            same_run=True,
+            source=made.source,
         )
+        return [peer]
+
+    def tidy(self) -> None:
+        """Give back the memory of a loop: its graphs and what they hold."""
+        if self.torch:
+            release()
+        else:
+            gc.collect()
 
 
-def rows(
+def measure_rows(
     bench: Bench,
-    works: Sequence[Work],
-    shapes: Sequence[Size],
+    at: Mapping[Size, Sequence[Work]],
     *,
     distribution: str = "normal",
     seed: int = 0,
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
-    all_outputs: bool = True,
     given: Problem | None = None,
     report: Callable[[str], None] = lambda _: None,
-) -> Iterator[Row]:
-    """Every work at every shape, weights outermost, the steps of one problem next to each other; of
-    a step that writes C in several types a row for each, or of the first only.
+) -> Iterator[tuple[list[Row], list[Peer]]]:
+    """(rows, peers) of works at each shape, in each dtype of C that they write, a loop at a time.
 
-    wrong: (step, family, format) -> why it must not be timed, because its checks failed.
-    given: the problem of the one format and shape, where it is not drawn.
-    A CUDA error is raised: nothing measured after it could be trusted.
+    distribution : what A and W are drawn from; of what is made of integers nothing is timed, so
+                   "normal" stands in.
+    wrong        : (step, family, format) -> why it must not be timed, because its checks failed.
+    given        : the problem of the one format and shape, where its weights are not drawn.
     """
-    wrong = wrong or {}
-    for name in dict.fromkeys(work.format for work in works):
-        own = [work for work in works if work.format == name]
-        for (n, k), group in itertools.groupby(by_weights(shapes), key=lambda s: s[1:]):
-            tokens = sorted({m for m, _, _ in group})
-            whole = given or Problem(tokens[-1], n, k, name, distribution, seed)
-            packed: dict[Any, Packed] = {}  # by the function that packs, which steps share
-            task: Task | None = None
-            for m, work in interleaved(tokens, own):
-                report(f"{work} at M={m} N={n} K={k}")
-                for output in work.step.outputs[: None if all_outputs else 1]:
-                    blank = measure.blank_row(work.step, name, work.scheme, (m, n, k), output)
-                    if why := wrong.get((work.step.number, work.family, name)):
-                        yield measure.without_result(blank, "failed", why)
-                        continue
-                    try:
-                        if task is None or task.reference.problem.m != m:
-                            some = FirstTokens(m, n, k, name, distribution, seed, of=whole)
-                            task = Task.of(whole if m == whole.m else some, bench.machine)
-                        if work.step.pack not in packed:
-                            packed[work.step.pack] = pack_weights(work.step, whole.blocks)
-                        yield bench.row(work, task, packed[work.step.pack], output)
-                    except Exception as error:
-                        if fatal(error):
-                            raise
-                        sentence = f"{type(error).__name__}: {error}"
-                        yield measure.without_result(blank, "failed", sentence)
-
-
-def by_weights(shapes: Sequence[Size]) -> list[Size]:
-    """In the given order of (N, K), the shapes that share them together."""
-    seen = list(dict.fromkeys(shape[1:] for shape in shapes))
-    return sorted(shapes, key=lambda shape: seen.index(shape[1:]))
-
-
-def sorted_rows(found: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows with their ratios, ordered for reading: shape, format, step, scheme."""
-    from steps.checks.select import ALL_FORMATS
-
-    return tuple(
-        sorted(
-            record.with_ratios(found),
-            key=lambda r: (
-                r.N * r.K,
-                r.N,
-                r.M,
-                ALL_FORMATS.index(r.format),
-                r.step,
-                r.family == "A8",
-                r.output != "float32",
-            ),
-        )
+    if distribution not in PrequantizedProblem.DISTRIBUTIONS:
+        distribution = "normal"
+    wanted = [one for size, works in at.items() for work in works for one in wanted_of(work, size)]
+    yield from measure_loops(
+        bench,
+        in_loops(wanted),
+        distribution=distribution,
+        seed=seed,
+        wrong=wrong,
+        given=given,
+        report=report,
     )
 
 
-def budget_for(seconds: float, count: int) -> Budget:
-    """A budget by which `count` rows take about `seconds` of device time (slow kernels take longer:
-    three samples of each are the least)."""
-    whole = Budget()
-    per_row = (
-        whole.kernel_seconds + whole.total_seconds + whole.activation_seconds + whole.warm_seconds
-    )
-    return whole.scaled(seconds / (per_row * max(count, 1)))
+def measure_loops(
+    bench: Bench,
+    loops: Sequence[tuple[Size, Sequence[Wanted]]],
+    *,
+    distribution: str = "normal",
+    seed: int = 0,
+    wrong: Mapping[tuple[int, Family, str], str] | None = None,
+    given: Problem | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[list[Row], list[Peer]]]:
+    """(rows, peers) of each loop. Data of one (N, K) is kept until its last loop, copies on the GPU
+    until a loop of another."""
+    kept: dict[tuple[int, int], Data] = {}
+    now = remembered(source_hash)
+    for i, ((m, n, k), wanted) in enumerate(loops):
+        report(f"M={m} N={n} K={k}: {len(wanted)} rows")
+        if (n, k) not in kept:
+            tokens = max(size[0] for size, _ in loops if size[1:] == (n, k))
+            kept[n, k] = Data(tokens, n, k, distribution, seed, given)
+        rows, peers = bench.loop(kept[n, k], m, wanted, wrong)
+        rest = {size[1:] for size, _ in loops[i + 1 :]}
+        if i + 1 < len(loops) and loops[i + 1][0][1:] != (n, k):
+            kept[n, k].release()
+        kept = {size: data for size, data in kept.items() if size in rest}
+        bench.tidy()
+        yield [replace(row, source_hash=now(row.step)) for row in rows], peers
+
+
+# ---------------------------------------------------------------------------------------- recording
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Writes a run as it grows, so that a killed bench leaves the rows it had.
+    """A run as it grows, written after every loop."""
 
-    path: the file; None for results/<gpu>/<date>-<sha>.json, chosen by the first `save`.
-    """
-
+    path: Path
     env: Environment
-    limits: Limits
-    path: Path | None = None
+    run: Run
+    limits: Limits | None = None
+    added: list[Row] = field(default_factory=list)
 
-    def save(
-        self, found: Sequence[Row], peers: Sequence[Peer] = (), duels: Sequence[Duel] = ()
-    ) -> Path:
-        env = record.finished(self.env, self.limits)
-        run = Run(env=env, rows=sorted_rows(found), peers=tuple(peers), duels=tuple(duels))
-        self.path = record.write(run, path=self.path)
-        return self.path
+    def add(
+        self,
+        rows: Iterable[Row] = (),
+        peers: Iterable[Peer] = (),
+        as_called: Iterable[AsCalled] = (),
+    ) -> None:
+        """Merge what was measured now, by this commit, and write the file."""
+        git, utc = self.env.git, utc_now()
+        commit = None if git.sha is None else git.sha + ("-dirty" if git.dirty else "")
+
+        def stamped(records: Iterable[Any]) -> list[Any]:
+            return [replace(one, commit=commit, utc=utc) for one in records]
+
+        new = stamped(rows)
+        self.added += new
+        mine = [peer if not peer.same_run else stamped([peer])[0] for peer in peers]
+        env = replace(finished(self.env, self.limits), utc=utc)
+        self.run = merge(self.run, env=env, rows=new, peers=mine, as_called=stamped(as_called))
+        write(self.run, self.path)
 
 
-def same_work_by_others(
-    gpu: str | None,
-    shapes: Sequence[Size],
-    formats: Sequence[str],
+# ----------------------------------------------------------------------------------------- how long
+
+
+COMPILE_SECONDS: Final = 6.0
+"""Of one kernel on one core, about."""
+PRODUCT_SECONDS: Final = 0.25
+"""Of the host for one row: launches, captures, two checks."""
+LOOP_SECONDS: Final = 3.0
+"""Of the host for one loop: copies of the weights, memory, writing the run."""
+SLOW_RATE: Final = 1e12
+"""Operations a second of the steps on CUDA cores, of which one launch may be longer than a graph of
+others; far below what they do."""
+
+
+def loop_seconds(wanted: Sequence[Wanted], budget: Budget) -> float:
+    """Device time of one loop, about: all that the budget allows."""
+    every_round = budget.replay_seconds  # cuBLAS
+    for one in wanted:
+        once = 0.0
+        if one.work.step.branch == "cuda_cores":
+            once = 2 * math.prod(one.size) / SLOW_RATE
+        every_round += 2.5 * max(budget.replay_seconds, once)  # kernel, total, a share of a pass
+    return budget.warm_seconds + max(budget.seconds, budget.min_rounds * every_round)
+
+
+def estimate(
+    loops: Sequence[tuple[Size, Sequence[Wanted]]],
+    calls: int,
     budget: Budget,
-    l2_bytes: int,
-    say: Callable[[str], None],
-    *,
-    cublas: bool = True,
-) -> tuple[Peer, ...]:
-    """cuBLAS, if wanted, through torch where it is installed, measured now; llama.cpp's, measured
-    now where llama-cpp-python is installed with CUDA, else from another run. `say` hears why not
-    now."""
-    from results.baselines.peers import cublas_fp16, ggml
-
-    halves = cublas_fp16(shapes, budget) if cublas else ()
-    llama_cpp, why = ggml(gpu, shapes, formats, l2_bytes, budget)
-    if why:
-        say(f"llama.cpp's figures are those given, where there are any: {why}")
-    return (*halves, *llama_cpp)
+    cores: int,
+    call_seconds: float,
+) -> float:
+    """Seconds of a bench, about. calls: loops of `as_called`, each of `call_seconds`."""
+    wanted = [one for _, own in loops for one in own]
+    kernels = {(*one.key[:3], one.input, one.output, one.size[0] > FEW_TOKENS) for one in wanted}
+    device = sum(loop_seconds(own, budget) for _, own in loops)
+    host = PRODUCT_SECONDS * len(wanted) + LOOP_SECONDS * len(loops)
+    return device + host + COMPILE_SECONDS * len(kernels) / cores + calls * call_seconds

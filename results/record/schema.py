@@ -454,18 +454,25 @@ def validate(run: Run) -> None:
 def in_order(run: Run) -> Run:
     """The run with its ratios, ordered for reading: shape, format, step, scheme, dtypes."""
 
-    def place(one: Row | Peer | AsCalled) -> tuple[Any, ...]:
-        known = FORMATS.index(one.format) if one.format in FORMATS else len(FORMATS)
-        return (one.N * one.K, one.N, one.M, known)
-
-    def of_row(r: Row) -> tuple[Any, ...]:
-        return (*place(r), r.step, r.family == "A8", r.output != "float32", r.input != "float32")
-
     return replace(
         run,
-        rows=tuple(sorted(with_ratios(run.rows), key=of_row)),
-        peers=tuple(sorted(run.peers, key=lambda p: (*place(p), p.peer))),
+        rows=rows_in_order(run.rows),
+        peers=tuple(sorted(run.peers, key=lambda p: (*_place(p), p.peer))),
         as_called=tuple(
-            sorted(run.as_called, key=lambda c: (*place(c), c.api, c.accuracy, c.dtype))
+            sorted(run.as_called, key=lambda c: (*_place(c), c.api, c.accuracy, c.dtype))
         ),
     )
+
+
+def rows_in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The same of rows alone."""
+
+    def place(r: Row) -> tuple[Any, ...]:
+        return (*_place(r), r.step, r.family == "A8", r.output != "float32", r.input != "float32")
+
+    return tuple(sorted(with_ratios(rows), key=place))
+
+
+def _place(one: Row | Peer | AsCalled) -> tuple[Any, ...]:
+    known = FORMATS.index(one.format) if one.format in FORMATS else len(FORMATS)
+    return (one.N * one.K, one.N, one.M, known)

@@ -1,190 +1,176 @@
-"""The command `bench`: every step in every format at every shape, peers and duels, in one file.
+"""The command `bench`: measures what is missing or stale of the matrix, and keeps the rest.
 
-What is measured in which order is here, how in `results.measure.bench` and `results.measure.comparisons`. Weights are
-outermost: a format's weights of one size meet all steps, then their peers, then cuBLAS in duels.
+What is measured in which order is in `results.measure.bench` and `results.measure.as_called`.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from reference import BENCH_SHAPES
+from results.measure import as_called
 from results.measure import bench as benching
-from results.measure import comparisons as dueling
-from results.measure import shards as parts
-from results.measure.bench import DEFAULT_SHAPE, Bench, Recorder
-from results.measure.shards import Group
-from results.record import schema as record
-from results.record.schema import Duel, Peer, Row
+from results.measure.bench import Bench, Recorder, Wanted
+from results.record import store
+from results.record.environment import environment
+from results.record.schema import Environment, Size
 from results.render import text as table
+from steps.api.parallel_compile import compile_ahead
 from steps.checks.run import fatal
-from steps.checks.select import select
-from steps.cli import arguments, report, run
-from steps.contract import Size, Work
-
-SAVE_SECONDS = 30.0
-"""A bench is saved as often as this, so that little is lost with it. Asking nvidia-smi for clocks
-and writing a thousand rows takes a second."""
-
-DUEL_SECONDS = 0.5
-"""Of a sustained duel, of which a bench has hundreds."""
+from steps.checks.select import UsageError, select
+from steps.cli import report
+from steps.cli.arguments import formats_of, is_shape_asked, machines, shape_of, steps_of
+from steps.cli.run import remark
+from steps.registry import ladder
 
 
 def bench(args: Namespace) -> int:
-    """The whole matrix with peers, into one JSON file; 1 if any row failed."""
-    arguments.machines("gpu")
-    works = select(arguments.steps_of(args.steps), arguments.formats_of(args.format), args.scheme)
-    whole = parts.groups(works, shapes_of(args))
-    if (args.gpus or 1) > 1:
-        found, path, status = parts.on_gpus(args, whole)
-        said: list[str] = []
-    else:
-        growing = _measured(args, whole)
-        found, path, said = growing.run, growing.path, growing.failures
-        status = 1 if said else 0
+    """Rows that are missing or stale, into this GPU's run; 1 if any row failed."""
+    if args.dist or args.seed:
+        raise UsageError("a bench draws normal data of seed 0: `run` takes --dist and --seed")
+    _, machine, _ = machines("gpu")
+    gpu: Any = machine(0)
+    env = environment()
+    path: Path = args.out or store.path_for(env)
+    run = benching.begin(path, env, ladder())
+    wanted = rows_of(args, gpu.cc)
+    calls = calls_of(args, gpu)
+    if not args.fresh:
+        wanted = benching.missing(wanted, run)
+        calls = [call for call in as_called.missing(run, gpu) if call in calls]
+    if not wanted and not calls:
+        print(f"{path} is up to date: --fresh (make bench FRESH=1) measures all of it again")
+        return 0
+    recorder, broken = _measured(args, gpu, env, Recorder(path, env, run), wanted, calls)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
     else:
-        title = f"{found.env.where}, {arguments.distribution_of(args)} data"
-        table.show(report.run_table(title, (), found.rows))
+        title = f"{env.where}: {len(recorder.added)} rows measured now"
+        if recorder.added:
+            keys = {row.key for row in recorder.added}
+            rows = [row for row in recorder.run.rows if row.key in keys]
+            table.show(report.run_table(title, (), rows, set()))
         print(f"wrote {path}")
-        if found.duels:
-            title = f"{found.env.where}: kernels against cuBLAS fp16"
-            table.show(dueling.as_table(title, found.duels))
-    for sentence in said:
-        print(sentence, file=sys.stderr)
-    return status
-
-
-def shapes_of(args: Namespace) -> list[Size]:
-    """The shapes of a bench that have the M, N and K asked for; where there is none, the one asked
-    for."""
-    asked = args.m, args.n, args.k
-    found = [
-        shape
-        for shape in BENCH_SHAPES
-        if all(size in (None, own) for size, own in zip(asked, shape, strict=True))
+    said = [
+        f"step {row.step} {row.scheme} {row.format} {row.shape}: {row.why}"
+        for row in recorder.added
+        if row.status == "failed"
     ]
-    return found or [arguments.shape_of(args, DEFAULT_SHAPE)]
+    for sentence in [*said, *([f"the run ended early: {broken}"] if broken else [])]:
+        remark(sentence)
+    return 1 if said or broken else 0
 
 
-@dataclass(slots=True)
-class _Growing:
-    """A run while it is measured, and the file where it is kept."""
-
-    recorder: Recorder
-    rows: list[Row] = field(default_factory=list)
-    peers: list[Peer] = field(default_factory=list)
-    duels: list[Duel] = field(default_factory=list)
-    broken: str | None = None  # the CUDA error that ended it
-    _saved: float = field(default_factory=time.monotonic)
-
-    def add(self, found: Iterable[Row | Duel]) -> None:
-        """As they come."""
-        for one in found:
-            if isinstance(one, Row):
-                self.rows.append(one)
-            else:
-                self.duels.append(one)
-            self.keep()
-
-    def keep(self, now: bool = False) -> None:
-        if now or time.monotonic() - self._saved >= SAVE_SECONDS:
-            self.recorder.save(self.rows, self.peers, dueling.sorted_duels(self.duels))
-            self._saved = time.monotonic()
-
-    @property
-    def path(self) -> Path:
-        assert self.recorder.path is not None, "kept at least once"
-        return self.recorder.path
-
-    @property
-    def run(self) -> record.Run:
-        return record.read(self.path)
-
-    @property
-    def failures(self) -> list[str]:
-        each: list[Row | Duel] = [*self.rows, *self.duels]
-        each = [one for one in each if one.status == "failed"]
-        said = [f"step {one.step} {one.scheme} {one.format} {one.shape}: {one.why}" for one in each]
-        return [*said, f"the run ended early: {self.broken}"] if self.broken else said
+def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
+    """The rows of the matrix that are asked for; of a shape that the matrix does not have, all
+    works."""
+    formats = formats_of(args.format)
+    works = select(steps_of(args.steps), formats, args.scheme, cc)
+    named = {(work.step.number, work.family, work.format) for work in works}
+    found = [
+        one
+        for one in benching.matrix(ladder(), formats, cc)
+        if (one.work.step.number, one.work.family, one.work.format) in named
+        and _asked(args, one.size)
+    ]
+    if found or not is_shape_asked(args):
+        return found
+    size = shape_of(args, benching.DEFAULT_SHAPE)
+    return [one for work in works for one in benching.wanted_of(work, size)]
 
 
-def _measured(args: Namespace, whole: Sequence[Group]) -> _Growing:
-    """The groups of args.part, on this GPU."""
-    _, machine, _ = arguments.machines("gpu")
-    mine = parts.part_of(whole, args.part)
-    works = tuple({str(work): work for group in mine for work in group.works}.values())
-    duels = [_duels(group, args) for group in mine]
-    fights = [dueling.fights(*each, dueling.meant) for each in duels]
-    ahead = [(w, shape, w.step.outputs[0]) for g in mine for w in g.works for shape in g.shapes]
-    ahead += [fight for each in fights for fight in each]
-    outcomes = run.checked(works, machine, False, args, None, quick=True, ahead=ahead)
-    budget = benching.Budget()
+def calls_of(args: Namespace, gpu: Any) -> list[tuple[Size, as_called.Way]]:
+    """The calls that are asked for: none where steps are named, or there is no torch."""
+    from results.measure.torch_graphs import torch_version
+
+    asked = as_called.FORMAT in formats_of(args.format) and not args.scheme
+    if args.steps and "all" not in args.steps:
+        asked = False
+    if not asked or args.no_baselines:
+        return []
+    if torch_version() is None:
+        remark("what a caller gets is not measured: there is no torch with a GPU")
+        return []
+    return [
+        (size, way) for size in as_called.SHAPES if _asked(args, size) for way in as_called.WAYS
+    ]
+
+
+def _asked(args: Namespace, size: Size) -> bool:
+    given = (args.m, args.n, args.k)
+    return all(one in (None, own) for one, own in zip(given, size, strict=True))
+
+
+def _measured(
+    args: Namespace,
+    gpu: Any,
+    env: Environment,
+    recorder: Recorder,
+    wanted: list[Wanted],
+    calls: list[tuple[Size, as_called.Way]],
+) -> tuple[Recorder, str | None]:
+    """(what was recorded, the CUDA error that ended it). All that is finished is in the file,
+    however it ends."""
+    loops = benching.in_loops(wanted)
+    sizes = len({size for size, _ in calls})
+    budget, of_calls, cores = benching.Budget(), as_called.BUDGET, cpu_count() or 1
+    seconds = benching.estimate(loops, sizes, budget, cores, as_called.LOOP_SECONDS)
     if args.seconds:
-        budget = benching.budget_for(args.seconds, sum(group.rows for group in whole))
-    env, measuring, say = record.environment(), Bench.here(budget), _once()
-    growing = _Growing(Recorder(env, measuring.limits, args.out), broken=outcomes.broken)
-    if any(fights) and (why := dueling.why_no_rival()):
-        say(f"no duels: {why}")
-        fights = [[] for _ in mine]
-    count = sum(group.rows for group in mine) + sum(len(each) for each in fights)
-    drawn: dict[str, Any] = {"distribution": arguments.distribution_of(args), "seed": args.seed}
-    drawn["wrong"] = run.wrong(outcomes)
-
-    def peers(group: Group) -> tuple[Peer, ...]:
-        first, l2_bytes = group.format == whole[0].format, measuring.stopwatch.l2_bytes
-        asked = env.gpu, group.shapes, (group.format,), budget, l2_bytes, say
-        return benching.same_work_by_others(*asked, cublas=first)
-
-    def of_duels(works: Sequence[Work], shapes: Sequence[Size]) -> Iterable[Duel]:
-        rival = dueling.cublas(getattr(measuring.stopwatch, "clock", None))
-        how: dict[str, Any] = {"which": dueling.meant, "schedules": dueling.scheduled(DUEL_SECONDS)}
-        return dueling.duels(measuring, works, shapes, rival, overlap=True, **how, **drawn)
-
+        factor = min(args.seconds / seconds, 1.0)
+        budget, of_calls = budget.scaled(factor), of_calls.scaled(factor)
+        seconds = benching.estimate(loops, sizes, budget, cores, as_called.LOOP_SECONDS)
+    remark(
+        f"{len(wanted)} rows and {len(calls)} calls in {len(loops) + sizes} loops: about "
+        f"{max(1, round(seconds / 60))} min"
+    )
+    compile_ahead(
+        [*(way.wanted(size, gpu) for size, way in calls), *(one.launched for one in wanted)],
+        gpu,
+        remark,
+    )
+    broken = None
     try:
-        with table.progress(count) as report:
-            drawn["report"] = report
-            for i, group in enumerate(mine if growing.broken is None else ()):
-                # what a float16 C gains is the duels' to say
-                matrix = group.works, group.shapes
-                growing.add(benching.rows(measuring, *matrix, all_outputs=False, **drawn))
-                if not args.no_peers:
-                    growing.keep(now=True)  # a peer's failure must not cost the rows
-                    growing.peers += peers(group)
-                if fights[i]:
-                    growing.add(of_duels(*duels[i]))
-    except Exception as error:  # what was measured before it is still worth keeping
+        measuring = Bench.here(budget, remark, not args.no_baselines)
+        recorder = replace(recorder, limits=measuring.limits)
+        with table.progress(len(loops) + sizes) as progress:
+            rest = (measuring.machine, measuring.stopwatch, of_calls, progress, remark)
+            for rows in as_called.measure(calls, *rest):
+                recorder.add(as_called=rows)
+            for found, peers in benching.measure_loops(measuring, loops, report=progress):
+                recorder.add(found, peers)
+    except Exception as error:
         if not fatal(error):
             raise
-        growing.broken = f"{type(error).__name__}: {error}"
-    finally:
-        growing.keep(now=True)
-    return growing
+        broken = f"{type(error).__name__}: {error}"
+    if broken is None and loops and not args.no_baselines:
+        formats = tuple(dict.fromkeys(one.work.format for one in wanted))
+        shapes = [size for size, _ in loops]
+        recorder.add(peers=_llama_cpp(args, recorder, env, shapes, formats, measuring))
+    return recorder, broken
 
 
-def _duels(group: Group, args: Namespace) -> tuple[Sequence[Work], Sequence[Size]]:
-    """Whose duels, and where: at more M than a bench has, unless one is asked for."""
-    if args.no_peers or args.no_duels:
-        return (), ()
-    shapes = [shape for shape in group.shapes if shape[0] >= dueling.FEWEST]
-    more = [shape for shape in dueling.SHAPES if shape[1:] == group.shapes[0][1:]]
-    return dueling.meant_to(group.works), more if more and args.m is None else shapes
+def _llama_cpp(
+    args: Namespace,
+    recorder: Recorder,
+    env: Environment,
+    shapes: list[Size],
+    formats: tuple[str, ...],
+    measuring: Bench,
+) -> list[Any]:
+    """llama.cpp at these shapes: measured now where it is installed and was not yet, else as
+    recorded."""
+    from results.baselines import llama_cpp
+    from results.baselines.recorded import recorded
 
-
-def _once() -> Any:
-    """`run.remark`, but a sentence only once."""
-    heard: set[str] = set()
-
-    def say(sentence: str) -> None:
-        if sentence not in heard:
-            heard.add(sentence)
-            run.remark(sentence)
-
-    return say
+    known = {peer.key for peer in recorder.run.peers if peer.same_run and not args.fresh}
+    need = [name for name in formats if any(("ggml", name, shape) not in known for shape in shapes)]
+    here: tuple[Any, ...] = ()
+    if need:
+        l2_bytes = measuring.stopwatch.l2_bytes
+        here, why = llama_cpp.measured(shapes, need, l2_bytes=l2_bytes, gpu=env.gpu)
+        if why:
+            remark(f"llama.cpp's figures are recorded ones, where there are any: {why}")
+    return [*recorded(env.gpu, shapes, formats), *here]

@@ -80,19 +80,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _part(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
-    if match is None or not 0 < int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/4")
-    return int(match[1]), int(match[2])
-
-
-def _duration(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{0,5}\.?[0-9]{1,3}", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds such as 0.5 or 2")
-    return float(text)
-
-
 def _seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
@@ -205,78 +192,28 @@ def _parser() -> Parser:
     one.add_argument("--small", action="store_true", help="the simulator's shapes on a GPU too")
 
     one = command(
-        "bench", "bench:bench", "measure the whole matrix, with peers", _data(), as_json, steps="*"
-    )
-    one.add_argument(
-        "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/...)"
-    )
-    one.add_argument(
-        "--seconds", type=_positive, help="device time to aim at (slow kernels take what they take)"
-    )
-    one.add_argument("--no-peers", action="store_true", help="no cuBLAS, no llama.cpp, no duels")
-    one.add_argument("--no-duels", action="store_true", help="no kernels in turn with cuBLAS's")
-    several = one.add_mutually_exclusive_group()
-    several.add_argument(
-        "--gpus",
-        type=_positive,
-        metavar="N",
-        help="on so many GPUs of one kind at once (default 1)",
-    )
-    several.add_argument(
-        "--part", type=_part, metavar="I/N", help="only the I-th of N parts; `join` joins them"
-    )
-
-    one = command("join", "bench:join", "put the parts of a bench together")
-    one.add_argument("parts", nargs="+", type=Path, metavar="PART", help="files of `bench --part`")
-    one.add_argument(
-        "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/...)"
-    )
-
-    one = command(
-        "duel",
-        "compare:compare",
-        "kernels against cuBLAS's, in turn and round by round, sustained and in bursts",
+        "bench",
+        "bench:bench",
+        "measure what is missing or stale of the matrix, beside cuBLAS and llama.cpp",
         _data(),
         as_json,
         steps="*",
     )
+    one.add_argument("--fresh", action="store_true", help="measure all of it again")
     one.add_argument(
-        "--shapes",
-        nargs="+",
-        default=[],
-        metavar="MxNxK",
-        help="such as 512x4096x4096 (default: 32 to 4096 tokens, three sizes of weights)",
+        "--seconds", type=_positive, help="aim at so long a run (compiling takes what it takes)"
     )
+    one.add_argument("--no-baselines", action="store_true", help="no cuBLAS, llama.cpp or torch")
     one.add_argument(
-        "--output",
-        action="append",
-        choices=("float32", "float16"),
-        help="the type of C (default: all that a step writes)",
-    )
-    one.add_argument(
-        "--pace", action="append", choices=("sustained", "burst"), default=[], help="default both"
-    )
-    one.add_argument(
-        "--seconds", type=_duration, help="device time of a sustained duel (default 1)"
-    )
-    one.add_argument(
-        "--overlap",
-        action="store_true",
-        help="let our launches begin under the one before, as in a chain",
-    )
-    one.add_argument(
-        "--out", type=Path, metavar="PATH", help="add them to the run in this file, or begin one"
+        "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/run.json)"
     )
 
-    one = command(
+    command(
         "tune",
         "tune:tune",
-        "time the steps at many M, for the front door to choose by",
+        "time the steps at many M, by which gemm chooses",
         _data(),
         steps="*",
-    )
-    one.add_argument(
-        "--run", type=Path, metavar="PATH", help="take the times of a bench, and measure nothing"
     )
 
     one = command("diff", "listing:diff", "what a step's file changes in its parent's", steps="1")

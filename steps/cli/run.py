@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from results.record.schema import Row
+from results.measure import bench as benching
+from results.record.schema import Row, rows_in_order
 from results.render import text as table
 from steps.api.parallel_compile import Wanted, compile_ahead
 from steps.checks.cases import Case, cases
@@ -48,10 +49,10 @@ def run(args: Namespace) -> int:
     at = problems(args, works, weights, every_home=len(steps) == 1)
     every = with_parents(works, cc)
     ahead = [
-        (work, shape, output)
+        one.launched
         for shape, own in at.items()
         for work in own
-        for output in work.step.outputs
+        for one in benching.wanted_of(work, shape)
     ]
     outcomes = checked(every, machine, False, args, weights, ahead=ahead)
     rows: tuple[Row, ...] = ()
@@ -188,28 +189,25 @@ def _measured(
     weights: FileWeights | None,
 ) -> tuple[Row, ...]:
     """The rows, with ratios. A CUDA error ends it and is noted in `outcomes`."""
-    from results.measure import bench as benching
-
-    measuring = benching.Bench.here(benching.Budget())
+    measuring = benching.Bench.here(benching.RUN_BUDGET, remark)
     found: list[Row] = []
     try:
-        with table.progress(sum(map(len, at.values()))) as progress:
-            for shape, works in at.items():
-                found += benching.rows(
-                    measuring,
-                    works,
-                    [shape],
-                    distribution=distribution_of(args),
-                    seed=args.seed,
-                    wrong=wrong(outcomes),
-                    given=weights.whole if weights else None,
-                    report=progress,
-                )
+        with table.progress(len(at)) as progress:
+            for rows, _ in benching.measure_rows(
+                measuring,
+                at,
+                distribution=distribution_of(args),
+                seed=args.seed,
+                wrong=wrong(outcomes),
+                given=weights.whole if weights else None,
+                report=progress,
+            ):
+                found += rows
     except Exception as error:
         if not fatal(error):
             raise
         outcomes.broken = f"{type(error).__name__}: {error}"
-    return benching.sorted_rows(found)
+    return rows_in_order(found)
 
 
 # --- telling --------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""cuBLAS through torch: C[M, N] = A[M, K] @ W[N, K]^T in float16, a contestant of a loop.
+
+Operands and result are float16 already, so it reads two bytes a weight and quantizes nothing: its
+time is a kernel's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from reference import nmse
+from results.measure.loop import Contestant
+from results.measure.protocol import Budget, slots_for
+from results.measure.torch_graphs import TorchCaptures, torch_version
+
+NAME: Final = "cublas_fp16"
+FORMAT: Final = "f16"
+
+NMSE_LIMIT: Final = 1e-6
+"""Against the float64 product of the float32 operands: rounding both and C to float16 comes to some
+1e-7."""
+
+
+class Cublas:
+    """One product, and its contestant."""
+
+    def __init__(
+        self, stopwatch: Any, a: np.ndarray, weights: Sequence[Any], budget: Budget
+    ) -> None:
+        """stopwatch: a GpuStopwatch. a: float32 [M, K], rounded to float16 here. weights: of
+        `copies`."""
+        import torch
+
+        self._a = torch.from_numpy(np.array(a)).cuda().half()
+        shape = (a.shape[0], weights[0].shape[0])
+        self._c = torch.full(shape, math.nan, device="cuda", dtype=torch.float16)
+        self._weights = weights
+        self.source = (
+            f"torch {torch.__version__}, CUDA {torch.version.cuda}, kernel only, float16 "
+            "operands and result, graph"
+        )
+        captures = TorchCaptures(stopwatch)
+        # cuBLAS picks its kernel and allocates its workspace before a capture
+        captures.warm_up(self._launches(0)[0])
+        self.contestant = Contestant(captures, self._launches, len(weights), budget)
+
+    def _launches(self, slot: int) -> Sequence[Any]:
+        import torch
+
+        return (lambda: torch.matmul(self._a, self._weights[slot].T, out=self._c),)
+
+    def wrong(self, rows: np.ndarray, columns: np.ndarray, meant: np.ndarray) -> str | None:
+        """What is wrong with its last result, given what some outputs should be; C is NaN then."""
+        import torch
+
+        torch.cuda.synchronize()
+        c = self._c.cpu().numpy()
+        self._c.fill_(math.nan)
+        torch.cuda.synchronize()
+        if not np.isfinite(c).all():
+            return f"cuBLAS left {np.count_nonzero(~np.isfinite(c))} outputs that are not finite"
+        error = nmse(c[np.ix_(rows, columns)].astype(np.float64), meant)
+        if error <= NMSE_LIMIT:
+            return None
+        return f"cuBLAS is wrong: NMSE {error:.1e}, more than {NMSE_LIMIT:.0e}"
+
+
+def copies(w: np.ndarray, l2_bytes: int) -> list[Any]:
+    """Copies of float32 w[N, K] in float16 on the GPU, as many as fill the rotation."""
+    import torch
+
+    first = torch.from_numpy(np.array(w)).cuda().half()
+    return [first, *(first.clone() for _ in range(slots_for(2 * w.size, l2_bytes) - 1))]
+
+
+def why_not() -> str | None:
+    """None where cuBLAS can be measured here, else why not."""
+    return None if torch_version() else "there is no torch with a GPU, through which cuBLAS is run"

@@ -1,0 +1,420 @@
+"""A product C[M, N] = A[M, K] @ W[N, K]^T made ready to be timed: data, copies, launches, checks.
+
+Data is shared as far as it goes: steps at one (N, K) have the same A and the same float weights in
+every format, steps with one packing the same copies on the GPU, steps with one activation pass the
+same quantized A, and the float64 products are worked out once. A is drawn in float16's values, so
+that float32 and float16 inputs are the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import cpu_count
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS
+from reference import Check, Problem, Reference, check
+from reference.product import unquantized
+from results.baselines import cublas
+from results.measure.loop import Contestant
+from results.measure.protocol import (
+    Budget,
+    Stopwatch,
+    Traffic,
+    floor_us,
+    impossible,
+    resources,
+    slots_for,
+)
+from results.record.schema import Limits, Row, total_below_kernel
+from steps.components.activations.layouts import decode, reading
+from steps.contract import Shape, Size, Work
+
+COMPARED: Final = 2**16
+"""Outputs compared before and after a row is timed, NaN being sought in all of them: the float64
+reference would otherwise take longer than the timing. The check shapes compare every output."""
+
+THREADS: Final = min(16, cpu_count() or 1)
+"""For NumPy, which lets go of Python's lock: packing and float64 products."""
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+class Data:
+    """A and W of all problems with one (N, K), of `tokens` tokens at most."""
+
+    def __init__(
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        distribution: str = "normal",
+        seed: int = 0,
+        given: Problem | None = None,
+    ) -> None:
+        """given: a problem whose blocks are taken, in its one format, such as a file's."""
+        self.tokens, self.n, self.k = tokens, n, k
+        self.distribution, self.seed = distribution, seed
+        self._given = given
+        self._a: dict[str, np.ndarray] = {}
+        self._blocks: dict[str, np.ndarray] = {}
+        self._packed: dict[tuple[Any, str], Packed] = {}
+        self._meant: dict[int, np.ndarray] = {}
+        self._halves: list[Any] = []
+
+    @cached_property
+    def _drawn(self) -> Problem:
+        """What A and the float weights are drawn from; its format says nothing of them."""
+        return Problem(self.tokens, self.n, self.k, "q4_0", self.distribution, self.seed)
+
+    def a(self, dtype: str) -> np.ndarray:
+        """Activations [tokens, K]: values of float16, in one dtype or another."""
+        if dtype not in self._a:
+            drawn = (self._given or self._drawn).a
+            self._a["float16"] = drawn.astype(np.float16)
+            self._a["float32"] = self._a["float16"].astype(np.float32)
+        return self._a[dtype]
+
+    @cached_property
+    def w(self) -> np.ndarray:
+        """Float weights [N, K]."""
+        return self._drawn.w
+
+    def floats(self, format_name: str) -> np.ndarray:
+        """What the blocks of a format were quantized from: of formats that are only read, the
+        blocks' own values."""
+        if FORMATS[format_name].written:
+            return self.w
+        values: np.ndarray = FORMATS[format_name].dequantize(self.blocks(format_name))
+        return values
+
+    def blocks(self, format_name: str) -> np.ndarray:
+        if self._given is not None:
+            return self._given.blocks
+        if format_name not in self._blocks:
+            fmt = FORMATS[format_name]
+            self._blocks[format_name] = (
+                fmt.quantize(self.w)
+                if fmt.written
+                else Problem(1, self.n, self.k, format_name, seed=self.seed).blocks
+            )
+        return self._blocks[format_name]
+
+    @property
+    def knows_floats(self) -> bool:
+        return self._given is None
+
+    def packed(self, work: Work) -> Packed:
+        """The weights as a step reads them, packed once for all steps that read them so."""
+        key = (work.step.pack, work.format)
+        if key not in self._packed:
+            start = time.perf_counter()
+            arrays = tuple(work.step.pack(self.blocks(work.format)))
+            self._packed[key] = Packed(arrays, (time.perf_counter() - start) * 1e6)
+        return self._packed[key]
+
+    def prepare(self, works: Iterable[Work]) -> None:
+        """Quantize and pack what these works need, on several cores."""
+        needed = {(work.step.pack, work.format): work for work in works}
+        with ThreadPoolExecutor(THREADS) as pool:
+            if self._given is None and any(FORMATS[name].written for _, name in needed):
+                _ = self.w  # drawn once, before the threads ask for it
+            list(pool.map(self.blocks, dict.fromkeys(name for _, name in needed)))
+            list(pool.map(self.packed, needed.values()))
+
+    def meant(self, m: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """The product of A with the float weights, float64[rows, columns], of m tokens."""
+        if m not in self._meant:
+            self._meant[m] = unquantized(self.a("float32")[rows], self.w[columns])
+        return self._meant[m]
+
+    def cublas_weights(self, l2_bytes: int) -> list[Any]:
+        """Copies of the float weights in float16, as tensors of torch."""
+        if not self._halves:
+            self._halves.extend(cublas.copies(self.w, l2_bytes))
+        return self._halves
+
+    def release(self) -> None:
+        """Free the copies on the GPU."""
+        self._halves.clear()
+        for packed in self._packed.values():
+            packed.copies.clear()
+
+
+@dataclass(frozen=True)
+class PartOf(Problem):
+    """The first `m` tokens of some data in one format; A as a kernel is given it."""
+
+    data: Data | None = None
+    input: str = "float32"
+
+    @property
+    def _source(self) -> Data:
+        if self.data is None or self.m > self.data.tokens:
+            raise ValueError(f"the first {self.m} tokens of {self.data} do not exist")
+        return self.data
+
+    @cached_property
+    def a(self) -> np.ndarray:
+        return self._source.a(self.input)[: self.m]
+
+    @cached_property
+    def w(self) -> np.ndarray:
+        return self._source.floats(self.format)
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        return self._source.blocks(self.format)
+
+    @property
+    def knows_floats(self) -> bool:
+        return self._source.knows_floats
+
+
+class SharedReference(Reference):
+    """A reference whose unquantized product is that of all formats."""
+
+    @cached_property
+    def meant(self) -> np.ndarray | None:
+        problem = self.problem
+        assert isinstance(problem, PartOf)
+        if problem.knows_floats and FORMATS[problem.format].written:
+            return problem._source.meant(problem.m, self.rows, self.columns)
+        return super().meant
+
+
+@dataclass(slots=True, eq=False)
+class Packed:
+    """Weights as some steps read them, what packing them took, and their copies on the GPU."""
+
+    arrays: tuple[np.ndarray, ...]
+    pack_us: float
+    copies: list[tuple[Any, ...]] = field(default_factory=list, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def on(self, machine: Any, stopwatch: Stopwatch) -> Sequence[tuple[Any, ...]]:
+        """As many copies as fill the rotation: one uploaded, the others made of it there."""
+        if not self.copies:
+            original = tuple(machine.array(array) for array in self.arrays)
+            slots = slots_for(self.nbytes, stopwatch.l2_bytes)
+            more = [tuple(map(stopwatch.duplicate, original)) for _ in range(slots - 1)]
+            self.copies.extend((original, *more))
+        return self.copies
+
+
+# ---------------------------------------------------------------------------------------- one shape
+
+
+class Shared:
+    """What all products of one (M, N, K) share on the machine."""
+
+    def __init__(self, data: Data, m: int, machine: Any, stopwatch: Stopwatch) -> None:
+        self.data, self.m, self.machine, self.stopwatch = data, m, machine, stopwatch
+        self._a: dict[str, Any] = {}
+        self._blank: dict[str, Any] = {}
+        self._activations: dict[tuple[Any, ...], Any] = {}
+        self._references: dict[tuple[str, str], Reference] = {}
+        self._bits: dict[int, Any] = {}
+
+    @property
+    def shape(self) -> Size:
+        return self.m, self.data.n, self.data.k
+
+    def a(self, dtype: str) -> Any:
+        if dtype not in self._a:
+            self._a[dtype] = self.machine.array(self.data.a(dtype)[: self.m])
+        return self._a[dtype]
+
+    def nan_filled(self, dtype: str) -> Any:
+        """A new C, all NaN."""
+        if dtype not in self._blank:
+            blank = np.full((self.m, self.data.n), np.nan, dtype)
+            self._blank[dtype] = self.machine.array(blank)
+        return self.stopwatch.duplicate(self._blank[dtype])
+
+    def activations(self, work: Work, input: str) -> tuple[tuple[Any, ...], Any]:
+        """(what names it, `Activations`) of a step's pass, which has been run once."""
+        make, takes, (columns, _) = reading(work.step.activations, input)
+        if takes != input or columns != 1:
+            raise ValueError(f"{work} reads A as {takes}, not as {input}")
+        key = (make, work.family, input)
+        if key not in self._activations:
+            made = make(work.family, self.a(input), self.machine)
+            for launch in made.launches:
+                self.machine.run(launch)
+            self.stopwatch.wait()
+            self._activations[key] = made
+        return key, self._activations[key]
+
+    def multiplied(self, activations: Any) -> Any:
+        """The bits that kernels multiply of these activations, read back once; None where it is A
+        itself."""
+        key = id(activations)
+        if key not in self._bits:
+            bits = None
+            if activations.layout is not None:
+                host = tuple(np.array(self.machine.host(array)) for array in activations.arrays)
+                bits = decode(activations.layout, host, self.m, self.data.k)
+            self._bits[key] = bits
+        return self._bits[key]
+
+    def forget_bits(self) -> None:
+        """They are to be read back anew: the timed launches may have changed them."""
+        self._bits.clear()
+
+    def reference(self, work: Work, input: str) -> Reference:
+        """What is right; float16 A is one of its own for A16 alone, whose recipe differs."""
+        dtype = input if work.family == "A16" else "float32"
+        key = (work.format, dtype)
+        if key not in self._references:
+            m, n, k = self.shape
+            distribution, seed = self.data.distribution, self.data.seed
+            problem = PartOf(m, n, k, work.format, distribution, seed, self.data, dtype)
+            self._references[key] = SharedReference(problem, COMPARED)
+        return self._references[key]
+
+
+class Product:
+    """One work at one shape with one dtype of A and of C: checked, timed, checked, and a row."""
+
+    def __init__(self, row: Row, work: Work, shared: Shared) -> None:
+        self.row, self.work, self.shared = row, work, shared
+        self.kernel: Contestant | None = None
+        self.total: Contestant | None = None
+        self._found: Check | None = None
+
+    def first_run(self) -> None:
+        """Compile, launch once, and keep the result for `first_check`."""
+        step, family, fmt = self.work.step, self.work.family, FORMATS[self.work.format]
+        shared, machine = self.shared, self.shared.machine
+        if why := step.supports(
+            self.work.format, family, getattr(machine, "cc", None), self.row.output
+        ):
+            raise ValueError(why)
+        shape = Shape(*shared.shape)
+        self.packed = shared.data.packed(self.work)
+        copies = self.packed.on(machine, shared.stopwatch)
+        self.pass_key, self.activations = shared.activations(self.work, self.row.input)
+        sizes = step.scratch(fmt, family, shape) if step.scratch else None
+        scratch = (
+            () if sizes is None else (tuple(machine.array(np.zeros(*each)) for each in sizes),)
+        )
+
+        def launch(weights: tuple[Any, ...], out: Any) -> Any:
+            return step.launch(fmt, family, shape, weights, self.activations.arrays, out, *scratch)
+
+        out = shared.nan_filled(self.row.output)
+        first = launch(copies[0], out)
+        machine.run(first)
+        shared.stopwatch.wait()
+        self.row = replace(self.row, pack_us=self.packed.pack_us, **resources(first))
+        self._c: Any = machine.host(out)
+        shared.multiplied(self.activations)
+        self._out = shared.nan_filled(self.row.output)
+        self.launches = [launch(weights, self._out) for weights in copies]
+
+    def last_run(self) -> None:
+        """Keep what the timed launches wrote, for `last_check`."""
+        self._c = self.shared.machine.host(self._out)
+        self.shared.multiplied(self.activations)
+
+    def check(self) -> Check:
+        """Judge the result that was kept. Needs no GPU, so several are judged at once."""
+        reference = self.shared.reference(self.work, self.row.input)
+        bits = self.shared.multiplied(self.activations)
+        try:
+            return check(self._c, reference.problem, self.work.family, bits, reference=reference)
+        finally:
+            del self._c
+
+    def enter(self, passes: dict[tuple[Any, ...], Contestant], budget: Budget) -> None:
+        """Make its contestants; `passes` has those of activation passes, shared by products."""
+        watch, before = self.shared.stopwatch, tuple(self.activations.launches)
+        self.kernel = Contestant(
+            watch, lambda slot: (self.launches[slot],), len(self.launches), budget
+        )
+        # where there is nothing to prepare, the kernel reads A as it is
+        self.total = self.enter_total(budget) if before else self.kernel
+        if before and self.pass_key not in passes:
+            passes[self.pass_key] = Contestant(watch, lambda _: before, 1, budget)
+
+    def enter_total(self, budget: Budget) -> Contestant:
+        """From A to C: the activation pass, if there is one, and the kernel."""
+        before = tuple(self.activations.launches)
+        return Contestant(
+            self.shared.stopwatch,
+            lambda slot: (*before, self.launches[slot]),
+            len(self.launches),
+            budget,
+        )
+
+    @property
+    def contestants(self) -> tuple[Contestant, ...]:
+        own = dict.fromkeys((self.kernel, self.total))
+        return tuple(each for each in own if each is not None)
+
+    def timed(
+        self, passes: dict[tuple[Any, ...], Contestant], limits: Limits, l2_bytes: int
+    ) -> Row:
+        """The row with its times, judged by what is possible."""
+        assert self.kernel is not None
+        assert self.total is not None
+        kernel, total, row = self.kernel.timing, self.total.timing, self.row
+        own = passes.get(self.pass_key)
+        moved = Traffic(
+            weights=self.packed.nbytes,
+            activations=sum(int(array.nbytes) for array in self.activations.arrays),
+            out=np.dtype(row.output).itemsize * row.M * row.N,
+        )
+        operations = 2 * row.M * row.N * row.K
+        floor = floor_us(operations, row.unit, moved.from_dram(l2_bytes), limits)
+        row = replace(
+            row,
+            kernel_us=kernel.us,
+            p20_us=kernel.p20_us,
+            p80_us=kernel.p80_us,
+            activation_us=own.timing.us if own else 0.0,
+            total_us=total.us,
+            total_p20_us=total.p20_us,
+            total_p80_us=total.p80_us,
+            rounds=total.rounds,
+            timing=self.kernel.how,
+            tflops=operations / kernel.us * 1e-6,
+            gbps=moved.total / kernel.us * 1e-3,
+            limit_share=None if floor is None else floor / kernel.us,
+        )
+        why = impossible(min(kernel.us, total.us), floor) or total_below_kernel(row)
+        return failed(row, why) if why else replace(row, status="ok", why=None)
+
+
+def failed(row: Row, why: str) -> Row:
+    """The row of work that has no figure, and the sentence why."""
+    return replace(row, status="failed", why=" ".join(why.split()) or "no reason was given")
+
+
+def in_threads(judge: Callable[[Product], Any], products: Sequence[Product]) -> list[Any]:
+    """Of each product what `judge` says, or the exception it raised; one thread for a format, as
+    its products share a reference."""
+    found: dict[int, Any] = {}
+
+    def own(format_name: str) -> None:
+        for i, product in enumerate(products):
+            if product.work.format == format_name:
+                try:
+                    found[i] = judge(product)
+                except Exception as error:
+                    found[i] = error
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(own, dict.fromkeys(product.work.format for product in products)))
+    return [found[i] for i in range(len(products))]

@@ -1,0 +1,161 @@
+"""Times the steps at many M into `results/<gpu>/tuning.json`, by which `gemm` chooses.
+
+Totals alone, from float32 A to float32 C, of all steps at one format and shape in one loop. A step
+that a first look finds far slower than the best does not take part: the first look is its time.
+The file is read by `steps.api.tuning_table`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from results.measure.bench import Wanted
+from results.measure.loop import Contestant, round_robin
+from results.measure.products import Data, Product, Shared
+from results.measure.protocol import Budget, Stopwatch
+from results.record.schema import Environment, plain
+from results.record.store import slug
+from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read
+from steps.checks.run import fatal
+from steps.contract import Work
+
+TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+"""The M at which steps are tuned."""
+
+FAR: Final = 4.0
+"""A step this many times slower than the best does not take part in the loop."""
+
+BUDGET: Final = Budget(
+    replay_seconds=2e-3, warm_seconds=0.05, seconds=0.3, min_rounds=5, relative_error=0.01
+)
+"""Steps that differ by one per cent are equally good: less time than a record takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The entry of one format and shape, and what was wrong with a step."""
+
+    entry: Entry
+    failures: tuple[str, ...] = ()
+
+
+def entries(
+    machine: Any,
+    stopwatch: Stopwatch,
+    works: Sequence[Work],
+    sizes: Sequence[tuple[int, int]],
+    tokens: Sequence[int] = TOKENS,
+    budget: Budget = BUDGET,
+    report: Callable[[str], None] = lambda _: None,
+) -> Iterator[Measured]:
+    """Every format at every (N, K) and M."""
+    for n, k in sizes:
+        data = Data(max(tokens), n, k)
+        data.prepare(works)
+        for name in dict.fromkeys(work.format for work in works):
+            own = [work for work in works if work.format == name]
+            for m in tokens:
+                report(f"{name} at M={m} N={n} K={k}")
+                yield _entry(Shared(data, m, machine, stopwatch), own, budget)
+            data.release()
+
+
+def _entry(shared: Shared, works: Sequence[Work], budget: Budget) -> Measured:
+    failures: list[str] = []
+    m, n, k = shared.shape
+
+    def tried(work: Work, act: Callable[[], Any]) -> Any:
+        """What `act` gives; None where it fails, which is noted."""
+        try:
+            return act()
+        except Exception as error:
+            if fatal(error):
+                raise
+            failures.append(f"{work} at M={m} N={n} K={k}: {type(error).__name__}: {error}")
+            return None
+
+    def entered(work: Work) -> tuple[Product, Contestant]:
+        one = Product(Wanted(work, shared.shape).row(), work, shared)
+        one.first_run()
+        _require_right(one)
+        return one, one.enter_total(budget)
+
+    pairs = [pair for work in works if (pair := tried(work, partial(entered, work)))]
+    best = min((total.once for _, total in pairs), default=0.0)
+    near = [pair for pair in pairs if pair[1].once <= FAR * best]
+    times = {key(one.work): total.once * 1e6 for one, total in pairs}
+    round_robin(shared.stopwatch, [total for _, total in near], budget)
+    shared.stopwatch.wait()
+    shared.forget_bits()
+    for one, total in near:
+        times[key(one.work)] = total.timing.us
+    for one, _ in near:
+        before = len(failures)
+        tried(one.work, one.last_run)
+        tried(one.work, partial(_require_right, one))
+        if len(failures) > before:
+            del times[key(one.work)]
+    ordered = dict(sorted(times.items(), key=lambda item: _by_step(item[0])))
+    return Measured(Entry(works[0].format, n, k, m, ordered), tuple(failures))
+
+
+def _require_right(product: Product) -> None:
+    found = product.check()
+    if not found.ok:
+        raise ValueError(found.verdict)
+
+
+def key(work: Work) -> str:
+    """What a step and family are called in the table: "7 A8"."""
+    return f"{work.step.number} {work.family}"
+
+
+def _by_step(work: str) -> tuple[int, str]:
+    number, family = work.split()
+    return int(number), family
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def to_json(env: Environment, entries: Sequence[Entry]) -> str:
+    """The file's text: entries by format, N, K and M, one a line, so that two can be compared."""
+
+    def line(entry: Entry) -> str:
+        times = {
+            work: float(f"{entry.times[work]:.4g}") for work in sorted(entry.times, key=_by_step)
+        }
+        row = {"format": entry.format, "N": entry.n, "K": entry.k, "M": entry.m, "us": times}
+        return json.dumps(row)
+
+    head = json.dumps(plain(asdict(env)), indent=2).replace("\n", "\n ")
+    ordered = sorted(entries, key=lambda e: (e.format, e.n, e.k, e.m))
+    rows = ",\n".join("  " + line(entry) for entry in ordered)
+    return f'{{\n "schema": {SCHEMA},\n "env": {head},\n "rows": [\n{rows}\n ]\n}}\n'
+
+
+def write(env: Environment, found: Sequence[Entry], root: Path = RESULTS) -> Path:
+    """Write the table of this GPU, keeping what an older one has beside it; but not an entry whose
+    highest step is below the highest of its format: that says nothing of who is fastest there."""
+    path = root / slug(env.gpu) / NAME
+    fresh = {(e.format, e.n, e.k, e.m): e for e in found}
+    if path.exists():
+        for old in read(path).entries:
+            at = (old.format, old.n, old.k, old.m)
+            new = fresh.get(at)
+            fresh[at] = replace(old, times={**old.times, **(new.times if new else {})})
+    highest: dict[str, int] = {}
+    for entry in fresh.values():
+        highest[entry.format] = max(entry.highest, highest.get(entry.format, 0))
+    kept = [entry for entry in fresh.values() if entry.highest == highest[entry.format]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(to_json(env, kept), encoding="utf-8")
+    unfinished.replace(path)
+    known.cache_clear()
+    return path

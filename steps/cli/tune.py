@@ -1,0 +1,66 @@
+"""The command `tune`: times the steps at many M, and writes the table by which `gemm` chooses."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from reference import BENCH_SHAPES
+from results.measure import tune as tuning
+from results.record.environment import environment, finished
+from results.render import text as table
+from steps.api.parallel_compile import compile_ahead
+from steps.api.tuning_table import Entry
+from steps.checks.select import select
+from steps.cli.arguments import formats_of, machines, shape_of, steps_of
+from steps.cli.run import remark
+
+
+def tune(args: Namespace) -> int:
+    """Times the steps on this GPU and writes its table; 1 if one was wrong."""
+    from results.measure.protocol import GpuStopwatch
+
+    _, machine, _ = machines("gpu")
+    gpu: Any = machine(0)
+    tokens = (args.m,) if args.m else tuning.TOKENS
+    sizes = list(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
+    if args.n or args.k:
+        sizes = [shape_of(args, BENCH_SHAPES[0])[1:]]
+    works = select(steps_of(args.steps), formats_of(args.format), args.scheme, gpu.cc)
+    env = environment()
+    wanted = [(work, (m, n, k), "float32") for work in works for n, k in sizes for m in tokens]
+    compile_ahead(wanted, gpu, remark)
+    found: list[Entry] = []
+    wrong: list[str] = []
+    path = None
+    formats = {work.format for work in works}
+    with table.progress(len(formats) * len(sizes) * len(tokens)) as progress:
+        each = tuning.entries(gpu, GpuStopwatch(), works, sizes, tokens, report=progress)
+        for measured in each:
+            wrong += measured.failures
+            if measured.entry.times:
+                found.append(measured.entry)
+                path = tuning.write(finished(env), found)  # one that is cut short is one too
+    table.show(fastest(gpu.name, found))
+    for sentence in wrong:
+        remark(sentence)
+    print(f"wrote {path}" if path else "nothing was measured")
+    return 1 if wrong or path is None else 0
+
+
+def fastest(gpu: str, entries: Sequence[Entry]) -> table.Table:
+    """The fastest step of each entry, one line a format, N and K."""
+    tokens = sorted({entry.m for entry in entries})
+    lines = []
+    for name, n, k in dict.fromkeys((entry.format, entry.n, entry.k) for entry in entries):
+        best = {
+            entry.m: min(entry.times, key=lambda work: entry.times[work])
+            for entry in entries
+            if (entry.format, entry.n, entry.k) == (name, n, k)
+        }
+        cells = (name, str(n), str(k), *(best.get(m, table.ABSENT) for m in tokens))
+        lines.append(table.Line(cells))
+    columns = [table.Column("format", words=True), table.Column("N"), table.Column("K")]
+    columns += [table.Column(f"M={m}") for m in tokens]
+    return table.Table(tuple(columns), tuple(lines), f"The fastest step and family on {gpu}")
