@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Final
 
 from results.record.store import headline
+
+NOTHING: Final = (
+    "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
+)
 
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -21,5 +26,5 @@ def run_path(given: Path | None) -> Path | None:
     """The run to show; None, and a sentence on stderr, where nothing is measured yet."""
     path = given or headline()
     if path is None:
-        print("nothing is measured yet: `make bench` on a machine with a CUDA GPU", file=sys.stderr)
+        print(NOTHING, file=sys.stderr)
     return path

@@ -10,6 +10,7 @@ from results.record import ROOT
 from results.record.schema import AsCalled, Environment, Row, Run, Size
 from results.record.store import headline, read, runs
 from results.render import charts
+from results.render.arguments import NOTHING
 from results.render.query import (
     ABSENT,
     BASELINES,
@@ -31,7 +32,7 @@ from results.render.query import (
     tops,
     when,
 )
-from results.render.tables import NOTHING, STALE, Keys, grid, link, stale_keys
+from results.render.tables import STALE, Keys, grid, link, stale_keys
 from results.render.text import error
 from steps.contract import BRANCHES
 
@@ -66,7 +67,7 @@ def page(root: Path = ROOT) -> str:
 def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
     run = read(path)
     stale = stale_keys(run, root)
-    records = [*run.rows, *run.as_called]
+    records: list[Row | AsCalled] = [*run.rows, *run.as_called]
     lines = [
         f"## {run.env.where}",
         "",
@@ -385,7 +386,8 @@ def _exceptions(run: Run, stale: Keys) -> list[str]:
         f"- {text}" + (f" ({count} rows)" if count > 1 else "") for text, count in said.items()
     ]
     old: dict[str, int] = {}
-    for one in (*sorted(run.rows, key=lambda row: row.step), *run.as_called):
+    records: list[Row | AsCalled] = [*sorted(run.rows, key=lambda row: row.step), *run.as_called]
+    for one in records:
         if one.key in stale:
             what = f"step {one.step}" if isinstance(one, Row) else f"{one.api} with step {one.step}"
             old[what] = old.get(what, 0) + 1

@@ -12,6 +12,7 @@ import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from markdown_it import MarkdownIt
@@ -49,20 +50,6 @@ def markdown(text: str, label: str = "Table") -> Markup:
 def inline(text: str) -> Markup:
     """One paragraph without its <p>."""
     return Markup(_MARKDOWN.renderInline(text))
-
-
-def linked(text: str, step_numbers: Iterable[int]) -> str:
-    """Markdown in which the steps that a table names in brackets, and in the first cell of a line
-    with text after it, lead to their sections."""
-    known = set(step_numbers)
-
-    def link(match: re.Match[str]) -> str:
-        before, word, number, after = match.groups()
-        here = f"[{word}{number}](#step-{number})" if int(number) in known else f"{word}{number}"
-        return f"{before}{here}{after}"
-
-    text = re.sub(r"(\()(step )(\d+)((?: \(stale\))?\))", link, text)
-    return re.sub(r"(?m)^(\| )()(\d+)((?: \(stale\))? \| (?!\d+ \|))", link, text)
 
 
 # --- the docstring of a step ----------------------------------------------------------------------
@@ -120,48 +107,54 @@ def _flush(lines: Sequence[str]) -> str:
 
 # --- the worklog ----------------------------------------------------------------------------------
 
-_MARGIN: Final = re.compile(
-    r"^((?:Predicted|Measured|Profiler|Outcome|Surprises?|Seen in|What was|What it costs|A lesson)"
-    r"\b"
-    r"(?:[^:.\n(]|\.(?=\w)|\([^)]*\))*)([:.])(?=\s)",
-    re.MULTILINE,
-)
-_MAIN: Final = ("Predicted", "Measured", "Outcome")
+
+@dataclass(frozen=True, slots=True)
+class WorklogFinding:
+    """A section of a worklog page. `predicted`: it holds a prediction beside the measurement."""
+
+    heading: Markup
+    body: Markup
+    predicted: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the worklog says of a step: what was predicted, measured, made of it; and the rest."""
+    """A page of the worklog: what stands above its sections, and those, as the page has them."""
 
-    main: list[Markup]
-    more: list[Markup]
+    opening: Markup
+    findings: list[WorklogFinding]
 
 
 @dataclass(frozen=True, slots=True)
 class Worklog:
-    preamble: Markup
-    entries: Mapping[int, Entry]
+    """A page per step, and the findings that belong to none."""
+
+    steps: Mapping[int, Entry]
+    general: Entry | None
 
 
-def worklog(text: str) -> Worklog:
-    """The worklog by steps. In a section, lines that begin with a word such as "Predicted" and a
-    colon begin a passage."""
-    _, preamble, *sections = re.split(r"(?m)^#{1,2} .*\n", "\n" + text)
-    titles = re.findall(r"(?m)^## (.*)$", text)
-    entries = {}
-    for title, body in zip(titles, sections, strict=True):
-        if found := re.match(r"Step (\d+)\b", title):
-            entries[int(found[1])] = _entry(body)
-    return Worklog(markdown(preamble), entries)
+def worklog(folder: Path) -> Worklog:
+    """The worklog in a folder: `stepNN.md` and `README.md`."""
+    pages = {path.stem: entry(path.read_text(encoding="utf-8")) for path in folder.glob("*.md")}
+    steps = {int(name[4:]): one for name, one in pages.items() if re.fullmatch(r"step\d+", name)}
+    return Worklog(steps, pages.get("README"))
 
 
-def _entry(body: str) -> Entry:
-    opening, *parts = _MARGIN.split(body)
-    entry = Entry([], [markdown(opening)] if opening.strip() else [])
-    for heading, end, said in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        into = entry.main if heading.startswith(_MAIN) else entry.more
-        into.append(markdown(f"**{heading}{end}**{said}"))
-    return entry
+def entry(text: str) -> Entry:
+    """A worklog page by its sections. Links to pages of steps lead to their sections here."""
+    text = re.sub(r"\]\(step0*(\d+)\.md(?:#[^)]*)?\)", r"](#step-\1)", text)
+    text = re.sub(r"\A# .*\n", "", text.lstrip())
+    opening, *parts = re.split(r"(?m)^## (.*)\n", text)
+    findings = [
+        WorklogFinding(inline(heading), _below(markdown(body, heading)), "**Predicted" in body)
+        for heading, body in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    return Entry(_below(markdown(opening)), findings)
+
+
+def _below(html: Markup) -> Markup:
+    """With its headings below those of the page's sections."""
+    return Markup(re.sub(r"(</?h)[1-6]>", r"\g<1>6>", html))
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -229,7 +222,7 @@ def marked(lines: Iterable[Code], sign: str = "# <-") -> list[Code]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Hunk:
     """Neighbouring lines that are the same in both files, or that differ. `folded`: so many equal
     lines that a reader need not see them."""
 
@@ -243,10 +236,10 @@ CONTEXT: Final = 4
 """Equal lines that are shown on either side of a change."""
 
 
-def compared(before: Sequence[Code], after: Sequence[Code]) -> list[Stretch]:
+def compared(before: Sequence[Code], after: Sequence[Code]) -> list[Hunk]:
     """Both from top to bottom: nothing of either is left out."""
     texts = [line.text for line in before], [line.text for line in after]
-    raw: list[Stretch] = []
+    raw: list[Hunk] = []
     for tag, i, j, m, n in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
         kind: Literal["same", "changed"] = "same" if tag == "equal" else "changed"
         if kind == "same" and raw and n < len(after) and not "".join(texts[1][m:n]).strip():
@@ -256,22 +249,22 @@ def compared(before: Sequence[Code], after: Sequence[Code]) -> list[Stretch]:
             raw[-1].before.extend(old)
             raw[-1].after.extend(new)
         else:
-            raw.append(Stretch(kind, old, new))
+            raw.append(Hunk(kind, old, new))
     return [part for i, each in enumerate(raw) for part in _folded(each, i, len(raw))]
 
 
-def _folded(stretch: Stretch, at: int, count: int) -> Iterator[Stretch]:
-    """A long equal stretch in up to three: its ends, beside a change, stay in sight."""
+def _folded(hunk: Hunk, at: int, count: int) -> Iterator[Hunk]:
+    """A long equal hunk in up to three: its ends, beside a change, stay in sight."""
     head = CONTEXT if at > 0 else 0
     tail = CONTEXT if at < count - 1 else 0
-    size = len(stretch.after)
-    if stretch.kind == "changed" or size <= head + tail + CONTEXT:
-        yield stretch
+    size = len(hunk.after)
+    if hunk.kind == "changed" or size <= head + tail + CONTEXT:
+        yield hunk
         return
     for first, last in ((0, head), (head, size - tail), (size - tail, size)):
         if last > first:
-            old, new = stretch.before[first:last], stretch.after[first:last]
-            yield Stretch("same", old, new, folded=(first, last) == (head, size - tail))
+            old, new = hunk.before[first:last], hunk.after[first:last]
+            yield Hunk("same", old, new, folded=(first, last) == (head, size - tail))
 
 
 # --- charts ---------------------------------------------------------------------------------------

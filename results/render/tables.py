@@ -25,6 +25,7 @@ from results.record.provenance import called_hash, source_hash
 from results.record.schema import Run, Size
 from results.record.store import headline, read
 from results.render import charts
+from results.render.arguments import NOTHING
 from results.render.query import (
     ABSENT,
     BASELINES,
@@ -48,9 +49,6 @@ Keys = Collection[tuple[Any, ...]]
 
 STALE: Final = "(stale)"
 STALE_NOTE: Final = f"{STALE}: the code has changed since; `make bench` measures it again."
-NOTHING: Final = (
-    "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
-)
 CURE: Final = "run `make charts`"
 CALLED: Final[tuple[Size, ...]] = (
     (1, 4096, 14336),
@@ -172,12 +170,14 @@ TABLES: Final[dict[str, Callable[[Run, str, Keys], str]]] = {
 """Between the markers of each name stands what its function makes of the run."""
 
 
-def section(name: str, path: Path | None, root: Path = ROOT) -> str:
-    """What belongs between the markers, for a run's file (None: nothing measured yet)."""
+def readme_tables(root: Path = ROOT) -> dict[str, str]:
+    """What belongs between the markers of each name, for the runs in `root`."""
+    path = headline(root / "results")
     if path is None:
-        return NOTHING
+        return dict.fromkeys(TABLES, NOTHING)
     run = read(path)
-    return TABLES[name](run, link(path, root), stale_keys(run, root))
+    stale = stale_keys(run, root)
+    return {name: make(run, link(path, root), stale) for name, make in TABLES.items()}
 
 
 def link(path: Path, base: Path) -> str:
@@ -203,15 +203,14 @@ def rewrite(root: Path = ROOT) -> list[Path]:
     """Bring README.md and results/RESULTS.md up to the runs in `root`; what changed."""
     from results.render import complete
 
-    path = headline(root / "results")
     readme, results = root / "README.md", root / "results" / complete.NAME
     text = readme.read_text(encoding="utf-8")
-    for name in TABLES:
+    for name, table in readme_tables(root).items():
         try:
             before, _, after = split(text, name)
         except ValueError as error:
             raise ValueError(f"{readme.name} {error}") from None
-        text = f"{before}\n{section(name, path, root)}\n{after}"
+        text = f"{before}\n{table}\n{after}"
     changed = []
     for file, now in ((readme, text), (results, complete.page(root))):
         if not file.exists() or file.read_text(encoding="utf-8") != now:
@@ -230,7 +229,8 @@ def check(root: Path = ROOT) -> list[str]:
     found = []
     if readme.exists():
         text = readme.read_text(encoding="utf-8")
-        found += [said for name in TABLES if (said := _drift(text, name, path, root))]
+        for name, table in readme_tables(root).items():
+            found += _drift(text, name, table)
     else:
         found.append("README.md does not exist")
     if not results.exists():
@@ -242,13 +242,12 @@ def check(root: Path = ROOT) -> list[str]:
     return found + charts.drifts(run, root / "results" / "charts")
 
 
-def _drift(text: str, name: str, path: Path | None, root: Path) -> str | None:
+def _drift(text: str, name: str, table: str) -> list[str]:
     try:
         _, between, _ = split(text, name)
     except ValueError as error:
-        return f"README.md {error}"
-    said = _differ(f"README.md, the {name} table", between.strip("\n"), section(name, path, root))
-    return said[0] if said else None
+        return [f"README.md {error}"]
+    return _differ(f"README.md, the {name} table", between.strip("\n"), table)
 
 
 def _differ(what: str, have: str, want: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -11,18 +10,25 @@ from dataclasses import replace
 import matplotlib as mpl
 import pytest
 
-import tests.results.synthetic_run
-from results.record import schema as record
+from results.record import store
 from results.record.schema import Environment, Run
-from results.render import charts
-from tests.results.synthetic_run import FORMATS, make_run
+from results.render import captions, charts, query
+from results.render.charts import __main__ as command
+from results.render.charts import called, error, ladder, roofline, style
+from steps.contract import BRANCHES
+from tests.results.synthetic_run import FORMATS, LADDER, make_run
 
-SMALL = ((1, 4096, 4096), (512, 4096, 4096))
+NAMES = {"ladder", "as_called", "error", "roofline"}
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, bytes]:
-    return charts.render(make_run(SMALL), "nvidia-h200/2026-01-02-0123abcd.json")
+def run() -> Run:
+    return make_run()
+
+
+@pytest.fixture(scope="module")
+def files(run: Run) -> dict[str, bytes]:
+    return charts.render(run)
 
 
 def text_of(svg: bytes) -> str:
@@ -30,186 +36,239 @@ def text_of(svg: bytes) -> str:
     return "\n".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("}text"))
 
 
-def test_every_chart_is_there(files):
-    assert set(files) == {
-        "ladder-m1-n4096-k4096.svg",
-        "ladder-m512-n4096-k4096.svg",
-        "tflops.svg",
-        "roofline.svg",
-        "time.svg",
-        "time-q4_0-n4096-k4096.svg",
-        "error.svg",
-    }
+def test_every_chart_is_there_and_small_enough_for_a_page(files) -> None:
+    assert set(files) == {f"{name}.svg" for name in NAMES}
+    assert sum(map(len, files.values())) < 300_000
 
 
-def test_same_run_same_bytes(files):
-    again = charts.render(make_run(SMALL), "nvidia-h200/2026-01-02-0123abcd.json")
-    assert again == files
+def test_same_run_same_bytes(run, files) -> None:
+    assert charts.render(run) == files
     assert all(b"<dc:date>" not in data for data in files.values())
 
 
-def test_titles_say_which_gpu_and_which_file(files):
+def test_titles_say_which_gpu_and_when(files) -> None:
     for name, data in files.items():
-        text = text_of(data)
-        assert "NVIDIA H200 @ 700 W" in text, name
-        assert "nvidia-h200/2026-01-02-0123abcd.json" in text, name
+        assert "NVIDIA H200 @ 700 W, 2026-01-02" in text_of(data), name
 
 
-def test_every_step_and_format_is_named(files):
-    every = ("tflops.svg", "roofline.svg", "time.svg", "time-q4_0-n4096-k4096.svg", "error.svg")
-    for name in every:
-        text = text_of(files[name])
-        for label in ("1 naive A16", "2 naive A8", "3 shared tiled A16", "3 shared tiled A8"):
-            assert label in text, (name, label)
-        assert "4 dp4a emulated A8" in text
-        assert "5 vectorized A8" in text
-        assert "10 decode A8" in text
-        assert "12 wgmma A16" in text
-        assert "13 wgmma A8 fast" in text
-        assert "14 integer scales A8 coarse" in text
-    for name in ("tflops.svg", "time.svg", "error.svg", "ladder-m512-n4096-k4096.svg"):
-        assert all(format_name in text_of(files[name]) for format_name in FORMATS), name
+# --- the ladder -----------------------------------------------------------------------------------
 
 
-def test_limits_and_peers_are_labelled(files):
-    roofline = text_of(files["roofline.svg"])
-    assert "copy 4.26 TB/s" in roofline
-    for label in charts.UNIT_LABELS.values():
-        assert label in roofline
-    large = "time-q4_0-n4096-k4096.svg"
-    for name in ("ladder-m512-n4096-k4096.svg", "tflops.svg", "time.svg", large):
-        assert "llama.cpp" in text_of(files[name])
-        assert "cuBLAS fp16" in text_of(files[name])
+def test_the_ladder_has_a_panel_per_branch_with_its_home_shape(files) -> None:
+    text = text_of(files["ladder.svg"])
+    for branch in BRANCHES.values():
+        assert branch.title in text
+        assert query.dims(branch.homes[0]) in text
+    for label in ("1 naive W4A16", "3 shared tiled", "13 W4A8 wgmma (fast)", "15 decode bulk"):
+        assert label in text
+    assert "9 stream k, M=128" in text, "its home is not that of its branch"
+    for label in query.BASELINES.values():
+        assert label in text
 
 
-def test_three_roofs_stand_out_and_each_step_has_its_number_at_each_m():
-    run = make_run(SMALL, formats=("q4_0",))
-    with mpl.rc_context(charts.STYLE):
-        (axes,) = charts.roofline_chart(run, "a.json").axes
-    bold = {t.get_text() for t in axes.texts if t.get_fontweight() == "bold"}
-    roofs = {t for t in bold if not t.isdigit()}
-    assert roofs == {"62.1  fp32 FMA", "810  fp16 tensor cores", "1600  int8 tensor cores"}
-    rungs = [step for step, *_ in tests.results.synthetic_run.LADDER]
-    numbers = [int(t.get_text()) for t in axes.texts if t.get_text().isdigit()]
-    assert sorted(numbers) == sorted(rungs * 2)
-    first = [t for t in axes.texts if t.get_text().isdigit() and t.xy[0] < 10]  # at M=1
-    for shape in ("Square", "Circle"):
-        boxes = [t for t in first if type(t.get_bbox_patch().get_boxstyle()).__name__ == shape]
-        heights = sorted(t.xyann[1] for t in boxes)
-        assert len(heights) > 3
-        gaps = [b - a for a, b in itertools.pairwise(heights)]
-        assert min(gaps) > 0.03, "numbers lie on each other"
+def test_each_step_stands_once_at_its_home(run) -> None:
+    panels = query.ladder(run)
+    assert [panel.branch for panel in panels] == list(BRANCHES)
+    rows = [rung.row for panel in panels for rung in panel.rungs]
+    assert sorted(row.step for row in rows) == sorted({step for step, *_ in LADDER})
+    assert all(row.home and row.format == "q4_0" and row.output == "float32" for row in rows)
+    (third,) = (row for row in rows if row.step == 3)
+    assert third.family == "A8", "the family that continues the ladder"
+    (ninth,) = (rung for panel in panels for rung in panel.rungs if rung.row.step == 9)
+    assert ninth.away
+    assert ninth.row.shape == (128, 4096, 4096)
+    assert ninth.parent is not None
+    assert (ninth.parent.step, ninth.parent.shape) == (8, (128, 4096, 4096))
+    assert {row.format for row in ninth.every} == set(FORMATS)
 
 
-def test_figures_in_the_chart_are_those_of_the_run(files):
-    run = make_run(SMALL)
-    text = text_of(files["tflops.svg"])
-    for row in run.rows:
-        if row.shape == (512, 4096, 4096) and row.output == "float32":
-            assert charts.number(row.tflops or 0) in text
+def test_figures_in_the_ladder_are_those_of_the_run(run, files) -> None:
+    text = text_of(files["ladder.svg"]).split("\n")
+    for panel in query.ladder(run):
+        for rung in panel.rungs:
+            speed = rung.row.kernel_us if panel.branch == ladder.DECODE else rung.row.tflops
+            assert query.number(speed or 0) in text
+            if rung.row.x_parent:
+                assert query.ratio(rung.row.x_parent) in text
 
 
-def test_rows_of_another_type_of_c_are_not_in_the_charts(files):
-    """Their times are others: nothing of them may stand beside those of float32."""
-    run = make_run(SMALL)
-    alone = replace(run, rows=tuple(row for row in run.rows if row.output == "float32"))
-    assert len(alone.rows) < len(run.rows)
-    assert charts.render(alone, "nvidia-h200/2026-01-02-0123abcd.json") == files
-    assert {row.output for row in charts.timed(run, "float16")} == {"float16"}
+def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
+    with mpl.rc_context(style.STYLE):
+        axes, *_ = ladder.draw(run).axes
+    us = query.baseline_us(run, query.CUBLAS, "q4_0", (512, 4096, 4096))
+    assert us is not None
+    color = style.BASELINE_COLORS[query.CUBLAS]
+    (line,) = (line for line in axes.lines if line.get_color() == color)
+    assert set(line.get_xdata()) == {2 * 512 * 4096 * 4096 / us * 1e-6}
 
 
-def test_missing_data_is_left_out_or_said():
-    run = make_run(SMALL, formats=("q4_0", "q8_0"), peers=False)
-    rows = []
-    for row in run.rows:
-        if row.step == 4:
-            row = replace(row, status="failed", why="wrong", kernel_us=None, tflops=None)
-        if row.step == 5 and row.format == "q8_0":
-            continue
-        if row.step == 2:
-            row = replace(row, nmse_same_operands=None, gbps=None, total_us=None)
-        rows.append(row)
-    files = charts.render(Run(env=Environment(), rows=tuple(rows)), "a.json")
-    assert "unknown GPU" in text_of(files["tflops.svg"])
-    assert "4 dp4a" not in text_of(files["tflops.svg"])
-    assert "\n-\n" in text_of(files["tflops.svg"])  # step 5 has no q8_0
-    assert "llama.cpp" not in text_of(files["tflops.svg"])
-    assert "copy" not in text_of(files["roofline.svg"])
+def test_the_decode_panel_counts_the_weights_of_its_format(run) -> None:
+    """A baseline that reads float16 stands where its time puts it, not where its bytes would."""
+    with mpl.rc_context(style.STYLE):
+        axes = ladder.draw(run).axes[-1]
+    first = query.ladder(run)[-1].rungs[0].row
+    us = query.baseline_us(run, query.CUBLAS, "q4_0", first.shape)
+    color = style.BASELINE_COLORS[query.CUBLAS]
+    (line,) = (line for line in axes.lines if line.get_color() == color)
+    assert us is not None
+    assert first.limit_share is not None
+    assert first.kernel_us is not None
+    assert line.get_xdata()[0] == pytest.approx(first.limit_share * first.kernel_us / us)
 
 
-def test_without_step_1_there_is_no_ladder_and_without_rows_no_chart():
-    run = make_run(SMALL, formats=("q4_0",))
-    rest = tuple(row for row in run.rows if row.step != 1)
-    assert set(charts.plans(replace(run, rows=rest))) == {
-        "tflops",
-        "roofline",
-        "time",
-        "time-q4_0-n4096-k4096",
-        "error",
-    }
-    assert charts.render(Run(env=Environment()), "a.json") == {}
+# --- the others -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_cut_off_at_the_edge_of_a_committed_chart() -> None:
-    """With room to spare at both sides, as a browser's font may be wider."""
+def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
+    curves = dict(called.curves(run, 4096, 14336))
+    assert set(curves) == {"QuantLinear", "QuantLinear, fast", "gemm.plan, float32", "llama.cpp"}
+    one = query.called(run, "QuantLinear", "exact", "float16", (512, 4096, 14336))
+    assert one is not None
+    assert dict(curves["QuantLinear"])[512] == one.x_cublas
+    theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", (512, 4096, 14336))
+    assert dict(curves["llama.cpp"])[512] == one.cublas_us / (theirs or 0)
+    text = text_of(files["as_called.svg"])
+    assert "cuBLAS float16" in text
+    assert all(f"{n} x {k}" in text for n, k in ((4096, 4096), (4096, 14336), (14336, 4096)))
+
+
+def test_the_error_of_the_product_shows_what_requantizing_costs(run, files) -> None:
+    """The kernel's own error of these steps may be the least of all: it stands second."""
+    rungs = {rung.row.step: rung.row for rung in error.rungs(run)}
+    exact, fast, coarse = (error.relative(run, rungs[step]) or 0 for step in (12, 13, 14))
+    assert exact == 1
+    assert 1 < fast < coarse
+    with mpl.rc_context(style.STYLE):
+        first, second = error.draw(run).axes
+    assert "NMSE of the format" in first.get_xlabel()
+    assert second.get_xlabel() == "NMSE, log scale"
+    text = text_of(files["error.svg"])
+    assert text.index("The product") < text.index("The kernel alone")
+    assert all(name.upper() in text for name in FORMATS)
+
+
+def test_an_error_is_compared_with_that_of_its_own_problem(run) -> None:
+    rows = tuple(
+        replace(row, nmse_float=row.nmse_float * (10 if row.M == 1 else 1)) for row in run.rows
+    )
+    (here,) = (r.row for r in error.rungs(replace(run, rows=rows)) if r.row.step == 15)
+    (before,) = (r.row for r in error.rungs(run) if r.row.step == 15)
+    assert error.relative(replace(run, rows=rows), here) == pytest.approx(
+        error.relative(run, before)
+    )
+
+
+def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files) -> None:
+    rows = roofline.rows_of(run)
+    assert {row.step for row in rows} == {6, 9, 12, 13, 14, 15}
+    assert len({(row.N, row.K, row.format) for row in rows}) == 1
+    text = text_of(files["roofline.svg"])
+    assert "memory, 4.35 TB/s" in text
+    assert all(f"M={row.M}" in text for row in rows)
+    assert "int8 tensor cores, 1600" in text
+
+
+# --- what is missing ------------------------------------------------------------------------------
+
+
+def test_missing_data_is_left_out() -> None:
+    run = make_run(formats=("q4_0", "q8_0"), peers=False)
+    rows = tuple(
+        replace(row, status="failed", why="wrong", kernel_us=None, tflops=None, x_parent=None)
+        if row.step == 4
+        else replace(row, nmse_same_operands=None, limit_share=None)
+        for row in run.rows
+    )
+    files = charts.render(Run(env=Environment(), rows=rows))
+    assert set(files) == {"ladder.svg", "error.svg", "roofline.svg"}
+    text = text_of(files["ladder.svg"])
+    assert "unknown GPU" in text
+    assert "4 dp4a emulated" in text, "a step that failed is not hidden"
+    assert "llama.cpp" not in text
+
+
+def test_without_rows_there_is_no_chart_and_only_what_is_asked_for_is_drawn(run) -> None:
+    assert charts.render(Run(env=Environment())) == {}
+    assert set(charts.render(run, only={"error"})) == {"error.svg"}
+
+
+@pytest.mark.parametrize("formats", [tuple(FORMATS), ("q8_0",)])
+def test_nothing_is_cut_off_at_the_edge(formats) -> None:
+    """With room to spare at both sides, as a browser's font may be wider; and no label of a step
+    reaches into its panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    run = charts.headline()
-    assert run is not None
-    with mpl.rc_context(charts.STYLE):
-        plans = charts.plans(record.read(run))
-        for name in {one.split("-")[0]: one for one in plans}.values():  # one of each kind
-            figure = plans[name](run.name)
+    run = make_run(formats=formats)
+    with mpl.rc_context(style.STYLE):
+        for name, draw in charts.plans(run).items():
+            figure = draw(run)
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
             box, (width, height) = figure.get_tightbbox(canvas.renderer), figure.get_size_inches()
+            assert width == style.COLUMN
             assert 0.05 < box.x0 < box.x1 < width - 0.05, (name, box)
             assert 0 <= box.y0 < box.y1 <= height, (name, box)
+            for axes in figure.axes if name in ("ladder", "error") else ():
+                left = axes.get_window_extent(canvas.renderer).x0
+                names = [text for text in axes.texts if text.get_text()[:1].isdigit()]
+                names = [text for text in names if text.get_window_extent().x0 < left]
+                assert names
+                assert all(text.get_window_extent().x1 < left for text in names), name
 
 
-def test_one_chart_of_all_steps_for_each_size_of_weights() -> None:
-    run = make_run(((1, 64, 32), (8, 64, 32), (1, 32, 64)), formats=("q5_0", "q8_0"))
-    found = [name for name in charts.plans(run) if name.startswith("time-")]
-    assert found == ["time-q5_0-n32-k64", "time-q5_0-n64-k32"]
-
-
-def test_a_figure_of_the_same_run_is_the_one_drawn() -> None:
-    run = make_run(SMALL)
-    given = next(p for p in run.peers if p.peer == "ggml")
-    here = replace(given, us=3.0, same_run=True)
-    for peers in ((given, here), (here, given)):
-        one = replace(run, peers=peers)
-        assert charts.peer_us(one, "ggml", given.format, given.shape) == 3.0
-
-
-def test_labels_are_spread_apart_in_order():
-    assert charts.spread([0.1, 0.9], 0.1) == [0.1, 0.9]
-    out = charts.spread([0.5, 0.51, 0.49, 0.9], 0.1)
+def test_labels_are_spread_apart_in_order() -> None:
+    assert style.spread([0.1, 0.9], 0.1) == [0.1, 0.9]
+    out = style.spread([0.5, 0.51, 0.49, 0.9], 0.1)
     assert out[2] < out[0] < out[1] < out[3]
     assert out[0] - out[2] == pytest.approx(0.1)
     assert out[1] - out[0] == pytest.approx(0.1)
-    assert charts.spread([], 0.1) == []
+    assert style.spread([], 0.1) == []
 
 
-def test_command_line_draws_and_drifts_are_found(tmp_path, capsys):
-    run = record.write(make_run(((512, 4096, 4096),), formats=("q4_0",)), tmp_path)
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypatch) -> None:
+    path = store.write(run, tmp_path / "run.json")
     out = tmp_path / "charts"
-    assert charts.main([str(run), "--out", str(out)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 6
-    assert charts.drifts(out, run) == []
-    (out / "time.svg").unlink()
+    assert command.main([str(path), "--out", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(NAMES)
+    run = store.read(path)
+    assert charts.drifts(run, out) == []
+    (out / "error.svg").unlink()
     (out / "old.svg").write_text("<svg/>")
-    tflops = out / "tflops.svg"
-    tflops.write_text(tflops.read_text().replace("0123abcd", "feedbeef"))
-    missing, left_over, other = charts.drifts(out, run)
-    assert "time.svg is missing" in missing
-    assert "old.svg has no data" in left_over
-    assert "tflops.svg does not show" in other
+    newer = replace(run, rows=run.rows[1:])
+    store.write(newer, path)
+    found = charts.drifts(newer, out)
+    assert "error.svg is missing: run `make charts`" in found[0]
+    assert "old.svg shows what no run holds: remove it" in " ".join(found)
+    assert sum("shows another state of the run" in one for one in found) == 3
+    assert command.main([str(path), "--out", str(out)]) == 0
+    assert charts.drifts(newer, out) == [], "what no run holds is removed"
+    assert charts.drifts(None, out) != []
+    monkeypatch.setattr("results.render.arguments.headline", lambda: None)
+    assert command.main(["--out", str(out)]) == 0
+    assert "Nothing is measured yet" in capsys.readouterr().err
+    assert charts.drifts(None, out) == []
 
 
-def test_importing_results_needs_neither_matplotlib_nor_torch():
+def test_captions_hold_the_figures_of_their_charts(run) -> None:
+    said = captions.chart_captions(run)
+    assert set(said) == NAMES
+    for panel in query.ladder(run):
+        for rung in panel.rungs:
+            assert query.number(rung.row.kernel_us or 0) in said["ladder"].figures
+    for _, points in called.curves(run, 4096, 4096):
+        for _, x in points:
+            assert query.ratio(x) in said["as_called"].figures
+    for row in roofline.rows_of(run):
+        assert query.number(row.tflops or 0) in said["roofline"].figures
+    assert "fast steps" in said["error"].finding
+
+
+def test_importing_results_needs_neither_matplotlib_nor_torch() -> None:
     code = (
-        "import sys; import results.render.charts, results.render.tables, results.baselines.peers, results.measure.protocol;"
+        "import sys; import results.render.charts, results.render.tables, results.render.complete;"
         "print(sorted({'matplotlib', 'torch', 'numba'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The README's table: generated between markers, found out when a digit drifts."""
+"""Generated tables: between markers in README.md, and results/RESULTS.md. A drift is a sentence."""
 
 from __future__ import annotations
 
@@ -6,363 +6,301 @@ from dataclasses import replace
 
 import pytest
 
-from results.record import schema as record
-from results.record.schema import Environment, Run
-from results.render import tables as report
-from tests.results.synthetic_run import FORMATS, make_run
+from results.record import store
+from results.record.provenance import source_hash
+from results.record.schema import Environment, Row, Run
+from results.render import charts, complete, query, tables
+from results.render.arguments import NOTHING
+from tests.results.synthetic_run import FORMATS, LADDER, make_run
 
-README = "# Title\n\n<!-- headline:begin -->\n<!-- headline:end -->\n\nbefore\n\n"
-README += "<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
-README += "<!-- peers:begin -->\n<!-- peers:end -->\n\nafter\n"
+README = "# Title\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
+README += "<!-- called:begin -->\n<!-- called:end -->\n\nafter\n"
+WIDEST = 200
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return make_run()
 
 
 @pytest.fixture
-def tree(tmp_path):
-    """A project folder with a README, one run, and no step sources."""
+def tree(tmp_path, run):
+    """A project folder with a README, one run, its charts, and no step sources."""
     (tmp_path / "README.md").write_text(README)
-    record.write(make_run(), tmp_path / "results")
+    path = store.write(run, tmp_path / "results" / "nvidia-h200" / "run.json")
+    folder = tmp_path / "results" / "charts"
+    folder.mkdir()
+    for name in charts.plans(run):  # as far as a check looks at them
+        (folder / f"{name}.svg").write_text(charts.digest(store.read(path)))
     return tmp_path
 
 
 def rewritten(tree) -> str:
-    assert report.rewrite(tree / "README.md", root=tree)
+    tables.rewrite(tree)
     return (tree / "README.md").read_text()
 
 
-def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree):
+def lines_of(table: str) -> list[list[str]]:
+    """The cells of each line, without the head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [line.strip("|").split("|") for line in lines[2:]]
+
+
+def cells(line: list[str]) -> list[str]:
+    return [cell.strip() for cell in line]
+
+
+# --- between the markers --------------------------------------------------------------------------
+
+
+def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree) -> None:
+    assert {path.name for path in tables.rewrite(tree)} == {"README.md", "RESULTS.md"}
+    text = (tree / "README.md").read_text()
+    assert text.startswith("# Title\n\n<!-- ladder:begin -->\nQ4_0 on an NVIDIA H200 @ 700 W")
+    assert "<!-- ladder:end -->\n\nbetween\n\n<!-- called:begin -->\nQ4_0, float16 in" in text
+    assert text.endswith("<!-- called:end -->\n\nafter\n")
+    assert tables.rewrite(tree) == []
+    assert tables.check(tree) == []
+
+
+def test_generated_lines_of_the_readme_are_short(tree, run) -> None:
+    stale = tables.stale_keys(run, tree)
+    assert len(stale) == len(run.rows) + len(run.as_called), "the longest the tables can get"
     text = rewritten(tree)
-    assert text.startswith("# Title\n\n<!-- headline:begin -->\nQ4_0 on an NVIDIA H200 @ 700 W, ")
-    assert "<!-- headline:end -->\n\nbefore\n\n<!-- ladder:begin -->\nKernel TFLOPS" in text
-    assert "<!-- ladder:end -->\n\nbetween\n\n<!-- peers:begin -->\nllama.cpp's" in text
-    assert text.endswith("<!-- peers:end -->\n\nafter\n")
-    assert not report.rewrite(tree / "README.md", root=tree)
-    assert report.check(tree / "README.md", root=tree) == []
+    assert max(map(len, text.splitlines())) < WIDEST
+    for make in tables.TABLES.values():
+        (_, *_), *_ = table = lines_of(make(run, "results/nvidia-h200/run.json", stale))
+        assert all(len(line) == 6 for line in table)
 
 
-def test_the_table_says_where_from_and_holds_every_rung_and_format(tree):
-    text = rewritten(tree)
-    assert "NVIDIA H200 @ 700 W" in text
-    assert "(results/nvidia-h200/2026-01-02-0123abcd.json)" in text
-    assert "M=512, N=4096, K=4096" in text
-    assert all(f"| {name} " in text for name in FORMATS)
-    ladder, peers = text.split("before")[1].split("between")
-    lines = [line for line in ladder.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 16 + 2
-    lines = [line for line in peers.splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 * 1 + 17  # llama.cpp has no figure at one of the 18 shapes
-    assert "llama.cpp (total)" in text
-    assert "cuBLAS fp16 (kernel)" in text
-
-
-def test_a_digit_changed_by_hand_is_found(tree):
+def test_a_digit_changed_by_hand_is_one_sentence(tree) -> None:
     text = rewritten(tree)
     readme = tree / "README.md"
-    readme.write_text(text.replace("26.5", "27.5", 1))
-    (sentence,) = report.check(readme, root=tree)
+    assert text.count("| 26.5 |") == 1
+    readme.write_text(text.replace("| 26.5 |", "| 27.5 |"))
+    (sentence,) = tables.check(tree)
+    assert sentence.startswith("README.md, the ladder table: line ")
     assert "27.5" in sentence
     assert "26.5" in sentence
+    assert sentence.endswith("run `make charts`")
 
 
-def test_a_new_run_and_a_removed_line_are_found(tree):
+def test_a_removed_line_and_a_new_run_are_found(tree, run) -> None:
     text = rewritten(tree)
     readme = tree / "README.md"
-    readme.write_text(text.replace("\n| 4", "\nx| 4", 1))
-    assert len(report.check(readme, root=tree)) == 1
-    readme.write_text(text.replace("| | llama.cpp", "", 1).replace("\n\nllama", "\nllama"))
-    assert report.check(readme, root=tree)
+    readme.write_text(text.replace("\n| 16 |", "\nx| 16 |", 1))
+    assert len(tables.check(tree)) == 1
+    kept = [line for line in text.splitlines() if not line.startswith("| 4096 |")]
+    readme.write_text("\n".join(kept) + "\n")
+    (sentence,) = tables.check(tree)
+    assert "the called table: line" in sentence
+    assert "is nothing" in sentence
     readme.write_text(text)
-    newer = make_run()
-    newer = replace(
-        newer,
-        env=replace(newer.env, utc="2026-03-03T00:00:00Z"),
-        rows=tuple(replace(r, tflops=(r.tflops or 0) * 1.1) for r in newer.rows),
-    )
-    record.write(newer, tree / "results")
-    assert len(report.check(readme, root=tree)) >= 6
+    faster = tuple(replace(row, kernel_us=(row.kernel_us or 0) / 1.1) for row in run.rows)
+    store.write(replace(run, rows=faster), tree / "results" / "nvidia-h200" / "run.json")
+    said = " ".join(tables.check(tree))
+    assert "the ladder table" in said
+    assert "results/RESULTS.md" in said
+    assert "charts/ladder.svg shows another state of the run" in said
+    assert "the called table" not in said, "its figures are the same"
 
 
-def test_missing_markers_or_readme_are_sentences(tree):
+def test_missing_markers_or_files_are_sentences(tree) -> None:
+    rewritten(tree)
     readme = tree / "README.md"
     readme.write_text("nothing")
-    assert "needs one" in report.check(readme, root=tree)[0]
-    with pytest.raises(ValueError, match="needs one"):
-        report.rewrite(readme, root=tree)
+    assert "README.md needs one <!-- ladder:begin -->" in tables.check(tree)[0]
+    with pytest.raises(ValueError, match=r"README\.md needs one"):
+        tables.rewrite(tree)
     readme.unlink()
-    assert report.check(readme, root=tree) == ["README.md does not exist"]
+    (tree / "results" / "RESULTS.md").unlink()
+    first, second = tables.check(tree)
+    assert first == "README.md does not exist"
+    assert second == "results/RESULTS.md is missing: run `make charts`"
 
 
-def test_nothing_measured_yet(tmp_path):
-    (tmp_path / "README.md").write_text(README)
-    assert report.rewrite(tmp_path / "README.md", root=tmp_path)
-    assert report.NOTHING in (tmp_path / "README.md").read_text()
-    assert report.check(tmp_path / "README.md", root=tmp_path) == []
+def test_nothing_measured_yet_passes_only_where_that_is_said(tmp_path, capsys) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    assert tables.main(["--check", "--root", str(tmp_path)]) == 1
+    assert NOTHING in capsys.readouterr().out
+    assert tables.main(["--root", str(tmp_path)]) == 0
+    assert readme.read_text().count(NOTHING) == 2
+    assert NOTHING in (tmp_path / "results" / "RESULTS.md").read_text()
+    capsys.readouterr()
+    assert tables.main(["--check", "--root", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert NOTHING in said.out
+    assert said.err == ""
 
 
-def test_stale_steps_are_marked(tree):
-    ladder = rewritten(tree).split("before")[1].split("between")[0]
-    assert ladder.count(report.STALE) == 17  # no sources at all: every rung, and the note
+def test_command_line(tree, capsys) -> None:
+    assert tables.main(["--root", str(tree)]) == 0
+    assert "README.md" in capsys.readouterr().out
+    assert tables.main(["--root", str(tree), "--check"]) == 0
+    (tree / "results" / "charts" / "error.svg").unlink()
+    assert tables.main(["--root", str(tree), "--check"]) == 1
+    said = capsys.readouterr().err
+    assert said == "charts/error.svg is missing: run `make charts`\n"
+
+
+# --- the ladder -----------------------------------------------------------------------------------
+
+
+def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
+    lines = [cells(line) for line in lines_of(tables.ladder_table(run, "r.json"))]
+    steps = [line for line in lines if line[0]]
+    assert len(lines) == len(steps) + 4
+    assert next(line[1].partition("**,")[0] for line in lines if not line[0]) == "**CUDA cores"
+    for panel in query.ladder(run):
+        for rung in panel.rungs:
+            row = rung.row
+            (line,) = (line for line in steps if line[0] == f"[{row.step}](steps/{row.name}.py)")
+            assert line[2:] == [
+                query.number(row.kernel_us or 0),
+                query.number(row.tflops or 0),
+                query.ratio(row.x_parent) if row.x_parent else "",
+                query.percent(row.limit_share),
+            ]
+    assert len(steps) == len({step for step, *_ in LADDER})
+
+
+def test_a_step_away_from_home_or_not_exact_says_so(run) -> None:
+    table = tables.ladder_table(run, "r.json")
+    (ninth,) = (line for line in table.splitlines() if line.startswith("| [9]"))
+    assert ", at 128 x 4096 x 4096 |" in ninth
+    assert table.count(", at ") == 2, "and the sentence above"
+    assert "(fast)" in next(line for line in table.splitlines() if line.startswith("| [13]"))
+    assert "(coarse)" in next(line for line in table.splitlines() if line.startswith("| [14]"))
+
+
+def test_what_failed_says_so_and_what_was_not_measured_is_left_out(run) -> None:
+    rows = tuple(
+        replace(row, status="failed", why="wrong", kernel_us=None, tflops=None, x_parent=None)
+        if row.step == 4
+        else row
+        for row in run.rows
+        if row.step != 5
+    )
+    table = tables.ladder_table(replace(run, rows=rows), "r.json")
+    (fourth,) = (cells(line) for line in lines_of(table) if "[4]" in line[0])
+    assert fourth[2:5] == ["failed", "-", ""]
+    assert "[5]" not in table
+    assert tables.ladder_table(Run(env=Environment()), "r.json") == NOTHING
+
+
+def test_stale_steps_are_marked(tree, run) -> None:
+    assert tables.ladder_table(run, "r.json", tables.stale_keys(run, tree)).count("(stale)") == 16
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
-    now = record.source_hash(4, tree)
-    run = make_run()
+    now = source_hash(4, tree)
     rows = tuple(replace(r, source_hash=now) if r.step == 4 else r for r in run.rows)
-    path = record.headline(tree / "results")
-    record.write(replace(run, rows=rows), path=path)
-    (line,) = (x for x in rewritten(tree).splitlines() if "dot products packed" in x)
-    assert line.startswith("| 4 |")
-
-
-def test_a_coarse_step_is_marked_and_is_in_no_column_of_others() -> None:
-    run = make_run()
-    table = report.ladder_table(run, "r.json")
-    marks = {x.split(" | ")[0]: x for x in table.splitlines() if x.startswith("| 1")}
-    assert "(fast)" in marks["| 13"]
-    assert "(coarse)" in marks["| 14"]
-    assert not any("(" + each in marks["| 12"] for each in ("fast", "coarse"))
-    assert report.FAST_NOTE in table
-    assert report.COARSE_NOTE in table
-    fastest = [r.kernel_us for r in run.rows if r.step == 14 and r.M == 512]
-    assert min(fastest) < min(r.kernel_us for r in run.rows if r.step == 13 and r.M == 512)
-    for others in (report.peers_table, report.headline_table):
-        assert "(step 13)" in others(run, "r.json")
-        assert "(step 14)" not in others(run, "r.json")
-
-
-# --- the headline ---------------------------------------------------------------------------------
-
-HEAD = ["M", "N", "K", "ours", "llama.cpp", "x", "our kernel", "cuBLAS fp16", "x"]
-
-
-def headline_cells(run: Run, m: int, n: int, k: int, stale=frozenset()) -> list[str]:
-    table = report.headline_table(run, "r.json", stale)
-    (line,) = (x for x in table.splitlines() if x.startswith(f"| {m} | {n} | {k} |"))
-    return line.strip("| ").split(" | ")[3:]
-
-
-def test_the_headline_is_of_one_run_and_every_m():
-    run = make_run()
-    table = report.headline_table(run, "results/x/r.json")
-    assert table.startswith(
-        "Q4_0 on an NVIDIA H200 @ 700 W, measured in [r.json](results/x/r.json)"
-    )
-    head, _, *lines = (line for line in table.splitlines() if line.startswith("|"))
-    assert head.strip("| ").split(" | ") == [*HEAD, "fast", "fast kernel"]
-    assert [line.split(" | ")[0] for line in lines] == [
-        f"| {m}" for m in (1, 16, 128, 512, 4096) for _ in range(3)
+    stale = tables.stale_keys(replace(run, rows=rows), tree)
+    marked = tables.ladder_table(replace(run, rows=rows), "r.json", stale).splitlines()
+    assert [line[:4] for line in marked if line.startswith("| [") and "(stale)" not in line] == [
+        "| [4"
     ]
-    rows = tuple(row for row in run.rows if row.accuracy == "exact")
-    exact = report.headline_table(replace(run, rows=rows), "r.json")
-    assert exact.splitlines()[2].strip("| ").split(" | ") == HEAD
-    assert "step 13" not in exact
+    assert tables.STALE not in tables.ladder_table(run, "r.json")
 
 
-def test_totals_are_of_exact_steps_and_the_range_is_over_the_formats():
-    run, shape = make_run(), (512, 4096, 4096)
-    best, ratios = {}, {}
-    for name in FORMATS:
-        rows = of(run, M=512, N=4096, K=4096, format=name, accuracy="exact", output="float32")
-        best[name] = min(rows, key=lambda row: row.total_us)
-        ratios[name] = report.peer_us(run, "ggml", name, shape) / best[name].total_us
-    low, high = (report.number(f(ratios.values())) for f in (min, max))
-    ours, theirs, times, *_ = headline_cells(run, *shape)
-    assert ours == f"{report.number(best['q4_0'].total_us)} us (step 12)"
-    assert theirs == "95.4 us"
-    assert times == f"{report.number(ratios['q4_0'])}x ({low}-{high}x)"
-    assert headline_cells(run, 1, 4096, 4096)[0].endswith("us (step 10)")
-    assert headline_cells(run, *shape, frozenset({12}))[0].endswith(f"(step 12 {report.STALE})")
+# --- what a caller gets ---------------------------------------------------------------------------
 
 
-def test_kernels_are_those_of_the_best_duel():
-    run = make_run()
-    duels = [d for d in run.duels if (d.shape, d.format) == ((512, 4096, 4096), "q4_0")]
-    best = {
-        pace: max(
-            (d for d in duels if d.pace == pace and d.accuracy == "exact"), key=lambda d: d.x_rival
+def test_what_a_caller_gets_is_float16_beside_both_baselines(run) -> None:
+    lines = [cells(line) for line in lines_of(tables.called_table(run, "r.json"))]
+    assert [int(line[0]) for line in lines] == [size[0] for size in tables.CALLED]
+    for size, line in zip(tables.CALLED, lines, strict=True):
+        exact, fast = (
+            query.called(run, "QuantLinear", accuracy, "float16", size)
+            for accuracy in ("exact", "fast")
         )
-        for pace in ("sustained", "burst")
-    }
-    assert best["sustained"].output == "float16"
-    ours, theirs, times, _, fast = headline_cells(run, 512, 4096, 4096)[3:]
-    assert ours == f"{report.number(best['sustained'].us)} us (step 12)"
-    assert theirs == f"{report.number(best['sustained'].rival_us)} us"
-    assert times.startswith(f"{report.number(best['sustained'].x_rival)}x (")
-    assert times.endswith(f"burst {report.number(best['burst'].x_rival)}x")
-    quick = max((d for d in duels if d.accuracy == "fast"), key=lambda d: d.x_rival)
-    assert fast.startswith(
-        f"{report.number(min(d.us for d in duels if d.step == 13 and d.pace == 'sustained'))} us"
-    )
-    assert fast.endswith(f"burst {report.number(quick.x_rival)}x")
-    wide = replace(run, duels=tuple(d for d in run.duels if d.output == "float32"))
-    assert headline_cells(wide, 512, 4096, 4096)[3].endswith("us, float32 C (step 12)")
-    note = report.headline_table(run, "r.json").splitlines()[-1]
-    assert "timed in turn" in note
+        assert exact is not None
+        assert fast is not None
+        theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", size)
+        times = (exact.us, fast.us, exact.cublas_us, theirs)
+        assert line[2:] == [query.cell(us) for us in times]
 
 
-def test_a_duel_that_failed_does_not_count():
-    run = make_run()
-    failed = {"status": "failed", "why": "wrong"}
-    none = replace(run, duels=tuple(replace(d, **failed) for d in run.duels))
-    ours, theirs, times = headline_cells(none, 512, 4096, 4096)[3:6]
-    (row,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
-    assert ours == f"{report.number(row.kernel_us)} us (step 12)"
-    assert theirs == "24.9 us"
-    assert times.endswith(report.UNPAIRED)
-    note = report.headline_table(none, "r.json").splitlines()[-1]
-    assert "in turn, round" not in note
-    assert "not timed in turn; two medians, ours with a float32 C" in note
+def test_llama_cpp_of_another_run_and_missing_figures_are_said(run) -> None:
+    first, *_ = tables.called_table(run, "r.json").splitlines()
+    assert first.endswith("llama.cpp: float32 in and out, from another run.")
+    here = tuple(replace(peer, same_run=True) for peer in run.peers)
+    first, *_ = tables.called_table(replace(run, peers=here), "r.json").splitlines()
+    assert first.endswith("llama.cpp: float32 in and out.")
+    exact = tuple(one for one in run.as_called if one.accuracy == "exact")
+    lines = lines_of(tables.called_table(replace(run, as_called=exact, peers=()), "r.json"))
+    assert all(cells(line)[3] == cells(line)[5] == "-" for line in lines)
+    assert tables.called_table(replace(run, as_called=()), "r.json") == NOTHING
 
 
-def test_overlapping_launches_are_marked_and_come_second():
-    run = make_run()
-    over = tuple(replace(d, overlap=True, x_rival=9.0) for d in run.duels)
-    cells = headline_cells(replace(run, duels=over), 512, 4096, 4096)
-    assert cells[5].startswith("9.00x (9.00")
-    assert cells[5].endswith(report.OVERLAPPING)
-    note = report.headline_table(replace(run, duels=over), "r.json").splitlines()[-1]
-    assert f"{report.OVERLAPPING}: ours may each begin under the one before" in note
-    both = headline_cells(replace(run, duels=(*over, *run.duels)), 512, 4096, 4096)
-    assert both == headline_cells(run, 512, 4096, 4096)
-    assert report.OVERLAPPING not in report.headline_table(run, "r.json")
+def test_a_stale_call_is_marked(run) -> None:
+    one = query.called(run, "QuantLinear", "exact", "float16", tables.CALLED[0])
+    assert one is not None
+    table = tables.called_table(run, "r.json", {one.key})
+    assert f"| {query.number(one.us)} (stale) |" in table
+    assert tables.STALE_NOTE in table
 
 
-def test_what_is_not_of_this_run_is_marked_in_the_headline():
-    run = make_run()
-    given = next(p for p in run.peers if (p.format, p.shape) == ("q4_0", (1, 4096, 14336)))
-    here = replace(given, us=99.0, same_run=True, source="llama-cpp-python 9 (ggml 1), clock")
-    mixed = replace(run, peers=(*run.peers, here))
-    assert headline_cells(mixed, 1, 4096, 14336)[1] == "99.0 us"
-    assert headline_cells(mixed, 1, 4096, 4096)[1].endswith(f" us{report.ELSEWHERE}")
-    note = report.headline_table(mixed, "r.json").splitlines()[-1]
-    assert "of the same run (llama-cpp-python 9 (ggml 1)), some of another run" in note
-    peers = tuple(replace(p, same_run=False) for p in run.peers)
-    note = report.headline_table(replace(run, peers=peers), "r.json").splitlines()[-1]
-    assert f"cuBLAS's of {report.UNPAIRED} are of another run on the same GPU model" in note
-    assert report.headline_table(run, "r.json", frozenset({10})).count(report.STALE) > 6
+# --- results/RESULTS.md ---------------------------------------------------------------------------
 
 
-def test_a_headline_of_little():
-    assert report.headline_table(Run(env=Environment()), "r.json") == report.NOTHING
-    few = make_run(((8, 4096, 4096),))
-    assert "Nothing was measured at the headline's M" in report.headline_table(few, "r.json")
-    alone = make_run(((512, 64, 32),), formats=("q8_0",), peers=False)
-    assert headline_cells(alone, 512, 64, 32)[1:6] == ["-", "-", "2.50 us (step 1)", "-", "-"]
-    assert report.headline_table(alone, "r.json").startswith("Q8_0 on an")
-
-
-# --- against llama.cpp and cuBLAS -----------------------------------------------------------------
-
-
-def peers_cells(run: Run, m: int, n: int, k: int, stale=frozenset()) -> list[str]:
-    table = report.peers_table(run, "r.json", stale)
-    (line,) = (x for x in table.splitlines() if x.startswith(f"| {m} | {n} | {k} |"))
-    return line.strip("| ").split(" | ")[3:]
-
-
-def of(run: Run, **fields) -> list:
-    return [r for r in run.rows if all(getattr(r, key) == x for key, x in fields.items())]
-
-
-def test_the_fastest_step_in_total_time_is_set_against_llama_cpp():
-    run = make_run()
-    rows = of(run, M=1, N=4096, K=14336, format="q4_0")
-    best = min(rows, key=lambda row: row.total_us)
-    (peer,) = (p for p in run.peers if (p.format, p.shape) == ("q4_0", best.shape))
-    times = [report.number(us) for us in (peer.us, best.total_us, best.chain_us)]
-    ratios = [report.number(peer.us / us) for us in (best.total_us, best.chain_us)]
-    cells = peers_cells(run, 1, 4096, 14336)
-    assert best.step == 10
-    assert len(cells) == 5 + 1
-    assert cells[0] == (
-        f"{times[0]} -> {times[1]} us, {ratios[0]}x (step 10); chain {times[2]} us, {ratios[1]}x"
-    )
-    assert cells[5] == "32.6 us"
-
-
-def test_many_tokens_have_tflops_and_no_chain():
-    cells = peers_cells(make_run(), 512, 4096, 4096)
-    assert "TFLOPS" in cells[0]
-    assert "(step 12)" in cells[0]
-    assert "chain" not in cells[0]
-    assert cells[5] == "24.9 us, 690 TFLOPS"
-
-
-def test_a_figure_of_the_same_run_counts_and_where_from_is_said():
-    run = make_run()
-    given = next(p for p in run.peers if (p.format, p.shape) == ("q4_0", (1, 4096, 14336)))
-    here = replace(
-        given, us=99.0, same_run=True, source="llama-cpp-python 9 (ggml 1), by the clock"
-    )
-    mixed = replace(run, peers=(*run.peers, here))
-    cells = peers_cells(mixed, 1, 4096, 14336)
-    assert cells[0].startswith("99.0 -> ")
-    assert cells[1].split()[0].endswith(report.ELSEWHERE)
-    note = report.peers_table(mixed, "r.json").splitlines()[-1]
-    assert "of the same run (llama-cpp-python 9 (ggml 1)), some of another run" in note
-    note = report.peers_table(run, "r.json").splitlines()[-1]
-    assert "llama.cpp's figures are of another run on the same GPU model (invented)." in note
-    assert "*" not in report.peers_table(run, "r.json")
-
-
-def test_what_failed_is_not_the_fastest_and_a_stale_one_is_marked():
-    run = make_run()
-    rows = tuple(
-        replace(r, status="failed", why="wrong") if r.step in (9, 10, 11, 12) else r
-        for r in run.rows
-    )
-    (first, *_) = peers_cells(replace(run, rows=rows), 512, 4096, 4096, frozenset({8}))
-    assert f"(step 8 {report.STALE})" in first
-
-
-def test_a_step_that_is_not_exact_is_never_the_fastest_but_stands_beside_it():
-    run = make_run()
-    (fast,) = of(run, step=13, M=512, N=4096, K=4096, format="q4_0", output="float32")
-    (exact,) = of(run, step=12, M=512, N=4096, K=4096, format="q4_0", output="float32")
-    assert fast.total_us < exact.total_us
-    cell = peers_cells(run, 512, 4096, 4096)[0]
-    first, second = cell.split("; ")
-    assert f"-> {report.number(exact.total_us)} us" in first
-    assert "(step 12)" in first
-    assert second.startswith(f"fast {report.number(fast.total_us)} us")
-    assert second.endswith("(step 13)")
-    assert "fast: " in report.peers_table(run, "r.json").splitlines()[-1]
-    without = replace(run, rows=tuple(r for r in run.rows if r.accuracy == "exact"))
-    assert "fast" not in report.peers_table(without, "r.json").replace("fastest", "").replace(
-        "as fast", ""
+def test_results_are_reproducible_and_hold_every_row_at_home(tree, run) -> None:
+    text = complete.page(tree)
+    assert complete.page(tree) == text
+    for row in (r for r in run.rows if r.home):
+        assert f"| {row.step} (stale) | {row.scheme} | {row.format.upper()} |" in text
+    body = text.split("### Each step at its home shapes")[1].split("\n### ")[0]
+    assert len([line for line in body.splitlines() if "(stale)" in line]) == sum(
+        row.home for row in run.rows
     )
 
 
-def test_without_llama_cpp_there_is_nothing_to_compare():
-    assert "no figure" in report.peers_table(make_run(peers=False), "r.json")
-    assert report.peers_table(Run(env=Environment()), "r.json") == report.NOTHING
-
-
-def test_what_was_not_measured_is_a_dash_and_a_failure_says_so():
-    run = make_run(peers=False)
-    rows = []
-    for row in run.rows:
-        if row.step == 4 and row.format == "q5_1":
-            continue
-        if row.step == 5 and row.format == "q8_0":
-            row = replace(row, status="failed", why="wrong")
-        if row.step == 5 and row.format == "q4_1":
-            row = replace(row, status="unsupported", why="no")
-        rows.append(row)
-    table = report.ladder_table(Run(env=run.env, rows=tuple(rows)), "r.json")
-    four, five = (
-        line.split(" | ") for line in table.splitlines() if line.startswith(("| 4", "| 5"))
+def test_results_hold_what_a_caller_gets_the_tops_and_the_baselines(tree, run) -> None:
+    text = complete.page(tree)
+    calls = text.split("### What a caller gets")[1].split("\n### ")[0]
+    assert calls.count("\n| Q4_0 (stale) |") == len(run.as_called)
+    tops = text.split("### The last step of each branch at every shape")[1].split("\n### ")[0]
+    assert [line for line in tops.splitlines() if line.startswith("####")] == [
+        "#### Step 9, float32",
+        *(f"#### Step {n}, {dtype}" for n in (12, 13, 14) for dtype in ("float32", "float16")),
+        "#### Step 15, float32",
+    ]
+    (row,) = (
+        row
+        for row in run.rows
+        if (row.step, row.shape, row.format, row.output)
+        == (12, (4096, 4096, 14336), "q5_1", "float32")
     )
-    assert four[6] == "-"
-    assert five[4] == "-"
-    assert five[7] == "failed"
-    assert "llama.cpp" not in table
+    times = f"{query.number(row.kernel_us or 0)} / {query.number(row.total_us or 0)}, "
+    assert times in tops
+    others = text.split("### Baselines")[1].split("\n### ")[0]
+    assert len(lines_of(others)) == len({peer.shape for peer in run.peers})
+    assert "- llama.cpp: invented. From another run on the same GPU model" in others
+    assert "- dp4a: 125 T operations/s" in text
 
 
-def test_a_run_without_figures_has_no_table():
-    assert report.ladder_table(Run(env=Environment()), "r.json") == report.NOTHING
+def test_results_have_a_section_per_gpu_the_largest_first(tree, run) -> None:
+    few = replace(run, env=replace(run.env, gpu="NVIDIA H100"), rows=run.rows[:9], as_called=())
+    store.write(few, tree / "results" / "nvidia-h100" / "run.json")
+    heads = [line for line in complete.page(tree).splitlines() if line.startswith("## ")]
+    assert heads == ["## NVIDIA H200 @ 700 W", "## NVIDIA H100 @ 700 W"]
 
 
-def test_numbers_have_three_digits_and_ranges():
-    assert [report.number(x) for x in (0.042, 0.5, 0.996, 1, 9.999, 12, 99.97, 188.4)] == [
+def test_failed_and_stale_rows_are_listed(tree, run) -> None:
+    def broken(row: Row) -> Row:
+        return replace(row, status="failed", why="it is wrong") if row.step == 7 else row
+
+    path = tree / "results" / "nvidia-h200" / "run.json"
+    store.write(replace(run, rows=tuple(map(broken, run.rows))), path)
+    last = complete.page(tree).split("### Failed, not possible, stale")[1]
+    count = sum(row.step == 7 for row in run.rows)
+    assert f"- step 7, failed: it is wrong ({count} rows)" in last
+    assert "- step 15, stale: " in last
+    assert "- QuantLinear with step 12, stale: " in last
+
+
+def test_numbers_have_three_digits_and_ranges() -> None:
+    assert [query.number(x) for x in (0.042, 0.5, 0.996, 1, 9.999, 12, 99.97, 188.4)] == [
         "0.042",
         "0.50",
         "1.00",
@@ -372,30 +310,23 @@ def test_numbers_have_three_digits_and_ranges():
         "100",
         "188",
     ]
-    assert report.span([2.0, None, 2.5]) == "2.00-2.50x"
-    assert report.span([None]) == "-"
-    assert report.percent([0.018, 0.42]) == "2-42 %"
-    assert report.percent([0.004]) == "0.4 %"
+    assert [query.ratio(x) for x in (None, 0.5, 1.018, 19.4, 53.2)] == [
+        "-",
+        "0.50x",
+        "1.02x",
+        "19.4x",
+        "53x",
+    ]
+    assert [query.percent(x) for x in (None, 0.004, 0.42)] == ["-", "0.4 %", "42 %"]
 
 
-def test_command_line(tree, capsys):
-    run = str(record.headline(tree / "results"))
-    readme = str(tree / "README.md")
-    assert report.main([run, "--readme", readme]) == 0
-    assert "rewritten" in capsys.readouterr().out
-    assert report.main([run, "--readme", readme, "--check"]) == 1  # its charts are not drawn yet
-    errors = capsys.readouterr().err
-    assert "README" not in errors
-    assert "is missing: run `make charts`" in errors or "does not show" in errors
+def test_dates_and_commits_of_what_is_shown(run) -> None:
+    rows = run.rows[:2]
+    assert query.when(rows) == "2026-01-02, commit 0123abcd"
+    later = replace(rows[0], utc="2026-02-03T00:00:00Z", commit="feedbeef")
+    assert query.when([*rows, later]) == "2026-01-02 to 2026-02-03, 2 commits"
+    assert query.when([replace(rows[0], utc=None, commit=None)]) == ""
 
 
-@pytest.mark.parametrize("table", [report.ladder_table, report.peers_table])
-def test_figures_of_cublas_from_another_run_are_said_to_be(table):
-    run = make_run()
-    ours = table(run, "run.json")
-    assert "cuBLAS: kernel only, both operands already float16." in ours
-    peers = tuple(
-        replace(peer, same_run=False) if peer.peer == "cublas_fp16" else peer for peer in run.peers
-    )
-    theirs = table(replace(run, peers=peers), "run.json")
-    assert "already float16, of another run on the same GPU model" in theirs
+def test_formats_have_the_order_of_the_record(run) -> None:
+    assert query.formats(run.rows) == list(FORMATS)

@@ -89,12 +89,12 @@ def drifts(run: Run | None, folder: Path = FOLDER) -> list[str]:
     return out
 
 
-def write(run: Run, folder: Path = FOLDER, kinds: Collection[str] = ("svg",)) -> list[Path]:
+def write(run: Run | None, folder: Path = FOLDER, kinds: Collection[str] = ("svg",)) -> list[Path]:
     """Draw all charts of the run into a folder; those that have no data any more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in kinds:
-        files = render(run, kind)
+        files = render(run, kind) if run else {}
         for path in folder.glob(f"*.{kind}"):
             if path.name not in files:
                 path.unlink()

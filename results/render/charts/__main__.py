@@ -17,11 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", action="store_true", help="PNG files too, for looking at")
     options = parser.parse_args(arguments)
     path = run_path(options.run)
-    if path is None:
-        return 1
-    for written in charts.write(
-        read(path), options.out, ("svg", "png") if options.png else ("svg",)
-    ):
+    kinds = ("svg", "png") if options.png else ("svg",)
+    for written in charts.write(read(path) if path else None, options.out, kinds):
         print(written)
     return 0
 

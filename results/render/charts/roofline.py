@@ -20,7 +20,7 @@ ROOFS: Final = ("fp32", "dp4a", "tensor_fp16", "tensor_int8")
 COLORS: Final = (style.BLUE, style.GREEN, style.ORANGE, style.PINK, style.YELLOW, "#56B4E9")
 MARKS: Final = ("o", "^", "s", "D", "v", "P")
 PANEL: Final = 4.4
-LEFT, RIGHT = 0.68, 0.25
+LEFT, RIGHT = 0.76, 0.25
 
 
 def rows_of(run: Run) -> list[Row]:
@@ -57,7 +57,7 @@ def draw(run: Run) -> Figure:
     axes = style.box(figure, LEFT, style.HEAD + 0.1, style.COLUMN - LEFT - RIGHT, PANEL)
     limits = run.env.limits
     bandwidth = max(limits.copy_tbps or 0.0, limits.read_tbps or 0.0)
-    roofs = {unit: limits.tops[unit] for unit in ROOFS if unit in limits.tops}
+    roofs: dict[str, float] = {unit: limits.tops[unit] for unit in ROOFS if unit in limits.tops}
     x0, x1 = min(map(intensity, rows)) / 1.8, max(map(intensity, rows)) * 1.8
     speeds = [row.tflops or 1.0 for row in rows]
     y0, y1 = min(speeds) / 2.2, max([*speeds, *roofs.values()]) * 1.7

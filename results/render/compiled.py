@@ -1,0 +1,81 @@
+"""A step's machine code in figures, for its section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from results.render.query import MAIN_FORMAT, dims
+from steps.api import dry_run
+from steps.api.compile import machine_code, signature_of
+from steps.contract import Size, Step, Work, scheme
+
+HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
+LISTED: Final = 14
+"""Opcodes shown of a step, besides those it promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opcode:
+    """How often it stands in a listing. `promised`: the step says that its code shows it."""
+
+    name: str
+    count: int
+    promised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A step's kernel as the offline compiler makes it. Bytes of shared memory are of a block, of
+    stack and spills of a thread."""
+
+    what: str  # "W4A8, Q4_0, 512 x 4096 x 4096"
+    arch: str
+    grid: str
+    block: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    instructions: int
+    opcodes: list[Opcode]
+    others: int  # instructions of the opcodes that are not listed
+
+
+Compiler = Callable[[Step, Size, "tuple[int, int] | None"], "Compiled | str"]
+
+
+def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | str:
+    """The step's machine code for a GPU of that compute capability, or the oldest it runs on where
+    that is none; a sentence where it cannot be had."""
+    family = step.families[-1]
+    name = MAIN_FORMAT if MAIN_FORMAT in step.formats else step.formats[0]
+    if cc is None or step.supports(name, family, cc) is not None:
+        cc = step.min_cc
+    arch = f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= HOPPER else "")
+    _, launch = dry_run.launches(Work(step, family, name), shape)
+    try:
+        code = machine_code(launch.kernel, signature_of(launch.args), arch)
+    except (ValueError, RuntimeError) as error:
+        return f"No machine code on this computer: {error}"
+    promises = tuple(p for each in step.contains.get(family, ()) for p in each.split("|"))
+    every = [
+        Opcode(opcode, count, opcode.startswith(promises) if promises else False)
+        for opcode, count in code.instructions.most_common()
+    ]
+    shown = [each for i, each in enumerate(every) if i < LISTED or each.promised]
+    total = sum(code.instructions.values())
+    return Compiled(
+        what=f"{scheme(name, family)}, {name.upper()}, {dims(shape)}",
+        arch=arch,
+        grid=" x ".join(map(str, launch.grid)),
+        block=" x ".join(map(str, launch.block)),
+        registers=code.registers,
+        stack_bytes=code.stack_bytes,
+        spill_bytes=code.spill_store_bytes + code.spill_load_bytes,
+        shared_bytes=code.shared_bytes + launch.shared_bytes,
+        instructions=total,
+        opcodes=shown,
+        others=total - sum(each.count for each in shown),
+    )
