@@ -1,4 +1,4 @@
-"""`python -m steps.pitfalls [--json]`: shows the museum; exits 1 if a bug got through.
+"""`python -m steps.pitfalls [--json]`: shows the museum; exits 1 if the checks miss a bug.
 
 A table on a terminal, plain text in a pipe, one JSON document with --json.
 """
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         _print(museum)
     escaped = [str(pitfall.number) for pitfall, finding in museum if not finding.caught]
     if escaped:
-        print(f"not caught as told: pitfall {', '.join(escaped)}", file=sys.stderr)
+        print(f"not caught as its story says: pitfall {', '.join(escaped)}", file=sys.stderr)
     return 1 if escaped else 0
 
 
@@ -49,19 +49,19 @@ def _row(pitfall: Pitfall, finding: Finding) -> tuple[str, ...]:
 
 
 def value_of(finding: Finding) -> str:
-    """The wrong one's value on the golden block, as the table shows it."""
+    """The wrong one's value on the golden block, as a cell."""
     if not math.isnan(finding.golden):
         return f"{finding.golden:g}"
     return "trap" if "misaligned" in finding.layers else "NaN"
 
 
 def error_of(nmse: float) -> str:
-    """Its NMSE, as the table shows it."""
+    """Its NMSE, as a cell."""
     return "-" if math.isnan(nmse) else f"{nmse:.1e}" if math.isfinite(nmse) else "NaN/Inf"
 
 
 def _story(pitfall: Pitfall, finding: Finding) -> tuple[str, str]:
-    """The story in one paragraph, and what each layer said (the first two are enough)."""
+    """The story in one paragraph, and the sentences of the first two layers."""
     story = " ".join(pitfall.story.split())
     heard = [f"{layer}: {said}" for layer, said in finding.layers.items()][:2]
     return f"{story} {finding.aside}".strip(), "\n".join(heard)
@@ -102,7 +102,7 @@ def _show(museum: list[tuple[Pitfall, Finding]]) -> None:
 
 
 def _as_json(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
-    """JSON has no NaN: a value that is none is null."""
+    """JSON has no NaN: null instead."""
     return {
         "number": pitfall.number,
         "title": pitfall.title,
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # `| head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What an exhibit is, and how it is examined.
+"""One exhibit: a wrong kernel, the right one, and what the checks say of both.
 
 The layers that can catch a bug: those of `reference.check` (nan, exact, bound, nmse, float,
 weights, activations), the simulator's own (misaligned, out of range, barrier), and three found by
@@ -39,16 +39,16 @@ class Pitfall:
     """One bug.
 
     number, title   as the museum's table shows them
-    story           what happens, why one writes it, how it looks from outside
+    story           what happens, why it gets written, what a user sees
     format          weight format it is shown on
     wrong, right    the two products; they differ in a line or two
     golden          what the wrong one returns for the golden block (NaN: nothing was written)
     caught_by       the layers that must catch it, at least
     orders          lane orders to run under; 0 is ascending
     problems        what it is shown on, besides the golden block
-    activations     how A becomes Q8_1 on the wrong side (a bug of the quantizer), None: rightly
-    extra           further layers of its own: () -> {layer: sentence}, for the wrong and the right
-    aside           () -> a sentence with figures computed for the story
+    activations     the wrong one's quantizer of A, where the bug is in it
+    extra           () -> {layer: sentence} of further layers, for the wrong and the right one
+    aside           () -> a sentence for the story with computed figures
     """
 
     number: int
@@ -68,13 +68,13 @@ class Pitfall:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the museum found out about one pitfall.
+    """What the checks found in one pitfall.
 
     golden      the wrong product's value on the golden block, `expected` the right one
     nmse        its error against the same operands on a small normal problem (inf: NaN or Inf)
-    layers      layer -> what it said of the wrong one
-    complaints  the same of the right one: must be empty
-    caught      every layer of `caught_by` spoke up, the signature is as told, the right one passed
+    layers      layer -> its sentence about the wrong one
+    complaints  layer -> its sentence about the right one: must be empty
+    caught      all layers of `caught_by` found it, its value is `golden`, the right one passed
     """
 
     golden: float
@@ -87,14 +87,15 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Loud(Problem):
-    """A problem whose activations are 2^14 times larger: sums of a block leave the range of f16."""
+class LargeActivations(Problem):
+    """A problem whose activations are 2^14 times larger: the sums of a block overflow
+    float16."""
 
     @cached_property
     def a(self) -> Array:
-        loud: Array = super().a * np.float32(2**14)
-        loud.setflags(write=False)
-        return loud
+        large: Array = super().a * np.float32(2**14)
+        large.setflags(write=False)
+        return large
 
 
 def pitfalls() -> tuple[Pitfall, ...]:
@@ -129,7 +130,7 @@ def product(kernel: Any, **options: Any) -> Multiply:
 
 
 def examine(pitfall: Pitfall) -> Finding:
-    """Runs the wrong and the right one, in the simulator, and collects what the checks say."""
+    """Runs the wrong and the right one in the simulator and collects what the checks say."""
     golden = GOLDEN[pitfall.format]
     value, layers = _judge(pitfall, pitfall.wrong, pitfall.activations)
     right_value, complaints = _judge(pitfall, pitfall.right, None)
@@ -163,7 +164,7 @@ def _problems(pitfall: Pitfall) -> tuple[Problem, ...]:
 def _judge(
     pitfall: Pitfall, multiply: Multiply, quantize: Callable[[Array], Q81] | None
 ) -> tuple[float, dict[str, str]]:
-    """The value on the golden block, and every layer that objects."""
+    """The value on the golden block, and the sentence of every layer that finds the bug."""
     layers: dict[str, str] = {}
     golden = GOLDEN[pitfall.format]
     try:

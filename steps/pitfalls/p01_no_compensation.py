@@ -1,7 +1,7 @@
 """Q4_0 stores q and means q - 8. The dot product runs over the stored codes, because they fit a
-packed multiply; what is missing is 8 times the sum of the activations, which Q8_1 carries as s.
-Forget it and every block is too large by 8 d s. With activations that sum to nothing in particular
-the answer still looks like a product: right size, right sign half of the time."""
+packed multiply. The kernel must then subtract 8 times the sum of the activations, which Q8_1
+carries as s. This one forgets it, so every block is too large by 8 d s. Where activations sum to
+about zero the result still looks like a product: right size, right sign half of the time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Somebody subtracts 8 from each code while unpacking, which is right, and keeps the - 8 s from the
-kernel it was copied from, which is right too. Together they subtract the offset twice. It often
-arrives with a refactoring that moves one of the two into a helper."""
+"""The unpacking subtracts 8 from each code, which is right. The kernel also keeps the - 8 s of the
+kernel that it was copied from, which is right without that unpacking. Together they subtract the
+offset twice. The bug often comes with a refactoring that moves one of the two into a helper."""
 
 from __future__ import annotations
 

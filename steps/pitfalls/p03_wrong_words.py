@@ -1,7 +1,7 @@
-"""Four bytes of qs hold eight codes: the low nibbles are elements 4i ... 4i+3, the high ones
-elements 16+4i ... 16+4i+3. Their partners are words i and i+4 of the activations. It is tempting to
-take the next two words, 2i and 2i+1, as eight consecutive elements would need: all 32 activations
-are used once, nothing is out of range, and the sums are of the right size."""
+"""Four bytes of qs hold eight codes: the low nibbles are elements 4i ... 4i+3, the high ones are
+elements 16+4i ... 16+4i+3. They belong to words i and i+4 of the activations. This kernel takes
+the next two words, 2i and 2i+1, as eight consecutive elements would need. It uses all 32
+activations once, reads nothing out of range, and its sums have the right size."""
 
 from __future__ import annotations
 

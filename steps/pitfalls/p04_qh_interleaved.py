@@ -1,5 +1,5 @@
-"""The fifth bits of Q5_0 are one 32-bit word, segmented: bit j belongs to element j, bit j + 16 to
-element j + 16. Since byte j of qs holds elements j and j + 16 side by side, reading bits 2j and
+"""The fifth bits of Q5_0 are one 32-bit word in two halves: bit j belongs to element j, bit j + 16
+to element j + 16. Byte j of qs holds elements j and j + 16 side by side, so reading bits 2j and
 2j + 1 for them looks natural. About half of the codes come out wrong, by 16."""
 
 from __future__ import annotations

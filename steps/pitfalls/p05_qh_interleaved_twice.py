@@ -1,7 +1,7 @@
-"""The same misreading of qh in the reader *and* in the quantizer that made the blocks. Every round
-trip succeeds, the error is that of five bits, the golden value is right: the two agree with each
-other and with nobody else. No test that uses its own codec on both sides can find it; bytes written
-by ggml can, and so can blocks that were put together by hand."""
+"""The quantizer and the reader both misread qh, in the same way. Every round trip succeeds, the
+error is that of five bits, and the golden value is right: the two agree with each other and with
+nobody else. A test that uses its own codec on both sides cannot find this. Bytes written by ggml
+can, and so can blocks put together by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _interleaved(blocks: Array) -> Array:
 
 
 def self_consistent(blocks: Array, q81: Q81, order: int) -> Array:
-    """The product as that codec's world sees it: its own blocks of the same weights, its reader."""
+    """The product with this codec on both sides: its own blocks of the same weights, its reader."""
     return launch(reader, _interleaved(blocks), q81, order)
 
 

@@ -1,7 +1,7 @@
-"""Byte j of qs taken for elements 2j and 2j + 1, as most other 4-bit formats have it. ggml's hold
-elements j and j + 16. On weights packed in adjacent pairs the same confusion runs the other way,
-and its cure there, interleaving the nibbles after unpacking, is a bug here: first find out which
-packing the bytes have, then write the unpacking."""
+"""Byte j of qs is read as elements 2j and 2j + 1, as most other 4-bit formats pack them. ggml packs
+elements j and j + 16. Weights packed in adjacent pairs suffer the opposite confusion; its cure,
+interleaving the nibbles after unpacking, is a bug here. Find out first how the bytes are packed,
+then write the unpacking."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A block of Q4_0 is 18 bytes and its codes begin at byte 2, so only even addresses are certain. A
-4-byte load there works on any CPU, and in any test on one; a GPU stops with error 716, misaligned
-address, at the first block. Two 2-byte loads are the cure (or a layout that keeps the codes apart).
-Q4_1, Q5_1 and Q8_1 have blocks of 20, 24 and 36 bytes and do allow 4."""
+"""A block of Q4_0 has 18 bytes and its codes begin at byte 2, so addresses are only known to be
+even. A 4-byte load there works on any CPU, and in any test that runs on one. A GPU stops at the
+first block with error 716, misaligned address. Use two 2-byte loads, or a layout that stores the
+codes apart. Q4_1, Q5_1 and Q8_1 have blocks of 20, 24 and 36 bytes, which allow 4-byte loads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def right(w, q, d, s, c):
 
 
 def on_a_cpu() -> float:
-    """The golden block with the same 4-byte words, read by NumPy: it does not mind."""
+    """The golden block with the same 4-byte words, read by NumPy on a CPU."""
     golden = GOLDEN["q4_0"]
     words = np.frombuffer(golden.blocks.tobytes(), dtype="<u4", count=4, offset=2)
     qs = words.view(np.uint8).astype(int)
@@ -78,7 +78,7 @@ PITFALL = Pitfall(
     format="q4_0",
     wrong=product(wrong),
     right=product(right),
-    golden=float("nan"),  # it never gets as far as writing
+    golden=float("nan"),  # it stops before it writes
     caught_by=("misaligned",),
-    aside=lambda: f"A CPU reading the same words gets {on_a_cpu():g}, and nobody the wiser.",
+    aside=lambda: f"A CPU that reads the same words gets {on_a_cpu():g} and reports nothing.",
 )

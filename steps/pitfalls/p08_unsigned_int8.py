@@ -1,6 +1,6 @@
 """Activation codes are int8. Read through a uint8 view, or taken out of a word with a mask and no
-sign extension, every negative code gains 256. Data that happens to be positive (after a ReLU, in a
-test with np.arange) passes."""
+sign extension, every negative code gains 256. Data without negative values passes: activations
+after a ReLU, or a test that uses np.arange."""
 
 from __future__ import annotations
 

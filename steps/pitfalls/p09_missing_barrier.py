@@ -1,8 +1,8 @@
-"""One lane of each row copies the activation scales to shared memory for the others; nobody waits
-for it. Lane 0 usually does run first, on a GPU too, where a warp moves together, and in any
-simulator that takes lanes in ascending order. It goes wrong with the next compiler, the next GPU,
-the next larger block of threads. The simulator shuffles its lanes to see it, and fills shared
-memory with garbage, not zeros, so that what was read too early is not silently nothing."""
+"""One lane of each row copies the activation scales to shared memory for the others, and no barrier
+follows. Lane 0 usually runs first: on a GPU, where a warp moves together, and in a simulator that
+takes lanes in ascending order. It fails with the next compiler, the next GPU, the next larger
+thread block. The simulator shuffles its lanes to find this. It also fills shared memory with
+garbage, not zeros, so a value read too early shows."""
 
 from __future__ import annotations
 

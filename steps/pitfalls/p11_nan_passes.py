@@ -1,8 +1,8 @@
-"""The kernel computes and never writes: its last line was lost in a refactoring. C keeps the NaN
-it was filled with, and the checker says: right. It asked whether any error is *larger* than the
-limit; every comparison with NaN is false, so no. Ask whether every error is *within* the limit,
-or ask for NaN first. And had C been zeros, or yesterday's right answer, there would not even be a
-NaN to find: fill it."""
+"""The kernel computes and never writes: a refactoring lost its last line. C keeps the NaN that it
+was filled with, and the checker calls it right. It asked whether any error is *larger* than the
+limit, and every comparison with NaN is false. Ask whether every error is *within* the limit, or
+look for NaN first. Fill C with NaN, too: zeros, or the right result of the last run, would hide
+the bug."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wrong(w, q, d, s, c):
 
 
 def lenient(c: Array, expected: Array) -> bool:
-    """The checker of the story. Looks reasonable, passes anything that is NaN."""
+    """The checker of the story: it looks reasonable and passes NaN."""
     return not bool((np.abs(c - expected) > 1e-3 * np.abs(expected)).any())
 
 

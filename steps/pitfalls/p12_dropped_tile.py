@@ -1,6 +1,7 @@
-"""M // TILE tiles instead of ceil(M / TILE): the last partial tile is never launched. Every shape
-that is a multiple of the tile is right, and benchmark shapes are. C keeps whatever it held there:
-NaN if it was filled so; plausible numbers from the last run if the buffer is reused."""
+"""The grid has M // TILE tiles, not ceil(M / TILE), so the last partial tile is never launched.
+Every shape that is a multiple of the tile is right, and benchmark shapes are such multiples. C
+keeps what it held there: NaN where it was filled so, plausible numbers of the last run where the
+buffer is used again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ dropping = product(w4a8, floor=True)  # <- the kernel is right, the grid is not
 
 
 def aside() -> str:
-    """What it would look like on a C that began as zeros."""
+    """What the checks say where C began as zeros."""
     problem = Problem(*SHAPE, "q4_0", "normal")
     q81 = Q81.of_values(problem.a)
     verdict = check(np.nan_to_num(dropping(problem.blocks, q81, 0)), problem, "A8", q81)

@@ -1,6 +1,6 @@
-"""The two right kernels that most exhibits are a line away from: Q4_0 and Q5_0 times Q8_1.
+"""The two right kernels, Q4_0 and Q5_0 times Q8_1; most exhibits change one line of them.
 
-One thread, one output; plain byte reads, so nothing distracts. Arguments as `exhibit.launch` says.
+One thread computes one output and reads bytes. `exhibit.launch` says what the arguments are.
 """
 
 from __future__ import annotations

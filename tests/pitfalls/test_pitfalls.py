@@ -136,7 +136,7 @@ def test_a_bug_that_gets_through_fails_the_museum(
     assert __main__.main([]) == 1
     printed = capsys.readouterr()
     assert "NOT CAUGHT" in printed.out
-    assert printed.err == "not caught as told: pitfall 1\n"
+    assert printed.err == "not caught as its story says: pitfall 1\n"
 
 
 def test_exhibits_are_real_kernels() -> None:
