@@ -135,26 +135,32 @@ class Worklog:
 
 def worklog(folder: Path) -> Worklog:
     """The worklog in a folder: `stepNN.md` and `README.md`."""
-    pages = {path.stem: entry(path.read_text(encoding="utf-8")) for path in folder.glob("*.md")}
-    steps = {int(name[4:]): one for name, one in pages.items() if re.fullmatch(r"step\d+", name)}
-    return Worklog(steps, pages.get("README"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    steps = {
+        int(name[4:]): entry(text, 6)
+        for name, text in texts.items()
+        if re.fullmatch(r"step\d+", name)
+    }
+    return Worklog(steps, entry(texts["README"], 5) if "README" in texts else None)
 
 
-def entry(text: str) -> Entry:
-    """A worklog page by its sections. Links to pages of steps lead to their sections here."""
+def entry(text: str, level: int) -> Entry:
+    """A worklog page by its sections; headings within those become headings of `level`. Links to
+    pages of steps lead to their sections here."""
     text = re.sub(r"\]\(step0*(\d+)\.md(?:#[^)]*)?\)", r"](#step-\1)", text)
     text = re.sub(r"\A# .*\n", "", text.lstrip())
     opening, *parts = re.split(r"(?m)^## (.*)\n", text)
     findings = [
-        WorklogFinding(inline(heading), _below(markdown(body, heading)), "**Predicted" in body)
+        WorklogFinding(
+            inline(heading), _leveled(markdown(body, heading), level), "**Predicted" in body
+        )
         for heading, body in zip(parts[::2], parts[1::2], strict=True)
     ]
-    return Entry(_below(markdown(opening)), findings)
+    return Entry(_leveled(markdown(opening), level), findings)
 
 
-def _below(html: Markup) -> Markup:
-    """With its headings below those of the page's sections."""
-    return Markup(re.sub(r"(</?h)[1-6]>", r"\g<1>6>", html))
+def _leveled(html: Markup, level: int) -> Markup:
+    return Markup(re.sub(r"(</?h)[1-6]>", rf"\g<1>{level}>", str(html)))
 
 
 # --- Python ---------------------------------------------------------------------------------------

@@ -12,19 +12,20 @@ import pytest
 from hypothesis import strategies as st
 from markupsafe import Markup
 
-from results.record import schema as record
-from results.record.schema import Environment, Run
-from results.render import captions as words
-from results.render import charts, markup, page
+from results.record import schema, store
+from results.record.schema import Run
+from results.render import captions, lesson, markup, page, query
+from results.render.compiled import Compiled, Opcode, compiled
 from steps import ladder
-from steps.cli import listing
+from steps.contract import BRANCHES
 from steps.pitfalls import pitfalls
+from steps.registry import diff_base, find, following, source
 from tests.results.chromium import Chromium, why_none
 from tests.results.synthetic_run import make_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"}
 ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
-SECTIONS = ("results", "ladder", "charts", "steps", "museum", "method")
+SECTIONS = ("ladder", "called", "charts", "steps", "museum", "method")
 
 
 class Page(HTMLParser):
@@ -103,10 +104,13 @@ class Page(HTMLParser):
         return [(n, text.rstrip("\n")) for n, text in self.lines.get((article, side), [])]
 
 
-def stub(step, shape, cc) -> page.Compiled:
+HOMES = tuple(dict.fromkeys(shape for step in ladder() for shape in step.home_shapes))
+
+
+def stub(step, shape, cc) -> Compiled:
     """In place of the compiler, which takes seconds for each step."""
-    opcodes = [page.Opcode("IMAD<&>", 6, True), page.Opcode("LDS", 3, False)]
-    return page.Compiled(
+    opcodes = [Opcode("IMAD<&>", 6, True), Opcode("LDS", 3, False)]
+    return Compiled(
         what=f"step {step.number} at {shape}",
         arch="sm_90a",
         grid="2 x 3",
@@ -123,21 +127,20 @@ def stub(step, shape, cc) -> page.Compiled:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    made = make_run(((1, 4096, 4096), (16, 4096, 4096), (512, 4096, 4096)))
-    return record.from_json(record.to_json(made))  # with the digits that a file has
+    made = make_run(HOMES)
+    return schema.from_json(schema.to_json(made))  # with the digits that a file has
 
 
 @pytest.fixture(scope="module")
 def invented(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Page:
-    path = record.write(run, tmp_path_factory.mktemp("results"))
+    path = store.write(run, tmp_path_factory.mktemp("results") / "run.json")
     return Page(page.build(path, compiler=stub))
 
 
 @pytest.fixture(scope="module")
 def committed() -> Page:
-    path = record.headline()
-    assert path is not None
-    return Page(page.build(path, compiler=stub))
+    """Of the current run, or where there is none a page without figures."""
+    return Page(page.build(store.headline(), compiler=stub))
 
 
 @pytest.fixture(params=["invented", "committed"])
@@ -171,7 +174,6 @@ def test_it_asks_for_nothing(each: Page) -> None:
     assert outside == []
     assert "script" not in {tag for tag, _ in each.tags}
     assert re.findall(r"url\((?!#)|@import", each.html) == []
-    assert re.findall(r"url\(#([^)]+)\)", each.html)
     assert set(re.findall(r"url\(#([^)]+)\)", each.html)) <= set(each.ids)
     used = {given["href"][1:] for tag, given in each.tags if tag == "use"}
     assert used <= set(each.ids)
@@ -195,45 +197,68 @@ def test_what_may_be_too_wide_scrolls_in_a_box_with_a_name(each: Page) -> None:
     assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table', each.html)) == tables
 
 
-def test_charts_say_in_words_and_figures_what_they_show(each: Page, run: Run) -> None:
+def test_charts_say_in_words_and_figures_what_they_show(invented: Page) -> None:
+    each = invented
     pictures = [given for tag, given in each.tags if tag == "svg"]
     assert len(pictures) == 4
     for given in pictures:
         assert given["role"] == "img"
         title, description = given["aria-labelledby"].split()
         for wanted in (title, description):
-            said = re.search(rf'id="{wanted}"[^>]*>([^<]+)<', each.html)
-            assert said
-            assert re.search(r"\d", said[1])
+            assert re.search(rf'id="{wanted}"[^>]*>([^<]+)<', each.html)
+        said = re.search(rf'id="{description}"[^>]*>([^<]+)<', each.html)
+        assert said
+        assert re.search(r"\d", said[1])
     assert each.html.count("<figcaption>") == 4
 
 
 # --- what stands in it ----------------------------------------------------------------------------
 
 
-def test_each_step_stands_beside_its_parent(invented: Page) -> None:
-    by_number = {step.number: step for step in ladder()}
+def test_the_ladder_stands_on_top_by_branch(invented: Page, run: Run) -> None:
+    text = re.sub(r"\s+", " ", invented.text["ladder"])
+    assert min(map(invented.html.index, ('id="ladder"', 'id="called"', 'id="charts"')))
+    places = [invented.html.index(f'<section id="{name}"') for name in SECTIONS]
+    assert places == sorted(places)
+    for branch in BRANCHES.values():
+        assert branch.title in text
+        assert f"at {query.dims(branch.homes[0])}" in text
+    for step in ladder():
+        assert step.title in text, "measured or not"
+    for panel in query.ladder(run):
+        for rung in panel.rungs:
+            assert query.number(rung.row.kernel_us or 0) in text
+
+
+def test_each_step_stands_beside_the_step_it_grew_from(invented: Page) -> None:
+    assert any(step.diff_from for step in ladder()), "else parents alone are seen here"
     for step in ladder():
         name = f"step-{step.number}"
-        text = "".join(listing.source(step))
-        own = [(line.number, line.text) for line in markup.body(text)]
-        parent = listing.parent_of(step)
-        if parent is None:
+        own = [(line.number, line.text) for line in markup.body("".join(source(step)))]
+        base = diff_base(step)
+        if base is None:
             assert invented.source(name) == own
             continue
         assert invented.source(name, "new") == own, "nothing of a step is left out"
-        before = "".join(listing.source(by_number[parent]))
-        taken = listing.imported(step, by_number[parent])
-        kept = listing.without(listing.source(by_number[parent]), taken)
-        theirs = [(line.number, line.text) for line in markup.body(before)]
+        before = source(find(base))
+        taken = lesson.imported(step, find(base))
+        kept = lesson.without(before, taken)
+        theirs = [(line.number, line.text) for line in markup.body("".join(before))]
         assert invented.source(name, "old") == [pair for pair in theirs if pair[0] - 1 in kept]
-        assert f'href="#step-{parent}"' in invented.html
+        assert f'href="#step-{base}"' in invented.html
         for each in sorted(taken):
             assert each in invented.text[name]
 
 
+def test_read_next_is_what_the_registry_says(invented: Page) -> None:
+    for step in ladder():
+        text = re.sub(r"\s+", " ", invented.text[f"step-{step.number}"])
+        numbers = [f"step {each.number}" for each in following(step)]
+        assert ("read next: " + ", ".join(numbers) in text) == bool(numbers)
+
+
 def test_source_and_texts_are_escaped(invented: Page) -> None:
-    texts = "".join("".join(listing.source(step)) for step in ladder())
+    texts = "".join("".join(source(step)) for step in ladder())
     assert "<" in texts, "else this shows nothing"
     assert "&" in texts
     assert "IMAD&lt;&amp;&gt;" in invented.html
@@ -245,32 +270,32 @@ def test_source_and_texts_are_escaped(invented: Page) -> None:
 
 
 def test_each_step_has_its_lesson_its_outcome_and_its_figures(invented: Page, run: Run) -> None:
+    measured = {row.step for row in run.rows}
     for step in ladder():
         text = invented.text[f"step-{step.number}"]
         assert step.title in text
         for heading in ("What is new", "Why it should help", "What it costs", "Machine code"):
             assert heading in text
-        for word in ("Predicted", "Measured", "Outcome"):
-            assert re.search(rf"\b{word}\b[^\n]*[:.]", text), (step.number, word)
-        assert "stale" in text, "the invented run has measured other sources"
         assert "47\nregisters a thread" in text
-        m = 16 if step.most_tokens else 512
-        rows = [r for r in run.rows if (r.step, r.M, r.output) == (step.number, m, "float32")]
-        assert rows
+        if step.number not in measured:
+            assert "Not measured at its home" in text
+            continue
+        assert "stale" in text, "the invented run has measured other sources"
+        rows = [r for r in run.rows if r.step == step.number and r.shape in step.home_shapes]
         for row in rows:
             for value in (row.kernel_us, row.total_us, row.tflops):
-                assert charts.number(value or 0) in text
+                assert query.number(value or 0) in text
 
 
-def test_best_figures_are_the_best_of_the_run(run: Run) -> None:
-    rows = [row for row in charts.timed(run) if row.step == 13]
-    said = dict(words.best_words(run, 13))
-    assert said["Most TFLOPS"].startswith(charts.number(max(row.tflops or 0 for row in rows)))
-    ratios = [row.x_parent for row in rows if row.x_parent]
-    against = said["Kernel against step 9"]
-    assert against.startswith(f"{charts.number(min(ratios))}x")
-    assert f"to {charts.number(max(ratios))}x" in against
-    assert words.best_words(run, 99) == []
+def test_figures_of_a_step_are_those_of_the_run(run: Run) -> None:
+    rows = query.of_one_dtype(row for row in run.rows if row.step == 13)
+    said = dict(captions.step_facts(run, 13))
+    assert said["Most TFLOPS"].startswith(query.number(max(row.tflops or 0 for row in rows)))
+    ratios = [row.x_parent for row in rows if row.x_parent and row.home]
+    against = said["Against step 9"]
+    assert against.startswith(query.ratio(min(ratios)))
+    assert f"to {query.ratio(max(ratios))}" in against
+    assert captions.step_facts(run, 99) == []
 
 
 def test_exhibits_show_what_is_wrong_and_what_is_right(invented: Page) -> None:
@@ -286,24 +311,21 @@ def test_exhibits_show_what_is_wrong_and_what_is_right(invented: Page) -> None:
     assert "not caught" not in invented.text["museum"]
 
 
-def test_machine_and_protocol_are_those_of_the_run(committed: Page) -> None:
-    path = record.headline()
-    assert path is not None
-    run, text = record.read(path), committed.text["method"]
-    for wanted in (run.env.where, run.env.driver, run.env.git.sha, run.env.command):
-        assert str(wanted) in text
+def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> None:
+    text = invented.text["method"]
+    assert run.env.where in text
+    assert str(run.env.git.sha) in text
     for rate in run.env.limits.tops.values():
-        assert charts.number(rate) in text
-    assert "the 20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
+        assert query.number(rate) in text
+    assert "20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
 
 
-def test_a_run_of_nothing_makes_a_page_too(tmp_path: Path) -> None:
-    path = tmp_path / "empty.json"
-    path.write_text(record.to_json(Run(env=Environment())))
-    shown = Page(page.build(path, compiler=lambda *_: "No machine code on this computer."))
+def test_before_anything_is_measured_there_is_a_page_too() -> None:
+    shown = Page(page.build(None, compiler=lambda *_: "No machine code on this computer."))
     assert shown.faults == []
     assert "Nothing is measured yet" in shown.text["charts"]
     assert "No machine code on this computer." in shown.text["step-1"]
+    assert ladder()[-1].title in re.sub(r"\s+", " ", shown.text["ladder"])
 
 
 # --- its parts ------------------------------------------------------------------------------------
@@ -318,21 +340,16 @@ def test_a_comparison_leaves_nothing_out(before: list[str], after: list[str]) ->
         [markup.Code(i, text.strip(), Markup("")) for i, text in enumerate(lines)]
         for lines in (before, after)
     )
-    stretches = markup.compared(old, new)
-    assert [line for each in stretches for line in each.before] == old
-    assert [line for each in stretches for line in each.after] == new
-    for each in stretches:
+    hunks = markup.compared(old, new)
+    assert [line for each in hunks for line in each.before] == old
+    assert [line for each in hunks for line in each.after] == new
+    for each in hunks:
         if each.kind == "same":
             assert [line.text for line in each.before] == [line.text for line in each.after]
         assert not each.folded or len(each.after) > markup.CONTEXT
 
 
-def test_links_lead_to_steps_and_nowhere_else() -> None:
-    text = markup.linked("| 4 (stale) | dp4a | 6 us (step 10 (stale)) |", [4, 10])
-    assert text == "| [4](#step-4) (stale) | dp4a | 6 us ([step 10](#step-10) (stale)) |"
-    same = "| 1 | 4096 | 4096 | 6.84 |"
-    assert markup.linked(same, [1]) == same
-    assert markup.linked("(step 7)", [1]) == "(step 7)"
+def test_links_lead_to_places_of_the_page_and_nowhere_else() -> None:
     assert markup.inline("[a](b.json) [c](#d)") == 'a <a href="#d">c</a>'
 
 
@@ -347,23 +364,34 @@ def test_a_docstring_keeps_its_drawings() -> None:
     )
 
 
-def test_the_worklog_by_steps() -> None:
-    text = "# Log\n\nPreamble.\n\n## Step 2: two\n\nPredicted, on paper: a\nb.\n"
-    text += "Profiler (x.json): c.\n"
-    log = markup.worklog(text + "Outcome: d.\n\n## Later\n\nMeasured: no step.\n")
-    assert log.preamble == "<p>Preamble.</p>\n"
-    assert set(log.entries) == {2}
-    assert log.entries[2].main == [
-        "<p><strong>Predicted, on paper:</strong> a\nb.</p>\n",
-        "<p><strong>Outcome:</strong> d.</p>\n",
-    ]
-    assert log.entries[2].more == ["<p><strong>Profiler (x.json):</strong> c.</p>\n"]
+def test_the_worklog_by_steps_and_findings(tmp_path: Path) -> None:
+    text = "# Step 2: two\n\nOpening, see [one](step01.md#a).\n\n## First\n\n- **Predicted:** a\n\n"
+    (tmp_path / "step02.md").write_text(text + "## Then `b`\n\n### Below\n\nc\n")
+    (tmp_path / "README.md").write_text("# Log\n\n## General\n\n### Below\n")
+    log = markup.worklog(tmp_path)
+    assert set(log.steps) == {2}
+    page_of_two = log.steps[2]
+    assert page_of_two.opening == '<p>Opening, see <a href="#step-1">one</a>.</p>\n'
+    first, then = page_of_two.findings
+    assert (first.heading, first.predicted) == ("First", True)
+    assert "<strong>Predicted:</strong> a" in first.body
+    assert (then.heading, then.predicted) == ("Then <code>b</code>", False)
+    assert then.body == "<h6>Below</h6>\n<p>c</p>\n"
+    assert log.general is not None
+    assert log.general.findings[0].body == "<h5>Below</h5>\n"
+
+
+def test_every_step_has_a_page_in_the_worklog_with_a_prediction(invented: Page) -> None:
+    for step in ladder():
+        text = invented.text[f"step-{step.number}"]
+        assert re.search(r"Predicted\b[^:\n]*:", text), step.number
+        assert re.search(r"Measured\b[^:\n]*:", text), step.number
 
 
 def test_machine_code_is_the_compilers() -> None:
     first = ladder()[0]
-    code = page.compiled(first, (4, 64, 64), (8, 0))
-    assert isinstance(code, page.Compiled)
+    code = compiled(first, (4, 64, 64), (8, 0))
+    assert isinstance(code, Compiled)
     assert code.arch == "sm_80"
     assert code.registers > 10
     assert code.instructions == sum(each.count for each in code.opcodes) + code.others
@@ -377,9 +405,9 @@ def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.Monke
         asked.append(arch)
         raise RuntimeError("nvdisasm was not found")
 
-    monkeypatch.setattr(page, "machine_code", no_tool)
+    monkeypatch.setattr("results.render.compiled.machine_code", no_tool)
     twelfth = next(step for step in ladder() if step.number == 12)
-    said = page.compiled(twelfth, (16, 128, 128), (8, 0))
+    said = compiled(twelfth, (16, 128, 128), (8, 0))
     assert said == "No machine code on this computer: nvdisasm was not found"
     assert asked == ["sm_90a"], "a GPU of 8.0 cannot run it: for the one that can"
 
@@ -387,14 +415,15 @@ def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.Monke
 def test_the_command_writes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "build", lambda path: f"<!DOCTYPE html>{path.name}")
+    monkeypatch.setattr(page, "build", lambda path: f"<!DOCTYPE html>{path}")
     out = tmp_path / "new" / "page.html"
     assert page.main(["a.json", "--out", str(out)]) == 0
     assert out.read_text() == "<!DOCTYPE html>a.json"
     assert capsys.readouterr().out.strip() == str(out)
-    monkeypatch.setattr(page, "headline", lambda: None)
-    assert page.main([]) == 1
-    assert "no run to show" in capsys.readouterr().err
+    monkeypatch.setattr("results.render.arguments.headline", lambda: None)
+    assert page.main(["--out", str(out)]) == 0
+    assert out.read_text() == "<!DOCTYPE html>None"
+    assert "Nothing is measured yet" in capsys.readouterr().err
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -410,10 +439,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
 def test_in_chromium(
-    browser: Chromium, committed: Page, tmp_path: Path, width: int, height: int, scheme: str
+    browser: Chromium, invented: Page, tmp_path: Path, width: int, height: int, scheme: str
 ) -> None:
     file = tmp_path / "report.html"
-    file.write_text(committed.html, encoding="utf-8")
+    file.write_text(invented.html, encoding="utf-8")
     browser.open(file, width, height, scheme)
     assert browser.requests() == [file.as_uri()]
     for opened in (False, True):
