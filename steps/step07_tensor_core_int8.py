@@ -63,7 +63,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     tile_bytes, scales_at, minima_at = record.tile_bytes, record.scales_at, record.minima_at
     mma = mma_m16n8k32_s8 if record.signed else mma_m16n8k32_u8
     # of scales against minima: a power of two, exact, as what is left for the end
-    per_unit = float32(HALF_SCALE / MINIMUM_SCALE / record.unit)
+    per_unit = float32(HALF_SCALE / MINIMUM_SCALE / record.code_scale)
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages units of one token"
     words_a, floats_a = UNITS * bm * 4, BLOCKS * bm

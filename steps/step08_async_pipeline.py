@@ -28,7 +28,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from steps.components.activations.layouts import q8_1_k_outermost
-from steps.components.epilogue import write_sums
+from steps.components.epilogue.write import write_sums
 from steps.components.unpack.codes import tile_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, shared_memory
 from steps.instructions import (
@@ -77,7 +77,7 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.unit)  # of scales, against that of minima
+    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)  # of scales, against that of minima
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)

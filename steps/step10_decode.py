@@ -32,10 +32,16 @@ from qformats import BLOCK, Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float32_quantized_inside, q8_1_k_outermost
-from steps.components.decode_activations import copier, quantizer
+from steps.components.decode_activations import float32_quantizer, prequantized_loader
 from steps.components.decode_products import products
 from steps.components.decode_reduction import finish_rows
-from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes, split
+from steps.components.decode_tiles import (
+    BLOCKS,
+    FUSED,
+    MOST_TOKENS,
+    scale_bytes,
+    tile_configuration,
+)
 from steps.components.unpack.codes import tile_index
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Activations, Family, Launch, Machine, Shape, Step, ceil_div
@@ -52,18 +58,18 @@ from steps.instructions import (
 def kernel(
     fmt: StorageFormat, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
-    """The kernel of a `Split`. A comes in slabs for more than FUSED tokens, else as float32."""
+    """The kernel of a `TileConfiguration`. A comes in slabs for more than FUSED tokens, else as float32."""
     tile, product = tile_format(fmt.name), products(fmt.name, tokens)
     record, minimum, along = tile.tile_bytes, tile.minimum, warps // across
-    n_acc, holders = product.sums, product.holders
-    places, multiply, add_up = product.places, product.multiply, product.add_up
+    n_acc, holders = product.sums, product.lanes_with_sums
+    places, multiply, add_up = product.read_offsets, product.multiply, product.add_columns
     given = tokens > FUSED
     private = given and across == 1  # A comes record by record, for no other warp needs it
     size_d = scale_bytes(tokens, minimum)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     at_codes, stride = warps * stages * record, 8 * across  # blocks of A between a lane's
-    copy = copier(tokens, minimum, at_codes)
-    fetch, quantize = quantizer(tokens, minimum, at_codes, ahead, stride)
+    copy = prequantized_loader(tokens, minimum, at_codes)
+    fetch, quantize = float32_quantizer(tokens, minimum, at_codes, ahead, stride)
     leave, finish = finish_rows(tokens, holders, warps, along)
     wait_for_oldest, wait_for_a = cp_async_wait(stages - 1), cp_async_wait(stages - early)
 
@@ -211,9 +217,9 @@ def activations(family: Family, a: Any, machine: Machine) -> Activations:
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:
     """Sums of slices, float32 [M/16, N/16, slices, 16 * tokens], in the order of lanes; how many
     slices of a row tile have arrived, int32 [M/16, N/16]."""
-    cut = split(storage_format(fmt), shape)
+    cut = tile_configuration(storage_format(fmt), shape)
     row_tiles = ceil_div(shape.m, MOST_TOKENS) * ceil_div(shape.n, TILE_ROWS)
-    sums = row_tiles * cut.slices * TILE_ROWS * cut.tokens if cut.slices > 1 else 1
+    sums = row_tiles * cut.splits * TILE_ROWS * cut.tokens if cut.splits > 1 else 1
     return ((sums,), np.float32), ((row_tiles,), np.int32)
 
 
@@ -222,12 +228,12 @@ def launch(
     workspace: tuple,
 ) -> Launch:  # fmt: skip
     held = storage_format(fmt)
-    cut = split(held, shape)
+    cut = tile_configuration(held, shape)
     rows, tokens = ceil_div(shape.n, TILE_ROWS), ceil_div(shape.m, MOST_TOKENS)
     a, ds = (*activations, workspace[0])[:2]  # float32 A has no scales: any array will do
-    args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.rows, cut.records, *workspace)
-    made = kernel(held, cut.tokens, cut.warps, cut.across, cut.stages, cut.early, cut.ahead)
-    grid = (ceil_div(rows, cut.rows), cut.slices, tokens)
+    args = (*weights, a, ds, out, ceil_div(shape.k, TILE_K), cut.row_tiles, cut.k_tiles, *workspace)
+    made = kernel(held, cut.tokens, cut.warps, cut.warps_n, cut.stages, cut.prefetched, cut.ahead)
+    grid = (ceil_div(rows, cut.row_tiles), cut.splits, tokens)
     return Launch(made, grid, (32 * cut.warps,), args, cut.shared, overlap=True)
 
 

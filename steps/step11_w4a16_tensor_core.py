@@ -33,7 +33,8 @@ from qformats import BLOCK, Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float16_chunks
-from steps.components.epilogue import PAD, finish_mma_tile
+from steps.components.epilogue.mma import finish_mma_tile
+from steps.components.epilogue.write import PAD
 from steps.components.unpack.storage_formats import half_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, shared_memory
 from steps.instructions import (

@@ -34,10 +34,16 @@ from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float16_chunks
-from steps.components.epilogue import GROUP, ROWS, finish_wgmma_tile, warpgroups
-from steps.components.stream_k import stretches
+from steps.components.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
+from steps.components.stream_k import scheduler
 from steps.components.unpack.storage_formats import half_format
-from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.components.wgmma_tiles import (
+    TileConfiguration,
+    fewest_cycles,
+    launch_of,
+    reduction_slices,
+    scratch_arrays,
+)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
@@ -85,7 +91,7 @@ def kernel(
     record, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     groups = warpgroups(bn)
-    lots, warps = bn // (groups * ROWS), groups * GROUP // 32
+    lots, warps = bn // (groups * WGMMA_ROWS), groups * WARPGROUP // 32
     piece = gcd(bn, TILE_GROUP * TILE_ROWS)  # features whose weights come at once, a band or half of one
     in_band, piece_bytes = TILE_GROUP * TILE_ROWS // piece, piece // TILE_ROWS * record
     pieces, lot_bytes = bn // piece, warps * record
@@ -95,8 +101,8 @@ def kernel(
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
     finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips)
-    find, no_sums = stretches(bn, bm), zeros_f32(bm // 2)
-    begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
+    find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
+    begin, go_on, corner, sharers = find.first_work, find.next_work, find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     # of 512 for all warpgroups
     more_registers = setmaxnreg_inc(232 if groups == 2 else 160)
@@ -122,10 +128,10 @@ def kernel(
         wgmma_commit()
         return acc
 
-    @cuda.jit(launch_bounds=((groups + 1) * GROUP, 1))
+    @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.components.activations.layouts.float16_chunks; stretch as of steps.components.stream_k.shares."""
+        steps.components.activations.layouts.float16_chunks; stretch as of steps.components.stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -179,10 +185,10 @@ def kernel(
         until = int32(-1)
         if ahead:
             # one warpgroup begins later, so that tensor cores are busy while the other ends a tile
-            if warp < GROUP // 32:
+            if warp < WARPGROUP // 32:
                 until = int32(min(ahead, count) - 1)
             else:
-                barrier_sync(sign, groups * GROUP)
+                barrier_sync(sign, groups * WARPGROUP)
         before, weights = int32(0), int32(warp * record)
         while number < total:
             m0, n0 = corner(number, tiles_n)
@@ -212,7 +218,7 @@ def kernel(
                     acc = wait_for_all_but_one(acc)
                     more = multiply(more, other, b + HALF)
                 if ahead and step == until:
-                    barrier_arrive(sign, groups * GROUP)
+                    barrier_arrive(sign, groups * WARPGROUP)
                 before = s
                 s = int32(s + 1)
                 if s == stages:
@@ -239,7 +245,7 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: StorageFormat, shape: Shape) -> Cut:
+def tiling(fmt: StorageFormat, shape: Shape) -> TileConfiguration:
     unpack = {5: 24, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
 
     def stage(bn: int, bm: int) -> int:
@@ -253,7 +259,7 @@ def tiling(fmt: StorageFormat, shape: Shape) -> Cut:
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(storage_format(fmt), shape), np.float32)
+    return scratch_arrays(tiling(storage_format(fmt), shape), np.float32)
 
 
 def launch(
@@ -262,7 +268,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = storage_format(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, held, out.dtype == np.float16, cut[0], strips(cut))
+    make = partial(kernel, held, out.dtype == np.float16, cut[0], reduction_slices(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

@@ -33,10 +33,16 @@ from numba import cuda, int32, int64, uint8
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TOKEN_GROUP, byte_storage_format, byte_tiles
 from steps.components.activations.layouts import int8_chunks
-from steps.components.epilogue import GROUP, LOT, finish_wgmma_tile
-from steps.components.stream_k import stretches
+from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
+from steps.components.stream_k import scheduler
 from steps.components.unpack.int8 import ByteFormat, byte_format
-from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.components.wgmma_tiles import (
+    TileConfiguration,
+    fewest_cycles,
+    launch_of,
+    reduction_slices,
+    scratch_arrays,
+)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
@@ -70,7 +76,7 @@ TILES: Final = (  # (features, tokens) of a tile of C
 )
 STAGES: Final = 8  # of the ring, at most
 AHEAD: Final = 2  # stages of one warpgroup before the other: the end of a tile, hidden behind it
-WARPS: Final = 2 * GROUP // 32  # that multiply; the warps of the third warpgroup bring
+WARPS: Final = 2 * WARPGROUP // 32  # that multiply; the warps of the third warpgroup bring
 
 
 @cache
@@ -90,9 +96,9 @@ def kernel(
     empty = full + 8 * stages
     first_word = (empty + 8 * stages + 127) // 128 * 32
     finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips, int32, form.zero)
-    find, no_sums = stretches(bn, bm), zeros_i32(bm // 2)
-    lot = min(bm, LOT) // 2  # accumulators whose end comes at a time
-    begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
+    find, no_sums = scheduler(bn, bm), zeros_i32(bm // 2)
+    lot = min(bm, ACC_HALF_TOKENS) // 2  # accumulators whose end comes at a time
+    begin, go_on, corner, sharers = find.first_work, find.next_work, find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     more_registers, fewer_registers = setmaxnreg_inc(240), setmaxnreg_dec(24)  # of 512 for three
 
@@ -110,10 +116,10 @@ def kernel(
         wgmma_commit()
         return acc
 
-    @cuda.jit(launch_bounds=(3 * GROUP, 1))
+    @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
     def w4a8_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a of
-        steps.components.activations.layouts.int8_chunks; stretch as of steps.components.stream_k.shares."""
+        steps.components.activations.layouts.int8_chunks; stretch as of steps.components.stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -166,7 +172,7 @@ def kernel(
             if warp < WARPS // 2:
                 until = int32(min(ahead, count) - 1)
             else:
-                barrier_sync(3, 2 * GROUP)
+                barrier_sync(3, 2 * WARPGROUP)
         before, own = int32(0), int32(warp * record)
         while number < total:
             m0, n0 = corner(number, tiles_n)
@@ -189,7 +195,7 @@ def kernel(
                     mbarrier_arrive(ring, empty + 8 * before)
                 acc = multiply(acc, upper, b + 32)
                 if ahead and step == until:
-                    barrier_arrive(3, 2 * GROUP)
+                    barrier_arrive(3, 2 * WARPGROUP)
                 before = s
                 s = int32(s + 1)
                 if s == stages:
@@ -209,7 +215,7 @@ def kernel(
                 mbarrier_arrive(ring, empty + 8 * before)
             to = of_rows, of_tokens, c, partials, arrived
             finish(acc[:lot], 0, number, m0, n0, first, last, early, to)
-            if bm > LOT:
+            if bm > ACC_HALF_TOKENS:
                 finish(acc[lot:], 1, number, m0, n0, first, last, early, to)
             number, k0, count, left = go_on(number, left, tail, steps)
 
@@ -223,13 +229,13 @@ def stage(bits: int, unpack: int, bn: int, bm: int) -> int:
     return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
 
 
-def tiling(fmt: Format, shape: Shape) -> Cut:
+def tiling(fmt: Format, shape: Shape) -> TileConfiguration:
     cycles = partial(stage, fmt.bits, {4: 16, 5: 20, 8: 4}[fmt.bits])
     return fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(byte_storage_format(fmt), shape), np.int32)
+    return scratch_arrays(tiling(byte_storage_format(fmt), shape), np.int32)
 
 
 def launch(
@@ -238,7 +244,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = byte_storage_format(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0], strips(cut))
+    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0], reduction_slices(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

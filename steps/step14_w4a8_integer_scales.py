@@ -33,20 +33,26 @@ from qformats import Format
 from qformats.integer_scales import integer_tiles
 from steps.components.activations.layouts import int8_chunks_and_sums
 from steps.components.unpack.integer_scales import integer_format
-from steps.components.wgmma_tiles import Cut, fewest_cycles, launch_of, room, strips
+from steps.components.wgmma_tiles import (
+    TileConfiguration,
+    fewest_cycles,
+    launch_of,
+    reduction_slices,
+    scratch_arrays,
+)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.step13_w4a8_wgmma import AHEAD, STAGES, TILES, kernel, stage
 
 UNPACK: Final = {4: 9, 5: 11, 8: 4}  # by bits: instructions that make 16 x 16 weights, and loads
 
 
-def tiling(fmt: Format, shape: Shape) -> Cut:
+def tiling(fmt: Format, shape: Shape) -> TileConfiguration:
     cycles = partial(stage, fmt.bits, UNPACK[fmt.bits])
     return fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return room(tiling(fmt, shape), np.int32)
+    return scratch_arrays(tiling(fmt, shape), np.int32)
 
 
 def launch(
@@ -59,7 +65,7 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     cut = tiling(fmt, shape)
-    make = partial(kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], strips(cut))
+    make = partial(kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], reduction_slices(cut))
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

@@ -42,9 +42,9 @@ from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS
 from qformats.repack import tiles as pack
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float32_quantized_inside, q8_1_k_outermost
-from steps.components.bulk_activations import floats, k_outermost
+from steps.components.bulk_activations import float32_quantizer, prequantized_loader
 from steps.components.bulk_products import PAIR, pair_products
-from steps.components.bulk_tiles import PAD, SCALES, WARPS, fused, regions, tiling
+from steps.components.bulk_tiles import PAD, SCALES, WARPS, fused, regions, tile_configuration
 from steps.components.decode_tiles import BLOCKS, FUSED, MOST_TOKENS, scale_bytes
 from steps.components.unpack.codes import tile_index
 from steps.components.unpack.storage_formats import tile_format
@@ -70,16 +70,16 @@ def kernel(fmt: StorageFormat, tokens: int, across: int, stages: int, before: in
     N, rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
     records of float32 A in the others."""
     form, minimum = pair_products(fmt.name, tokens), tile_format(fmt.name).minimum
-    places, fetch, multiply = form.places, form.fetch, form.multiply
-    leave, place = form.leave, form.place
-    n_acc, n_b, n_d, unit = form.sums, form.of_b, form.of_scales, float32(form.unit)
+    places, fetch, multiply = form.read_offsets, form.load, form.multiply
+    leave, place = form.store, form.position
+    n_acc, n_b, n_d, unit = form.sums, form.b_words, form.d_values, float32(form.scale)
     record, given = tile_format(fmt.name).tile_bytes, tokens > FUSED
     weights, size_d = PAIR * record, scale_bytes(tokens, minimum)
     slot_bytes, at_bars, at_codes = regions(fmt, tokens, stages)
     step_b, step_d = BLOCKS * tokens * BLOCK, BLOCKS * tokens * size_d  # from record to record
     row_bytes = 4 * TILE_K * chunk  # of a token in float32, that a warp has at a time
-    ask_for_tokens = k_outermost(tokens, weights)
-    bring, quantize, at_once = floats(tokens, minimum, chunk, at_codes)
+    ask_for_tokens = prequantized_loader(tokens, weights)
+    bring, quantize, at_once = float32_quantizer(tokens, minimum, chunk, at_codes)
 
     @cuda.jit(device=True, forceinline=True)
     def beginning(row, rows, k, in_row):
@@ -253,13 +253,13 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     held = storage_format(fmt)
-    how = tiling(held, shape)
-    run = kernel(held, how.tokens, how.across, how.stages, how.before, how.chunk)
+    how = tile_configuration(held, shape)
+    run = kernel(held, how.tokens, how.warps_n, how.stages, how.prefetched, how.staged_k_tiles)
     in_row = ceil_div(shape.k, TILE_K)
     a, ds = (*activations, weights[1])[:2]  # float32 A has no scales: any array will do
-    args = (*weights, a, ds, out, in_row, how.each, ceil_div(in_row, how.each), how.tall)
+    args = (*weights, a, ds, out, in_row, how.k_tiles, ceil_div(in_row, how.k_tiles), how.row_tiles)
     rows = ceil_div(shape.n, TILE_ROWS)
-    grid = (ceil_div(rows, how.tall), 1, ceil_div(shape.m, MOST_TOKENS))
+    grid = (ceil_div(rows, how.row_tiles), 1, ceil_div(shape.m, MOST_TOKENS))
     return Launch(run, grid, (32 * WARPS,), args, how.shared, overlap=True)
 
 

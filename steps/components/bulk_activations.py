@@ -1,4 +1,7 @@
-"""A's way to shared memory in step 15: as float32 by bulk copies, then quantized, or in slabs."""
+"""From A to shared memory by bulk copies: float32 that is quantized there, or prequantized.
+
+Step 15 teaches this.
+"""
 
 from __future__ import annotations
 
@@ -26,51 +29,64 @@ from steps.instructions import (
     store_u32x2,
 )
 
-AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side
+ITEMS_AT_ONCE: Final = 2  # blocks of A that a lane quantizes side by side (H200)
 
 
 @cache
-def k_outermost(tokens: int, weights: int) -> Any:
-    """ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k), for slots that begin with `weights`
-    bytes of weights; `steps.components.activations.layouts.q8_1_k_outermost` says what a and ds are."""
+def prequantized_loader(tokens: int, weights: int) -> Any:
+    """issue(smem, slot, bar, lane, a, ds, M, block_tokens, k), for slots that begin with `weights`
+    bytes of weights; a, ds: `steps.components.activations.layouts.q8_1_k_outermost`."""
 
     @cuda.jit(device=True, forceinline=True)
-    def ask_for_tokens(smem, slot, bar, lane, a, ds, M, here, k):
-        """Ask for record k of A in slabs, to come behind the weights of a slot: of its M tokens
-        `here`, those of this thread block. All are one piece of memory; of more than a block's,
-        16 K of them are one, and scales come lane by lane, being aligned for nothing else."""
-        to, to_d = slot + weights, slot + weights + tokens * TILE_K
-        if here == M:
+    def issue(smem, slot, bar, lane, a, ds, M, block_tokens, k):
+        """Issue copies of K tile k of A to behind the weights of a slot: of its M tokens those of
+        this thread block, `block_tokens`. All M tokens are one piece of memory. Of some of them
+        16 K are one piece, and scales are copied lane by lane, as they are not aligned for more."""
+        destination, destination_d = slot + weights, slot + weights + tokens * TILE_K
+        if block_tokens == M:
             if lane == 0:
                 first = int64(k) * M
-                bulk_copy(smem, to, a, first * TILE_K, int32(M * TILE_K), smem, bar)
-                bulk_copy(smem, to_d, ds, first * (2 * BLOCKS), int32(M * SCALES), smem, bar)
+                bulk_copy(smem, destination, a, first * TILE_K, int32(M * TILE_K), smem, bar)
+                bulk_copy(
+                    smem, destination_d, ds, first * (2 * BLOCKS), int32(M * SCALES), smem, bar
+                )
         else:
-            m, i, of_block = int64(MOST_TOKENS * cuda.blockIdx.z), int32(0), int32(2 * here)
+            m, i, of_block = int64(MOST_TOKENS * cuda.blockIdx.z), int32(0), int32(2 * block_tokens)
             while i < 2 * BLOCKS and lane == 0:
-                at = ((int64(k) * (2 * BLOCKS) + i) * M + m) * CHUNK
-                bulk_copy(smem, to + i * here * CHUNK, a, at, int32(here * CHUNK), smem, bar)
+                offset = ((int64(k) * (2 * BLOCKS) + i) * M + m) * CHUNK
+                bulk_copy(
+                    smem,
+                    destination + i * block_tokens * CHUNK,
+                    a,
+                    offset,
+                    int32(block_tokens * CHUNK),
+                    smem,
+                    bar,
+                )
                 i = int32(i + 1)
             i = lane
             while i < BLOCKS * of_block:
-                at = ((int64(k) * BLOCKS + i // of_block) * M + m) * 2 + i % of_block
-                store_f32(smem, to_d + 4 * i, load_f32(ds, at))
+                offset = ((int64(k) * BLOCKS + i // of_block) * M + m) * 2 + i % of_block
+                store_f32(smem, destination_d + 4 * i, load_f32(ds, offset))
                 i = int32(i + 32)
             cuda.syncwarp()
 
-    return ask_for_tokens
+    return issue
 
 
 @cache
-def floats(tokens: int, minimum: bool, chunk: int, at_codes: int) -> tuple[Any, Any, int]:
-    """(bring, quantize, blocks of A for which quantize needs local float32 x[..., 8]), for `chunk`
-    records of A at a time. Codes go to shared memory as int8 [block][token][32] from byte at_codes
-    on, d, or d and s, to at_d: [block][token], `steps.components.decode_tiles.scale_bytes` each."""
-    size_d, row_bytes = scale_bytes(tokens, minimum), 4 * TILE_K * chunk
-    at_once = max(1, min(AT_ONCE, ceil_div(chunk * BLOCKS * tokens, 8)))
+def float32_quantizer(
+    tokens: int, minimum: bool, staged_k_tiles: int, at_codes: int
+) -> tuple[Any, Any, int]:
+    """(produce, quantize, blocks of A for which quantize needs local float32 x[..., 8]), for
+    `staged_k_tiles` K tiles of A at a time. Codes go to shared memory as int8 [block][token][32]
+    from byte at_codes on, d, or d and s, to at_d: [block][token],
+    `steps.components.decode_tiles.scale_bytes` each."""
+    size_d, row_bytes = scale_bytes(tokens, minimum), 4 * TILE_K * staged_k_tiles
+    items_at_once = max(1, min(ITEMS_AT_ONCE, ceil_div(staged_k_tiles * BLOCKS * tokens, 8)))
 
     @cuda.jit(device=True, forceinline=True)
-    def bring(smem, to, bar, lane, a, M, k, count):
+    def produce(smem, destination, bar, lane, a, M, k, count):
         """`count` values of each token from k on -> shared memory, float32, by bulk copies; or lane
         by lane, where A is not aligned for them."""
         K = int32(a.shape[1])
@@ -78,13 +94,15 @@ def floats(tokens: int, minimum: bool, chunk: int, at_codes: int) -> tuple[Any, 
             if lane == 0:
                 mbarrier_arrive_expect(smem, bar, int32(count * (4 * tokens)))
                 for m in range(tokens):
-                    at = int64(min(int32(m), int32(M - 1))) * K + k
-                    bulk_copy(smem, to + m * row_bytes, a, at, int32(4 * count), smem, bar)
+                    offset = int64(min(int32(m), int32(M - 1))) * K + k
+                    bulk_copy(
+                        smem, destination + m * row_bytes, a, offset, int32(4 * count), smem, bar
+                    )
         else:
             for m in range(tokens):
-                at, i = int64(min(int32(m), int32(M - 1))) * K + k, lane
+                offset, i = int64(min(int32(m), int32(M - 1))) * K + k, lane
                 while i < count:
-                    store_f32(smem, to + m * row_bytes + 4 * i, load_f32(a, at + i))
+                    store_f32(smem, destination + m * row_bytes + 4 * i, load_f32(a, offset + i))
                     i = int32(i + 32)
             fence_proxy_async()  # bulk copies of weights will go to the same place
             cuda.syncwarp()
@@ -92,18 +110,18 @@ def floats(tokens: int, minimum: bool, chunk: int, at_codes: int) -> tuple[Any, 
                 mbarrier_arrive(smem, bar)
 
     @cuda.jit(device=True, forceinline=True)
-    def quantize(x, smem, raw, at_d, lane, k, records, blocks_k):
-        """Float32 A at byte `raw`, so many records, the first of them number k -> Q8_1; zeros from
+    def quantize(x, smem, raw, at_d, lane, k, k_tiles, blocks_k):
+        """Float32 A at byte `raw`, so many K tiles, the first of them tile k -> Q8_1; zeros from
         block `blocks_k` of K on. A warp has eight blocks side by side, four lanes each."""
         group, quad = int32(lane >> 2), int32(lane & 3)
-        start, count = int32(0), int32(records * (BLOCKS * tokens))
+        start, count = int32(0), int32(k_tiles * (BLOCKS * tokens))
         while start < count:
-            for j in range(at_once):
+            for j in range(items_at_once):
                 item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
-                at = int32(item // tokens * (4 * BLOCK) + item % tokens * row_bytes + 16 * quad)
-                x[j, 0], x[j, 1], x[j, 2], x[j, 3] = load_f32x4(smem, raw + at)
-                x[j, 4], x[j, 5], x[j, 6], x[j, 7] = load_f32x4(smem, raw + at + 2 * BLOCK)
-            for j in range(at_once):
+                offset = int32(item // tokens * (4 * BLOCK) + item % tokens * row_bytes + 16 * quad)
+                x[j, 0], x[j, 1], x[j, 2], x[j, 3] = load_f32x4(smem, raw + offset)
+                x[j, 4], x[j, 5], x[j, 6], x[j, 7] = load_f32x4(smem, raw + offset + 2 * BLOCK)
+            for j in range(items_at_once):
                 item = int32(min(int32(start + 8 * j + group), int32(count - 1)))
                 item = int32(item + int32(k * (BLOCKS * tokens)))
                 low, high, d = quantized(x, j)
@@ -115,7 +133,7 @@ def floats(tokens: int, minimum: bool, chunk: int, at_codes: int) -> tuple[Any, 
                     store_f32x2(smem, at_d + item * size_d, d, s)
                 else:
                     store_f32(smem, at_d + item * size_d, d)
-            start = int32(start + 8 * at_once)
+            start = int32(start + 8 * items_at_once)
         cuda.syncwarp()
 
-    return bring, quantize, at_once
+    return produce, quantize, items_at_once

@@ -1,10 +1,12 @@
-"""How a product of few tokens is cut among thread blocks, and a block's part among its warps.
+"""Tile heuristics of step 10: the work of each thread block of a decode product, and of its warps.
 
-Weights are read once, so what counts is that all multiprocessors have equally many of them, and as
-many on their way as shared memory holds. A thread block takes some row tiles of C, for a part of K
-only where more of A would not fit beside the rings: sums that blocks hand each other cost a way
-through memory. Of its warps the first `across` take the row tiles in turn, for the first records
-along K; the next as many take the same row tiles, for the next records.
+Weights are read once. So every multiprocessor should read equally many, with as many loads in
+flight as shared memory holds. A thread block takes some row tiles of C. It takes a share of K only
+where more of A would not fit beside the rings, because partial sums of several blocks pass through
+memory. Of its warps the first `warps_n` take the row tiles in turn, for the first packed tiles
+along K; the next as many warps take the same row tiles, for the next packed tiles.
+
+Step 10 (decode) teaches this. The constants were measured on an H200.
 """
 
 from __future__ import annotations
@@ -19,78 +21,89 @@ from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Shape, ceil_div, multiprocessors, shared_memory
 
 MOST_TOKENS: Final = 16  # of a thread block: the columns of two mma
-FUSED: Final = 4  # tokens up to which a thread block quantizes what it needs of A itself
+FUSED: Final = 4  # tokens up to which a thread block quantizes its share of A itself
 WARPS: Final = 16  # of a thread block
-FEWER: Final = 8  # where A is given, and records are large, or there are fewer than LITTLE
-LITTLE: Final = 128  # records of a thread block
+FEWER: Final = 8  # with prequantized A, where packed tiles are large, or fewer than LITTLE
+LITTLE: Final = 128  # packed tiles of a thread block
 SHARED: Final = 150 * 1024  # bytes of a thread block
-SHARED_GIVEN: Final = 220 * 1024  # where A, as it was quantized, lies there too
+SHARED_PREQUANTIZED: Final = 220 * 1024  # where prequantized A lies there too
 ALONE: Final = 116 * 1024  # bytes with which it has an SM to itself: of two, each gets half
-STAGES: Final = 8  # records that a warp has under way at most
-RING: Final = 96 * 1024  # bytes that all have under way, where A is given
-EARLY: Final = 56 * 1024  # and before A, which would wait in line behind more
-EARLY_GIVEN: Final = 20 * 1024  # likewise where A is given
+STAGES: Final = 8  # packed tiles that a warp has in flight at most
+RING: Final = 96 * 1024  # bytes that all have in flight, with prequantized A
+PREFETCH: Final = 56 * 1024  # and those issued before A, which would queue behind more
+PREFETCH_PREQUANTIZED: Final = 20 * 1024  # the same with prequantized A
 SPARE: Final = 72 * 1024  # bytes that A must leave for the rings and the sums
-SLICE: Final = 14 * 1024  # values of A that a thread block quantizes; K is cut where there are more
+SPLIT: Final = 14 * 1024  # values of A that a thread block quantizes; more of them split K
 # values of A that fit beside the rings, by tokens: 16 leave little time to wait for the last block
-SLICE_GIVEN: Final = {8: 112 * 1024, 16: 64 * 1024}
-AHEAD: Final = 4  # blocks of A of a lane whose loads are under way together, at most
-PARTIALS: Final = 16 * 1024  # bytes for the sums that the warps of a thread block hand each other
-BLOCKS: Final = TILE_K // BLOCK  # of K in a record
+SPLIT_PREQUANTIZED: Final = {8: 112 * 1024, 16: 64 * 1024}
+AHEAD: Final = 4  # blocks of A that a lane loads at a time, at most
+PARTIALS: Final = 16 * 1024  # bytes for the partial sums of the warps of a thread block
+BLOCKS: Final = TILE_K // BLOCK  # of K in a packed tile
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """How a product is cut.
+class TileConfiguration:
+    """The work of the thread blocks of a product.
 
-    tokens: columns of a thread block. rows, records: its row tiles, and its records along K.
-    slices: thread blocks along K. warps: of a thread block; `across` of them lie along N, the
-    others along K. stages: of a warp's ring; `early` of them are asked for before A. ahead: blocks
-    of A that a lane loads at a time. shared: bytes of a thread block.
+    tokens    : columns of a thread block
+    row_tiles : of a thread block
+    k_tiles   : its packed tiles along K
+    splits    : thread blocks along K (split-K)
+    warps     : of a thread block; `warps_n` of them lie along N, the others along K
+    stages    : of a warp's ring; `prefetched` of them are issued before A
+    ahead     : blocks of A that a lane loads at a time
+    shared    : bytes of a thread block
     """
 
     tokens: int
-    rows: int
-    records: int
-    slices: int
+    row_tiles: int
+    k_tiles: int
+    splits: int
     warps: int
-    across: int
+    warps_n: int
     stages: int
-    early: int
+    prefetched: int
     ahead: int
     shared: int
 
 
 def scale_bytes(tokens: int, minimum: bool) -> int:
-    """Room in shared memory for d of a block of A, and s where it counts. One token has room for
-    two, as a lane reads those of two columns."""
+    """Bytes in shared memory for d of a block of A, and s where the format has minima. One token
+    has two places, as a lane reads those of two columns."""
     return (2 if tokens == 1 else 1) * (8 if minimum else 4)
 
 
-def split(fmt: StorageFormat, shape: Shape) -> Split:
+def tile_configuration(fmt: StorageFormat, shape: Shape) -> TileConfiguration:
     """A thread block for each multiprocessor, or as few more as the shape allows."""
     tokens = next(t for t in (1, 2, 4, 8, 16) if t >= min(shape.m, MOST_TOKENS))
-    given, tile, deep = shape.m > FUSED, tile_format(fmt.name), ceil_div(shape.k, TILE_K)
-    room = min(SLICE_GIVEN[tokens] if given else SLICE, shared_memory() - SPARE)
-    records = ceil_div(deep, min(deep, ceil_div(tokens * shape.k, room)))
-    slices = ceil_div(deep, records)
-    beside = max(1, multiprocessors() // (slices * ceil_div(shape.m, MOST_TOKENS)))
-    rows = ceil_div(ceil_div(shape.n, TILE_ROWS), beside)
-    large = 3 * WARPS * tile.tile_bytes > min(RING if given else SHARED, shared_memory() // 2)
-    warps = FEWER if large or (given and rows * records < LITTLE) else WARPS
-    # across: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
+    prequantized, tile = shape.m > FUSED, tile_format(fmt.name)
+    all_k_tiles = ceil_div(shape.k, TILE_K)
+    room = min(SPLIT_PREQUANTIZED[tokens] if prequantized else SPLIT, shared_memory() - SPARE)
+    k_tiles = ceil_div(all_k_tiles, min(all_k_tiles, ceil_div(tokens * shape.k, room)))
+    splits = ceil_div(all_k_tiles, k_tiles)
+    blocks_n = max(1, multiprocessors() // (splits * ceil_div(shape.m, MOST_TOKENS)))
+    row_tiles = ceil_div(ceil_div(shape.n, TILE_ROWS), blocks_n)
+    ring_limit = RING if prequantized else SHARED
+    large = 3 * WARPS * tile.tile_bytes > min(ring_limit, shared_memory() // 2)
+    warps = FEWER if large or (prequantized and row_tiles * k_tiles < LITTLE) else WARPS
+    # warps_n: so that the busiest warp has least to do; and few, as a warp alone needs no barrier
     factors = [w for w in range(1, warps) if warps % w == 0]
-    sums = {w: warps // w * rows * TILE_ROWS * tokens * 4 for w in factors}
+    sums = {w: warps // w * row_tiles * TILE_ROWS * tokens * 4 for w in factors}
     fitting = [w for w in sums if sums[w] <= PARTIALS] + [warps]
-    across = min(fitting, key=lambda w: ceil_div(rows, w) * ceil_div(records, warps // w))
-    fixed = records * BLOCKS * tokens * (BLOCK + scale_bytes(tokens, tile.minimum))
-    fixed += sums.get(across, 0)
-    stage, each = warps * tile.tile_bytes, ceil_div(records, warps // across)
-    ring = min(RING, SHARED_GIVEN - fixed) if given else SHARED - fixed
+    warps_n = min(fitting, key=lambda w: ceil_div(row_tiles, w) * ceil_div(k_tiles, warps // w))
+    fixed = k_tiles * BLOCKS * tokens * (BLOCK + scale_bytes(tokens, tile.minimum))
+    fixed += sums.get(warps_n, 0)
+    stage, warp_k_tiles = warps * tile.tile_bytes, ceil_div(k_tiles, warps // warps_n)
+    ring = min(RING, SHARED_PREQUANTIZED - fixed) if prequantized else SHARED - fixed
     stages = max(2, min(STAGES, min(ring, shared_memory() - fixed) // stage))
-    mine = ceil_div(rows, across) * each  # records of a warp
-    early = EARLY_GIVEN // stage if given else min(EARLY // stage, mine // 4)
-    early = min(stages, max(1, early))
-    ahead = min(AHEAD, ceil_div(each * BLOCKS * tokens, 8 * across))
+    warp_tiles = ceil_div(row_tiles, warps_n) * warp_k_tiles  # packed tiles of a warp
+    if prequantized:
+        prefetched = PREFETCH_PREQUANTIZED // stage
+    else:
+        prefetched = min(PREFETCH // stage, warp_tiles // 4)
+    prefetched = min(stages, max(1, prefetched))
+    ahead = min(AHEAD, ceil_div(warp_k_tiles * BLOCKS * tokens, 8 * warps_n))
     shared = min(max(ALONE, fixed + stages * stage), shared_memory())
-    return Split(tokens, rows, records, slices, warps, across, stages, early, ahead, shared)
+    return TileConfiguration(
+        tokens, row_tiles, k_tiles, splits, warps, warps_n, stages, prefetched, ahead, shared
+    )

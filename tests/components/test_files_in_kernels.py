@@ -33,9 +33,9 @@ from steps.api.choice import choose
 from steps.api.compile import machine_code, signature_of
 from steps.api.dry_run import launches
 from steps.api.machines import Simulator
-from steps.checks.verify import multiply, operands, prepare, verify
 from steps.checks.cases import SUPER_CHECK_SHAPES, cases
 from steps.checks.select import UsageError
+from steps.checks.verify import multiply, operands, prepare, verify
 from steps.cli.arguments import formats_of
 from steps.components.unpack.elements import device_elements
 from steps.components.unpack.storage_formats import half_format, tile_format
@@ -104,7 +104,11 @@ def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None
     storage_format_named, exact = stored_weights(blocks), dequantize(blocks).astype(np.float64)
     group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
     products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-    offsets = 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
+    offsets = (
+        0.0
+        if storage_format_named.offset is None
+        else np.repeat(storage_format_named.offset, group, axis=1)
+    )
     off = np.abs(products + offsets - exact)
     ulp = np.abs(exact) * 2.0**-24  # of the float32 in which the codec adds them up
     assert (off <= 2.0**-11 * (np.abs(products) + np.abs(offsets)) + ulp).all()
@@ -117,7 +121,11 @@ def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None
             blocks["dmin"] = -2.0
         storage_format_named, again = stored_weights(blocks), dequantize(blocks)
         values = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-        values += 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
+        values += (
+            0.0
+            if storage_format_named.offset is None
+            else np.repeat(storage_format_named.offset, group, axis=1)
+        )
         np.testing.assert_array_equal(values, again)
 
 
@@ -141,7 +149,10 @@ def unpacker(name: str) -> Any:
             eight = codes(load(storage_format_named, 0, lane, half))
             for i in range(8):
                 store_u32(as_bytes, 4 * (256 * half + 8 * lane + i), uint32(eight[i]))
-            w, s = words(storage_format_named, 0, lane, half), scales(storage_format_named, 0, lane, half)
+            w, s = (
+                words(storage_format_named, 0, lane, half),
+                scales(storage_format_named, 0, lane, half),
+            )
             for step in range(4):
                 four = fragments(w, step, multipliers(s, step >> 1))
                 for i in range(4):
@@ -173,14 +184,18 @@ def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
     # [half, g, t, block, part of 16 K, row g or g + 8, byte]
     found = as_bytes.view(np.int8 if tile.signed else np.uint8).astype(np.int64)
     found = found.reshape(2, 8, 4, 2, 2, 2, 4).transpose(5, 1, 0, 3, 4, 2, 6).reshape(16, TILE_K)
-    np.testing.assert_array_equal(found[:n], tile.unit * levels[:n])
+    np.testing.assert_array_equal(found[:n], tile.code_scale * levels[:n])
 
     # [half, step, g, t, (row g, row g + 8) twice: 4t + 2 (0 or 1) first, then what is one further]
     found = halves.view(np.float16).astype(np.float64).reshape(2, 4, 8, 4, 2, 2, 2)
     found = found.transpose(5, 2, 0, 1, 3, 6, 4).reshape(16, TILE_K)[:n]
     group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
     products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-    offsets = 0.0 if storage_format_named.offset is None else np.repeat(storage_format_named.offset, group, axis=1)
+    offsets = (
+        0.0
+        if storage_format_named.offset is None
+        else np.repeat(storage_format_named.offset, group, axis=1)
+    )
     exact, least = products + offsets, least_half(blocks)[:, None]
     size = np.abs(products) + np.abs(offsets)
     off = np.abs(found * factors[:n, None] - exact[:, :TILE_K])
@@ -214,7 +229,9 @@ def test_int8_weights_are_within_half_a_step_of_a_row(name: str) -> None:
     records, factors = byte_tiles(blocks)
     assert records.size == 128 * 512
     np.testing.assert_array_equal(factors[:9], factor)
-    flat = records.view(np.int8).reshape(4, TILE_GROUP, 4, 8, 4, 2, 2, 4)  # K | tile block g t part r i
+    flat = records.view(np.int8).reshape(
+        4, TILE_GROUP, 4, 8, 4, 2, 2, 4
+    )  # K | tile block g t part r i
     rows = flat.transpose(1, 6, 3, 0, 2, 5, 4, 7).reshape(128, 512)
     np.testing.assert_array_equal(rows[:9], codes)
     assert not rows[9:].any()

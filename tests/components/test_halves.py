@@ -29,13 +29,8 @@ from steps.components.activations.layouts import (
     q8_1_blocks,
     reading,
 )
-from steps.components.activations.rows import (
-    HALF_THREADS,
-    chunk_grid,
-    half_loads,
-    half_rounder,
-    halves_to_chunks,
-)
+from steps.components.activations.reorder import chunk_grid, halves_to_chunks
+from steps.components.activations.rows import HALF_THREADS, half_loads, half_rounder
 from steps.components.unpack.codes import tile_format
 from steps.components.unpack.halves import half_format
 from steps.instructions import store_u32x4

@@ -1,4 +1,4 @@
-"""Every step of every tile is done once, by whom the others think, and the sums meet."""
+"""The stream-K scheduler: every step of every tile is done once, and contributors agree."""
 
 from __future__ import annotations
 
@@ -6,40 +6,49 @@ import numpy as np
 import pytest
 from numba import cuda, int32
 
-from steps.components.stream_k import PARTS, cuts, shares, stretches
+from steps.components.stream_k import MOST_CONTRIBUTORS, scheduler, schedules, work_rate
 from steps.simulator.launch import simulate
 
 BN, BM = 128, 16
-find = stretches(BN, BM)
-begin, go_on, corner, sharers = find.begin, find.go_on, find.corner, find.sharers
+find = scheduler(BN, BM)
+first_work, next_work, tile_origin, contributors = (
+    find.first_work,
+    find.next_work,
+    find.tile_origin,
+    find.contributors,
+)
 
 
 @cuda.jit
-def visits_kernel(stretch, tiles, tiles_n, steps, visits, corners):
-    """visits[block, i] = number, k0, count, first, last, early of the i-th tile of a block."""
-    tail, rate = stretch
+def visits_kernel(schedule, tiles, tiles_n, steps, visits, origins):
+    """visits[block, i] = tile_id, k0, count, first, last and partial_slot of the i-th tile of a block."""
+    shared_tiles, rate = schedule
     block = int32(cuda.blockIdx.x)
-    number, k0, count, left = begin(tail, rate, steps)
+    tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
     i = 0
-    while number < tiles:
-        visits[block, i, 0], visits[block, i, 1], visits[block, i, 2] = number, k0, count
+    while tile_id < tiles:
+        visits[block, i, 0], visits[block, i, 1], visits[block, i, 2] = tile_id, k0, count
         if count < steps:
-            first, last, early = sharers(number, tail, rate, steps)
-            visits[block, i, 3], visits[block, i, 4], visits[block, i, 5] = first, last, early
-        corners[number, 0], corners[number, 1] = corner(number, tiles_n)
-        number, k0, count, left = go_on(number, left, tail, steps)
+            first, last, partial_slot = contributors(tile_id, shared_tiles, rate, steps)
+            visits[block, i, 3], visits[block, i, 4], visits[block, i, 5] = (
+                first,
+                last,
+                partial_slot,
+            )
+        origins[tile_id, 0], origins[tile_id, 1] = tile_origin(tile_id, tiles_n)
+        tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
         i += 1
 
 
-def visits(tiles: int, steps: int, blocks: int, tail: int, tiles_n: int = 1) -> np.ndarray:
+def visits(tiles: int, steps: int, blocks: int, shared_tiles: int, tiles_n: int = 1) -> np.ndarray:
     """[block, i, 6], -1 where nothing is."""
     seen = np.full((blocks, tiles + 2, 6), -1, np.int32)
-    corners = np.full((tiles, 2), -1, np.int32)
-    args = (shares(tail, steps, blocks), tiles, tiles_n, steps, seen, corners)
+    origins = np.full((tiles, 2), -1, np.int32)
+    args = (work_rate(shared_tiles, steps, blocks), tiles, tiles_n, steps, seen, origins)
     simulate(visits_kernel, blocks, 1, args)
-    number = np.arange(tiles)
-    np.testing.assert_array_equal(corners[:, 0], number // tiles_n * BM)
-    np.testing.assert_array_equal(corners[:, 1], number % tiles_n * BN)
+    tile_id = np.arange(tiles)
+    np.testing.assert_array_equal(origins[:, 0], tile_id // tiles_n * BM)
+    np.testing.assert_array_equal(origins[:, 1], tile_id % tiles_n * BN)
     return seen
 
 
@@ -47,62 +56,62 @@ CASES = [
     (7, 5, 3, 0),  # whole tiles, one block with more
     (3, 4, 5, 0),  # more blocks than tiles
     (2, 9, 6, 2),  # three equal parts
-    (4, 9, 7, 4),  # uneven stretches
+    (4, 9, 7, 4),  # uneven ranges
     (3, 8, 24, 3),  # one step each
     (11, 5, 4, 3),  # what is left of whole rounds
-    (11, 5, 4, 7),  # with a round more: stretches of more than a tile
+    (11, 5, 4, 7),  # with a round more: ranges of more than a tile
     (1, 17, 5, 1),
     (3, 4, 5, 3),  # a block begins with a tile
 ]
 
 
-@pytest.mark.parametrize(("tiles", "steps", "blocks", "tail"), CASES)
-def test_every_step_is_done_once(tiles: int, steps: int, blocks: int, tail: int) -> None:
+@pytest.mark.parametrize(("tiles", "steps", "blocks", "shared_tiles"), CASES)
+def test_every_step_is_done_once(tiles: int, steps: int, blocks: int, shared_tiles: int) -> None:
     done = np.zeros((tiles, steps), int)
     slots: dict[int, dict[int, int]] = {}
-    for block, seen in enumerate(visits(tiles, steps, blocks, tail, tiles_n=2)):
+    for block, seen in enumerate(visits(tiles, steps, blocks, shared_tiles, tiles_n=2)):
         taken = []
-        for number, k0, count, first, last, early in seen:
-            if number < 0:
+        for tile_id, k0, count, first, last, partial_slot in seen:
+            if tile_id < 0:
                 continue
-            done[number, k0 : k0 + count] += 1
+            done[tile_id, k0 : k0 + count] += 1
             if count < steps:
                 assert first <= block <= last
                 assert first < last
-                assert number < tail
-                slots.setdefault(int(number), {})[block] = int(last - first)
-                taken.append(early if block == first else 0)
-        assert len(set(taken)) == len(taken) <= 2, "two parts of a block in one place"
+                assert tile_id < shared_tiles
+                slots.setdefault(int(tile_id), {})[block] = int(last - first)
+                taken.append(partial_slot if block == first else 0)
+        assert len(set(taken)) == len(taken) <= 2, "two contributions of a block in one slot"
     assert (done == 1).all()
     for who in slots.values():
         assert set(who.values()) == {len(who) - 1}, "the last to come knows how many come"
 
 
-def test_stretches_differ_by_one_step() -> None:
+def test_work_ranges_differ_by_one_step() -> None:
     seen = visits(7, 10, 4, 7)
     steps = np.where(seen[:, :, 0] >= 0, seen[:, :, 2], 0).sum(axis=1)
     assert steps.tolist() == [17, 18, 17, 18]
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5, 6, 7, 9, 12, 13, 40])
-def test_cuts_are_what_they_say(tiles: int) -> None:
+def test_schedules_are_what_they_say(tiles: int) -> None:
     steps, sms = 9, 6
-    found = list(cuts(tiles, steps, sms))
+    found = list(schedules(tiles, steps, sms))
     assert found[0][:2] == (min(tiles, sms), 0), "whole tiles are always possible"
-    for blocks, tail, busiest, worked_on in found:
+    for blocks, shared_tiles, busiest, worked_on in found:
         assert blocks <= sms
-        assert tail <= tiles
-        seen = visits(tiles, steps, blocks, tail)
+        assert shared_tiles <= tiles
+        seen = visits(tiles, steps, blocks, shared_tiles)
         there = seen[:, :, 0] >= 0
         assert np.where(there, seen[:, :, 2], 0).sum(axis=1).max() == busiest
         assert there.sum(axis=1).max() <= worked_on
-        assert (seen[:, :, 4] - seen[:, :, 3]).max() < PARTS + 1
+        assert (seen[:, :, 4] - seen[:, :, 3]).max() < MOST_CONTRIBUTORS + 1
 
 
-def test_no_block_is_left_without_a_share() -> None:
+def test_no_block_is_left_without_work() -> None:
     with pytest.raises(ValueError, match="2 tiles of 3 steps are shared by 7 blocks: use 6"):
-        shares(2, 3, 7)
+        work_rate(2, 3, 7)
     for steps in (1, 2, 9):
         for tiles in range(1, 60):
-            for blocks, tail, _, _ in cuts(tiles, steps, 24):
-                shares(tail, steps, blocks)
+            for blocks, shared_tiles, _, _ in schedules(tiles, steps, 24):
+                work_rate(shared_tiles, steps, blocks)

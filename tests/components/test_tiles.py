@@ -256,7 +256,7 @@ def test_fragments_are_the_codes(name: str) -> None:
         g, t = lane // 4, lane % 4
         row = tile // 2 * TILE_ROWS + g + 8 * (register & 1)
         k = tile % 2 * TILE_K + 64 * half + 32 * b + 16 * (register >> 1) + 4 * t + i
-        assert got[at] == form.unit * codes[row, k], at
+        assert got[at] == form.code_scale * codes[row, k], at
 
 
 @weight_format

@@ -113,7 +113,7 @@ def test_the_safe_load_of_each_field() -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_single_block_dot_products(name: str, data: st.DataObject) -> None:
     """One block against one block, through every step, on any codes and small exact scales."""

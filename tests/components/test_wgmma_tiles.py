@@ -1,13 +1,13 @@
-"""The cut that costs least, by hand; and a launch for what shared memory there is."""
+"""Tile heuristics: the cheapest configuration, by hand; a launch within shared memory."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from steps.components import wgmma_tiles as wgmma_split
-from steps.components.stream_k import shares
-from steps.components.wgmma_tiles import fewest_cycles, launch_of, room, strips
+from steps.components import wgmma_tiles
+from steps.components.stream_k import work_rate
+from steps.components.wgmma_tiles import fewest_cycles, launch_of, reduction_slices, scratch_arrays
 from steps.contract import Shape
 
 NARROW, WIDE = (128, 16), (128, 128)
@@ -17,7 +17,7 @@ NARROW, WIDE = (128, 16), (128, 128)
     ("shape", "sms", "stage", "best"),
     [
         (Shape(16, 256, 1024), 2, 1000, (NARROW, 2, 2, 0)),  # a tile an SM: nothing to share
-        # alone 8 x 1000 + 2000; in four parts 2 x 1000 + 2000 + 3000 + 5 x 8192 / 24 = 8706
+        # alone 8 x 1000 + 2000; split in four 2 x 1000 + 2000 + 3000 + 5 x 8192 / 24 = 8706
         (Shape(16, 128, 1024), 4, 1000, (NARROW, 1, 4, 1)),
         # 8 x 700 + 2000 is less than 2 x 700 + 6706
         (Shape(16, 128, 1024), 4, 700, (NARROW, 1, 1, 0)),
@@ -31,7 +31,9 @@ NARROW, WIDE = (128, 16), (128, 128)
         (Shape(16, 256, 1024), 3, 7400, (NARROW, 2, 3, 2)),
     ],
 )
-def test_the_cut_of_fewest_cycles(shape: Shape, sms: int, stage: int, best: tuple) -> None:
+def test_the_configuration_of_fewest_cycles(
+    shape: Shape, sms: int, stage: int, best: tuple
+) -> None:
     assert fewest_cycles((NARROW,), shape, sms, lambda bn, bm: stage) == best
 
 
@@ -41,20 +43,20 @@ def test_tiles_are_taken_by_what_they_cost() -> None:
     assert fewest_cycles((NARROW, WIDE), shape, 1, lambda bn, bm: bm**3)[0] == NARROW
 
 
-def test_room_for_sums_of_blocks_that_share() -> None:
-    assert room((WIDE, 5, 5, 0), np.float32) == (((4,), np.float32), ((10,), np.int32))
-    # two lots of tokens: a count for each
+def test_scratch_arrays_for_partial_sums() -> None:
+    assert scratch_arrays((WIDE, 5, 5, 0), np.float32) == (((4,), np.float32), ((10,), np.int32))
+    # two accumulator halves: a counter for each
     shared = ((2 * 7 * 128 * 256,), np.int32), ((3 * 2 * 2,), np.int32)
-    assert room(((128, 256), 3, 7, 3), np.int32) == shared
-    # and for each strip
-    assert room(((128, 256), 3, 6, 3), np.int32)[1] == ((3 * 2 * 2 * 2,), np.int32)
+    assert scratch_arrays(((128, 256), 3, 7, 3), np.int32) == shared
+    # and for each slice
+    assert scratch_arrays(((128, 256), 3, 6, 3), np.int32)[1] == ((3 * 2 * 2 * 2,), np.int32)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "tail", "count"),
+    ("tokens", "blocks", "shared_tiles", "count"),
     [
         (128, 3, 0, 1),  # nothing is shared
-        (128, 3, 2, 1),  # stretches that end at different times
+        (128, 3, 2, 1),  # ranges that end at different times
         (32, 8, 2, 1),  # few sums
         (64, 4, 2, 2),
         (128, 6, 2, 2),  # the third block has none of its own
@@ -62,10 +64,10 @@ def test_room_for_sums_of_blocks_that_share() -> None:
         (256, 16, 2, 4),
     ],
 )
-def test_blocks_that_are_done_together_add_up_strips(
-    tokens: int, blocks: int, tail: int, count: int
+def test_blocks_that_finish_together_add_up_slices(
+    tokens: int, blocks: int, shared_tiles: int, count: int
 ) -> None:
-    assert strips(((128, tokens), 3, blocks, tail)) == count
+    assert reduction_slices(((128, tokens), 3, blocks, shared_tiles)) == count
 
 
 @pytest.mark.parametrize(
@@ -74,21 +76,21 @@ def test_blocks_that_are_done_together_add_up_strips(
         (9000, 3, (8, 2)),
         (8000, 3, (8, 2)),
         (7999, 3, (7, 2)),
-        (3500, 3, (3, 1)),  # no further ahead than the ring allows
+        (3500, 3, (3, 1)),  # no larger stagger than the ring allows
         (9000, 5, (8, 0)),  # a tile each: nothing comes after it
     ],
 )
 def test_a_launch_for_what_memory_there_is(
     memory: int, blocks: int, made: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wgmma_split, "shared_memory", lambda: memory)
+    monkeypatch.setattr(wgmma_tiles, "shared_memory", lambda: memory)
 
-    def make(stages: int, ahead: int) -> tuple:
-        return (stages, ahead), 1000 * stages
+    def make(stages: int, stagger: int) -> tuple:
+        return (stages, stagger), 1000 * stages
 
     launch = launch_of(make, 8, 2, (NARROW, 5, blocks, 2), 300, ("w", "a"), ("partials",))
     assert launch.kernel == made
     assert launch.shared_bytes == 1000 * made[0]
     assert (launch.grid, launch.block) == ((blocks,), (384,))
-    assert launch.args == ("w", "a", 3, shares(2, 3, blocks), "partials")
+    assert launch.args == ("w", "a", 3, work_rate(2, 3, blocks), "partials")
     assert launch.overlap

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,41 +13,46 @@ import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
 from steps.api.machines import Simulator
-from steps.checks.verify import multiply, operands, prepare, verify
 from steps.checks.cases import cases
 from steps.checks.run import check_works
-from steps.components import bulk_tiles as bulk_split
-from steps.components import decode_tiles as decode_split
+from steps.checks.verify import multiply, operands, prepare, verify
+from steps.components import bulk_tiles, decode_tiles
 from steps.components.unpack.codes import tile_format
 from steps.contract import Family, Shape, Step, Work
 from tests.components.passes import RemembersPasses
-from tests.steps.works import WORKS
+from tests.steps.works import WORKS, in_turn, slow_unless_in_turn
 
 DESCENDING = -1
 
 
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
-def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
-    """Distributions, seeds and lane orders go round, so that the shapes meet each of them."""
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+def test_right_on_check_shapes(step: Step, family: Family, name: str) -> None:
+    """Every shape in one format, and a third of them in each of the others. Distributions, seeds
+    and lane orders go round too."""
+    quick = name != in_turn(step.number)
     outcomes = check_works(
-        [Work(step, family, name)], lambda name: cases(name, simulated=True), RemembersPasses
+        [Work(step, family, name)],
+        lambda name: cases(name, simulated=True, quick=quick),
+        RemembersPasses,
     )
-    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES)  # and the golden one
+    shapes = len(CHECK_SHAPES) // (3 if quick else 1)
+    assert outcomes.each[0].cases == 1 + shapes  # and the golden one
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
 def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
-    """A missing barrier would show in at least one of these orders."""
+    """A missing barrier would show in at least one of these orders. Barriers are the same in every
+    format: one is run in all orders, the others in the two that differ most."""
     problem = Problem(3, 35, 96, name, "integer", seed=7)
     results = []
-    for order in (0, DESCENDING, 3, 4):
-        machine = Simulator(order)
+    for order in (0, DESCENDING, 3, 4) if name == in_turn(step.number) else (DESCENDING, 3):
+        machine = RemembersPasses(order)
         prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
-        results.append(multiply(prepared, machine))
+        results.append(multiply(prepared, machine).copy())
+        assert check(results[-1], problem, family, operands(prepared, machine)).ok
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
-    assert verify(step, family, problem, Simulator()).ok
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
@@ -74,13 +81,15 @@ EDGES = (
 )
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("turn", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("number", "shape"), EDGES)
 def test_a_tile_edge_in_both_directions(
-    number: int, shape: tuple[int, int, int], name: str
+    number: int, shape: tuple[int, int, int], turn: int
 ) -> None:
-    problem = Problem(*shape, name, "integer", seed=1)
-    assert verify(steps.find(number), steps.find(number).families[-1], problem, Simulator(5)).ok
+    """In two formats: the edges of a tile are the same in all of them."""
+    problem = Problem(*shape, in_turn(number + turn), "integer", seed=1)
+    family = steps.find(number).families[-1]
+    assert verify(steps.find(number), family, problem, RemembersPasses(5)).ok
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -126,13 +135,13 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # 14: stretches, two lots, three warpgroups, sums added up in two strips or in four by five blocks;
 # step 15: A in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of
 # the module that cuts.
-CUT_IN = {10: decode_split, 15: bulk_split}  # any other step: its own module
+CUT_IN = {10: decode_tiles, 15: bulk_tiles}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
     (10, 2, (1, 150, 416), {}),
-    (10, 1, (3, 90, 544), {"SLICE": 512}),
-    (10, 2, (9, 150, 544), {"SLICE_GIVEN": {16: 4096}}),
+    (10, 1, (3, 90, 544), {"SPLIT": 512}),
+    (10, 2, (9, 150, 544), {"SPLIT_PREQUANTIZED": {16: 4096}}),
     (10, 1, (7, 30, 4096), {"STAGES": 2}),
     (11, 9, (3, 130, 416), {}),
     (11, 6, (19, 36, 544), {}),
@@ -160,34 +169,48 @@ SHARED_WORK = (
 )
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize(("number", "sms", "shape", "constants"), SHARED_WORK)
+def shared_work() -> Iterator[pytest.param]:
+    """Each in one format in three orders of lanes, and in another format in one: who waits for whom
+    is the same in all of them."""
+    for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
+        for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), (5, 5))):
+            label = f"step{number:02d}-{i}-{name}"
+            marks = (pytest.mark.slow,) if orders[0] else ()
+            yield pytest.param(number, sms, shape, constants, name, orders, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("number", "sms", "shape", "constants", "name", "orders"), list(shared_work())
+)
 def test_work_shared_by_few_sms(
-    number: int, sms: int, shape: tuple, constants: dict, name: str, monkeypatch: pytest.MonkeyPatch
+    number: int,
+    sms: int,
+    shape: tuple[int, int, int],
+    constants: dict[str, Any],
+    name: str,
+    orders: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right, launched again with the same scratch memory too; in q4_0 the same bits in any order,
-    which is a matter of who waits for whom, not of the format."""
+    """Right, launched again with the same scratch memory too, and the same bits in any order."""
     step, family = steps.find(number), steps.find(number).families[-1]
     module = CUT_IN.get(number, sys.modules[step.launch.__module__])
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
-    problem, results = Problem(*shape, name), []
-    for order in (0, -1, 5) if name == "q4_0" else (5,):
-        machine = Simulator(order)
-        prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
-        results.append(multiply(prepared, machine).copy())
-        assert check(results[-1], problem, family, operands(prepared, machine)).ok
-        assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is in parts"
+    problem, machine = Problem(*shape, name), RemembersPasses(orders[0])
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is split"
+    first = multiply(prepared, machine).copy()
+    assert check(first, problem, family, operands(prepared, machine)).ok
+    for order in orders[1:]:
         machine.host(prepared.out)[...] = np.nan
         if step.scratch is not None:
             sums, arrived = prepared.launch.args[-2:]
             assert not arrived.any(), "the next launch counts on"
             # of the launch before: right, so they would hide one that comes too early
             sums[...] = np.nan if sums.dtype.kind == "f" else -(2**30)
-        machine.run(prepared.launch)
-        results.append(machine.host(prepared.out).copy())
-    assert all(np.array_equal(results[0], other) for other in results)
+        Simulator(order).run(prepared.launch)
+        np.testing.assert_array_equal(machine.host(prepared.out), first)
 
 
 @pytest.mark.parametrize("stages", [2, 8])
@@ -195,20 +218,20 @@ def test_work_shared_by_few_sms(
 def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block: rings, codes and
     scales of A, and the sums of warps along K, counted here again."""
-    monkeypatch.setattr(decode_split, "shared_memory", lambda: shared * 1024)
-    monkeypatch.setattr(decode_split, "STAGES", stages)
+    monkeypatch.setattr(decode_tiles, "shared_memory", lambda: shared * 1024)
+    monkeypatch.setattr(decode_tiles, "STAGES", stages)
     for name in WEIGHT_FORMATS:
         tile = tile_format(name)
         for m in (1, 2, 4, 5, 8, 16, 40):
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
-                cut = decode_split.split(FORMATS[name], Shape(m, n, k))
-                scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
-                need = cut.warps * cut.stages * tile.tile_bytes
-                need += cut.records * 4 * (32 * cut.tokens + scales)
-                if cut.across < cut.warps:
-                    need += cut.warps // cut.across * cut.rows * 16 * cut.tokens * 4
-                assert need <= cut.shared <= shared * 1024, (name, m, n, k, cut)
-                assert 1 <= cut.early <= cut.stages <= stages, (name, m, n, k, cut)
+                found = decode_tiles.tile_configuration(FORMATS[name], Shape(m, n, k))
+                scales = max(2, found.tokens) * (8 if tile.minimum else 4)
+                need = found.warps * found.stages * tile.tile_bytes
+                need += found.k_tiles * 4 * (32 * found.tokens + scales)
+                if found.warps_n < found.warps:
+                    need += found.warps // found.warps_n * found.row_tiles * 16 * found.tokens * 4
+                assert need <= found.shared <= shared * 1024, (name, m, n, k, found)
+                assert 1 <= found.prefetched <= found.stages <= stages, (name, m, n, k, found)
 
 
 def test_bulk_decode_fits_any_shape() -> None:
@@ -218,20 +241,20 @@ def test_bulk_decode_fits_any_shape() -> None:
         tile = tile_format(name)
         for m in (1, 2, 3, 4, 5, 8, 16, 40):
             for n, k in ((16, 32), (4096, 4096), (4096, 14336), (128256, 4096), (96, 57344)):
-                cut = bulk_split.tiling(FORMATS[name], Shape(m, n, k))
-                given = cut.tokens > 4
-                assert given or m <= 4, (name, m, n, k, cut)
-                slot = 2 * tile.tile_bytes + (cut.tokens * (128 + 32) if given else 0)
-                need = 16 * cut.stages * (slot + 8) + 16 * 8
-                need += 16 // cut.across * (cut.tall * 16 * cut.tokens * 4 + 32)
-                if not given:
-                    scales = max(2, cut.tokens) * (8 if tile.minimum else 4)
-                    need += -(-k // 128) * 4 * (32 * cut.tokens + scales)
-                    free = (cut.stages - cut.before) * slot
-                    assert cut.tokens * cut.chunk * 512 <= free, (name, m, n, k, cut)
-                assert need <= cut.shared <= 227 * 1024, (name, m, n, k, cut)
-                assert 1 <= cut.before < cut.stages, (name, m, n, k, cut)
-                assert cut.each * (16 // cut.across) * 128 >= k, "all of K is someone's"
+                found = bulk_tiles.tile_configuration(FORMATS[name], Shape(m, n, k))
+                prequantized = found.tokens > 4
+                assert prequantized or m <= 4, (name, m, n, k, found)
+                slot = 2 * tile.tile_bytes + (found.tokens * (128 + 32) if prequantized else 0)
+                need = 16 * found.stages * (slot + 8) + 16 * 8
+                need += 16 // found.warps_n * (found.row_tiles * 16 * found.tokens * 4 + 32)
+                if not prequantized:
+                    scales = max(2, found.tokens) * (8 if tile.minimum else 4)
+                    need += -(-k // 128) * 4 * (32 * found.tokens + scales)
+                    free = (found.stages - found.prefetched) * slot
+                    assert found.tokens * found.staged_k_tiles * 512 <= free, (name, m, n, k, found)
+                assert need <= found.shared <= 227 * 1024, (name, m, n, k, found)
+                assert 1 <= found.prefetched < found.stages, (name, m, n, k, found)
+                assert found.k_tiles * (16 // found.warps_n) * 128 >= k, "all of K is someone's"
 
 
 @pytest.mark.parametrize("number", [13, 14])

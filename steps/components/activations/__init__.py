@@ -1,1 +1,1 @@
-"""Activation passes: A rounded to float16, quantized to Q8_1 or to int8, in the layouts steps read."""
+"""Activation passes: A rounded to float16, or quantized to Q8_1 or int8, in the steps' layouts."""

@@ -1,7 +1,7 @@
-"""The pass before a product of silu(gate) * up, as a llama has it: it computes that on its way.
+"""The pass before a product of silu(gate) * up, the feed-forward input of a Llama block.
 
-Between two products of float16 there is else a kernel that reads gates and ups and writes x, and a
-pass that reads x and writes it in order: this one kernel reads and writes each once.
+Without it a kernel would read gates and ups and write x, and a pass would read x and write it in
+order. This kernel reads and writes each once. It is the pass of `reorder`, which step 11 teaches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numba import cuda, float32, uint16, uint32
 
-from steps.components.activations.rows import order_kernel
+from steps.components.activations.reorder import order_kernel
 from steps.instructions import floats_to_halves, half_to_float, load_u32x4
 from steps.instructions.define import ptx
 
@@ -54,14 +54,14 @@ def eight_gated(gates, ups):
 
 
 @cuda.jit(device=True, forceinline=True)
-def sixteen_gated(a, at):
-    """Of 16 gates from `at` on, and ups as many columns further as there are of either."""
-    beside = at + a.shape[1] // 2
-    gates, more_gates = load_u32x4(a, at), load_u32x4(a, at + 8)
+def sixteen_gated(a, offset):
+    """Of 16 gates from `offset` on, and ups as many columns further as there are of either."""
+    beside = offset + a.shape[1] // 2
+    gates, more_gates = load_u32x4(a, offset), load_u32x4(a, offset + 8)
     ups, more_ups = load_u32x4(a, beside), load_u32x4(a, beside + 8)
     return eight_gated(gates, ups), eight_gated(more_gates, more_ups)
 
 
 gated_to_chunks: Final = order_kernel(sixteen_gated, 2)
 """Of float16 [M, 2 K], K gates and then K ups, at a multiple of 16 bytes: silu(gate) * up, computed
-in float32 and rounded to float16, in order; all factors[M] are 1."""
+in float32 and rounded to float16, in order; all token_scales[M] are 1."""

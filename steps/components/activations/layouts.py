@@ -1,4 +1,4 @@
-"""How activations reach a kernel: as they are, rounded to float16, quantized to Q8_1 or to int8.
+"""The layouts of activations: as they are, rounded to float16, quantized to Q8_1 or to int8.
 
 A step names one of these functions (or `by_family` of two); the harness runs and times the launches
 they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
@@ -17,12 +17,11 @@ from qformats.repack import CHUNK, TILE_K, TOKEN_GROUP
 from reference.product import Q81, Halves, SummedTokens, Tokens
 from steps.components.activations.gated import gated_to_chunks
 from steps.components.activations.q8_1 import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
+from steps.components.activations.reorder import chunk_grid, halves_to_chunks
 from steps.components.activations.rows import (
-    chunk_grid,
     half_grid,
     half_loads,
     half_rounder,
-    halves_to_chunks,
     token_quantizer,
 )
 from steps.contract import Activations, Family, Launch, Machine, MakeActivations, ceil_div
@@ -66,12 +65,12 @@ def _whole(m: int, k: int) -> int:
 
 
 def float16_chunks(family: Family, a: Any, machine: Machine) -> Activations:
-    """A16 in float16, in pieces of 2 KB for 128 K of 8 tokens: float16 [K/128, M/8, 16, 8, 8], M
-    and K rounded up and zeros beyond, and float32 [M] by which each token's products are to be
-    multiplied. What a tile of tokens has of 128 K is one piece of memory, and each 128 bytes of it
-    are a core matrix of `wgmma` or the eight rows of an `ldmatrix`. For the order of K and the
-    powers of two see `steps.components.activations.rows.half_rounder`. A may be float16: its values stay what
-    they are, and the factors are 1."""
+    """A16 in float16, in 16-byte chunks: float16 [K/128, M/8, 16, 8, 8], M and K rounded up and
+    zeros beyond, and token_scales float32 [M], by which each token's products are to be multiplied.
+    128 K of 8 tokens are 2 KB in one piece, and so are 128 K of a whole tile of tokens. Each 128
+    bytes are a core matrix of `wgmma` or the eight rows of an `ldmatrix`. For the order of K and
+    the powers of two see `steps.components.activations.rows.half_rounder`. A may be float16: its
+    values stay the same, and the scales are 1."""
     m, k = a.shape
     if a.dtype == np.float16:
         return _halves(a, k, machine, halves_to_chunks, chunk_grid(m, k))
@@ -88,14 +87,14 @@ def gated_chunks(family: Family, y: Any, machine: Machine) -> Activations:
 def _halves(a: Any, k: int, machine: Machine, kernel: Any, grid: tuple[Any, Any]) -> Activations:
     m = len(a)
     halves = machine.empty((_whole(m, k),), np.float16)
-    factors = machine.empty((m,), np.float32)
-    launch = Launch(kernel, *grid, (a, halves, factors))
-    return Activations((halves, factors), (launch,), "halves")
+    token_scales = machine.empty((m,), np.float32)
+    launch = Launch(kernel, *grid, (a, halves, token_scales))
+    return Activations((halves, token_scales), (launch,), "halves")
 
 
 def int8_chunks(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with one scale for each token, in pieces of 1 KB as `float16_chunks`: int8
-    [K/128, M/8, 8, 8, 16] and float32 [M]. See `steps.components.activations.rows.token_quantizer`."""
+    """A8 with one scale for each token, in chunks as `float16_chunks`: int8 [K/128, M/8, 8, 8, 16]
+    and float32 [M]. See `steps.components.activations.rows.token_quantizer`."""
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((m,), np.float32)
@@ -105,7 +104,7 @@ def int8_chunks(family: Family, a: Any, machine: Machine) -> Activations:
 
 
 def int8_chunks_and_sums(family: Family, a: Any, machine: Machine) -> Activations:
-    """`int8_chunks`, and behind the scales what the codes of each token add up to: float32 [2 M]."""
+    """`int8_chunks`, and behind the scales the sum of the codes of each token: float32 [2 M]."""
     m, k = a.shape
     codes = machine.empty((_whole(m, k),), np.int8)
     scales = machine.empty((2 * m,), np.float32)
@@ -117,13 +116,13 @@ def int8_chunks_and_sums(family: Family, a: Any, machine: Machine) -> Activation
 GATED: Final = "gated"
 
 
-def reading(make: MakeActivations, given: str) -> tuple[MakeActivations, str, tuple[int, str]]:
-    """How a step whose activations `make` makes can read A that is `given` as "float32", "float16",
-    or "gated", which is y of `gated_chunks`: (what makes them, as what it takes A, (columns for each
-    K, dtype) of what it is then given)."""
-    if given == GATED and make is float16_chunks:
+def reading(make: MakeActivations, source: str) -> tuple[MakeActivations, str, tuple[int, str]]:
+    """How a step that names `make` reads an A whose `source` is "float32", "float16", or "gated"
+    (y of `gated_chunks`): (the function to call instead, the source that it reads, (columns for
+    each K, dtype) of its input)."""
+    if source == GATED and make is float16_chunks:
         return gated_chunks, GATED, (2, "float16")
-    half = given != "float32" and make in (float16_chunks, int8_chunks, int8_chunks_and_sums)
+    half = source != "float32" and make in (float16_chunks, int8_chunks, int8_chunks_and_sums)
     takes = "float16" if half else "float32"
     return make, takes, (1, takes)
 
@@ -137,38 +136,40 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> MakeActivations:
     return activations
 
 
-# other layouts are made of Q81
+# Other layouts are made of Q81.
 _MADE_OF = {"halves": Halves, "tokens": Tokens, "summed": SummedTokens}
 
 
-def encode(layout: str, given: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
+def encode(layout: str, operands: Q81 | Halves | Tokens) -> tuple[np.ndarray, ...]:
     """(q, d, s), halves or tokens -> the arrays of a layout, as the GPU would have left them."""
-    if type(given) is not _MADE_OF.get(layout, Q81) or layout == "inside":
-        raise ValueError(f"activations of layout {layout!r} are not made of {type(given).__name__}")
-    if isinstance(given, Halves):
-        m, k = given.h.shape
-        h = np.pad(given.h, ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
+    if type(operands) is not _MADE_OF.get(layout, Q81) or layout == "inside":
+        raise ValueError(
+            f"activations of layout {layout!r} are not made of {type(operands).__name__}"
+        )
+    if isinstance(operands, Halves):
+        m, k = operands.h.shape
+        h = np.pad(operands.h, ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
         # group, token, step of 128 K, 16 K of it, and of these k = 4 t + 2 i + odd
         h = h.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), 8, 4, 2, 2)
-        return h.transpose(2, 0, 3, 6, 1, 4, 5).reshape(-1), given.factor
-    m, k = given.q.shape
-    if isinstance(given, Tokens):
-        q = np.pad(given.q.astype(np.int8), ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
+        return h.transpose(2, 0, 3, 6, 1, 4, 5).reshape(-1), operands.factor
+    m, k = operands.q.shape
+    if isinstance(operands, Tokens):
+        q = np.pad(operands.q.astype(np.int8), ((0, -m % TOKEN_GROUP), (0, -k % TILE_K)))
         q = q.reshape(-1, TOKEN_GROUP, ceil_div(k, TILE_K), TILE_K // CHUNK, CHUNK)
-        scales = given.d
-        if isinstance(given, SummedTokens):
-            scales = np.concatenate([given.d, given.s])
+        scales = operands.d
+        if isinstance(operands, SummedTokens):
+            scales = np.concatenate([operands.d, operands.s])
         return q.transpose(2, 0, 3, 1, 4).reshape(-1), scales
     if layout == "k_outermost":
         more = -k % TILE_K
-        units = np.pad(given.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, CHUNK)
-        codes = np.ascontiguousarray(units.transpose(1, 0, 2)).reshape(-1)
-        ds = np.stack([given.d.T, given.s.T], axis=-1).astype(np.float32)
+        chunks = np.pad(operands.q.astype(np.int8), ((0, 0), (0, more))).reshape(m, -1, CHUNK)
+        codes = np.ascontiguousarray(chunks.transpose(1, 0, 2)).reshape(-1)
+        ds = np.stack([operands.d.T, operands.s.T], axis=-1).astype(np.float32)
         ds = np.pad(ds, ((0, more // BLOCK), (0, 0), (0, 0)))
         return codes, ds.reshape(-1)
     blocks = np.empty((m, k // BLOCK), block_q8_1)
-    blocks["d"], blocks["s"] = given.d, given.s
-    blocks["qs"] = given.q.reshape(m, k // BLOCK, BLOCK)
+    blocks["d"], blocks["s"] = operands.d, operands.s
+    blocks["qs"] = operands.q.reshape(m, k // BLOCK, BLOCK)
     return (blocks.view(np.uint8).reshape(-1),)
 
 
@@ -178,8 +179,8 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Q81 |
     if layout == "inside":
         return Q81.of_values(arrays[0].reshape(m, k))
     if layout == "halves":
-        units, factor = arrays
-        h = units.reshape(ceil_div(k, TILE_K), -1, 8, 2, TOKEN_GROUP, 4, 2)
+        chunks, factor = arrays
+        h = chunks.reshape(ceil_div(k, TILE_K), -1, 8, 2, TOKEN_GROUP, 4, 2)
         h = h.transpose(1, 4, 0, 2, 5, 6, 3).reshape(-1, ceil_div(k, TILE_K) * TILE_K)
         return Halves(h[:m, :k], factor)
     if layout in ("tokens", "summed"):

@@ -1,1 +1,1 @@
-"""Unpacking weights in a kernel: codes, scales and values of every storage format, one file per idea."""
+"""Unpacking weights in a kernel: codes and scales of every storage format, one file per idea."""

@@ -33,7 +33,7 @@ class TileFormat:
     bits_at: int
     scales_at: int
     minima_at: int
-    unit: int
+    code_scale: int
     signed: bool
     minimum: bool
     load: Any
@@ -140,7 +140,7 @@ def tile_format(format_name: str) -> TileFormat:
         bits_at=bits_at,
         scales_at=scales_at,
         minima_at=record - scale_bytes,
-        unit=CODE_SCALE[fmt.bits],
+        code_scale=CODE_SCALE[fmt.bits],
         signed=not minimum,
         minimum=minimum,
         load=load,
