@@ -41,7 +41,7 @@ from results.decoder.model import (
     torch,
 )
 from results.decoder.operations import Operations
-from steps.api.relocatable import packings
+from steps.api.choice import packings
 from steps.nn import operator as operator
 
 DRAWN: Final = 1024  # rows of each kind of matrix
@@ -113,7 +113,9 @@ class Drawn:
             name: [_repeated(one, DRAWN // ROWS, -(-n // ROWS), first) for one in arrays]
             for name, arrays in self.packed.items()
         }
-        return Product(self.format, n, self.k, packed, workspace, "exact", not last)
+        return Product(
+            self.format, n, self.k, packed, workspace, "exact", "float32" if last else "float16"
+        )
 
     def plain(self, n: int, first: int) -> Plain:
         """The same weights."""
@@ -336,7 +338,7 @@ def measure(
     for accuracy, m in cases:
         ours.ask(accuracy)
         for one in ours.layers[0].products:
-            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.plan(m).choice)
+            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.template(m).choice)
     return {
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,

@@ -20,11 +20,12 @@ import numpy as np
 from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from results.decoder.operations import PLAIN, Operations
-from steps.api import parallel_compile as ahead
+from steps.api import parallel_compile
+from steps.api.choice import choose_packed, written_dtype
+from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
-from steps.api.relocatable import Relocatable, chosen
 from steps.components.activations.layouts import GATED
-from steps.contract import Shape, Work
+from steps.contract import Shape
 from steps.nn import operator as operator
 from steps.nn.linear import QuantLinear
 
@@ -80,9 +81,9 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Relocatable, Any] = {}
+        self._held: dict[LaunchTemplate, Any] = {}
 
-    def of(self, made: Relocatable, device: Any) -> Tensor:
+    def of(self, made: LaunchTemplate, device: Any) -> Tensor:
         """uint8 [at least 1]."""
         if (held := self._held.get(made)) is None:
             held = torch.zeros(max(made.nbytes, 1), dtype=torch.uint8, device=device)
@@ -93,8 +94,8 @@ class Workspace:
 class Product(nn.Module):
     """y[M, N] = x[M, K] @ dequantize(W)^T through the plans of the front door.
 
-    packed : name of a packing -> its arrays on the GPU (`steps.api.relocatable.packings`).
-    half   : y is float16 where the step of so many tokens can write that; else float32.
+    packed : name of a packing -> its arrays on the GPU (`steps.api.choice.packings`).
+    output : "float16": y is float16 where the step for so many tokens writes it, else float32.
     accuracy : may be changed between calls, where both packings are there.
     """
 
@@ -106,46 +107,44 @@ class Product(nn.Module):
         packed: Mapping[str, Sequence[Tensor]],
         workspace: Workspace,
         accuracy: str = "exact",
-        half: bool = True,
+        output: str = "float16",
     ) -> None:
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
-        self.workspace, self.accuracy, self.half = workspace, accuracy, half
+        self.workspace, self.accuracy, self.output = workspace, accuracy, output
 
-    def wanted(self, m: int, machine: Any, given: str = "float16") -> ahead.Wanted:
-        """What a plan for m tokens will launch."""
+    def wanted(self, m: int, machine: Any, input: str = "float16") -> parallel_compile.Wanted:
+        """The launches for m tokens, as `steps.api.parallel_compile` takes them."""
         size = m, self.n, self.k
-        choice, output = chosen(
-            self.format, Shape(*size), self.packed, machine, self.accuracy, self.half
-        )
-        return Work(choice.step, choice.family, self.format), size, output, given
+        choice = choose_packed(self.format, Shape(*size), self.packed, machine, self.accuracy)
+        return choice.work, size, written_dtype(choice.step, self.output), input
 
-    def plan(self, m: int, given: str = "float16") -> Relocatable:
-        """What multiplies m tokens that are `given` so, where its step takes them so."""
+    def template(self, m: int, input: str = "float16") -> LaunchTemplate:
+        """The launches for m tokens; `input` is how x comes, where the step can read it so."""
         size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
         with torch.cuda.device(device):
-            return operator.planned(
-                self.format, size, self.packed, self.accuracy, self.half, device, given
+            return operator.template(
+                self.format, size, self.packed, self.accuracy, device, self.output, input
             )
 
     def takes(self, m: int) -> Any:
         """The dtype of x for m tokens. In float16, values beyond 65504 are infinite, as they are in
         any float16 llama."""
-        return getattr(torch, self.plan(m).takes)
+        return getattr(torch, self.template(m).reads)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [M, K] as it `takes` it, contiguous."""
-        return self._by(self.plan(len(x)), x)
+        return self._by(self.template(len(x)), x)
 
     def gated(self, y: Tensor, gate: Gate) -> Tensor:
         """Of silu(gate) * up, y = [gate, up], [M, 2 K]: in the pass before the product, or by
         `gate` where the step has no such pass."""
-        if y.dtype is torch.float16 and (made := self.plan(len(y), GATED)).takes == GATED:
+        if y.dtype is torch.float16 and (made := self.template(len(y), GATED)).reads == GATED:
             return self._by(made, y)
         return self(gate(y, self.takes(len(y))))
 
-    def _by(self, made: Relocatable, x: Tensor) -> Tensor:
-        y = x.new_empty((len(x), self.n), dtype=torch.float16 if made.half else torch.float32)
+    def _by(self, made: LaunchTemplate, x: Tensor) -> Tensor:
+        y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
         work = self.workspace.of(made, x.device)
         made(x.data_ptr(), y.data_ptr(), arrays, work.data_ptr(), operator.stream_of(x))
@@ -196,7 +195,9 @@ def by_steps(device: Any = "cuda", accuracy: str = "exact") -> Maker:
     def make(weights: np.ndarray, last: bool) -> Product:
         layer = QuantLinear.from_blocks(weights, accuracy=accuracy).to(device)
         n, k = layer.out_features, layer.in_features
-        return Product(layer.format, n, k, layer.packed, workspace, accuracy, not last)
+        return Product(
+            layer.format, n, k, layer.packed, workspace, accuracy, "float32" if last else "float16"
+        )
 
     return make
 
@@ -325,7 +326,7 @@ class Decoder:
 
         Logits are those of so many sequences as there are tokens where these are few, else of one.
         """
-        wanted: list[ahead.Wanted] = []
+        wanted: list[parallel_compile.Wanted] = []
         before, machine = self.output.accuracy, Gpu()
         inner = [
             (one, GATED if one is layer.down else "float16")
@@ -341,7 +342,7 @@ class Decoder:
                     if each not in wanted:  # layers are alike
                         wanted.append(each)
         self.ask(before)
-        return ahead.compile_ahead(wanted, machine, say, jobs)
+        return parallel_compile.compile_ahead(wanted, machine, say, jobs)
 
     def cache(self, batch: int, length: int) -> Cache:
         """For at least `length` positions."""

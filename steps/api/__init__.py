@@ -1,1 +1,1 @@
-"""What a caller uses: `gemm`, `pack` and `plan`; argument checks, the choice of a step, launching."""
+"""`gemm`, `pack` and `plan`: argument checks, the choice of a step, launching."""

@@ -1,24 +1,26 @@
-"""Which step multiplies: the one asked for, the fastest where it was measured, else the highest.
+"""Which step multiplies: the one named, else the fastest measured, else a default.
 
-`make tune` measures every step at many M on a GPU and leaves a table (`steps.api.tuning_table`). A format
-that it lacks goes by the one whose records are most like its own (`qformats.storage`). Where no
-table knows the GPU, the highest step of the ladder that it can run is taken, as each step is meant
-to be faster than the one before; up to the M that a step is made for, that one.
+`make tune` measures every step at many M on a GPU and writes a table (`steps.api.tuning_table`). A
+step that the table has a time for is chosen by its time. A format that the table lacks uses the
+times of the format stored most like it (`qformats.storage`). Without any time the default is the
+highest step that the GPU can run, as each step is meant to be faster than the one before it; up to
+the M that a step is made for, that step. A new step is no default until it says so
+(`Step.chosen_untuned`).
 
-Both families are considered where none is asked for: they differ by what their activations are
-rounded to, and the steps of either multiply the weights that the format stores. Steps that do not
-("fast", "coarse") are considered only where that accuracy, or a lower one, is asked for.
+Both families are considered unless one is named. Steps that change the weights ("fast", "coarse")
+are considered only where their accuracy, or a lower one, is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qformats.storage import nearest_weight_format
 from steps.api import tuning_table as tuning
-from steps.contract import ACCURACIES, Accuracy, Family, Launch, Shape, Step, scheme
+from steps.contract import ACCURACIES, Accuracy, Family, Launch, Shape, Step, Work, scheme
 from steps.registry import find, ladder
 
 
@@ -26,7 +28,7 @@ from steps.registry import find, ladder
 class Choice:
     """A step for a product, and why. `str` of it is a sentence.
 
-    cut: grid, threads of a block and shared memory of its launch; empty before there is one.
+    configuration: blocks, threads and shared memory of its launch; empty before there is one.
     """
 
     step: Step
@@ -34,13 +36,18 @@ class Choice:
     format: str
     shape: Shape
     why: str
-    cut: str = ""
+    configuration: str = ""
+
+    @property
+    def work(self) -> Work:
+        return Work(self.step, self.family, self.format)
 
     def __str__(self) -> str:
         m, n, k = self.shape.m, self.shape.n, self.shape.k
+        launch = self.configuration and f", launched as {self.configuration}"
         return (
             f"step {self.step.number} ({self.step.title}) as {scheme(self.format, self.family)} "
-            f"for M={m} N={n} K={k}{self.cut and f', {self.cut}'}: {self.why}"
+            f"for M={m} N={n} K={k}{launch}: {self.why}"
         )
 
 
@@ -58,61 +65,67 @@ def choose(
     """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
 
     step, family : only this one; a step alone is taken in the family that continues the ladder.
-    among        : only these, such as all that read weights as they are packed.
+    among        : only these, such as all that read weights as they are packed. A single one is
+                   taken whatever its accuracy: packing for it asked for that.
     output       : the dtype of C.
-    accuracy     : "fast" considers steps that are not exact too, "coarse" even those that are less
-                   than fast. One that is named, or the only one that weights are packed for, was
-                   asked for already.
+    accuracy     : "fast" also considers fast steps, "coarse" fast and coarse ones.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
     known_accuracy(accuracy)
     if step is not None:
         one = find(step)
-        wanted = family or one.families[-1]
-        if why := one.supports(format_name, known_family(wanted), cc, output):
+        wanted = known_family(family or one.families[-1])
+        if why := one.supports(format_name, wanted, cc, output):
             raise ValueError(why)
-        return Choice(one, known_family(wanted), format_name, shape, "it was asked for")
+        return Choice(one, wanted, format_name, shape, "asked for by number")
 
     if among is not None and len(among) == 1:
-        why = "it is the one that w is packed for"
         only = supporting(format_name, family, cc, among, output, among[0].accuracy)[0]
-        return Choice(only, known_family(family or only.families[-1]), format_name, shape, why)
+        wanted = known_family(family or only.families[-1])
+        return Choice(only, wanted, format_name, shape, "w is packed for this step alone")
     possible = supporting(format_name, family, cc, among, output, accuracy)
     table = None
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
-    entry = table and table.entry(format_name, shape.m, shape.n, shape.k)
-    stands_in = nearest_weight_format(format_name)
-    if table and entry is None:
-        entry = table.entry(stands_in, shape.m, shape.n, shape.k)
-    timed = [
-        (us, one, each)
-        for one in possible
-        for each in one.families
-        if family in (None, each) and entry and (us := entry.us(one.number, each)) is not None
-    ]
-    if table and entry and timed:
-        us, best, of_family = min(timed, key=lambda work: work[0])
-        why = f"the fastest of {len(timed)} measured at {entry.where} on {table.gpu}, {us:.3g} us"
-        if entry is not None and entry.format != format_name:
-            why += f" with {stands_in}, whose records are like those of {format_name}"
+    entry = None
+    if table is not None:
+        size, alike = (shape.m, shape.n, shape.k), nearest_weight_format(format_name)
+        entry = table.entry(format_name, *size) or table.entry(alike, *size)
+    times = _times(entry, possible, family)
+    if table and entry and times:
+        us, best, of_family = min(times, key=lambda time: time[0])
+        why = f"fastest of {_count(len({one.number for _, one, _ in times}), 'step')} measured at "
+        why += f"{entry.where} on the {table.gpu} ({us:.3g} us)"
+        if entry.format != format_name:
+            why += f" in {entry.format}, stored most like {format_name}"
         if table.gpu != machine.name:
-            why += f", the nearest to {machine.name} tuned"
-        why += _faster_if_asked(entry, us, format_name, family, cc, among, output, accuracy)
+            why += f", the tuned GPU most like the {machine.name}"
+        every = supporting(format_name, family, cc, among, output, ACCURACIES[-1])
+        why += _passed_over(us, _times(entry, every, family), known_accuracy(accuracy))
         return Choice(best, of_family, format_name, shape, why)
 
-    meant = [one for one in possible if one.most_tokens is None or shape.m <= one.most_tokens]
-    made_for_few = [one for one in meant if one.most_tokens is not None]
-    best = (made_for_few or meant or possible)[-1]
-    kind = "step" if among is None else "step of this packing"
-    few = "made for so few tokens" if made_for_few else "for so many tokens"
-    why = f"the highest {kind} {few} that runs on {machine.name}"
+    untuned = defaults(possible)
+    for_few = [one for one in untuned if shape.m <= (one.most_tokens or 0)]
+    for_any = [one for one in untuned if one.most_tokens is None]
+    best = (for_few or for_any or untuned)[-1]
+    limit = f" for M up to {best.most_tokens}" if for_few else ""
+    packing = "" if among is None else " of this packing"
+    why = f"the highest default step{packing}{limit} on the {machine.name}"
     if table is not None:
-        why += f", as the table of {table.gpu} has no time for it"
+        why += f"; the table of the {table.gpu} has no time for it (run make tune)"
     elif cc is not None:
-        why += ", as no GPU like it was tuned (make tune)"
+        why += "; no such GPU was tuned (run make tune)"
     return Choice(best, known_family(family or best.families[-1]), format_name, shape, why)
+
+
+def choose_packed(
+    format_name: str, shape: Shape, packed: Iterable[str], machine: Any, accuracy: str = "exact"
+) -> Choice:
+    """`choose` among the steps that read one of the packings that are there, by their names."""
+    names = set(packed)
+    among = [one for one in ladder() if one.pack.__name__ in names]
+    return choose(format_name, shape, machine, among=among, accuracy=accuracy)
 
 
 def supporting(
@@ -143,57 +156,94 @@ def supporting(
     return found
 
 
-def _faster_if_asked(
-    entry: tuning.Entry,
-    us: float,
-    format_name: str,
-    family: str | None,
-    cc: tuple[int, int] | None,
-    among: Sequence[Step] | None,
-    output: str,
-    accuracy: str,
-) -> str:
-    """What is said of the fastest step of the next accuracy below: it was passed over."""
-    below = ACCURACIES[ACCURACIES.index(known_accuracy(accuracy)) + 1 :]
-    try:
-        every = supporting(format_name, family, cc, among, output, ACCURACIES[-1])
-    except ValueError:
-        return ""
-    times = [
-        (fast, one.number)
-        for one in every
+def defaults(possible: Sequence[Step]) -> list[Step]:
+    """Those that may be chosen without a measurement; ValueError where none may."""
+    found = [one for one in possible if one.chosen_untuned]
+    if not found:
+        raise ValueError(
+            f"only {step_numbers(possible)} can do this, never measured on such a GPU: name a "
+            f"step, as in step={possible[-1].number}, or run make tune"
+        )
+    return found
+
+
+def packing_step(
+    format_name: str, family: str | None, cc: tuple[int, int] | None, accuracy: str
+) -> Step:
+    """The step whose layout weights are packed in where none is named: of the defaults with the
+    lowest accuracy that is allowed, the highest."""
+    allowed = defaults(supporting(format_name, family, cc, accuracy=accuracy))
+    return max(allowed, key=lambda one: (ACCURACIES.index(one.accuracy), one.number))
+
+
+def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tuple[Step, ...]:
+    """A step for each packing that products of this accuracy want: of exact steps first, then of
+    less exact ones where these are allowed and read another packing."""
+    exact, lowest = (packing_step(format_name, None, cc, each) for each in ("exact", accuracy))
+    return (exact,) if lowest.pack is exact.pack else (exact, lowest)
+
+
+def written_dtype(step: Step, wanted: str) -> str:
+    """The dtype of C that is wanted where the step writes it, else float32."""
+    return wanted if wanted in step.outputs else "float32"
+
+
+Time = tuple[float, Step, Family]
+"""Microseconds of a step in a family."""
+
+
+def _times(entry: tuning.Entry | None, possible: Sequence[Step], family: str | None) -> list[Time]:
+    """What an entry of the table says of some steps."""
+    if entry is None:
+        return []
+    return [
+        (us, one, each)
+        for one in possible
         for each in one.families
-        if one.accuracy in below[:1]
-        and family in (None, each)
-        and (fast := entry.us(one.number, each)) is not None
+        if family in (None, each) and (us := entry.us(one.number, each)) is not None
     ]
-    fast, number = min(times, default=(us, 0))
-    what = "not exact" if accuracy == "exact" else below and below[0]
-    return f"; step {number}, which is {what}, took {fast:.3g} us" if fast < us else ""
+
+
+def _passed_over(us: float, times: Sequence[Time], accuracy: Accuracy) -> str:
+    """The fastest step of the next lower accuracy, if it is faster, and how to get it."""
+    lower = ACCURACIES[ACCURACIES.index(accuracy) + 1 :][:1]
+    faster = [time for time in times if time[1].accuracy in lower and time[0] < us]
+    if not faster:
+        return ""
+    fast, one, _ = min(faster, key=lambda time: time[0])
+    return f"; with accuracy={one.accuracy!r} step {one.number} would take {fast:.3g} us"
 
 
 def known_accuracy(name: str) -> Accuracy:
-    """ValueError for what is neither exact nor fast nor coarse."""
+    """ValueError for a name that is no accuracy."""
     for accuracy in ACCURACIES:
         if name == accuracy:
             return accuracy
-    raise ValueError(f"unknown accuracy {name!r}: use exact, fast or coarse")
+    raise ValueError(f"accuracy is {name!r}: it must be one of {', '.join(ACCURACIES)}")
 
 
 def known_family(name: str) -> Family:
-    """ValueError for what is neither A16 nor A8."""
+    """ValueError for a name that is no family."""
     if name == "A16":
         return "A16"
     if name == "A8":
         return "A8"
-    raise ValueError(f"unknown family {name!r}: use A16 or A8")
+    raise ValueError(f"family is {name!r}: it must be A16 or A8")
 
 
-def cut(launch: Launch) -> str:
-    """How a launch cuts the product: "grid 32x4 of 256 threads, 65536 bytes of shared memory"."""
+def step_numbers(steps: Sequence[Step]) -> str:
+    """ "step 2", "steps 7, 8 and 10"."""
+    *first, last = (str(step.number) for step in steps)
+    return f"steps {', '.join(first)} and {last}" if first else f"step {last}"
+
+
+def launch_configuration(launch: Launch) -> str:
+    """ "32x4 blocks of 256 threads with 65536 bytes of shared memory"."""
     grid = "x".join(map(str, launch.grid))
-    threads = 1
-    for extent in launch.block:
-        threads *= extent
-    shared = f", {launch.shared_bytes} bytes of shared memory" if launch.shared_bytes else ""
-    return f"grid {grid} of {threads} threads{shared}"
+    threads = math.prod(launch.block)
+    shared = launch.shared_bytes and f" with {launch.shared_bytes} bytes of shared memory"
+    return f"{grid} blocks of {threads} threads{shared or ''}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

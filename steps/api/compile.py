@@ -29,6 +29,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import Purpose, typeof
 
+from steps.api.dry_run import Placeholder
 from steps.simulator.twins import INSTRUCTIONS
 
 OLDEST = (7, 5)  # what libNVVM 13 still compiles for
@@ -111,7 +112,8 @@ def _machine_code(kernel: CUDADispatcher, argument_types: tuple, arch: str) -> M
 
 
 def signature_of(args: Sequence) -> tuple:
-    """The Numba types a launch with `args` is compiled for; NumPy arrays stand for device arrays.
+    """The Numba types a launch with `args` is compiled for; NumPy arrays and placeholders stand for
+    device arrays.
 
     Python ints are int64, Python floats float64 (pass `np.float32(x)`), arrays are typed by dtype,
     rank and layout.
@@ -120,6 +122,8 @@ def signature_of(args: Sequence) -> tuple:
 
 
 def _type_of(value):
+    if isinstance(value, Placeholder):
+        return types.Array(from_dtype(value.dtype), value.ndim, "C")
     if isinstance(value, np.ndarray):
         layout = "C" if value.flags.c_contiguous else "F" if value.flags.f_contiguous else "A"
         return types.Array(from_dtype(value.dtype), value.ndim, layout)

@@ -1,19 +1,20 @@
-"""The front door: a checked GEMM over ggml's blocks, by the best step that this machine can run.
+"""`gemm` and `pack`: checked products over ggml's blocks, by the best step for this machine.
 
     from steps import gemm, pack
 
     c = gemm(a, w)                  # a: float32 [M, K]; w: blocks [N, K/32] of qformats
-    handle = pack(w)                # repacked and uploaded once ...
-    c = gemm(a, handle)             # ... for any number of products
-    plan = gemm.plan(m, handle)     # all that a product of M tokens needs, made once ...
+    packed = pack(w)                # repacked and uploaded once ...
+    c = gemm(a, packed)             # ... for any number of products
+    plan = gemm.plan(m, packed)     # all that products of M tokens need, made once ...
     plan(a, out)                    # ... and launched in microseconds: see `steps.api.plan`
 
 NumPy in, NumPy out. For `a` on the GPU (a Numba, torch or CuPy array: anything that has
 `__cuda_array_interface__`) the result is a Numba device array, which those libraries take without a
-copy; the work is queued on the caller's stream. Everything is checked before anything is launched,
-and nothing is written on an error. One thing is not checked: whether values on the GPU are finite,
-as that would cost a pass over them. (Only where a step keeps activations in 36-byte blocks, in
-which large sums overflow, are they fetched and looked at: no such step is taken for its speed.)
+copy; the work is queued on the caller's stream. All arguments are checked before a launch, and an
+error leaves `out` as it was. Values on the GPU are not checked for NaN and infinity, as that would
+cost a pass over them. The one exception are the steps that keep activations in 36-byte blocks,
+whose float16 sums can overflow: for them `a` is fetched and checked. No such step is chosen for its
+speed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.api.choice import Choice, choose, cut, known_accuracy, supporting
+from steps.api.choice import (
+    Choice,
+    choose,
+    known_accuracy,
+    launch_configuration,
+    packing_step,
+    step_numbers,
+    supporting,
+)
 from steps.api.operands import (
     activations_shape,
     blocks_of,
@@ -36,7 +45,7 @@ from steps.api.operands import (
     stream_of,
     weight_format,
 )
-from steps.contract import ACCURACIES, Accuracy, Family, Shape, Step
+from steps.contract import ACCURACIES, Accuracy, Activations, Family, Launch, Shape, Step
 from steps.registry import find
 
 if TYPE_CHECKING:
@@ -46,11 +55,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights [N, K] of one format on one machine, laid out for all of `steps`. Made by `pack`.
+    """Weights [N, K] of one format on one machine, in the layout that all of `steps` read. Made by
+    `pack`; M decides which of these steps multiplies.
 
-    Steps that name the same `pack` read the same layout, so one handle serves each of them, and
-    which of them multiplies is decided by M. `family` is the one asked for, None for any, and
-    `accuracy` what products have where they do not ask for another.
+    family   : the only family of products with them, None for either.
+    accuracy : of products that do not name one.
     """
 
     steps: tuple[Step, ...]
@@ -63,7 +72,7 @@ class Packed:
     machine: Gpu | Simulator
 
     def __repr__(self) -> str:
-        return f"Packed({self.format} [{self.n}, {self.k}] for {numbers(self.steps)})"
+        return f"Packed({self.format} [{self.n}, {self.k}] for {step_numbers(self.steps)})"
 
 
 def pack(
@@ -74,25 +83,28 @@ def pack(
     accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
 ) -> Packed:
-    """Blocks [N, K/32] or [N, K/256] -> a handle: weights on the machine, as steps read them.
+    """Weights, repacked as steps read them and uploaded once, for any number of products.
 
-    w        : blocks, or a tensor of a file (`qformats.gguf_file`), packed from where it is mapped.
-    step     : for this one alone; by default for all that share the layout of the highest one.
-    family   : for products of this family alone, see `gemm`.
-    accuracy : of products with it that do not say another, see `gemm`; the highest step is one of
-               this accuracy.
+    w        : blocks, a NumPy array [N, K/32], of K-quants [N, K/256], or a tensor of a file
+               (`qformats.gguf_file`).
+    step     : pack for this step alone. By default the layout is that of the highest default step
+               (`steps.api.choice`), and serves every step that reads it.
+    family   : "A16" or "A8": products with these weights are of this family; by default of either.
+    accuracy : "exact", "fast" or "coarse", see `gemm`: of products that do not name one. The layout
+               is that of a step of this accuracy, if there is one.
     machine  : by default the current GPU; `steps.api.machines.Simulator()` needs none, and is slow.
+
+    Raises TypeError for what are no blocks, ValueError for blocks without a finite scale and where
+    no step can multiply them, RuntimeError without a GPU.
     """
     blocks = blocks_of(w)
     fmt = weight_format(blocks)
     where = machine_for(machine)
     known_accuracy(accuracy)
     if step is None:
-        allowed = supporting(fmt.name, family, where.cc, accuracy=accuracy)
-        # a higher one may be exact all the same, as one for few tokens is
-        highest = next((one for one in reversed(allowed) if one.accuracy == accuracy), allowed[-1])
+        layout = packing_step(fmt.name, family, where.cc, accuracy).pack
         every = supporting(fmt.name, family, where.cc, accuracy=ACCURACIES[-1])
-        steps = tuple(one for one in every if one.pack is highest.pack)
+        steps = tuple(one for one in every if one.pack is layout)
     else:
         steps = (find(step),)
         if why := steps[0].supports(fmt.name, family or steps[0].families[-1], where.cc):
@@ -121,30 +133,31 @@ def gemm(
     a       : float32 [M, K], C-contiguous, NumPy or on the GPU; M is at least 1.
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
-    step    : the number of one step; by default the fastest that was measured at such a shape on
-              such a GPU (`make tune`), else the highest that the GPU can run.
-    family  : "A16" multiplies float32 activations, rounded to float16 by the steps on tensor cores;
-              "A8" quantizes them to Q8_1 first; by default whichever is the faster.
-    accuracy: "exact", the default, multiplies the weights that the format stores (K-quants' scales
-              rounded to float16, `qformats.storage`); "fast" allows
-              steps that requantize them, and `a`, to int8 with one scale a row. That adds 2 % to
-              the error of Q4_0 on normal data, half of it where a few channels of `a` are 20 times
-              the others, and several times its own to that of Q8_0. "coarse" allows steps that make
-              weights of codes and small integers, too: on normal data 12 and 17 % more of Q4_0's
-              error and Q4_1's, 76 and 93 % of Q5_0's and Q5_1's. Neither is ever done unasked, and
-              weights packed for such a step alone are refused where "exact" is asked for.
+    step    : the number of one step. By default the fastest that was measured at such a shape on
+              such a GPU (`make tune`), else the highest default step that the GPU can run.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
-    dtype   : of C: float32, or float16, which not every step writes; what is larger than 65504
-              becomes infinite there.
+    dtype   : of C: float32, or float16, which not every step writes. Values beyond 65504 become
+              infinite in float16.
+    family  : "A16" multiplies float32 activations, which steps on tensor cores round to float16;
+              "A8" quantizes them to int8 with a scale per 32 values (Q8_1). By default the faster.
+    accuracy: "exact", the default, multiplies the weights that the format stores (scales of
+              K-quants rounded to float16, `qformats.storage`). "fast" allows steps that requantize
+              the weights to int8 with one scale per row, and `a` to int8 with one per token: on
+              normal data that adds 2 % to the error of Q4_0, and several times its own to that of
+              Q8_0; where a few channels of `a` are 20 times the others, 50 % to that of Q4_0.
+              "coarse" also allows steps that approximate block scales by small integers: on normal
+              data it adds 12 % to the error of Q4_0, 17 % to Q4_1, 76 % to Q5_0 and 93 % to Q5_1.
+              Neither is ever used unless it is asked for, here, by `step` or in `pack`.
     machine : where to multiply; by default the current GPU.
     stream  : where to queue the work: a stream of Numba, cuda.core, torch or CuPy, or a handle. By
-              default the stream on which the caller's library works (torch's and CuPy's current
-              one), else the default stream.
-    explain : return (C, `steps.api.choice.Choice`): which step it was, in which family, cut how, and
-              why; `print` of it is a sentence.
+              default the current stream of the library of `a` (torch, CuPy), else the default
+              stream.
+    explain : return (C, `steps.api.choice.Choice`); `print` of the latter says which step it was,
+              how it was launched and why.
 
     Returns C: `out` where it was given, else a new array of the same kind as `a`.
-    Raises TypeError, ValueError (one sentence that names the numbers) or RuntimeError (no GPU).
+    Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
+    options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
     w = blocks_of(w)
     on_device = is_device_array(a)
@@ -162,7 +175,7 @@ def gemm(
 
     where = machine_for(machine, w)
     if on_device and where.cc is None:
-        raise TypeError(f"a lies on a GPU and the machine is the {where.name}: pass a NumPy array")
+        raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
     choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name, accuracy)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if stream is None and on_device:
@@ -172,17 +185,11 @@ def gemm(
 
     source = _as_numba(a) if on_device else where.array(a)
     target = _as_numba(out) if on_device and out is not None else where.empty((m, n), dtype)
-    activations = choice.step.activations(choice.family, source, where)
+    activations, own = prepare(choice, where, weights.arrays, source, target)
     if activations.layout == "blocks":
-        # refuses what would overflow the f16 d or s of a 36-byte block
+        # refuses what would overflow the float16 d or s of a 36-byte block
         FORMATS["q8_1"].quantize(where.host(source) if on_device else a)
-    own = choice.step.prepare(
-        where, fmt, choice.family, choice.shape, weights.arrays, activations.arrays, target
-    )
-    launches = (*activations.launches, own)
-    for launch in launches:
-        require_grid(launch, m, n)
-    for launch in launches:
+    for launch in (*activations.launches, own):
         where.run(launch)
     if on_device:
         c = target if out is None else out
@@ -191,7 +198,28 @@ def gemm(
         if out is not None:
             out[...] = c
             c = out
-    return (c, replace(choice, cut=cut(own))) if explain else c
+    return (c, replace(choice, configuration=launch_configuration(own))) if explain else c
+
+
+def prepare(
+    choice: Choice, machine: Gpu | Simulator, weights: Sequence[Any], a: Any, out: Any
+) -> tuple[Activations, Launch]:
+    """The activations and the step's own launch of a product, on arrays of the machine. ValueError
+    for more thread blocks than CUDA launches."""
+    step, shape = choice.step, choice.shape
+    activations = step.activations(choice.family, a, machine)
+    own = step.prepare(
+        machine,
+        FORMATS[choice.format],
+        choice.family,
+        shape,
+        tuple(weights),
+        activations.arrays,
+        out,
+    )
+    for launch in (*activations.launches, own):
+        require_grid(launch, shape.m, shape.n)
+    return activations, own
 
 
 # --- what a product needs to know -----------------------------------------------------------------
@@ -214,9 +242,9 @@ def choice_for(
             fmt.name, shape, machine, step=step, family=family, output=output, accuracy=wanted
         )
     if step is not None and find(step).pack is not w.steps[0].pack:
-        raise ValueError(f"w is packed for {numbers(w.steps)}, not for step {step}")
+        raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
     asked = family or w.family
-    if step is None and accuracy is not None:  # what was packed for one step is no licence any more
+    if step is None and accuracy is not None:  # counts more than what w was packed for
         supporting(fmt.name, asked, machine.cc, w.steps, output, accuracy)
     return choose(
         fmt.name,
@@ -228,12 +256,6 @@ def choice_for(
         output=output,
         accuracy=accuracy or w.accuracy,
     )
-
-
-def numbers(steps: Sequence[Step]) -> str:
-    """ "step 2", "steps 7, 8 and 10"."""
-    *first, last = (str(step.number) for step in steps)
-    return f"steps {', '.join(first)} and {last}" if first else f"step {last}"
 
 
 def weights_shape(w: Any) -> tuple[Format, int, int]:

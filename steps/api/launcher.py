@@ -27,6 +27,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import CudaAPIError
 
 from steps.api.compile import signature_of
+from steps.api.dry_run import Placeholder
 from steps.contract import Launch
 
 DEFAULT_SHARED_BYTES: Final = 48 * 1024
@@ -136,9 +137,12 @@ def parameters(signature: Sequence[Any], args: Sequence[Any]) -> list[np.generic
     flat: list[np.generic] = []
     for kind, value in zip(signature, args, strict=True):
         if isinstance(kind, types.Array):
-            ours = isinstance(value, DeviceNDArray)
-            array = value if ours else cuda.as_cuda_array(value, sync=False)
-            address = array.device_ctypes_pointer.value or 0
+            if isinstance(value, Placeholder):
+                array, address = value, value.address
+            else:
+                ours = isinstance(value, DeviceNDArray)
+                array = value if ours else cuda.as_cuda_array(value, sync=False)
+                address = array.device_ctypes_pointer.value or 0
             facts = (0, 0, array.size, array.dtype.itemsize, address, *array.shape, *array.strides)
             flat += map(np.int64, facts)
         elif isinstance(kind, types.BaseTuple):

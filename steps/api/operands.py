@@ -1,4 +1,4 @@
-"""The operands of a product as they come in: what they are, or one sentence why they will not do.
+"""Argument checks: what the operands of a product are, or an error of one sentence.
 
 Arrays on a GPU may be of any library with `__cuda_array_interface__`: Numba, torch, CuPy.
 """
@@ -14,13 +14,13 @@ from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, forma
 from steps.contract import Launch
 
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
-"""Thread blocks along x, y and z that CUDA launches at most."""
+"""The most thread blocks that CUDA launches along x, y and z."""
 
 OUTPUTS: Final = (np.dtype(np.float32), np.dtype(np.float16))
-"""What C may be written as, by the steps that say so (`Step.outputs`)."""
+"""The dtypes that C may have; each step says which of them it writes (`Step.outputs`)."""
 
 ALIGNMENT: Final = 16
-"""Bytes of the widest access of any step: an output must begin at a multiple of it."""
+"""Bytes of the widest store of any step: an output must begin at a multiple of it."""
 
 
 def is_device_array(x: Any) -> bool:
@@ -28,7 +28,7 @@ def is_device_array(x: Any) -> bool:
 
 
 def activations_shape(a: Any, on_device: bool) -> tuple[int, int]:
-    """(M, K) of activations that a kernel can read."""
+    """(M, K) of float32 activations [M, K]; an error where no kernel can read them."""
     shape = require_matrix("a", a, on_device)
     m, k = shape
     if m < 1 or k < 1:
@@ -55,8 +55,8 @@ def output_dtype(dtype: Any) -> np.dtype[Any]:
 def require_matrix(
     name: str, x: Any, on_device: bool, wanted: np.dtype[Any] = OUTPUTS[0]
 ) -> tuple[int, int]:
-    """The shape of a float32, 2-dimensional, C-contiguous array, or of another dtype if `wanted`;
-    an error names what it is not."""
+    """The shape of a 2-dimensional C-contiguous array of the dtype `wanted`; TypeError for another
+    dtype or no array, ValueError for other shapes and strides."""
     if not on_device and not isinstance(x, np.ndarray):
         raise TypeError(
             f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
@@ -79,15 +79,15 @@ def require_matrix(
             )
     if on_device and (past := facts["data"][0] % dtype.itemsize):
         raise ValueError(
-            f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, where a GPU reads no "
-            f"{dtype}: make an aligned copy"
+            f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, and a GPU reads "
+            f"{dtype} only at such multiples: make an aligned copy"
         )
     return shape[0], shape[1]
 
 
 def blocks_of(w: Any) -> Any:
-    """The blocks of a tensor of a file (`qformats.gguf_file.Tensor`), a view of it; all else as it
-    is. TypeError for a tensor that holds no blocks."""
+    """The blocks of a tensor of a file (`qformats.gguf_file.Tensor`), not copied; anything else is
+    returned as it is. TypeError for a tensor without blocks."""
     file = sys.modules.get("qformats.gguf_file")  # without it there is no such tensor
     if file is None or not isinstance(w, file.Tensor):
         return w
@@ -97,17 +97,18 @@ def blocks_of(w: Any) -> Any:
 
 
 def weight_format(w: Any) -> Format:
-    """The format of host blocks [N, K/32] or, of K-quants, [N, K/256]."""
+    """The format of host blocks [N, K/32] or, of K-quants, [N, K/256]. TypeError for what are no
+    blocks, ValueError for other shapes and for scales that are not finite."""
     if not isinstance(w, np.ndarray):
         raise TypeError(
-            f"w must be blocks as a NumPy array, or what steps.api.gemm.pack made of them, got "
-            f"{type(w).__name__}"
+            f"w must be a NumPy array of blocks (qformats.quantize makes them) or what steps.pack "
+            f"made of one, got {type(w).__name__}"
         )
     names = (*WEIGHT_FORMATS, *FILE_FORMATS)
     if w.dtype not in {FORMATS[name].dtype for name in names}:
         what = "a Q8_1 block is for activations" if w.dtype == FORMATS["q8_1"].dtype else w.dtype
         raise TypeError(
-            f"w must hold blocks of {', '.join(names)} (see qformats.quantize), got {what}"
+            f"w must hold blocks of {', '.join(names)} (qformats.quantize makes them), got {what}"
         )
     if w.ndim != 2:
         raise ValueError(f"w must have shape [N, K/32], got {w.ndim} dimensions: {w.shape}")
@@ -116,13 +117,16 @@ def weight_format(w: Any) -> Format:
     for field in ("d", "m", "dmin"):
         if field in (w.dtype.names or ()) and not np.isfinite(w[field]).all():
             n, b = np.argwhere(~np.isfinite(w[field]))[0]
-            raise ValueError(f"w has {field} = {w[field][n, b]} in block {b} of row {n}")
+            raise ValueError(
+                f"w has {field} = {w[field][n, b]} in block {b} of row {n}: it must be finite"
+            )
     return format_of(w)
 
 
 def require_out(
     out: Any, a: Any, m: int, n: int, on_device: bool, dtype: np.dtype[Any] = OUTPUTS[0]
 ) -> None:
+    """TypeError or ValueError unless C [M, N] may be written to out, or out is None."""
     if out is None:
         return
     if is_device_array(out) != on_device:
@@ -133,23 +137,31 @@ def require_out(
         raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {list(shape)}")
     if not on_device:
         if not out.flags.writeable:
-            raise ValueError("out is read-only")
+            raise _read_only(shape)
         return
     start, read_only = out.__cuda_array_interface__["data"]
     if read_only:
-        raise ValueError("out is read-only")
+        raise _read_only(shape)
     facts = a.__cuda_array_interface__
     require_place(start, dtype.itemsize * m * n, facts["data"][0], 4 * m * facts["shape"][1])
+
+
+def _read_only(shape: tuple[int, int]) -> ValueError:
+    return ValueError(f"out {list(shape)} is read-only: C needs an array that may be written")
 
 
 def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
     """ValueError unless an output of `size` bytes may be written at `start` on a GPU."""
     if start < of_a + size_of_a and of_a < start + size:
-        raise ValueError("out overlaps a: a kernel would overwrite what it still reads")
+        raise ValueError(
+            f"out ({size} bytes at {start:#x}) overlaps a ({size_of_a} bytes at {of_a:#x}): a "
+            "kernel would overwrite what it still reads, so use an array of its own"
+        )
     if start % ALIGNMENT:
         raise ValueError(
             f"out begins {start % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, where 128-bit "
-            "stores must begin: use an array of its own, or a view that skips whole groups of 4"
+            "stores must begin: use an array of its own, or a view that skips whole groups of "
+            f"{ALIGNMENT} bytes"
         )
 
 
@@ -160,10 +172,10 @@ def address(
     device: int = 0,
     dtype: np.dtype[Any] = OUTPUTS[0],
 ) -> int:
-    """Where an array of this shape and dtype begins on a GPU; an error names what it is not.
+    """Where an array of this shape and dtype begins on a GPU; TypeError or ValueError for others.
 
-    Less than a microsecond for arrays of torch and Numba, whose `__cuda_array_interface__` is slow
-    to ask for, so that a prepared call can afford it each time. Only torch says on which `device`.
+    A plan checks its arrays at each call, so this takes less than a microsecond for arrays of torch
+    and Numba, whose `__cuda_array_interface__` is slow. Only torch says on which `device` one is.
     """
     torch = sys.modules.get("torch")
     start: int
@@ -187,14 +199,14 @@ def address(
         raise ValueError(f"{name} must have the plan's shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]
     if name == "out" and facts[1]:
-        raise ValueError("out is read-only")
+        raise _read_only(shape)
     return int(facts[0])
 
 
 def stream_of(array: Any) -> int:
-    """The handle of the stream on which the caller works on an array; 0 is the default stream.
+    """The handle of the stream to queue work on for an array; 0 is the default stream.
 
-    For torch and CuPy it is their current stream, for others the one that the array names.
+    It is the current stream of torch or CuPy, for other arrays the one that the array names.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -215,6 +227,6 @@ def require_grid(launch: Launch, m: int, n: int) -> None:
     for axis, extent, limit in zip("xyz", launch.grid, GRID_LIMITS, strict=False):
         if extent > limit:
             raise ValueError(
-                f"M={m}, N={n} needs {extent} thread blocks along {axis}, CUDA launches at most "
+                f"M={m} N={n} needs {extent} thread blocks along {axis} and CUDA launches at most "
                 f"{limit}: multiply fewer tokens at a time"
             )

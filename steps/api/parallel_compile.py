@@ -1,13 +1,13 @@
 """Kernels compiled before a long run begins, by all cores.
 
 Compiling one takes seconds, five sixths of them in Numba's front end, which is Python and uses one
-core; a bench of five formats launches some 250 of them. So other processes compile them, and hand
-over what Numba would keep of a kernel in a cache on a disk. Nothing is kept from run to run here,
-so nothing can be out of date.
+core; a bench of five formats launches some 250 kernels. So other processes compile them, and hand
+over what Numba would keep of a kernel in a cache on a disk. Nothing is kept from run to run, so
+nothing can be out of date.
 
-A process that compiles makes the launch anew from what describes it, and does not touch the GPU: it
-is told what launches depend on. A kernel that cannot be had this way is compiled where it is
-launched, as without this file.
+A process that compiles makes the launch anew, in a dry run, from a recipe, and does not touch the
+GPU: it is told what launches depend on. A kernel that fails to compile there is compiled where it
+is launched, as without this file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from steps.contract import Launch, Size, Work, multiprocessors, pretend, shared_
 from steps.registry import find
 
 FEWEST: Final = 8
-"""Kernels for which starting other processes, seconds each, is worth while."""
+"""Kernels from which on other processes, which take seconds to start, save time."""
 
 Wanted = tuple[Work, Size, str] | tuple[Work, Size, str, str]
-"""(work, M N K, dtype of C, and as what A is given (`steps.components.activations.layouts.reading`): as float32 if
-nothing is said)."""
+"""(work, (M, N, K), dtype of C, how A comes): the last as `steps.api.dry_run.launches` has it,
+float32 if it is left out."""
 
 Recipe = tuple[int, Any, str, Size, str, str, int]
-"""(step, family, format, M N K, dtype of C, what A is given as, which of its launches): a kernel,
-told to a process."""
+"""(step, family, format, (M, N, K), dtype of C, how A comes, index of the launch): what another
+process needs to make a kernel."""
 
 
 def compile_ahead(
@@ -42,10 +42,11 @@ def compile_ahead(
     say: Callable[[str], None],
     processes: int | None = None,
 ) -> int:
-    """Compile the kernels of some products for a GPU (its `cc`) in so many processes, else one for
-    each core; how many were. Few are left to those who launch them.
+    """Compile the kernels of some products for a GPU (its `cc`) and return how many were compiled.
 
-    say hears in a sentence of those that could not be.
+    processes : how many compile; by default one for each core. Fewer than `FEWEST` kernels are left
+                to whoever launches them.
+    say       : is called with a sentence about those that failed.
     """
     from numba.cuda.dispatcher import _Kernel
 
@@ -70,23 +71,24 @@ def compile_ahead(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if why:
-        say(f"{len(found) - count} kernels were not compiled ahead: {' '.join(why.split())}")
+        missing, reason = len(found) - count, " ".join(why.split())
+        say(f"{missing} kernels were not compiled by other processes: {reason}")
     return count
 
 
 def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
     """What to compile, each kernel and signature once, and how another process finds it."""
     found: dict[tuple[Any, Any], Recipe] = {}
-    for work, size, output, *of_a in wanted:
-        given = of_a[0] if of_a else "float32"
+    for work, size, output, *rest in wanted:
+        input = rest[0] if rest else "float32"
         if work.step.supports(work.format, work.family, cc, output):
             continue
         try:
-            launches = list(_launches(work, size, output, given))
-        except Exception:  # whoever launches it will say so
+            launches = list(_launches(work, size, output, input))
+        except Exception:  # it is reported where the product is launched
             continue
         for i, (launch, signature) in enumerate(launches):
-            recipe = (work.step.number, work.family, work.format, size, output, given, i)
+            recipe = (work.step.number, work.family, work.format, size, output, input, i)
             if signature not in launch.kernel.overloads:
                 found.setdefault((launch.kernel, signature), recipe)
     return found
@@ -98,12 +100,12 @@ def architecture(cc: tuple[int, int]) -> str:
 
 
 def _launches(
-    work: Work, size: Size, output: str, given: str = "float32"
+    work: Work, size: Size, output: str, input: str = "float32"
 ) -> Iterator[tuple[Launch, Any]]:
     """Each launch of a product, made in a dry run, and what its kernel is compiled for."""
     from steps.api.compile import signature_of
 
-    before, own = launches(work, size, output=output, given=given)
+    before, own = launches(work, size, output=output, input=input)
     for launch in (*before, own):
         yield launch, signature_of(launch.args)
 
@@ -126,9 +128,9 @@ def _compiled(recipe: Recipe) -> bytes:
 
     from steps.api.compile import _pretending_to_be, capability
 
-    number, family, format_name, size, output, given, which = recipe
+    number, family, format_name, size, output, input, index = recipe
     work = Work(find(number), family, format_name)
-    launch, signature = list(_launches(work, size, output, given))[which]
+    launch, signature = list(_launches(work, size, output, input))[index]
     cc = capability(_arch)
     with _pretending_to_be(cc):
         kernel = _Kernel(launch.kernel.py_func, signature, **launch.kernel.targetoptions)

@@ -3,11 +3,11 @@
     plan = gemm.plan(m, w)          # w: blocks, or what `pack` made of them
     plan(a, out)                    # a: float32 [m, K], out: float32 [m, N], both on the GPU
 
-A call checks type, shape, contiguity and address of both arrays, puts the two addresses where the
-kernels expect them and launches: one kernel, or two for a step with an activation pass, at a few
-microseconds of host time each. Nothing is allocated, copied or waited for, no value looked at. The
-arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the stream on
-which their library works at that moment, or on the `stream` that the plan or the call names.
+A call checks type, shape, contiguity and address of both arrays, puts the two addresses into a
+launch template (`steps.api.launch_template`) and launches one or two kernels, at a few microseconds
+of host time each. It allocates nothing, copies nothing, waits for nothing and looks at no value.
+The arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the current
+stream of their library, or on the `stream` that the plan or the call names.
 
 A call may be captured into a CUDA graph, which replays it with the addresses it had then:
 
@@ -15,27 +15,26 @@ A call may be captured into a CUDA graph, which replays it with the addresses it
         plan(a, out)                            plan(a, out, stream=builder)
     graph.replay()                              graph = builder.end_building().complete()
 
-Keep the plan, `a` and `out` as long as the graph. The quantized activations lie in memory of the
-plan, so its calls must run one after the other: one stream at a time, one host thread at a time.
+Keep the plan, `a` and `out` as long as the graph. A plan owns the workspace of its kernels, so its
+calls must run one after the other: one stream at a time, one host thread at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qformats import FORMATS
-from steps.api import gemm as door
-from steps.api.choice import Choice, cut
+from steps.api import gemm as api
+from steps.api.choice import Choice, launch_configuration
+from steps.api.dry_run import OUT, REGION, WEIGHTS, WORKSPACE, ZEROED, A
+from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import (
     OUTPUTS,
     address,
     blocks_of,
     output_dtype,
-    require_grid,
     require_matrix,
     require_place,
     stream_of,
@@ -46,14 +45,10 @@ if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
     from steps.api.machines import Gpu, Simulator
 
-A: Final = 1 << 60
-OUT: Final = 1 << 61
-"""Addresses that no array has: they stand in the arguments of a plan where a and out will be."""
-
 
 def plan(
     m: int,
-    w: np.ndarray | Tensor | door.Packed,
+    w: np.ndarray | Tensor | api.Packed,
     *,
     dtype: Any = np.float32,
     step: int | None = None,
@@ -64,26 +59,24 @@ def plan(
 ) -> Plan:
     """A prepared product of `m` tokens with weights `w`: call it with (a, out).
 
-    m            : the tokens of each call, at least 1.
-    w            : blocks [N, K/32] of a dtype of `qformats`, a tensor of a file, or what
-                   `steps.pack` made of them; many plans may share one handle.
-    dtype        : of `out`, float32 or float16, see `steps.gemm`.
-    step, family, accuracy : as for `steps.gemm`, decided now and told by `plan.choice`.
-    stream       : where every call is queued, see `steps.gemm`; by default the stream on which the
-                   library of `a` works when it is called.
+    m       : tokens of each call, at least 1.
+    w       : blocks [N, K/32], of K-quants [N, K/256], of a dtype of `qformats`; a tensor of a
+              file; or what `steps.pack` made of them, which many plans may share.
+    dtype   : of `out`, float32 or float16, see `steps.gemm`.
+    step, family, accuracy : as for `steps.gemm`; the choice is made now, `plan.choice` tells it.
+    stream  : where every call is queued, see `steps.gemm`; by default the current stream of the
+              library of `a`.
+
+    Raises what `steps.gemm` does. Kernels that were not used before are compiled, in seconds.
     """
     if isinstance(m, bool) or not isinstance(m, int | np.integer) or m < 1:
-        raise ValueError(f"a plan is for a number of tokens from 1 up, got {m!r}")
+        raise ValueError(f"m is {m!r}: a plan needs a number of tokens from 1 up")
     w = blocks_of(w)
-    fmt, n, k = door.weights_shape(w)
-    where = door.machine_for(machine, w)
+    fmt, n, k = api.weights_shape(w)
+    where = api.machine_for(machine, w)
     output = output_dtype(dtype)
-    choice = door.choice_for(
-        fmt, Shape(int(m), n, k), w, where, step, family, output.name, accuracy
-    )
-    packed = (
-        w if isinstance(w, door.Packed) else door.pack(w, step=choice.step.number, machine=where)
-    )
+    choice = api.choice_for(fmt, Shape(int(m), n, k), w, where, step, family, output.name, accuracy)
+    packed = w if isinstance(w, api.Packed) else api.pack(w, step=choice.step.number, machine=where)
     return Plan(choice, packed, where, stream, output)
 
 
@@ -93,34 +86,17 @@ class Plan:
     def __init__(
         self,
         choice: Choice,
-        weights: door.Packed,
+        weights: api.Packed,
         machine: Gpu | Simulator,
         stream: Any = None,
         dtype: np.dtype[Any] = OUTPUTS[0],
     ) -> None:
         m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-        on_gpu = machine.cc is not None
         self._machine, self._stream, self._dtype = machine, stream, dtype
         self._a_shape, self._out_shape = (m, k), (m, n)
         self._a_bytes, self._out_bytes = 4 * m * k, dtype.itemsize * m * n
-        self._a = nowhere(A, (m, k)) if on_gpu else machine.empty((m, k), np.float32)
-        self._out = nowhere(OUT, (m, n), dtype) if on_gpu else machine.empty((m, n), dtype)
-        activations = choice.step.activations(choice.family, self._a, machine)
-        own = choice.step.prepare(
-            machine,
-            FORMATS[choice.format],
-            choice.family,
-            choice.shape,
-            weights.arrays,
-            activations.arrays,
-            self._out,
-        )
-        self.choice = replace(choice, cut=cut(own))
-        self._launches = (*activations.launches, own)
-        for launch in self._launches:
-            require_grid(launch, m, n)
-        if on_gpu:
-            self._load()
+        self._weights = weights
+        self.choice = self._prepare(choice) if machine.cc is None else self._load(choice)
         machine.synchronize()  # what was set to zero may be used on any stream from here on
 
     def __repr__(self) -> str:
@@ -133,43 +109,60 @@ class Plan:
         out    : [M, N] of the plan's dtype, C-contiguous, on the GPU, at a multiple of 16 bytes,
                  apart from a.
         stream : for this call alone, such as a cuda.core graph builder.
-        TypeError or ValueError, and nothing launched, for arrays that the plan is not made for.
+        Raises TypeError or ValueError, and launches nothing, for arrays that do not fit.
         """
         if self._machine.cc is None:
             return self._simulate(a, out)
         source = address("a", a, self._a_shape, self._device)
         target = address("out", out, self._out_shape, self._device, self._dtype)
         require_place(target, self._out_bytes, source, self._a_bytes)
-        for arguments, i, of_a, offset in self._places:
-            arguments[i] = (source if of_a else target) + offset
+        self._template.put(A, source)
+        self._template.put(OUT, target)
         if stream is None:
             stream = stream_of(a) if self._stream is None else self._stream
-        handle = self._handle_of(stream)
-        for loaded in self._loaded:
-            loaded(handle)
+        self._template.launch(self._handle_of(stream))
         return None
 
-    def _load(self) -> None:
-        """Compile and lay out both launches, and note where the addresses of a and out stand."""
-        from steps.api.launcher import load, stream_handle
+    # --- on a GPU ---
+
+    def _load(self, choice: Choice) -> Choice:
+        """Load the kernels, and put all addresses in place but those of a and out."""
+        from steps.api.launcher import stream_handle
 
         self._handle_of, self._device = stream_handle, current_device()
-        self._loaded = [load(launch) for launch in self._launches]
-        self._places = [
-            (loaded.arguments, i, start == A, offset)  # arguments[i] = address + offset
-            for loaded in self._loaded
-            for start, size in ((A, self._a_bytes), (OUT, self._out_bytes))
-            for i, offset in loaded.within(start, size)
-        ]
+        weights = self._weights.arrays
+        types = [(array.shape, array.dtype) for array in weights]
+        template = LaunchTemplate(choice, types, output=self._dtype.name)
+        # of one byte at least, as an array without bytes has no address
+        zeros = self._machine.array(np.zeros(max(template.zeroed, 1), np.uint8))
+        rest = self._machine.empty((max(template.nbytes - template.zeroed, 1),), np.uint8)
+        starts = (ZEROED, WORKSPACE, *(WEIGHTS + i * REGION for i in range(len(weights))))
+        for operand, array in zip(starts, (zeros, rest, *weights), strict=True):
+            template.put(operand, array.__cuda_array_interface__["data"][0])
+        self._template, self._workspace = template, (zeros, rest)
+        return template.choice
+
+    # --- in the simulator, whose arrays are NumPy's ---
+
+    def _prepare(self, choice: Choice) -> Choice:
+        """Make the launches, on arrays of the plan."""
+        self._a = self._machine.empty(self._a_shape, np.float32)
+        self._out = self._machine.empty(self._out_shape, self._dtype)
+        weights = self._weights.arrays
+        activations, own = api.prepare(choice, self._machine, weights, self._a, self._out)
+        self._launches = (*activations.launches, own)
+        return replace(choice, configuration=launch_configuration(own))
 
     def _simulate(self, a: Any, out: Any) -> None:
-        """The same in the simulator, whose arrays are NumPy's."""
+        """The same as a call on a GPU."""
         for name, x, shape, dtype in (
             ("a", a, self._a_shape, OUTPUTS[0]),
             ("out", out, self._out_shape, self._dtype),
         ):
             if require_matrix(name, x, False, dtype) != shape:
-                raise ValueError(f"{name} must have the plan's shape {shape}, got {x.shape}")
+                raise ValueError(
+                    f"{name} must have the plan's shape {list(shape)}, got {list(x.shape)}"
+                )
         self._a[...] = a
         for launch in self._launches:
             self._machine.run(launch)
@@ -181,11 +174,3 @@ def current_device() -> int:
     from numba import cuda
 
     return int(cuda.get_current_device().id)
-
-
-def nowhere(start: int, shape: tuple[int, ...], dtype: np.dtype[Any] = OUTPUTS[0]) -> Any:
-    """An array that is nowhere, for laying out arguments."""
-    from numba import cuda
-
-    facts = {"shape": shape, "typestr": dtype.str, "data": (start, False), "strides": None}
-    return cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__={**facts, "version": 3}))

@@ -7,19 +7,19 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project; of `steps` only this module and `steps.nn.operator` import it.
+torch is an extra of this project; in `steps` only this module and `steps.nn.operator` import it.
 
-What a layer holds. `blocks` (uint8 [N, bytes of a row], ggml's own bytes) is all that a state dict
-needs; it lies in host memory, wherever the layer is. On a GPU lie the packings that the steps read,
-made on the host when the layer is moved there (some tenths of a second for 4096 x 4096): one of the
-size of the blocks, N and K rounded up to 128, and with `accuracy="fast"` or "coarse" a second one.
-So a GPU has 4.5 bits a weight of q4_0, twice that where it is not exact, and no float weights.
+Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
+memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
+the host when the layer is moved there (some tenths of a second for 4096 x 4096) and have the size
+of the blocks, N and K rounded up to 128; with `accuracy="fast"` or "coarse" there is a second
+packing. So a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is not exact.
 
-How it multiplies. On a GPU through the plans of the front door: the number of tokens decides at
-each call which step it is, as for `steps.gemm`, so decoding and prefilling differ. Plans of the 512
-shapes last seen are kept; a new number of tokens costs a plan, and the first use of a kernel its
-compilation, seconds: multiply as many tokens as there will be once, beforehand, above all before a
-CUDA graph is captured. On a CPU weights are dequantized at every call: right and slow.
+Products. On a GPU the layer selects the step from M at each call, as `steps.gemm` does, and keeps
+the launches of the 512 shapes used last. A new M costs some milliseconds of host time, and the
+first use of a kernel its compilation, seconds: run as many tokens as there will be once beforehand,
+above all before a CUDA graph is captured. On a CPU weights are dequantized at every call, which is
+slow.
 """
 
 from __future__ import annotations
@@ -32,38 +32,42 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
-from steps.api.choice import known_accuracy
+from steps.api.choice import known_accuracy, packings
 from steps.api.operands import weight_format
-from steps.api.relocatable import packings
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-torch = operator.torch  # whose absence has been told in a sentence
+torch = operator.torch  # without torch that module raises an error of one sentence
 if not TYPE_CHECKING:
     nn = torch.nn
 
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
 KINDS: Final = ("weights", "fast")
-"""Of packings: what exact steps read, and what others read that were asked for."""
+"""Buffers of the packing that exact steps read, and of the one that fast or coarse steps read."""
 
 
 class QuantLinear(nn.Module):
     """y[..., N] = x[..., K] @ dequantize(blocks)^T + bias, in the dtype of x.
 
     x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
-    contiguous, and cast where it is not float32; sums and the bias are float32 and rounded once. On
-    a GPU a step rounds x besides, to float16 or to 8 bits with a scale for each 32 values.
+    contiguous, and cast where the step does not read its dtype. Sums and the bias are float32, and
+    are rounded once. On a GPU a step also rounds x, to float16 or to int8 with a scale per 32
+    values (per token where `accuracy` is "fast" or "coarse", see `steps.gemm`).
 
-    x has a gradient, by the dequantized weights: what the rounding of x does is not part of it. It
-    takes dequantizing on the CPU at each call, so is slow. The weights have none.
+    x has a gradient, computed with the dequantized weights as if x had not been rounded. It
+    dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
 
-    in_features must be a multiple of 32, or of 256 in K-quants, which are not made of float weights
-    but taken from files. A new layer holds zeros, to be filled by `load_state_dict`; see also
-    `from_float`, `from_blocks` and `from_gguf`. ValueError or TypeError with one sentence for what
-    cannot be.
+    in_features  : K, a multiple of 32, of K-quants of 256.
+    out_features : N, at least 1.
+    format       : a name of `qformats.FORMATS` that kernels multiply.
+    accuracy     : "exact", "fast" or "coarse", see `steps.gemm`.
+    device, dtype : where the layer lies, and the dtype of the bias.
+
+    A new layer holds zeros, for `load_state_dict`; `from_float`, `from_blocks` and `from_gguf` make
+    one with weights. Raises ValueError for sizes, formats and devices that cannot be.
     """
 
     _buffers: dict[str, Any]
@@ -102,9 +106,11 @@ class QuantLinear(nn.Module):
     def from_float(
         cls, source: Any, format: str, *, bias: Any = None, accuracy: str = "exact"
     ) -> QuantLinear:
-        """Quantize a torch.nn.Linear, or a float matrix [N, K], tensor or array.
+        """Quantize a torch.nn.Linear, or a float matrix [N, K], tensor or array, of any dtype.
 
-        The layer is where the source is. A Linear's bias is shared with it, not copied.
+        The layer is where the source is. A Linear's bias is shared with it, not copied. Raises
+        ValueError for a K that is no multiple of the block, for weights that are not finite, and
+        for a format that is only read from files.
         """
         fmt, linear = _written_format(format), source
         if isinstance(source, nn.Linear):
@@ -115,11 +121,13 @@ class QuantLinear(nn.Module):
         if weight.ndim != 2 or weight.shape[1] % fmt.elements or not weight.numel():
             what = linear if isinstance(linear, nn.Linear) else f"shape {list(weight.shape)}"
             raise ValueError(
-                f"{what} cannot be {fmt.name}: weights must be [N, K] with K a multiple of "
-                f"{fmt.elements}"
+                f"{what} cannot be quantized to {fmt.name}: weights must be [N, K] with K a "
+                f"multiple of {fmt.elements}"
             )
         if weight.is_meta:
-            raise ValueError("the weights are on the meta device and have no values: load them")
+            raise ValueError(
+                f"weights {list(weight.shape)} are on the meta device, without values: load them"
+            )
         values = weight.to("cpu", torch.float32).contiguous().numpy()
         layer = cls.from_blocks(quantize(values, fmt.name), bias, accuracy=accuracy)
         return layer.to(weight.device)
@@ -128,13 +136,16 @@ class QuantLinear(nn.Module):
     def from_blocks(
         cls, blocks: np.ndarray, bias: Any = None, *, accuracy: str = "exact"
     ) -> QuantLinear:
-        """Of blocks [N, K/32], or [N, K/256] of K-quants, which are copied. On the CPU.
+        """Make a layer of blocks [N, K/32], of K-quants [N, K/256], on the CPU; blocks are copied.
 
-        bias: [N], a Parameter (taken as it is), tensor or array, or None.
+        bias: [N], a Parameter (taken as it is), tensor or array, or None. Raises TypeError for what
+        are no blocks, ValueError for other shapes and for scales that are not finite.
         """
         fmt = weight_format(blocks)
-        n, deep = blocks.shape
-        layer = cls(deep * fmt.elements, n, False, format=fmt.name, accuracy=accuracy, device="cpu")
+        n, blocks_k = blocks.shape
+        layer = cls(
+            blocks_k * fmt.elements, n, False, format=fmt.name, accuracy=accuracy, device="cpu"
+        )
         operator.host_blocks(layer.blocks, fmt)[...] = blocks
         if bias is not None:
             if not isinstance(bias, nn.Parameter):
@@ -147,25 +158,26 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def from_gguf(cls, tensor: Any, bias: Any = None, *, accuracy: str = "exact") -> QuantLinear:
-        """Of a `qformats.gguf_file.Tensor`; bias may be another one. On the CPU.
+        """Make a layer of a `qformats.gguf_file.Tensor` [N, K], on the CPU; bias may be another.
 
-        Blocks are taken as they are, in the file's order of rows. ValueError for a type that the
-        kernels do not take: quantize `tensor.values()` anew by `from_float`, if that will do.
+        Blocks are copied as they are, in the file's order of rows. Raises ValueError for a type
+        that no kernel takes.
         """
         if tensor.type not in TAKEN:
             raise ValueError(
-                f"{tensor.name} is {tensor.type}, and the kernels take {', '.join(TAKEN)}:"
-                ' QuantLinear.from_float(tensor.values(), "q8_0") would quantize it anew'
+                f"{tensor.name} is {tensor.type} and the kernels take {', '.join(TAKEN)}: "
+                'QuantLinear.from_float(tensor.values(), "q8_0") quantizes it again'
             )
         bias = bias.values() if hasattr(bias, "values") and hasattr(bias, "type") else bias
         return cls.from_blocks(tensor.array, bias, accuracy=accuracy)
 
     def forward(self, x: Tensor) -> Tensor:
-        """TypeError or ValueError, and nothing computed, for an x that does not fit."""
+        """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
+        bfloat16, ValueError for another K or device."""
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
-            raise ValueError(f"x is on {x.device} and the layer on {here}: move one of them")
+            raise ValueError(f"x is on {x.device} and the layer is on {here}: move one of them")
         bias, blocks, graded = self.bias, None, False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)
@@ -192,12 +204,12 @@ class QuantLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`dequantize()`, for code that looks at a Linear's weight; changing it does nothing."""
+        """`dequantize()`, for code that reads a Linear's weight; writing to it has no effect."""
         return self.dequantize()
 
     @property
     def device(self) -> Any:
-        """Where the layer multiplies."""
+        """The device that x must be on."""
         arrays = self._arrays("weights")
         return (arrays[0] if arrays else self.blocks).device
 
@@ -213,14 +225,12 @@ class QuantLinear(nn.Module):
         return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
 
     def explain(self, m: int) -> str:
-        """Which step multiplies m tokens (float32, on this GPU) and why, in a sentence."""
+        """Which step multiplies x [m, K] in float32 on this GPU, and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
         size = m, self.out_features, self.in_features
         with torch.cuda.device(self.device):
-            made = operator.planned(
-                self.format, size, self.packed, self.accuracy, False, self.device
-            )
+            made = operator.template(self.format, size, self.packed, self.accuracy, self.device)
         return str(made.choice)
 
     def extra_repr(self) -> str:
@@ -230,14 +240,14 @@ class QuantLinear(nn.Module):
             f"bias={self.bias is not None}, format={self.format}{fast}"
         )
 
-    # --- where things lie ---
+    # --- memory ---
 
     def _arrays(self, kind: str) -> list[Tensor]:
-        """The arrays of a packing, in order."""
+        """The buffers of one of `KINDS`, in order."""
         return [array for name, array in self._buffers.items() if name.startswith(kind)]
 
     def _move(self, device: Any) -> None:
-        """Make the packings for a device anew, of the blocks."""
+        """Make the packings that a device needs from the blocks, and drop the others."""
         for name in [name for name in self._buffers if name != BLOCKS]:
             del self._buffers[name]
         self.packings = ""
@@ -252,18 +262,18 @@ class QuantLinear(nn.Module):
         host = operator.host_blocks(self.blocks, FORMATS[self.format])
         for kind, step in zip(KINDS, steps, strict=False):
             for i, array in enumerate(step.pack(host)):
-                held = operator.upload(array, device)
-                self.register_buffer(f"{kind}_{i}", held, persistent=False)
+                uploaded = operator.upload(array, device)
+                self.register_buffer(f"{kind}_{i}", uploaded, persistent=False)
         self.packings = " ".join(step.pack.__name__ for step in steps)
 
     def _on_host(self, device: Any) -> Tensor:
-        if self.blocks.is_meta and device.type != "meta":  # there was nothing in it
+        if self.blocks.is_meta and device.type != "meta":  # there are no values to copy
             return torch.zeros_like(self.blocks, device=device)
         return self.blocks.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """What .to(), .half(), .cuda() and their like come to: the bias is moved and cast as they
-        say, bytes are bytes whatever the dtype, and packings are made where they are needed."""
+        """.to(), .half(), .cuda() and their like: they move and cast the bias. Blocks keep their
+        dtype, and packings are made where the layer moves to a GPU."""
         buffers, self._buffers = self._buffers, {}
         try:
             super()._apply(fn, recurse)
@@ -287,16 +297,16 @@ class QuantLinear(nn.Module):
 
 def _kernel_format(name: str) -> Any:
     if name not in TAKEN:
-        raise ValueError(f"the kernels take {', '.join(TAKEN)}, not {name!r}")
+        raise ValueError(f"format is {name!r}: it must be one of {', '.join(TAKEN)}")
     return FORMATS[name]
 
 
 def _written_format(name: str) -> Any:
-    """A format that floats are quantized to."""
+    """A format that floats can be quantized to; ValueError for others."""
     fmt = _kernel_format(name)
     if not fmt.written:
         written = ", ".join(one for one in TAKEN if FORMATS[one].written)
-        raise ValueError(f"{name} is read from files, not written: quantize to {written}")
+        raise ValueError(f"{name} is only read from files: quantize to one of {written}")
     return fmt
 
 
@@ -305,7 +315,7 @@ def _written_format(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A layer that was quantized, and the bytes of its weights on its device before and after."""
+    """A layer that was quantized; bytes of its weights on its device, before and after."""
 
     name: str
     before: int
@@ -316,7 +326,7 @@ class Replaced:
 class Report:
     """What `quantize_model` did; `print` it.
 
-    skipped: (name, why). unused: entries of skip that fit no layer.
+    skipped: (name, why). unused: entries of skip that match no layer.
     """
 
     format: str
@@ -326,18 +336,18 @@ class Report:
 
     @property
     def saved(self) -> int:
-        """Bytes of weights that the model's device holds less than before."""
+        """By how many bytes the weights on the model's device shrank."""
         return sum(one.before - one.after for one in self.replaced)
 
     def __str__(self) -> str:
         before = sum(one.before for one in self.replaced)
         lines = [
-            f"{len(self.replaced)} layers are {self.format} now: {before:,} bytes of weights -> "
-            f"{before - self.saved:,}, {self.saved:,} saved"
+            f"{len(self.replaced)} layers are {self.format} now: {before:,} -> "
+            f"{before - self.saved:,} bytes of weights, {self.saved:,} saved"
         ]
         lines += [f"  {one.name}: {one.before:,} -> {one.after:,}" for one in self.replaced]
-        lines += [f"  {name} is as it was: {why}" for name, why in self.skipped]
-        lines += [f"  skip={entry!r} fits no layer" for entry in self.unused]
+        lines += [f"  {name} is unchanged: {why}" for name, why in self.skipped]
+        lines += [f"  skip={entry!r} matches no layer" for entry in self.unused]
         return "\n".join(lines)
 
 
@@ -357,26 +367,29 @@ def quantize_model(
     *,
     accuracy: str = "exact",
 ) -> Report:
-    """Replace every torch.nn.Linear in a model, in place, by a QuantLinear where it lies.
+    """Replace every torch.nn.Linear in a model, in place, by a QuantLinear on the same device.
 
-    skip : layers to leave alone. An entry is a name, of a layer or of what it is in, complete or
-           one or more of its parts in a row: "lm_head" fits "lm_head" and "model.lm_head", "mlp"
-           all layers in modules of that name, "layers.0" those of the first layer; or, with *, ? or
-           [, a pattern for the whole name: "*.down_proj".
+    format : a name of `qformats.FORMATS` that floats can be quantized to.
+    skip   : layers to leave alone. An entry is the name of a layer or of a module that contains it,
+             in full or some successive parts of it: "lm_head" matches "lm_head" and
+             "model.lm_head", "mlp" all layers in modules of that name, "layers.0" those of the
+             first layer. With *, ? or [ it is a pattern for the whole name: "*.down_proj".
+    accuracy : of all layers, see `steps.gemm`.
 
-    Left alone too, and reported with the reason: layers with K not a multiple of 32; subclasses of
-    Linear, which may do other things; layers with hooks, which would be lost; and layers whose
-    weights are tied to anything that stays, such as an output layer to the embedding: to quantize
-    that would cost memory. A layer that is in a model several times stays one layer, and Linears
-    that are tied to each other, with the same bias, become one.
+    These layers are left alone too, and reported with the reason: those whose K is not a multiple
+    of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; and those
+    whose weights are tied to a module that stays, such as an output layer to the embedding, as
+    quantizing them would cost memory instead of saving it. A layer that is in a model several times
+    stays one layer. Linears with the same weights and the same bias become one layer.
 
-    Layers are quantized one after another. ValueError with the name where one cannot be, such as
-    one that holds NaN: those before it are replaced then.
+    Returns a `Report`; `print` it. Layers are quantized one after another. Raises ValueError for an
+    unknown format or accuracy, and, with its name, for a layer that cannot be quantized, such as
+    one that holds NaN; the layers before that one have been replaced by then.
     """
     fmt, accuracy = _written_format(format), known_accuracy(accuracy)
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if isinstance(model, nn.Linear):
-        raise ValueError("the model is a Linear itself: use QuantLinear.from_float(model, format)")
+        raise ValueError("the model is itself a Linear: use QuantLinear.from_float(model, format)")
     modules = dict(model.named_modules(remove_duplicate=False))
     candidates: dict[int, _Candidate] = {}
     for name, module in modules.items():
@@ -384,9 +397,9 @@ def quantize_model(
             candidates.setdefault(id(module), _Candidate(module)).names.append(name)
     used: set[str] = set()
     for one in candidates.values():
-        fits = [entry for entry in skip if any(_fits(entry, name) for name in one.names)]
-        used.update(fits)
-        one.why = f"skip={fits[0]!r}" if fits else _why_not(one.linear, fmt.name)
+        matched = [entry for entry in skip if any(_matches(entry, name) for name in one.names)]
+        used.update(matched)
+        one.why = f"skip={matched[0]!r}" if matched else _why_not(one.linear, fmt.name)
     _keep_ties(modules, candidates)
 
     replaced: list[Replaced] = []
@@ -417,7 +430,7 @@ def quantize_model(
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
 
 
-def _fits(entry: str, name: str) -> bool:
+def _matches(entry: str, name: str) -> bool:
     if any(sign in entry for sign in "*?["):
         return fnmatchcase(name, entry)
     return f".{entry}." in f".{name}."
@@ -431,18 +444,18 @@ def _why_not(linear: Any, format_name: str) -> str | None:
     if linear.in_features % size or not linear.weight.numel():
         return f"K={linear.in_features} is not a multiple of {size}, the block of {format_name}"
     if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
-        return "it has hooks, which a new layer would not have"
+        return "it has hooks, which the new layer would not have"
     return None
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """What tied tensors have in common."""
+    """A key that tied tensors share."""
     where = id(tensor) if tensor.is_meta else tensor.data_ptr()
     return tensor.device, where, tensor.numel()
 
 
 def _keep_ties(modules: dict[str, Any], candidates: dict[int, _Candidate]) -> None:
-    """Leave alone what is tied to something that stays."""
+    """Leave layers alone whose weights are tied to a module that stays."""
     owners: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
     for name, module in modules.items():
         for last, parameter in module.named_parameters(recurse=False):

@@ -1,16 +1,19 @@
 """The quantized product as operators of torch: `torch.ops.quantized_gemm.linear` and `.product`.
 
-What `torch.nn.functional.linear` is to a float matrix, for blocks; `steps.nn.linear.QuantLinear` calls
-them. As a registered operator it is one node to torch.compile, which knows its shape and dtype
+They are to blocks what `torch.nn.functional.linear` is to a float matrix;
+`steps.nn.linear.QuantLinear` calls them. torch.compile sees one node whose shape and dtype it knows
 without running it. `linear` has a gradient; `product` is the same without one, and takes torch half
 the time to call.
 
-On a GPU one call is a cast of `x` to float32 (only for other dtypes, and not for float16 where the
-step reads that; or a copy where it is not contiguous), zeros for the step's scratch memory if it
-has any, one or two launches of a step, and for a bias or a dtype that the step does not write one
-kernel of torch. All memory is torch's and of the stream that is current, so that calls on several
-streams do not meet, and what is captured into a CUDA graph lies in the pool of that graph, for as
-long as it lives. Nothing waits for the GPU.
+On a GPU a call consists of
+
+* a copy of `x` where it is not contiguous, and a cast where the step does not read its dtype;
+* zeros for the part of the workspace that must be zero, if the step has one;
+* the one or two launches of a step;
+* one kernel of torch for a bias, or for a dtype that the step does not write.
+
+All memory is torch's and of the current stream. So calls on several streams do not meet, and what
+is captured into a CUDA graph lies in the pool of that graph. Nothing waits for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
@@ -24,8 +27,10 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, Format
+from steps.api.choice import choose_packed
+from steps.api.dry_run import ArrayType
+from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import stream_of
-from steps.api.relocatable import Place, Relocatable
 from steps.contract import Shape
 
 try:
@@ -38,14 +43,14 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-"""What activations may be."""
+"""The dtypes that activations may have."""
 
-PLANS: Final = 512
-"""Plans that are kept, of the shapes and token counts last used: some KB of host memory each, none
-of the GPU's. Kernels stay loaded for good, so a graph outlives the plan that it was captured by."""
+TEMPLATES: Final = 512
+"""Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
+Kernels stay loaded for good, so a graph outlives the template that it was captured with."""
 
 ROWS: Final = 512
-"""Rows dequantized at once, where no GPU multiplies: 8 MB of float32 at K = 4096."""
+"""Rows dequantized at once on a CPU: 8 MB of float32 at K = 4096."""
 
 
 def _on_cpu(
@@ -63,11 +68,12 @@ def _on_cpu(
     """y[..., N] = x[..., K] @ dequantize(W)[N, K]^T + bias[N], in the dtype of x.
 
     x        : float32, float16 or bfloat16, any batch dimensions, contiguous or not.
-    blocks   : uint8 [N, bytes of a row], on the CPU: needed there, and for a gradient anywhere.
+    blocks   : uint8 [N, bytes of a row], on the CPU: needed for a product there, and for a gradient
+               on any device.
     weights, fast : on a GPU the arrays of the one or two packings that `packings` names, such as
                "tiles" or "tiles byte_tiles".
     accuracy : see `steps.gemm`.
-    TypeError or ValueError for an x that does not fit.
+    Raises TypeError for another dtype of x, ValueError for a last dimension that is not K.
     """
     _require(x, k)
     rows = x.reshape(x.numel() // k, k).to(torch.float32)
@@ -77,30 +83,30 @@ def _on_cpu(
     return _finished(y.reshape(*x.shape[:-1], n), x, bias)
 
 
-# Both are called with the arguments of `_on_cpu`, in their order.
-def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *given: Any) -> Tensor:
-    weights, fast, packings, accuracy, format, n, k = given
+# This and `_shape_of` take the arguments of `_on_cpu`, in their order.
+def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) -> Tensor:
+    weights, fast, packings, accuracy, format, n, k = rest
     _require(x, k)
     shape = (*x.shape[:-1], n)
     if not (m := x.numel() // k):
         return x.new_empty(shape)
-    offered = by_packing(packings, weights, fast)
-    half = bias is None and x.dtype is torch.float16
-    dtype = "float16" if x.dtype is torch.float16 else "float32"
+    packed = by_packing(packings, weights, fast)
+    input = "float16" if x.dtype is torch.float16 else "float32"
+    output = input if bias is None else "float32"
     with torch.cuda.device(x.device):
-        made = planned(format, (m, n, k), offered, accuracy, half, x.device, dtype)
-        a = x.contiguous().to(getattr(torch, made.takes))
-        y = a.new_empty(shape, dtype=torch.float16 if made.half else torch.float32)
-        work = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
+        made = template(format, (m, n, k), packed, accuracy, x.device, output, input)
+        a = x.contiguous().to(getattr(torch, made.reads))
+        y = a.new_empty(shape, dtype=getattr(torch, made.writes))
+        workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
         if made.zeroed:
-            work[: made.zeroed].zero_()
-        arrays = [array.data_ptr() for array in offered[made.packing]]
-        made(a.data_ptr(), y.data_ptr(), arrays, work.data_ptr(), stream_of(a))
+            workspace[: made.zeroed].zero_()
+        arrays = [array.data_ptr() for array in packed[made.packing]]
+        made(a.data_ptr(), y.data_ptr(), arrays, workspace.data_ptr(), stream_of(a))
         return _finished(y, x, bias)
 
 
-def _shape_of(x: Tensor, *given: Any) -> Tensor:
-    *_, n, k = given
+def _shape_of(x: Tensor, *rest: Any) -> Tensor:
+    *_, n, k = rest
     _require(x, k)
     return x.new_empty((*x.shape[:-1], n))
 
@@ -125,8 +131,8 @@ product = torch.ops.quantized_gemm.product.default
 
 @torch.library.custom_op("quantized_gemm::linear_input_gradient", mutates_args=())
 def linear_input_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) -> Tensor:
-    """gradient[..., N] @ dequantize(W)[N, K], in its dtype: blocks dequantized on the CPU at every
-    call, multiplied on its device. Meant for the occasional gradient, not for training at speed."""
+    """gradient[..., N] @ dequantize(W)[N, K], in the gradient's dtype and on its device. Blocks are
+    dequantized on the CPU at every call, which is too slow for training."""
     rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
     total = rows.new_zeros((len(rows), k))
     for first, part in _dequantized(blocks, format):
@@ -175,63 +181,62 @@ def by_packing(
     return dict(zip(packings.split(), (weights, fast), strict=False))
 
 
-_plans: dict[tuple[Any, ...], Relocatable] = {}  # the one used last at the end
+_templates: dict[tuple[Any, ...], LaunchTemplate] = {}  # the one used last at the end
 
 
-def planned(
+def template(
     format_name: str,
     size: tuple[int, int, int],
-    offered: Mapping[str, Sequence[Tensor]],
+    packed: Mapping[str, Sequence[Tensor]],
     accuracy: str,
-    half: bool,
     device: Any,
-    given: str = "float32",
-) -> Relocatable:
-    """The plan of (M, N, K) on a device, which is the current one; kernels not used before are
+    output: str = "float32",
+    input: str = "float32",
+) -> LaunchTemplate:
+    """The launches of (M, N, K) on a device, which is the current one. Kernels not used before are
     compiled and loaded.
 
-    half, given: y may be float16, and x may be this; they are where the step can (`Relocatable`).
-    RuntimeError where a capture into a CUDA graph does not survive that: it says what to do.
+    packed : name of a packing -> its arrays.
+    output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
+    RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (format_name, size, *offered, accuracy, half, device, given)
-    made = _plans.pop(key, None)
+    key = (format_name, size, *packed, accuracy, device, output, input)
+    made = _templates.pop(key, None)
     if made is None:
-        made = _made(format_name, Shape(*size), offered, accuracy, half, given)
-        if len(_plans) >= PLANS:
-            _plans.pop(next(iter(_plans)), None)
-    _plans[key] = made
+        made = _loaded(format_name, Shape(*size), packed, accuracy, output, input)
+        if len(_templates) >= TEMPLATES:
+            _templates.pop(next(iter(_templates)), None)
+    _templates[key] = made
     return made
 
 
-def _made(
+def _loaded(
     format_name: str,
     shape: Shape,
-    offered: Mapping[str, Sequence[Tensor]],
+    packed: Mapping[str, Sequence[Tensor]],
     accuracy: str,
-    half: bool,
-    given: str,
-) -> Relocatable:
+    output: str,
+    input: str,
+) -> LaunchTemplate:
     with _loading_allowed():
         try:
-            offer, machine = places(offered), _machine()
-            return Relocatable(format_name, shape, offer, machine, accuracy, half, given)
+            choice = choose_packed(format_name, shape, packed, _machine(), accuracy)
+            arrays = packed[choice.step.pack.__name__]
+            return LaunchTemplate(choice, array_types(arrays), output=output, input=input)
         except (TypeError, ValueError):
-            raise  # such a product cannot be at all
+            raise  # no step can do this
         except Exception as error:  # Numba and the driver have many types for it
             if not torch.cuda.is_current_stream_capturing():
                 raise
             raise RuntimeError(
                 f"kernels for {shape.m} tokens could not be loaded while a CUDA graph is captured: "
-                f"multiply as many tokens once before ({error})"
+                f"multiply {shape.m} tokens once before the capture ({error})"
             ) from error
 
 
-def places(offered: Mapping[str, Sequence[Tensor]]) -> dict[str, tuple[Place, ...]]:
-    """The arrays of each packing as a `Relocatable` is made of them."""
-    return {
-        name: tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
-        for name, arrays in offered.items()
-    }
+def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:
+    """(shape, dtype) of each tensor, as a `LaunchTemplate` takes them."""
+    return tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
 
 
 def capability(device: Any) -> tuple[int, int]:
@@ -241,10 +246,10 @@ def capability(device: Any) -> tuple[int, int]:
 
 
 def upload(array: np.ndarray, device: Any) -> Tensor:
-    """An array of a packing on a GPU, which any stream may read when this returns."""
-    held = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    """A copy of an array on a GPU, which any stream may read when this returns."""
+    copy = torch.from_numpy(np.ascontiguousarray(array)).to(device)
     torch.cuda.synchronize(device)
-    return held
+    return copy
 
 
 def _machine() -> Any:
@@ -255,10 +260,10 @@ def _machine() -> Any:
 
 @contextmanager
 def _loading_allowed() -> Iterator[None]:
-    """Lets this thread load kernels although some stream is being captured.
+    """Lets this thread load kernels while some stream is captured.
 
-    torch captures in a mode that forbids every thread what might wait for the GPU; loading touches
-    no stream, so for this thread that is lifted meanwhile.
+    torch captures in a mode in which no thread may make a call that could wait for the GPU. Loading
+    touches no stream, so this thread may.
     """
     from cuda.bindings import driver
 
@@ -281,7 +286,7 @@ def _require(x: Tensor, k: int) -> None:
 
 
 def _finished(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The bias is added before y is rounded to the dtype of x."""
+    """y plus bias, in the dtype of x: the sum is rounded once."""
     if bias is None:
         return y if y.dtype is x.dtype else y.to(x.dtype)
     return torch.add(y, bias, out=y if y.dtype is x.dtype else y.new_empty(y.shape, dtype=x.dtype))
@@ -298,6 +303,6 @@ def _dequantized(blocks: Tensor | None, format_name: str) -> Iterator[tuple[int,
     if blocks is None:
         raise ValueError("a product on the CPU needs the blocks: pass them")
     fmt = FORMATS[format_name]
-    held = host_blocks(blocks, fmt)
-    for first in range(0, len(held), ROWS):
-        yield first, torch.from_numpy(fmt.dequantize(held[first : first + ROWS]))
+    rows = host_blocks(blocks, fmt)
+    for first in range(0, len(rows), ROWS):
+        yield first, torch.from_numpy(fmt.dequantize(rows[first : first + ROWS]))

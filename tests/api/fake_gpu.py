@@ -1,4 +1,4 @@
-"""What host code sees of a GPU, without one: arrays that are nowhere, launches that are noted."""
+"""A GPU as host code sees it, without one: arrays without memory, launches that are recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steps.contract import Launch
 
 
 def device_array(shape: tuple[int, ...], dtype: Any, address: int, strides: Any = None) -> Any:
-    """A Numba device array at an address of nobody."""
+    """A Numba device array at an address where nothing is."""
     from cuda.bindings.driver import CUdeviceptr
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
     from numba.cuda.cudadrv.driver import MemoryPointer
@@ -71,7 +71,7 @@ def torch(current_stream: int) -> Any:
 
 @dataclass
 class FakeGpu:
-    """A machine whose memory is nowhere; `launched` has (kernel, stream, parameters) in order."""
+    """A machine without memory; `launched` has (kernel, stream, parameters) in order."""
 
     name: str = "Fake GPU"
     cc: tuple[int, int] | None = (9, 0)
@@ -95,7 +95,7 @@ class FakeGpu:
         return launcher.Loaded(launch, (self, launch), config, arguments)
 
 
-def launch_noted(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+def record_launch(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
     """cuLaunchKernelEx, which reads the parameters through their pointers."""
     gpu, launch = function
     count = len(launcher.parameters(signature_of(launch.args), launch.args))
@@ -105,17 +105,12 @@ def launch_noted(config: Any, function: Any, pointers: int, extra: int) -> tuple
     return (0,)
 
 
-def _nowhere(start: int, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-    return device_array(shape, dtype, start)
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A machine for plans; the driver under `steps.api.launcher` notes launches."""
+    """A machine for plans; the driver under `steps.api.launcher` records launches."""
     fake = FakeGpu()
     monkeypatch.setattr(launcher, "load", fake.load)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=launch_noted))
-    monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
-    monkeypatch.setattr(plans, "nowhere", _nowhere)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=record_launch))
+    monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     return fake

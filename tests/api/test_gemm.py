@@ -1,4 +1,4 @@
-"""The front door: right products come out, wrong requests are refused and nothing is written."""
+"""gemm and pack: right products come out, wrong requests are refused and nothing is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from reference import Problem, nmse, same_operands_a16
-from steps.api import gemm as door
+from steps.api import gemm as api
+from steps.api.choice import step_numbers
 from steps.api.machines import Simulator
 from steps.contract import why_no_gpu
 
@@ -30,7 +31,7 @@ class Untouched:
 
 
 class OnDevice:
-    """What the door sees of an array on a GPU: its __cuda_array_interface__."""
+    """What gemm sees of an array on a GPU: its __cuda_array_interface__."""
 
     def __init__(self, shape, typestr="<f4", strides=None, address=4096, read_only=False) -> None:
         self.__cuda_array_interface__ = {
@@ -57,7 +58,7 @@ def weights(n: int = 3, k: int = 64, name: str = "q4_0") -> np.ndarray:
 @pytest.mark.parametrize("step", [None, 1, 3])
 def test_products_in_every_format(name: str, step: int | None) -> None:
     problem = Problem(3, 5, 96, name)
-    c = door.gemm(problem.a, problem.blocks, step=step, machine=MACHINE)
+    c = api.gemm(problem.a, problem.blocks, step=step, machine=MACHINE)
     assert c.dtype == np.float32
     assert c.shape == (3, 5)
     assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < A8_WITHIN_A16
@@ -75,8 +76,8 @@ def test_products_in_every_format(name: str, step: int | None) -> None:
 def test_any_small_shape(m, n, blocks_k, name, family, packed) -> None:
     a, w = activations(m, blocks_k * BLOCK), weights(n, blocks_k * BLOCK, name)
     step = 3 if family else None
-    held = door.pack(w, step=step, family=family, machine=MACHINE) if packed else w
-    c = door.gemm(a, held, step=step, family=family, machine=MACHINE)
+    held = api.pack(w, step=step, family=family, machine=MACHINE) if packed else w
+    c = api.gemm(a, held, step=step, family=family, machine=MACHINE)
     want = same_operands_a16(a, w)
     size = np.abs(a) @ np.abs(FORMATS[name].dequantize(w)).T
     assert (np.abs(c - want) <= 0.02 * size).all(), "Q8_1 rounds an activation to half of 1/127"
@@ -84,36 +85,36 @@ def test_any_small_shape(m, n, blocks_k, name, family, packed) -> None:
 
 def test_one_pack_serves_many_products() -> None:
     w = weights()
-    handle = door.pack(w, machine=MACHINE)
+    handle = api.pack(w, machine=MACHINE)
     *_, highest = (s for s in steps.ladder() if s.accuracy == "exact")
     alike = [s for s in steps.ladder() if s.pack is highest.pack]
-    assert repr(handle) == f"Packed(q4_0 [3, 64] for {door.numbers(alike)})"
+    assert repr(handle) == f"Packed(q4_0 [3, 64] for {step_numbers(alike)})"
     for m in (1, 4):
         a = activations(m)
         np.testing.assert_array_equal(
-            door.gemm(a, handle), door.gemm(a, w, machine=MACHINE), strict=True
+            api.gemm(a, handle), api.gemm(a, w, machine=MACHINE), strict=True
         )
 
 
 def test_out_is_filled_and_returned() -> None:
     a, w = activations(), weights()
     out = np.full((2, 3), SENTINEL, np.float32)
-    assert door.gemm(a, w, out=out, machine=MACHINE) is out
-    np.testing.assert_array_equal(out, door.gemm(a, w, machine=MACHINE))
+    assert api.gemm(a, w, out=out, machine=MACHINE) is out
+    np.testing.assert_array_equal(out, api.gemm(a, w, machine=MACHINE))
 
 
 def test_c_may_be_float16_where_a_step_writes_it() -> None:
     """Rounded once from the float32 that it writes otherwise."""
     a, w = activations(), weights()
     for step in (one for one in steps.ladder() if "float16" in one.outputs):
-        full = door.gemm(a, w, step=step.number, machine=MACHINE)
-        c = door.gemm(a, w, step=step.number, dtype="float16", machine=MACHINE)
+        full = api.gemm(a, w, step=step.number, machine=MACHINE)
+        c = api.gemm(a, w, step=step.number, dtype="float16", machine=MACHINE)
         np.testing.assert_array_equal(c, full.astype(np.float16), strict=True)
         out = np.zeros((2, 3), np.float16)
-        handle = door.pack(w, step=step.number, machine=MACHINE)
-        assert door.gemm(a, handle, out=out, dtype=np.float16) is out
+        handle = api.pack(w, step=step.number, machine=MACHINE)
+        assert api.gemm(a, handle, out=out, dtype=np.float16) is out
         np.testing.assert_array_equal(out, c)
-    _, choice = door.gemm(a, w, dtype=np.float16, machine=MACHINE, explain=True)
+    _, choice = api.gemm(a, w, dtype=np.float16, machine=MACHINE, explain=True)
     assert "float16" in choice.step.outputs
 
 
@@ -121,16 +122,16 @@ def test_a_dtype_that_no_step_writes_is_refused() -> None:
     a, w = activations(), weights()
     for dtype in (np.float64, np.int8, "half a float", None):
         with pytest.raises(TypeError, match="dtype must be float32 or float16, got "):
-            door.gemm(a, w, dtype=dtype, machine=Untouched())
+            api.gemm(a, w, dtype=dtype, machine=Untouched())
     with pytest.raises(ValueError, match="step 5 writes C as float32, not float16"):
-        door.gemm(a, w, step=5, dtype=np.float16, machine=Untouched())
+        api.gemm(a, w, step=5, dtype=np.float16, machine=Untouched())
     with pytest.raises(TypeError, match="out must be float32, got float16"):
-        door.gemm(a, w, out=np.zeros((2, 3), np.float16), machine=Untouched())
+        api.gemm(a, w, out=np.zeros((2, 3), np.float16), machine=Untouched())
     with pytest.raises(TypeError, match="out must be float16, got float32"):
-        door.gemm(a, w, out=np.zeros((2, 3), np.float32), dtype="float16", machine=Untouched())
-    handle = door.pack(w, step=7, machine=MACHINE)
+        api.gemm(a, w, out=np.zeros((2, 3), np.float32), dtype="float16", machine=Untouched())
+    handle = api.pack(w, step=7, machine=MACHINE)
     with pytest.raises(ValueError, match=r"no step can do this: step .* not float16"):
-        door.gemm(a, handle, dtype=np.float16)
+        api.gemm(a, handle, dtype=np.float16)
 
 
 @pytest.fixture
@@ -152,31 +153,35 @@ def test_a_step_that_is_not_exact_multiplies_on_request_alone(prepared, with_fas
     def who(given, **options) -> int:
         if prepared:
             return steps.gemm.plan(17, given, machine=MACHINE, **options).choice.step.number
-        return door.gemm(a, given, machine=MACHINE, explain=True, **options)[1].step.number
+        return api.gemm(a, given, machine=MACHINE, explain=True, **options)[1].step.number
 
-    handle = door.pack(w, machine=MACHINE)
+    handle = api.pack(w, machine=MACHINE)
     assert with_fast in handle.steps, "its layout is that of the highest exact one"
     assert who(handle, accuracy="fast", family="A8") == 97
     assert who(handle, family="A8") != 97
     assert who(handle) != 97
-    asked = door.pack(w, accuracy="fast", family="A8", machine=MACHINE)
+    asked = api.pack(w, accuracy="fast", family="A8", machine=MACHINE)
     assert who(asked) == 97
     assert who(asked, accuracy="exact") != 97
-    with pytest.raises(ValueError, match="unknown accuracy 'good'"):
-        door.pack(w, accuracy="good", machine=Untouched())
-    with pytest.raises(ValueError, match="unknown accuracy 'good'"):
+    with pytest.raises(
+        ValueError, match="accuracy is 'good': it must be one of exact, fast, coarse"
+    ):
+        api.pack(w, accuracy="good", machine=Untouched())
+    with pytest.raises(
+        ValueError, match="accuracy is 'good': it must be one of exact, fast, coarse"
+    ):
         who(handle, accuracy="good")
 
 
 def test_inputs_come_back_unchanged() -> None:
     a, w = activations(), weights()
     before = a.copy(), w.copy()
-    door.gemm(a, w, machine=MACHINE)
+    api.gemm(a, w, machine=MACHINE)
     assert a.tobytes() == before[0].tobytes()
     assert w.tobytes() == before[1].tobytes()
 
 
-def test_the_package_opens_the_same_door() -> None:
+def test_the_package_exports_the_same_functions() -> None:
     handle = steps.pack(weights(), step=2, machine=MACHINE)
     assert steps.gemm(activations(), handle, family="A8").shape == (2, 3)
     if why_no_gpu() is None:
@@ -214,20 +219,32 @@ READ_ONLY.setflags(write=False)
         (A, W.view(np.uint8), {}, TypeError, "w must hold blocks of q4_0, .* got uint8"),
         (A, quantize(A, "q8_1"), {}, TypeError, "a Q8_1 block is for activations"),
         (A, A, {}, TypeError, "w must hold blocks"),
-        (A, "q4_0", {}, TypeError, "w must be blocks as a NumPy array"),
+        (
+            A,
+            "q4_0",
+            {},
+            TypeError,
+            "w must be a NumPy array of blocks .* or what steps.pack made of one, got str",
+        ),
         (A, W[0], {}, ValueError, r"w must have shape \[N, K/32\], got 1 dimensions"),
         (A, W[:0], {}, ValueError, "w is empty"),
-        (A, BAD_SCALE, {}, ValueError, "w has d = inf in block 1 of row 2"),
+        (A, BAD_SCALE, {}, ValueError, "w has d = inf in block 1 of row 2: it must be finite"),
         (A, W, {"step": 99}, ValueError, "there is no step 99"),
         (A, W, {"step": 2, "family": "A16"}, ValueError, "step 2 is of family A8, not A16"),
-        (A, W, {"family": "A4"}, ValueError, "unknown family 'A4'"),
+        (A, W, {"family": "A4"}, ValueError, "family is 'A4': it must be A16 or A8"),
         (A, W, {"out": np.zeros((3, 2), np.float32)}, ValueError, r"\[2, 3\], got \[3, 2\]"),
         (A, W, {"out": np.zeros((2, 3))}, TypeError, "out must be float32, got float64"),
         (A, W, {"out": np.zeros((2, 6), np.float32)[:, ::2]}, ValueError, "C-contiguous"),
-        (A, W, {"out": READ_ONLY}, ValueError, "out is read-only"),
+        (
+            A,
+            W,
+            {"out": READ_ONLY},
+            ValueError,
+            r"out \[2, 3\] is read-only: C needs an array that may be written",
+        ),
         (A, W, {"out": [0.0]}, TypeError, "out must be a NumPy array"),
         (A, W, {"out": OnDevice((2, 3))}, TypeError, "out must be a NumPy array, as a is"),
-        (OnDevice((2, 64)), W, {}, TypeError, "a lies on a GPU and the machine is"),
+        (OnDevice((2, 64)), W, {}, TypeError, "a is on a GPU and the machine is"),
         (OnDevice((2, 64), "<f2"), W, {}, TypeError, "a must be float32, got float16"),
         (OnDevice((2, 64), strides=(4, 8)), W, {}, ValueError, "C-contiguous"),
         (OnDevice((2, 64)), W, {"out": A}, TypeError, "out must be on the GPU, as a is"),
@@ -236,14 +253,14 @@ READ_ONLY.setflags(write=False)
             W,
             {"out": OnDevice((2, 3), address=4096 + 508)},
             ValueError,
-            "out overlaps a",
+            r"out \(24 bytes at 0x11fc\) overlaps a \(512 bytes at 0x1000\)",
         ),
         (
             OnDevice((2, 64)),
             W,
             {"out": OnDevice((2, 3), address=9000, read_only=True)},
             ValueError,
-            "read-only",
+            r"out \[2, 3\] is read-only",
         ),
         (
             OnDevice((2, 64)),
@@ -258,7 +275,7 @@ def test_refused_with_one_sentence_and_nothing_written(a, w, options, error, sai
     out = options.get("out")
     before = out.copy() if isinstance(out, np.ndarray) else None
     with pytest.raises(error, match=said) as refused:
-        door.gemm(a, w, machine=Untouched(), **options)
+        api.gemm(a, w, machine=Untouched(), **options)
     assert "\n" not in str(refused.value)
     if before is not None:
         np.testing.assert_array_equal(out, before)
@@ -269,8 +286,8 @@ def test_sums_that_a_block_cannot_hold_are_refused_or_multiplied() -> None:
     loud = np.full((1, 64), 3000.0, np.float32)
     for step in (2, 3, 4):
         with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
-            door.gemm(loud, W, step=step, machine=Simulator())
-    c = door.gemm(loud, W, step=5, machine=Simulator())
+            api.gemm(loud, W, step=step, machine=Simulator())
+    c = api.gemm(loud, W, step=5, machine=Simulator())
     np.testing.assert_allclose(c, loud @ dequantize(W).T, rtol=1e-4)
 
 
@@ -288,17 +305,17 @@ def test_whatever_is_refused_touches_no_machine(shape, dtype, n, blocks_k) -> No
     if fits and dtype == np.float32:
         return
     with pytest.raises((TypeError, ValueError)):
-        door.gemm(a, w, machine=Untouched())
+        api.gemm(a, w, machine=Untouched())
 
 
 def test_packed_weights_stay_where_they_are() -> None:
-    handle = door.pack(W, step=2, machine=MACHINE)
+    handle = api.pack(W, step=2, machine=MACHINE)
     with pytest.raises(ValueError, match="packed for step 2, not for step 5"):
-        door.gemm(A, handle, step=5)
+        api.gemm(A, handle, step=5)
     with pytest.raises(ValueError, match="packed on simulator, not on untouched"):
-        door.gemm(A, handle, machine=Untouched())
+        api.gemm(A, handle, machine=Untouched())
     with pytest.raises(ValueError, match="step 2 is of family A8, not A16"):
-        door.gemm(A, handle, family="A16")
+        api.gemm(A, handle, family="A16")
 
 
 def test_a_kernel_that_fails_leaves_out_alone() -> None:
@@ -308,7 +325,7 @@ def test_a_kernel_that_fails_leaves_out_alone() -> None:
 
     out = np.full((2, 3), SENTINEL, np.float32)
     with pytest.raises(RuntimeError, match="the launch failed"):
-        door.gemm(A, W, out=out, machine=Failing())
+        api.gemm(A, W, out=out, machine=Failing())
     assert (out == SENTINEL).all()
 
 
@@ -329,10 +346,10 @@ def test_on_a_gpu(name: str) -> None:
     want = same_operands_a16(problem.a, problem.blocks)
     c = steps.gemm(problem.a, problem.blocks)
     assert nmse(c, want) < A8_WITHIN_A16
-    handle = door.pack(problem.blocks)
+    handle = api.pack(problem.blocks)
     on_device = cuda.to_device(problem.a)
-    result = door.gemm(on_device, handle)
+    result = api.gemm(on_device, handle)
     np.testing.assert_array_equal(result.copy_to_host(), c)
     out = cuda.device_array((33, 66), np.float32)
-    assert door.gemm(on_device, handle, out=out) is out
+    assert api.gemm(on_device, handle, out=out) is out
     np.testing.assert_array_equal(out.copy_to_host(), c)

@@ -1,4 +1,4 @@
-"""Kernels compiled by other processes: those that a run launches, the same code, and no excuse."""
+"""Kernels compiled by other processes: those that are launched, with the same machine code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ import pytest
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
 from reference import BENCH_SHAPES, Problem
 from steps import contract
-from steps.api import dry_run, relocatable
-from steps.api import parallel_compile as ahead
-from steps.api.machines import Gpu
+from steps.api import choice, dry_run, parallel_compile
+from steps.api.choice import choose_packed
 from steps.api.compile import disassemble, machine_code, opcodes, signature_of
+from steps.api.launch_template import LaunchTemplate
+from steps.api.machines import Gpu
 from steps.api.parallel_compile import architecture, compile_ahead
-from steps.api.relocatable import Relocatable
-from steps.checks.cases import Case
 from steps.checks.select import select
-from steps.cli import bench as matrix
-from steps.cli import run
 from steps.components.activations.rows import half_rounder
 from steps.contract import Shape, Work
 from steps.registry import find, ladder
 from tests.api.fake_gpu import FakeGpu
-from tests.results.test_bench import asked, on_a_gpu  # noqa: F401
 
 HOPPER = SimpleNamespace(cc=(9, 0))
 SIZE = (1, 64, 256)
@@ -38,7 +34,7 @@ def forgotten() -> Any:
     """Kernels by name, as nobody has compiled them before or will have after."""
     kernels: dict[str, Any] = {}
     for work in select((find(1), find(2)), ["q4_0"]):
-        for launch, _ in ahead._launches(work, SIZE, "float32"):
+        for launch, _ in parallel_compile._launches(work, SIZE, "float32"):
             kernels[launch.kernel.__name__] = launch.kernel
     before = {name: dict(kernel.overloads) for name, kernel in kernels.items()}
     for kernel in kernels.values():
@@ -52,8 +48,8 @@ def forgotten() -> Any:
 def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "FEWEST", 3)
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(parallel_compile, "FEWEST", 3)
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     works = select((find(1), find(2)), ["q4_0"])
     said: list[str] = []
     assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, said.append) == 3
@@ -72,18 +68,19 @@ def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
 
 @pytest.mark.gpu
 def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "FEWEST", 1)
+    monkeypatch.setattr(parallel_compile, "FEWEST", 1)
     gpu, size, step = Gpu(), (40, 68, 288), find(12)
     for factory in (sys.modules[step.launch.__module__].kernel, half_rounder):
         factory.cache_clear()  # what other tests have compiled
     packed = step.pack(quantize(Problem(*size, "q4_0").w, "q4_0"))
-    places = {step.pack.__name__: tuple((one.shape, str(one.dtype)) for one in packed)}
-    # this step, whatever the table of this GPU has to say of so small a product
-    monkeypatch.setattr(relocatable, "ladder", lambda: (step,))
+    types = tuple((one.shape, one.dtype) for one in packed)
+    # this step, whatever the table of this GPU says of so small a product
+    monkeypatch.setattr(choice, "ladder", lambda: (step,))
     wanted = [(Work(step, "A16", "q4_0"), size, output) for output in step.outputs]
     assert compile_ahead(wanted, gpu, print, 2) == 3
-    for half in (False, True):
-        made = Relocatable("q4_0", Shape(*size), places, gpu, half=half)
+    for output in step.outputs:
+        chosen = choose_packed("q4_0", Shape(*size), [step.pack.__name__], gpu)
+        made = LaunchTemplate(chosen, types, output=output)
         assert made.choice.step is step
         for one in made.loaded:
             found = one.source.kernel.overloads[signature_of(one.source.args)]
@@ -93,13 +90,15 @@ def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPa
 def test_what_another_process_cannot_compile_is_said(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "FEWEST", 1)
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(parallel_compile, "FEWEST", 1)
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     unknown = Work(replace(find(2), number=99), "A8", "q4_0")
     said: list[str] = []
     assert compile_ahead([(unknown, SIZE, "float32")], HOPPER, said.append) == 0
     (sentence,) = said
-    assert sentence.startswith("2 kernels were not compiled ahead: ValueError: there is no step 99")
+    assert sentence.startswith(
+        "2 kernels were not compiled by other processes: ValueError: there is no step 99"
+    )
     assert not any(kernel.overloads for kernel in forgotten.values())
 
 
@@ -107,22 +106,30 @@ def test_what_another_process_cannot_compile_is_said(
 def test_few_kernels_or_one_core_are_no_reason_to_start_processes(
     forgotten: Any, fewest: int, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "FEWEST", fewest)
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", None)
+    monkeypatch.setattr(parallel_compile, "FEWEST", fewest)
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(parallel_compile, "ProcessPoolExecutor", None)
     works = select((find(1), find(2)), ["q4_0"])
     assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, print) == 0
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_small_weights_lead_to_the_kernels_of_large_ones(name: str) -> None:
-    """Launches are made with few weights here; nothing but their types may be read of them."""
+def test_launches_depend_on_no_shape_of_packed_weights(name: str) -> None:
+    """A dry run has the types of a few weights, whatever the product."""
+    n, k, fmt = 1056, 4128, FORMATS[name]
+    large: dict[Any, Any] = {}
     for work in select(ladder(), [name]):
-        for size in ((1, 1056, 4128), (300, 1056, 4128)):
-            before, own = dry_run.launches(work, size)
-            wanted = [(one.kernel, signature_of(one.args)) for one in (*before, own)]
-            found = [(o.kernel, s) for o, s in ahead._launches(work, size, "float32")]
-            assert found == wanted
+        if (pack := work.step.pack) not in large:
+            arrays = pack(np.zeros((n, k // fmt.elements), fmt.dtype))
+            large[pack] = [(array.shape, array.dtype) for array in arrays]
+        for m in (1, 300):
+            made = [
+                [(one.kernel, one.grid, one.shared_bytes, signature_of(one.args)) for one in each]
+                for weights in (None, large[pack])
+                for before, own in [dry_run.launches(work, (m, n, k), weights=weights)]
+                for each in [(*before, own)]
+            ]
+            assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -130,7 +137,7 @@ def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
     fmt = FORMATS[name]
     for work in select(ladder(), [name]):
         gpu, step = FakeGpu(), work.step
-        weights = tuple(gpu.array(array) for array in dry_run._packed(step.pack, name))
+        weights = tuple(gpu.empty(*one) for one in dry_run.packed_types(step.pack, name))
         for output in step.outputs:
             activations = step.activations(work.family, gpu.empty((1, 256), np.float32), gpu)
             own = step.prepare(
@@ -138,65 +145,37 @@ def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
                 gpu.empty((1, 64), np.dtype(output)),
             )  # fmt: skip
             wanted = [(one.kernel, signature_of(one.args)) for one in (*activations.launches, own)]
-            assert [(o.kernel, s) for o, s in ahead._launches(work, SIZE, output)] == wanted
+            assert [
+                (o.kernel, s) for o, s in parallel_compile._launches(work, SIZE, output)
+            ] == wanted
 
 
 def test_what_a_gpu_cannot_run_is_not_compiled_for_it() -> None:
     works = select((find(12),), ["q4_0"])
     wanted = [(works[0], (512, 4096, 4096), "float32")]
-    assert len(ahead._kernels(wanted, (9, 0))) == 2
-    assert ahead._kernels(wanted, (8, 0)) == {}
+    assert len(parallel_compile._kernels(wanted, (9, 0))) == 2
+    assert parallel_compile._kernels(wanted, (8, 0)) == {}
     assert [architecture(cc) for cc in ((7, 5), (8, 9), (9, 0))] == ["sm_75", "sm_89", "sm_90a"]
 
 
 def test_each_kernel_is_compiled_once() -> None:
     works = select((find(1), find(2), find(3)), ["q4_0"])
     wanted = [(work, size, "float32") for work in works for size in BENCH_SHAPES]
-    found = ahead._kernels(wanted, (9, 0))
+    found = parallel_compile._kernels(wanted, (9, 0))
     assert len(found) == 5, "of three steps, one of them of two families, and one pass"
     assert len({kernel for kernel, _ in found}) == 5
 
 
 def test_a_process_is_told_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "_pretended", None)
-    monkeypatch.setattr(ahead, "_arch", "")
-    monkeypatch.setattr(ahead.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(parallel_compile, "_arch", "")
+    monkeypatch.setattr(parallel_compile.signal, "signal", lambda *_: None)
     before = contract.multiprocessors(), contract.shared_memory()
     try:
-        ahead._begin("sm_80", 108, 163 * 1024)
+        parallel_compile._begin("sm_80", 108, 163 * 1024)
         assert (contract.multiprocessors(), contract.shared_memory()) == (108, 163 * 1024)
     finally:
         contract._pretended = None
         contract.multiprocessors.cache_clear()
         contract.shared_memory.cache_clear()
     assert (contract.multiprocessors(), contract.shared_memory()) == before
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_run_has_all_that_it_launches_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(run, "compile_ahead", lambda wanted, gpu, say: seen.extend(wanted))
-    monkeypatch.setattr(run, "cases", lambda *_, **__: (Case((3, 2, 32), "normal"),))
-    assert run.run(asked()) == 0
-    assert {(w.step.number, size, output) for w, size, output in seen} == {
-        (number, size, "float32") for number in (1, 4, 5) for size in ((3, 2, 32), (2, 8, 32))
-    }
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize("duels", [True, False])
-def test_a_bench_has_the_kernels_of_its_duels_compiled_too(
-    duels: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Seen(Exception):
-        pass
-
-    def noted(wanted: Any, gpu: Any, say: Any) -> None:
-        raise Seen({output for _, size, output in wanted if size == (512, 64, 128)})
-
-    monkeypatch.setattr(run, "compile_ahead", noted)
-    args = asked(command="bench", steps=["12"], m=512, n=64, k=128, out=tmp_path / "run.json")
-    args.seconds, args.no_peers, args.no_duels = None, False, not duels
-    with pytest.raises(Seen) as seen:
-        matrix.bench(args)
-    assert seen.value.args[0] == ({"float32", "float16"} if duels else {"float32"})

@@ -20,11 +20,10 @@ import pytest
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from steps.api import launcher
-from steps.api import plan as plans
 from steps.api.compile import signature_of
 from steps.api.machines import Simulator
 from steps.simulator.launch import simulate
-from tests.api.fake_gpu import FakeGpu, _nowhere
+from tests.api.fake_gpu import FakeGpu
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
@@ -207,7 +206,7 @@ def test_from_a_gguf_tensor() -> None:
     assert QuantLinear.from_gguf(gguf("q5_0", blocks)).bias is None
     k_quant = QuantLinear.from_gguf(gguf("q4_k", np.zeros((3, 2), FORMATS["q4_k"].dtype)))
     assert (k_quant.format, k_quant.in_features, k_quant.out_features) == ("q4_k", 512, 3)
-    with pytest.raises(ValueError, match=r"blk.0.ffn_up.weight is f32, and the kernels take q4_0"):
+    with pytest.raises(ValueError, match=r"blk.0.ffn_up.weight is f32 and the kernels take q4_0"):
         QuantLinear.from_gguf(gguf("f32", np.zeros((3, 2), np.float32)))
     again = QuantLinear.from_float(gguf("q5_0", blocks).values(), "q8_0")
     assert again.format == "q8_0"
@@ -332,29 +331,45 @@ BAD["d"][1, 0] = np.nan
     [
         (lambda: QuantLinear(33, 5), ValueError, "multiple of 32 .* got in_features=33"),
         (lambda: QuantLinear(32, 0), ValueError, "at least one of out_features"),
-        (lambda: QuantLinear(32, 5, format="q9_k"), ValueError, "take q4_0, .*, not 'q9_k'"),
+        (
+            lambda: QuantLinear(32, 5, format="q9_k"),
+            ValueError,
+            "format is 'q9_k': it must be one of q4_0, ",
+        ),
         (
             lambda: QuantLinear(32, 5, format="q4_k"),
             ValueError,
             r"multiple of 256 .*in_features=32",
         ),
-        (lambda: QuantLinear(32, 5, accuracy="good"), ValueError, "unknown accuracy 'good'"),
+        (
+            lambda: QuantLinear(32, 5, accuracy="good"),
+            ValueError,
+            "accuracy is 'good': it must be one of exact, fast, coarse",
+        ),
         (
             lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"),
             ValueError,
             "in_features=33, .*",
         ),
-        (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), ValueError, "not 'q8_1'"),
-        (lambda: QuantLinear.from_float(tensor(32), "q4_0"), ValueError, r"shape \[32\] cannot"),
+        (lambda: QuantLinear.from_float(nn.Linear(32, 5), "q8_1"), ValueError, "format is 'q8_1'"),
+        (
+            lambda: QuantLinear.from_float(tensor(32), "q4_0"),
+            ValueError,
+            r"shape \[32\] cannot be quantized",
+        ),
         (
             lambda: QuantLinear.from_float(nn.Linear(32, 5, device="meta"), "q4_0"),
             ValueError,
-            "have no values",
+            "meta device, without values",
         ),
         (lambda: QuantLinear.from_blocks(BAD), ValueError, "w has d = nan in block 0 of row 1"),
         (lambda: QuantLinear.from_blocks(tensor(2, 32).numpy()), TypeError, "must hold blocks"),
         (lambda: QuantLinear.from_blocks(blocks_of(), tensor(3)), ValueError, r"\[68\], got \[3\]"),
-        (lambda: QuantLinear(32, 5, device="meta")(tensor(1, 32)), ValueError, "x is on cpu and"),
+        (
+            lambda: QuantLinear(32, 5, device="meta")(tensor(1, 32)),
+            ValueError,
+            "x is on cpu and the layer is",
+        ),
     ],
 )
 def test_what_cannot_be_a_layer(make: Any, error: type[Exception], said: str) -> None:
@@ -394,9 +409,7 @@ def test_torch_is_told_to_be_missing_in_one_sentence() -> None:
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: steps.nn.linear needs torch"), ran.stderr
-    fine = (
-        "import sys; import steps; from steps import door, plans; assert 'torch' not in sys.modules"
-    )
+    fine = "import sys; from steps.api import gemm, plan; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", fine], check=False).returncode == 0
 
 
@@ -436,8 +449,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = OnTheHost()
     monkeypatch.setattr(launcher, "load", fake.load)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=fake.launch))
-    monkeypatch.setattr(launcher._thread, "has_context", True, raising=False)
-    monkeypatch.setattr(plans, "nowhere", _nowhere)
+    monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch_operator, "_machine", lambda: fake)
     monkeypatch.setattr(torch_operator, "_loading_allowed", nullcontext)
@@ -450,9 +462,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         "new_empty",
         lambda *args, **options: fresh(*args, **options).fill_(77),  # memory that was used before
     )
-    torch_operator._plans.clear()
+    torch_operator._templates.clear()
     yield fake
-    torch_operator._plans.clear()
+    torch_operator._templates.clear()
 
 
 def uploaded(blocks: np.ndarray, bias: Any = None, accuracy: str = "exact") -> Any:
@@ -469,23 +481,23 @@ def multiplied(layer: Any, x: Any) -> Any:
     )  # fmt: skip
 
 
-def step_plan(layer: Any, m: int) -> Any:
-    offered = torch_operator.by_packing(
+def template_of(layer: Any, m: int) -> Any:
+    packed = torch_operator.by_packing(
         layer.packings, layer._arrays("weights"), layer._arrays("fast")
     )
     size = m, layer.out_features, layer.in_features
-    return torch_operator.planned(layer.format, size, offered, layer.accuracy, False, layer.device)
+    return torch_operator.template(layer.format, size, packed, layer.accuracy, layer.device)
 
 
 def step_of(layer: Any, m: int) -> Any:
-    return step_plan(layer, m).choice
+    return template_of(layer, m).choice
 
 
 @pytest.mark.parametrize(
     ("m", "name", "accuracy"),
     [*((1, name, "exact") for name in WEIGHT_FORMATS), (40, "q5_1", "exact"), (70, "q4_0", "fast")],
 )
-def test_the_gpus_path_is_the_front_doors_product(host, m: int, name: str, accuracy: str) -> None:
+def test_the_gpus_path_is_the_product_of_gemm(host, m: int, name: str, accuracy: str) -> None:
     blocks = blocks_of(name)
     layer, x = uploaded(blocks, accuracy=accuracy), tensor(m, K)
     choice = step_of(layer, m)
@@ -625,22 +637,22 @@ def test_a_gradient_is_paid_for_where_it_is_wanted(monkeypatch: pytest.MonkeyPat
     assert called == ["product", "linear", "linear", "product", "product"]
 
 
-def test_the_plans_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_operator, "PLANS", 3)
+def test_the_templates_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_operator, "TEMPLATES", 3)
     layer = uploaded(blocks_of())
-    plans_of = {m: step_plan(layer, m) for m in (1, 2, 3)}
-    assert step_plan(layer, 1) is plans_of[1]
-    step_plan(layer, 4)
-    assert len(torch_operator._plans) == 3
-    assert step_plan(layer, 1) is plans_of[1]
-    assert step_plan(layer, 2) is not plans_of[2], "it was the one used longest ago"
+    templates = {m: template_of(layer, m) for m in (1, 2, 3)}
+    assert template_of(layer, 1) is templates[1]
+    template_of(layer, 4)
+    assert len(torch_operator._templates) == 3
+    assert template_of(layer, 1) is templates[1]
+    assert template_of(layer, 2) is not templates[2], "it was the one used longest ago"
 
 
-def test_layers_of_one_shape_share_a_plan(host: Any) -> None:
+def test_layers_of_one_shape_share_a_template(host: Any) -> None:
     one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
     x = tensor(1, K)
     first, second = multiplied(one, x), multiplied(other, x)
-    assert len(torch_operator._plans) == 1
+    assert len(torch_operator._templates) == 1
     assert within(first, x, blocks_of(seed=1), x_rounding=0.5 / 127)
     assert within(second, x, blocks_of(seed=2), x_rounding=0.5 / 127)
 
@@ -652,7 +664,11 @@ def test_kernels_that_a_capture_does_not_survive(host: Any, monkeypatch: Any) ->
     monkeypatch.setattr(torch_operator, "_machine", fails)
     layer = uploaded(blocks_of())
     for capturing, error, said in (
-        (True, RuntimeError, "for 3 tokens could not be loaded .* multiply as many tokens once"),
+        (
+            True,
+            RuntimeError,
+            "for 3 tokens could not be loaded .* multiply 3 tokens once before the capture",
+        ),
         (False, OverflowError, "^out of something$"),
     ):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
@@ -706,8 +722,8 @@ def test_a_model_is_quantized_and_says_what_was() -> None:
         "lm_head": "skip='lm_head'",
     }
     assert report.saved == 4 * (4 * 96 * 64 - 96 * 64 // 32 * 34)
-    assert "4 layers are q8_0 now: 98,304 bytes of weights -> 26,112, 72,192 saved" in str(report)
-    assert "lm_head is as it was: skip='lm_head'" in str(report)
+    assert "4 layers are q8_0 now: 98,304 -> 26,112 bytes of weights, 72,192 saved" in str(report)
+    assert "lm_head is unchanged: skip='lm_head'" in str(report)
     assert isinstance(model.layers[1].up, QuantLinear)
     assert not model.layers[1].up.training
     assert type(model.layers[0].gate) is nn.Linear
@@ -717,7 +733,7 @@ def test_a_model_is_quantized_and_says_what_was() -> None:
     again = quantize_model(model, "q8_0", skip=("lm_head", "gate", "typo"))
     assert again.replaced == ()
     assert again.unused == ("typo",)
-    assert "skip='typo' fits no layer" in str(again)
+    assert "skip='typo' matches no layer" in str(again)
 
 
 @pytest.mark.parametrize(
@@ -785,19 +801,17 @@ def test_layers_that_may_do_more_are_left_alone() -> None:
     report = quantize_model(model)
     assert dict(report.skipped) == {
         "0": "a Special may do more than a Linear",
-        "1": "it has hooks, which a new layer would not have",
+        "1": "it has hooks, which the new layer would not have",
     }
     attention = nn.MultiheadAttention(32, 2)
     assert "out_proj" in dict(quantize_model(attention).skipped)
 
 
 def test_a_model_that_cannot_be_quantized() -> None:
-    with pytest.raises(ValueError, match="the model is a Linear itself"):
+    with pytest.raises(ValueError, match="the model is itself a Linear"):
         quantize_model(nn.Linear(32, 3))
     model = nn.ModuleDict({"good": nn.Linear(32, 3), "bad": nn.Linear(32, 3)})
-    with pytest.raises(
-        ValueError, match=r"^q6_k is read from files, not written: quantize to q4_0"
-    ):
+    with pytest.raises(ValueError, match=r"^q6_k is only read from files: quantize to one of q4_0"):
         quantize_model(model, "q6_k")
     with torch.no_grad():
         model["bad"].weight[0, 0] = torch.nan
@@ -832,7 +846,7 @@ def test_float_weights_are_let_go_one_by_one() -> None:
 def cuda() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    torch_operator._plans.clear()
+    torch_operator._templates.clear()
     return torch.device("cuda")
 
 
@@ -876,7 +890,7 @@ def test_moves_casts_and_loads_on_a_gpu(cuda: Any) -> None:
     fresh.load_state_dict(layer.state_dict())
     assert torch.equal(fresh(x), wanted)
     assert fresh.half()(x.half()).dtype == torch.float16
-    with pytest.raises(ValueError, match="x is on cpu and the layer on cuda:0"):
+    with pytest.raises(ValueError, match="x is on cpu and the layer is on cuda:0"):
         layer(x.cpu())
 
 
@@ -917,7 +931,7 @@ def test_a_graph_is_captured_and_replayed(cuda: Any, m: int, warm: bool) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer(layer(x)[:, :1] + x)
-    torch_operator._plans.clear()
+    torch_operator._templates.clear()
     junk = [torch.full((1 << 16,), 255, dtype=torch.uint8, device=cuda) for _ in range(64)]
     for seed in (5, 6):
         x.copy_(tensor(m, k, seed=seed))

@@ -15,16 +15,13 @@ import pytest
 
 from results.record import schema as record
 from results.record.schema import Environment
-from steps import find, ladder
-from steps.api import choice
+from steps import find
 from steps.api import tuning_table as tuning
-from steps.api.choice import Choice, choose, cut
 from steps.api.machines import Simulator
 from steps.api.tuning_table import Entry, Tuning, TuningError
-from steps.contract import Launch, Shape, why_no_gpu
+from steps.contract import why_no_gpu
 
 SIZES = ((4096, 4096), (4096, 14336), (14336, 4096))
-H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
 
 
 def entry(m: int, n: int = 4096, k: int = 4096, name: str = "q4_0", **times: float) -> Entry:
@@ -169,167 +166,6 @@ def test_committed_tables_are_tables_of_their_folder() -> None:
         found = tuning.read(path)
         assert record.slug(found.env.gpu) == path.parent.name
         assert tuning.to_json(found) == path.read_text(encoding="utf-8")
-
-
-# --- who is chosen --------------------------------------------------------------------------------
-
-
-def chosen(m: int = 1, machine: Any = H200, **options: Any) -> Choice:
-    return choose("q4_0", Shape(m, 4096, 4096), machine, **options)
-
-
-def test_the_fastest_measured_step_is_chosen_and_said_to_be(tuned) -> None:
-    tuned(table(entry(1, s2A8=30.0, s5A8=20.0, s3A16=9.0), entry(16, s2A8=31.0, s5A8=21.0)))
-    one = chosen(1)
-    assert (one.step.number, one.family) == (3, "A16")
-    assert str(one) == (
-        "step 3 (shared-memory tiles) as W4A16 for M=1 N=4096 K=4096: the fastest of 3 measured at "
-        "M=1 N=4096 K=4096 on NVIDIA H200, 9 us"
-    )
-    assert chosen(2).step.number == 5, "M=2 counts as M=16"
-    assert chosen(1, family="A8").step.number == 5
-
-
-def test_a_choice_from_the_table_of_another_gpu_says_so(tuned) -> None:
-    tuned(table(entry(1, s5A8=20.0), gpu="NVIDIA H100 PCIe", sms=114))
-    assert chosen().why.endswith("on NVIDIA H100 PCIe, 20 us, the nearest to NVIDIA H200 tuned")
-
-
-def test_only_steps_that_can_are_chosen(tuned) -> None:
-    """The packing, the family and the GPU all leave steps out."""
-    tuned(table(entry(1, s2A8=3.0, s3A16=2.0, s5A8=20.0)))
-    among = [step for step in ladder() if step.pack is find(5).pack]
-    assert chosen(among=among).step.number == 5
-    assert chosen(step=1).step.number == 1
-    assert chosen(step=1).why == "it was asked for"
-    newer = next((step for step in ladder() if step.min_cc > (7, 5)), None)
-    if newer is not None:
-        tuned(table(entry(1, **{f"s{newer.number}A8": 1.0, "s5A8": 20.0}), cc=(7, 5), gpu="T4"))
-        old = SimpleNamespace(name="T4", cc=(7, 5), sms=40)
-        assert chosen(machine=old).step.number == 5
-
-
-def test_a_step_that_is_not_in_the_ladder_is_passed_over(tuned) -> None:
-    tuned(table(entry(1, s99A8=0.1, s5A8=20.0)))
-    assert chosen().step.number == 5
-    tuned(table(entry(1, s99A8=0.1)))
-    assert chosen() == replace(fallback(1), why=chosen().why)
-    assert chosen().why.endswith("as the table of NVIDIA H200 has no time for it")
-
-
-def fallback(m: int) -> Choice:
-    exact = [step for step in ladder() if step.accuracy == "exact"]
-    meant = [step for step in exact if step.most_tokens is None or m <= step.most_tokens]
-    best = ([step for step in meant if step.most_tokens] or meant)[-1]
-    return Choice(best, best.families[-1], "q4_0", Shape(m, 4096, 4096), "")
-
-
-@pytest.mark.parametrize("m", [1, 16, 17, 4096])
-def test_without_a_table_the_highest_step_that_is_meant_for_m(m: int, tuned) -> None:
-    found = chosen(m)
-    assert (found.step, found.family) == (fallback(m).step, fallback(m).family)
-    few = "made for so few tokens" if m <= 16 else "for so many tokens"
-    assert found.why == (
-        f"the highest step {few} that runs on NVIDIA H200, as no GPU like it was tuned (make tune)"
-    )
-    assert found.step.number == 15 if m <= 16 else found.step.number == 12
-    simulated = choose("q4_0", Shape(m, 4096, 4096), Simulator())
-    assert simulated.step == found.step
-    assert simulated.why.endswith("that runs on simulator")
-
-
-def test_a_step_meant_for_few_tokens_is_taken_for_no_more(tuned, monkeypatch) -> None:
-    exact = [step for step in ladder() if step.accuracy == "exact"]
-    few = replace(exact[-1], number=98, most_tokens=16)
-    others = tuple(replace(step, most_tokens=None) for step in exact)
-    monkeypatch.setattr(choice, "ladder", lambda: (*others, few))
-    assert chosen(16).step is few
-    assert chosen(17).step is others[-1]
-    assert chosen(17, among=[few]).step is few, "weights packed for it leave no other"
-    tuned(table(entry(32, **{f"s98{few.families[-1]}": 1.0}, s5A8=2.0)))
-    assert chosen(17).step is few, "what was measured counts more"
-
-
-TWO_FAMILIES = (
-    entry(1, **{"s7A8": 27.0, "s10A8": 6.1, "s11A16": 21.0}),
-    entry(64, **{"s7A8": 33.0, "s10A8": 19.0, "s11A16": 15.0}),
-    entry(4096, **{"s7A8": 620.0, "s10A8": 830.0, "s11A16": 310.0}),
-)
-
-
-@pytest.mark.parametrize(
-    ("m", "step", "family"), [(1, 10, "A8"), (17, 11, "A16"), (999, 11, "A16")]
-)
-def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) -> None:
-    tuned(table(*TWO_FAMILIES))
-    among = [one for one in ladder() if one.pack is find(10).pack]
-    assert {10, 11} <= {one.number for one in among}
-    for found in (chosen(m, among=among), chosen(m)):
-        assert (found.step.number, found.family) == (step, family)
-        assert "the fastest of 3 measured at M=" in found.why
-    eights = chosen(m, among=among, family="A8")
-    assert (eights.step.number, eights.family) == ({1: 10, 17: 10, 999: 7}[m], "A8")
-    assert "the fastest of 2" in eights.why
-    assert chosen(m, among=among, family="A16").step.number == 11
-
-
-@pytest.fixture
-def with_fast(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A ladder whose last step is not exact."""
-    fast = replace(find(9), number=97, accuracy="fast")
-    monkeypatch.setattr(choice, "ladder", lambda: (*ladder(), fast))
-    return fast
-
-
-def test_a_step_that_is_not_exact_is_chosen_only_where_asked_for(tuned, with_fast) -> None:
-    assert chosen(512).step is fallback(512).step
-    assert chosen(512, accuracy="fast").step is with_fast
-    tuned(table(entry(512, s9A8=60.0, s11A16=33.0, s97A8=20.0)))
-    found = chosen(512)
-    assert found.step.number == 11
-    assert found.why == (
-        "the fastest of 2 measured at M=512 N=4096 K=4096 on NVIDIA H200, 33 us; step 97, which "
-        "is not exact, took 20 us"
-    )
-    asked = chosen(512, accuracy="fast")
-    assert asked.step is with_fast
-    assert asked.why == "the fastest of 3 measured at M=512 N=4096 K=4096 on NVIDIA H200, 20 us"
-    assert chosen(512, accuracy="fast", family="A16").step.number == 11
-    assert "97" not in chosen(512, family="A16").why
-    tuned(table(entry(512, s11A16=33.0, s97A8=50.0)))
-    assert chosen(512, accuracy="fast").step.number == 11, "it need not be the faster"
-    assert "97" not in chosen(512).why
-
-
-def test_weights_packed_for_a_step_alone_ask_for_it(tuned, with_fast) -> None:
-    assert chosen(512, among=[with_fast]).step is with_fast
-    with pytest.raises(ValueError, match="step 97 is not exact: ask for it with accuracy='fast'"):
-        chosen(512, among=[with_fast, with_fast])
-    with pytest.raises(ValueError, match="unknown accuracy 'sloppy': use exact, fast or coarse"):
-        chosen(512, accuracy="sloppy")
-
-
-def test_an_old_gpu_gets_the_highest_step_that_runs_there(tuned) -> None:
-    old = SimpleNamespace(name="Tesla T4", cc=(7, 5), sms=40)
-    highest = [step for step in ladder() if step.min_cc == (7, 5)][-1]
-    assert chosen(machine=old).step is highest
-    with pytest.raises(ValueError, match=r"no step can do this: .* needs compute capability"):
-        chosen(machine=SimpleNamespace(name="Tesla V100", cc=(7, 0), sms=80))
-
-
-def test_what_cannot_be_chosen_is_a_sentence(tuned) -> None:
-    with pytest.raises(ValueError, match="unknown family 'A4': use A16 or A8"):
-        chosen(family="A4")
-    with pytest.raises(ValueError, match="there is no step 99"):
-        chosen(step=99)
-    with pytest.raises(ValueError, match="step 2 is of family A8, not A16"):
-        chosen(step=2, family="A16")
-
-
-def test_how_a_launch_is_cut() -> None:
-    assert cut(Launch(None, (3, 2), (32, 4), ())) == "grid 3x2 of 128 threads"
-    shared = Launch(None, (7,), (256,), (), shared_bytes=65536)
-    assert cut(shared) == "grid 7 of 256 threads, 65536 bytes of shared memory"
 
 
 # --- the tuner ------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""Launch templates: the launches of a product, compiled and laid out before any address is known.
+
+    template = LaunchTemplate(choice, types_of_the_packed_weights)
+    template(a, out, weights, workspace, stream)        # addresses; queued, not waited for
+
+A template owns no memory. The caller brings a workspace of `nbytes` with each call, the first
+`zeroed` of them set to zero before the first one; the kernels leave them zero. So layers of one
+shape can share a template, calls on several streams do not meet, and what a CUDA graph writes can
+come from that graph's pool. `steps.api.plan.Plan` is a template with a workspace of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from steps.api.choice import Choice, launch_configuration, written_dtype
+from steps.api.dry_run import (
+    OUT,
+    REGION,
+    WEIGHTS,
+    WORKSPACE,
+    ZEROED,
+    A,
+    ArrayType,
+    DryRun,
+    launches,
+)
+from steps.api.operands import require_grid
+from steps.components.activations.layouts import reading
+
+
+class LaunchTemplate:
+    """The launches of one product, to which every call brings its addresses.
+
+    choice  : the step, and why.
+    packing : name of the packing that its weights have.
+    reads   : how A comes: "float32", "float16" or "gated".
+    writes  : dtype of C, "float32" or "float16".
+    nbytes  : bytes of a workspace, the first `zeroed` of them zero before the first call.
+    loaded  : the launches of a call, in order.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        weights: Sequence[ArrayType],
+        *,
+        output: str = "float32",
+        input: str = "float32",
+    ) -> None:
+        """Compile and load the kernels of `choice` on the current GPU.
+
+        weights : (shape, dtype) of each array of the packed weights.
+        output, input : of C and A, where the step can write and read them; else float32, or for
+                  "gated" float16.
+        ValueError for a product with more thread blocks than CUDA launches.
+        """
+        from steps.api.launcher import load
+
+        shape, memory = choice.shape, DryRun()
+        self.packing = choice.step.pack.__name__
+        self.writes = written_dtype(choice.step, output)
+        self.reads = reading(choice.step.activations, input)[1]
+        before, own = launches(
+            choice.work,
+            (shape.m, shape.n, shape.k),
+            output=self.writes,
+            input=input,
+            weights=weights,
+            machine=memory,
+        )
+        for launch in (*before, own):
+            require_grid(launch, shape.m, shape.n)
+        self.choice = replace(choice, configuration=launch_configuration(own))
+        self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
+        self.loaded = [load(launch) for launch in (*before, own)]
+        operands = (A, OUT, ZEROED, WORKSPACE, *(WEIGHTS + i * REGION for i in range(len(weights))))
+        self._places = {
+            operand: [
+                (loaded.arguments, i, offset)
+                for loaded in self.loaded
+                for i, offset in loaded.within(operand, REGION)
+            ]
+            for operand in operands
+        }
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, a: int, out: int, weights: Sequence[int], workspace: int, stream: int
+    ) -> None:
+        """Queue out[:] = a @ dequantize(W)^T on a stream; return before it is done.
+
+        Addresses on the GPU, which nothing checks: a, [M, K] as the template `reads` it, gated at a
+        multiple of 16; out, [M, N], at a multiple of 16 and apart from a; the arrays of `packing`;
+        `nbytes` of workspace, at a multiple of 256. Threads wait for each other.
+        """
+        with self._lock:
+            self.put(A, a)
+            self.put(OUT, out)
+            self.put(ZEROED, workspace)
+            self.put(WORKSPACE, workspace + self.zeroed)
+            for i, address in enumerate(weights):
+                self.put(WEIGHTS + i * REGION, address)
+            self.launch(stream)
+
+    def put(self, operand: int, address: int) -> None:
+        """Set the address of an operand (`steps.api.dry_run`) in all launches from here on."""
+        for arguments, i, offset in self._places[operand]:
+            arguments[i] = address + offset
+
+    def launch(self, stream: int) -> None:
+        """Queue the launches with the addresses that were put there."""
+        for loaded in self.loaded:
+            loaded(stream)
