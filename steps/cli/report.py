@@ -146,11 +146,11 @@ def run_table(
     asked: the steps that were named; others, measured to compare with, are faint.
     """
     head = [Column("step"), Column("scheme", words=True), Column("format", words=True)]
-    several = any(row.output != "float32" for row in rows)
+    several = any((row.input, row.output) != ("float32", "float32") for row in rows)
     if rows:
         head += [Column("MxNxK")]
     if several:
-        head += [Column("C", words=True)]
+        head += [Column("A to C", words=True)]
     head += [Column("kernel error"), Column("format error")]
     if rows:  # without a GPU these columns would only say that nothing was measured
         head += [Column(name) for name, _ in _MEASURED]
@@ -161,7 +161,7 @@ def run_table(
     for row in rows:
         cells = [str(row.step), row.scheme, row.format, shape_text(row.shape)]
         if several:
-            cells += [row.output]
+            cells += [f"{row.input} to {row.output}"]
         cells += [table.error(row.nmse_same_operands), table.error(row.nmse_float)]
         cells += [text(row) for _, text in _MEASURED]
         cells += [_verdict(row.status, checked.get((row.step, row.scheme, row.format)))]

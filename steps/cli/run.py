@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from results.measure import bench as benching
-from results.record.schema import Row, rows_in_order
+from results.record import ROOT
+from results.record.environment import environment, finished
+from results.record.schema import Environment, Peer, Row, Run, rows_in_order
 from results.render import text as table
 from steps.api.parallel_compile import Wanted, compile_ahead
 from steps.checks.cases import Case, cases
@@ -55,11 +57,13 @@ def run(args: Namespace) -> int:
         for one in benching.wanted_of(work, shape)
     ]
     outcomes = checked(every, machine, False, args, weights, ahead=ahead)
-    rows: tuple[Row, ...] = ()
+    measured = Run(env=Environment())
     if outcomes.broken is None:
-        rows = _measured(at, outcomes, args, weights)
-    tell(args, steps, name, outcomes, rows, weights)
-    return 0 if outcomes.ok and all(row.status != "failed" for row in rows) else 1
+        measured = _measured(at, outcomes, args, weights)
+    tell(args, steps, name, outcomes, measured.rows, weights)
+    if args.command == "ladder" and not args.json and (path := _chart(measured)):
+        print(f"the ladder as a chart: {path}")
+    return 0 if outcomes.ok and all(row.status != "failed" for row in measured.rows) else 1
 
 
 def check(args: Namespace) -> int:
@@ -187,13 +191,16 @@ def _measured(
     outcomes: Outcomes,
     args: Namespace,
     weights: FileWeights | None,
-) -> tuple[Row, ...]:
-    """The rows, with ratios. A CUDA error ends it and is noted in `outcomes`."""
+) -> Run:
+    """The rows, with ratios, and cuBLAS beside them. A CUDA error ends it and is noted in
+    `outcomes`."""
+    env = environment()
     measuring = benching.Bench.here(benching.RUN_BUDGET, remark)
-    found: list[Row] = []
+    rows: list[Row] = []
+    peers: list[Peer] = []
     try:
         with table.progress(len(at)) as progress:
-            for rows, _ in benching.measure_rows(
+            for found, beside in benching.measure_rows(
                 measuring,
                 at,
                 distribution=distribution_of(args),
@@ -202,12 +209,13 @@ def _measured(
                 given=weights.whole if weights else None,
                 report=progress,
             ):
-                found += rows
+                rows += found
+                peers += beside
     except Exception as error:
         if not fatal(error):
             raise
         outcomes.broken = f"{type(error).__name__}: {error}"
-    return rows_in_order(found)
+    return Run(env=finished(env, measuring.limits), rows=rows_in_order(rows), peers=tuple(peers))
 
 
 # --- telling --------------------------------------------------------------------------------------
@@ -243,8 +251,6 @@ def tell(
             table.show(report.run_table("What failed, by format", each, own))
     for sentence in report.sentences(outcomes, rows):
         remark(sentence)
-    if args.command == "ladder" and (path := _chart(rows)):
-        print(f"the ladder as a chart: {path}")
 
 
 def _title(
@@ -264,17 +270,13 @@ def _title(
     return f"{name}, {told or where}"
 
 
-def _chart(rows: Sequence[Row]) -> Path | None:
-    """Draws these rows into build/ladder.svg; None where no step is at its home shape."""
-    if not any(row.home for row in rows):
+def _chart(run: Run) -> Path | None:
+    """Draws the run into build/ladder.svg; None where no step is at its home shape."""
+    if not any(row.home for row in run.rows):
         return None
-    from results.record import ROOT
-    from results.record.environment import environment
-    from results.record.schema import Run
     from results.render import charts
 
-    drawing = charts.render(Run(env=environment(), rows=tuple(rows)), only={"ladder"})
     path = ROOT / "build" / "ladder.svg"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(drawing[path.name])
+    path.write_bytes(charts.render(run, only={"ladder"})[path.name])
     return path

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from results.record.schema import Row, with_ratios
+from results.record.schema import Environment, Row, Run, with_ratios
 from steps.api.machines import Simulator
 from steps.checks.cases import Case
 from steps.cli import run
@@ -47,9 +47,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[Size, Sequence[Wor
     """What each `run` of the test would measure: shape -> works."""
     asked: list[Mapping[Size, Sequence[Work]]] = []
 
-    def noted(at: Mapping[Size, Sequence[Work]], *_: Any) -> tuple[Row, ...]:
+    def noted(at: Mapping[Size, Sequence[Work]], *_: Any) -> Run:
         asked.append(at)
-        return with_ratios([row(work, shape) for shape, works in at.items() for work in works])
+        rows = with_ratios([row(work, shape) for shape, works in at.items() for work in works])
+        return Run(env=Environment(gpu=gpu.name), rows=rows)
 
     gpu = PretendedGpu()
     monkeypatch.setattr(run, "machines", lambda _: (gpu.name, lambda _: gpu, None))

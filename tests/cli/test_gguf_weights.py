@@ -16,7 +16,7 @@ import pytest
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from qformats.gguf_file import tensors
 from reference import PrequantizedProblem, Problem, check, limits, same_operands_a16
-from results.measure import bench
+from results.measure.products import Data, PartOf
 from steps import find, gemm, ladder, plan
 from steps.api import gemm as door
 from steps.api.machines import Simulator
@@ -110,8 +110,9 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
     assert not check(right * np.float32(1.001), one, "A16").ok
     other = PrequantizedProblem(40, blocks(model)[::-1])
     assert not check(right, other, "A16").ok, "another matrix of the same shape"
-    part = bench.FirstTokens(3, N, K, "q4_0", of=one)
-    assert check(right[:3], part, "A16").nmse_float is None
+    part = PartOf(3, N, K, "q4_0", data=Data(40, N, K, given=one))
+    verdict = check(same_operands_a16(part.a, part.blocks).astype(np.float32), part, "A16")
+    assert (verdict.ok, verdict.nmse_float) == (True, None)
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_the_ladder_ends_with_its_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("results.record.ROOT", tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
     assert cli.main(["ladder", *CHEAP]) == 0
     drawn = tmp_path / "build" / "ladder.svg"
     assert capsys.readouterr().out.splitlines()[-1] == f"the ladder as a chart: {drawn}"
@@ -150,3 +150,14 @@ def test_the_ladder_ends_with_its_chart(
     assert not drawn.exists(), "no step is at home there"
     assert cli.main(["run", "1", "2", *CHEAP]) == 0
     assert not drawn.exists(), "two steps are no ladder"
+
+
+@pytest.mark.usefixtures("measured")
+def test_all_that_a_run_launches_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(run, "compile_ahead", lambda wanted, gpu, say: seen.extend(wanted))
+    assert cli.main(["run", "5", *CHEAP]) == 0
+    shapes = ((1, 2, 32), (3, 2, 32), (512, 4096, 4096))
+    assert {(work.step.number, size, output) for work, size, output, *_ in seen} == {
+        (number, size, "float32") for number in (4, 5) for size in shapes
+    }
