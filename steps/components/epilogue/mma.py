@@ -1,6 +1,6 @@
 """The end of a tile of step 11: through shared memory, split-K partial sums, scales, C.
 
-The accumulators hold products in units of a feature and of a token, powers of two
+The accumulators hold products that row scales and token scales, powers of two, are to multiply
 (`qformats.repack.tiles`, `steps.components.activations.layouts.float16_chunks`). They lie scattered
 over a warp, and C may be float32 or float16. So they go to shared memory first, and each thread
 then takes four neighbouring features of a token, as C has them. Step 11 teaches this.

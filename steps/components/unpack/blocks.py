@@ -1,16 +1,18 @@
-"""What a kernel needs to know of a block: Numba device functions, made once for each format.
+"""The codes, scale and offset of a block: device functions of each weight format.
+
+Step 2 teaches this; steps 3 and 4 use it.
 
 `device_format("q5_1")` gives the same five names for every weight format, so that one kernel
 factory, which captures them, serves all five:
 
-    code(w, at, j)   -> int32         stored code of element j (0..31), by single bytes
-    codes(w, at, j)  -> int32, int32  those of elements j and j + 16 (j < 16): a nibble format keeps
-                                      them in one byte, which is loaded once
-    words(w, at, i)  -> int32, int32  codes of elements 4i.. and 16 + 4i.. (i = 0..3), one a byte
-    scale(w, at)     -> float32       d
-    offset(w, at)    -> float32       z, such that every format's value is  d * code + z
+    code(w, start, j)  -> int32         stored code of element j (0..31), by single bytes
+    codes(w, start, j) -> int32, int32  those of elements j and j + 16 (j < 16): a nibble format
+                                        keeps them in one byte, which is loaded once
+    words(w, start, i) -> int32, int32  codes of elements 4i.. and 16 + 4i.. (i = 0..3), one a byte
+    scale(w, start)    -> float32       d
+    offset(w, start)   -> float32       z, such that every format's value is  d * code + z
 
-`w` is the weight matrix as plain bytes (uint8, 1-D) and `at` the byte where a block begins. A dot
+`w` is the weight matrix as plain bytes (uint8, 1-D); a block begins at byte `start`. A dot
 product with one Q8_1 block (scale da, codes qa, sum s) is then, for every format,
 
     d * da * sum(code * qa)  +  z * s
@@ -98,70 +100,70 @@ class DeviceFormat:
 def device_format(format_name: str) -> DeviceFormat:
     """The device functions of a weight format, for capture in a kernel factory."""
     fmt = FORMATS[format_name]
-    fields = {name: at for name, (_, at, *_) in fmt.dtype.fields.items()}  # type: ignore[union-attr]
+    fields = {name: start for name, (_, start, *_) in fmt.dtype.fields.items()}  # type: ignore[union-attr]
     D, QS, QH, M = fields["d"], fields["qs"], fields.get("qh", 0), fields.get("m", 0)
     load_qs = safe_load(format_name, "qs")
     load_qh = safe_load(format_name, "qh") if "qh" in fields else b1
     centre = float32({"q4_0": -8.0, "q5_0": -16.0}.get(format_name, 0.0))
 
     @cuda.jit(device=True, forceinline=True)
-    def nibble(w, at, j):
+    def nibble(w, start, j):
         # shifts and masks, not // and %: Python's floor division costs extra for a signed j
-        return int32((uint32(w[at + QS + (j & 15)]) >> uint32((j >> 4) << 2)) & uint32(15))
+        return int32((uint32(w[start + QS + (j & 15)]) >> uint32((j >> 4) << 2)) & uint32(15))
 
     @cuda.jit(device=True, forceinline=True)
-    def nibbles(w, at, j):
-        byte = uint32(w[at + QS + j])
+    def nibbles(w, start, j):
+        byte = uint32(w[start + QS + j])
         return int32(byte & uint32(15)), int32(byte >> uint32(4))
 
     @cuda.jit(device=True, forceinline=True)
-    def nibble_words(w, at, i):
-        q = uint32(load_qs(w, at + QS + 4 * i))
+    def nibble_words(w, start, i):
+        q = uint32(load_qs(w, start + QS + 4 * i))
         return int32(q & uint32(NIBBLES)), int32((q >> uint32(4)) & uint32(NIBBLES))
 
     @cuda.jit(device=True, forceinline=True)
-    def five_bit(w, at, j):
-        fifth = (uint32(w[at + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)
-        return int32(nibble(w, at, j) | int32(fifth << uint32(4)))
+    def five_bit(w, start, j):
+        fifth = (uint32(w[start + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)
+        return int32(nibble(w, start, j) | int32(fifth << uint32(4)))
 
     @cuda.jit(device=True, forceinline=True)
-    def five_bits(w, at, j):
-        low, high = nibbles(w, at, j)
-        low |= ((uint32(w[at + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
-        high |= ((uint32(w[at + QH + 2 + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
+    def five_bits(w, start, j):
+        low, high = nibbles(w, start, j)
+        low |= ((uint32(w[start + QH + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
+        high |= ((uint32(w[start + QH + 2 + (j >> 3)]) >> uint32(j & 7)) & uint32(1)) << uint32(4)
         return int32(low), int32(high)
 
     @cuda.jit(device=True, forceinline=True)
-    def five_bit_words(w, at, i):
-        low, high = nibble_words(w, at, i)
-        qh = uint32(load_qh(w, at + QH)) >> uint32(4 * i)
+    def five_bit_words(w, start, i):
+        low, high = nibble_words(w, start, i)
+        qh = uint32(load_qh(w, start + QH)) >> uint32(4 * i)
         low |= fifth_bits(qh & uint32(15))
         high |= fifth_bits((qh >> uint32(HALF)) & uint32(15))
         return int32(low), int32(high)
 
     @cuda.jit(device=True, forceinline=True)
-    def signed_byte(w, at, j):
-        return int32(int8(w[at + QS + j]))  # int8 read as unsigned is one of the classical bugs
+    def signed_byte(w, start, j):
+        return int32(int8(w[start + QS + j]))  # int8 read as unsigned is one of the classical bugs
 
     @cuda.jit(device=True, forceinline=True)
-    def signed_bytes(w, at, j):
-        return signed_byte(w, at, j), signed_byte(w, at, j + HALF)
+    def signed_bytes(w, start, j):
+        return signed_byte(w, start, j), signed_byte(w, start, j + HALF)
 
     @cuda.jit(device=True, forceinline=True)
-    def signed_words(w, at, i):
-        return load_qs(w, at + QS + 4 * i), load_qs(w, at + QS + HALF + 4 * i)
+    def signed_words(w, start, i):
+        return load_qs(w, start + QS + 4 * i), load_qs(w, start + QS + HALF + 4 * i)
 
     @cuda.jit(device=True, forceinline=True)
-    def scale(w, at):
-        return half_to_float(load_u16(w, at + D))
+    def scale(w, start):
+        return half_to_float(load_u16(w, start + D))
 
     @cuda.jit(device=True, forceinline=True)
-    def minimum(w, at):
-        return half_to_float(load_u16(w, at + M))
+    def minimum(w, start):
+        return half_to_float(load_u16(w, start + M))
 
     @cuda.jit(device=True, forceinline=True)
-    def centred(w, at):
-        return centre * half_to_float(load_u16(w, at + D))
+    def centred(w, start):
+        return centre * half_to_float(load_u16(w, start + D))
 
     code, codes, words = {
         4: (nibble, nibbles, nibble_words),

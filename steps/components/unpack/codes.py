@@ -1,4 +1,7 @@
-"""Codes of a fragment-packed tile as bytes in registers: what the int8 tensor-core steps multiply."""
+"""Codes of a fragment-packed tile as bytes in registers: what the int8 tensor cores multiply.
+
+Step 7 teaches this.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from qformats.repack import CODE_SCALE, TILE_GROUP, TILE_K, TILE_ROWS
 from steps.instructions import and_xor, load_u32, load_u32x4
 
 
-# --- records of qformats.repack.tiles -------------------------------------------------------------
+# --- the packed tiles of qformats.repack.tiles ----------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class TileFormat:
-    """Where the parts of a record of `qformats.repack.tiles` lie, and how lanes read them.
+    """Where the parts of a packed tile of `qformats.repack.tiles` lie, and how lanes read them.
 
-    tile_bytes : bytes of one record; bits_at, scales_at, minima_at: where those parts begin.
-    unit         : the bytes of `fragments` are codes times this (`qformats.repack.CODE_SCALE`)
-    signed       : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
-    minimum      : whether there are minima
-    group        : elements that share a scale, 32 or 16
-    scale_bytes  : 2; or 1, of a float16 the upper
-    load(m, at, lane, half)
-        what one lane needs of the record at byte `at` of array m for one half of 64 K
+    tile_bytes : bytes of one packed tile; bits_at, scales_at, minima_at: where those parts begin
+    code_scale : the bytes of `fragments` are codes times this (`qformats.repack.CODE_SCALE`)
+    signed     : whether they are signed; unsigned bytes go to `mma_m16n8k32_u8` or `dp4a_us`
+    minimum    : whether there are minima
+    group      : elements that share a scale, 32 or 16
+    scale_bytes: 2; or 1, the upper byte of a float16
+    load(m, offset, lane, half)
+        the words of one lane for one half, 64 K, of the packed tile at byte `offset` of array m
     fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
     """
 
@@ -44,7 +47,7 @@ class TileFormat:
 
 @cuda.jit(device=True, forceinline=True)
 def tile_index(row_tile, step, steps):
-    """Which record of `qformats.repack.tiles`: of a row tile and a step of 128 K, of `steps`."""
+    """The index of a packed tile of `qformats.repack.tiles`: of a row tile, and step of `steps`."""
     return int32(int32((row_tile >> 3) * steps + step) * TILE_GROUP + (row_tile & 7))
 
 
@@ -53,9 +56,9 @@ LOWER_FOUR, HIGHEST, LOWEST = 0x78787878, 0x80808080, 0x08080808  # of a code in
 
 
 @cuda.jit(device=True, forceinline=True)
-def load_4(m, at, lane, half):
-    """The four words of a lane that hold nibbles, the first of all records but those of 8 bits."""
-    return load_u32x4(m, at + half * 512 + lane * 16)
+def load_4(m, offset, lane, half):
+    """The four words of a lane that hold nibbles: first in a packed tile, unless it has 8 bits."""
+    return load_u32x4(m, offset + half * 512 + lane * 16)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -83,24 +86,24 @@ def shifted(word, up):
 
 @cache
 def tile_format(format_name: str) -> TileFormat:
-    """The record of a weight format, for capture in a kernel factory."""
+    """The packed tile of a weight format, for capture in a kernel factory."""
     fmt = FORMATS[format_name]
     minimum = "m" in (fmt.dtype.names or ())
-    record = fmt.block_bytes * TILE_ROWS * TILE_K // BLOCK
+    tile_bytes = fmt.block_bytes * TILE_ROWS * TILE_K // BLOCK
     scale_bytes = TILE_ROWS * (TILE_K // BLOCK) * 2
-    scales_at = record - (2 if minimum else 1) * scale_bytes
+    scales_at = tile_bytes - (2 if minimum else 1) * scale_bytes
     bits_at = TILE_ROWS * TILE_K // 2
     flip_5 = HIGHEST if format_name == "q5_0" else 0  # makes two's complement of code - 16
 
     @cuda.jit(device=True, forceinline=True)
-    def load_5(m, at, lane, half):
-        w0, w1, w2, w3 = load_4(m, at, lane, half)
-        return w0, w1, w2, w3, load_u32(m, at + bits_at + half * 128 + lane * 4)
+    def load_5(m, offset, lane, half):
+        w0, w1, w2, w3 = load_4(m, offset, lane, half)
+        return w0, w1, w2, w3, load_u32(m, offset + bits_at + half * 128 + lane * 4)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_8(m, at, lane, half):
-        a0, a1, a2, a3 = load_u32x4(m, at + half * 1024 + lane * 16)
-        b0, b1, b2, b3 = load_u32x4(m, at + half * 1024 + 512 + lane * 16)
+    def load_8(m, offset, lane, half):
+        a0, a1, a2, a3 = load_u32x4(m, offset + half * 1024 + lane * 16)
+        b0, b1, b2, b3 = load_u32x4(m, offset + half * 1024 + 512 + lane * 16)
         return a0, a1, a2, a3, b0, b1, b2, b3
 
     @cuda.jit(device=True, forceinline=True)
@@ -136,10 +139,10 @@ def tile_format(format_name: str) -> TileFormat:
         8: (load_8, fragments_8),
     }[fmt.bits]
     return TileFormat(
-        tile_bytes=record,
+        tile_bytes=tile_bytes,
         bits_at=bits_at,
         scales_at=scales_at,
-        minima_at=record - scale_bytes,
+        minima_at=tile_bytes - scale_bytes,
         code_scale=CODE_SCALE[fmt.bits],
         signed=not minimum,
         minimum=minimum,

@@ -1,4 +1,7 @@
-"""Weights of a fragment-packed tile as float16 in registers: what the W4A16 steps multiply."""
+"""Weights of a fragment-packed tile as float16 in registers: what the W4A16 steps multiply.
+
+Step 11 teaches this; step 12 uses it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,15 @@ from steps.components.unpack.codes import tile_format
 from steps.instructions import and_xor, hfma2, hmul2, load_u32, prmt, select_bits
 
 
-# --- the same records as float16 ------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class HalfFormat:
-    """How lanes make float16 weights of a record of `qformats.repack.tiles`.
+    """How lanes make float16 weights of a packed tile of `qformats.repack.tiles`.
 
-    tile_bytes : bytes of one record
-    words(m, at, lane, half) -> `n_words` words
-        what one lane needs of the codes of the record at byte `at` of m, for one half of 64 K
-    scales(m, at, lane, half) -> `n_scales` words
-        likewise of the scales and minima
+    tile_bytes: bytes of one packed tile
+    words(m, offset, lane, half) -> `n_words` words
+        the codes of one lane for one half, 64 K, of the packed tile at byte `offset` of m
+    scales(m, offset, lane, half) -> `n_scales` words
+        the same for the scales and minima
     multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
         register, of block 0 or 1 of that half
     fragments(words, step, multipliers) -> (a0, a1, a2, a3)
@@ -65,10 +67,10 @@ def two_of_five(words, block, row, up, odd):
     of its high ones: nibbles where they are, and above the low ones the highest bit, below the high
     ones the lowest. These lie side by side, so one shift and one mask serve both, as either's
     nibble covers the other's bit."""
-    number = 2 * block + row
-    at = 8 * odd + 2 * number - 3
-    bits = uint32(words[4]) >> uint32(at) if at >= 0 else uint32(words[4]) << uint32(-at)
-    nibbles = uint32(words[number]) >> uint32(8 * odd)
+    word = 2 * block + row
+    down = 8 * odd + 2 * word - 3
+    bits = uint32(words[4]) >> uint32(down) if down >= 0 else uint32(words[4]) << uint32(-down)
+    nibbles = uint32(words[word]) >> uint32(8 * odd)
     return select_bits(0x000F000F << 4 * up, nibbles, bits & uint32(FIFTH_BITS))
 
 
@@ -91,7 +93,7 @@ def half_format(format_name: str) -> HalfFormat:
     tile = tile_format(format_name)
     scales_at, minima_at, minimum = tile.scales_at, tile.minima_at, tile.minimum
     bits = FORMATS[format_name].bits
-    # the code that stands for 0: as a float16, negative, times d' it is the offset ...
+    # the code of 0: as a float16, negative, times d' it is the offset ...
     centre = {"q4_0": 8, "q5_0": 16, "q8_0": 128}.get(format_name, 0)
     minus_centre = (0x8000 | centre) * 0x00010001
     too_high = EIGHTH if bits == 5 else SIXTEENTH  # codes of upper nibbles
@@ -100,14 +102,14 @@ def half_format(format_name: str) -> HalfFormat:
     minimum_unit = int(np.float16(MINIMUM_SCALE).view(np.uint16)) * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_alone(m, at, lane, half):
-        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+    def scales_alone(m, offset, lane, half):
+        row_g = offset + scales_at + (lane >> 2) * 16 + 4 * half
         return load_u32(m, row_g), load_u32(m, row_g + 8)
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_and_minima(m, at, lane, half):
-        d_g, d_h = scales_alone(m, at, lane, half)
-        row_g = at + minima_at + (lane >> 2) * 16 + 4 * half
+    def scales_and_minima(m, offset, lane, half):
+        d_g, d_h = scales_alone(m, offset, lane, half)
+        row_g = offset + minima_at + (lane >> 2) * 16 + 4 * half
         return d_g, d_h, load_u32(m, row_g), load_u32(m, row_g + 8)
 
     @cuda.jit(device=True, forceinline=True)

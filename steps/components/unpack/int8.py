@@ -1,4 +1,7 @@
-"""Weights of a fragment-packed tile requantized to int8 with one scale per row."""
+"""Weights of a fragment-packed tile requantized to int8 with one scale per row.
+
+Step 13 teaches this.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,16 @@ from steps.components.unpack.halves import EIGHTH, SIXTEENTH, half_format, two_o
 from steps.instructions import hfma2, hmul2, prmt
 
 
-# --- the same records as bytes --------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ByteFormat:
-    """How lanes make the byte weights of a record of `qformats.repack.byte_tiles`, or of
+    """How lanes make the byte weights of a packed tile of `qformats.repack.byte_tiles`, or of
     `qformats.integer_scales.integer_tiles`.
 
-    tile_bytes : of one record
-    zero         : the byte that stands for 0: of signed ones 0, else they are unsigned
-    unpacked     : whether there is anything to be made, and bytes are not operands as they are
-    words(m, at, lane, half), scales(m, at, lane, half)
-        what one lane needs of the record at byte `at` of m, for one half of 64 K
+    tile_bytes: of one packed tile
+    zero      : the byte that means 0: 0 where bytes are signed, else they are unsigned
+    unpacked  : False where the stored bytes are operands already
+    words(m, offset, lane, half), scales(m, offset, lane, half)
+        the words of one lane for one half, 64 K, of the packed tile at byte `offset` of m
     fragments(words, scales, block) -> (a0, a1, a2, a3)
         of block 0 or 1 of that half, as `wgmma_s8` takes them, or `wgmma_u8`
 
@@ -62,7 +64,7 @@ def byte_format(format_name: str) -> ByteFormat:
     minus_centre = CENTRE.get(format_name, 0) * 0x00010001 | 0x80008000
 
     @cuda.jit(device=True, forceinline=True)
-    def no_scales(m, at, lane, half):
+    def no_scales(m, offset, lane, half):
         return (uint32(0),)
 
     @cuda.jit(device=True, forceinline=True)

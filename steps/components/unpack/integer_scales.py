@@ -1,4 +1,7 @@
-"""Weights of a fragment-packed tile from codes and small integer scales: one multiply-add makes four."""
+"""Weights of a fragment-packed tile from codes and small integer scales.
+
+One 32-bit multiply-add makes four of them. Step 14 teaches this.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def integer_format(format_name: str) -> ByteFormat:
     bits, scales_at = FORMATS[format_name].bits, tile.scales_at
 
     @cuda.jit(device=True, forceinline=True)
-    def scales(m, at, lane, half):
-        row_g = at + scales_at + (lane >> 2) * 16 + 4 * half
+    def scales(m, offset, lane, half):
+        row_g = offset + scales_at + (lane >> 2) * 16 + 4 * half
         return load_u32(m, row_g), load_u32(m, row_g + 8)
 
     @cuda.jit(device=True, forceinline=True)
@@ -38,12 +41,12 @@ def integer_format(format_name: str) -> ByteFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def codes_5(words, block, row, up):
-        number = 4 * block + 2 * up + row
-        if number < 5:
-            return uint32(words[number]) & uint32(LOW_FIVE)
-        three = left_over(words[2 * number - 10], 5, UPPER_BITS, uint32(0))
-        if number < 7:
-            return left_over(words[2 * number - 9], 3, 0x18181818, three)
+        register = 4 * block + 2 * up + row
+        if register < 5:
+            return uint32(words[register]) & uint32(LOW_FIVE)
+        three = left_over(words[2 * register - 10], 5, UPPER_BITS, uint32(0))
+        if register < 7:
+            return left_over(words[2 * register - 9], 3, 0x18181818, three)
         return left_over(words[1], 2, 0x08080808, left_over(words[3], 1, 0x10101010, three))
 
     codes = codes_4 if bits == 4 else codes_5

@@ -1,7 +1,7 @@
-"""Records that hold no blocks of ggml's own (`qformats.storage`), as kernels read them.
+"""Packed tiles whose blocks are none of ggml's (`qformats.storage`): how kernels read them.
 
-`tile_format` and `half_format` are those of `steps.components.unpack.blocks` for all records; for the older
-formats they are just these. Others have
+`tile_format` and `half_format` serve every storage format; for the weight formats they are those of
+`steps.components.unpack.codes` and `halves`. The packed formats differ in two ways:
 
 a scale for 16 elements: 16 K are what one mma of float16 multiplies, so that it costs that three
     instructions more a block and row; int8's have 32 K, and are done twice
@@ -9,6 +9,8 @@ a scale for 16 elements: 16 K are what one mma of float16 multiplies, so that it
 codes of 5 bits, three to 16 bits (MXFP4): in two of three places a mask finds a code, in the third
     it takes a shift besides, and the sixteenth of a lane's pairs of codes is gathered from what the
     others leave. A register costs 2.8 instructions, where a fifth bit apart makes it 4.3.
+
+Step 11 is the first to read them, beside the weight formats.
 """
 
 from __future__ import annotations
@@ -32,21 +34,21 @@ ROWS_APART = 64  # bytes from the scales of row g to those of row g + 8
 
 @cache
 def tile_format(name: str) -> TileFormat:
-    """The record of a format or carrier, for capture in a kernel factory."""
+    """The packed tile of a storage format, for capture in a kernel factory."""
     kind = storage_format_named(name)
     if not isinstance(kind, PackedFormat):
         return codes.tile_format(name)
     if kind.bits == 5:
         return _fives()
     minimum, bits = "m" in (kind.dtype.names or ()), kind.bits
-    record = kind.block_bytes * TILE_ROWS * TILE_K // 32
+    tile_bytes = kind.block_bytes * TILE_ROWS * TILE_K // 32
     bits_at = TILE_ROWS * TILE_K // 2
     scales_at = TILE_ROWS * TILE_K * bits // 8
 
     @cuda.jit(device=True, forceinline=True)
-    def load_6(m, at, lane, half):
-        w0, w1, w2, w3 = load_4(m, at, lane, half)
-        b0, b1 = load_u32x2(m, at + bits_at + half * 256 + lane * 8)
+    def load_6(m, offset, lane, half):
+        w0, w1, w2, w3 = load_4(m, offset, lane, half)
+        b0, b1 = load_u32x2(m, offset + bits_at + half * 256 + lane * 8)
         return w0, w1, w2, w3, b0, b1
 
     @cuda.jit(device=True, forceinline=True)
@@ -69,10 +71,10 @@ def tile_format(name: str) -> TileFormat:
         )
 
     return TileFormat(
-        tile_bytes=record,
+        tile_bytes=tile_bytes,
         bits_at=bits_at,
         scales_at=scales_at,
-        minima_at=record - 2 * SCALES_OF_HALF,
+        minima_at=tile_bytes - 2 * SCALES_OF_HALF,
         code_scale=CODE_SCALE[bits],
         signed=not minimum,
         minimum=minimum,
@@ -84,7 +86,7 @@ def tile_format(name: str) -> TileFormat:
 
 @cache
 def half_format(name: str) -> HalfFormat:
-    """The float16 weights of a format or carrier, for capture in a kernel factory."""
+    """The float16 weights of a storage format, for capture in a kernel factory."""
     kind = storage_format_named(name)
     if not isinstance(kind, PackedFormat):
         return halves.half_format(name)
@@ -96,17 +98,17 @@ def half_format(name: str) -> HalfFormat:
     minimum_unit = int(np.float16(MINIMUM_SCALE).view(np.uint16)) * 0x00010001
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_alone(m, at, lane, half):
+    def scales_alone(m, offset, lane, half):
         """Of two blocks: those of row g, then those of row g + 8."""
-        row_g = at + scales_at + half * SCALES_OF_HALF + (lane >> 2) * 8
+        row_g = offset + scales_at + half * SCALES_OF_HALF + (lane >> 2) * 8
         g0, g1 = load_u32x2(m, row_g)
         h0, h1 = load_u32x2(m, row_g + ROWS_APART)
         return g0, g1, h0, h1
 
     @cuda.jit(device=True, forceinline=True)
-    def scales_and_minima(m, at, lane, half):
-        d0, d1, d2, d3 = scales_alone(m, at, lane, half)
-        m0, m1, m2, m3 = scales_alone(m, at + minima_at - scales_at, lane, half)
+    def scales_and_minima(m, offset, lane, half):
+        d0, d1, d2, d3 = scales_alone(m, offset, lane, half)
+        m0, m1, m2, m3 = scales_alone(m, offset + minima_at - scales_at, lane, half)
         return d0, d1, d2, d3, m0, m1, m2, m3
 
     @cuda.jit(device=True, forceinline=True)
@@ -130,9 +132,9 @@ def half_format(name: str) -> HalfFormat:
     @cuda.jit(device=True, forceinline=True)
     def two_of_six(words, block, row, up, odd):
         """A nibble, two bits up, and below it the lowest two."""
-        word, at = shifted(uint32(words[2 * block + row]), -6 if odd else 2), 4 * up
+        word, shift = shifted(uint32(words[2 * block + row]), -6 if odd else 2), 4 * up
         two = uint32(words[4 + block]) >> uint32(8 * odd + 2 * row)
-        return and_xor(word, 0x003C003C << at, and_xor(two, 0x00030003 << at, flip << at))
+        return and_xor(word, 0x003C003C << shift, and_xor(two, 0x00030003 << shift, flip << shift))
 
     codes = two_of_four(flip) if kind.bits == 4 else two_of_six
 
@@ -176,11 +178,11 @@ def _fives() -> TileFormat:
     old = codes.tile_format("q5_0")  # in which a lane's five words lie alike
 
     @cuda.jit(device=True, forceinline=True)
-    def pair(w, n, to):
-        """Pair n, moved so that its lower code begins at bit `to`: other bits are to be masked."""
+    def pair(w, n, bit):
+        """Pair n, moved so that its lower code begins at bit `bit`: other bits are to be masked."""
         if n == LAST:
-            return uint32(last_pair(w) << uint32(to))
-        return shifted(uint32(w[n // 3]), to - n % 3 * 5)
+            return uint32(last_pair(w) << uint32(bit))
+        return shifted(uint32(w[n // 3]), bit - n % 3 * 5)
 
     @cuda.jit(device=True, forceinline=True)
     def four(w, n):
@@ -220,8 +222,8 @@ def _half_fives(tile: TileFormat) -> HalfFormat:
     minus_zero, thirty_second = 0x80108010, 0x28002800  # -16 * 2^-24, and 2^-5
 
     @cuda.jit(device=True, forceinline=True)
-    def scales(m, at, lane, half):
-        row_g = at + scales_at + (lane >> 2) * 8 + 2 * half
+    def scales(m, offset, lane, half):
+        row_g = offset + scales_at + (lane >> 2) * 8 + 2 * half
         return uint32(load_u16(m, row_g)), uint32(load_u16(m, row_g + 4))
 
     @cuda.jit(device=True, forceinline=True)
