@@ -59,8 +59,8 @@ list: $(READY) ## the steps, their branches and home shapes
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 	@$(PY) -m steps check $(STEP) $(TOLD)
 
-test: $(READY) ## the whole test suite; tests that need a GPU are skipped elsewhere, with the reason
-	@$(PY) -m pytest -n auto --dist loadgroup
+test: $(READY) ## all tests, about 10 minutes on two cores, no GPU needed (QUICK=1: one format a step, 2 minutes)
+	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
 	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(OUT),--out '$(OUT)')

@@ -42,10 +42,17 @@ from steps.components.unpack.storage_formats import half_format, tile_format
 from steps.contract import Shape, Work
 from steps.instructions import store_u32
 from steps.simulator.launch import simulate
+from tests.components.passes import RemembersPasses
 
 of_each = pytest.mark.parametrize("name", FILE_FORMATS)
 STEPS = (1, 10, 11, 12, 13, 15)
-WORKS = [(n, name) for n in STEPS for name in FILE_FORMATS if name in steps.find(n).formats]
+QUICK = ("mxfp4", "q4_k", "q6_k")  # of a step one of them, with `make test QUICK=1`
+WORKS = [
+    pytest.param(n, name, marks=() if name == QUICK[n % 3] else pytest.mark.slow)
+    for n in STEPS
+    for name in FILE_FORMATS
+    if name in steps.find(n).formats
+]
 
 
 def random_blocks(name: str, n: int, k: int, seed: int = 0) -> np.ndarray:
@@ -249,7 +256,7 @@ def test_products(number: int, name: str) -> None:
         shapes += [((19, 5, 256), "integer")]
     for order, (shape, distribution) in enumerate(shapes):
         problem = Problem(*shape, name, distribution, seed=order)
-        found = verify(step, step.families[-1], problem, Simulator(order))
+        found = verify(step, step.families[-1], problem, RemembersPasses(order))
         assert found.ok, found.verdict
 
 

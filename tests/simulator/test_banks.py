@@ -27,6 +27,8 @@ from steps.instructions import (
 )
 from steps.simulator.banks import BankCounter, wavefronts, without_conflicts
 from steps.simulator.launch import SimulatorError, simulate
+from tests.components.passes import RemembersPasses
+from tests.steps.works import in_turn
 
 LANES = range(32)
 
@@ -250,8 +252,16 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 
 # --- what steps 7 to 11 say of themselves ---------------------------------------------------------
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("number", [7, 8, 9, 11, 12, 13, 14])
+def in_every_format(*numbers: int) -> list[pytest.param]:
+    """(step, format); `make test QUICK=1` runs one format of each step."""
+    return [
+        pytest.param(number, name, marks=() if name == in_turn(number) else pytest.mark.slow)
+        for number in numbers
+        for name in WEIGHT_FORMATS
+    ]
+
+
+@pytest.mark.parametrize(("number", "name"), in_every_format(7, 8, 9, 11, 12, 13, 14))
 def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
     counter = _counted(number, Problem(40, 128, 256, name))
     assert counter.wavefronts > 900
@@ -286,31 +296,35 @@ def test_no_tile_of_step_12_has_any(
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
-def test_decoding_conflicts_only_where_it_copies_d_and_s(tokens: int) -> None:
+@pytest.mark.parametrize(("number", "name"), in_every_format(10))
+def test_decoding_conflicts_only_where_it_copies_d_and_s(
+    number: int, name: str, tokens: int
+) -> None:
     """Of formats with a minimum d and s lie side by side, and are copied 4 bytes at a time; that is
     before the stream of weights, in which no two lanes meet."""
-    for name in WEIGHT_FORMATS:
-        counter = _counted(10, Problem(tokens, 128, 256, name))
-        if tokens > 4 and name in ("q4_1", "q5_1"):
-            guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
-            assert len(guilty) == 2
-            assert all("cp_async_4(" in line for line in guilty)
-        else:
-            assert counter.conflicts == 0, f"{name}\n{counter.report()}"
+    counter = _counted(number, Problem(tokens, 128, 256, name))
+    if tokens > 4 and name in ("q4_1", "q5_1"):
+        guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
+        assert len(guilty) == 2
+        assert all("cp_async_4(" in line for line in guilty)
+    else:
+        assert counter.conflicts == 0, counter.report()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 16])
-def test_bulk_decoding_conflicts_only_where_it_quantizes(tokens: int) -> None:
+@pytest.mark.parametrize(("number", "name"), in_every_format(15))
+def test_bulk_decoding_conflicts_only_where_it_quantizes(
+    number: int, name: str, tokens: int
+) -> None:
     """Four lanes read half of a block of float32 A, and the next four that of the next block, 128
     bytes on: twice for each block, before the stream of weights, in which no two lanes meet."""
-    for name in WEIGHT_FORMATS:
-        counter = _counted(15, Problem(tokens, 128, 512, name))
-        guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
-        if tokens > 4:
-            assert counter.conflicts == 0, f"{name}\n{counter.report()}"
-        else:
-            assert len(guilty) == 2, f"{name}\n{counter.report()}"
-            assert all("load_f32x4(smem, raw" in line for line in guilty)
+    counter = _counted(number, Problem(tokens, 128, 512, name))
+    guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
+    if tokens > 4:
+        assert counter.conflicts == 0, counter.report()
+    else:
+        assert len(guilty) == 2, counter.report()
+        assert all("load_f32x4(smem, raw" in line for line in guilty)
 
 
 def _counted(number: int, problem: Problem) -> BankCounter:
@@ -321,6 +335,6 @@ def _counted(number: int, problem: Problem) -> BankCounter:
     family = step.families[-1]
     prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine)
     for launch in prepared.activations.launches:
-        Simulator().run(launch)
+        RemembersPasses().run(launch)
     machine.run(prepared.launch)
     return counter

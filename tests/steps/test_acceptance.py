@@ -1,21 +1,24 @@
 """The classical acceptance: M=4, N=512, K=1024, every format within 1 % of the float product.
 
-The whole product takes a GPU (tests/steps/test_steps_gpu.py). Here each step computes 8 of the 512 output
-features of the same problem in the simulator - features are independent, so these are the values a
-GPU would give - and the whole product is checked at the level of the formats, with NumPy.
+The whole product takes a GPU (tests/steps/test_steps_gpu.py). Here each step computes 8 of the 512
+output features of the same problem in the simulator - features are independent, so these are the
+values a GPU would give - and the whole product is checked at the level of the formats, with NumPy.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
-import steps
 from qformats import WEIGHT_FORMATS
 from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, unquantized
 from reference.check import INTEGER_NMSE
-from steps.api.machines import Simulator
 from steps.checks.verify import multiply, prepare
+from steps.contract import Family, Step
+from tests.components.passes import RemembersPasses
+from tests.steps.works import WORKS, slow_unless_in_turn
 
 SHAPE = (4, 512, 1024)
 FEATURES = slice(0, 512, 64)
@@ -35,19 +38,21 @@ def test_the_formats_themselves(name: str, distribution: str) -> None:
     assert nmse(a8, a16) < A8_WITHIN_A16
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_every_step(name: str) -> None:
+@cache
+def problem_of(name: str) -> tuple[Problem, np.ndarray]:
+    """The whole problem, and the blocks of the features that the simulator computes."""
     problem = Problem(*SHAPE, name, "uniform")
-    blocks = np.ascontiguousarray(problem.blocks[FEATURES])
-    exact = unquantized(problem.a, problem.w[FEATURES])
-    a16 = same_operands_a16(problem.a, blocks)
-    machine = Simulator()
-    for step in steps.ladder():
-        for family in step.families:
-            c = multiply(prepare(step, family, name, problem.a, blocks, machine), machine)
-            assert nmse(c, exact) < CLASSICAL_LIMIT, (step.name, family)
-            if family == "A8":
-                # integers for scales round the weights once more: reference.check says by how much
-                coarse = step.accuracy == "coarse"
-                most = INTEGER_NMSE["uniform"][1] if coarse else A8_WITHIN_A16
-                assert nmse(c, a16) < most, step.name
+    return problem, np.ascontiguousarray(problem.blocks[FEATURES])
+
+
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+def test_every_step(step: Step, family: Family, name: str) -> None:
+    problem, blocks = problem_of(name)
+    machine = RemembersPasses()
+    c = multiply(prepare(step, family, name, problem.a, blocks, machine), machine)
+    assert nmse(c, unquantized(problem.a, problem.w[FEATURES])) < CLASSICAL_LIMIT
+    if family == "A8":
+        # integers for scales round the weights once more: reference.check says by how much
+        coarse = step.accuracy == "coarse"
+        most = INTEGER_NMSE["uniform"][1] if coarse else A8_WITHIN_A16
+        assert nmse(c, same_operands_a16(problem.a, blocks)) < most

@@ -26,3 +26,13 @@ REQUANTIZED = {"fast": byte_weights, "coarse": integer_weights}
 def in_turn(number: int) -> str:
     """One of the formats: tests of what all formats share take one each, and go round."""
     return WEIGHT_FORMATS[number % len(WEIGHT_FORMATS)]
+
+
+def slow_unless_in_turn(works: list[pytest.param]) -> list[pytest.param]:
+    """The same works; `make test QUICK=1` runs one format of each step."""
+    marked = []
+    for work in works:
+        step, _, name = work.values
+        marks = () if name == in_turn(step.number) else pytest.mark.slow
+        marked.append(pytest.param(*work.values, id=work.id, marks=marks))
+    return marked
