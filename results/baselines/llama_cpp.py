@@ -40,6 +40,7 @@ import numpy as np
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference import Problem, nmse, same_operands_a16
 from reference.product import sample as choose
+from results.baselines.recorded import recorded
 from results.measure.loop import Contestant, round_robin
 from results.measure.protocol import Budget, slots_for
 from results.record import ROOT
@@ -488,6 +489,19 @@ def measured(
         if "us" in line
     )
     return peers, why or next((line["why"] for line in lines if "why" in line), None)
+
+
+def figures(
+    gpu: str | None, shapes: Sequence[tuple[int, int, int]], formats: Sequence[str], l2_bytes: int
+) -> tuple[tuple[Peer, ...], str | None]:
+    """llama.cpp at each (M, N, K) in each format: measured here, else as recorded on such a GPU.
+
+    Returns the figures and, where some were not measured, why not.
+    """
+    here, why = measured(shapes, formats, l2_bytes=l2_bytes, gpu=gpu)
+    done = {peer.key for peer in here}
+    others = recorded(gpu, shapes, formats)
+    return (*here, *(peer for peer in others if peer.key not in done)), why
 
 
 def why_not() -> str | None:

@@ -90,18 +90,21 @@ WAYS: Final = (
 )
 
 
-def missing(run: Run, machine: Any, shapes: Sequence[Size] = SHAPES) -> list[tuple[Size, Way]]:
-    """The calls that have no row measured with the code, and by the choice, of today."""
+Call = tuple[Size, Way]
+"""A row that is to be measured."""
+
+
+def missing(calls: Iterable[Call], run: Run, machine: Any) -> list[Call]:
+    """Those that have no row measured with the code, and by the choice, of today."""
     now = remembered(called_hash)
     good = {(one.key, one.step, one.source_hash) for one in run.as_called}
-    found = []
-    for size in shapes:
-        for way in WAYS:
-            key = (way.api, way.accuracy, way.dtype, FORMAT, size)
-            step = way.choice(size, machine).step.number
-            if (key, step, now(way.api, step)) not in good:
-                found.append((size, way))
-    return found
+
+    def fresh(size: Size, way: Way) -> bool:
+        step = way.choice(size, machine).step.number
+        key = (way.api, way.accuracy, way.dtype, FORMAT, size)
+        return (key, step, now(way.api, step)) in good
+
+    return [call for call in calls if not fresh(*call)]
 
 
 class Calls:
@@ -195,7 +198,7 @@ def _called(plan: Any, a: Any, out: Any) -> Any:
 
 
 def measure(
-    wanted: Iterable[tuple[Size, Way]],
+    wanted: Iterable[Call],
     machine: Any,
     stopwatch: Any,
     budget: Budget = BUDGET,

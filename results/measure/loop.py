@@ -178,14 +178,13 @@ def _enough(contestants: Sequence[Contestant], spent: float, number: int, budget
         return False
     if spent >= budget.seconds or number >= budget.max_rounds:
         return True
-    return all(_known(each.timing, budget) for each in contestants if not each.slow)
+    return all(_known(each.times, budget) for each in contestants if not each.slow)
 
 
-def _known(timing: Timing, budget: Budget) -> bool:
-    """Whether the standard error of the median is small: 1.25 sigma / sqrt(n), with sigma from the
-    quantiles (1.68 of it lie between 20 % and 80 %)."""
-    sigma = (timing.p80_us - timing.p20_us) / 1.68
-    return 1.25 * sigma / math.sqrt(timing.rounds) <= budget.relative_error * timing.us
+def _known(times: Sequence[float], budget: Budget) -> bool:
+    """Whether the standard error of the median, 1.25 sigma / sqrt(n), is small."""
+    error = 1.25 * float(np.std(times)) / math.sqrt(len(times))
+    return error <= budget.relative_error * float(np.median(times))
 
 
 def ratio(theirs: Contestant, ours: Contestant) -> float | None:

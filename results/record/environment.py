@@ -82,7 +82,9 @@ def git_state(root: Path = ROOT, environ: Mapping[str, str] | None = None) -> Gi
         return done.stdout.strip()
 
     try:
-        return Git(sha=git("rev-parse", "--short=8", "HEAD"), dirty=bool(git("status", "--short")))
+        # what a bench writes is no change of what it measures
+        changed = git("status", "--short", "--", ".", ":(exclude)results/*/*.json")
+        return Git(sha=git("rev-parse", "--short=8", "HEAD"), dirty=bool(changed))
     except (OSError, subprocess.SubprocessError):
         return Git()
 

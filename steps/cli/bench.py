@@ -6,7 +6,6 @@ What is measured in which order is in `results.measure.bench` and `results.measu
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 from os import cpu_count
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
 from results.record import store
 from results.record.environment import environment
-from results.record.schema import Environment, Size
+from results.record.schema import Peer, Size
 from results.render import text as table
 from steps.api.parallel_compile import compile_ahead
 from steps.checks.run import fatal
@@ -40,11 +39,12 @@ def bench(args: Namespace) -> int:
     calls = calls_of(args, gpu)
     if not args.fresh:
         wanted = benching.missing(wanted, run)
-        calls = [call for call in as_called.missing(run, gpu) if call in calls]
+        calls = as_called.missing(calls, run, gpu)
     if not wanted and not calls:
         print(f"{path} is up to date: --fresh (make bench FRESH=1) measures all of it again")
         return 0
-    recorder, broken = _measured(args, gpu, env, Recorder(path, env, run), wanted, calls)
+    recorder = Recorder(path, env, run)
+    broken = _measured(args, gpu, recorder, wanted, calls)
     if args.json:
         print(path.read_text(encoding="utf-8"), end="")
     else:
@@ -82,7 +82,7 @@ def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
     return [one for work in works for one in benching.wanted_of(work, size)]
 
 
-def calls_of(args: Namespace, gpu: Any) -> list[tuple[Size, as_called.Way]]:
+def calls_of(args: Namespace, gpu: Any) -> list[as_called.Call]:
     """The calls that are asked for: none where steps are named, or there is no torch."""
     from results.measure.torch_graphs import torch_version
 
@@ -107,13 +107,12 @@ def _asked(args: Namespace, size: Size) -> bool:
 def _measured(
     args: Namespace,
     gpu: Any,
-    env: Environment,
     recorder: Recorder,
     wanted: list[Wanted],
-    calls: list[tuple[Size, as_called.Way]],
-) -> tuple[Recorder, str | None]:
-    """(what was recorded, the CUDA error that ended it). All that is finished is in the file,
-    however it ends."""
+    calls: list[as_called.Call],
+) -> str | None:
+    """The CUDA error that ended it, if one did. All that is finished is in the file, however it
+    ends."""
     loops = benching.in_loops(wanted)
     sizes = len({size for size, _ in calls})
     budget, of_calls, cores = benching.Budget(), as_called.BUDGET, cpu_count() or 1
@@ -134,7 +133,7 @@ def _measured(
     broken = None
     try:
         measuring = Bench.here(budget, remark, not args.no_baselines)
-        recorder = replace(recorder, limits=measuring.limits)
+        recorder.limits = measuring.limits
         with table.progress(len(loops) + sizes) as progress:
             rest = (measuring.machine, measuring.stopwatch, of_calls, progress, remark)
             for rows in as_called.measure(calls, *rest):
@@ -148,29 +147,20 @@ def _measured(
     if broken is None and loops and not args.no_baselines:
         formats = tuple(dict.fromkeys(one.work.format for one in wanted))
         shapes = [size for size, _ in loops]
-        recorder.add(peers=_llama_cpp(args, recorder, env, shapes, formats, measuring))
-    return recorder, broken
+        l2_bytes = measuring.stopwatch.l2_bytes
+        recorder.add(peers=_llama_cpp(recorder, shapes, formats, l2_bytes, args.fresh))
+    return broken
 
 
 def _llama_cpp(
-    args: Namespace,
-    recorder: Recorder,
-    env: Environment,
-    shapes: list[Size],
-    formats: tuple[str, ...],
-    measuring: Bench,
-) -> list[Any]:
-    """llama.cpp at these shapes: measured now where it is installed and was not yet, else as
-    recorded."""
+    recorder: Recorder, shapes: list[Size], formats: tuple[str, ...], l2_bytes: int, fresh: bool
+) -> tuple[Peer, ...]:
+    """llama.cpp at these shapes, of the formats in which some were not measured yet."""
     from results.baselines import llama_cpp
-    from results.baselines.recorded import recorded
 
-    known = {peer.key for peer in recorder.run.peers if peer.same_run and not args.fresh}
+    known = {peer.key for peer in recorder.run.peers if peer.same_run and not fresh}
     need = [name for name in formats if any(("ggml", name, shape) not in known for shape in shapes)]
-    here: tuple[Any, ...] = ()
-    if need:
-        l2_bytes = measuring.stopwatch.l2_bytes
-        here, why = llama_cpp.measured(shapes, need, l2_bytes=l2_bytes, gpu=env.gpu)
-        if why:
-            remark(f"llama.cpp's figures are recorded ones, where there are any: {why}")
-    return [*recorded(env.gpu, shapes, formats), *here]
+    found, why = llama_cpp.figures(recorder.env.gpu, shapes, need, l2_bytes)
+    if why and need:
+        remark(f"llama.cpp's figures are recorded ones, where there are any: {why}")
+    return found

@@ -1,401 +1,577 @@
-"""From works to rows, on a fake stopwatch: what is measured, in which order, and what is not."""
+"""A bench in the simulator, on an invented clock: what is measured, in which order, what is kept,
+and which figures are refused."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from argparse import Namespace
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from os import cpu_count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from reference import Problem
-from results.measure import protocol as measure
-from results.measure.protocol import Budget, bench
-from results.measure.protocol import comparisons as duel
-from results.record import schema as record
-from results.record.schema import Environment, Limits
+from qformats import WEIGHT_FORMATS
+from reference import BENCH_SHAPES
+from reference.problem import PrequantizedProblem
+from results.measure import as_called, products
+from results.measure import bench as benching
+from results.measure.bench import Bench, Recorder, Wanted
+from results.measure.loop import Contestant
+from results.measure.products import Data
+from results.measure.protocol import Budget
+from results.record import provenance, store
+from results.record.schema import Environment, Git, Limits, Peer, Row, Run
 from steps.api.machines import Simulator
-from steps.checks import run as checks
-from steps.checks.cases import Case
-from steps.checks.run import Outcome, Outcomes, check_works
 from steps.checks.select import select
-from steps.cli import bench as matrix
-from steps.cli import run
-from steps.contract import Work
+from steps.cli import bench as command
+from steps.contract import BRANCHES, Work
 from steps.registry import find, ladder
+from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
-SECONDS = {1: 8e-3, 2: 6e-3, 3: 4e-3, 4: 2e-3, 5: 1e-3}
-"""How long a launch of each step takes on the fake clock: every rung goes up."""
-
-
-@dataclass
-class FakeReplay:
-    parts: list
-    duration: float
-    how: str = "graph"
-
-    @property
-    def launches(self) -> int:
-        return len(self.parts)
-
-    def seconds(self) -> float:
-        Simulator().run(self.parts[-1])
-        return self.duration
+HOPPER = (9, 0)
+QUICK = Budget(
+    replay_seconds=1e-3, warm_seconds=0.0, seconds=0.0, min_rounds=3, max_rounds=3, slow_rounds=1
+)
+COSTS = {
+    "w4a16_naive": 8e-3,
+    "w4a8_naive": 6e-3,
+    "w4a8_vectorized": 1e-3,
+    "q8_1_blocks": 1e-3,
+    "q8_1_k_outermost": 0.5e-3,
+}
+SHAPE = (2, 6, 64)
 
 
-@dataclass
-class FakeStopwatch:
-    """Runs launches when they are issued, of a replay the last one; the time is that of the step at
-    hand."""
-
-    now: int = 1
-    l2_bytes: int = 1
-    issued: list[str] = field(default_factory=list)
-
-    def capture(self, launches):
-        return FakeReplay(list(launches), SECONDS[self.now] * len(launches))
-
-    def issue(self, launch):
-        Simulator().run(launch)
-        self.issued.append(launch.kernel.__name__)
-        return 1e-5
-
-    def issue_and_wait(self, launch):
-        return self.issue(launch), 1.0  # "slow": one launch is enough of a warm-up
-
-    def duplicate(self, array):
-        return array.copy()
-
-    def wait(self):
-        pass
-
-    def sm_mhz(self, replay):
-        return None
+def fake_bench(limits: Limits | None = None, **watch: Any) -> Bench:
+    watch.setdefault("cost", by_kernel(COSTS))
+    return Bench(Simulator(), FakeStopwatch(**watch), limits or Limits(), QUICK)
 
 
-class TimedBench(bench.Bench):
-    """A bench that tells its stopwatch which step is timed."""
-
-    def row(self, work: Work, task: bench.Task, packed: Any, dtype: Any = np.float32) -> record.Row:
-        self.stopwatch.now = work.step.number
-        return super().row(work, task, packed, dtype)
+def measured(bench: Bench, works: Sequence[Work], *sizes: Any, **options: Any) -> list[Row]:
+    at = dict.fromkeys(sizes or (SHAPE,), works)
+    return [row for rows, _ in benching.measure_rows(bench, at, **options) for row in rows]
 
 
-def fake_bench(limits: Limits | None = None) -> TimedBench:
-    return TimedBench(Simulator(), FakeStopwatch(), limits or Limits(), Budget().scaled(0.01))
+def the_work(number: int, name: str = "q4_0") -> Work:
+    return Work(find(number), find(number).families[-1], name)
 
 
-SHAPES = [(1, 6, 32), (2, 4, 64), (3, 6, 32)]
+# --- rows -----------------------------------------------------------------------------------------
 
 
-def test_every_work_at_every_shape_with_its_ratios() -> None:
-    works = select(ladder()[:5], ["q4_0"])
-    found = bench.sorted_rows(list(bench.rows(fake_bench(), works, SHAPES)))
-    assert [row.status for row in found] == ["ok"] * 6 * len(SHAPES), [row.why for row in found]
-    assert {row.shape for row in found} == set(SHAPES)
-    first = found[:6]
-    assert [(row.step, row.family) for row in first] == [
-        (1, "A16"),
-        (2, "A8"),
-        (3, "A16"),
-        (3, "A8"),
-        (4, "A8"),
-        (5, "A8"),
+def test_kernel_pass_and_total_are_of_one_loop() -> None:
+    bench = fake_bench()
+    one, two = measured(bench, [the_work(1), the_work(2)])
+    assert [(row.status, row.why) for row in (one, two)] == [("ok", None)] * 2
+    assert (one.kernel_us, one.activation_us, one.total_us) == pytest.approx((8000, 0, 8000))
+    assert (two.kernel_us, two.activation_us, two.total_us) == pytest.approx((6000, 1000, 7000))
+    assert {row.rounds for row in (one, two)} == {3}
+    assert (two.total_p20_us, two.total_p80_us) == pytest.approx((7000, 7000))
+    assert (two.home, two.branch, two.parent) == (False, "cuda_cores", 1)
+    assert (two.input, two.output, two.timing, two.sm_mhz) == ("float32", "float32", "graph", 1980)
+    assert two.pack_us is not None
+    assert two.pack_us > 0
+    counted = [each for each in bench.stopwatch.rounds if len(each) > 1]  # type: ignore[attr-defined]
+    assert {len(each) for each in counted} == {4}, "step 1, step 2, its pass and its total"
+
+
+def test_a_real_row_has_the_errors_of_its_format_and_of_its_kernel() -> None:
+    for number in (1, 2):
+        (row,) = measured(fake_bench(), [the_work(number, "q5_1")], (3, 40, 64))
+        assert row.status == "ok", row.why
+        assert row.scheme == f"W5{row.family}"
+        assert row.source_hash == provenance.source_hash(number)
+        assert row.nmse_same_operands is not None
+        assert row.nmse_float is not None
+        assert 0 <= row.nmse_same_operands < 1e-9 < row.nmse_float < 1e-2
+
+
+def test_a_step_that_writes_float16_reads_float16_and_has_a_row_for_each() -> None:
+    work = Work(find(11), "A16", "q4_0")
+    rows = measured(fake_bench(), [work], (3, 5, 64))
+    assert [(row.input, row.output) for row in rows] == [
+        ("float32", "float32"),
+        ("float16", "float16"),
     ]
-    assert [row.x_step1 for row in first] == pytest.approx([1, 8 / 6, 2, 2, 4, 8])
-    assert [row.x_parent for row in first[1:]] == pytest.approx([8 / 6, 2, 1.5, 2, 2])
-    assert all(row.nmse_same_operands < 1e-11 for row in first)
+    assert [row.status for row in rows] == ["ok", "ok"], [row.why for row in rows]
+    for row in rows:
+        assert row.nmse_same_operands is not None
+        assert 1e-9 < row.nmse_same_operands < 1e-6
 
 
-def test_a_step_that_writes_c_in_two_types_has_a_row_for_each(monkeypatch) -> None:
-    both = replace(find(5), outputs=("float32", "float16"))
-    asked: list[str] = []
-
-    def noted(self: Any, work: Work, task: Any, packed: Any, dtype: Any) -> record.Row:
-        asked.append(dtype)
-        return measure.blank_row(work.step, "q4_0", work.scheme, (2, 4, 64), dtype)
-
-    monkeypatch.setattr(TimedBench, "row", noted)
-    found = list(bench.rows(fake_bench(), [Work(both, "A8", "q4_0")], [(2, 4, 64)]))
-    assert asked == [row.output for row in found] == ["float32", "float16"]
-    wrong = {(5, "A8", "q4_0"): "no"}
-    found = list(bench.rows(fake_bench(), [Work(both, "A8", "q4_0")], [(2, 4, 64)], wrong=wrong))
-    record.validate(record.Run(env=Environment(), rows=tuple(found)))
-    assert [row.output for row in found] == ["float32", "float16"]
-    assert [r.output for r in bench.sorted_rows(found[::-1])] == ["float32", "float16"]
+def test_products_of_one_packing_and_one_pass_share_them() -> None:
+    bench = fake_bench(l2_bytes=500)
+    works = [the_work(1), Work(find(3), "A16", "q4_0"), the_work(2)]
+    measured(bench, works)
+    blocks = 6 * 64 // 32 * 18
+    slots = math.ceil(4 * 500 / blocks)
+    outs = 2 * len(works)  # the checked and the timed one
+    assert bench.stopwatch.copies == slots - 1 + outs  # type: ignore[attr-defined]
 
 
-def test_steps_of_one_problem_are_neighbours_and_weights_are_made_once() -> None:
-    told: list[str] = []
-    works = select((find(1), find(2)), ["q4_0", "q8_0"])
-    list(bench.rows(fake_bench(), works, SHAPES, report=told.append))
-    assert told[:4] == [
-        "step 1 W4A16 q4_0 at M=1 N=6 K=32",
-        "step 2 W4A8 q4_0 at M=1 N=6 K=32",
-        "step 2 W4A8 q4_0 at M=3 N=6 K=32",
-        "step 1 W4A16 q4_0 at M=3 N=6 K=32",
-    ]
-    assert len(told) == 2 * 2 * len(SHAPES)
+def test_a_wrong_output_is_never_timed() -> None:
+    bench = fake_bench()
+    machine = bench.machine
+
+    class Wrong(Simulator):
+        def host(self, array: np.ndarray) -> np.ndarray:
+            return machine.host(array) * np.array(1.5, array.dtype)
+
+    (row,) = measured(replace(bench, machine=Wrong()), [the_work(1)])
+    assert (row.status, row.kernel_us) == ("failed", None)
+    assert (row.why or "").startswith("wrong: ")
+    assert bench.stopwatch.rounds == []  # type: ignore[attr-defined]
 
 
-def test_the_first_tokens_of_a_problem_share_its_weights() -> None:
-    whole = Problem(5, 4, 64, "q5_1")
-    part = bench.FirstTokens(2, 4, 64, "q5_1", of=whole)
-    assert part.blocks is whole.blocks
-    assert part.w is whole.w
-    np.testing.assert_array_equal(part.a, whole.a[:2])
-    with pytest.raises(ValueError, match="the first 6 tokens"):
-        _ = bench.FirstTokens(6, 4, 64, "q5_1", of=whole).a
+def spoil(launches: Sequence[Any]) -> None:
+    """As a race would: now and then."""
+    for out in (x for x in launches[-1].args if getattr(x, "shape", ()) == SHAPE[:2]):
+        out[0, 0] += 1
 
 
-def test_what_failed_its_checks_is_not_timed() -> None:
-    measuring = fake_bench()
-    works = select((find(1),), ["q4_0"])
-    wrong = {(1, "A16", "q4_0"): "step 1 is wrong at M=1"}
-    (row,) = bench.rows(measuring, works, [(2, 4, 32)], wrong=wrong)
-    assert (row.status, row.why, row.kernel_us) == ("failed", "step 1 is wrong at M=1", None)
-    assert measuring.stopwatch.issued == []
+def test_an_output_that_goes_wrong_while_timed_is_found() -> None:
+    (row,) = measured(fake_bench(effect=spoil), [the_work(1)])
+    assert row.status == "failed"
+    assert (row.why or "").startswith("right before timing, wrong after: wrong: ")
+    assert row.kernel_us is not None
 
 
-def test_an_error_is_one_failed_row_and_a_lost_context_ends_the_run(monkeypatch) -> None:
-    works = select((find(1), find(2)), ["q4_0"])
-    measuring = fake_bench()
-    monkeypatch.setattr(
-        TimedBench, "row", lambda *_: (_ for _ in ()).throw(RuntimeError("out of\nluck"))
-    )
-    found = list(bench.rows(measuring, works, [(2, 4, 32)]))
-    assert [(row.status, row.why) for row in found] == [("failed", "RuntimeError: out of luck")] * 2
-    monkeypatch.setattr(bench, "fatal", lambda _: True)
-    with pytest.raises(RuntimeError):
-        list(bench.rows(measuring, works, [(2, 4, 32)]))
+def test_timed_launches_that_write_nothing_are_found() -> None:
+    (row,) = measured(fake_bench(simulated=False), [the_work(1)])
+    assert row.status == "failed"
+    assert "12 of 12 outputs are not finite" in (row.why or "")
 
 
 def test_a_time_above_the_machines_limit_is_no_record() -> None:
-    limits = Limits(copy_tbps=1e-12, read_tbps=1e-12)
-    (row,) = bench.rows(fake_bench(limits), select((find(1),), ["q4_0"]), [(2, 4, 32)])
+    (row,) = measured(fake_bench(Limits(copy_tbps=1e-12, read_tbps=1e-12)), [the_work(1)])
     assert row.status == "failed"
     assert "limits of this GPU" in (row.why or "")
 
 
-def test_a_bench_is_saved_as_it_grows(tmp_path: Path) -> None:
+def test_a_total_below_its_kernel_is_no_record() -> None:
+    """A clock that takes the launch of a pair for faster than the launch alone."""
+    bench = fake_bench()
+    watch: Any = bench.stopwatch
+    honest = watch.round
+
+    def lying(replays: Sequence[Any]) -> list[float]:
+        pairs = [len({one.kernel for one in replay.parts}) == 2 for replay in replays]
+        return [
+            0.5 * seconds if pair else seconds
+            for seconds, pair in zip(honest(replays), pairs, strict=True)
+        ]
+
+    watch.round = lying
+    (row,) = measured(bench, [the_work(2)])
+    assert row.status == "failed"
+    assert "the total of 3500 us is below the 6000 us of the kernel in it" in (row.why or "")
+
+
+def test_what_failed_its_checks_is_not_timed() -> None:
+    bench = fake_bench()
+    wrong = {(1, "A16", "q4_0"): "step 1 is wrong at M=1"}
+    (row,) = measured(bench, [the_work(1)], wrong=wrong)
+    assert (row.status, row.why, row.kernel_us) == ("failed", "step 1 is wrong at M=1", None)
+    assert bench.stopwatch.rounds == []  # type: ignore[attr-defined]
+
+
+def test_an_error_is_one_failed_row_and_a_lost_context_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of\nluck")
+
+    bad = replace(find(2), launch=broken)
+    rows = measured(fake_bench(), [the_work(1), Work(bad, "A8", "q4_0")])
+    assert [(row.status, row.why) for row in rows] == [
+        ("ok", None),
+        ("failed", "RuntimeError: out of luck"),
+    ]
+    monkeypatch.setattr(benching, "fatal", lambda _: True)
+    with pytest.raises(RuntimeError):
+        measured(fake_bench(), [Work(bad, "A8", "q4_0")])
+
+
+def test_weights_that_do_not_fit_go_into_loops_apart() -> None:
+    works = [the_work(1, name) for name in WEIGHT_FORMATS[:3]]
+    together, apart = fake_bench(), fake_bench(free=1)
+    for bench, most in ((together, 3), (apart, 1)):
+        rows = measured(bench, works)
+        assert [row.status for row in rows] == ["ok"] * 3, [row.why for row in rows]
+        counted = bench.stopwatch.rounds  # type: ignore[attr-defined]
+        assert max(map(len, counted)) == most
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_formats_share_a_and_the_float_weights() -> None:
+    data = Data(5, 4, 64)
+    parts = [
+        products.PartOf(2, 4, 64, name, data=data, input=dtype)
+        for name in ("q4_0", "q5_1")
+        for dtype in ("float32", "float16")
+    ]
+    for part in parts:
+        np.testing.assert_array_equal(part.a, data.a("float16")[:2])
+        assert part.a.dtype == part.input
+        assert part.w is data.w
+        assert part.blocks is data.blocks(part.format)
+    with pytest.raises(ValueError, match="the first 6 tokens"):
+        _ = products.PartOf(6, 4, 64, "q5_1", data=data).a
+
+
+def test_formats_that_are_only_read_have_floats_of_their_own() -> None:
+    data = Data(2, 4, 256)
+    part = products.PartOf(2, 4, 256, "q4_k", data=data)
+    np.testing.assert_array_equal(part.w, data.floats("q4_k"))
+    assert part.w is not data.w
+    assert part.knows_floats
+
+
+def test_weights_that_are_given_are_taken_as_they_are() -> None:
+    blocks = Data(3, 4, 64).blocks("q5_1")
+    given = PrequantizedProblem(3, blocks)
+    rows = measured(fake_bench(), [the_work(1, "q5_1")], (3, 4, 64), given=given)
+    assert [row.status for row in rows] == ["ok"], rows[0].why
+    assert rows[0].nmse_float is None, "nobody knows what they were quantized from"
+    part = products.PartOf(2, 4, 64, "q5_1", data=Data(3, 4, 64, given=given))
+    assert part.blocks is given.blocks
+    assert not part.knows_floats
+
+
+# --- the matrix -----------------------------------------------------------------------------------
+
+MATRIX = benching.matrix(ladder(), cc=HOPPER)
+
+
+def steps_at(size: Any) -> set[int]:
+    return {one.work.step.number for one in MATRIX if one.size == size}
+
+
+def test_every_step_is_at_its_home_shapes_in_all_formats_with_its_parents() -> None:
+    keys = {one.key for one in MATRIX}
+    assert len(keys) == len(MATRIX)
+    for step in ladder():
+        for size in step.home_shapes:
+            for name in WEIGHT_FORMATS:
+                for family in step.families:
+                    for one in benching.wanted_of(Work(step, family, name), size):
+                        assert one.key in keys
+            assert {step.number, *step.parents.values()} <= steps_at(size)
+
+
+def test_step_1_is_at_the_first_home_of_every_branch() -> None:
+    for branch in BRANCHES.values():
+        assert 1 in steps_at(branch.homes[0])
+
+
+def test_the_top_steps_are_at_all_shapes() -> None:
+    tops = {step.number for step in benching.top_steps(ladder(), HOPPER)}
+    assert tops == {9, 12, 13, 14, 15}
+    for size in BENCH_SHAPES:
+        wanted = {n for n in tops if find(n).branch != "decode" and size[0] >= 8}
+        wanted |= {15} if size[0] <= 16 else set()
+        assert wanted <= steps_at(size), size
+    assert {step.number for step in benching.top_steps(ladder(), (8, 6))} == {9, 10, 11}
+
+
+def test_the_headline_comes_first_and_home_shapes_before_the_others() -> None:
+    loops = benching.in_loops(MATRIX)
+    sizes = [size for size, _ in loops]
+    assert len(set(sizes)) == len(sizes)
+    first = [branch.homes[0] for branch in BRANCHES.values()]
+    assert sizes[: len(set(first))] == list(dict.fromkeys(first))
+    homes = [any(one.at_home for one in own) for _, own in loops]
+    assert homes == sorted(homes, reverse=True)
+    assert sum(len(own) for _, own in loops) == len(MATRIX)
+
+
+def test_a_whole_bench_takes_less_than_12_minutes() -> None:
+    """Added up from what the budgets allow and what the host takes, on 16 cores."""
+    loops, calls = benching.in_loops(MATRIX), len(set(as_called.SHAPES))
+    seconds = benching.estimate(loops, calls, Budget(), 16, as_called.LOOP_SECONDS)
+    assert 200 < seconds < 12 * 60
+    half = benching.estimate(loops, calls, Budget().scaled(0.5), 16, as_called.LOOP_SECONDS)
+    assert half < seconds
+    device = sum(benching.loop_seconds(own, Budget()) for _, own in loops)
+    assert device < 180
+
+
+def test_the_estimate_is_what_a_loop_takes() -> None:
+    """A loop on the fake clock, of kernels as long as a graph, is no longer than its estimate."""
+    budget = Budget(replay_seconds=1e-3, warm_seconds=0.01, seconds=0.02, min_rounds=5)
+    spent: list[float] = []
+    bench = replace(fake_bench(cost=lambda _: 1e-5), budget=budget)
+    watch: Any = bench.stopwatch
+    run = watch.round
+    watch.round = lambda replays: [spent.append(x) or x for x in run(replays)]
+    wanted = [Wanted(the_work(number), SHAPE) for number in (1, 2, 5)]
+    bench.loop(Data(2, 6, 64), 2, wanted)
+    looks = 2 * 7 * (1e-5 * (1 + 8) + 2e-5)
+    assert sum(spent) <= benching.loop_seconds(wanted, budget) + looks
+
+
+# --- incremental ----------------------------------------------------------------------------------
+
+ENV = Environment(gpu="A GPU", numba_cuda="0.30.4", driver="580.1", utc="2026-01-02T03:04:05Z")
+
+
+def good(wanted: Wanted, **changes: Any) -> Row:
+    row = replace(
+        wanted.row(),
+        status="ok",
+        why=None,
+        kernel_us=1.0,
+        total_us=1.0,
+        source_hash=provenance.source_hash(wanted.work.step.number),
+        commit="0ld",
+        utc="2025-01-01T00:00:00Z",
+    )
+    return replace(row, **changes)
+
+
+def test_only_what_is_missing_or_stale_or_failed_is_measured() -> None:
+    wanted = [Wanted(the_work(n), SHAPE) for n in (1, 2, 4, 5)]
+    rows = (
+        good(wanted[0]),
+        good(wanted[1], source_hash="0" * 12),
+        good(wanted[2], status="failed", why="no luck"),
+    )
+    found = benching.missing(wanted, Run(env=ENV, rows=rows))
+    assert [one.work.step.number for one in found] == [2, 4, 5]
+
+
+def test_a_bench_keeps_fresh_rows_with_their_commit(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    found = list(bench.rows(fake_bench(), select((find(1),), ["q4_0"]), [(2, 4, 32), (1, 4, 32)]))
-    recorder = bench.Recorder(Environment(gpu="a GPU", utc="2026-01-02T03:04:05Z"), Limits(), path)
-    assert recorder.save(found[:1]) == path
-    assert len(record.read(path).rows) == 1
-    recorder.save(found)
-    assert len(record.read(path).rows) == 2
+    wanted = [Wanted(the_work(n), SHAPE) for n in (1, 2)]
+    old = Run(env=ENV, rows=(good(wanted[0]), good(wanted[1], source_hash="0" * 12)))
+    store.write(old, path)
+    env = replace(ENV, git=Git(sha="new", dirty=True))
+    run = benching.begin(path, env, ladder())
+    recorder = Recorder(path, env, run)
+    for rows, peers in benching.measure_loops(
+        fake_bench(), benching.in_loops(benching.missing(wanted, run))
+    ):
+        recorder.add(rows, peers)
+    one, two = store.read(path).rows
+    assert (one.commit, one.utc, one.kernel_us) == ("0ld", "2025-01-01T00:00:00Z", 1.0)
+    assert (two.commit, two.kernel_us) == ("new-dirty", pytest.approx(6000))
+    assert two.utc is not None
+    assert two.utc > "2026"
+    assert two.x_parent == pytest.approx(1 / 6000, rel=1e-4)
+    assert benching.missing(wanted, store.read(path)) == []
+    assert recorder.added == [row for row in recorder.added if row.step == 2]
+
+
+def test_every_loop_is_written_when_it_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    recorder = Recorder(path, ENV, Run(env=ENV))
+    sizes = [(1, 4, 32), (2, 4, 32), (1, 6, 32)]
+    wanted = [Wanted(the_work(1), size) for size in sizes]
+    seen = []
+    for rows, peers in benching.measure_loops(fake_bench(), benching.in_loops(wanted)):
+        recorder.add(rows, peers)
+        seen.append(len(store.read(path).rows))
+    assert seen == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path], "one file, replaced whole"
 
 
-def test_a_time_budget_is_shared_by_the_rows() -> None:
-    ten, twenty = bench.budget_for(30, 10), bench.budget_for(30, 20)
-    assert ten.kernel_seconds == pytest.approx(2 * twenty.kernel_seconds)
-    total = ten.kernel_seconds + ten.total_seconds + ten.activation_seconds + ten.warm_seconds
-    assert 10 * total == pytest.approx(30)
+@pytest.mark.parametrize(
+    "changes", [{"gpu": "Another"}, {"numba_cuda": "0.31.0"}, {"driver": "590.1"}]
+)
+def test_rows_of_another_machine_or_compiler_are_not_kept(tmp_path: Path, changes: Any) -> None:
+    path = tmp_path / "run.json"
+    store.write(Run(env=ENV, rows=(good(Wanted(the_work(1), SHAPE)),)), path)
+    assert len(benching.begin(path, replace(ENV, driver="580.99"), ladder()).rows) == 1
+    assert benching.begin(path, replace(ENV, **changes), ladder()).rows == ()
 
 
-# --- checking -------------------------------------------------------------------------------------
+def test_rows_of_steps_that_are_gone_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    rows = (good(Wanted(the_work(1), SHAPE)), good(Wanted(the_work(2), SHAPE), name="step02_other"))
+    store.write(Run(env=ENV, rows=rows), path)
+    assert [row.step for row in benching.begin(path, ENV, ladder()).rows] == [1]
+    assert benching.begin(tmp_path / "none.json", ENV, ladder()) == Run(env=ENV)
 
 
-class Broken(Simulator):
-    def run(self, launch) -> None:
-        raise RuntimeError("an unspecified launch failure")
+# --- the command ----------------------------------------------------------------------------------
 
 
-def test_an_exception_is_a_failure_and_the_other_cases_go_on() -> None:
-    works = select((find(1),), ["q4_0", "q8_0"])
-    some = (Case((1, 2, 32), "normal", order=5), Case((2, 1, 32), "normal"))
-    outcomes = check_works(works, lambda _: some, lambda order: (Broken if order else Simulator)())
-    assert not outcomes.ok
-    assert outcomes.broken is None
-    for outcome in outcomes.each:
-        assert outcome.cases == 2
-        (sentence,) = outcome.failures
-        assert "at M=1 N=2 K=32 normal seed 0 order 5: RuntimeError: an unspecified" in sentence
+def asked(**changes: Any) -> Any:
+    fields = {
+        "steps": [],
+        "format": [],
+        "scheme": None,
+        "m": None,
+        "n": None,
+        "k": None,
+        "dist": None,
+        "seed": 0,
+        "fresh": False,
+        "seconds": None,
+        "no_baselines": True,
+        "json": False,
+        "out": None,
+    }
+    return SimpleNamespace(**fields | changes)
 
 
-def test_a_lost_context_ends_the_checks(monkeypatch) -> None:
-    monkeypatch.setattr(checks, "fatal", lambda _: True)
-    works = select((find(1),), ["q4_0", "q8_0"])
-    some = (Case((1, 2, 32), "normal"), Case((2, 1, 32), "normal"))
-    outcomes = check_works(works, lambda _: some, lambda _: Broken())
-    assert not outcomes.ok
-    assert len(outcomes.each) == 1, "nothing after it can be trusted"
-    assert outcomes.each[0].cases == 1
-    assert "launch failure" in (outcomes.broken or "")
-
-
-def test_only_the_drivers_errors_can_be_fatal() -> None:
-    assert not checks.fatal(RuntimeError("no"))
-    assert not checks.fatal(MemoryError())
-
-
-# --- the table and the JSON of a measured run -----------------------------------------------------
+def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
+    assert command.rows_of(asked(), HOPPER) == list(MATRIX)
+    one = command.rows_of(asked(steps=["9"], format=["q4_0"], m=128), HOPPER)
+    assert {(w.work.step.number, w.work.format, w.size[0]) for w in one} == {(9, "q4_0", 128)}
+    assert len(one) == 3
+    other = command.rows_of(asked(steps=["1", "2"], m=77), HOPPER)
+    assert {w.size for w in other} == {(77, 4096, 4096)}
+    assert len(other) == 10, "a shape apart, of all that is named"
+    assert command.rows_of(asked(steps=["5"], scheme="W8A8"), HOPPER) == [
+        w for w in MATRIX if w.work.step.number == 5 and w.work.format == "q8_0"
+    ]
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch) -> None:
-    """`run` believes in a GPU: the simulator under another name, and the fake stopwatch."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command believes in a GPU: the simulator under another name, and the fake stopwatch."""
 
     class Pretended(Simulator):
-        name = "Pretended GPU"
-        cc = (9, 0)
+        name = "A GPU"
+        cc = HOPPER
 
-    monkeypatch.setattr(run, "machines", lambda _: ("Pretended GPU", lambda _: Pretended(), None))
-    monkeypatch.setattr(run, "compile_ahead", lambda *_: 0)
-    monkeypatch.setattr(bench.Bench, "here", classmethod(lambda cls, budget: fake_bench()))
-    monkeypatch.setattr(
-        run, "cases", lambda *args, **options: (Case((1, 2, 32), "normal"), Case((3, 2, 32), "llm"))
-    )
-
-
-def asked(**changes) -> Namespace:
-    fields = {
-        "command": "run",
-        "steps": ["5"],
-        "format": ["q4_0"],
-        "scheme": None,
-        "m": 2,
-        "n": 8,
-        "k": 32,
-        "dist": None,
-        "seed": 0,
-        "order": None,
-        "gguf": None,
-        "tensor": None,
-        "json": False,
-        "save": False,
-        "gpus": None,
-        "part": None,
-    }
-    return Namespace(**fields | changes)
+    monkeypatch.setattr(command, "machines", lambda _: ("A GPU", lambda _: Pretended(), None))
+    monkeypatch.setattr(command, "environment", lambda: ENV)
+    monkeypatch.setattr(command, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(Bench, "here", lambda *_: fake_bench())
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_measured_run_prints_one_table(capsys) -> None:
-    assert run.run(asked()) == 0
-    title, _, head, _, *lines = capsys.readouterr().out.splitlines()
-    assert title == "Pretended GPU, M=2 N=8 K=32"
-    for name in (
-        "kernel error",
-        "format error",
-        "kernel",
-        "total",
-        "chain",
-        "TFLOPS",
-        "GB/s",
-        "of limit",
-        "verdict",
-    ):
-        assert name in head
-    assert [line.split()[0] for line in lines] == ["1", "4", "5"], "and what it is compared with"
-    assert "2.00x" in lines[-1]
-    assert "8.00x" in lines[-1]
-    assert lines[-1].endswith("ok, 2 cases")
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_measured_run_as_json(capsys) -> None:
-    assert run.run(asked(json=True)) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [row["step"] for row in data["rows"]] == [1, 4, 5]
-    assert all(row["status"] == "ok" and row["kernel_us"] > 0 for row in data["rows"])
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_wrong_step_is_shown_but_not_timed(monkeypatch, capsys) -> None:
-    def wrong(works, *_):
-        each = [Outcome(work, 2, failures=(f"{work} is wrong",)) for work in works]
-        return Outcomes(each)
-
-    monkeypatch.setattr(run, "check_works", wrong)
-    assert run.run(asked(steps=["1"])) == 1
-    printed = capsys.readouterr()
-    assert "FAILED 2" not in printed.out
-    assert "FAILED 1 of 2 cases" in printed.out
-    assert printed.err == "step 1 W4A16 q4_0 is wrong\n"
-
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_a_bench_checks_measures_records_and_prints(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(bench, "same_work_by_others", lambda *_, **__: ())
+def test_a_bench_measures_records_prints_and_is_then_up_to_date(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run.json"
-    args = asked(command="bench", out=out, seconds=None, no_peers=False, dist="golden")
-    args.no_duels = False
-    del args.order
-    assert matrix.bench(args) == 0
-    saved = record.read(out)
-    assert [(row.step, row.shape) for row in saved.rows] == [(5, (2, 8, 32))]
+    args = asked(steps=["1", "5"], format=["q4_0"], m=2, n=6, k=64, out=out)
+    assert command.bench(args) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert printed.err == "2 rows and 0 calls in 1 loops: about 1 min\n"
+    assert printed.out.splitlines()[0] == "A GPU: 2 rows measured now"
     assert printed.out.splitlines()[-1] == f"wrote {out}"
-    assert "normal data" in printed.out
+    before = out.read_text()
+    assert [row["step"] for row in json.loads(before)["rows"]] == [1, 5]
 
-
-@pytest.mark.usefixtures("on_a_gpu")
-def test_the_duels_of_a_bench_are_in_its_file(tmp_path, monkeypatch, capsys) -> None:
-    from tests.results.test_record import make_duel
-
-    said: list[Any] = []
-
-    def fight(measuring: Any, works: Any, shapes: Any, rivals: Any, **options: Any) -> Any:
-        said.append(([work.step.number for work in works], list(shapes), options["wrong"]))
-        assert options["overlap"], "as the layers of a model run"
-        yield make_duel(pace="burst")
-        yield make_duel(status="failed", why="it was wrong", us=None)
-
-    def bench_of(**changes: Any) -> int:
-        given = {"command": "bench", "out": out, "seconds": None, "no_peers": False}
-        return matrix.bench(asked(**given | {"no_duels": False} | changes))
-
-    out = tmp_path / "run.json"
-    monkeypatch.setattr(bench, "same_work_by_others", lambda *_, **__: ())
-    monkeypatch.setattr(duel, "duels", fight)
-    monkeypatch.setattr(duel, "cublas", lambda clock: None)
-    monkeypatch.setattr(duel, "FEWEST", 2)
-    assert bench_of(m=2) == 0, "step 5 does not duel"
-    assert said == []
-    monkeypatch.setattr(duel, "meant_to", lambda works: works)
-    monkeypatch.setattr(duel, "meant", lambda *_: True)
-    monkeypatch.setattr(duel, "why_no_rival", lambda: "nobody is here")
-    capsys.readouterr()
-    assert bench_of(m=2) == 0
-    assert capsys.readouterr().err == "no duels: nobody is here\n"
-    monkeypatch.setattr(duel, "why_no_rival", lambda: None)
-    assert bench_of(no_duels=True) == 0
-    assert said == []
-    assert bench_of(m=2) == 1
-    assert said == [([5], [(2, 8, 32)], {})]
-    assert [(one.pace, one.status) for one in record.read(out).duels] == [
-        ("sustained", "failed"),
-        ("burst", "ok"),
-    ]
+    assert command.bench(args) == 0
     printed = capsys.readouterr()
-    assert "(512, 4096, 4096): it was wrong" in printed.err
-    assert "1.020x" in printed.out
-    said.clear()
-    bench_of(m=1)
-    assert said == [], "few tokens need no duel"
+    assert "is up to date" in printed.out
+    assert out.read_text() == before
+
+    args.fresh = args.json = True
+    assert command.bench(args) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(tmp_path, monkeypatch, capsys) -> None:
-    real = bench.rows
+def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, loops = tmp_path / "run.json", Bench.loop, []
 
-    def lost(*args, **options):
-        yield from itertools.islice(real(*args, **options), 1)
-        raise RuntimeError("an illegal memory access")
+    def lost(self: Bench, *args: Any) -> Any:
+        loops.append(args)
+        if len(loops) == 2:
+            raise RuntimeError("an illegal memory access")
+        return real(self, *args)
 
-    monkeypatch.setattr(bench, "rows", lost)
-    monkeypatch.setattr(matrix, "fatal", lambda _: True)
-    out = tmp_path / "run.json"
-    args = asked(command="bench", steps=["1", "2"], out=out, seconds=1, no_peers=False)
-    args.no_duels = False
-    assert matrix.bench(args) == 1
-    assert [row.step for row in record.read(out).rows] == [1]
+    monkeypatch.setattr(Bench, "loop", lost)
+    monkeypatch.setattr(command, "fatal", lambda _: True)
+    wanted = [Wanted(the_work(1), size) for size in ((1, 4, 32), (2, 4, 32), (3, 4, 32))]
+    monkeypatch.setattr(command, "rows_of", lambda *_: wanted)
+    assert command.bench(asked(out=out)) == 1
+    assert [row.shape for row in store.read(out).rows] == [(1, 4, 32)]
     assert "the run ended early: RuntimeError: an illegal memory access" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_seconds_scale_the_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[Budget] = []
+
+    def here(budget: Budget, *_: Any) -> Bench:
+        budgets.append(budget)
+        return fake_bench()
+
+    monkeypatch.setattr(Bench, "here", here)
+    args = asked(steps=["1"], format=["q4_0"], m=1, n=4, k=32, out=tmp_path / "run.json")
+    for seconds in (None, 1, 10**6):
+        command.bench(SimpleNamespace(**vars(args) | {"seconds": seconds, "fresh": True}))
+    whole, short, long = budgets
+    assert whole == long == Budget()
+    assert short.seconds < 0.5 * whole.seconds
+    assert (cpu_count() or 1) >= 1
+
+
+def test_llama_cpp_is_asked_for_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from results.baselines import llama_cpp
+
+    def peer(name: str, same_run: bool) -> Peer:
+        m, n, k = SHAPE
+        return Peer(peer="ggml", format=name, M=m, N=n, K=k, us=1.0, same_run=same_run, source="x")
+
+    heard: list[Any] = []
+
+    def figures(gpu: Any, shapes: Any, formats: Any, l2_bytes: int) -> Any:
+        heard.append((gpu, shapes, formats))
+        return (), None
+
+    monkeypatch.setattr(llama_cpp, "figures", figures)
+    run = Run(env=ENV, peers=(peer("q4_0", True), peer("q4_1", False)))
+    recorder = Recorder(Path("none"), ENV, run)
+    command._llama_cpp(recorder, [SHAPE], ("q4_0", "q4_1", "q5_0"), 1, False)
+    command._llama_cpp(recorder, [SHAPE], ("q4_0",), 1, True)
+    assert heard == [("A GPU", [SHAPE], ["q4_1", "q5_0"]), ("A GPU", [SHAPE], ["q4_0"])]
+
+
+# --- cuBLAS beside the rows -----------------------------------------------------------------------
+
+
+def test_cublas_is_in_the_loop_in_the_rows_and_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[str | None] = [None, None]
+
+    class Numpy:
+        source = "numpy"
+
+        def __init__(self, stopwatch: Any, a: Any, weights: Any, budget: Budget) -> None:
+            kernel = SimpleNamespace(__name__="cublas", py_func=None)
+            part = SimpleNamespace(kernel=kernel)
+            self.contestant = Contestant(stopwatch, lambda _: (part,), len(weights), budget)
+
+        def wrong(self, rows: Any, columns: Any, meant: Any) -> str | None:
+            assert meant.shape == (rows.size, columns.size)
+            return wrong.pop()
+
+    said: list[str] = []
+    watch = FakeStopwatch(cost=by_kernel({"cublas": 3.5e-3, **COSTS}), simulated=False)
+    bench = Bench(Simulator(), watch, Limits(), QUICK, True, said.append)
+    monkeypatch.setattr(benching.cublas, "Cublas", Numpy)
+    monkeypatch.setattr(benching.cublas, "copies", lambda w, l2_bytes: [w])
+    monkeypatch.setattr(Bench, "tidy", lambda _: None)
+    monkeypatch.setattr(Bench, "_judged", lambda self, some, when: list(some))
+    ((rows, peers),) = benching.measure_rows(bench, {SHAPE: [the_work(2)]})
+    assert rows[0].cublas_us == pytest.approx(3500)
+    assert rows[0].x_cublas == pytest.approx(0.5), "beside the total"
+    assert [(p.peer, p.format, p.shape, p.same_run) for p in peers] == [
+        ("cublas_fp16", "f16", SHAPE, True)
+    ]
+    wrong[:] = ["it is wrong"]
+    ((rows, peers),) = benching.measure_rows(bench, {SHAPE: [the_work(2)]})
+    assert (rows[0].status, rows[0].cublas_us, peers) == ("ok", None, [])
+    assert said == [f"no cuBLAS at {SHAPE}: it is wrong"]
+
+
+def test_works_of_a_file_format_are_benched_when_they_are_named() -> None:
+    works = select(ladder(), ["mxfp4"], None, HOPPER)
+    found = benching.matrix(ladder(), ["mxfp4"], HOPPER)
+    assert {one.work.format for one in found} == {"mxfp4"}
+    assert {one.work.step.number for one in found} == {work.step.number for work in works}

@@ -14,7 +14,7 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize
 from reference import Problem
-from results.baselines import llama_cpp, peers
+from results.baselines import llama_cpp
 from results.baselines.llama_cpp import Backend, Ggml, NotMeasured, Products, timed
 from results.measure.protocol import Budget
 from results.record.schema import Peer
@@ -328,17 +328,17 @@ def test_a_process_that_hangs_is_ended(faked: FakeGgml, monkeypatch) -> None:
     assert why == "the process that measures ggml was ended after 120 s"
 
 
-def test_given_figures_stand_for_what_was_not_measured(monkeypatch) -> None:
+def test_recorded_figures_stand_for_what_was_not_measured(monkeypatch) -> None:
     shapes = [(512, 4096, 4096), (16, 4096, 14336)]
     here = Peer(
         peer="ggml", format="q4_0", M=512, N=4096, K=4096, us=90.0, same_run=True, source="now"
     )
     monkeypatch.setattr(llama_cpp, "measured", lambda *_, **__: ((here,), "it ended"))
-    found, why = peers.ggml("NVIDIA H200", shapes, ["q4_0"], 1)
+    found, why = llama_cpp.figures("NVIDIA H200", shapes, ["q4_0"], 1)
     assert why == "it ended"
     assert [(p.shape, p.us, p.same_run) for p in found] == [
         ((512, 4096, 4096), 90.0, True),
-        ((16, 4096, 14336), 43.1, False),
+        ((16, 4096, 14336), 41.7759, False),
     ]
 
 
