@@ -3,8 +3,9 @@
 query.py       what is asked of a run, and how numbers are written
 charts/        run -> SVG
 captions.py    the charts in words
-tables.py      the tables of README.md, and the check of all that is generated
+readme.py      the tables of README.md
 complete.py    results/RESULTS.md
+tables.py      writes both, and checks all that is generated
 page.py        one HTML page: ladder, steps, museum    (markup.py, lesson.py, compiled.py)
 text.py        tables and progress on a terminal
 """

@@ -11,6 +11,7 @@ from results.record.schema import AsCalled, Environment, Row, Run, Size
 from results.record.store import headline, read, runs
 from results.render import charts
 from results.render.arguments import NOTHING
+from results.render.markdown import grid, link
 from results.render.query import (
     ABSENT,
     BASELINES,
@@ -32,7 +33,7 @@ from results.render.query import (
     tops,
     when,
 )
-from results.render.tables import STALE, Keys, grid, link, stale_keys
+from results.render.staleness import STALE, Keys, stale_keys
 from results.render.text import error
 from steps.contract import BRANCHES
 

@@ -26,11 +26,13 @@ from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, lesson, markup, query, tables, text
+from results.render import captions, charts, complete, lesson, markup, query, text
 from results.render.arguments import parser_of, run_path
 from results.render.captions import Caption
 from results.render.compiled import Compiled, Compiler, compiled
 from results.render.query import Rung, cell, dims, number, percent, ratio
+from results.render.readme import called_table
+from results.render.staleness import STALE_NOTE, Keys, stale_keys
 from steps import ladder, pitfalls
 from steps.contract import BRANCHES, Step
 from steps.pitfalls import Finding, Pitfall, right
@@ -174,9 +176,7 @@ def _line(step: Step, rung: Rung | None) -> LadderLine:
     return LadderLine(step.number, title, dims(step.home_shapes[0]) if away else "", figures)
 
 
-def section(
-    step: Step, run: Run, stale: tables.Keys, log: markup.Worklog, compiler: Compiler
-) -> Section:
+def section(step: Step, run: Run, stale: Keys, log: markup.Worklog, compiler: Compiler) -> Section:
     names = {each.name: each.number for each in ladder()}
     module = sys.modules[f"steps.{step.name}"]
     intro, passages = markup.lesson(inspect.getdoc(module) or "", names)
@@ -276,7 +276,7 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
     """The page about the run in `path`, as one document; without one, all but its figures.
     `compiler` gives a step's machine code."""
     run = Run(env=Environment()) if path is None else read(path)
-    stale = tables.stale_keys(run, root)
+    stale = stale_keys(run, root)
     log = markup.worklog(root / "results" / "worklog")
     steps, museum = ladder(), pitfalls.pitfalls()
     with text.progress(len(steps) + 2) as say:
@@ -295,7 +295,7 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    called = tables.called_table(run, "run.json", stale)
+    called = called_table(run, "run.json", stale)
     return templates.get_template("page.html.jinja").render(
         env=run.env,
         measured=path is not None,
@@ -306,7 +306,7 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
         charts=[each for each in pictures if each.name != "ladder"],
         headings=HEADINGS,
         sections=sections,
-        stale_note=markup.inline(tables.STALE_NOTE) if stale else None,
+        stale_note=markup.inline(STALE_NOTE) if stale else None,
         exhibits=exhibits,
         right=markup.body(inspect.getsource(right), imports=False),
         layers=markup.markdown((inspect.getdoc(pitfalls.exhibit) or "").partition("\n\n")[2]),

@@ -9,7 +9,7 @@ import pytest
 from results.record import store
 from results.record.provenance import source_hash
 from results.record.schema import Environment, Row, Run
-from results.render import charts, complete, query, tables
+from results.render import charts, complete, query, readme, staleness, tables
 from results.render.arguments import NOTHING
 from tests.results.synthetic_run import FORMATS, LADDER, make_run
 
@@ -64,20 +64,20 @@ def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree
 
 
 def test_generated_lines_of_the_readme_are_short(tree, run) -> None:
-    stale = tables.stale_keys(run, tree)
+    stale = staleness.stale_keys(run, tree)
     assert len(stale) == len(run.rows) + len(run.as_called), "the longest the tables can get"
     text = rewritten(tree)
     assert max(map(len, text.splitlines())) < WIDEST
-    for make in tables.TABLES.values():
+    for make in readme.TABLES.values():
         (_, *_), *_ = table = lines_of(make(run, "results/nvidia-h200/run.json", stale))
         assert all(len(line) == 6 for line in table)
 
 
 def test_a_digit_changed_by_hand_is_one_sentence(tree) -> None:
     text = rewritten(tree)
-    readme = tree / "README.md"
+    file = tree / "README.md"
     assert text.count("| 26.5 |") == 1
-    readme.write_text(text.replace("| 26.5 |", "| 27.5 |"))
+    file.write_text(text.replace("| 26.5 |", "| 27.5 |"))
     (sentence,) = tables.check(tree)
     assert sentence.startswith("README.md, the ladder table: line ")
     assert "27.5" in sentence
@@ -87,15 +87,15 @@ def test_a_digit_changed_by_hand_is_one_sentence(tree) -> None:
 
 def test_a_removed_line_and_a_new_run_are_found(tree, run) -> None:
     text = rewritten(tree)
-    readme = tree / "README.md"
-    readme.write_text(text.replace("\n| 16 |", "\nx| 16 |", 1))
+    file = tree / "README.md"
+    file.write_text(text.replace("\n| 16 |", "\nx| 16 |", 1))
     assert len(tables.check(tree)) == 1
     kept = [line for line in text.splitlines() if not line.startswith("| 4096 |")]
-    readme.write_text("\n".join(kept) + "\n")
+    file.write_text("\n".join(kept) + "\n")
     (sentence,) = tables.check(tree)
     assert "the called table: line" in sentence
     assert "is nothing" in sentence
-    readme.write_text(text)
+    file.write_text(text)
     faster = tuple(replace(row, kernel_us=(row.kernel_us or 0) / 1.1) for row in run.rows)
     store.write(replace(run, rows=faster), tree / "results" / "nvidia-h200" / "run.json")
     said = " ".join(tables.check(tree))
@@ -107,12 +107,12 @@ def test_a_removed_line_and_a_new_run_are_found(tree, run) -> None:
 
 def test_missing_markers_or_files_are_sentences(tree) -> None:
     rewritten(tree)
-    readme = tree / "README.md"
-    readme.write_text("nothing")
+    file = tree / "README.md"
+    file.write_text("nothing")
     assert "README.md needs one <!-- ladder:begin -->" in tables.check(tree)[0]
     with pytest.raises(ValueError, match=r"README\.md needs one"):
         tables.rewrite(tree)
-    readme.unlink()
+    file.unlink()
     (tree / "results" / "RESULTS.md").unlink()
     first, second = tables.check(tree)
     assert first == "README.md does not exist"
@@ -120,12 +120,12 @@ def test_missing_markers_or_files_are_sentences(tree) -> None:
 
 
 def test_nothing_measured_yet_passes_only_where_that_is_said(tmp_path, capsys) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(README)
+    file = tmp_path / "README.md"
+    file.write_text(README)
     assert tables.main(["--check", "--root", str(tmp_path)]) == 1
     assert NOTHING in capsys.readouterr().out
     assert tables.main(["--root", str(tmp_path)]) == 0
-    assert readme.read_text().count(NOTHING) == 2
+    assert file.read_text().count(NOTHING) == 2
     assert NOTHING in (tmp_path / "results" / "RESULTS.md").read_text()
     capsys.readouterr()
     assert tables.main(["--check", "--root", str(tmp_path)]) == 0
@@ -148,7 +148,7 @@ def test_command_line(tree, capsys) -> None:
 
 
 def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
-    lines = [cells(line) for line in lines_of(tables.ladder_table(run, "r.json"))]
+    lines = [cells(line) for line in lines_of(readme.ladder_table(run, "r.json"))]
     steps = [line for line in lines if line[0]]
     assert len(lines) == len(steps) + 4
     assert next(line[1].partition("**,")[0] for line in lines if not line[0]) == "**CUDA cores"
@@ -166,7 +166,7 @@ def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
 
 
 def test_a_step_away_from_home_or_not_exact_says_so(run) -> None:
-    table = tables.ladder_table(run, "r.json")
+    table = readme.ladder_table(run, "r.json")
     (ninth,) = (line for line in table.splitlines() if line.startswith("| [9]"))
     assert ", at 128 x 4096 x 4096 |" in ninth
     assert table.count(", at ") == 2, "and the sentence above"
@@ -182,34 +182,36 @@ def test_what_failed_says_so_and_what_was_not_measured_is_left_out(run) -> None:
         for row in run.rows
         if row.step != 5
     )
-    table = tables.ladder_table(replace(run, rows=rows), "r.json")
+    table = readme.ladder_table(replace(run, rows=rows), "r.json")
     (fourth,) = (cells(line) for line in lines_of(table) if "[4]" in line[0])
     assert fourth[2:5] == ["failed", "-", ""]
     assert "[5]" not in table
-    assert tables.ladder_table(Run(env=Environment()), "r.json") == NOTHING
+    assert readme.ladder_table(Run(env=Environment()), "r.json") == NOTHING
 
 
 def test_stale_steps_are_marked(tree, run) -> None:
-    assert tables.ladder_table(run, "r.json", tables.stale_keys(run, tree)).count("(stale)") == 16
+    assert (
+        readme.ladder_table(run, "r.json", staleness.stale_keys(run, tree)).count("(stale)") == 16
+    )
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
     now = source_hash(4, tree)
     rows = tuple(replace(r, source_hash=now) if r.step == 4 else r for r in run.rows)
-    stale = tables.stale_keys(replace(run, rows=rows), tree)
-    marked = tables.ladder_table(replace(run, rows=rows), "r.json", stale).splitlines()
+    stale = staleness.stale_keys(replace(run, rows=rows), tree)
+    marked = readme.ladder_table(replace(run, rows=rows), "r.json", stale).splitlines()
     assert [line[:4] for line in marked if line.startswith("| [") and "(stale)" not in line] == [
         "| [4"
     ]
-    assert tables.STALE not in tables.ladder_table(run, "r.json")
+    assert staleness.STALE not in readme.ladder_table(run, "r.json")
 
 
 # --- what a caller gets ---------------------------------------------------------------------------
 
 
 def test_what_a_caller_gets_is_float16_beside_both_baselines(run) -> None:
-    lines = [cells(line) for line in lines_of(tables.called_table(run, "r.json"))]
-    assert [int(line[0]) for line in lines] == [size[0] for size in tables.CALLED]
-    for size, line in zip(tables.CALLED, lines, strict=True):
+    lines = [cells(line) for line in lines_of(readme.called_table(run, "r.json"))]
+    assert [int(line[0]) for line in lines] == [size[0] for size in readme.CALLED]
+    for size, line in zip(readme.CALLED, lines, strict=True):
         exact, fast = (
             query.called(run, "QuantLinear", accuracy, "float16", size)
             for accuracy in ("exact", "fast")
@@ -222,23 +224,23 @@ def test_what_a_caller_gets_is_float16_beside_both_baselines(run) -> None:
 
 
 def test_llama_cpp_of_another_run_and_missing_figures_are_said(run) -> None:
-    first, *_ = tables.called_table(run, "r.json").splitlines()
+    first, *_ = readme.called_table(run, "r.json").splitlines()
     assert first.endswith("llama.cpp: float32 in and out, from another run.")
     here = tuple(replace(peer, same_run=True) for peer in run.peers)
-    first, *_ = tables.called_table(replace(run, peers=here), "r.json").splitlines()
+    first, *_ = readme.called_table(replace(run, peers=here), "r.json").splitlines()
     assert first.endswith("llama.cpp: float32 in and out.")
     exact = tuple(one for one in run.as_called if one.accuracy == "exact")
-    lines = lines_of(tables.called_table(replace(run, as_called=exact, peers=()), "r.json"))
+    lines = lines_of(readme.called_table(replace(run, as_called=exact, peers=()), "r.json"))
     assert all(cells(line)[3] == cells(line)[5] == "-" for line in lines)
-    assert tables.called_table(replace(run, as_called=()), "r.json") == NOTHING
+    assert readme.called_table(replace(run, as_called=()), "r.json") == NOTHING
 
 
 def test_a_stale_call_is_marked(run) -> None:
-    one = query.called(run, "QuantLinear", "exact", "float16", tables.CALLED[0])
+    one = query.called(run, "QuantLinear", "exact", "float16", readme.CALLED[0])
     assert one is not None
-    table = tables.called_table(run, "r.json", {one.key})
+    table = readme.called_table(run, "r.json", {one.key})
     assert f"| {query.number(one.us)} (stale) |" in table
-    assert tables.STALE_NOTE in table
+    assert staleness.STALE_NOTE in table
 
 
 # --- results/RESULTS.md ---------------------------------------------------------------------------

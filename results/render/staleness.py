@@ -1,0 +1,35 @@
+"""Which records of a run are no facts about the code of this tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from results.record import ROOT
+from results.record.provenance import called_hash, source_hash
+from results.record.schema import Run
+
+Keys = Collection[tuple[Any, ...]]
+"""The keys of the records whose code has changed since they were measured."""
+
+STALE: Final = "(stale)"
+STALE_NOTE: Final = f"{STALE}: the code has changed since; `make bench` measures it again."
+
+
+def stale_keys(run: Run, root: Path = ROOT) -> frozenset[tuple[Any, ...]]:
+    """The keys of the records that are no facts about the code of this tree."""
+    of_step = cache(lambda step: source_hash(step, root))
+    of_call = cache(lambda api, step: called_hash(api, step, root))
+    rows = {
+        row.key
+        for row in run.rows
+        if row.source_hash is None or row.source_hash != of_step(row.step)
+    }
+    calls = {
+        one.key
+        for one in run.as_called
+        if one.source_hash is None or one.source_hash != of_call(one.api, one.step)
+    }
+    return frozenset(rows | calls)
