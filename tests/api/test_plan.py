@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -401,23 +400,3 @@ def test_torch_on_a_side_stream_and_in_a_graph_of_its_own(name: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     np.testing.assert_array_equal(out.cpu().numpy(), wanted)
-
-
-@pytest.mark.gpu
-def test_what_a_call_costs_the_host_is_reported(record_property: Any) -> None:
-    from numba import cuda
-
-    problem = Problem(1, 512, 512, "q4_0")
-    plan = gemm.plan(1, problem.blocks)
-    a, out, _ = on_gpu(problem)
-    plan(a, out)
-    cuda.synchronize()
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(20):
-            plan(a, out)
-        best = min(best, (time.perf_counter() - start) / 20)
-        cuda.synchronize()
-    record_property("plan_us", best * 1e6)
-    print(f"a call of a plan costs the host {best * 1e6:.1f} us")
