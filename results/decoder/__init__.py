@@ -1,11 +1,11 @@
 """A llama from a GGUF file, every matrix product through this project, the rest from torch.
 
-    operations.py  what lies between products: norms, rotary embedding, attention, gates
+    operations.py  what lies between products: norms, rotary embedding, attention, SwiGLU
     model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
     files.py       configuration, weights and vocabulary of a GGUF file; a tiny random one to write
-    checks.py      against torch on the dequantized weights, and against llama.cpp
+    checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
     __main__.py    the command line: python -m results.decoder
 
-All of it but `files` needs torch, an extra of the project.
+All of it but `files` needs torch, an extra of this project.
 """

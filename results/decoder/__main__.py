@@ -1,6 +1,7 @@
 """The command line of the decoder: `python -m results.decoder MODEL.gguf`, or `--bench`.
 
-0, 1 where a comparison fails, 2 after one sentence where the request cannot be met.
+It exits with 0, with 1 where a comparison fails, and with 2 after one sentence where the request
+cannot be met.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from results.record.environment import environment, finished
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one sentence without the usage before it."""
+    """argparse whose errors are one sentence, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -42,63 +43,70 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     one = Parser(
         prog="python -m results.decoder",
-        description="A llama of a GGUF file, its products by this project's kernels.",
+        description="Run a llama from a GGUF file with this project's kernels.",
     )
     one.add_argument("model", nargs="?", type=Path, help="a .gguf file of the architecture llama")
-    one.add_argument("--prompt", help="text to go on with (vocabularies of SentencePiece)")
-    one.add_argument("--ids", type=_ids, help="tokens to go on with: 1,2,3 (default: the first)")
+    one.add_argument("--prompt", help="text to continue (SentencePiece vocabularies)")
+    one.add_argument(
+        "--ids", type=_ids, help="tokens to continue: 1,2,3 (default: the one that begins texts)"
+    )
     one.add_argument("--tokens", type=_count, default=64, help="how many to generate (default 64)")
     one.add_argument("--accuracy", choices=("exact", "fast"), default="exact")
     one.add_argument(
         "--requantize",
         choices=WEIGHT_FORMATS,
         metavar="F",
-        help="quantize matrices of other types than the kernels' anew, to this format",
+        help="quantize matrices of types that no kernel takes again, to this format",
     )
-    one.add_argument("--reference", action="store_true", help="torch, dequantized, on the CPU")
+    one.add_argument(
+        "--reference", action="store_true", help="multiply dequantized weights by torch, on the CPU"
+    )
     one.add_argument(
         "--check",
         action="store_true",
-        help="compare with torch on the dequantized weights; without MODEL on a small random one",
+        help="compare with torch on the dequantized weights; without MODEL, of a small random one",
     )
     one.add_argument(
         "--against-llama-cpp",
         action="store_true",
-        help="compare torch on the dequantized weights with llama.cpp, on the CPU; likewise",
+        help="compare torch on the dequantized weights with llama.cpp, on the CPU; without MODEL "
+        "likewise",
     )
-    one.add_argument("--bench", action="store_true", help="measure with Llama 3 8B's shapes")
-    one.add_argument("--format", choices=WEIGHT_FORMATS, default="q4_0", help="of random weights")
+    one.add_argument("--bench", action="store_true", help="measure with the shapes of Llama 3 8B")
+    one.add_argument(
+        "--format", choices=WEIGHT_FORMATS, default="q4_0", help="format of random weights"
+    )
     one.add_argument(
         "--parts", type=lambda text: text.split(","), default=["decode", "prefill"],
-        help="of the bench: decode,prefill",
+        help="what to measure: decode,prefill",
     )  # fmt: skip
     one.add_argument(
         "--between", choices=("plain", "compiled", "overlapped"),
-        help="how what lies between products is run on a GPU (default: the best that torch can)",
+        help="how norms and attention run on a GPU (default: overlapped where torch can)",
     )  # fmt: skip
     one.add_argument(
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
-        help="processes that compile kernels for --check and --bench (default: one a core, 16)",
+        help="processes that compile kernels for --check and --bench (default: cores, at most 16)",
     )  # fmt: skip
-    one.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    one.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return one
 
 
 def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens such as 1,2,3")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of tokens like 1,2,3")
     return [int(word) for word in words]
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1048575")
     return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from results.decoder import operations  # torch, or the sentence that it is missing
+    from results.decoder import operations  # without torch it raises one sentence
 
     torch = operations.torch
     jobs = args.check or args.against_llama_cpp or args.bench
@@ -107,10 +115,9 @@ def _run(args: argparse.Namespace) -> int:
     on_gpu = not (args.reference or args.against_llama_cpp)
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(
-            "this takes a CUDA GPU, and torch finds none; --reference runs the dequantized weights "
-            "on the CPU"
+            "torch finds no CUDA GPU: use one, or --reference for dequantized weights on the CPU"
         )
-    do = operations.compiled(args.between, tuned=args.bench) if on_gpu else operations.PLAIN
+    do = operations.compiled(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
     env = environment()
     found: dict[str, Any] = {}
     status = 0
@@ -122,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
     for comparisons in found.values():
         for one in comparisons:
             status |= not one["right"]
-            print(_said(one))
+            print(_sentence(one))
     if args.bench:
         from results.decoder import bench
 
@@ -160,7 +167,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, An
 
 
 def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Of MODEL; without one of a random one, and of the same weights in float32."""
+    """The comparison of MODEL; without one, of random weights and of the same in float32."""
     from results.decoder import checks, files
 
     name, steps = args.format, args.tokens
@@ -176,28 +183,28 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
     ]
 
 
-def _said(found: dict[str, Any]) -> str:
-    """A comparison in a sentence."""
+def _sentence(found: dict[str, Any]) -> str:
+    """The result of a comparison, in a sentence."""
     names = ("rms_difference", "rms_difference_of_prompt", "rms_difference_of_steps")
     off = max(found[name] for name in names if name in found)
     tokens = f"the same {found['steps']} tokens"
     if one := found["first_difference"]:
         tokens = (
-            f"tokens differ first at step {one['step']}, where the two are {one['margin']:.3g} "
-            f"apart and off by {one['both_off_by']:.3g}"
+            f"tokens differ from step {one['step']} on, where the two logits are "
+            f"{one['margin']:.3g} apart and their errors add up to {one['both_off_by']:.3g}"
         )
     which = f", {found['accuracy']}" if "accuracy" in found else ""
     verdict = "right" if found["right"] else "WRONG"
     return (
-        f"{found['file']}{which}: {verdict}: logits are off by {off:.3g} of their root mean "
-        f"square (at most {found['bound']:g}), {tokens}"
+        f"{found['file']}{which}: {verdict}: the error of the logits is {off:.3g} of their root "
+        f"mean square (bound {found['bound']:g}), {tokens}"
     )
 
 
 def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     from results.decoder import files
     from results.decoder.checks import reference
-    from results.decoder.model import by_steps, generate, torch
+    from results.decoder.model import generate, step_products, torch
 
     file = files.Model(args.model)
     if args.prompt is not None and args.ids is not None:
@@ -205,7 +212,8 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     ids = args.ids or ([file.first] if args.prompt is None else file.ids(args.prompt))
     if max(ids) >= file.config.vocabulary:
         raise ValueError(
-            f"--ids has {max(ids)}, and {args.model} has tokens up to {file.config.vocabulary - 1}"
+            f"--ids has {max(ids)} and {args.model} has tokens 0 to {file.config.vocabulary - 1}: "
+            "give tokens of its vocabulary"
         )
     device = "cpu" if args.reference else "cuda"
     if args.reference:
@@ -213,21 +221,21 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     else:
         model = files.load(
             file,
-            by_steps(device, args.accuracy),
+            step_products(device, args.accuracy),
             requantize=args.requantize,
             device=device,
             operations=do,
         )
     start = time.perf_counter()
-    given = torch.tensor([ids], device=device)
-    tokens = generate(model, given, args.tokens)[0][0].tolist()
+    prompt_ids = torch.tensor([ids], device=device)
+    tokens = generate(model, prompt_ids, args.tokens)[0][0].tolist()
     took = time.perf_counter() - start
     end = file.keys.get("tokenizer.ggml.eos_token_id")
     shown = tokens[: tokens.index(end)] if end in tokens else tokens
     print(file.text([*ids, *shown]) if file.vocabulary else "")
     print(" ".join(map(str, tokens)))
     print(
-        f"{len(tokens)} tokens in {took:.2f} s, with all that was compiled and captured for it",
+        f"{len(tokens)} tokens in {took:.2f} s, compiling and capturing included",
         file=sys.stderr,
     )
     return {"file": args.model.name, "ids": ids, "tokens": tokens, "text": file.text(tokens)}

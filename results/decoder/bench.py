@@ -1,18 +1,18 @@
 """Tokens a second with the shapes of Llama 3 8B and random weights, beside float16 torch.matmul.
 
-Two decoders that differ in their products alone: ours over blocks, and torch's over the same
-weights in float16. Weights are random bytes with sensible scales, not quantized floats: of each
-kind of matrix 1024 rows are drawn and packed, and a layer has these again and again, beginning
-elsewhere in each layer and with memory of its own, so that all of them come from memory.
+Two decoders differ in their products alone: ours over blocks, and torch's over the same weights in
+float16. Weights are random bytes with sensible scales, not quantized floats: 1024 rows of each kind
+of matrix are drawn and packed. Each layer repeats them in memory of its own, from another row on,
+so that all weights come from memory.
 
-Each case is a CUDA graph of either side, run in turn, round by round, and the medians are given:
+Each case is a CUDA graph of either side. Rounds take turns, and medians are reported:
 
     decode    one graph is a step of greedy decoding, argmax included; a round is `STEPS` of them
-              behind `CONTEXT` tokens, batch 1 and 16
-    prefill   one graph is a prompt of 512 or 4096 tokens, logits of the last one
+              after `CONTEXT` tokens, batch 1 and 16
+    prefill   one graph is a prompt of 512 or 4096 tokens, with the logits of the last one
 
-"fast" is the same decoder with the step that rounds weights to 8 bits a row (accuracy="fast"). It
-is for prompts: decoding takes the same step either way.
+"fast" is the same decoder with accuracy="fast", whose steps requantize the weights to int8 with one
+scale per row. It is for prompts: decoding takes the same step either way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qformats import FORMATS
 from qformats.repack import TILE_GROUP, TILE_ROWS
 from results.decoder.model import (
     LLAMA_3_8B,
-    Captured,
+    CapturedGraph,
     Config,
     Decoder,
     Embedding,
@@ -45,7 +45,7 @@ from steps.api.choice import packings
 from steps.nn import operator as operator
 
 DRAWN: Final = 1024  # rows of each kind of matrix
-ROWS: Final = TILE_GROUP * TILE_ROWS  # that lie together in the packings of the tensor core steps
+ROWS: Final = TILE_GROUP * TILE_ROWS  # the rows of one piece of a fragment-packed layout
 BATCHES: Final = (1, 16)
 PROMPTS: Final = (512, 4096)
 CONTEXT: Final = 128
@@ -56,10 +56,10 @@ WEIGHT: Final = 0.02  # root mean square of a weight
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A case: tokens a second of each side (medians of `rounds`), and how many times the rival's
-    (medians of the rounds' ratios). None: not measured.
+    """A case: tokens a second of each side (medians of `rounds`), and their ratio to the baseline,
+    float16 torch (medians of the rounds' ratios). None: not measured.
 
-    ms: of a graph, of exact, fp16 and perhaps fast; products_ms: of the same products alone, one
+    ms: of a graph, by side: exact, fp16 and perhaps fast; products_ms: of its products alone, one
     after another, with nothing between them.
     """
 
@@ -76,7 +76,7 @@ class Row:
 
 
 def random_blocks(format_name: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Blocks [n, k/32] whose values have mean 0 and root mean square `WEIGHT` or so."""
+    """Blocks [n, k/32] whose values have mean 0 and a root mean square of about `WEIGHT`."""
     fmt = FORMATS[format_name]
     raw = rng.integers(0, 256, (n, k // 32 * fmt.block_bytes), np.uint8)
     blocks: np.ndarray = raw.view(fmt.dtype)
@@ -90,7 +90,7 @@ def random_blocks(format_name: str, n: int, k: int, rng: np.random.Generator) ->
 
 @dataclass(slots=True)
 class Drawn:
-    """Rows of a kind of matrix: packed for the steps, and dequantized to float16, on the GPU."""
+    """Rows of one kind of matrix on the GPU: packed for the steps, and dequantized to float16."""
 
     format: str
     k: int
@@ -108,7 +108,7 @@ class Drawn:
         return cls(format_name, k, packed, values.to(device, torch.float16))
 
     def product(self, n: int, first: int, workspace: Workspace, last: bool = False) -> Product:
-        """Of [n, k], beginning at drawn row `first` * `ROWS`."""
+        """Our product with [n, k], from drawn row `first` * `ROWS` on."""
         packed = {
             name: [_repeated(one, DRAWN // ROWS, -(-n // ROWS), first) for one in arrays]
             for name, arrays in self.packed.items()
@@ -118,12 +118,12 @@ class Drawn:
         )
 
     def plain(self, n: int, first: int) -> Plain:
-        """The same weights."""
+        """torch's product with the same weights."""
         return Plain(_repeated(self.half, DRAWN // ROWS, -(-n // ROWS), first)[:n])
 
 
 def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:
-    """`wanted` equal parts of an array that has `parts`, in turn from `first` on; a copy."""
+    """A copy of `wanted` of the equal `parts` of an array, cyclically from part `first` on."""
     turns = (torch.arange(wanted, device=array.device) + first) % parts
     return array.view(parts, -1)[turns].reshape(-1, *array.shape[1:])
 
@@ -131,13 +131,13 @@ def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:
 def models(
     config: Config, format_name: str, operations: Operations, device: Any
 ) -> tuple[Decoder, Decoder]:
-    """(ours, the float16 one), which share embedding and norms."""
+    """(our decoder, the float16 baseline); they share embedding and norms."""
     rng, width, hidden = np.random.default_rng(0), config.width, config.hidden
     kinds = [
         (Drawn.of(format_name, k, rng, device), n)
         for n, k in (
             (config.qkv, width),
-            (width, config.heads * config.head),
+            (width, config.heads * config.head_dim),
             (2 * hidden, width),
             (width, hidden),
         )
@@ -145,7 +145,7 @@ def models(
     last, workspace = Drawn.of(format_name, width, rng, device), Workspace()
     norm = torch.ones(width, device=device)
     table = random_blocks(format_name, config.vocabulary, width, rng)
-    embedding = Embedding.of(table, device, torch.float32, operations.looked_up)
+    embedding = Embedding.of(table, device, torch.float32, operations.embedding_rows)
 
     def model(make: Callable[[Drawn, int, int], Any], output: Any) -> Decoder:
         layers = []
@@ -167,7 +167,7 @@ def models(
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Of the device, for work that is queued here."""
+    """GPU time of work that is queued here."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
@@ -177,8 +177,8 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def in_turn(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Seconds of each side in each round; each begins a round in its turn, and one round before
-    them does not count."""
+    """Seconds of each side in each round. Sides take turns in beginning a round; the first round
+    does not count."""
     took: list[list[float]] = [[] for _ in sides]
     for number in range(-1, rounds):
         for i in range(len(sides)):
@@ -199,22 +199,22 @@ def row(
     took: Sequence[Sequence[float]],
     alone: Sequence[Sequence[float]],
 ) -> Row:
-    """took: seconds of each round of `tokens` and so many graphs: exact, fp16 and perhaps fast.
-    alone: those of the products of one graph."""
+    """took: seconds of each side (exact, fp16 and perhaps fast) in each round of `tokens` and so
+    many graphs. alone: those of the products of one graph."""
 
     def rate(side: Sequence[float]) -> float:
         return tokens / statistics.median(side)
 
     def x(side: Sequence[float]) -> float:
-        return statistics.median(r / ours for ours, r in zip(side, rival, strict=True))
+        return statistics.median(r / ours for ours, r in zip(side, baseline, strict=True))
 
-    exact, rival, *fast = took
+    exact, baseline, *fast = took
     p20, median, p80 = np.quantile(exact, [0.2, 0.5, 0.8])
     return Row(
         case,
         rate(exact),
         rate(fast[0]) if fast else None,
-        rate(rival),
+        rate(baseline),
         x(exact),
         x(fast[0]) if fast else None,
         len(exact),
@@ -225,17 +225,17 @@ def row(
 
 
 def decoding(model: Decoder, batch: int) -> Callable[[], None]:
-    """A round: `STEPS` tokens of each of `batch` sequences behind `CONTEXT`."""
+    """A round: `STEPS` tokens of each of `batch` sequences, after `CONTEXT` tokens."""
     cache = model.cache(batch, CONTEXT + STEPS)
-    for held in cache.layers:
-        held.normal_()
-    cache.at.fill_(CONTEXT)
+    for keys_values in cache.layers:
+        keys_values.normal_()
+    cache.position.fill_(CONTEXT)
     token = torch.arange(batch, device=model.device)
     steps = Greedy(model, cache, token)
     steps.capture()
 
     def work() -> None:
-        cache.at.fill_(CONTEXT)
+        cache.position.fill_(CONTEXT)
         for _ in range(STEPS):
             steps.run()
 
@@ -243,8 +243,8 @@ def decoding(model: Decoder, batch: int) -> Callable[[], None]:
 
 
 def prefilling(model: Decoder, tokens: int, accuracy: str) -> tuple[Callable[[], None], Any]:
-    """(a round: a prompt; the logits, written by each)."""
-    model.ask(accuracy)
+    """(a round, which is one prompt; the logits that it writes)."""
+    model.set_accuracy(accuracy)
     cache = model.cache(1, tokens)
     ids = torch.arange(tokens, device=model.device)[None] * 31 % model.config.vocabulary
     kept: list[Any] = []
@@ -253,18 +253,18 @@ def prefilling(model: Decoder, tokens: int, accuracy: str) -> tuple[Callable[[],
         kept[:] = [model.prefill(ids, cache)]
 
     work()
-    graph = Captured(work)
-    model.ask("exact")
+    graph = CapturedGraph(work)
+    model.set_accuracy("exact")
     return graph.replay, kept[0]
 
 
 def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Callable[[], None]:
-    """All products of a graph, of inputs that nobody computes."""
-    model.ask(accuracy)
+    """The products of a graph alone, on random inputs."""
+    model.set_accuracy(accuracy)
     inputs: dict[Any, Any] = {}
 
     def multiply(product: Any, m: int) -> None:
-        key = (m, product.k), product.takes(m)
+        key = (m, product.k), product.input_dtype(m)
         if key not in inputs:
             inputs[key] = torch.randn(key[0], device=model.device, dtype=key[1])
         product(inputs[key])
@@ -276,8 +276,8 @@ def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Call
         multiply(model.output, sequences)
 
     work()
-    graph = Captured(work)
-    model.ask("exact")
+    graph = CapturedGraph(work)
+    model.set_accuracy("exact")
     return graph.replay
 
 
@@ -290,13 +290,13 @@ def measure(
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All cases, as data: see `Row`."""
+    """All cases as data, see `Row`."""
     start = time.perf_counter()
 
     def tell(what: str) -> None:
         say(f"{time.perf_counter() - start:6.1f} s  {what}")
 
-    ours, rival = models(config, format_name, operations, torch.device("cuda"))
+    ours, baseline = models(config, format_name, operations, torch.device("cuda"))
     torch.cuda.synchronize()
     weights = sum(
         one.nbytes
@@ -308,20 +308,20 @@ def measure(
     cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
     if jobs > 1:
         count = ours.compile_ahead(cases, jobs, tell)
-        tell(f"the machine code of {count} kernels, made by other processes")
+        tell(f"{count} kernels compiled by other processes")
     rows: list[Row] = []
     differences: dict[str, float] = {}
     for batch in BATCHES if "decode" in parts else ():
-        sides = [decoding(model, batch) for model in (ours, rival)]
+        sides = [decoding(model, batch) for model in (ours, baseline)]
         tell(f"decode, batch {batch}: compiled and captured")
         took = in_turn(sides, ROUNDS["decode"])
-        inner = [products(model, batch, batch, "exact") for model in (ours, rival)]
+        inner = [products(model, batch, batch, "exact") for model in (ours, baseline)]
         alone = in_turn(inner, ROUNDS["products"])
         rows.append(row(f"decode, batch {batch}", batch * STEPS, STEPS, took, alone))
         tell(line(rows[-1]))
     for tokens in PROMPTS if "prefill" in parts else ():
         case = f"prefill {tokens}"
-        each = ((ours, "exact"), (rival, "exact"), (ours, "fast"))
+        each = ((ours, "exact"), (baseline, "exact"), (ours, "fast"))
         works = [prefilling(model, tokens, accuracy) for model, accuracy in each]
         tell(f"{case}: compiled and captured")
         took = in_turn([work for work, _ in works], ROUNDS[case])
@@ -336,14 +336,14 @@ def measure(
         tell(line(rows[-1]))
     choices = {}
     for accuracy, m in cases:
-        ours.ask(accuracy)
+        ours.set_accuracy(accuracy)
         for one in ours.layers[0].products:
             choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.template(m).choice)
     return {
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,
         "weights_gb": weights / 1e9,
-        "between_products": operations.how,
+        "between_products": operations.mode,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "context": CONTEXT,
         "steps": STEPS,
@@ -355,7 +355,7 @@ def measure(
 
 
 def line(one: Row) -> str:
-    """A row in words."""
+    """A row in a sentence."""
     fast = "" if one.fast is None else f", fast {one.fast:,.0f} ({one.x_fast:.2f}x)"
     return (
         f"{one.case}: exact {one.exact:,.0f} tokens/s ({one.x_exact:.2f}x){fast}, "
@@ -368,7 +368,7 @@ def _ms(sides: dict[str, float]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows as a table of Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| | exact | fast | fp16 torch.matmul |", "|:--|--:|--:|--:|"]
     for one in found["rows"]:
         fast = "-" if one["fast"] is None else f"{one['fast']:,.0f} tokens/s, {one['x_fast']:.2f}x"

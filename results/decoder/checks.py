@@ -1,18 +1,18 @@
 """Is a decoder right? Against torch on the dequantized weights, and against llama.cpp.
 
-Logits are compared along one sequence of tokens, so that a difference does not grow by what it
-chose: the root mean square of all differences over that of the logits. What is allowed is what
-rounding activations costs, which is all that the products do besides adding up in float32:
+Logits are compared along one sequence of tokens, so that an early difference does not grow: the
+root mean square of all differences, divided by that of the logits. The bounds are what rounding the
+activations costs, the only thing that products do besides adding up in float32:
 
-    exact   `BOUND["exact"]`: 8 bits and a scale for 32 values are off by 1/2 of 1/127 of the
-            largest at most, 0.5 % of normal values in root mean square; a layer's two branches
-            are sums of several such products, whose errors add up as independent ones do
+    exact   `BOUND["exact"]`: 8 bits with a scale for 32 values are off by at most half of 1/127 of
+            the largest, 0.5 % of normal values in root mean square; a layer's two branches are
+            sums of several such products, whose errors add up as independent ones do
     fast    `BOUND["fast"]`: one scale for all values of a token, whose largest is twice that of 32
-            of them, and weights rounded once more
+            of them, and weights requantized to int8 with one scale per row
 
-Tokens are the likeliest ones of each side, on its own. Where they differ first, the two that were
-chosen are named with the distance of their logits in the reference: the difference is explained
-where that is no more than both logits are off together.
+Each side also decodes on its own. Where the tokens differ first, both tokens are named, with the
+distance of their logits in the reference. The difference is explained if that distance is no more
+than the errors of both logits together.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from typing import Any, Final
 import numpy as np
 
 from results.decoder import files
-from results.decoder.model import Decoder, by_steps, by_torch, generate, torch
+from results.decoder.model import Decoder, generate, step_products, torch, torch_products
 from results.decoder.operations import PLAIN, Operations
 
 BOUND: Final = {"exact": 0.03, "fast": 0.06}
 FLOATS: Final = 1e-5
-"""The bound where llama.cpp has float32 weights and keys, and rounds nothing to 8 bits."""
+"""The bound where llama.cpp has float32 weights and cache, and rounds nothing to 8 bits."""
 STEPS: Final = 64
-PROMPT: Final = 192  # tokens: more than the step for few of them takes
+PROMPT: Final = 192  # tokens: more than the decode steps are for
 
 
 def reference(path: Any, device: Any = "cpu", requantize: str | None = None) -> Decoder:
-    """torch on the dequantized weights in float64."""
+    """The decoder by torch on the dequantized weights, in float64."""
     return files.load(
         path,
-        by_torch(device, torch.float64),
+        torch_products(device, torch.float64),
         requantize=requantize or "float32",
         device=device,
-        wide=torch.float64,
-        keys=torch.float64,
+        residual_dtype=torch.float64,
+        cache_dtype=torch.float64,
     )
 
 
@@ -62,10 +62,10 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 def first_difference(
     ours: Sequence[int], theirs: Sequence[int], logits: np.ndarray, off: np.ndarray
 ) -> dict[str, Any] | None:
-    """Where two lists of tokens differ first, if they do.
+    """The first place where two lists of tokens differ; None where they are the same.
 
-    logits : the reference's [steps, V], along ours up to there.
-    off    : by how much the compared logits are off from these, [steps, V].
+    logits : the reference's [steps, V], along `ours`.
+    off    : the compared logits minus these, [steps, V].
     """
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
@@ -93,24 +93,24 @@ def against_torch(
     steps: int = STEPS,
     jobs: int = 1,
 ) -> dict[str, Any]:
-    """Ours on the GPU against `reference`: logits of a prompt and of `steps` steps, and tokens."""
+    """The steps on a GPU against `reference`: logits of a prompt and of `steps` tokens."""
     file = files.Model(path)
     ours = files.load(
         file,
-        by_steps(device, accuracy),
+        step_products(device, accuracy),
         requantize=requantize,
         device=device,
         operations=operations,
     )
     if jobs > 1:
         ours.compile_ahead([(accuracy, 1), (accuracy, len(ids))], jobs)
-    judge = reference(file, device, requantize)
-    given = torch.tensor([list(ids)], device=device)
-    tokens, kept = generate(ours, given, steps, keep=True)
-    theirs, _ = generate(judge, given, steps, graph=False)
-    whole = torch.cat([given, tokens[:, :-1]], 1)
-    right = judge.prefill(whole, judge.cache(1, whole.shape[1]), every=True)[0].cpu().numpy()
-    filled = ours.prefill(given, ours.cache(1, len(ids)), every=True)[0].double().cpu().numpy()
+    trusted = reference(file, device, requantize)
+    prompt_ids = torch.tensor([list(ids)], device=device)
+    tokens, kept = generate(ours, prompt_ids, steps, keep=True)
+    theirs, _ = generate(trusted, prompt_ids, steps, graph=False)
+    whole = torch.cat([prompt_ids, tokens[:, :-1]], 1)
+    right = trusted.prefill(whole, trusted.cache(1, whole.shape[1]), every=True)[0].cpu().numpy()
+    filled = ours.prefill(prompt_ids, ours.cache(1, len(ids)), every=True)[0].double().cpu().numpy()
     stepped = torch.cat(kept).double().cpu().numpy()
     behind = right[len(ids) - 1 :]
     found = {
@@ -143,13 +143,14 @@ def against_llama_cpp(
 ) -> dict[str, Any]:
     """llama.cpp on the CPU against `reference`, on the same file.
 
-    floats: keys and values in float32 too, for a file of float32, of which nothing is rounded.
+    floats: llama.cpp keeps its cache in float32 too, for a file of float32, so that nothing is
+    rounded.
     """
     try:
         llama_cpp: Any = import_module("llama_cpp")
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            "this comparison needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
+            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
         ) from missing
 
     kind = 0 if floats else 1  # of ggml's: float32 or float16
@@ -169,11 +170,11 @@ def against_llama_cpp(
         kept.append(np.ctypeslib.as_array(at, (theirs.n_vocab(),)).astype(np.float64))
         tokens.append(int(kept[-1].argmax()))
         theirs.eval(tokens[-1:])
-    judge = reference(path)
-    given = torch.tensor([list(ids)])
-    ours, _ = generate(judge, given, steps)
+    trusted = reference(path)
+    prompt_ids = torch.tensor([list(ids)])
+    ours, _ = generate(trusted, prompt_ids, steps)
     whole = torch.tensor([[*ids, *tokens[:-1]]])
-    right = judge.prefill(whole, judge.cache(1, whole.shape[1]), every=True)[0, len(ids) - 1 :]
+    right = trusted.prefill(whole, trusted.cache(1, whole.shape[1]), every=True)[0, len(ids) - 1 :]
     logits = right.numpy()
     off = np.stack(kept) - logits
     found = {

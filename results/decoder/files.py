@@ -1,8 +1,8 @@
 """A llama of a GGUF file: configuration, weights as products take them, vocabulary.
 
 The names of keys and tensors are those of ggml's `docs/gguf.md` and of the `gguf` package. Rows of
-attn_q and attn_k lie in such an order that neighbours turn together (ggml's "normal" rotary
-embedding): converters put them so, and `operations.attended` takes them so.
+attn_q and attn_k are in the order of ggml's "normal" rotary embedding, in which neighbours form a
+pair: converters write them so, and `operations.rotary` reads them so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
 from steps.registry import ladder
 
 TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
-"""Types of matrices that kernels multiply."""
+"""Types of matrices that the kernels multiply."""
 
 TINY: Final = {
     "block_count": 2,
@@ -31,29 +31,32 @@ TINY: Final = {
     "attention.head_count_kv": 2,
     "context_length": 1024,
 }
-"""The smallest llama in which all parts have their shapes: heads of 32, four to a key."""
+"""A small llama with all features: heads of 32 values, four queries to a key."""
 WORDS: Final = 288
-LIKED: Final = 1.5
-"""How much a token of `write_tiny` likes to follow one other: as words do, and so much that the
-best two logits are seldom closer than the rounding of activations to 8 bits."""
-SPACE: Final = "\u2581"  # what SentencePiece writes for it
+SUCCESSOR_LOGIT: Final = 1.5
+"""By how much the logit of one successor of each token stands out in `write_tiny`: so much that the
+best two logits are seldom closer than the error of activations rounded to 8 bits."""
+SPACE: Final = "\u2581"  # how SentencePiece writes one
 
 
 class Model:
-    """An open file: `config`, and weights on demand. GGUFError in one sentence for what is no llama
-    or lacks something."""
+    """An open GGUF file: its configuration, weights and vocabulary, read when they are asked for.
+
+    Raises GGUFError, in one sentence, for another architecture and for missing keys or tensors.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.keys, self.tensors = metadata(path), tensors(path)
         if (kind := self.keys.get("general.architecture")) != "llama":
-            raise GGUFError(f"{path} holds a {kind!r}, and only the architecture 'llama' is read")
+            raise GGUFError(f"{path} has the architecture {kind!r}: only 'llama' is supported")
         if self._key("rope.scaling.type", "none") != "none":
-            raise GGUFError(
-                f"{path} scales its positions ({self._key('rope.scaling.type')}), which is not read"
-            )
+            scaling = self._key("rope.scaling.type")
+            raise GGUFError(f"{path} has rope scaling {scaling!r}: only 'none' is supported")
         if self._key("expert_count", 0):
-            raise GGUFError(f"{path} has {self._key('expert_count')} experts, which are not read")
+            raise GGUFError(
+                f"{path} has {self._key('expert_count')} experts: only dense models are supported"
+            )
         self.vocabulary: list[str] = self.keys.get("tokenizer.ggml.tokens", [])
 
     def _key(self, name: str, default: Any = None) -> Any:
@@ -75,7 +78,7 @@ class Model:
             hidden=self._key("feed_forward_length"),
             heads=heads,
             kv_heads=self._key("attention.head_count_kv", heads),
-            head=head,
+            head_dim=head,
             vocabulary=self.tensor("token_embd.weight").shape[0],
             epsilon=self._key("attention.layer_norm_rms_epsilon"),
             base=self._key("rope.freq_base", 10000.0),
@@ -83,16 +86,18 @@ class Model:
         )
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor by name; GGUFError unless it is there, of this shape and of a readable type."""
         if name not in self.tensors:
-            raise GGUFError(f"{self.path} lacks {name}: it is no complete llama")
+            raise GGUFError(f"{self.path} lacks {name}: it is not a complete llama")
         found = self.tensors[name]
         if shape is not None and found.shape != shape:
             raise GGUFError(
-                f"{self.path}: {name} has shape {found.shape}, and {shape} is what the keys say"
+                f"{self.path}: {name} has shape {list(found.shape)}, and the file's keys say "
+                f"{list(shape)}: convert the model again"
             )
         if found.type not in READABLE:
             raise GGUFError(
-                f"{self.path}: {name} is {found.type}, which is not read here: use a file of "
+                f"{self.path}: {name} is {found.type}, which is not supported: use a file of "
                 f"{', '.join(TAKEN)}"
             )
         return found
@@ -104,10 +109,11 @@ class Model:
     def matrices(
         self, names: Sequence[str], rows: Sequence[int], k: int, requantize: str | None
     ) -> list[np.ndarray]:
-        """Blocks [N, K/32 or K/256] of matrices for the same x; one array where types are equal.
+        """Blocks [N, K/32 or K/256] of matrices that multiply the same x; neighbours of one type in
+        one array.
 
-        requantize: the format that matrices of other types than the kernels' are quantized to;
-        "float32": they are given as float32 [N, K]; None: refused.
+        requantize: the format for matrices that no kernel takes; "float32" for float32 [N, K]; by
+        default they are refused.
         """
         found: list[np.ndarray] = []
         for name, n in zip(names, rows, strict=True):
@@ -120,8 +126,8 @@ class Model:
                 array = quantize(np.ascontiguousarray(tensor.values()), requantize)
             else:
                 raise GGUFError(
-                    f"{self.path}: {name} is {tensor.type}, and the kernels take "
-                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it anew"
+                    f"{self.path}: {name} is {tensor.type} and the kernels take "
+                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
                 )
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
@@ -129,20 +135,20 @@ class Model:
                 found.append(array)
         return found
 
-    # --- words ---
+    # --- tokens ---
 
     @property
     def first(self) -> int:
-        """The token that texts begin with."""
+        """The token with which texts begin."""
         return int(self.keys.get("tokenizer.ggml.bos_token_id", 1))
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text, for vocabularies of SentencePiece: neighbours are joined, the best
-        score first, and what is no token then is written in bytes."""
+        """Tokens of a text, for SentencePiece vocabularies: neighbours are merged, the best score
+        first, and pieces that are no token are written as bytes."""
         kind = self.keys.get("tokenizer.ggml.model")
         if kind != "llama" or "tokenizer.ggml.scores" not in self.keys:
             raise GGUFError(
-                f"{self.path} has a vocabulary of kind {kind!r}, which is not read here: give "
+                f"{self.path} has a vocabulary of kind {kind!r}, which is not supported: give "
                 "tokens with --ids"
             )
         number = {piece: i for i, piece in enumerate(self.vocabulary)}
@@ -162,7 +168,7 @@ class Model:
         return found
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, as far as the vocabulary tells."""
+        """The text of tokens; <number> for one that the vocabulary lacks."""
         kind, out = self.keys.get("tokenizer.ggml.model"), b""
         letters = _letters() if kind == "gpt2" else {}
         for i in ids:
@@ -177,8 +183,8 @@ class Model:
 
 
 def _letters() -> dict[str, bytes]:
-    """The letters that byte-level vocabularies write for bytes: printable ones of Latin 1 as they
-    are, the others from U+0100 on."""
+    """The letter that stands for each byte in byte-level vocabularies: the byte's own where that is
+    printable Latin 1, else one from U+0100 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): bytes([b]) for b in plain} | {
@@ -192,13 +198,15 @@ def load(
     *,
     requantize: str | None = None,
     device: Any = "cpu",
-    wide: Any = None,
-    keys: Any = None,
+    residual_dtype: Any = None,
+    cache_dtype: Any = None,
     operations: Any = None,
 ) -> Any:
-    """The `results.decoder.model.Decoder` of a file. make: a maker of products, see there.
+    """The `results.decoder.model.Decoder` of a file.
 
-    wide : dtype of residuals, float32 by default. keys: of the cache, float16 by default.
+    make       : makes its products (`results.decoder.model.Maker`).
+    requantize : see `Model.matrices`.
+    residual_dtype, cache_dtype : float32 and float16 by default.
     """
     from results.decoder import model as parts
     from results.decoder.operations import PLAIN
@@ -206,15 +214,15 @@ def load(
     torch = parts.torch
     file = path if isinstance(path, Model) else Model(path)
     config, do = file.config, operations or PLAIN
-    wide = wide or torch.float32
-    q, kv = config.heads * config.head, config.kv_heads * config.head
+    residual_dtype = residual_dtype or torch.float32
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
     def vector(name: str) -> Any:
-        return torch.from_numpy(file.vector(name, config.width)).to(device, wide)
+        return torch.from_numpy(file.vector(name, config.width)).to(device, residual_dtype)
 
     def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
         made = [make(one, last) for one in file.matrices(names, rows, k, requantize)]
-        return made[0] if len(made) == 1 else parts.Together(made)
+        return made[0] if len(made) == 1 else parts.Concatenated(made)
 
     layers = []
     for i in range(config.layers):
@@ -237,12 +245,12 @@ def load(
     factors = file.tensors.get("rope_freqs.weight")
     return parts.Decoder(
         config,
-        parts.Embedding.of(rows, device, wide, do.looked_up),
+        parts.Embedding.of(rows, device, residual_dtype, do.embedding_rows),
         layers,
         vector("output_norm.weight"),
         product([last], (config.vocabulary,), config.width, True),
-        frequencies=parts.angles(config, None if factors is None else factors.values()),
-        keys=keys or torch.float16,
+        frequencies=parts.rotary_frequencies(config, None if factors is None else factors.values()),
+        cache_dtype=cache_dtype or torch.float16,
         operations=do,
     )
 
@@ -260,11 +268,11 @@ def write_tiny(
     architecture: str = "llama",
     **changes: Any,
 ) -> Path:
-    """A GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
+    """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
 
-    Its vocabulary are the 256 bytes and some words, `WORDS` in all. Weights are normal, in such a
-    size that logits are a few units apart; norms lie around 1, in float32. dequantized: the same
-    weights as in the format, but in float32. tied: no matrix for the logits but the embedding.
+    Its vocabulary is the 256 bytes and some words, `WORDS` in all. Weights are normal, of such a
+    size that logits are a few units apart; weights of norms are near 1, in float32. dequantized:
+    the same weights, but in float32. tied: the logits use the embedding's matrix.
     """
     rng = np.random.default_rng(seed)
     sizes = TINY | changes
@@ -316,8 +324,14 @@ def write_tiny(
         matrix(f"blk.{i}.ffn_down.weight", width, hidden, 2)
     norm("output_norm.weight")
     if not tied:
-        before = embedding[rng.permutation(len(words))]  # of the token that each likes to follow
-        matrix("output.weight", len(words), width, 2, before * np.float32(LIKED * width**-0.5))
+        before = embedding[rng.permutation(len(words))]  # of the token that each one follows
+        matrix(
+            "output.weight",
+            len(words),
+            width,
+            2,
+            before * np.float32(SUCCESSOR_LOGIT * width**-0.5),
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

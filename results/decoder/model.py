@@ -1,12 +1,11 @@
-"""A llama: products of this project or of torch, everything else the same for both.
+"""A llama decoder whose matrix products are this project's or torch's; all else is the same.
 
-    model = files.load("model.gguf", on_gpu())              # or any other maker of products
+    model = files.load("model.gguf", step_products())       # or torch_products()
     tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
 
-A `Product` is a layer's place in a model that decodes: its calls follow each other on one stream,
-which `steps.nn.linear.QuantLinear` cannot know of its own. So the memory in which thread blocks leave
-sums for each other is set to zero once and not at each call, and nothing is cast that the functions
-between products can write as it is wanted.
+A `Product` takes the place of a `steps.nn.linear.QuantLinear`. It knows that its calls follow each
+other on one stream. So its workspace is set to zero once and not at each call, and the operations
+between products write the dtype that the next product reads.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ torch = operator.torch
 if not TYPE_CHECKING:
     nn = torch.nn
 
-FEW: Final = 16
-"""Tokens at a time that are of so many sequences, and not of a prompt."""
-ROUNDED_TO: Final = 256
-"""Positions that a cache is rounded up to: another length is compiled anew."""
+MOST_SEQUENCES: Final = 16
+"""Up to so many tokens at a time are one each of as many sequences; more are a prompt."""
+CACHE_STEP: Final = 256
+"""Positions; lengths of caches are multiples of it, as torch compiles attention for each length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes of a llama. head: values of a head, of which the first `rotated` are turned; base: of
-    the angles; epsilon: of the norms."""
+    """Sizes of a llama. head_dim: values of a head, of which the first `rotated` have a rotary
+    embedding with the frequencies' base `base`; epsilon: of the norms."""
 
     layers: int
     width: int
     hidden: int
     heads: int
     kv_heads: int
-    head: int
+    head_dim: int
     vocabulary: int
     epsilon: float = 1e-5
     base: float = 10000.0
@@ -61,7 +60,7 @@ class Config:
     @property
     def qkv(self) -> int:
         """Features of a layer's queries, keys and values together."""
-        return (self.heads + 2 * self.kv_heads) * self.head
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 128)
@@ -70,29 +69,27 @@ LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 
 # --- products -------------------------------------------------------------------------------------
 
 
-Gate = Callable[["Tensor", Any], "Tensor"]
-"""`operations.gated`."""
+Swiglu = Callable[["Tensor", Any], "Tensor"]
+"""`operations.swiglu`."""
 
 
 class Workspace:
-    """Memory of plans, for one stream: zero at first, and left as the next call must find it.
-
-    It is kept for good, as CUDA graphs hold its address.
-    """
+    """Workspaces of launch templates, for one stream. They are zeroed once, and kept for good, as
+    CUDA graphs hold their addresses."""
 
     def __init__(self) -> None:
-        self._held: dict[LaunchTemplate, Any] = {}
+        self._memory: dict[LaunchTemplate, Any] = {}
 
     def of(self, made: LaunchTemplate, device: Any) -> Tensor:
-        """uint8 [at least 1]."""
-        if (held := self._held.get(made)) is None:
-            held = torch.zeros(max(made.nbytes, 1), dtype=torch.uint8, device=device)
-            self._held[made] = held
-        return held
+        """uint8 [nbytes], at least one."""
+        if (memory := self._memory.get(made)) is None:
+            memory = torch.zeros(max(made.nbytes, 1), dtype=torch.uint8, device=device)
+            self._memory[made] = memory
+        return memory
 
 
 class Product(nn.Module):
-    """y[M, N] = x[M, K] @ dequantize(W)^T through the plans of the front door.
+    """y[M, N] = x[M, K] @ dequantize(W)^T by the steps, through launch templates.
 
     packed : name of a packing -> its arrays on the GPU (`steps.api.choice.packings`).
     output : "float16": y is float16 where the step for so many tokens writes it, else float32.
@@ -127,23 +124,23 @@ class Product(nn.Module):
                 self.format, size, self.packed, self.accuracy, device, self.output, input
             )
 
-    def takes(self, m: int) -> Any:
-        """The dtype of x for m tokens. In float16, values beyond 65504 are infinite, as they are in
-        any float16 llama."""
+    def input_dtype(self, m: int) -> Any:
+        """The dtype that x must have for m tokens. In float16, values beyond 65504 become infinite,
+        as in any float16 llama."""
         return getattr(torch, self.template(m).reads)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [M, K] as it `takes` it, contiguous."""
-        return self._by(self.template(len(x)), x)
+        """y of x [M, K], contiguous, of `input_dtype`."""
+        return self._launch(self.template(len(x)), x)
 
-    def gated(self, y: Tensor, gate: Gate) -> Tensor:
-        """Of silu(gate) * up, y = [gate, up], [M, 2 K]: in the pass before the product, or by
-        `gate` where the step has no such pass."""
+    def after_swiglu(self, y: Tensor, swiglu: Swiglu) -> Tensor:
+        """The product of silu(gate) * up, y = [gate, up] of [M, 2 K]. The step's activation pass
+        computes that, or `swiglu` where the step has no such pass."""
         if y.dtype is torch.float16 and (made := self.template(len(y), GATED)).reads == GATED:
-            return self._by(made, y)
-        return self(gate(y, self.takes(len(y))))
+            return self._launch(made, y)
+        return self(swiglu(y, self.input_dtype(len(y))))
 
-    def _by(self, made: LaunchTemplate, x: Tensor) -> Tensor:
+    def _launch(self, made: LaunchTemplate, x: Tensor) -> Tensor:
         y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
         work = self.workspace.of(made, x.device)
@@ -152,44 +149,44 @@ class Product(nn.Module):
 
 
 class Plain(nn.Module):
-    """The same by torch.matmul: weights [N, K] in a float dtype, x and y too."""
+    """A product by torch: weights [N, K], x and y in one float dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.k = weight.shape[1]
 
-    def takes(self, m: int) -> Any:
+    def input_dtype(self, m: int) -> Any:
         return self.weight.dtype
 
-    def gated(self, y: Tensor, gate: Gate) -> Tensor:
-        return self(gate(y, self.weight.dtype))
+    def after_swiglu(self, y: Tensor, swiglu: Swiglu) -> Tensor:
+        return self(swiglu(y, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
 
 
-class Together(nn.Module):
-    """Products of the same x, side by side: of matrices whose types differ."""
+class Concatenated(nn.Module):
+    """Products of the same x with matrices of different types, their outputs side by side."""
 
     def __init__(self, products: Sequence[Any]) -> None:
         super().__init__()
         self.products = nn.ModuleList(products)
 
-    def takes(self, m: int) -> Any:
-        first, *others = (one.takes(m) for one in self.products)
+    def input_dtype(self, m: int) -> Any:
+        first, *others = (one.input_dtype(m) for one in self.products)
         return first if all(one is first for one in others) else torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([one(x.to(one.takes(len(x)))) for one in self.products], -1)
+        return torch.cat([one(x.to(one.input_dtype(len(x)))) for one in self.products], -1)
 
 
 Maker = Callable[[np.ndarray, bool], Any]
-"""(blocks [N, K/32] or float32 [N, K], whether these are the logits) -> a product."""
+"""(blocks [N, K/32] or float32 [N, K], whether y are the logits) -> a product."""
 
 
-def by_steps(device: Any = "cuda", accuracy: str = "exact") -> Maker:
-    """Products through this project. Logits are float32 in any case."""
+def step_products(device: Any = "cuda", accuracy: str = "exact") -> Maker:
+    """Makes products by the steps. Logits are always float32."""
     workspace = Workspace()
 
     def make(weights: np.ndarray, last: bool) -> Product:
@@ -202,8 +199,8 @@ def by_steps(device: Any = "cuda", accuracy: str = "exact") -> Maker:
     return make
 
 
-def by_torch(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
-    """Products of the dequantized weights, by torch."""
+def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
+    """Makes products by torch, of the dequantized weights."""
 
     def make(weights: np.ndarray, last: bool) -> Plain:
         values = format_of(weights).dequantize(weights) if weights.dtype.names else weights
@@ -216,36 +213,39 @@ def by_torch(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
 
 
 class Embedding(nn.Module):
-    """Rows of a table, dequantized when they are looked up: it lies on the device as blocks, its
-    fields apart, or as the floats that the file has."""
+    """An embedding table, dequantized row by row when it is looked up.
 
-    def __init__(self, planes: Sequence[Tensor], centre: int, wide: Any, looked_up: Any) -> None:
+    fields: the fields of the blocks, one tensor each, or one tensor of floats as the file has them.
+    dtype: of the rows. rows: `operations.embedding_rows`, perhaps compiled.
+    """
+
+    def __init__(self, fields: Sequence[Tensor], zero_point: int, dtype: Any, rows: Any) -> None:
         super().__init__()
-        self.planes, self.centre = tuple(planes), centre
-        self.wide, self._looked_up = wide, looked_up
+        self.fields, self.zero_point = tuple(fields), zero_point
+        self.dtype, self._rows = dtype, rows
 
     @classmethod
-    def of(cls, table: np.ndarray, device: Any, wide: Any, looked_up: Any) -> Embedding:
-        """table: blocks [V, K/32], or floats [V, K], which blocks of other formats become."""
+    def of(cls, table: np.ndarray, device: Any, dtype: Any, rows: Any) -> Embedding:
+        """table: blocks [V, K/32] or floats [V, K]. Blocks of file formats become floats."""
         if table.dtype.names and format_of(table).name not in WEIGHT_FORMATS:
             table = format_of(table).dequantize(table)
         if table.dtype.names is None:
             floats = torch.from_numpy(np.array(table)).to(device)
-            return cls([floats], 0, wide, looked_up)
+            return cls([floats], 0, dtype, rows)
         fmt = format_of(table)
         empty = np.empty(0, np.float16)
-        fields = [
+        arrays = [
             table[name] if name in (fmt.dtype.names or ()) else empty
             for name in ("d", "m", "qs", "qh")
         ]
-        planes = [torch.from_numpy(np.array(one)).to(device) for one in fields]
-        return cls(planes, {"q4_0": 8, "q5_0": 16}.get(fmt.name, 0), wide, looked_up)
+        fields = [torch.from_numpy(np.array(one)).to(device) for one in arrays]
+        return cls(fields, {"q4_0": 8, "q5_0": 16}.get(fmt.name, 0), dtype, rows)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[*ids, width] of ids, int64."""
-        if len(self.planes) == 1:
-            return self.planes[0][ids].to(self.wide)
-        return self._looked_up(ids, self.planes, self.centre).to(self.wide)
+        if len(self.fields) == 1:
+            return self.fields[0][ids].to(self.dtype)
+        return self._rows(ids, self.fields, self.zero_point).to(self.dtype)
 
 
 @dataclass(slots=True)
@@ -267,16 +267,16 @@ class Layer:
 class Cache:
     """Keys and values of up to `length` positions, and how many there are, on the device.
 
-    layers: [B, 2 kv_heads, length, head] of each layer. cos, sin: [length, head], for
-    `operations.turned`.
+    layers: [B, 2 kv_heads, length, head_dim] of each layer. position: int64 [], the next one that
+    is written. cos, sin: [length, head_dim], for `operations.rotary`.
     """
 
     def __init__(
         self, config: Config, batch: int, length: int, frequencies: np.ndarray, like: Tensor
     ) -> None:
-        shape = (batch, 2 * config.kv_heads, length, config.head)
+        shape = (batch, 2 * config.kv_heads, length, config.head_dim)
         self.layers = [torch.zeros_like(like).expand(shape).clone() for _ in range(config.layers)]
-        self.at = torch.zeros((), dtype=torch.int64, device=like.device)
+        self.position = torch.zeros((), dtype=torch.int64, device=like.device)
         angles = torch.from_numpy(np.arange(length)[:, None] * frequencies.repeat(2))
         signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(frequencies))
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -286,7 +286,7 @@ class Cache:
 
 
 class Decoder:
-    """A llama. keys: the dtype of the cache, float16 unless it is a reference."""
+    """A llama. cache_dtype: float16, or more in a reference."""
 
     def __init__(
         self,
@@ -297,12 +297,13 @@ class Decoder:
         output: Any,
         *,
         frequencies: np.ndarray | None = None,
-        keys: Any = torch.float16,
+        cache_dtype: Any = torch.float16,
         operations: Operations = PLAIN,
     ) -> None:
         self.config, self.embedding, self.layers = config, embedding, layers
-        self.norm, self.output, self.operations, self.keys = norm, output, operations, keys
-        self.frequencies = angles(config) if frequencies is None else frequencies
+        self.norm, self.output, self.operations = norm, output, operations
+        self.cache_dtype = cache_dtype
+        self.frequencies = rotary_frequencies(config) if frequencies is None else frequencies
 
     @property
     def device(self) -> Any:
@@ -310,11 +311,11 @@ class Decoder:
 
     @property
     def products(self) -> Iterable[Any]:
-        """All of them, but what `Together` has inside."""
+        """All products; a `Concatenated` counts as one."""
         return (*(one for layer in self.layers for one in layer.products), self.output)
 
-    def ask(self, accuracy: str) -> None:
-        """The accuracy of all products from now on."""
+    def set_accuracy(self, accuracy: str) -> None:
+        """Set the accuracy of all products from here on."""
         for product in self.products:
             for one in getattr(product, "products", [product]):
                 one.accuracy = accuracy
@@ -322,9 +323,9 @@ class Decoder:
     def compile_ahead(
         self, cases: Sequence[tuple[str, int]], jobs: int, say: Callable[[str], None] = print
     ) -> int:
-        """Kernels for (accuracy, tokens) of each case in `jobs` processes (`steps.api.parallel_compile`).
+        """Compile the kernels for (accuracy, tokens) of each case in `jobs` processes; how many.
 
-        Logits are those of so many sequences as there are tokens where these are few, else of one.
+        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt.
         """
         wanted: list[parallel_compile.Wanted] = []
         before, machine = self.output.accuracy, Gpu()
@@ -334,36 +335,36 @@ class Decoder:
             for one in layer.products
         ]
         for accuracy, m in cases:
-            self.ask(accuracy)
-            last = self.output, "float16", m if m <= FEW else 1
-            for product, given, tokens in (*((*one, m) for one in inner), last):
+            self.set_accuracy(accuracy)
+            last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
+            for product, input, tokens in (*((*one, m) for one in inner), last):
                 for one in getattr(product, "products", [product]):
-                    each = one.wanted(tokens, machine, given)
+                    each = one.wanted(tokens, machine, input)
                     if each not in wanted:  # layers are alike
                         wanted.append(each)
-        self.ask(before)
+        self.set_accuracy(before)
         return parallel_compile.compile_ahead(wanted, machine, say, jobs)
 
     def cache(self, batch: int, length: int) -> Cache:
-        """For at least `length` positions."""
-        length = -(-length // ROUNDED_TO) * ROUNDED_TO
-        like = torch.empty((), dtype=self.keys, device=self.device)
+        """A cache for at least `length` positions."""
+        length = -(-length // CACHE_STEP) * CACHE_STEP
+        like = torch.empty((), dtype=self.cache_dtype, device=self.device)
         return Cache(self.config, batch, length, self.frequencies, like)
 
     def prefill(self, ids: Tensor, cache: Cache, every: bool = False) -> Tensor:
-        """Logits [B, V] behind the last of ids [B, T], or [B, T, V] behind every one of them.
+        """Logits [B, V] after the last of ids [B, T], or, with `every`, [B, T, V] after each one.
 
-        The cache begins anew and holds T positions then.
+        The cache is filled from its first position, with T positions.
         """
-        cache.at.zero_()
+        cache.position.zero_()
         logits = self._forward(ids, cache, every)
-        cache.at.fill_(ids.shape[1])
+        cache.position.fill_(ids.shape[1])
         return logits
 
     def step(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, V] behind one more token each, ids [B]. Nothing waits for the GPU."""
+        """Logits [B, V] after one more token each, ids [B]. Nothing waits for the GPU."""
         logits = self._forward(ids[:, None], cache, False)
-        cache.at.add_(1)
+        cache.position.add_(1)
         return logits
 
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
@@ -372,70 +373,71 @@ class Decoder:
         m = batch * tokens
         h = self.embedding(ids).reshape(m, config.width)
         y: Any = None
-        for layer, held in zip(self.layers, cache.layers, strict=True):
-            takes = layer.qkv.takes(m)
+        for layer, keys_values in zip(self.layers, cache.layers, strict=True):
+            dtype = layer.qkv.input_dtype(m)
             if y is None:
-                x = do.normed(h, layer.before_attention, config.epsilon, takes)
+                x = do.rms_norm(h, layer.before_attention, config.epsilon, dtype)
             else:
-                h, x = do.added(h, y, layer.before_attention, config.epsilon, takes)
-            place = (held, cache.at, cache.cos, cache.sin)
-            x = do.attended(layer.qkv(x), *place, config.heads, layer.out.takes(m))
+                h, x = do.add_and_norm(h, y, layer.before_attention, config.epsilon, dtype)
+            cached = (keys_values, cache.position, cache.cos, cache.sin)
+            x = do.attention(layer.qkv(x), *cached, config.heads, layer.out.input_dtype(m))
             y = layer.out(x)
-            h, x = do.added(h, y, layer.before_hidden, config.epsilon, layer.gate_up.takes(m))
-            y = layer.down.gated(layer.gate_up(x), do.gated)
+            h, x = do.add_and_norm(
+                h, y, layer.before_hidden, config.epsilon, layer.gate_up.input_dtype(m)
+            )
+            y = layer.down.after_swiglu(layer.gate_up(x), do.swiglu)
         if not every and tokens > 1:
             h, y = (one.view(batch, tokens, -1)[:, -1].contiguous() for one in (h, y))
-        _, x = do.added(h, y, self.norm, config.epsilon, self.output.takes(len(h)))
+        _, x = do.add_and_norm(h, y, self.norm, config.epsilon, self.output.input_dtype(len(h)))
         logits: Tensor = self.output(x)
         return logits.view(batch, tokens, -1) if every else logits
 
 
-def angles(config: Config, factors: np.ndarray | None = None) -> np.ndarray:
-    """Radians that a position turns each pair of a head by, float64 [head/2]: base^(-2i/rotated) /
-    factors, and none for what is beyond `rotated`."""
-    rotated = config.rotated or config.head
-    turned = config.base ** (-np.arange(0, rotated, 2) / rotated)
+def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:
+    """Radians per position for each pair of a head, float64 [head_dim/2]: base^(-2i/rotated) /
+    factors, and 0 beyond `rotated`."""
+    rotated = config.rotated or config.head_dim
+    frequencies = config.base ** (-np.arange(0, rotated, 2) / rotated)
     if factors is not None:
-        turned = turned / factors
-    return np.concatenate([turned, np.zeros((config.head - rotated) // 2)])
+        frequencies = frequencies / factors
+    return np.concatenate([frequencies, np.zeros((config.head_dim - rotated) // 2)])
 
 
 # --- greedy generation ----------------------------------------------------------------------------
 
 
 class Greedy:
-    """One token more of each sequence at a `run`, of which nothing comes to the host.
+    """Greedy decoding: each `run` adds one token to each sequence. Nothing comes to the host.
 
-    record: int64 [B, length], the token at each position from `cache.at` on. logits: of the last
-    run. On a GPU `capture` puts a run into a CUDA graph, which `run` then replays.
+    tokens: int64 [B, length], the token at each position. logits: of the last run. On a GPU
+    `capture` puts a run into a CUDA graph, which `run` then replays.
     """
 
     def __init__(self, model: Decoder, cache: Cache, token: Tensor) -> None:
         self.model, self.cache, self.token = model, cache, token
-        self.record = token.new_zeros((cache.batch, cache.length))
+        self.tokens = token.new_zeros((cache.batch, cache.length))
         self.logits = token
-        self._graph: Captured | None = None
+        self._graph: CapturedGraph | None = None
 
     def run(self) -> None:
         if self._graph is not None:
             self._graph.replay()
             return
-        self.record.index_copy_(1, self.cache.at.view(1), self.token[:, None])
+        self.tokens.index_copy_(1, self.cache.position.view(1), self.token[:, None])
         self.logits = self.model.step(self.token, self.cache)
-        self.token.copy_(self.model.operations.likeliest(self.logits))
+        self.token.copy_(self.model.operations.argmax_of_rows(self.logits))
 
     def capture(self) -> None:
-        """A run before it compiles and loads what is needed; it leaves nothing behind."""
-        token, at = self.token.clone(), self.cache.at.clone()
+        """Run once, so that all kernels are compiled and loaded, undo that, and capture a run."""
+        token, position = self.token.clone(), self.cache.position.clone()
         self.run()
-        self._graph = Captured(self.run)
+        self._graph = CapturedGraph(self.run)
         self.token.copy_(token)
-        self.cache.at.copy_(at)
+        self.cache.position.copy_(position)
 
 
-class Captured:
-    """A CUDA graph of work that has run before; it has not run again. What the work holds is kept,
-    for the graph reads it where it lies."""
+class CapturedGraph:
+    """A CUDA graph of `work`, which has run before. It keeps the memory that the graph uses."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
@@ -451,15 +453,15 @@ class Captured:
 def generate(
     model: Decoder, ids: Tensor, count: int, *, graph: bool | None = None, keep: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The likeliest `count` tokens behind ids [B, T], one after another: int64 [B, count].
+    """The `count` tokens after ids [B, T] by greedy decoding, int64 [B, count], and logits.
 
-    graph : whether steps are in a CUDA graph; by default on a GPU.
-    keep  : also give the logits [B, V] that each token was chosen by.
+    graph : whether steps are replayed from a CUDA graph; by default on a GPU.
+    keep  : also return the logits [B, V] that each token was chosen from; else none.
     """
     _, tokens = ids.shape
     cache = model.cache(len(ids), tokens + count)
     logits = model.prefill(ids, cache)
-    steps = Greedy(model, cache, model.operations.likeliest(logits))
+    steps = Greedy(model, cache, model.operations.argmax_of_rows(logits))
     if ids.is_cuda if graph is None else graph:
         steps.capture()
     kept = [logits]
@@ -467,4 +469,4 @@ def generate(
         steps.run()
         if keep:
             kept.append(steps.logits.clone())
-    return steps.record[:, tokens : tokens + count].clone(), kept[:count] if keep else []
+    return steps.tokens[:, tokens : tokens + count].clone(), kept[:count] if keep else []

@@ -1,8 +1,8 @@
 """What a llama does between its products, in plain torch; `compiled` makes few kernels of it.
 
-The front door's plans are launched past torch's compiler, so each of these functions is compiled
-alone, once for each shape and dtype, and all layers use it. The residual h is float32, or float64
-in a reference, and so is what is computed here; products take and write what they like.
+The steps are launched past torch's compiler, so each of these functions is compiled alone, once for
+each shape and dtype, and all layers use it. The residual h is float32, or float64 in a reference,
+and so is what is computed here. The products read and write dtypes of their own.
 """
 
 from __future__ import annotations
@@ -19,80 +19,80 @@ torch = operator.torch
 F = torch.nn.functional
 
 PARTS: Final = 512
-"""Of a row of logits, at most."""
-RECOMPILED: Final = 64
-"""Shapes and dtypes that torch compiles a function for before it gives up: 8, unless told."""
+"""A row of logits is searched in at most so many parts."""
+RECOMPILE_LIMIT: Final = 64
+"""Shapes and dtypes that torch compiles a function for before it gives up; its default is 8."""
 
 
-def looked_up(ids: Tensor, planes: tuple[Tensor, ...], centre: int) -> Tensor:
-    """Rows of an embedding, float32 [*ids, K], of blocks taken apart (`model.Embedding`).
+def embedding_rows(ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:
+    """Rows of an embedding, float32 [*ids, K], of the fields of blocks (`model.Embedding`).
 
-    planes: d, m: float16 [V, K/32], m empty in formats without; qs: uint8 [V, K/32, 16], or int8
+    fields: d, m: float16 [V, K/32], m empty in formats without; qs: uint8 [V, K/32, 16], or int8
     [.., 32]; qh: uint8 [V, K/32, 4], or empty.
     """
-    d, m, qs, qh = (one[ids] if one.numel() else one for one in planes)
+    d, m, qs, qh = (one[ids] if one.numel() else one for one in fields)
     codes = qs if qs.shape[-1] == 32 else torch.cat((qs & 15, qs >> 4), -1)
     codes = codes.to(torch.int32)
     if qh.numel():
         bit = torch.arange(32, device=ids.device, dtype=torch.int32)
         codes = codes + ((qh.to(torch.int32)[..., bit >> 3] >> (bit & 7) & 1) << 4)
-    values = d.float()[..., None] * (codes - centre).float()
+    values = d.float()[..., None] * (codes - zero_point).float()
     if m.numel():
         values = values + m.float()[..., None]
     return values.flatten(-2)
 
 
-def normed(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
-    """h / its root mean square * weight, for each row of h [M, width], in a product's dtype."""
+def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
+    """h / its root mean square * weight, for each row of h [M, width], in the given dtype."""
     return F.rms_norm(h, (h.shape[-1],), weight, epsilon).to(dtype)
 
 
-def added(
+def add_and_norm(
     h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any
 ) -> tuple[Tensor, Tensor]:
-    """The residual with a product's y added, and that normed."""
+    """The residual with a product's y added, and its `rms_norm`."""
     h = h + y
-    return h, normed(h, weight, epsilon, dtype)
+    return h, rms_norm(h, weight, epsilon, dtype)
 
 
-def gated(y: Tensor, dtype: Any) -> Tensor:
+def swiglu(y: Tensor, dtype: Any) -> Tensor:
     """silu(gate) * up of y = [gate, up], [M, 2 hidden]."""
     gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, -1)
     return (F.silu(gate) * up).to(dtype)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [.., D]. Pairs are neighbours, as ggml orders a llama's rows: (a, b)
-    becomes (a cos - b sin, b cos + a sin). cos has both of a pair alike, sin as (-, +)."""
+    becomes (a cos - b sin, b cos + a sin). cos is the same for both of a pair; sin is (-, +)."""
     return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
 
 
-def attended(
+def attention(
     qkv: Tensor,
     cache: Tensor,
-    at: Tensor,
+    position: Tensor,
     cos: Tensor,
     sin: Tensor,
     heads: int,
     dtype: Any,
 ) -> Tensor:
-    """What each token attends to, [B * T, heads * D], when its key and value are in the cache.
+    """Attention of each token, [B * T, heads * D], after its key and value are put in the cache.
 
-    qkv    : [B * T, (heads + 2 kv) * D]: the queries' heads, then those of keys, then of values.
-    cache  : [B, 2 kv, L, D], written at positions at .. at + T - 1.
-    at     : int64 [], on the device: nobody waits to know it. 0 unless T is 1.
-    cos, sin : [L, D] of each position, see `turned`.
+    qkv      : [B * T, (heads + 2 kv) * D]: the queries' heads, then those of keys, then of values.
+    cache    : [B, 2 kv, L, D], written at positions `position` ... + T - 1.
+    position : int64 [], on the device, so that nothing waits for it. 0 unless T is 1.
+    cos, sin : [L, D] of each position, see `rotary`.
     """
     batch, twice, length, size = cache.shape
     kv = twice // 2
     x = qkv.view(batch, -1, heads + twice, size)
     tokens = x.shape[1]
-    positions = at + torch.arange(tokens, device=at.device)
+    positions = position + torch.arange(tokens, device=cache.device)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    # Queries apart from the rest, so that what reads them turns them: one kernel less.
-    q = turned(x[:, :, :heads], c, s)
-    is_key = (torch.arange(twice, device=at.device) < kv)[:, None]
-    new = turned(x[:, :, heads:], torch.where(is_key, c, 1), torch.where(is_key, s, 0))
+    # Queries by themselves: the compiler fuses their rotation with the kernel that reads them.
+    q = rotary(x[:, :, :heads], c, s)
+    is_key = (torch.arange(twice, device=cache.device) < kv)[:, None]
+    new = rotary(x[:, :, heads:], torch.where(is_key, c, 1), torch.where(is_key, s, 0))
     new = new.transpose(1, 2).to(cache.dtype)
     cache[:, :, positions] = new
 
@@ -103,11 +103,11 @@ def attended(
         return y.transpose(1, 2).reshape(batch * tokens, heads * size).to(dtype)
     q = q[:, 0].view(batch, kv, heads // kv, size)
     k, v = cache.split(kv, 1)
-    if torch.compiler.is_compiling():  # a kernel that adds up is soon done, one of cuBLAS is not
+    if torch.compiler.is_compiling():  # one fused kernel is faster than cuBLAS here
         scores = (q[:, :, :, None] * k[:, :, None]).sum(-1)
     else:
         scores = (q.to(k.dtype) @ k.transpose(-1, -2)).to(q.dtype)
-    seen = torch.arange(length, device=at.device) <= at
+    seen = torch.arange(length, device=cache.device) <= position
     shares = torch.where(seen, scores * size**-0.5, -torch.inf).softmax(-1)
     if torch.compiler.is_compiling():
         y = (shares[..., None] * v[:, :, None]).sum(-2)
@@ -116,60 +116,60 @@ def attended(
     return y.reshape(batch, heads * size).to(dtype)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """Which of each row is the largest, int64 [B], of logits [B, V].
+def argmax_of_rows(logits: Tensor) -> Tensor:
+    """Index of the largest of each row, int64 [B], of logits [B, V].
 
-    In two turns, of parts of a row and of what these have: torch's own search of a whole row is
+    It searches parts of a row, then the largest of each part: torch's own search of a whole row is
     one thread block's work, 26 us for 128256 logits on an H200.
     """
     batch, count = logits.shape
     parts = next(one for one in range(PARTS, 0, -1) if count % one == 0)
-    best, at = logits.view(batch, parts, -1).max(-1)
+    best, index = logits.view(batch, parts, -1).max(-1)
     part = best.argmax(-1, keepdim=True)
-    return (part * (count // parts) + at.gather(1, part))[:, 0]
+    return (part * (count // parts) + index.gather(1, part))[:, 0]
 
 
 class Operations(NamedTuple):
-    """The functions of this module; `how` they are run, for a record."""
+    """The functions of this module; `mode`: how they are run, for a record."""
 
-    how: str
-    looked_up: Callable[..., Tensor] = looked_up
-    normed: Callable[..., Tensor] = normed
-    added: Callable[..., tuple[Tensor, Tensor]] = added
-    attended: Callable[..., Tensor] = attended
-    gated: Callable[..., Tensor] = gated
-    likeliest: Callable[..., Tensor] = likeliest
+    mode: str
+    embedding_rows: Callable[..., Tensor] = embedding_rows
+    rms_norm: Callable[..., Tensor] = rms_norm
+    add_and_norm: Callable[..., tuple[Tensor, Tensor]] = add_and_norm
+    attention: Callable[..., Tensor] = attention
+    swiglu: Callable[..., Tensor] = swiglu
+    argmax_of_rows: Callable[..., Tensor] = argmax_of_rows
 
 
 PLAIN: Final = Operations("plain")
 OVERLAP: Final = "triton.enable_pdl"
-TUNED: Final = "coordinate_descent_tuning"
-HOWS: Final = ("plain", "compiled", "overlapped")
+AUTOTUNED: Final = "coordinate_descent_tuning"
+MODES: Final = ("plain", "compiled", "overlapped")
 
 
-def compiled(how: str | None = None, tuned: bool = False) -> Operations:
-    """The functions compiled by torch (inductor): plain, compiled or overlapped.
+def compiled(mode: str | None = None, autotuned: bool = False) -> Operations:
+    """The functions in a mode: "plain", "compiled" by torch (Inductor), or "overlapped".
 
     overlapped: compiled, and a kernel may begin while the one before it ends (programmatic
-    dependent launch), as those of the steps do: so a product asks for its first weights during a
-    norm. By default where torch and the GPU (compute capability 9.0) can, else compiled.
-    tuned: the blocks of each kernel are those that were the fastest when torch tried them, which
-    takes it seconds more for each function; at one token attention is a fifth faster then.
-    ValueError where it was asked for and cannot be.
+    dependent launch), as those of the steps do: so a product loads its first weights during a norm.
+    It is the default where torch and the GPU (compute capability 9.0) can, else "compiled" is.
+    autotuned: enables Inductor's autotuning, which takes seconds more for each function; at one
+    token attention is a fifth faster with it.
+    ValueError for a mode that there is not here.
     """
     can = OVERLAP in torch._inductor.list_options() and torch.cuda.is_available()
     can = can and torch.cuda.get_device_capability() >= (9, 0)
-    how = how or ("overlapped" if can else "compiled")
-    if how == "plain":
+    mode = mode or ("overlapped" if can else "compiled")
+    if mode == "plain":
         return PLAIN
-    if how not in HOWS or (how == "overlapped" and not can):
+    if mode not in MODES or (mode == "overlapped" and not can):
         raise ValueError(
-            f"what is between products cannot be {how!r} here: use {' or '.join(HOWS[:2])}"
-            f"{', or overlapped' if can else ' (overlapped is for torch 2.11 on Hopper)'}"
+            f"the operations between products cannot be {mode!r} here: use {' or '.join(MODES[:2])}"
+            f"{', or overlapped' if can else ' (overlapped takes torch 2.11 and a Hopper GPU)'}"
         )
-    torch._dynamo.config.recompile_limit = RECOMPILED
-    options = {OVERLAP: True} if how == "overlapped" else {}
-    options |= {TUNED: True} if tuned else {}
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    options = {OVERLAP: True} if mode == "overlapped" else {}
+    options |= {AUTOTUNED: True} if autotuned else {}
 
     def one(function: Callable[..., Any]) -> Callable[..., Any]:
         made: Callable[..., Any] = torch.compile(
@@ -177,4 +177,4 @@ def compiled(how: str | None = None, tuned: bool = False) -> Operations:
         )
         return made
 
-    return Operations(f"{how}, tuned" if tuned else how, *map(one, PLAIN[1:]))
+    return Operations(f"{mode}, autotuned" if autotuned else mode, *map(one, PLAIN[1:]))

@@ -1,10 +1,10 @@
-"""Machine code without a GPU or a driver: the path of a launch, stopped before the load.
+"""Machine code without a GPU or a driver: what a launch does, up to loading the code.
 
 `machine_code(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to
-LTO-IR), nvJitLink (to a cubin, with ptxas's report) and nvdisasm, just as a launch on such a GPU
-would, options of the dispatcher included (`max_registers`, `launch_bounds`, `fastmath` ...). Numba
-asks the driver for the device at two places on the way; while `machine_code` runs, and only then,
-both are answered with the architecture asked for, so that a process with a GPU may do this too.
+LTO-IR), nvJitLink (to a cubin, with ptxas's report) and nvdisasm, as a launch on such a GPU would,
+with the options of the dispatcher (`max_registers`, `launch_bounds`, `fastmath` ...). Numba asks
+the driver for the device at two places on the way. While `machine_code` runs, and only then, both
+get the architecture that was asked for, so that a process with a GPU may do this too.
 """
 
 import re
@@ -48,8 +48,8 @@ class MachineCode:
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
-    shared_bytes: int  # static; dynamic shared memory is a matter of the launch
-    instructions: Counter[str]  # "IDP.4A.S8.S8" -> how often it stands in the listing
+    shared_bytes: int  # static; a launch adds dynamic shared memory
+    instructions: Counter[str]  # "IDP.4A.S8.S8" -> its count in the listing
     log: str  # ptxas -v
 
     @property
@@ -62,7 +62,7 @@ class MachineCode:
         )
 
     def count(self, *prefixes: str) -> int:
-        """How many opcodes are one of `prefixes` or continue one: "IDP" counts IDP.4A too."""
+        """The number of opcodes that are one of `prefixes` or extend one: "IDP" counts IDP.4A."""
         return sum(
             n
             for opcode, n in self.instructions.items()
@@ -137,7 +137,7 @@ def capability(arch: str) -> tuple[int, int, str]:
     match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
     if not match or (int(match[1]), int(match[2])) < OLDEST:
         raise ValueError(
-            f"the architecture is {arch!r}; it must be one like sm_75, sm_80 or sm_90a"
+            f"the architecture is {arch!r}: it must be sm_75 or a later one, such as sm_90a"
         )
     return int(match[1]), int(match[2]), match[3]
 

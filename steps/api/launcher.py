@@ -1,14 +1,14 @@
-"""The one way in which a `Launch` reaches a GPU: the driver's own call, on the kernel Numba made.
+"""Launching on a GPU: the driver's own call, on the kernel that Numba compiled.
 
-Numba's launcher finds out at every call what it knew at the last one: the types of the arguments,
-the machine code that belongs to them, the address, shape and strides of each array. With four
-arrays that takes the host longer than a decode kernel takes the GPU. Here it is done once:
+Numba's launcher works out at every call what it knew at the last one: the types of the arguments,
+the machine code for them, the address, shape and strides of each array. With four arrays that takes
+the host longer than a decode kernel takes the GPU. Here it is done once:
 
     loaded = load(launch)      # compiles, loads, lays the arguments out
     loaded(stream)             # launches, again and again, on any stream
 
-A loaded launch allocates nothing and asks the driver for nothing but the launch, so it may also run
-while a stream is being captured into a CUDA graph.
+A loaded launch allocates nothing and makes no call to the driver but the launch, so it may also run
+while a stream is captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steps.api.dry_run import Placeholder
 from steps.contract import Launch
 
 DEFAULT_SHARED_BYTES: Final = 48 * 1024
-"""Static and dynamic shared memory that a block may have without the driver being asked."""
+"""Static and dynamic shared memory that a block may have without raising the kernel's limit."""
 
 OVERLAP_CC: Final = (9, 0)
 """The first compute capability that has programmatic dependent launch; others run in order."""
@@ -43,8 +43,8 @@ _allowed: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # kernel
 class Loaded:
     """A `Launch` with its machine code on the GPU and its arguments laid out; call it to launch.
 
-    `arguments` are the kernel's parameters one by one, in 64 bits each; a `Plan` puts other
-    addresses in. `source` keeps the arrays alive that they point to. One host thread at a time.
+    `arguments` are the kernel's parameters one by one, in 64 bits each; a `LaunchTemplate` puts
+    other addresses in. `source` keeps the arrays of the launch alive. One host thread at a time.
     """
 
     __slots__ = ("_at", "_config", "_function", "_pointers", "arguments", "source")
@@ -63,9 +63,9 @@ class Loaded:
         self._function, self._config = function, config
 
     def __call__(self, stream: Any = 0) -> None:
-        """Queue it on a stream: anything that `stream_handle` takes."""
+        """Queue the launch on a stream: anything that `stream_handle` takes."""
         if not getattr(_thread, "has_context", False):
-            cuda.current_context()  # a thread that never used CUDA has none, and cannot launch
+            cuda.current_context()  # makes one: a thread without a context cannot launch
             _thread.has_context = True
         self._config.hStream = stream if type(stream) is int else stream_handle(stream)
         (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._at, 0)
@@ -75,10 +75,10 @@ class Loaded:
             )
 
     def within(self, start: int, size: int) -> list[tuple[int, int]]:
-        """(position, offset) of each argument that is an address in the `size` bytes at `start`."""
+        """(index, offset) of each argument that is an address in the `size` bytes at `start`."""
         return [
-            (position, argument - start)
-            for position, argument in enumerate(self.arguments)
+            (index, argument - start)
+            for index, argument in enumerate(self.arguments)
             if start <= argument < start + size
         ]
 
@@ -93,12 +93,12 @@ def load(source: Launch) -> Loaded:
         if isinstance(argument, np.ndarray):
             raise TypeError(
                 f"argument {i} of {source.kernel.__name__} is a NumPy array of shape "
-                f"{argument.shape}: a GPU reads its own memory, so move it there (Gpu.array)"
+                f"{argument.shape}: a GPU reads its own memory, so copy it there (Gpu.array)"
             )
     signature = signature_of(source.args)
     compiled = source.kernel.compile(signature)
     kernel = compiled._codelibrary.get_cufunc()
-    # Code is otherwise loaded when it is first launched, which a capture may not survive.
+    # Otherwise the driver loads code at its first launch, which a capture may not survive.
     error, function = driver.cuKernelGetFunction(kernel.handle)
     _must(error, f"loading {source.kernel.__name__}")
     _allow_shared(compiled, kernel, source)

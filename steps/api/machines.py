@@ -1,9 +1,11 @@
-"""Where a `Launch` runs: a GPU, or the simulator on any CPU. Nothing else in the house cares.
+"""Machines: where a `Launch` runs, on a GPU or in the simulator on any CPU.
 
-machine = best_machine()                 # a GPU where there is one
-a = machine.array(numpy_array)
-machine.run(launch)
-c = machine.host(out)
+    machine = best_machine()                 # a GPU where there is one
+    a = machine.array(numpy_array)
+    machine.run(launch)
+    c = machine.host(out)
+
+Both kinds have the methods of `steps.contract.Machine`, `synchronize`, and `on(stream)`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Simulator:
         return np.array(host, order="C")
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Uninitialised memory: garbage, so that reading it unwritten shows."""
+        """Memory full of garbage, so that a kernel that reads it before writing is noticed."""
         return np.full(shape, 0xA5, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
 
     def host(self, array: np.ndarray) -> np.ndarray:
@@ -80,7 +82,7 @@ class Gpu:
     def _use(self, stream: Any) -> None:
         self.stream = stream_handle(stream)
         self._numba_stream: Any = cuda.external_stream(self.stream) if self.stream else 0
-        self._owner = stream  # its handle alone would not keep it alive
+        self._owner = stream  # keeps it alive: its handle alone would not
 
     def on(self, stream: Any) -> Gpu:
         """The same GPU, on another stream."""
@@ -97,7 +99,7 @@ class Gpu:
     def host(self, array: Any) -> np.ndarray:
         values: np.ndarray = array.copy_to_host(stream=self._numba_stream)
         if self._numba_stream:
-            self._numba_stream.synchronize()  # on a stream of its own a copy is only queued
+            self._numba_stream.synchronize()  # on a named stream a copy is only queued
         return values
 
     def run(self, launch: Launch) -> None:

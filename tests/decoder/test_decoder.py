@@ -23,9 +23,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 from results.decoder import bench, checks, files, operations  # noqa: E402
 from results.decoder import model as parts  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.model import by_steps, by_torch, generate  # noqa: E402
+from results.decoder.model import generate, step_products, torch_products  # noqa: E402
 from steps import find  # noqa: E402
-from steps.api import parallel_compile as ahead  # noqa: E402
+from steps.api import parallel_compile  # noqa: E402
 from steps.api.compile import signature_of  # noqa: E402
 from steps.components.activations.layouts import GATED  # noqa: E402
 from steps.nn.linear import QuantLinear  # noqa: E402
@@ -54,10 +54,10 @@ def reference(path: Any, operations: Any = operations.PLAIN) -> Any:
     """Products and the rest in float64."""
     return files.load(
         path,
-        by_torch(),
+        torch_products(),
         requantize="float32",
-        wide=torch.float64,
-        keys=torch.float64,
+        residual_dtype=torch.float64,
+        cache_dtype=torch.float64,
         operations=operations,
     )
 
@@ -127,7 +127,7 @@ def test_it_is_a_llama(tmp_path: Any, tied: bool) -> None:
     np.testing.assert_allclose(filled(reference(path), ids), right, atol=1e-9)
     assert 0.5 < right.std() < 20
     # float32 rounds some 500 products a row, in a few layers
-    rounded = files.load(path, by_torch(dtype=torch.float32), keys=torch.float32)
+    rounded = files.load(path, torch_products(dtype=torch.float32), cache_dtype=torch.float32)
     assert checks.relative(filled(rounded, ids), right) < 1e-5
 
 
@@ -150,33 +150,35 @@ def test_a_cache_begins_anew(tiny: Any) -> None:
     cache = model.cache(1, 20)
     first = model.prefill(torch.tensor([[1, 2, 3]]), cache)
     model.prefill(torch.tensor([[9, 8, 7, 6, 5]]), cache)
-    assert int(cache.at) == 5
+    assert int(cache.position) == 5
     assert torch.equal(model.prefill(torch.tensor([[1, 2, 3]]), cache), first)
     model.step(torch.tensor([4]), cache)
-    assert int(cache.at) == 4
+    assert int(cache.position) == 4
 
 
 def test_parts_of_a_head_may_stay_and_angles_be_divided() -> None:
     config = parts.Config(1, 64, 96, 4, 2, 16, 288, rotated=8, base=100.0)
-    turned = parts.angles(config)
+    turned = parts.rotary_frequencies(config)
     np.testing.assert_allclose(turned[:4], 100.0 ** (-np.arange(4) / 4))
     assert not turned[4:].any()
-    np.testing.assert_allclose(parts.angles(config, np.full(4, 2.0))[:4], turned[:4] / 2)
+    np.testing.assert_allclose(
+        parts.rotary_frequencies(config, np.full(4, 2.0))[:4], turned[:4] / 2
+    )
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_rows_of_an_embedding_are_what_their_blocks_say(name: str) -> None:
     table = bench.random_blocks(name, 11, 64, np.random.default_rng(1))
     assert 0.5 < dequantize(table).std() / bench.WEIGHT < 2
-    made = parts.Embedding.of(table, "cpu", torch.float32, operations.looked_up)
+    made = parts.Embedding.of(table, "cpu", torch.float32, operations.embedding_rows)
     ids = torch.tensor([[3, 10, 0], [5, 5, 1]])
     np.testing.assert_array_equal(made(ids).numpy(), dequantize(table)[ids.numpy()])
-    assert sum(one.nbytes for one in made.planes) == table.nbytes
-    floats = parts.Embedding.of(dequantize(table), "cpu", torch.float64, operations.looked_up)
+    assert sum(one.nbytes for one in made.fields) == table.nbytes
+    floats = parts.Embedding.of(dequantize(table), "cpu", torch.float64, operations.embedding_rows)
     np.testing.assert_array_equal(floats(ids).numpy(), dequantize(table)[ids.numpy()])
 
 
-def test_what_lies_between_products_is_compiled_whole(tiny: Any, monkeypatch: Any) -> None:
+def test_operations_between_products_are_compiled_whole(tiny: Any, monkeypatch: Any) -> None:
     """Each function is one graph to torch's compiler, attention in another form among them."""
     plain = torch.compile
     monkeypatch.setattr(
@@ -184,7 +186,7 @@ def test_what_lies_between_products_is_compiled_whole(tiny: Any, monkeypatch: An
     )
     torch._dynamo.reset()
     made = operations.compiled("compiled")
-    assert made.how == "compiled"
+    assert made.mode == "compiled"
     ids = torch.tensor([checks.prompt(files.WORDS, 5), checks.prompt(files.WORDS, 5, 1)])
     wanted, logits = generate(reference(tiny), ids, 3, keep=True)
     tokens, others = generate(reference(tiny, made), ids, 3, keep=True)
@@ -200,16 +202,18 @@ def test_what_lies_between_products_is_compiled_whole(tiny: Any, monkeypatch: An
 def test_the_likeliest_token_is_that_of_the_largest_logit(count: int) -> None:
     logits = torch.randn(3, count, generator=torch.Generator().manual_seed(count))
     logits[1, -1] = 99
-    assert torch.equal(operations.likeliest(logits), logits.argmax(-1))
+    assert torch.equal(operations.argmax_of_rows(logits), logits.argmax(-1))
 
 
-@pytest.mark.parametrize(("tuned", "how"), [(False, "compiled"), (True, "compiled, tuned")])
-def test_tuning_is_asked_for_and_said(monkeypatch: Any, tuned: bool, how: str) -> None:
+@pytest.mark.parametrize(
+    ("autotuned", "mode"), [(False, "compiled"), (True, "compiled, autotuned")]
+)
+def test_autotuning_is_asked_for_and_said(monkeypatch: Any, autotuned: bool, mode: str) -> None:
     asked: list[dict[str, bool]] = []
     monkeypatch.setattr(torch, "compile", lambda f, *, options, **rest: asked.append(options) or f)
-    assert operations.compiled("compiled", tuned).how == how
-    assert asked == [{operations.TUNED: True} if tuned else {}] * len(operations.PLAIN[1:])
-    assert operations.TUNED in torch._inductor.list_options()
+    assert operations.compiled("compiled", autotuned).mode == mode
+    assert asked == [{operations.AUTOTUNED: True} if autotuned else {}] * len(operations.PLAIN[1:])
+    assert operations.AUTOTUNED in torch._inductor.list_options()
 
 
 # --- the products ---------------------------------------------------------------------------------
@@ -230,7 +234,7 @@ def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
 @pytest.mark.parametrize("name", ["q4_0", "q5_1"])
 def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", name, **SMALL | {"block_count": 1})
-    ours, ids = files.load(path, by_steps("cpu")), checks.prompt(files.WORDS, 3)
+    ours, ids = files.load(path, step_products("cpu")), checks.prompt(files.WORDS, 3)
     tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
     assert [one.dtype for one in kept] == [torch.float32] * 2
     products = 5  # queries, keys and values are one, as are gate and up
@@ -238,18 +242,18 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
     right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
     found = torch.cat(kept).double().numpy()
     assert 1e-4 < checks.relative(found, right) < checks.BOUND["exact"]
-    plans = len(ours.output.workspace._held)
-    assert plans == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
+    templates = len(ours.output.workspace._memory)
+    assert templates == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
 
 
-def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> None:
+def test_a_workspace_is_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
     """Sums that thread blocks hand each other: what must be zero is left so, call after call."""
     k, n, rng = 1056, 20, np.random.default_rng(0)
     blocks = bench.random_blocks("q4_0", n, k, rng)
-    product = by_steps("cpu")(blocks, False)
+    product = step_products("cpu")(blocks, False)
     x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32)).half()
-    assert product.takes(65) is x.dtype
-    assert product.plan(65).zeroed > 4 * 4, "blocks share tiles"
+    assert product.input_dtype(65) is x.dtype
+    assert product.template(65).zeroed > 4 * 4, "blocks share tiles"
     first = product(x)
     assert first.dtype == torch.float16
     monkeypatch.setattr(torch, "zeros", None)  # nothing is zeroed anew
@@ -261,56 +265,60 @@ def test_the_memory_of_a_plan_is_zero_once(kernels: Any, monkeypatch: Any) -> No
 def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None:
     """What the function between the products makes, else, up to float16; for one token by that."""
     k, n, rng, called = 96, 20, np.random.default_rng(0), []
-    product = by_steps("cpu")(bench.random_blocks("q4_0", n, k, rng), False)
+    product = step_products("cpu")(bench.random_blocks("q4_0", n, k, rng), False)
 
     def gate(y: Any, dtype: Any) -> Any:
         called.append(dtype)
-        return operations.PLAIN.gated(y, dtype)
+        return operations.PLAIN.swiglu(y, dtype)
 
     y = torch.from_numpy(rng.standard_normal((65, 2 * k), dtype=np.float32)).half()
-    found = product.gated(y, gate)
+    found = product.after_swiglu(y, gate)
     assert called == []
     assert "halves_to_chunks" in [name for name, *_ in kernels.launched]
     assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
-    one = product.gated(y[:1], gate)
-    assert called == [torch.float16, product.takes(1)]
-    assert torch.equal(one, product(operations.PLAIN.gated(y[:1], product.takes(1))))
-    fast = by_steps("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
-    found = fast.gated(y, gate)
+    one = product.after_swiglu(y[:1], gate)
+    assert called == [torch.float16, product.input_dtype(1)]
+    assert torch.equal(one, product(operations.PLAIN.swiglu(y[:1], product.input_dtype(1))))
+    fast = step_products("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
+    found = fast.after_swiglu(y, gate)
     assert called[2:] == [torch.float16], "which finds each token's largest first"
-    assert torch.equal(found, fast(operations.PLAIN.gated(y, torch.float16)))
+    assert torch.equal(found, fast(operations.PLAIN.swiglu(y, torch.float16)))
 
 
-def test_kernels_compiled_ahead_are_those_of_plans(
+def test_kernels_compiled_ahead_are_those_of_templates(
     kernels: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(parts, "Gpu", lambda: kernels)
-    monkeypatch.setattr(parts.ahead, "compile_ahead", lambda wanted, *_: asked.extend(wanted) or 7)
-    ours = files.load(tiny, by_steps("cpu", "fast"))
-    ours.ask("exact")
+    monkeypatch.setattr(
+        parts.parallel_compile, "compile_ahead", lambda wanted, *_: asked.extend(wanted) or 7
+    )
+    ours = files.load(tiny, step_products("cpu", "fast"))
+    ours.set_accuracy("exact")
     assert ours.compile_ahead([("exact", 2), ("fast", 40)], 2) == 7
     assert ours.output.accuracy == "exact"
-    found = {(one.kernel, types) for each in asked for one, types in ahead._launches(*each)}
+    found = {
+        (one.kernel, types) for each in asked for one, types in parallel_compile._launches(*each)
+    }
     for accuracy, m, of_output in (("exact", 2, 2), ("fast", 40, 1)):
-        ours.ask(accuracy)
-        plans = [one.plan(m) for layer in ours.layers for one in layer.products[:-1]]
-        plans += [layer.down.plan(m, GATED) for layer in ours.layers]
-        for plan in (*plans, ours.output.plan(of_output)):
-            for loaded in plan.loaded:
+        ours.set_accuracy(accuracy)
+        templates = [one.template(m) for layer in ours.layers for one in layer.products[:-1]]
+        templates += [layer.down.template(m, GATED) for layer in ours.layers]
+        for template in (*templates, ours.output.template(of_output)):
+            for loaded in template.loaded:
                 source = loaded.source
                 assert (source.kernel, signature_of(source.args)) in found
     assert len(asked) == len({str(each) for each in asked}) < 2 * len(list(ours.products))
 
 
 def test_an_accuracy_may_be_asked_for_later(kernels: Any, tiny: Any) -> None:
-    ours = files.load(tiny, by_steps("cpu", "fast"))
+    ours = files.load(tiny, step_products("cpu", "fast"))
     product = ours.layers[0].gate_up
     assert sorted(product.packed) == ["byte_tiles", "tiles"]
-    ours.ask("exact")
-    assert product.plan(512).choice.step.accuracy == "exact"
-    ours.ask("fast")
-    assert product.plan(512).choice.step.accuracy == "fast"
+    ours.set_accuracy("exact")
+    assert product.template(512).choice.step.accuracy == "exact"
+    ours.set_accuracy("fast")
+    assert product.template(512).choice.step.accuracy == "fast"
 
 
 def test_matrices_of_one_type_are_one_product(tmp_path: Any) -> None:
@@ -324,7 +332,7 @@ def test_matrices_of_one_type_are_one_product(tmp_path: Any) -> None:
     file.tensors[k] = other.tensors[k]
     three = file.matrices((q, k, v), (64, 32, 32), 64, None)
     assert [len(one) for one in three] == [64, 32, 32]
-    together = parts.Together([by_torch()(one, False) for one in three])
+    together = parts.Concatenated([torch_products()(one, False) for one in three])
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 64)))
     wanted = x.numpy() @ np.concatenate([file.tensors[one].values() for one in (q, k, v)]).T
     np.testing.assert_allclose(together(x).numpy(), wanted)
@@ -334,7 +342,7 @@ def test_other_types_are_quantized_anew_where_asked(tmp_path: Any) -> None:
     path = files.write_tiny(tmp_path / "floats.gguf", "q8_0", dequantized=True, **SMALL)
     name, shape = "blk.0.ffn_down.weight", (64, 96)
     file = files.Model(path)
-    with pytest.raises(GGUFError, match=r"ffn_down.weight is f32, and .* --requantize q8_0"):
+    with pytest.raises(GGUFError, match=r"ffn_down.weight is f32 and .* --requantize q8_0"):
         file.matrices((name,), shape[:1], shape[1], None)
     (again,) = file.matrices((name,), shape[:1], shape[1], "q8_0")
     (floats,) = file.matrices((name,), shape[:1], shape[1], "float32")
@@ -371,12 +379,15 @@ def test_words(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architecture": "gemma"}, "holds a 'gemma', and only the architecture 'llama' is read"),
-        ({"expert_count": 8}, "has 8 experts"),
-        ({"feed_forward_length": 128}, r"blk.0.ffn_gate.weight has shape \(96, 64\), and \(128"),
-        ({"block_count": 3}, "lacks blk.2.attn_norm.weight: it is no complete llama"),
+        ({"architecture": "gemma"}, "has the architecture 'gemma': only 'llama' is supported"),
+        ({"expert_count": 8}, "has 8 experts: only dense models"),
+        (
+            {"feed_forward_length": 128},
+            r"blk.0.ffn_gate.weight has shape \[96, 64\], and the file's keys say \[128, 64\]",
+        ),
+        ({"block_count": 3}, "lacks blk.2.attn_norm.weight: it is not a complete llama"),
         ({"embedding_length": None}, "lacks llama.embedding_length"),
-        ({"rope.scaling.type": "yarn"}, r"scales its positions \(yarn\)"),
+        ({"rope.scaling.type": "yarn"}, r"has rope scaling 'yarn': only 'none'"),
     ],
 )
 def test_what_is_no_llama(tmp_path: Any, tiny: Any, change: dict[str, Any], said: str) -> None:
@@ -392,7 +403,7 @@ def test_what_is_no_llama(tmp_path: Any, tiny: Any, change: dict[str, Any], said
             files, "metadata", lambda path: {k: v for k, v in known.items() if v is not None}
         )
         with pytest.raises(GGUFError, match=said):
-            files.load(tiny, by_torch())
+            files.load(tiny, torch_products())
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -521,10 +532,10 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
     ("arguments", "told"),
     [
         ([], "name a model: make decoder GGUF=model.gguf"),
-        (["--ids", "1,x"], "'1,x' is no list of tokens such as 1,2,3"),
-        (["--tokens", "0"], "'0' is no number of tokens"),
+        (["--ids", "1,x"], "'1,x' is not a list of tokens like 1,2,3"),
+        (["--tokens", "0"], "'0' is not a whole number from 1 to"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
-        (["{tiny}", "--reference", "--ids", "300"], "has 300, and .* tokens up to 287"),
+        (["{tiny}", "--reference", "--ids", "300"], "has 300 and .* tokens 0 to 287: give tokens"),
         (["nowhere.gguf", "--reference"], "No such file"),
     ],
 )
@@ -540,7 +551,7 @@ def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> N
     for arguments in ([tiny], ["--bench"], ["--check"]):
         status, _, err = said(capsys, *arguments)
         assert status == 2
-        assert "this takes a CUDA GPU, and torch finds none; --reference runs" in err
+        assert "torch finds no CUDA GPU: use one, or --reference" in err
 
 
 def test_a_comparison_that_fails_is_told(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -555,8 +566,11 @@ def test_a_comparison_that_fails_is_told(tiny: Any, capsys: Any, monkeypatch: An
     monkeypatch.setattr(checks, "against_llama_cpp", lambda *_, **__: found)
     status, out, _ = said(capsys, tiny, "--against-llama-cpp")
     assert status == 1
-    assert "a.gguf: WRONG: logits are off by 0.2 of their root mean square (at most 0.03)" in out
-    assert "tokens differ first at step 3, where the two are 1.5 apart and off by 0.25" in out
+    assert out == (
+        "a.gguf: WRONG: the error of the logits is 0.2 of their root mean square (bound 0.03), "
+        "tokens differ from step 3 on, where the two logits are 1.5 apart and their errors add up "
+        "to 0.25\n"
+    )
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
