@@ -184,6 +184,7 @@ def test_missing_data_is_left_out() -> None:
     text = text_of(files["ladder.svg"])
     assert "unknown GPU" in text
     assert "4 dp4a emulated" in text, "a step that failed is not hidden"
+    assert "\nfailed\n" in text
     assert "llama.cpp" not in text
 
 

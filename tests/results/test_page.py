@@ -320,7 +320,8 @@ def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> 
     assert "20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
 
 
-def test_before_anything_is_measured_there_is_a_page_too() -> None:
+def test_before_anything_is_measured_there_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page.pitfalls, "pitfalls", lambda: ())  # which take seconds to run
     shown = Page(page.build(None, compiler=lambda *_: "No machine code on this computer."))
     assert shown.faults == []
     assert "Nothing is measured yet" in shown.text["charts"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.query import (
+    ABSENT,
     BASELINES,
     Panel,
     Rung,
@@ -137,7 +138,7 @@ def _speeds(
     style.plain_log(axes.xaxis)
     for y, rung in enumerate(panel.rungs):
         _dumbbell(axes, y, rung, "tflops")
-        _figures(axes, y, number(rung.row.tflops) if rung.row.tflops else "-", rung)
+        _figures(axes, y, cell(rung.row.tflops), rung)
     work = 2 * panel.home[0] * panel.home[1] * panel.home[2]
     _baselines(
         axes,
@@ -208,11 +209,12 @@ def _dumbbell(axes: Axes, y: int, rung: Rung, field: str) -> None:
 
 def _figures(axes: Axes, y: int, figure: str, rung: Rung) -> None:
     across = style.COLUMN - LEFT - RIGHT
-    for inches, text in ((0.64, figure), (1.2, ratio(rung.row.x_parent))):
+    shown = figure if rung.row.status == "ok" else rung.row.status
+    for inches, text in ((0.64, shown), (1.2, ratio(rung.row.x_parent))):
         axes.text(
             1 + inches / across,
             y,
-            text if text != "-" else "",
+            text if text != ABSENT else "",
             transform=_beside(axes),
             ha="right",
             va="center",
