@@ -1,4 +1,4 @@
-"""Weights as codes times a small integer, on one scale a row: one multiplication makes four.
+"""Weights as codes times a small integer, with one scale per row: one multiplication makes four.
 
     weight = factor * (code * r + c)        code 0..15 or 0..31; r and c of a block, factor of a row
 
@@ -10,7 +10,7 @@ are all in 0..255, and of four codes in the bytes of a word
 is the four of them side by side: as integers both sides are the sum of byte_i * 256^i, which is in
 0..2^32 - 1, so whatever is carried or borrowed on the way has come back at the end, for a negative
 r too. A tensor core takes them as unsigned bytes, and 128 times the sum of the activations has then
-to be taken off (`steps.components.epilogue.finish_wgmma_tile`).
+to be subtracted (`steps.components.epilogue.wgmma`).
 
 What it costs is accuracy. r is 16 or so at most with 4 bits, 8 with 5, so a block's scale is off by
 3 to 8 %. Codes are therefore rounded anew to the multiples of r, and every c is free: a weight is
@@ -73,10 +73,11 @@ def integer_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
 
 
 def integer_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
-    """Blocks [N, K//32] as records of 16 rows x 128 K, and the scale of each row.
+    """Blocks [N, K//32] as packed tiles of 16 rows x 128 K, and the scale of each row: (packed,
+    row_scales).
 
-    records: uint8 [ceil(N/128), ceil(K/128), 8, record], flat, in bands as those of
-    `qformats.repack.tiles`. For lane 4g + t a record is
+    packed: uint8 [ceil(N/128), ceil(K/128), 8, bytes of a tile], flat, in groups as those of
+    `qformats.repack.tiles`. For lane 4g + t a tile is
 
         codes   for each half of 64 K, 16 bytes a lane, four words. A register a_(2u+r) of block b
                 is to have in byte i the code of row g + 8r, k = 16u + 4t + i of that block.
@@ -89,31 +90,31 @@ def integer_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         scales  uint8 [8 g][row g, row g + 8][4 blocks][r, c + 128], r in two's complement; none in
                 q8_0, whose bytes are weights + 128
 
-    factors: float32 [N rounded up to whole bands]. What lies beyond the matrix is 0, or the byte
-    that stands for it: it meets zeros among the activations, or is no row of C.
+    row_scales: float32 [N rounded up to whole groups]. Beyond the matrix all is 0, or the byte that
+    stands for 0: it meets zeros among the activations, or is no row of C.
 
     It takes 1.4 s for 4096 x 4096 on one core, twenty times what `byte_tiles` takes: each of the
     FACTORS is tried with r rounded down and up, and all codes rounded anew.
     """
     fmt = matrix_format("integer_tiles", blocks)
     if fmt.bits == 8:
-        records, factors = byte_tiles(blocks)
-        return records ^ np.uint8(INTEGER_ZERO), factors
+        packed, row_scales = byte_tiles(blocks)
+        return packed ^ np.uint8(INTEGER_ZERO), row_scales
     grid, (n, blocks_k) = integer_grid(blocks), blocks.shape
-    rows, deep = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
-    space = ((0, rows * TILE_ROWS - n), (0, deep * 4 - blocks_k), (0, 0))
-    codes = np.pad(grid.codes, space).reshape(rows, 2, 8, deep, 2, 2, 2, 4, 4)
+    rows, k_tiles = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
+    space = ((0, rows * TILE_ROWS - n), (0, k_tiles * 4 - blocks_k), (0, 0))
+    codes = np.pad(grid.codes, space).reshape(rows, 2, 8, k_tiles, 2, 2, 2, 4, 4)
     # row tile, K tile, half, g, t | block, u, r | byte
-    lanes = codes.transpose(0, 3, 4, 2, 7, 5, 6, 1, 8).reshape(rows * deep, 2, 32, 8, 4)
+    lanes = codes.transpose(0, 3, 4, 2, 7, 5, 6, 1, 8).reshape(rows * k_tiles, 2, 32, 8, 4)
     words = _nibbles(lanes) if fmt.bits == 4 else _fives(lanes)
     offset = (grid.c.astype(np.int16) + INTEGER_ZERO).astype(np.uint8)
     pairs = np.pad(np.stack([grid.r.view(np.uint8), offset], axis=-1), space)
-    pairs = pairs.reshape(rows, 2, 8, deep, 4, 2).transpose(0, 3, 2, 1, 4, 5)
-    parts = [words[..., :4, :], words[..., 4:, :], pairs]
-    records = np.concatenate([part.reshape(rows * deep, -1) for part in parts], axis=1)
-    factors = np.ones(rows * TILE_ROWS, np.float32)
-    factors[:n] = grid.factor
-    return in_groups(records, rows), factors
+    pairs = pairs.reshape(rows, 2, 8, k_tiles, 4, 2).transpose(0, 3, 2, 1, 4, 5)
+    planes = [words[..., :4, :], words[..., 4:, :], pairs]
+    packed = np.concatenate([part.reshape(rows * k_tiles, -1) for part in planes], axis=1)
+    row_scales = np.ones(rows * TILE_ROWS, np.float32)
+    row_scales[:n] = grid.factor
+    return in_groups(packed, rows), row_scales
 
 
 def _nibbles(lanes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -163,10 +164,12 @@ def _fit(fmt: Format, blocks: Blocks, *out: NDArray[Any]) -> None:
     least = np.maximum(np.abs(m), np.abs(m + top * d)).max(axis=1, keepdims=True) / 127
     least = np.where(least > 0, least, 1)
     power = np.exp2(np.ceil(np.log2(least)))
-    kept = ((np.rint(d / power) == d / power) & (np.rint(m / power) == m / power)).all(axis=1)
+    lossless = ((np.rint(d / power) == d / power) & (np.rint(m / power) == m / power)).all(axis=1)
     fewest = np.full(len(blocks), np.inf)
     for times in FACTORS:
-        factor = np.where(kept[:, None], power, least * times).astype(np.float32).astype(np.float64)
+        factor = (
+            np.where(lossless[:, None], power, least * times).astype(np.float32).astype(np.float64)
+        )
         found, lost = _rounded(codes, d / factor, m / factor, top)
         lost *= factor[:, 0] ** 2
         better = lost < fewest

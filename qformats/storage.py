@@ -1,24 +1,25 @@
-"""What records (`qformats.repack.tiles`) hold of the formats that files come in.
+"""Storage formats: what fragment-packed tiles hold of the formats that files come in.
 
-Kernels on tensor cores read no ggml blocks but records, so that a format needs a *carrier*: codes
-of 4, 5, 6 or 8 bits, with a float16 scale, and a minimum where there is one, for 32 elements or 16.
-Most are carried as an older format, by its own kernels:
+Kernels on tensor cores read fragment-packed tiles (`qformats.repack.tiles`), not ggml's blocks. So
+each format has a *storage format*: codes of 4, 5, 6 or 8 bits, with a float16 scale, and a minimum
+where there is one, for 32 elements or 16. Most formats are stored as a weight format, for which
+kernels exist; four have a `PackedFormat` of their own:
 
-    file     carrier   bits a weight of a file, of a record
+    file     stored as bits a weight of a file, of a packed tile
     mxfp4    c5        4.25     5.25      levels are integers from -12 to 12, a scale is one byte
-    iq4_nl   q8_0      4.5      8.5       so they are here, -127 to 113
+    iq4_nl   q8_0      4.5      8.5       the codes are the levels, -127 to 113
     q4_k     q4_1      4.5      5.0
     q5_k     q5_1      5.5      6.0
     q6_k     c6        6.5625   7.0       a scale for 16 elements
-    q3_k     c4        3.4375   5.0       likewise, codes of 3 bits as 4
-    q2_k     c4m       2.625    6.0       likewise, a minimum too, codes of 2 bits as 4
+    q3_k     c4        3.4375   5.0       the same, codes of 3 bits as 4
+    q2_k     c4m       2.625    6.0       the same, a minimum too, codes of 2 bits as 4
 
 **What is lost.** Codes and levels are exact. So are scales that are float16 or powers of two: those
 of iq4_nl, and those of mxfp4 down to 2^-31 of the largest in their row (smaller ones are 0). A
-K-quant's scale is the product of a float16 and an integer of up to 8 bits; it, and its minimum
-likewise, is rounded to the 11 bits of a float16, so that a weight w = scale level + offset is off
-by at most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE. `stored_weights` is what is multiplied
-then, to which kernels are held as closely as to any other weights.
+K-quant's scale is the product of a float16 and an integer of up to 8 bits. It is rounded to the 11
+bits of a float16, and so is its minimum. A weight w = scale level + offset is therefore off by at
+most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE. `stored_weights` are the rounded weights.
+Kernels are held to them as closely as to any other weights.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ SIGNIFICAND_BITS: Final = 11
 """Of a float16's significand."""
 
 LARGEST_SCALE: Final = 2.0**100
-"""Of scales that records take: float32 sums of products with larger ones would overflow."""
+"""The largest scale of a packed tile: float32 sums of products with larger ones overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedFormat:
-    """A block of 32 that only records hold; attributes as of a `Format`. `zero`: the code of 0, as
-    far as a code is not negative; 0 where there is a minimum."""
+    """A block of 32 that only fragment-packed tiles hold; attributes as of a `Format`. `zero` is
+    the code of 0; it is 0 where there is a minimum."""
 
     name: str
     bits: int
@@ -61,7 +62,7 @@ class PackedFormat:
 
 
 StorageFormat = Format | PackedFormat
-"""What a record holds blocks of."""
+"""The formats of blocks in fragment-packed tiles."""
 
 _PAIR: Final = ("<f2", (2,))
 _PACKED: Final = {
@@ -74,7 +75,9 @@ _PACKED: Final = {
         PackedFormat("c4", 4, np.dtype([("d", *_PAIR), ("qs", "u1", (16,))]), 8),
         PackedFormat("c4m", 4, np.dtype([("d", *_PAIR), ("m", *_PAIR), ("qs", "u1", (16,))]), 0),
         # qs: the upper four bits; qh: byte j % 8 has the lower two of element j
-        PackedFormat("c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32),
+        PackedFormat(
+            "c6", 6, np.dtype([("d", *_PAIR), ("qh", "u1", (8,)), ("qs", "u1", (16,))]), 32
+        ),
     )
 }
 _STORED_AS: Final = {
@@ -90,29 +93,29 @@ _STORED_AS: Final = {
 
 @cache
 def storage_format_named(name: str) -> StorageFormat:
-    """The format or carrier of this name."""
+    """The storage format of this name."""
     return _PACKED.get(name) or FORMATS[name]
 
 
 def nearest_weight_format(name: str) -> str:
-    """The format of `WEIGHT_FORMATS` whose records are the nearest in size and work: what was
-    measured of it stands for a format of files that was not."""
+    """The format of `WEIGHT_FORMATS` whose packed tiles are nearest in size and work. Its
+    measurements stand for a file format that was not measured."""
     return {"c4": "q4_0", "c4m": "q4_1", "c5": "q5_0", "c6": "q8_0"}.get(
-        to := storage_format(storage_format_named(name)).name, to
+        stored_as := storage_format(storage_format_named(name)).name, stored_as
     )
 
 
 def storage_format(fmt: StorageFormat) -> StorageFormat:
-    """What records hold of a format: itself, or what it is carried as."""
+    """The storage format of a format: itself, or another that stores it."""
     return storage_format_named(_STORED_AS.get(fmt.name, fmt.name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeights:
-    """Weights [N, K] as records hold them: scale * level + offset.
+    """Weights [N, K] as fragment-packed tiles hold them: scale * level + offset.
 
-    levels: integers [N, K]. scale, offset: float64 [N, K/32] or [N, K/16]; offset is None where a
-    carrier has no minimum.
+    levels: integers [N, K]. scale, offset: float64 [N, K/32] or [N, K/16]; offset is None where the
+    storage format has no minimum.
     """
 
     levels: NDArray[Any]
@@ -121,22 +124,23 @@ class StoredWeights:
 
 
 def stored_weights(blocks: Blocks) -> StoredWeights:
-    """Of blocks [N, K/32] or [N, K/256] of a format that files come in: what records hold of them.
+    """Blocks [N, K/32] or [N, K/256] of a file format as fragment-packed tiles hold them.
 
-    Scales and offsets of K-quants have been rounded to 11 bits, halves to even. Those that are no
-    numbers stay so.
+    Scales and offsets of K-quants are rounded to 11 bits, halves to even. NaN and Inf stay.
     """
     fmt = format_of(blocks)
     if fmt.name == "mxfp4" and (wrong := fmt.scale(blocks) > LARGEST_SCALE).any():
         n, b = (int(i) for i in np.argwhere(wrong)[0])
         e = int(blocks["e"][n, b])
         raise ValueError(
-            f"block {b} of row {n} has a scale of 2^{e - 128}, and records hold up to 2^100: sums "
-            f"of float32 would overflow"
+            f"block {b} of row {n} has a scale of 2^{e - 128}, and the largest is 2^100: "
+            f"float32 sums would overflow"
         )
     levels, scale = fmt.levels(blocks), fmt.scale(blocks).astype(np.float64)
     if "dmin" in (fmt.dtype.names or ()):
-        return StoredWeights(levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64)))
+        return StoredWeights(
+            levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64))
+        )
     if fmt.codebook is None:
         return StoredWeights(levels - fmt.zero, _rounded(scale), None)  # type: ignore[attr-defined]
     return StoredWeights(levels, scale, None)
@@ -148,25 +152,29 @@ def _rounded(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.ldexp(np.rint(fraction * 2.0**SIGNIFICAND_BITS), exponent - SIGNIFICAND_BITS)
 
 
-def to_storage_format(blocks: Blocks) -> tuple[Blocks, NDArray[np.float64], NDArray[np.float64] | None]:
-    """(blocks [N, K/32] of the carrier, without scales; their scales and minima, float64 [N, K/32]
-    or [N, K/32, 2])."""
-    weights, to = stored_weights(blocks), storage_format(format_of(blocks))
+def to_storage_format(
+    blocks: Blocks,
+) -> tuple[Blocks, NDArray[np.float64], NDArray[np.float64] | None]:
+    """(blocks [N, K/32] of the storage format, without scales; their scales and minima, float64
+    [N, K/32] or [N, K/32, 2])."""
+    weights, stored_as = stored_weights(blocks), storage_format(format_of(blocks))
     n, k = weights.levels.shape
-    made: Blocks = np.zeros((n, k // BLOCK), to.dtype)
-    each = (n, k // BLOCK) if to.group == BLOCK else (n, k // BLOCK, BLOCK // to.group)
+    made: Blocks = np.zeros((n, k // BLOCK), stored_as.dtype)
+    shape = (
+        (n, k // BLOCK) if stored_as.group == BLOCK else (n, k // BLOCK, BLOCK // stored_as.group)
+    )
     codes = weights.levels.reshape(n, k // BLOCK, BLOCK)
-    if to.bits == 8:
+    if stored_as.bits == 8:
         made["qs"] = codes
     else:
-        codes = (codes + (16 if to.name == "c5" else 0)).astype(np.uint8)
-        codes &= np.uint8(2**to.bits - 1)
-        if to.bits == 6:
+        codes = (codes + (16 if stored_as.name == "c5" else 0)).astype(np.uint8)
+        codes &= np.uint8(2**stored_as.bits - 1)
+        if stored_as.bits == 6:
             two = (codes & 3).reshape(n, -1, 4, 8) << np.array([0, 2, 4, 6], np.uint8)[:, None]
             made["qh"] = np.bitwise_or.reduce(two, axis=2)
             codes >>= np.uint8(2)
-        elif to.bits == 5:
+        elif stored_as.bits == 5:
             made["qh"] = np.packbits(codes >> 4, axis=-1, bitorder="little")
         made["qs"] = codes[..., :16] & 15 | codes[..., 16:] << 4
     offset = weights.offset
-    return made, weights.scale.reshape(each), None if offset is None else offset.reshape(each)
+    return made, weights.scale.reshape(shape), None if offset is None else offset.reshape(shape)

@@ -1,0 +1,66 @@
+"""Named rearrangements of weight blocks, done once on the host before a kernel sees them.
+
+fields.py         codes, scales and offsets apart; K outermost (steps 1 to 6)
+fragments.py      fragment-packed tiles of 16 rows x 128 K, as tensor cores take them (from step 7)
+requantized.py    the same of weights requantized to int8 (from step 13)
+"""
+
+from qformats.repack.fields import (
+    CHUNK,
+    KNOWN,
+    Planes,
+    as_bytes,
+    from_planes,
+    k_outermost,
+    matrix_format,
+    planes,
+)
+from qformats.repack.fragments import (
+    CHUNK_HALVES,
+    CODE_SCALE,
+    HALF_SCALE,
+    MINIMUM_SCALE,
+    TILE_GROUP,
+    TILE_K,
+    TILE_ROWS,
+    TOKEN_GROUP,
+    in_groups,
+    row_tiles,
+    tiles,
+)
+from qformats.repack.requantized import (
+    BYTE_SCALE,
+    BYTE_ZERO,
+    CENTRE,
+    byte_storage_format,
+    byte_tiles,
+    byte_weights,
+)
+
+__all__ = [
+    "BYTE_SCALE",
+    "BYTE_ZERO",
+    "CENTRE",
+    "CHUNK",
+    "CHUNK_HALVES",
+    "CODE_SCALE",
+    "HALF_SCALE",
+    "KNOWN",
+    "MINIMUM_SCALE",
+    "Planes",
+    "TILE_GROUP",
+    "TILE_K",
+    "TILE_ROWS",
+    "TOKEN_GROUP",
+    "as_bytes",
+    "byte_storage_format",
+    "byte_tiles",
+    "byte_weights",
+    "from_planes",
+    "in_groups",
+    "k_outermost",
+    "matrix_format",
+    "planes",
+    "row_tiles",
+    "tiles",
+]
