@@ -141,8 +141,8 @@ class Step:
     accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
-    chosen_untuned: whether `gemm` may choose it on a GPU without a tuning table. A new step says
-        no until it has been measured.
+    chosen_untuned: whether `gemm` may choose it where no tuning table has a time for it, and
+        `pack` its layout. A new step says no until it has been measured.
     """
 
     number: int

@@ -115,7 +115,7 @@ def choose(
     if table is not None:
         why += f"; the table of the {table.gpu} has no time for it (run make tune)"
     elif cc is not None:
-        why += "; no such GPU was tuned (run make tune)"
+        why += "; no tuning table covers this GPU (run make tune)"
     return Choice(best, known_family(family or best.families[-1]), format_name, shape, why)
 
 
