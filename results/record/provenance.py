@@ -86,10 +86,14 @@ def hash_of(modules: Iterable[str], root: Path = ROOT) -> str:
     their names may change.
     """
     parts = sorted(
-        hashlib.sha256(code_only(path.read_text(encoding="utf-8")).encode()).digest()
-        for path in closure(modules, root).values()
+        _digest(path.read_text(encoding="utf-8")) for path in closure(modules, root).values()
     )
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+@lru_cache(maxsize=512)
+def _digest(source: str) -> bytes:
+    return hashlib.sha256(code_only(source).encode()).digest()
 
 
 def source_hash(step: int, root: Path = ROOT) -> str | None:
@@ -104,7 +108,6 @@ def called_hash(api: str, step: int, root: Path = ROOT) -> str | None:
     return None if module is None else hash_of([API_MODULES[api], module], root)
 
 
-@lru_cache(maxsize=512)
 def code_only(source: str) -> str:
     """Python source without comments, docstrings, imports, blank lines and trailing blanks.
 

@@ -1,0 +1,215 @@
+"""Provenance: a row's hash follows the code of all that its step imports, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from results.record import ROOT, provenance
+from results.record.provenance import closure, code_only, is_stale, source_hash, step_module
+from results.record.schema import Run
+from steps.registry import ladder
+from tests.results.test_record import make_call, make_row, make_run
+
+STEPS = [step.number for step in ladder()]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the code that steps are made of."""
+    for room in provenance.ROOMS:
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@cache
+def sources(step: int) -> dict[str, Path]:
+    module = step_module(step)
+    assert module is not None
+    return {name: path.relative_to(ROOT) for name, path in closure([module]).items()}
+
+
+def hashes(tree: Path = ROOT) -> dict[int, str | None]:
+    return {step: source_hash(step, tree) for step in STEPS}
+
+
+EVERY = sorted({path for step in STEPS for path in sources(step).values()})
+
+
+def test_a_line_of_code_in_any_file_of_a_closure_changes_the_hash_of_that_step(tree: Path) -> None:
+    """And of no other, whether the line stands in a file of another step's closure or of none."""
+    first = hashes(tree)
+    assert first == hashes()
+    assert all(re.fullmatch(r"[0-9a-f]{12}", each or "") for each in first.values())
+    assert len(EVERY) > 40
+    for file in EVERY:
+        path = tree / file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(before + "\n_one_more = 1\n", encoding="utf-8")
+        now = hashes(tree)
+        path.write_text(before, encoding="utf-8")
+        changed = {step for step in STEPS if now[step] != first[step]}
+        assert changed == {step for step in STEPS if file in sources(step).values()}, file
+
+
+def test_prose_imports_and_files_outside_the_closures_change_nothing(tree: Path) -> None:
+    first = hashes(tree)
+    for file in EVERY:
+        path = tree / file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + '\n# a comment\n"""Prose."""\nimport math\n', encoding="utf-8")
+    others = [path for path in tree.rglob("*.py") if path.relative_to(tree) not in EVERY]
+    assert len(others) > 20
+    for path in others:
+        path.write_text(path.read_text(encoding="utf-8") + "\n_one_more = 1\n", encoding="utf-8")
+    assert hashes(tree) == first
+
+
+def moved(tree: Path, names: dict[str, str]) -> None:
+    """Moves modules, and names them anew wherever they are imported."""
+    for old, new in names.items():
+        target = tree / f"{new.replace('.', '/')}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (tree / f"{old.replace('.', '/')}.py").rename(target)
+    for file in tree.rglob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.ImportFrom):
+                base, indent = node.module or "", " " * node.col_offset
+                made = []
+                for alias in node.names:
+                    used = alias.asname or alias.name
+                    if whole := names.get(f"{base}.{alias.name}"):
+                        room, leaf = whole.rsplit(".", 1)
+                        made.append(f"from {room} import {leaf} as {used}")
+                    else:
+                        made.append(f"from {names.get(base, base)} import {alias.name} as {used}")
+                lines[node.lineno - 1] = indent + "; ".join(made)
+                for line in range(node.lineno, node.end_lineno or node.lineno):
+                    lines[line] = ""
+        file.write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_moving_files_changes_nothing(tree: Path) -> None:
+    first = hashes(tree)
+    names = {
+        name for step in STEPS for name, path in sources(step).items() if path.stem[:2] != "__"
+    }
+    names = {name for name in names if ".step" not in name}
+    assert len(names) > 25
+    new = {name: f"{name.split('.')[0]}.elsewhere.other_{name.replace('.', '_')}" for name in names}
+    moved(tree, new)
+    for step in STEPS:
+        found = set(closure([str(step_module(step, tree))], tree))
+        assert found == {new.get(name, name) for name in sources(step)}
+    assert hashes(tree) == first
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_closure_has_activation_passes_and_unpackers_and_no_host_code(step: int) -> None:
+    names = set(sources(step))
+    assert "steps.components.activations.layouts" in names
+    assert any(name.startswith("steps.components.unpack.") for name in names)
+    assert "steps.instructions.define" in names
+    assert not any(name.startswith(("steps.simulator", "steps.api", "steps.nn")) for name in names)
+    assert not any(name.startswith(("results", "reference", "numba")) for name in names)
+
+
+def test_the_closure_is_what_the_imports_say() -> None:
+    """Followed by hand for one step: every import of a file in the closure leads into it."""
+    for step in STEPS:
+        names = sources(step)
+        for path in names.values():
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                    ("steps.components", "qformats.")
+                ):
+                    base = node.module or ""
+                    each = {f"{base}.{alias.name}" for alias in node.names} | {base}
+                    assert each & set(names), (path, base)
+
+
+def test_imports_are_followed_wherever_they_stand(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    (folder / "room").mkdir(parents=True)
+    (folder / "step07_idea.py").write_text(
+        "import numpy\nimport steps.first\nfrom steps import second\n"
+        "def f():\n    from steps.room.third import x as y\n"
+        "from steps import room\nfrom steps.simulator import cuda\n"
+    )
+    (folder / "room" / "__init__.py").write_text("if 1:\n    from steps.fourth import z\n")
+    (folder / "room" / "third.py").write_text("x = 1\n")
+    (folder / "simulator").mkdir()
+    for name in ("first", "second", "fourth", "fifth", "simulator/cuda"):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    found = closure(["steps.step07_idea"], tmp_path)
+    assert sorted(found) == [
+        *("steps.first", "steps.fourth", "steps.room", "steps.room.third", "steps.second"),
+        "steps.step07_idea",
+    ]
+    assert source_hash(8, tmp_path) is None
+    before = source_hash(7, tmp_path)
+    (folder / "step07_idea.py").write_text("def broken(:\n")
+    assert source_hash(7, tmp_path) not in (None, before)
+
+
+def test_code_is_neither_prose_nor_imports() -> None:
+    code = 'def f(x):\n    return f"{x} # not a comment"\n'
+    prose = (
+        '"""A module."""\nfrom a import (\n    b,\n    c,\n)\n\n# why\n'
+        'def f(x):\n    """Two\n    lines."""\n    import math\n\n'
+        '    return f"{x} # not a comment"  # said so\n'
+    )
+    assert code_only(prose) == code_only(code)
+    assert code_only(code.replace("not a", "a")) != code_only(code)
+
+
+def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    (folder / "step01_a.py").write_text("from steps.b import x\nfrom steps.c import y\n")
+    (folder / "b.py").write_text("x = 1\nz = 2\n")
+    (folder / "c.py").write_text("y = 3\n")
+    before = source_hash(1, tmp_path)
+    (folder / "b.py").write_text("x = 1\n")
+    (folder / "c.py").write_text("z = 2\ny = 3\n")
+    assert source_hash(1, tmp_path) != before
+
+
+def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
+    plan = provenance.called_hash("gemm.plan", 12, tree)
+    assert plan != provenance.called_hash("gemm.plan", 9, tree)
+    layer = provenance.called_hash("QuantLinear", 12, tree)
+    assert plan != layer
+    path = tree / "steps" / "nn" / "operator.py"
+    path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
+    assert provenance.called_hash("gemm.plan", 12, tree) == plan
+    assert provenance.called_hash("QuantLinear", 12, tree) != layer
+    path = tree / "steps" / "step12_w4a16_wgmma.py"
+    path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
+    assert provenance.called_hash("gemm.plan", 12, tree) != plan
+    assert provenance.called_hash("gemm.plan", 77, tree) is None
+    for api in provenance.API_MODULES.values():
+        assert not any(name.startswith("steps.cli") for name in closure([api]))
+    assert make_call().api in provenance.API_MODULES
+
+
+def test_stale_rows_are_known() -> None:
+    fresh = make_row(step=7, source_hash=source_hash(7))
+    assert not is_stale(fresh)
+    assert is_stale(make_row(step=7, source_hash=None))
+    run: Run = make_run(fresh, make_row(step=8, source_hash="feed"), make_row(step=9))
+    assert provenance.stale_steps(run) == {8, 9}
+
+
+def test_a_hash_that_is_remembered_is_read_once(tree: Path) -> None:
+    now = provenance.remembered(source_hash, tree)
+    first = now(7)
+    path = tree / sources(7)["steps.contract"]
+    path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
+    assert now(7) == first != source_hash(7, tree)
