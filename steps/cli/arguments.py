@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import DISTRIBUTIONS
 from steps.checks.select import UsageError, select
-from steps.contract import Machine, Size, Step, Work, why_no_gpu
+from steps.contract import Size, Step, Work, why_no_gpu
 from steps.registry import find, ladder
 
+if TYPE_CHECKING:
+    from steps.api.machines import Gpu, Simulator
 
-def machines(asked: str) -> tuple[str, Callable[[int], Machine], str | None]:
+MachineOf = Callable[[int], "Gpu | Simulator"]
+"""Lane order -> the machine; a GPU has no order and is the same for all."""
+
+
+def machines(asked: str) -> tuple[str, MachineOf, str | None]:
     """(name, lane order -> machine, why it is not a GPU) for "gpu", "simulator" or "auto".
 
     UsageError where a GPU is asked for and there is none, or where the simulator cannot run.

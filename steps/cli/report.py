@@ -62,7 +62,9 @@ class _Rung:
         return f"ok, {_cases(sum(outcome.cases for outcome in self.outcomes.values()))}"
 
 
-def folded(title: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Table:
+def folded(
+    title: str, outcomes: Sequence[Outcome], rows: Sequence[Row], notes: Sequence[str] = ()
+) -> Table:
     """One line for each step and family, and each shape where it was measured; formats are
     columns."""
     names = sorted({o.work.format for o in outcomes}, key=ALL_FORMATS.index)
@@ -85,7 +87,8 @@ def folded(title: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Tabl
         else:
             cells += [_error(rung.outcomes.get(name)) for name in names]
         lines.append(Line((*cells, rung.verdict), "" if rung.ok else "bad"))
-    return Table(tuple(head), tuple(lines), title, (FAMILIES, *(OF_TIMES if rows else OF_CHECKS)))
+    notes = (FAMILIES, *(OF_TIMES if rows else OF_CHECKS), *notes)
+    return Table(tuple(head), tuple(lines), title, notes)
 
 
 def _rungs(outcomes: Iterable[Outcome], rows: Iterable[Row]) -> list[_Rung]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from results.measure import bench as benching
@@ -22,6 +22,7 @@ from steps.checks.run import Outcomes, check_works, drawn, fatal
 from steps.checks.select import select, with_parents
 from steps.cli import gguf_weights, report
 from steps.cli.arguments import (
+    MachineOf,
     distribution_of,
     formats_of,
     home_shapes_of,
@@ -32,7 +33,7 @@ from steps.cli.arguments import (
     steps_of,
 )
 from steps.cli.gguf_weights import FileWeights
-from steps.contract import Family, Machine, Size, Step, Work
+from steps.contract import Family, Size, Step, Work
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
 SMALL: Size = (4, 64, 64)
@@ -46,17 +47,16 @@ def run(args: Namespace) -> int:
     name, machine, why_not = machines("auto")
     if why_not is not None:
         return _checked_only(args, steps, weights, (name, machine, why_not), quick=True)
-    cc = machine(0).cc  # type: ignore[attr-defined]
+    cc = machine(0).cc
     works = select(steps, _formats(args, weights), args.scheme, cc)
-    at = problems(args, works, weights, every_home=len(steps) == 1)
-    every = with_parents(works, cc)
+    at = problems(args, works, weights, cc, every_home=len(steps) == 1)
     ahead = [
         one.launched
         for shape, own in at.items()
         for work in own
         for one in benching.wanted_of(work, shape)
     ]
-    outcomes = checked(every, machine, False, args, weights, ahead=ahead)
+    outcomes = checked(with_parents(works, cc), machine, False, args, weights, ahead=ahead)
     measured = Run(env=Environment())
     if outcomes.broken is None:
         measured = _measured(at, outcomes, args, weights)
@@ -77,13 +77,13 @@ def _checked_only(
     args: Namespace,
     steps: Sequence[Step],
     weights: FileWeights | None,
-    where: tuple[str, Callable[[int], Machine], str | None],
+    where: tuple[str, MachineOf, str | None],
     *,
     quick: bool,
 ) -> int:
     name, machine, why_not = where
     simulated = why_not is not None
-    cc = None if simulated else machine(0).cc  # type: ignore[attr-defined]
+    cc = None if simulated else machine(0).cc
     works = select(steps, _formats(args, weights), args.scheme, cc)
     outcomes = checked(works, machine, simulated, args, weights, quick=quick)
     tell(args, steps, name, outcomes, (), weights, why_not)
@@ -102,7 +102,7 @@ def launch(args: Namespace) -> int:
     prepared = prepare(work.step, work.family, work.format, problem.a, problem.blocks, gpu)
     for each in (*prepared.activations.launches, prepared.launch):
         gpu.run(each)
-    gpu.synchronize()  # type: ignore[attr-defined]
+    gpu.synchronize()
     m, n, k = shape
     print(f"launched {prepared.launch.kernel.__name__} ({work}) at M={m} N={n} K={k}")
     return 0
@@ -123,7 +123,7 @@ def remark(sentence: str) -> None:
 
 def checked(
     works: Sequence[Work],
-    machine: Callable[[int], Machine],
+    machine: MachineOf,
     simulated: bool,
     args: Namespace,
     weights: FileWeights | None,
@@ -172,7 +172,12 @@ def wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
 
 
 def problems(
-    args: Namespace, works: Sequence[Work], weights: FileWeights | None, *, every_home: bool
+    args: Namespace,
+    works: Sequence[Work],
+    weights: FileWeights | None,
+    cc: tuple[int, int] | None,
+    *,
+    every_home: bool,
 ) -> dict[Size, tuple[Work, ...]]:
     """The shapes to measure at, and what is measured there: the works at home, and their parents.
 
@@ -183,7 +188,7 @@ def problems(
         homes = (weights.whole.shape,) if weights else home_shapes_of(args, work.step)
         for shape in homes if every_home else homes[:1]:
             at.setdefault(shape, []).append(work)
-    return {shape: with_parents(own) for shape, own in at.items()}
+    return {shape: with_parents(own, cc) for shape, own in at.items()}
 
 
 def _measured(
@@ -243,7 +248,7 @@ def tell(
     if len(steps) == 1 or args.long:
         table.show(report.run_table(title, outcomes.each, rows, asked, notes))
     else:
-        table.show(report.folded(title, outcomes.each, rows))
+        table.show(report.folded(title, outcomes.each, rows, notes))
         if bad := report.failed(outcomes.each, rows):
             each = [outcome for outcome in outcomes.each if outcome.work.step.number in bad]
             own = [row for row in rows if row.step in bad]
