@@ -32,6 +32,17 @@ def test_paths_in_code_marks_exist(page: Path) -> None:
         assert re.search(ANOTHERS, path) or (ROOT / path).exists(), path
 
 
+def test_names_in_code_marks_stand_beside_a_file_that_has_them() -> None:
+    """In a line of CONTRIBUTING that names files, a constant or function is in one of these."""
+    for line in (ROOT / "steps" / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines():
+        marks = re.findall(r"`([^`]+)`", line)
+        files = [ROOT / mark for mark in marks if (ROOT / mark).suffix == ".py"]
+        text = "".join(path.read_text(encoding="utf-8") for path in files if path.exists())
+        for name in marks:
+            if text and re.fullmatch(r"[A-Z_]*_[A-Z_]+|[A-Z]{3,}|[a-z]+_[a-z_]+", name):
+                assert re.search(rf"\b{name}\b", text), f"{name} in: {line}"
+
+
 def test_commands_are_targets_of_the_makefile() -> None:
     targets = re.findall(r"(?m)^([a-z%-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"))
     for page in PAGES:
