@@ -1,22 +1,26 @@
 """Arithmetic on packed bytes and half-precision bits, one 32-bit register at a time."""
 
 import struct
+from functools import cache
 
 import numpy as np
 from numba.cuda.types import float32, int32, uint16, uint32
 
 from steps.instructions.define import ptx
 
+_WORD = struct.Struct("<I")
+_UINT8S, _INT8S = struct.Struct("<4B"), struct.Struct("<4b")
+_HALVES = struct.Struct("<2e")
+
 
 def uint8s(word: int) -> tuple[int, int, int, int]:
     """The four bytes of a 32-bit word, lowest first, as 0..255 (host and twins only)."""
-    return word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255
+    return _UINT8S.unpack(_WORD.pack(word & 0xFFFFFFFF))
 
 
 def int8s(word: int) -> tuple[int, int, int, int]:
     """The four bytes of a 32-bit word, lowest first, as -128..127 (host and twins only)."""
-    a, b, c, d = uint8s(word)
-    return (a ^ 128) - 128, (b ^ 128) - 128, (c ^ 128) - 128, (d ^ 128) - 128
+    return _INT8S.unpack(_WORD.pack(word & 0xFFFFFFFF))
 
 
 @ptx("dp4a.s32.s32 $0, $1, $2, $3;", returns=int32, takes=(int32, int32, int32))
@@ -41,15 +45,21 @@ def prmt(a, b, selector):
 
     Bit 3 of a nibble replicates the sign bit of the byte instead (PTX ISA, `prmt`, generic form).
     """
-    source = uint8s(a) + uint8s(b)
-    result = 0
-    for i in range(4):
-        pick = selector >> (4 * i) & 15
-        byte = source[pick & 7]
-        if pick & 8:
-            byte = 255 if byte & 128 else 0
-        result |= byte << (8 * i)
+    source = (a | b << 32).to_bytes(8, "little")
+    first, second, third, fourth, signs = _picks(selector & 0xFFFF)
+    result = source[first] | source[second] << 8 | source[third] << 16 | source[fourth] << 24
+    for i in signs:
+        byte = 0xFF << 8 * i
+        result = result | byte if result >> 8 * i & 128 else result & ~byte
     return result
+
+
+@cache
+def _picks(selector: int) -> tuple[int, int, int, int, list[int]]:
+    """The bytes that `prmt` picks, and the places where it replicates the sign."""
+    nibbles = [selector >> 4 * i & 15 for i in range(4)]
+    a, b, c, d = (nibble & 7 for nibble in nibbles)
+    return a, b, c, d, [i for i, nibble in enumerate(nibbles) if nibble & 8]
 
 
 @ptx("lop3.b32 $0, $1, $2, $3, 0x6A;", returns=uint32, takes=(uint32, uint32, uint32))
@@ -64,10 +74,15 @@ def select_bits(mask, a, b):
     return mask & a | ~mask & b
 
 
+@cache
+def _half(bits: int) -> np.float32:
+    return np.float32(np.uint16(bits).view(np.float16))
+
+
 @ptx("cvt.f32.f16 $0, $1;", returns=float32, takes=(uint16,))
 def half_to_float(bits):
     """The float16 whose 16 bits are `bits`, exactly, as float32."""
-    return np.uint16(bits).view(np.float16)
+    return _half(bits)
 
 
 @ptx("cvt.rn.f16.f32 $0, $1;", returns=uint16, takes=(float32,))
@@ -78,13 +93,13 @@ def float_to_half(x):
 
 def halves(word: int) -> tuple[float, float]:
     """The two float16 of a 32-bit word, the lower first (host and twins only)."""
-    return struct.unpack("<2e", struct.pack("<I", word))
+    return _HALVES.unpack(_WORD.pack(word))
 
 
 def of_halves(low: float, high: float) -> int:
     """The word of two values, each rounded to the nearest float16 (host and twins only)."""
     try:
-        return int.from_bytes(struct.pack("<2e", low, high), "little")
+        return _WORD.unpack(_HALVES.pack(low, high))[0]
     except OverflowError:  # Python has no rounding to infinity
         with np.errstate(over="ignore"):
             return int(np.array([low, high]).astype("<f2").view("<u4")[0])
@@ -114,13 +129,20 @@ def hfma2(a, b, c):
     return of_halves(a0 * b0 + c0, a1 * b1 + c1)
 
 
+# One word of memory: struct would make a quiet NaN of a signalling one.
+_FLOAT = np.zeros(1, np.float32)
+_BITS = _FLOAT.view(np.uint32).data
+
+
 @ptx("mov.b32 $0, $1;", returns=uint32, takes=(float32,))
 def as_bits(x):
     """The 32 bits of a float32."""
-    return int(np.float32(x).view(np.uint32))
+    _FLOAT[0] = x
+    return _BITS[0]
 
 
 @ptx("mov.b32 $0, $1;", returns=float32, takes=(uint32,))
 def as_float(bits):
     """The float32 of 32 bits."""
-    return np.uint32(bits).view(np.float32)
+    _BITS[0] = bits
+    return _FLOAT[0]

@@ -30,7 +30,8 @@ from steps.instructions.define import GLOBAL, SHARED, ptx
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.asynchronous import BulkCopy
 from steps.simulator.errors import SimulatorError
-from steps.simulator.scheduler import here, now
+from steps.simulator.lanes import here
+from steps.simulator.scheduler import now
 
 _UNIT = 16  # bytes: addresses and sizes of bulk copies are multiples
 _HOPPER = (9, 0)
@@ -94,14 +95,14 @@ def mbarrier_init(lane, barrier, bi, count):
 
     One thread does so for all barriers, then `fence_mbarrier_init`; `cuda.syncthreads` follows.
     """
-    lane.block.memory.make_barrier(lane, barrier, bi, count)
+    lane.block.memory.make_barrier(lane.index, barrier, bi, count)
 
 
 @ptx("fence.mbarrier_init.release.cluster;", scope="lane", memory=True, min_cc=_HOPPER)
 def fence_mbarrier_init(lane):
     """Make this thread's new mbarriers known to bulk copies."""
     for made in lane.block.memory.barriers.values():
-        made.fenced |= made.maker is lane
+        made.fenced |= made.maker == lane.index
 
 
 # `.release.cta` and `.acquire.cta` are what arrive and wait mean without a qualifier. With

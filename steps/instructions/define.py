@@ -25,7 +25,7 @@ from numba.cuda import cgutils, types
 from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
-from steps.simulator.c_types import as_dtype, cast_to
+from steps.simulator.c_types import UNCHANGED, as_dtype, cast_to
 from steps.simulator.errors import SimulatorError
 from steps.simulator.twins import INSTRUCTIONS, Definition, Twin
 
@@ -67,6 +67,8 @@ class Address:
 
 SHARED = Address("shared")
 GLOBAL = Address("global")
+UNCHANGED[SHARED.check] = "{value}.space == 'shared'"
+UNCHANGED[GLOBAL.check] = "{value}.space == 'global'"
 
 
 _COLLECTIVE = ("warp", "warpgroup")
@@ -242,12 +244,15 @@ def pack(context, builder, tuple_type, parts):
     return context.make_tuple(builder, tuple_type, parts)
 
 
-def array_operand(array):
-    """The array operand of an instruction that takes any memory."""
-    return array
+def as_it_is(value):
+    """The cast of an operand or result of any type."""
+    return value
 
 
 index = operator.index  # an index is an integer: no silent truncation of a float
+
+UNCHANGED[as_it_is] = "True"
+UNCHANGED[index] = "type({value}) is int"
 
 
 def _tuple_type(parts: tuple):

@@ -19,7 +19,7 @@ from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
 from steps.instructions.define import (
-    array_operand,
+    as_it_is,
     cast_of,
     define,
     element_pointer,
@@ -64,7 +64,7 @@ def _load(name: str, element, count: int, doc: str):
     return define(
         twin,
         f"ld.v{count}.b{8 * size // count}",
-        casts=(array_operand, index),
+        casts=(as_it_is, index),
         results=(cast_of(element),) * count,
         is_tuple=count > 1,
         typing=typing,
@@ -106,7 +106,7 @@ def _store(name: str, element, count: int, doc: str):
     return define(
         twin,
         f"st.v{count}.b{8 * size // count}",
-        casts=(array_operand, index) + (cast_of(element),) * count,
+        casts=(as_it_is, index) + (cast_of(element),) * count,
         results=(),
         typing=typing,
         lower=lower,
@@ -147,7 +147,7 @@ def _define_address():
     return define(
         address,
         "ptrtoint",
-        casts=(array_operand, index),
+        casts=(as_it_is, index),
         results=(cast_of(types.int64),),
         typing=typing,
         lower=lower,

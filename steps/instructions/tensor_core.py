@@ -44,17 +44,20 @@ from steps.simulator.errors import SimulatorError
 from steps.simulator.fragments import A_ROW, A_WORD, B_WORD, C_COLUMN, C_ROW, GROUP, THREAD
 
 
-def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[list]:
+def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[tuple]:
     """C + A @ B of one mma, its fragments given lane by lane, products and sums in `exact`."""
     if len(lanes) != 32:
         raise SimulatorError(f"mma needs a full warp; this one has {len(lanes)} lanes")
-    words = np.array([lane[:6] for lane in lanes], np.uint32)
+    operands = np.array(lanes, np.float64)  # which holds any uint32, int32 and float32
+    words = operands[:, :6].astype(np.uint32)
     a, b, c = np.empty((16, 8), np.uint32), np.empty((8, 8), np.uint32), np.empty((16, 8), exact)
     a[A_ROW, A_WORD] = words[:, :4]
     b[GROUP[:, None], B_WORD] = words[:, 4:]
-    c[C_ROW, C_COLUMN] = np.array([lane[6:] for lane in lanes], accumulator)
+    c[C_ROW, C_COLUMN] = operands[:, 6:]
     c += a.view(element).astype(exact) @ b.view(element_b or element).astype(exact).T
-    return c[C_ROW, C_COLUMN].tolist()
+    results = c[C_ROW, C_COLUMN].astype(accumulator).reshape(-1)
+    values = iter(results if accumulator is np.float32 else results.tolist())
+    return list(zip(values, values, values, values, strict=True))  # four for each lane
 
 
 @ptx(
@@ -127,8 +130,8 @@ def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
         except SimulatorError as error:
             error.lane_in_warp = i
             raise
-        rows.append(np.frombuffer(array.bytes[start : start + 16], np.uint16))
-    matrices = np.stack(rows).reshape(count, 8, 8)
+        rows.append(array.bytes[start : start + 16])
+    matrices = np.frombuffer(b"".join(rows), np.uint16).reshape(count, 8, 8)
     if transposed:
         matrices = matrices.transpose(0, 2, 1)
     words = np.ascontiguousarray(matrices).view(np.uint32)  # [count, 8, 4]

@@ -9,29 +9,32 @@ from llvmlite import ir
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, uint32
 
-from steps.instructions.define import define
-from steps.simulator.c_types import cast_to
-from steps.simulator.cuda import shuffle
+from steps.instructions.define import as_it_is, define
+from steps.simulator.c_types import UNCHANGED, cast_to
+from steps.simulator.cuda import exchange
 from steps.simulator.errors import SimulatorError
-from steps.simulator.scheduler import FULL_MASK
 
 _LETTER = {int32: "r", uint32: "r", float32: "f"}
+_INT32 = cast_to(np.dtype(np.int32))
 
 
 def _value(x):
     """The operand, checked; whether it is int32 or uint32 a Python int does not know."""
-    if isinstance(x, float | np.floating):
+    if isinstance(x, (float, np.floating)):
         return np.float32(x)
     if not -(1 << 31) <= x < 1 << 32:
         raise SimulatorError(f"a shuffle moves 32 bits and the value is {x}")
     return int(x)
 
 
+UNCHANGED[_value] = f"type({{value}}) is int and {-(1 << 31)} <= {{value}} < {1 << 32}"
+
+
 def _shuffle(name: str, mode: str, clamp: int, source_of, doc: str):
     text = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp:#x}, 0xffffffff;"
 
-    def twin(lane, value, operand):
-        return shuffle(name, source_of, FULL_MASK, value, operand)
+    def twin(lanes):
+        return exchange(name, source_of, [(i, *operands) for i, operands in enumerate(lanes)])
 
     def typing(given):
         if given[0] not in _LETTER:
@@ -51,9 +54,9 @@ def _shuffle(name: str, mode: str, clamp: int, source_of, doc: str):
     return define(
         twin,
         text,
-        scope="lane",
-        casts=(_value, cast_to(np.dtype(np.int32))),
-        results=(lambda x: x,),
+        scope="warp",
+        casts=(_value, _INT32),
+        results=(as_it_is,),
         typing=typing,
         lower=lower,
     )

@@ -40,10 +40,11 @@ from numba.cuda import cgutils, types
 from numba.cuda.core.errors import TypingError
 from numba.cuda.types import float32, int32, int64, uint32
 
-from steps.instructions.define import SHARED, array_operand, cast_of, define, index, pack, ptx
+from steps.instructions.define import SHARED, as_it_is, cast_of, define, index, pack, ptx
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.errors import SimulatorError
-from steps.simulator.scheduler import WARPGROUP, now
+from steps.simulator.lanes import WARPGROUP
+from steps.simulator.scheduler import now
 from steps.simulator.warpgroup_mma import begin, wait
 
 REGISTERS = 65536  # of a multiprocessor
@@ -51,11 +52,6 @@ _HOPPER = "sm_90a"  # and no other: later ones multiply otherwise
 _UNIT = 16  # bytes: what descriptors count in
 _LETTER = {float32: "f", int32: "r"}
 _WIDTHS = (8, 24, *range(16, 257, 16))  # what both kinds of numbers have
-
-
-def _accumulators(value):
-    """The operand as it is: a tuple, or what a `wgmma` of the simulator returned."""
-    return value
 
 
 def _asm(builder, text, results, operands, constraints):
@@ -116,13 +112,13 @@ def _wgmma(name: str, shape: str, numbers: str, accumulator, tail: str, dtypes: 
         return begin(lanes, dtypes, host)
 
     twin.__name__, twin.__doc__ = name, doc
-    casts = (_accumulators, *[cast_of(uint32)] * 4, cast_of(int64), cast_of(int32))
+    casts = (as_it_is, *[cast_of(uint32)] * 4, cast_of(int64), cast_of(int32))
     return define(
         twin,
         f".{numbers} ",
         scope="warpgroup",
         casts=casts,
-        results=(_accumulators,),
+        results=(as_it_is,),
         typing=typing,
         lower=lower,
         only=_HOPPER,
@@ -208,8 +204,8 @@ def wgmma_wait(newest: int):
         twin,
         text,
         scope="lane",
-        casts=(_accumulators,),
-        results=(_accumulators,),
+        casts=(as_it_is,),
+        results=(as_it_is,),
         typing=typing,
         lower=lower,
         only=_HOPPER,
@@ -237,7 +233,7 @@ def _zeros(name: str, dtype):
             twin,
             f"zeroinitializer {count}",
             casts=(),
-            results=(_accumulators,),
+            results=(as_it_is,),
             typing=lambda given: (kind, ()),
             lower=lower,
         )
@@ -279,7 +275,7 @@ def _define_spread():
     return define(
         spread,
         "store",
-        casts=(array_operand, _accumulators),
+        casts=(as_it_is, as_it_is),
         results=(),
         typing=typing,
         lower=lower,

@@ -1,3 +1,3 @@
-"""A CUDA simulator for any CPU: lanes, scheduler, asynchronous copies, memory checks, bank conflicts."""
+"""A CUDA simulator for any CPU: lanes, scheduler, memory checks, asynchronous copies, banks."""
 
 from steps.simulator import numpy_shim  # noqa: F401 - before the first use of numba.cuda

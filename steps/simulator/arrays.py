@@ -2,8 +2,9 @@
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +29,20 @@ class CheckedArray:
         "_base",
         "_bytes",
         "_cast",
+        "_high",
         "_item",
         "_length",
+        "_low",
+        "_stored",
+        "_stores",
+        "_values",
         "_writable",
         "alignment",
         "data",
         "dtype",
+        "itemsize",
         "name",
+        "nbytes",
         "ndim",
         "shape",
         "space",
@@ -46,19 +54,19 @@ class CheckedArray:
         self.data, self.name, self.space = data, name, space
         self.alignment = _ALLOCATION_ALIGNMENT if alignment is None else alignment
         self.shape, self.ndim, self.dtype = data.shape, data.ndim, data.dtype
-        self._length = (
-            data.shape[0] if data.ndim == 1 else -1
-        )  # -1: the one-index fast path does not apply
+        self.itemsize, self.nbytes = data.itemsize, data.nbytes
         self._writable = data.flags.writeable
         self._bytes: memoryview | None = None
         self._base: int | None = None
-        self._cast: Any  # of a value to store; None for records
-        self._item: Callable
-        if data.dtype.names:
-            self._item, self._cast = (lambda *i: CheckedRecord(self, i)), None
+        self._cast, self._stored, self._low, self._high, loaded = conversions(data.dtype)
+        # -1: the fast path for one index does not apply
+        self._length = data.shape[0] if data.ndim == 1 else -1
+        self._stores = self._length if self._writable and self._stored else -1
+        self._item: Callable  # of an index, or a tuple of them, within range
+        if loaded is None:
+            self._item = lambda key: CheckedRecord(self, key if type(key) is tuple else (key,))
         else:
-            self._cast = cast_to(data.dtype)
-            self._item = data.item if data.dtype.kind in "iub" else lambda *i: data[i]
+            self._item = loaded.__get__(data)
 
     # --- what kernels use of an array besides elements
     @property
@@ -68,14 +76,6 @@ class CheckedArray:
     @property
     def strides(self) -> tuple[int, ...]:
         return self.data.strides
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -99,24 +99,31 @@ class CheckedArray:
 
     # --- elements
     def __getitem__(self, key):
-        if type(key) is int and 0 <= key < self._length:
-            return self._item(key)
-        if type(key) is tuple and self._plain(key):
-            return self._item(*key)
-        if isinstance(key, str):
+        if type(key) is int:
+            if 0 <= key < self._length:
+                return self._item(key)
+        elif type(key) is tuple:
+            if self._plain(key):
+                return self._item(key)
+        elif isinstance(key, str):
             return self._share(self.data[key], f"{self.name}[{key!r}]")
         key, whole = self._checked(key)
-        return self._item(*key) if whole else self._share(self.data[key], self.name)
+        return self._item(key) if whole else self._share(self.data[key], self.name)
 
     def __setitem__(self, key, value) -> None:
+        if type(key) is int and 0 <= key < self._stores:
+            if type(value) is self._stored and (
+                self._low is None or self._low <= value <= self._high
+            ):
+                self.data[key] = value
+            else:
+                self.data[key] = self._cast(value)
+            return
         if not self._writable:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
-        if self._cast is not None and (
-            0 <= key < self._length if type(key) is int else type(key) is tuple and self._plain(key)
-        ):
-            self.data[key] = self._cast(value)
-            return
-        key, whole = self._checked(key)
+        whole = type(key) is tuple and self._plain(key)
+        if not whole:
+            key, whole = self._checked(key)
         if whole and self._cast is not None:
             self.data[key] = self._cast(value)
         elif isinstance(value, CheckedArray):
@@ -218,15 +225,16 @@ class CheckedArray:
         multiple of `alignment` (default: the size).
         """
         index = operator.index(index)
-        itemsize = self.dtype.itemsize
-        offset = index * itemsize
-        if index < 0 or offset + size > self.data.nbytes:
+        offset = index * self.itemsize
+        if index < 0 or offset + size > self.nbytes:
             raise OutOfRange(
                 f"{self.name}: {size} bytes at index {index} (byte {offset}) are outside its "
-                f"{self.data.nbytes} bytes, shape {self.shape}"
+                f"{self.nbytes} bytes, shape {self.shape}"
             )
         alignment = alignment or size
-        begin = self._begin()
+        begin = self._base
+        if begin is None:
+            begin = self._begin()
         if (offset + begin) % alignment:
             where = f" at byte {begin} of its allocation" if begin else ""
             raise Misaligned(
@@ -241,6 +249,30 @@ class CheckedArray:
                 f"declare it with alignment={alignment}"
             )
         return offset
+
+
+class Conversions(NamedTuple):
+    """How elements of a type are loaded and stored."""
+
+    cast: Any  # the C cast of a value to store; None for records
+    stored: type | None  # a value of this Python type, from `low` to `high`, is stored as it is
+    low: Any = None  # None: any value of that type
+    high: Any = None
+    load: Any = None  # the NumPy method of an index or a tuple of them; None for records
+
+
+@cache
+def conversions(dtype: np.dtype) -> Conversions:
+    """Those of an element type."""
+    if dtype.names:
+        return Conversions(None, None)
+    cast = cast_to(dtype)
+    if dtype.kind == "f":
+        return Conversions(cast, dtype.type, load=np.ndarray.__getitem__)
+    if dtype.kind == "b":
+        return Conversions(cast, bool, load=np.ndarray.item)
+    limits = np.iinfo(dtype)
+    return Conversions(cast, int, int(limits.min), int(limits.max), np.ndarray.item)
 
 
 class CheckedRecord:
@@ -261,7 +293,7 @@ class CheckedRecord:
         name = f"{array.name}[{', '.join(map(str, self.index))}].{field}"
         if array.dtype[field].shape:
             return CheckedArray(array.data[field][self.index], name, array.space, array.alignment)
-        return CheckedArray(array.data[field], name, array.space)._item(*self.index)
+        return CheckedArray(array.data[field], name, array.space)._item(self.index)
 
     def __setitem__(self, field: str, value) -> None:
         CheckedArray(self.array.data[field], f"{self.array.name}.{field}", self.array.space)[
@@ -277,8 +309,11 @@ class CheckedRecord:
 
 def garbage(shape, dtype) -> np.ndarray:
     """Memory nobody wrote: NaN in floats, bytes 0xA5 (165, -91) in everything else."""
-    dtype = as_dtype(dtype)
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    return _garbage((shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)).copy()
+
+
+@cache
+def _garbage(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "f":
         return np.full(shape, np.nan, dtype)
     return np.full(prod(shape) * dtype.itemsize, 0xA5, np.uint8).view(dtype).reshape(shape)

@@ -36,7 +36,8 @@ from typing import Any
 
 from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
 from steps.simulator.errors import SimulatorError
-from steps.simulator.scheduler import WARP, Block, Lane, Site, here, kernel_codes, now
+from steps.simulator.lanes import WARP, Block, Lane, Site, here, kernel_codes
+from steps.simulator.scheduler import now
 
 BANKS = 32
 WORD = 4  # bytes that a bank serves in a cycle

@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 
-from steps.simulator import scheduler as _scheduler
 from steps.simulator.arrays import CheckedArray, garbage
 from steps.simulator.c_types import as_dtype
 from steps.simulator.errors import OutOfRange, SimulatorError
-from steps.simulator.scheduler import WARP, here, now
+from steps.simulator.lanes import FULL_MASK, WARP, here
+from steps.simulator.local_arrays import local_array
+from steps.simulator.scheduler import now
 
 
 def _nothing(operands: list) -> list:
@@ -51,8 +52,7 @@ class _Local:
 
     @staticmethod
     def array(shape, dtype, alignment: int | None = None) -> CheckedArray:
-        data = garbage(shape, dtype)
-        return CheckedArray(data, "local array", "local", alignment or data.dtype.alignment)
+        return local_array(shape, dtype, alignment)
 
 
 class _Const:
@@ -151,20 +151,20 @@ class Cuda:
         return now().meet_block("syncthreads_or", lambda p: [int(any(p))] * len(p), bool(predicate))
 
     # --- the warp
-    def syncwarp(self, mask: int = _scheduler.FULL_MASK) -> None:
+    def syncwarp(self, mask: int = FULL_MASK) -> None:
         now().meet_warp("syncwarp", _nothing, (), mask)
 
     def shfl_sync(self, mask, value, source):
-        return shuffle("shfl_sync", lambda lane, x: x % WARP, mask, value, source)
+        return _shuffle("shfl_sync", lambda lane, x: x % WARP, mask, value, source)
 
     def shfl_up_sync(self, mask, value, delta):
-        return shuffle("shfl_up_sync", lambda lane, x: lane - x, mask, value, delta)
+        return _shuffle("shfl_up_sync", lambda lane, x: lane - x, mask, value, delta)
 
     def shfl_down_sync(self, mask, value, delta):
-        return shuffle("shfl_down_sync", lambda lane, x: lane + x, mask, value, delta)
+        return _shuffle("shfl_down_sync", lambda lane, x: lane + x, mask, value, delta)
 
     def shfl_xor_sync(self, mask, value, lane_mask):
-        return shuffle("shfl_xor_sync", lambda lane, x: lane ^ x, mask, value, lane_mask)
+        return _shuffle("shfl_xor_sync", lambda lane, x: lane ^ x, mask, value, lane_mask)
 
     def ballot_sync(self, mask, predicate) -> int:
         return now().meet_warp(
@@ -232,26 +232,32 @@ class Cuda:
         return fma(a, b, c)
 
 
-def shuffle(name: str, source_of, mask, value, operand):
-    """Every lane gets the value of lane `source_of(lane, operand)`; outside 0..31, its own."""
-    held_lane = now().lane.index % WARP
+def exchange(name: str, source_of, held: list[tuple]) -> list:
+    """What each lane gets, from (lane, value, operand) of all that take part: the value of lane
+    `source_of(lane, operand)`; outside 0..31, its own."""
+    values = {lane: value for lane, value, _ in held}
+    results = []
+    for lane, own, operand in held:
+        source = source_of(lane, operand)
+        if source in values:
+            results.append(values[source])
+        elif not 0 <= source < WARP:
+            results.append(own)
+        else:
+            error = OutOfRange(f"{name}: lane {lane} reads lane {source}, which takes no part")
+            error.lane_in_warp = lane
+            raise error
+    return results
 
-    def exchange(held: list) -> list:
-        values = {lane: v for lane, v, _ in held}
-        results = []
-        for lane, own, x in held:
-            source = source_of(lane, x)
-            if not 0 <= source < WARP:
-                results.append(own)
-            elif source in values:
-                results.append(values[source])
-            else:
-                error = OutOfRange(f"{name}: lane {lane} reads lane {source}, which takes no part")
-                error.lane_in_warp = lane
-                raise error
-        return results
 
-    return now().meet_warp(name, exchange, (held_lane, value, int(operand)), mask)
+def _shuffle(name: str, source_of, mask, value, operand):
+    schedule = now()
+    return schedule.meet_warp(
+        name,
+        lambda held: exchange(name, source_of, held),
+        (schedule.lane.index % WARP, value, int(operand)),
+        mask,
+    )
 
 
 def fma(a, b, c):
@@ -271,4 +277,4 @@ def fma(a, b, c):
 
 CUDA = Cuda()
 
-__all__ = ["CUDA", "Cuda", "SimulatorError", "fma", "shuffle"]
+__all__ = ["CUDA", "Cuda", "SimulatorError", "exchange", "fma"]

@@ -1,4 +1,4 @@
-"""Where the registers of a warp's 32 lanes lie in the tiles of an mma (PTX ISA, fragment layouts)."""
+"""Fragment layouts (PTX ISA): where a warp's registers lie in the tiles of an mma."""
 
 import numpy as np
 

@@ -23,7 +23,6 @@ import inspect
 import math
 import types as python_types
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
 
 import numpy as np
 from numba import cuda
@@ -33,6 +32,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.banks import BankCounter
 from steps.simulator.c_types import as_dtype, cast_to
+from steps.simulator.calls import call_of
 from steps.simulator.cuda import CUDA
 from steps.simulator.errors import (
     BarrierDivergence,
@@ -41,8 +41,9 @@ from steps.simulator.errors import (
     OutOfRange,
     SimulatorError,
 )
-from steps.simulator.scheduler import Dim3, Schedule, kernel_codes, now
-from steps.simulator.twins import INSTRUCTIONS, Twin
+from steps.simulator.lanes import Dim3, kernel_codes
+from steps.simulator.scheduler import Schedule
+from steps.simulator.twins import INSTRUCTIONS
 
 __all__ = [
     "BarrierDivergence",
@@ -182,7 +183,7 @@ def substitute(value):
             f"{value.__name__} is a kernel; a kernel calls device functions (device=True) only"
         )
     if isinstance(value, Hashable) and value in INSTRUCTIONS:
-        return _instruction(INSTRUCTIONS[value].twin)
+        return call_of(INSTRUCTIONS[value].twin)
     if isinstance(value, types.Number | types.Boolean) or (
         isinstance(value, type) and issubclass(value, np.generic)
     ):
@@ -236,36 +237,3 @@ def _refuse(sentence: str) -> Callable:
         raise SimulatorError(sentence)
 
     return called
-
-
-@cache
-def _instruction(twin: Twin) -> Callable:
-    """The twin as a function a rebuilt kernel can call."""
-    function, convert, restore = twin.function, twin.convert, twin.restore
-    if twin.scope is None:
-        return _straight(twin)
-    if twin.scope == "lane":
-        return lambda *operands: restore(function(now().lane, *convert(operands)))
-    if twin.scope in ("warp", "warpgroup"):
-
-        def together(all_operands: list) -> list:
-            results = function(all_operands)
-            return [restore(r) for r in results] if twin.results else [None] * len(all_operands)
-
-        if twin.scope == "warpgroup":
-            return lambda *operands: now().meet_warpgroup(twin.name, together, convert(operands))
-        return lambda *operands: now().meet_warp(twin.name, together, convert(operands))
-    raise ValueError(f"{twin.name} has the unknown scope {twin.scope!r}")
-
-
-def _straight(twin: Twin) -> Callable:
-    """The twin of an instruction of one lane, by far the commonest kind, as a function of exactly
-    its operands: a loop over them would take longer than what it is for."""
-    operands = [f"x{i}" for i in range(len(twin.casts))]
-    value = f"function({', '.join(f'cast_{x}({x})' for x in operands)})"
-    names: dict = {"function": twin.function, "restore": twin.restore}
-    names |= {f"cast_{x}": cast for x, cast in zip(operands, twin.casts, strict=True)}
-    if len(twin.results) == 1 and not twin.is_tuple:
-        (names["restore"],) = twin.results
-    made: Callable = eval(f"lambda {', '.join(operands)}: restore({value})", names)
-    return made

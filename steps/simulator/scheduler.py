@@ -1,163 +1,56 @@
 """One lane at a time: the simulator's scheduler.
 
-Each CUDA thread is a greenlet that runs until it must wait: at a barrier, a warp-wide instruction,
-or where it polls. A lane that never waits runs from start to end before the next begins, so what a
-kernel does without a barrier it does in the most revealing way: one thread is as far ahead of the
-others as the barriers allow.
+Each CUDA thread is a greenlet that runs until it must wait: at a barrier, at a warp-wide
+instruction, or where it polls. It then switches to the next ready lane itself. A lane that never
+waits runs from start to end before the next begins, so what a kernel does without a barrier it does
+in the most revealing way: one thread is as far ahead of the others as the barriers allow.
 
-Bulk copies (`steps.simulator.asynchronous`) arrive when nobody else can go on, or, where the
-order is shuffled, now and then before.
+Bulk copies (`steps.simulator.asynchronous`) arrive when no lane can go on, or, where the order is
+shuffled, now and then before.
 
 The order in which ready lanes run is the caller's (`order`): 0 ascending, first come first served;
 -1 descending, a warp goes on as far as it can before the next; any other number seeds a shuffle.
 """
 
-import linecache
+from __future__ import annotations
+
+import gc
 import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import copy_context
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from steps.simulator.asynchronous import BarrierWait, BulkCopy, MBarrier, SharedMemory
+from steps.simulator.asynchronous import BulkCopy
 from steps.simulator.errors import BarrierDivergence, Deadlock, SimulatorError
-
-WARP = 32
-WARPGROUP = 128
-FULL_MASK = 0xFFFFFFFF
-_PATIENCE = (
-    64  # rounds of nothing but polling, by every ready lane, before they are declared deadlocked
+from steps.simulator.lanes import (
+    FULL_MASK,
+    WARP,
+    WARPGROUP,
+    Block,
+    Dim3,
+    Lane,
+    NamedBarrier,
+    Site,
+    in_words,
+    kernel_codes,
+    kernel_frame,
 )
+from steps.simulator.shared_memory import BarrierWait, MBarrier
 
-# The code objects of kernels and device functions rebuilt for simulation, by identity (two of one
-# factory are equal): how a frame is recognised as a kernel's own.
-kernel_codes: dict[int, CodeType] = {}
+# Rounds of nothing but polling, by every ready lane, before they are declared deadlocked.
+_PATIENCE = 64
 
-
-class Dim3:
-    """x, y, z of an index or an extent."""
-
-    __slots__ = ("x", "y", "z")
-
-    def __init__(self, x: int = 1, y: int = 1, z: int = 1):
-        self.x, self.y, self.z = x, y, z
-
-    def __iter__(self):
-        return iter((self.x, self.y, self.z))
-
-    def __repr__(self) -> str:
-        return f"({self.x}, {self.y}, {self.z})"
-
-
-class Block:
-    """One thread block: its lanes, its shared memory, and who waits where."""
-
-    __slots__ = (
-        "barriers",
-        "dynamic",
-        "index",
-        "lanes",
-        "memory",
-        "multiplying",
-        "registers",
-        "shared",
-        "waiting",
-    )
-
-    def __init__(self, index: Dim3, shared_bytes: int):
-        self.index = index
-        self.shared: dict = {}  # call site -> CheckedArray
-        # One pattern must be garbage for every view of it: 0xFF is NaN as float16, float32 and
-        # float64.
-        self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
-        self.waiting: dict[tuple, list[Lane]] = {}
-        self.memory = SharedMemory()
-        self.barriers: dict[int, NamedBarrier] = {}  # those of `barrier_sync`, while in use
-        self.multiplying: dict[int, list] = {}  # warpgroup -> its wgmma under way
-        self.registers: dict[int, int] = {}  # warpgroup -> what it gave itself (setmaxnreg)
-        self.lanes: list[Lane] = []
-
-
-class NamedBarrier:
-    """A barrier of some of a block's threads, from its first arrival to its last."""
-
-    __slots__ = ("arrived", "threads")
-
-    def __init__(self, threads: int):
-        self.threads = threads
-        self.arrived: set[int] = set()
-
-
-class Lane:
-    """One CUDA thread."""
-
-    __slots__ = (
-        "block",
-        "commits",
-        "copies",
-        "done",
-        "fenced",
-        "greenlet",
-        "groups",
-        "index",
-        "meeting",
-        "operands",
-        "result",
-        "site",
-        "thread",
-    )
-
-    def __init__(self, block: Block, index: int, thread: Dim3):
-        self.block, self.index, self.thread = block, index, thread
-        self.greenlet: Any = None
-        self.result: Any = None  # of the meeting it was woken from
-        self.meeting: Any = ""  # what it waits at, where, and what it brought
-        self.site: Site
-        self.operands: Any = None
-        self.done = False
-        self.copies: list = []  # cp.async issued and not yet committed
-        self.groups: deque = deque()  # committed groups, oldest first
-        self.commits = 0  # groups of wgmma it closed
-        self.fenced = False  # whether it called wgmma_fence since
-
-
-class Site(NamedTuple):
-    """A place in a kernel."""
-
-    code_id: int  # an int first, since code objects compare by value and slowly
-    instruction: int
-    code: CodeType
-
-    @property
-    def line(self) -> int:
-        """Looked up when a sentence needs it: it takes Python longer than all the rest."""
-        lines = self.code.co_lines()
-        return next(line or 0 for a, b, line in lines if a <= self.instruction < b)
-
-    def __str__(self) -> str:
-        text = linecache.getline(self.code.co_filename, self.line).strip()
-        return f"{Path(self.code.co_filename).name}:{self.line}" + (f" `{text}`" if text else "")
-
-
-def here() -> Site:
-    """The innermost place in simulated code on the current stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and id(frame.f_code) not in kernel_codes:
-        frame = frame.f_back
-    if frame is None:
-        raise SimulatorError("this is only defined inside a kernel being simulated")
-    return Site(id(frame.f_code), frame.f_lasti, frame.f_code)
+_INDEX = attrgetter("index")
 
 
 class Schedule:
     """The run of one launch. `current` is the schedule in progress; one per process at a time."""
 
-    current: "Schedule | None" = None
+    current: Schedule | None = None
     __slots__ = (
         "arguments",
         "banks",
@@ -166,9 +59,11 @@ class Schedule:
         "error",
         "grid_dim",
         "idle",
+        "in_turn",
         "kernel",
         "lane",
         "main",
+        "new_greenlet",
         "order",
         "polls",
         "random",
@@ -185,17 +80,19 @@ class Schedule:
         banks: Any = None,
     ):
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
-        self.order = order
+        self.order, self.in_turn = order, order in (0, -1)
         self.banks = banks  # a BankCounter, or None where nobody asked
         self.random = random.Random(order)
         self.ready: deque[Lane] = deque()
-        self.copies: list[BulkCopy] = []  # under way, in the order they were asked for
+        self.copies: list[BulkCopy] = []  # under way, in the order they were issued
         self.lane: Lane  # the one that runs
         self.error: tuple[Lane, Exception] | None = None
         self.polls = 0
         self.main: Any  # the greenlet of the schedule itself
-        self.idle: list = []  # greenlets whose lane is done: to make one takes longer than many a
-        # lane needs, so another lane lives in it
+        self.new_greenlet: Any  # the class
+        # Greenlets whose lane is done. To make one takes longer than many a lane runs, so another
+        # lane lives in it.
+        self.idle: list = []
 
     def run(self, shared_bytes: int, resident: int) -> None:
         """All blocks of the grid, `resident` of them at a time."""
@@ -210,59 +107,54 @@ class Schedule:
         if Schedule.current is not None:
             raise SimulatorError("a kernel is already being simulated in this process")
         Schedule.current = self
-        self.main = greenlet.getcurrent()
+        self.main, self.new_greenlet = greenlet.getcurrent(), greenlet.greenlet
+        # Lanes make many small objects and no cycles: to look for them takes a tenth of the time.
+        collects = gc.isenabled()
+        gc.disable()
         try:
-            with np.errstate(
-                all="ignore"
-            ):  # a GPU overflows in silence, and so do wrong kernels worth showing
+            # A GPU overflows in silence, and so do wrong kernels worth showing.
+            with np.errstate(all="ignore"):
                 for start in range(0, len(indices), resident):
-                    self._run_together(
-                        [Block(Dim3(*i), shared_bytes) for i in indices[start : start + resident]],
-                        greenlet,
-                    )
+                    self._run_together(indices[start : start + resident], shared_bytes)
         finally:
             for done in self.idle:
                 done.throw(greenlet.GreenletExit)
             Schedule.current = None
+            if collects:
+                gc.enable()
 
-    def _run_together(self, blocks: list[Block], greenlet) -> None:
+    def _run_together(self, indices: list, shared_bytes: int) -> None:
+        """Blocks that are in flight at once."""
         dim = self.block_dim
-        threads = [(x, y, z) for z in range(dim.z) for y in range(dim.y) for x in range(dim.x)]
-        for block in blocks:
-            block.lanes = [Lane(block, i, Dim3(*t)) for i, t in enumerate(threads)]
-        lanes = [lane for block in blocks for lane in block.lanes]
+        threads = [Dim3(x, y, z) for z in range(dim.z) for y in range(dim.y) for x in range(dim.x)]
+        blocks = [Block(Dim3(*index), threads, shared_bytes) for index in indices]
         self.polls = 0
-        self._wake(lanes)
+        for block in blocks:
+            self._wake(block.lanes)
         try:
-            while (self.ready or self.copies) and self.error is None:
-                if self.copies and (not self.ready or self._early()):
-                    self._land()
-                    continue
-                self.lane = lane = self._next()
+            lane = self._next()
+            while lane is not None:
                 if lane.greenlet is None:
-                    lane.greenlet = self.idle.pop() if self.idle else self._greenlet(greenlet)
-                lane.greenlet.switch()
+                    lane.greenlet = self.idle.pop() if self.idle else self._greenlet()
+                lane = lane.greenlet.switch()  # the lanes switch among themselves: see `_switch`
             if self.error is None:
                 self._all_finished(blocks)
             if self.banks is not None:
                 self.banks.close(blocks)
         finally:
             self.ready, self.copies = deque(), []
-            for lane in lanes:
-                if lane.greenlet:  # it has begun and not ended
-                    lane.greenlet.throw(greenlet.GreenletExit)
+            for block in blocks:
+                for lane in block.lanes:
+                    if lane.greenlet:  # it has begun and not ended
+                        lane.greenlet.throw()
         if self.error is not None:
             lane, error = self.error
             raise self._located(lane, error) from error
-
-    def _greenlet(self, greenlet) -> Any:
-        made = greenlet.greenlet(self._live, self.main)
-        # Or NumPy's error state, a context variable, would be the default again inside.
-        made.gr_context = copy_context()
-        return made
+        for block in blocks:
+            block.lanes.clear()  # a cycle, which `run` has nobody look for
 
     def _live(self) -> None:
-        """The life of a lane, and then of others."""
+        """The life of a greenlet: a lane, and then others."""
         while True:
             lane = self.lane
             try:
@@ -274,7 +166,7 @@ class Schedule:
             self.polls = 0
             self.idle.append(lane.greenlet)
             lane.greenlet = None
-            self.main.switch()
+            self._switch()
 
     # --- order
     def _wake(self, lanes: list[Lane]) -> None:
@@ -283,17 +175,52 @@ class Schedule:
         else:
             self.ready.extend(lanes)
 
-    def _next(self) -> Lane:
+    def _next(self) -> Lane | None:
+        """The lane that runs next; None where no lane can, or something went wrong."""
         ready = self.ready
-        if self.order in (0, -1):
-            return ready.popleft()
-        i = self.random.randrange(len(ready))
-        ready[i], ready[-1] = ready[-1], ready[i]
-        return ready.pop()
+        while self.error is None:
+            if self.copies and (not ready or self._early()):
+                self._land()
+                continue
+            if not ready:
+                return None
+            if self.in_turn:
+                lane = ready.popleft()
+            else:
+                i = int(self.random.random() * len(ready))
+                ready[i], ready[-1] = ready[-1], ready[i]
+                lane = ready.pop()
+            self.lane = lane
+            return lane
+        return None
+
+    def _switch(self) -> None:
+        """Let the next lane run. The one that calls this goes on when it is next itself."""
+        if self.ready and self.in_turn and not self.copies and self.error is None:
+            self.lane = lane = self.ready.popleft()  # as `_next` does, with one call less
+        else:
+            found = self._next()
+            if found is None:
+                self.main.switch(None)
+                return
+            lane = found
+        if lane.greenlet is None:
+            # A new greenlet is as deep in Python's recursion as the one that starts it.
+            if not self.idle:
+                self.main.switch(lane)
+                return
+            lane.greenlet = self.idle.pop()
+        lane.greenlet.switch()
+
+    def _greenlet(self) -> Any:
+        made = self.new_greenlet(self._live, self.main)
+        # Or NumPy's error state, a context variable, would be the default again inside.
+        made.gr_context = copy_context()
+        return made
 
     def _early(self) -> bool:
         """Whether a bulk copy arrives before it has to."""
-        return self.order not in (0, -1) and self.random.random() < 0.25
+        return not self.in_turn and self.random.random() < 0.25
 
     def _land(self) -> None:
         """One bulk copy arrives: they need not keep their order."""
@@ -308,27 +235,31 @@ class Schedule:
             self.error = copy.lane, error
 
     # --- waiting
-    def meet(self, what: str, key: tuple, members: int, function: Callable, operands, check=True):
+    def meet(self, what: str, key: tuple, members: int, function: Callable, operands):
         """Wait until `members` lanes are at `key`; `function` of their operands gives the results.
 
-        `what` is for messages. With `check`, they must all have come from the same place in the
-        source.
+        `what` is for messages. All must have come from the same place in the source.
         """
         lane = self.lane
-        block = lane.block
-        lane.operands, lane.site, lane.meeting = operands, here(), what
-        group = block.waiting.setdefault(key, [])
+        waiting = lane.block.waiting
+        # Between here and the kernel lie a `meet_...` and the instruction that called it.
+        frame = kernel_frame(4)
+        lane.code, lane.instruction = frame.f_code, frame.f_lasti
+        lane.operands, lane.meeting = operands, what
+        group = waiting.get(key)
+        if group is None:
+            group = waiting[key] = []
         group.append(lane)
         if len(group) == members:
-            del block.waiting[key]
-            group.sort(key=lambda member: member.index)
-            if check:
-                self._same_site(what, group)
-            for member, result in zip(group, function([m.operands for m in group]), strict=True):
+            del waiting[key]
+            group.sort(key=_INDEX)
+            self._same_site(group)
+            results = function([member.operands for member in group])
+            for member, result in zip(group, results, strict=True):
                 member.result, member.operands = result, None
             self.polls = 0
             self._wake(group)
-        self.main.switch()
+        self._switch()
         result, lane.result = lane.result, None
         return result
 
@@ -342,15 +273,17 @@ class Schedule:
     def meet_warp(self, what: str, function: Callable, operands=(), mask: int = FULL_MASK):
         """The lanes of the warp that `mask` names; a partial last warp has fewer than 32."""
         lane = self.lane
-        warp = lane.index // WARP
+        warp = lane.warp
         mask &= FULL_MASK
-        if not mask >> (lane.index % WARP) & 1:
+        if mask == FULL_MASK:
+            return self.meet(what, warp.key, warp.size, function, operands)
+        lane_in_warp = lane.index % WARP
+        if not mask >> lane_in_warp & 1:
             raise SimulatorError(
-                f"lane {lane.index % WARP} calls {what} with mask {mask:#010x}, which leaves it out"
+                f"lane {lane_in_warp} calls {what} with mask {mask:#010x}, which leaves it out"
             )
-        size = min(WARP, len(lane.block.lanes) - warp * WARP)
-        members = (mask & ((1 << size) - 1)).bit_count()
-        return self.meet(what, ("warp", warp, mask), members, function, operands)
+        members = (mask & ((1 << warp.size) - 1)).bit_count()
+        return self.meet(what, ("warp", warp.index, mask), members, function, operands)
 
     def meet_warpgroup(self, what: str, function: Callable, operands=()):
         """The 128 threads of the warpgroup."""
@@ -365,10 +298,10 @@ class Schedule:
     def wait_for_phase(self, barrier: MBarrier, parity: int) -> None:
         """Wait until the phase of that parity is complete."""
         lane = self.lane
-        phase = barrier.phase_of(lane, parity)
+        phase = barrier.phase_of(lane.index, parity)
         if barrier.phase == phase:
             self._park(("mbarrier", id(barrier)), BarrierWait(barrier, parity))
-        barrier.passed(lane, phase)
+        barrier.passed(lane.index, phase)
 
     def arrive(self, barrier: MBarrier, expected: int = 0) -> None:
         """Count an arrival at an mbarrier; who waited for it runs before the lane goes on."""
@@ -420,18 +353,19 @@ class Schedule:
     def _park(self, key: tuple, meeting: Any) -> None:
         """The lane does nothing until `_resume`."""
         lane = self.lane
-        lane.site, lane.meeting = here(), meeting
+        frame = kernel_frame(3)
+        lane.code, lane.instruction, lane.meeting = frame.f_code, frame.f_lasti, meeting
         lane.block.waiting.setdefault(key, []).append(lane)
-        self.main.switch()
+        self._switch()
 
     def _resume(self, block: Block, key: tuple) -> None:
         """All lanes that are parked there go on."""
         lanes = block.waiting.pop(key, [])
         self.polls = 0
-        self._wake(sorted(lanes, key=lambda lane: lane.index))
+        self._wake(sorted(lanes, key=_INDEX))
 
     def poll(self) -> None:
-        """Let all others run; the lane waits for a change in memory (nanosleep and its like)."""
+        """Let all others run; the lane waits for a change in memory (nanosleep and the like)."""
         self.polls += 1
         if self.copies and self.polls > len(self.ready):  # everybody polls: time for a copy
             self._land()
@@ -441,22 +375,30 @@ class Schedule:
 
     def pause(self) -> None:
         """Let all others run as far as they can; the lane goes on after them."""
-        if self.order in (0, -1):
+        if self.in_turn:
             self.ready.append(self.lane)
         else:
             self.ready.insert(0, self.lane)
-        self.main.switch()
+        self._switch()
 
     # --- what went wrong
-    def _same_site(self, what: str, group: list[Lane]) -> None:
+    def _same_site(self, group: list[Lane]) -> None:
+        """BarrierDivergence unless all of them wait at one place for one thing."""
+        code, instruction, what = group[0].code, group[0].instruction, group[0].meeting
+        for member in group:
+            if (
+                member.instruction != instruction
+                or member.code is not code
+                or member.meeting != what
+            ):
+                break
+        else:
+            return
         sites: dict[tuple, list[Lane]] = {}
         for member in group:
             sites.setdefault((*member.site[:2], member.meeting), []).append(member)
-        if len(sites) > 1:
-            parts = "; ".join(
-                f"{in_words(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values()
-            )
-            raise BarrierDivergence(f"the threads meet at different places: {parts}")
+        parts = "; ".join(f"{in_words(g)} at {g[0].meeting} in {g[0].site}" for g in sites.values())
+        raise BarrierDivergence(f"the threads meet at different places: {parts}")
 
     def _all_finished(self, blocks: list[Block]) -> None:
         for block in blocks:
@@ -496,18 +438,3 @@ def now() -> Schedule:
     if Schedule.current is None:
         raise SimulatorError("this is only defined inside a kernel being simulated")
     return Schedule.current
-
-
-def in_words(lanes: Iterable[Lane]) -> str:
-    """ "threads 0-15, 40" from lanes, by linear index."""
-    indices = sorted(lane.index for lane in lanes)
-    runs: list[list[int]] = []
-    for i in indices:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:6]] + (
-        ["..."] if len(runs) > 6 else []
-    )
-    return ("thread " if len(indices) == 1 else "threads ") + ", ".join(shown)

@@ -24,16 +24,6 @@ class Twin:
     results: tuple[Callable, ...]
     is_tuple: bool
 
-    def convert(self, arguments: tuple) -> list:
-        """The arguments as the instruction receives them: int64 to int32 wraps, and so on."""
-        return [cast(value) for cast, value in zip(self.casts, arguments, strict=True)]
-
-    def restore(self, result):
-        """The result(s) in the declared types."""
-        if self.is_tuple:
-            return tuple(cast(value) for cast, value in zip(self.results, result, strict=True))
-        return self.results[0](result) if self.results else None
-
 
 @dataclass(frozen=True, slots=True)
 class Definition:

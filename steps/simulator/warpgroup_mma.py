@@ -13,7 +13,8 @@ import numpy as np
 
 from steps.simulator.errors import SimulatorError
 from steps.simulator.fragments import A_ROW, A_WORD, C_COLUMN, C_ROW
-from steps.simulator.scheduler import WARP, WARPGROUP, Block, Site, here, in_words, now
+from steps.simulator.lanes import WARP, WARPGROUP, Block, Site, here, in_words
+from steps.simulator.scheduler import now
 
 _CORE = 128  # bytes of a core matrix: 8 columns of B by 16 bytes of K
 _ROWS = 64  # of A and D: 16 of each warp

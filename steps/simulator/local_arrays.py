@@ -1,0 +1,121 @@
+"""Local arrays, which stand for registers: kernels make and access more of them than of others."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from steps.simulator.arrays import CheckedArray, Conversions, conversions, garbage
+from steps.simulator.c_types import as_dtype
+
+
+def local_array(shape, dtype, alignment: int | None = None) -> CheckedArray:
+    """A fresh array of garbage."""
+    if type(shape) is int:
+        shape = (shape,)
+    layout = _layout(tuple(shape), dtype)
+    alignment = alignment or layout.dtype.alignment
+    if layout.kind is CheckedArray:
+        return CheckedArray(garbage(shape, layout.dtype), _NAME, "local", alignment)
+    return layout.kind(layout, alignment)
+
+
+_NAME = "local array"
+
+
+class _Layout(NamedTuple):
+    """What all arrays of one declaration have in common."""
+
+    kind: Any  # the class
+    values: list  # before anything is written
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    conversions: Conversions
+
+
+class _Registers(CheckedArray):
+    """A local array while a kernel only loads and stores its elements: a list of values.
+
+    Anything else that is asked of it (its bytes, a slice, a view), and an index outside its range,
+    makes it an ordinary `CheckedArray` for good.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, layout: _Layout, alignment: int):
+        _, values, self.shape, self.dtype, found = layout
+        self._values = values.copy()
+        self._cast, self._stored, self._low, self._high, _ = found
+        self.alignment = alignment
+
+    def _in_memory(self) -> CheckedArray:
+        data = np.array(self._values, self.dtype).reshape(self.shape)
+        self.__class__ = CheckedArray  # type: ignore[assignment]
+        CheckedArray.__init__(self, data, _NAME, "local", self.alignment)
+        return self
+
+    def __getattr__(self, name: str):
+        return getattr(self._in_memory(), name)
+
+
+class _Row(_Registers):
+    """Of one dimension."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key):
+        if type(key) is int and 0 <= key < self.shape[0]:
+            return self._values[key]
+        return self._in_memory()[key]
+
+    def __setitem__(self, key, value) -> None:
+        if type(key) is int and 0 <= key < self.shape[0]:
+            if type(value) is self._stored and (
+                self._low is None or self._low <= value <= self._high
+            ):
+                self._values[key] = value
+            else:
+                self._values[key] = self._cast(value)
+        else:
+            self._in_memory()[key] = value
+
+
+class _Table(_Registers):
+    """Of two dimensions."""
+
+    __slots__ = ()
+
+    def _place(self, key) -> int:
+        """Where the element lies in the list; -1 where the key is not two ints within range."""
+        if type(key) is tuple and len(key) == 2:
+            (i, j), (rows, columns) = key, self.shape
+            if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
+                return i * columns + j
+        return -1
+
+    def __getitem__(self, key):
+        place = self._place(key)
+        return self._values[place] if place >= 0 else self._in_memory()[key]
+
+    def __setitem__(self, key, value) -> None:
+        place = self._place(key)
+        if place < 0:
+            self._in_memory()[key] = value
+        elif type(value) is self._stored and (
+            self._low is None or self._low <= value <= self._high
+        ):
+            self._values[place] = value
+        else:
+            self._values[place] = self._cast(value)
+
+
+@cache
+def _layout(shape: tuple[int, ...], dtype) -> _Layout:
+    dtype = as_dtype(dtype)
+    numbers = dtype.kind in "iuf"
+    kind = {1: _Row, 2: _Table}.get(len(shape), CheckedArray) if numbers else CheckedArray
+    unwritten = garbage(shape, dtype).reshape(-1)
+    values = list(unwritten) if dtype.kind == "f" else unwritten.tolist()
+    return _Layout(kind, values, shape, dtype, conversions(dtype))
