@@ -1,37 +1,34 @@
 """What is right: reproducible problems, float64 products, and a check that says what is wrong.
 
-Nothing here knows of kernels or GPUs; it imports numpy and `qformats` only.
+Nothing here knows of kernels or GPUs; it imports NumPy and `qformats` only.
+
+problem.py     inputs, reproducible from a seed; drawn.py, exact.py, golden.py make them
+operands.py    activations as kernels multiply them; recipes.py checks them
+product.py     float64 products and the magnitudes of their terms
+limits.py      rounding bounds, and limits of the NMSE
+check.py       the verdict
 
     problem = Problem(m=17, n=40, k=96, format="q5_1", distribution="normal")
     c = ...                                       # somebody's answer, float32[M, N]
     verdict = check(c, problem, "A8", q81)        # ok, both errors, the worst element, one sentence
 """
 
-from reference.check import Check, Limits, Reference, bound, check, limits, nmse
-from reference.problem import (
-    BENCH_SHAPES,
-    CHECK_SHAPES,
-    DISTRIBUTIONS,
-    GOLDEN,
-    GPU_CHECK_SHAPES,
-    Golden,
-    PrequantizedProblem,
-    Problem,
-)
+from reference.check import Check, Reference, check
+from reference.golden import GOLDEN, Golden
+from reference.limits import Limits, bound, limits, nmse
+from reference.operands import Q81, Halves, SummedTokens, Tokens
+from reference.problem import DISTRIBUTIONS, PrequantizedProblem, Problem
 from reference.product import (
-    Q81,
-    Halves,
-    SummedTokens,
-    Tokens,
     both_tokens,
     magnitude_a8,
     magnitude_a16,
     magnitude_half,
     same_operands_a8,
     same_operands_a16,
-    sample,
     unquantized,
 )
+from reference.sampling import sample
+from reference.shapes import BENCH_SHAPES, CHECK_SHAPES, GPU_CHECK_SHAPES
 
 __all__ = [
     "BENCH_SHAPES",
@@ -41,10 +38,10 @@ __all__ = [
     "GPU_CHECK_SHAPES",
     "Q81",
     "Check",
-    "PrequantizedProblem",
     "Golden",
     "Halves",
     "Limits",
+    "PrequantizedProblem",
     "Problem",
     "Reference",
     "SummedTokens",

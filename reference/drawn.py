@@ -32,7 +32,7 @@ REACH: Final = {
     "q5_k": 2 * 31 + 32,
     "q6_k": 2 * 32,
 }
-"""The most units that an element of `integer_blocks` comes to, |scale * level| + |offset|."""
+"""The most quanta that an element of `integer_blocks` comes to, |scale * level| + |offset|."""
 
 
 def random_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
@@ -52,27 +52,28 @@ def random_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
     return blocks
 
 
-def integer_blocks(rng: np.random.Generator, n: int, k: int, name: str, unit: float) -> Array:
-    """Blocks [N, K/32] or [N, K/256] whose weights are at most REACH units, all whole numbers.
+def integer_blocks(rng: np.random.Generator, n: int, k: int, name: str, quantum: float) -> Array:
+    """Blocks [N, K/32] or [N, K/256] whose weights are whole numbers of quanta, at most REACH.
 
-    A K-quant's d is a unit or a quarter, its scales make up for it, so that both are looked at.
+    A K-quant's d is a quantum or a quarter of one, and its scales make up for it, so that both are
+    checked.
     """
     blocks = _any_codes(rng, n, k, name)
     if name == "mxfp4":
-        blocks["e"] = 128 + int(np.log2(unit)) + rng.integers(0, 1, blocks.shape, endpoint=True)
+        blocks["e"] = 128 + int(np.log2(quantum)) + rng.integers(0, 1, blocks.shape, endpoint=True)
         return blocks
     if name == "iq4_nl":
-        blocks["d"] = unit
+        blocks["d"] = quantum
         return blocks
     groups = (*blocks.shape, FORMATS[name].elements // FORMATS[name].group)
-    share = rng.choice(np.array([1, 4]), size=blocks.shape)
-    blocks["d"] = unit / share
-    scales = rng.integers(1, 2, size=groups, endpoint=True) * share[..., None]
+    fraction = rng.choice(np.array([1, 4]), size=blocks.shape)
+    blocks["d"] = quantum / fraction
+    scales = rng.integers(1, 2, size=groups, endpoint=True) * fraction[..., None]
     minima = None
     if "dmin" in (blocks.dtype.names or ()):
-        blocks["dmin"] = unit
-        most = {"q2_k": 15, "q4_k": 16, "q5_k": 32}[name]
-        minima = rng.integers(0, most, size=groups, endpoint=True)
+        blocks["dmin"] = quantum
+        largest = {"q2_k": 15, "q4_k": 16, "q5_k": 32}[name]
+        minima = rng.integers(0, largest, size=groups, endpoint=True)
     else:
         scales *= rng.choice(np.array([-1, 1]), size=groups)
     pack_scales(blocks, name, scales, minima)

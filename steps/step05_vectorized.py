@@ -3,9 +3,9 @@
 What is new
     A thread owns 8 tokens x 4 features. For every pair of K it reads 12 words from shared memory in
     three 128-bit loads and multiplies each of the 8 with each of the 4. Global memory is read 128
-    bits at a time too: the weights are repacked once into *slabs* (codes, fifth bits, scales and
-    offsets apart, K outermost), in which 16 bytes of one row are followed by 16 of the next: every
-    address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
+    bits at a time too: the weights are repacked once into a *K-outermost layout* (codes, fifth
+    bits, scales and offsets apart), in which 16 bytes of one row are followed by 16 of the next:
+    every address is aligned and 32 lanes read 512 bytes in one piece. Q8_1 arrives alike.
 Why it should help
     In step 4 two shared words fed one IMAD, here 12 words feed 32: shared memory is no longer the
     bound, the multiplier is. Napkin: 64 IMAD a cycle and SM, two products each, is 132 SM x 1.9 GHz
@@ -130,7 +130,8 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_vectorized(qs, qh, scale, offset, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.k_outermost)."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands K-outermost
+        (qformats.repack.k_outermost)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [pair][token]
         tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [pair][feature]
         ds_a = cuda.shared.array(floats_a, float32, alignment=16)  # d, s of a token

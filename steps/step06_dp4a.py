@@ -115,7 +115,8 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_dp4a(qs, qh, scale, offset, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands in slabs (qformats.repack.k_outermost)."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; both operands K-outermost
+        (qformats.repack.k_outermost)."""
         tile_a = cuda.shared.array(words_a, int32, alignment=16)  # [word][token]
         tile_w = cuda.shared.array(words_w, int32, alignment=16)  # [word][feature]
         ds_a = cuda.shared.array(floats_a, float32, alignment=16)  # d, s of a token

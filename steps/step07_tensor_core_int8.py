@@ -9,10 +9,10 @@ What is new
         row g    |   a0    |   a2    |       k =    4t.. |  b0  |       row g    |   c0   |  c1  |
         row g+8  |   a1    |   a3    |       k = 16+4t.. |  b1  |       row g+8  |   c2   |  c3  |
 
-    W is packed into records in just this order (qformats.repack.tiles): a lane loads 16 bytes, a
-    few masks and shifts make a0..a3 of them, and no other lane needs them: they never see shared
-    memory. Activations do, as every warp needs all of them; their slabs hold 16 K of a token, then
-    of the next, so that b0 of 32 lanes is 128 bytes in a row and no two lanes meet in a bank.
+    W is in fragment-packed tiles of just this order (qformats.repack.tiles): a lane loads 16 bytes,
+    a few masks and shifts make a0..a3 of them, and no other lane needs them: they never see shared
+    memory. Activations do, as every warp needs all of them; K-outermost they have 16 K of a
+    token, then of the next: b0 of 32 lanes is 128 bytes in a row, and no two lanes meet in a bank.
 Why it should help
     One IMMA does the work of 32 IDP.4A. Scales still differ from block to block, so each of its
     4 sums a lane is scaled before the next: I2F, FMUL, FFMA, twelve instructions beside one IMMA.
@@ -113,7 +113,8 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
     def w4a8_tensor_core_int8(w, factors, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles,
+        a: K-outermost."""
         tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [unit][token][word]
         d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
         s_a = cuda.shared.array(floats_s, float32, alignment=16)

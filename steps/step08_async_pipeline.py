@@ -64,8 +64,8 @@ TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 operand keeps
 
 
 # No lanes that shared memory serves together meet in a bank, and nothing is swizzled for it. The
-# weights are in fragment order: lane l reads the l-th 16 bytes. The activations are slabs, 16 K of
-# a token, then 16 K of the next: the 8 rows of an ldmatrix phase are 128 bytes in one piece.
+# weights are in fragment order: lane l reads the l-th 16 bytes. The activations are K-outermost,
+# 16 K of a token, then 16 K of the next: 8 rows of an ldmatrix phase are 128 bytes in one piece.
 #
 #                    token 0   token 1           token 63
 #     K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |    unit 0     ldmatrix: b0 of 8 tokens
@@ -77,7 +77,8 @@ def int8_tile(fmt: Format, bm: int, stages: int) -> tuple[tuple[int, ...], tuple
     tile = tile_format(fmt.name)
     record, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)  # of scales, against that of minima
+    # of scales, against minima
+    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
     tokens = min(bm, WARP_M)  # of a warp
     warps = WARPS_N * (bm // tokens)
@@ -260,7 +261,8 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, 32 * WARPS_PER_SM // threads))
     def w4a8_async_pipeline(w, factors, qa, ds, c, steps):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles,
+        a: K-outermost."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(n_acc, float32)
         t = int32(cuda.threadIdx.x)

@@ -104,7 +104,8 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     @cuda.jit(launch_bounds=(threads, 32 * warps_per_sm(bm) // threads))
     def w4a8_stream_k(w, factors, qa, ds, c, steps, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles, a: in slabs."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles,
+        a: K-outermost."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         before = cuda.shared.array(1, int32)  # how many of a tile's blocks were done before this
         acc = cuda.local.array(n_acc, float32)

@@ -4,11 +4,11 @@ What is new
     A warp asks for its first records of weights before it looks at anything else, and keeps a ring
     of them on their way in shared memory of its own, so that no barrier holds the stream up. Up to
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
-    A meanwhile; more tokens come in slabs, a record of A beside each record of weights. An mma has
-    eight columns: for one or two tokens four blocks of K share them, and one promotion serves 128 K
-    (steps.components.decode_products). Who does what is in steps.components.decode_tiles, A's way to shared memory in
-    decode_prologue, that of sums to C in decode_epilogue: the last thread block to arrive adds up
-    all, in order.
+    A meanwhile; more tokens come K-outermost, 128 K of A beside each packed tile of weights. An mma
+    has eight columns: for one or two tokens four blocks of K share them, and one promotion serves
+    128 K (steps.components.decode_products). The tile configuration is in decode_tiles there, A's way to
+    shared memory in decode_activations, and the sums' way to C in decode_reduction: the last thread
+    block to arrive adds up all, in order.
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an
@@ -58,7 +58,7 @@ from steps.instructions import (
 def kernel(
     fmt: StorageFormat, tokens: int, warps: int, across: int, stages: int, early: int, ahead: int
 ) -> Any:
-    """The kernel of a `TileConfiguration`. A comes in slabs for more than FUSED tokens, else as float32."""
+    """The kernel of a `TileConfiguration`; for more than FUSED tokens A is prequantized."""
     tile, product = tile_format(fmt.name), products(fmt.name, tokens)
     record, minimum, along = tile.tile_bytes, tile.minimum, warps // across
     n_acc, holders = product.sums, product.lanes_with_sums
@@ -102,7 +102,7 @@ def kernel(
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def w4a8_decode(w, factors, a, ds, c, in_row, rows, records, sums, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles; a: float32, or
-        with `ds` in slabs.
+        with `ds` prequantized, K-outermost.
 
         A thread block has `rows` row tiles and `records` records along K. sums, arrived: `scratch`.
         """
@@ -210,8 +210,10 @@ def kernel(
 
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:
-    """For few tokens A itself, for more of them in slabs: too much for each block to quantize."""
-    return (float32_quantized_inside if a.shape[0] <= FUSED else q8_1_k_outermost)(family, a, machine)
+    """A itself for few tokens, else prequantized: too much for each block to quantize."""
+    return (float32_quantized_inside if a.shape[0] <= FUSED else q8_1_k_outermost)(
+        family, a, machine
+    )
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple:

@@ -76,7 +76,8 @@ def kernel(fmt: StorageFormat, bm: int, stages: int, in_half: bool) -> Any:
     blocks, groups = TILES[bm]
     warps = side * deep * groups
     threads, turns = 32 * warps, 2 // groups  # halves of a stage that a warp multiplies
-    band, together = TILE_GROUP * record, 16 * threads  # bytes: of weights; that threads copy at a time
+    # bytes: of weights; that threads copy at a time
+    band, together = TILE_GROUP * record, 16 * threads
     stage_bytes = band + 2 * TILE_K * bm
     columns, pairs = tokens // 8, tokens // 16  # B fragments; ldmatrix brings two at once
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns

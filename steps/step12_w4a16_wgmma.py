@@ -92,7 +92,8 @@ def kernel(
     multipliers, fragments = form.multipliers, form.fragments
     groups = warpgroups(bn)
     lots, warps = bn // (groups * WGMMA_ROWS), groups * WARPGROUP // 32
-    piece = gcd(bn, TILE_GROUP * TILE_ROWS)  # features whose weights come at once, a band or half of one
+    # features whose weights come at once, a group of row tiles or half of one
+    piece = gcd(bn, TILE_GROUP * TILE_ROWS)
     in_band, piece_bytes = TILE_GROUP * TILE_ROWS // piece, piece // TILE_ROWS * record
     pieces, lot_bytes = bn // piece, warps * record
     at_tokens, group_bytes = lots * lot_bytes, 2 * TILE_K * TOKEN_GROUP
@@ -102,7 +103,8 @@ def kernel(
     first_word = (empty + 8 * stages + 127) // 128 * 32
     finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips)
     find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
-    begin, go_on, corner, sharers = find.first_work, find.next_work, find.tile_origin, find.contributors
+    begin, go_on = find.first_work, find.next_work
+    corner, sharers = find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     # of 512 for all warpgroups
     more_registers = setmaxnreg_inc(232 if groups == 2 else 160)
@@ -131,7 +133,8 @@ def kernel(
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.components.activations.layouts.float16_chunks; stretch as of steps.components.stream_k.work_rate."""
+        steps.components.activations.layouts.float16_chunks; stretch as of
+        steps.components.stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)

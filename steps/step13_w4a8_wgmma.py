@@ -98,7 +98,8 @@ def kernel(
     finish, words_used = finish_wgmma_tile(tile, first_word, in_half, strips, int32, form.zero)
     find, no_sums = scheduler(bn, bm), zeros_i32(bm // 2)
     lot = min(bm, ACC_HALF_TOKENS) // 2  # accumulators whose end comes at a time
-    begin, go_on, corner, sharers = find.first_work, find.next_work, find.tile_origin, find.contributors
+    begin, go_on = find.first_work, find.next_work
+    corner, sharers = find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
     more_registers, fewer_registers = setmaxnreg_inc(240), setmaxnreg_dec(24)  # of 512 for three
 
@@ -119,7 +120,8 @@ def kernel(
     @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
     def w4a8_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a of
-        steps.components.activations.layouts.int8_chunks; stretch as of steps.components.stream_k.work_rate."""
+        steps.components.activations.layouts.int8_chunks; stretch as of
+        steps.components.stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -244,7 +246,9 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = byte_storage_format(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, byte_format(held.name), out.dtype == np.float16, cut[0], reduction_slices(cut))
+    make = partial(
+        kernel, byte_format(held.name), out.dtype == np.float16, cut[0], reduction_slices(cut)
+    )
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

@@ -65,7 +65,9 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     cut = tiling(fmt, shape)
-    make = partial(kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], reduction_slices(cut))
+    make = partial(
+        kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], reduction_slices(cut)
+    )
     operands = (*weights, *activations, out)
     return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 

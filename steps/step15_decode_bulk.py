@@ -15,8 +15,9 @@ What is new
 
     Up to four tokens A comes by a bulk copy too, as float32, into slots of the ring that are not
     in use yet; the warp makes Q8_1 of its part, and then asks for the weights that go there. More
-    tokens, or A that does not fit, come in slabs, a record of A beside each two of weights. How
-    work is cut is in steps.components.bulk_tiles, A's way in bulk_tokens, the product in bulk_products.
+    tokens, or A that does not fit, come K-outermost, 128 K of A beside each two packed tiles of
+    weights. The tile configuration is in steps.components.bulk_tiles, A's way in bulk_activations,
+    the product in bulk_products.
 Why it should help
     In a first version, all written out and with A loaded lane by lane, half of the time had passed
     before the first product: thousands of instructions that each run once, fetched from memory like
@@ -65,9 +66,11 @@ from steps.instructions import (
 
 
 @cache
-def kernel(fmt: StorageFormat, tokens: int, across: int, stages: int, before: int, chunk: int) -> Any:
-    """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: in k_outermost), with `across` warps along
-    N, rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
+def kernel(
+    fmt: StorageFormat, tokens: int, across: int, stages: int, before: int, chunk: int
+) -> Any:
+    """The kernel for `tokens` (1, 2, 4: of float32 A; 8, 16: prequantized), `across` warps along N,
+    rings of `stages` slots, of which `before` are asked for before A, and room for `chunk`
     records of float32 A in the others."""
     form, minimum = pair_products(fmt.name, tokens), tile_format(fmt.name).minimum
     places, fetch, multiply = form.read_offsets, form.load, form.multiply
@@ -115,7 +118,7 @@ def kernel(fmt: StorageFormat, tokens: int, across: int, stages: int, before: in
     @cuda.jit(launch_bounds=(32 * WARPS, 1))
     def w4a8_decode_bulk(w, factors, a, ds, c, in_row, each, parts, tall):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors of qformats.repack.tiles, a: float32, or
-        with `ds` in slabs.
+        with `ds` prequantized, K-outermost.
 
         A thread block has `tall` row tiles, a warp `each` of the `in_row` records along K, and
         there are `parts` such shares of K.
@@ -245,7 +248,7 @@ def kernel(fmt: StorageFormat, tokens: int, across: int, stages: int, before: in
 
 
 def activations(family: Family, a: Any, machine: Machine) -> Activations:
-    """A itself, or in slabs: too much for each thread block to quantize."""
+    """A itself, or prequantized: too much for each thread block to quantize."""
     return (float32_quantized_inside if fused(*a.shape) else q8_1_k_outermost)(family, a, machine)
 
 

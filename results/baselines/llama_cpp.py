@@ -39,7 +39,7 @@ import numpy as np
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference import Problem, nmse, same_operands_a16
-from reference.product import sample as choose
+from reference.sampling import sample as choose
 from results.baselines.recorded import recorded
 from results.measure.loop import Contestant, round_robin
 from results.measure.protocol import Budget, slots_for

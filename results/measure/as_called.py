@@ -23,7 +23,8 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import BENCH_SHAPES, nmse
-from reference.product import sample, unquantized
+from reference.product import unquantized
+from reference.sampling import sample
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import Data
 from results.measure.protocol import Budget, slots_for

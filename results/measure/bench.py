@@ -18,7 +18,7 @@ from typing import Any, Final
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
-from reference.product import sample
+from reference.sampling import sample
 from results.baselines import cublas
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import COMPARED, Data, Product, Shared, failed, in_threads

@@ -16,7 +16,7 @@ from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.integer_scales import Grid, integer_grid, integer_tiles, integer_weights
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
 from reference import GOLDEN, Problem, SummedTokens, Tokens, both_tokens, check, nmse
-from reference.check import check_tokens
+from reference.recipes import check_tokens
 from steps.api.compile import machine_code, signature_of
 from steps.api.machines import Simulator
 from steps.components.activations.layouts import decode, encode, int8_chunks_and_sums

@@ -29,8 +29,9 @@ from reference import (
     same_operands_a8,
     same_operands_a16,
 )
-from reference.check import CLASSICAL, WEIGHT_NMSE, check_activations, roundings
-from reference.problem import pack_block
+from reference.exact import pack_block
+from reference.limits import CLASSICAL, WEIGHT_NMSE, roundings
+from reference.recipes import check_activations
 
 checking = importlib.import_module("reference.check")  # reference.check is its function
 FAMILIES = ("A16", "A8")

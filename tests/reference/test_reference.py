@@ -25,7 +25,8 @@ from reference import (
     sample,
     unquantized,
 )
-from reference.problem import EXACT_UNITS, OUTLIER_FACTOR
+from reference.exact import EXACT_QUANTA
+from reference.problem import OUTLIER_FACTOR
 
 RANDOM = ("uniform", "normal", "llm")
 
@@ -147,7 +148,7 @@ def test_integer_problems_are_exact_for_every_step(name: str, k: int) -> None:
     # No order of summation can round: all partial sums are integers, in units, below 2^24.
     unit = 2.0**-7
     for size in (magnitude_a16(p.a, p.blocks), magnitude_a8(by_recipe[0], p.blocks)):
-        assert size.max() / unit < EXACT_UNITS
+        assert size.max() / unit < EXACT_QUANTA
     np.testing.assert_array_equal(product, np.round(product / unit) * unit)
     assert np.count_nonzero(product) > product.size // 2
     # in f16, for the steps that multiply in it

@@ -29,7 +29,7 @@ from reference import (
     same_operands_a8,
     same_operands_a16,
 )
-from reference.problem import pack_block
+from reference.exact import pack_block
 from steps.api import gemm as door
 from steps.api.machines import Simulator
 from steps.components.activations.layouts import decode

@@ -17,7 +17,7 @@ from numba import cuda, uint8, uint32
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
-from reference.check import check_tokens
+from reference.recipes import check_tokens
 from steps.api.compile import machine_code, signature_of
 from steps.api.machines import Gpu, Simulator
 from steps.components.activations.layouts import decode, encode, int8_chunks

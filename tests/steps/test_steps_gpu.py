@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
-from reference.check import INTEGER_NMSE
+from reference.limits import INTEGER_NMSE
 from steps import registry as steps
 from steps.api.machines import Gpu
-from steps.checks.verify import multiply, prepare, verify
 from steps.checks.cases import cases
 from steps.checks.run import check_works
+from steps.checks.verify import multiply, prepare, verify
 from steps.contract import Family, Step, Work
 from tests.steps.works import WORKS
 
@@ -46,7 +46,7 @@ def test_classical_acceptance(step: Step, family: Family, name: str) -> None:
     c = multiply(prepared, machine)
     assert nmse(c, unquantized(problem.a, problem.w)) < 0.01
     if family == "A8":
-        # integers for scales round the weights once more: reference.check says by how much
+        # integers for scales round the weights once more: reference.limits says by how much
         most = INTEGER_NMSE["uniform"][1] if step.accuracy == "coarse" else 1e-4
         assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < most
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from qformats import BLOCK, block_q8_1
 from qformats.repack import CHUNK, TILE_K, TOKEN_GROUP
-from reference.product import Q81, Halves, SummedTokens, Tokens
+from reference.operands import Q81, Halves, SummedTokens, Tokens
 from steps.components.activations.gated import gated_to_chunks
 from steps.components.activations.q8_1 import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
 from steps.components.activations.reorder import chunk_grid, halves_to_chunks

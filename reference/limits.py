@@ -1,0 +1,274 @@
+"""How wrong a right kernel may be: rounding bounds of each element, and limits of the NMSE.
+
+`bound` holds for every element with certainty. `limits` are of the error as a whole: the kernel's
+against the same operands, and the format's against the unquantized product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference.problem import Problem
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+FAMILIES: Final = ("A16", "A8")
+
+# --- rounding -------------------------------------------------------------------------------------
+
+FLOAT32_ROUNDOFF: Final = 2.0**-24  # unit roundoff of float32, round to nearest
+
+# What one rounding of an operand costs, how many a term has of them, and what one of the
+# accumulator costs. Tensor cores accumulate in float32 but may truncate: two roundings to nearest.
+_OPERANDS: Final = {
+    "f32": (0.0, 0, FLOAT32_ROUNDOFF),
+    "f16": (2.0**-11, 2, 2 * FLOAT32_ROUNDOFF),
+    "bf16": (2.0**-8, 2, 2 * FLOAT32_ROUNDOFF),
+    "f16_weights": (2.0**-11, 1, 2 * FLOAT32_ROUNDOFF),  # A is rounded already: `Halves`
+    "int8": (0.0, 0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
+    "integers": (0.0, 0, FLOAT32_ROUNDOFF),  # and here: `SummedTokens`
+}
+
+# Operands that are int8, and their names in sentences.
+INT8_OPERANDS: Final = {"int8": "int8", "integers": "int8 and integer scales"}
+
+
+def nmse(x: Array, ref: Array) -> float:
+    """sum (x - ref)^2 / sum ref^2 in float64; 0 for 0 against 0, inf for anything else against 0.
+
+    inf as well where either holds a NaN or Inf: no such thing may pass for a small error.
+    """
+    x, ref = x.astype(np.float64), ref.astype(np.float64)
+    if not (np.isfinite(x).all() and np.isfinite(ref).all()):
+        return math.inf
+    error, energy = float(np.sum((x - ref) ** 2)), float(np.sum(ref**2))
+    if energy == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / energy
+
+
+def roundings(family: str, k: int, operands: str = "f32") -> int:
+    """How many float32 roundings any one term of an output goes through, at most.
+
+    A sum of n terms, in *any* order or tree (split-K, lanes, atomics), passes each term through
+    at most n - 1 additions; adding to a zero is exact.
+
+    A16: K terms a * w. K - 1 additions, the product, the dequantization of w (scale * code is
+    exact, 11 + 5 bits; adding the offset rounds once), the scale and the offset taken apart (two
+    more products), and one to spare for the float64 reference: K + 4.
+
+    A8: the integer sums are exact (a block stays below 2^24), so terms are made per block, or per
+    packed word of four by a kernel that splits a block over lanes: 8 words and one compensation,
+    9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
+    rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
+
+    A8 of int8 ("int8", "integers"): one integer sum over all of K, exact; it becomes a float32 and
+    is multiplied by the factor of its row and by that of its token: 3, and one to spare.
+    """
+    known_family(family)
+    if operands in INT8_OPERANDS:
+        return 4
+    return k + 4 if family == "A16" else 9 * (k // 32) + 4
+
+
+def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array:
+    """The largest |error| a right kernel can make in each output, float64 of magnitude's shape.
+
+    With n roundings of unit u on every term (`roundings`), the computed sum is
+    sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
+    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|, and sum |t_i| is `magnitude`
+    (`magnitude_a16`, `magnitude_a8`).
+    Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2, or one for
+    weights alone (f16_weights, whose magnitude is `magnitude_half`).
+
+    It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
+    of n, not like n. That is what NMSE is for.
+    """
+    v, count, u = _rounding(operands)
+    n = roundings(family, k, operands)
+    gamma = n * u / (1 - n * u)
+    return np.asarray(((1 + v) ** count * (1 + gamma) - 1) * magnitude)
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+# NMSE of dequantized weights, 2^24 of them, ggml's recipes, measured here. It equals the expected
+# NMSE of a product: the errors of W are independent of A. As a check by hand, Q8_0 rounds to a
+# step of amax/127, all but the extreme: 31/32 E[amax^2] / (12 * 127^2 * variance), where uniform
+# data has E[amax^2] = 32/34 and variance 1/3, so 1.413e-5.
+WEIGHT_NMSE: Final[dict[str, dict[str, float]]] = {
+    "uniform": {
+        "q4_0": 4.227e-3,
+        "q4_1": 3.684e-3,
+        "q5_0": 9.734e-4,
+        "q5_1": 8.628e-4,
+        "q8_0": 1.417e-5,
+        "mxfp4": 2.074e-2,
+        "iq4_nl": 4.579e-3,
+    },
+    "normal": {
+        "q4_0": 7.378e-3,
+        "q4_1": 6.118e-3,
+        "q5_0": 1.821e-3,
+        "q5_1": 1.433e-3,
+        "q8_0": 2.864e-5,
+        "mxfp4": 1.321e-2,
+        "iq4_nl": 6.189e-3,
+    },
+}
+WEIGHT_NMSE["llm"] = WEIGHT_NMSE["normal"]  # only A has outliers
+
+# What Q8_1 activations add to that, from the exact sum of codes up to llama.cpp's sum of raw values
+# (which leaves s and the codes at odds, 4-6 times worse for the formats with an offset).
+# "llm": an outlier sets d for its block, and the 31 others are rounded 20 times more coarsely. How
+# much depends on the share of blocks with an outlier, so the range is wide.
+ACTIVATION_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 7e-5),
+    "normal": (2.6e-5, 2.1e-4),
+    "llm": (3e-5, 3e-3),
+}
+
+# What int8 with one scale for each token, and weights requantized to one scale a row, add to that:
+# both scales follow the largest of K values (3 to 4.5 times their size), so that it is what Q8_1
+# adds where K is a block, and more the longer K is: the upper ends are for 14336, with room. "llm":
+# an outlier channel sets the scale of all of a token.
+INT8_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 8e-5),
+    "normal": (2.6e-5, 3e-4),
+    "llm": (3e-5, 1.2e-2),
+}
+
+# The same of weights with integer scales: rounding codes anew adds 2e-4 to 1.4e-3 (5 bits the most,
+# whose integers are the smallest), and a half as much again where K is 14336.
+INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
+    "uniform": (1.3e-5, 1.1e-3),
+    "normal": (2.6e-5, 2.3e-3),
+    "llm": (3e-5, 1.4e-2),
+}
+
+# What rounding scales and minima of K-quants to float16 adds (`qformats.storage`): 2^-22 of the
+# energy of scale * code and of offset at most, up to 16 times that of the weights they come to.
+SCALE_NMSE: Final = 16 * 2.0**-22
+
+CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is allowed, and why. A range is (low, high): too good is as suspicious as too bad.
+
+    nmse_same_operands  the kernel's error
+    nmse_float          the format's error, of the product; None where there are too few outputs
+                        (or no quantization: "integer", "golden") for the figure to mean anything
+    nmse_weights        the same of the weights themselves, None where there are too few of them
+    reasons             one sentence for each of the three
+    """
+
+    nmse_same_operands: float
+    nmse_float: tuple[float, float] | None
+    nmse_weights: tuple[float, float] | None
+    reasons: tuple[str, str, str]
+
+
+def limits(
+    problem: Problem,
+    family: str,
+    operands: str = "f32",
+    outputs: tuple[int, int] | None = None,
+) -> Limits:
+    """The limits of one family on one problem, of which outputs = (rows, columns) are compared."""
+    known_family(family)
+    rows, columns = outputs or (problem.m, problem.n)
+    kernel, why_kernel = _kernel_limit(family, problem.k, operands, rows * columns)
+    expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
+    if not problem.knows_floats:
+        why = "the weights came as blocks, and what these were quantized from is not known"
+        return Limits(kernel, None, None, (why_kernel, why, why))
+    drawn = problem.distribution in WEIGHT_NMSE and not FORMATS[problem.format].written
+    if expected is None and not drawn:
+        why = "the weights are made of blocks, so nothing was lost in quantizing them"
+        return Limits(kernel, None, None, (why_kernel, why, why))
+
+    # Ratios of two sums of squares of nearly normal numbers: relative deviation 2 / sqrt(count).
+    # Five deviations, and 3 % for what the table's figures leave open. With outlier channels only
+    # the columns of C are independent (one channel dominates every row alike).
+    count = columns if problem.distribution == "llm" else rows * columns
+    slack = 0.03 + 5 * 2 / math.sqrt(count)
+    added, made = (0.0, 0.0), ""
+    if family == "A8":
+        table = {"int8": INT8_NMSE, "integers": INTEGER_NMSE}.get(operands, ACTIVATION_NMSE)
+        added, made = table[problem.distribution], INT8_OPERANDS.get(operands, "Q8_1")
+    product: tuple[float, float] | None = None
+    why_float = f"{count} independent outputs are too few to tell a format by its error"
+    if expected is None:  # blocks are what is meant
+        why_weights = "the weights are made of blocks, so nothing was lost in quantizing them"
+        if count >= 1024:
+            product = (added[0] * (1 - slack), (SCALE_NMSE + added[1]) * (1 + slack))
+            why_float = (
+                f"scales and minima of {problem.format} may be rounded to float16: {SCALE_NMSE:.1e}"
+                + (f", {made} adds up to {added[1]:.1e}" if made else "")
+                + f"; {100 * slack:.0f} % for sampling"
+            )
+        return Limits(kernel, product, None, (why_kernel, why_float, why_weights))
+    if count >= 1024:
+        high = (expected + added[1]) * (1 + slack)
+        classical = operands not in INT8_OPERANDS and problem.format in WEIGHT_FORMATS
+        most = CLASSICAL if classical else math.inf  # more is asked of no others
+        product = ((expected + added[0]) * (1 - slack), min(high, most))
+        why_float = (
+            f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
+            + (f", {made} up to {added[1]:.1e} more" if made else "")
+            + f"; {100 * slack:.0f} % for sampling"
+            + ("; 1 % at most, the classical acceptance" if classical else "")
+        )
+    # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
+    weights: tuple[float, float] | None = None
+    slack_w = 0.01 + 5 * 0.008 * math.sqrt(2**16 / (problem.k * columns))
+    why_weights = f"{problem.k * columns} weights are too few to tell a recipe by its error"
+    if slack_w <= 0.08:
+        weights = (expected * (1 - slack_w), expected * (1 + slack_w))
+        why_weights = f"ggml's recipe loses {expected:.2e}; {100 * slack_w:.1f} % for sampling"
+    return Limits(kernel, product, weights, (why_kernel, why_float, why_weights))
+
+
+def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[float, str]:
+    _rounding(operands)
+    if operands in INT8_OPERANDS:
+        return (
+            9 * FLOAT32_ROUNDOFF**2,
+            "exact integer sums, three roundings of each output: (3 u)^2 at most",
+        )
+    if family == "A8":
+        # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
+        return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
+    if operands == "f16_weights":
+        # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) +
+        # 24 / n times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
+        few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
+        return 3e-7 * few, f"weights rounded to f16, once: 3e-8 measured; {outputs} outputs"
+    if operands == "f16":
+        return 1e-6, "operands rounded to f16: 6e-8 ... 9e-8 measured"
+    if operands == "bf16":
+        return 2e-5, "operands rounded to bf16: 4e-6 ... 6e-6 measured"
+    # A running sum after j of K terms has energy j/K of the result; each addition rounds it with
+    # variance u^2 / 3: K u^2 / 6 in all. Up to 16 times that where scale and offset are summed
+    # apart (unsigned codes have that much more energy than the weights they stand for).
+    return 16 / 6 * (
+        k + 4
+    ) * FLOAT32_ROUNDOFF**2, f"K={k} float32 roundings at random: 16 K u^2 / 6"
+
+
+def known_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: use one of {', '.join(FAMILIES)}")
+
+
+def _rounding(operands: str) -> tuple[float, int, float]:
+    if operands not in _OPERANDS:
+        raise ValueError(f"unknown operands {operands!r}: use one of {', '.join(_OPERANDS)}")
+    return _OPERANDS[operands]

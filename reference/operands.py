@@ -1,0 +1,232 @@
+"""Activations as kernels are given them: Q8_1, float16, or int8 with one scale per token.
+
+`Q81`, `Halves`, `Tokens` and `SummedTokens` hold the very bits that a kernel multiplied, and check
+their types and shapes. `of_values` is the recipe of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qformats import BLOCK
+from qformats.integer_scales import integer_weights
+from qformats.repack import byte_weights
+from reference.sampling import pieces
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Pick = Array | slice
+
+
+@dataclass(frozen=True)
+class Q81:
+    """Q8_1 activations as planes: value = d * q, and s stands for the sum of the block's values.
+
+    q int8[M, K], d float32[M, K/32], s float32[M, K/32]. TypeError or ValueError if they are not.
+    """
+
+    q: Array
+    d: Array
+    s: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("q", np.int8), ("d", np.float32), ("s", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Q81.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.q.ndim != 2 or self.q.shape[1] % BLOCK:
+            raise ValueError(f"Q81.q must be [M, K] with K % {BLOCK} == 0, got {self.q.shape}")
+        blocks = (self.q.shape[0], self.q.shape[1] // BLOCK)
+        if self.d.shape != blocks or self.s.shape != blocks:
+            raise ValueError(
+                f"Q81 with q {self.q.shape} needs d and s of {blocks}, "
+                f"got {self.d.shape} and {self.s.shape}"
+            )
+
+    @classmethod
+    def of_blocks(cls, blocks: Array) -> Q81:
+        """From structured[M, K/32] of `block_q8_1` (d and s widened from f16, exactly)."""
+        q = np.ascontiguousarray(blocks["qs"]).reshape(blocks.shape[0], -1)
+        return cls(q, blocks["d"].astype(np.float32), blocks["s"].astype(np.float32))
+
+    @classmethod
+    def of_values(cls, a: Array, s: str = "codes") -> Q81:
+        """Quantize float32[M, K] as ggml's reference does, but keep d and s in float32.
+
+        s = "codes" is d * sum(q); s = "values" is the sum of the raw a (llama.cpp on CUDA).
+        """
+        if s not in ("codes", "values"):
+            raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
+        planes = zip(*(_quantized(a[part], s) for part in pieces(*a.shape)), strict=True)
+        q, d, total = (np.concatenate(each) for each in planes)
+        return cls(q, d, total)
+
+    def rows(self, pick: Pick) -> Q81:
+        """The same, of some tokens only."""
+        return Q81(self.q[pick], self.d[pick], self.s[pick])
+
+    def values(self) -> Array:
+        """d * q in float64[M, K]."""
+        return self.q * np.repeat(self.d.astype(np.float64), BLOCK, axis=1)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Activations in float16 with a power of two for each token: value = h * factor.
+
+    h float16[M, K], factor float32[M]. TypeError or ValueError if they are not.
+    """
+
+    h: Array
+    factor: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("h", np.float16), ("factor", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Halves.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.h.ndim != 2 or self.factor.shape != self.h.shape[:1]:
+            raise ValueError(
+                f"Halves need h [M, K] and factor [M], got {self.h.shape} and {self.factor.shape}"
+            )
+
+    @classmethod
+    def of_values(cls, a: Array) -> Halves:
+        """Round float32[M, K], each token scaled so that its largest |a| is in [2^14, 2^15).
+
+        A token that is below 2^-112 throughout is scaled by 2^126, the most that has a float32
+        inverse; one that holds a NaN or an infinity, by 2^-114. Float16[M, K] is taken as it is,
+        h = a, with factors of 1.
+        """
+        if a.dtype == np.float16:
+            return cls(a, np.ones(len(a), np.float32))
+        largest = np.abs(a.astype(np.float64)).max(axis=1)
+        finite = np.isfinite(largest)
+        _, exponent = np.frexp(np.where(finite, largest, 0.0))  # largest < 2^exponent
+        shift = np.where(largest == 0, 126, np.minimum(15 - exponent, 126))
+        shift = np.where(finite, shift, -114)
+        h = np.ldexp(a.astype(np.float64), shift[:, None])
+        with np.errstate(over="ignore"):  # beside an infinity
+            return cls(h.astype(np.float16), np.ldexp(1.0, -shift).astype(np.float32))
+
+    def rows(self, pick: Pick) -> Halves:
+        """The same, of some tokens only."""
+        return Halves(self.h[pick], self.factor[pick])
+
+    def values(self) -> Array:
+        """h * factor in float64[M, K]."""
+        return self.h * self.factor.astype(np.float64)[:, None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Activations in int8 with one scale for each token: value = d * q.
+
+    q int8[M, K], d float32[M]. TypeError or ValueError if they are not. They are multiplied by
+    weights in int8 with one factor a row, those of `qformats.repack.byte_weights`.
+    """
+
+    q: Array
+    d: Array
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("q", np.int8), ("d", np.float32)):
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"Tokens.{name} must be a {np.dtype(dtype)} array, got {found}")
+        if self.q.ndim != 2 or self.d.shape != self.q.shape[:1]:
+            raise ValueError(
+                f"Tokens need q [M, K] and d [M], got {self.q.shape} and {self.d.shape}"
+            )
+
+    @classmethod
+    def of_values(cls, a: Array) -> Tokens:
+        """Quantize float32[M, K] as Q8_1 is, a row for a block."""
+        planes = zip(*(_codes(a[part]) for part in pieces(*a.shape)), strict=True)
+        q, d = (np.concatenate(each) for each in planes)
+        return cls(q, d)
+
+    @classmethod
+    def of_q81(cls, q81: Q81) -> Tokens:
+        """The same bits, of tokens that are one block long."""
+        return cls(q81.q, np.ascontiguousarray(q81.d.reshape(len(q81.q))))
+
+    def rows(self, pick: Pick) -> Tokens:
+        """The same, of some tokens only."""
+        return Tokens(self.q[pick], self.d[pick])
+
+    def values(self) -> Array:
+        """d * q in float64[M, K]."""
+        return self.q * self.d.astype(np.float64)[:, None]
+
+    def weights(self, blocks: Array) -> tuple[Array, Array]:
+        """What they are multiplied by: int8 [N, K] and a factor for each row."""
+        return byte_weights(blocks)
+
+
+@dataclass(frozen=True)
+class SummedTokens(Tokens):
+    """`Tokens` with what each token's codes add up to, for weights that are unsigned bytes: those
+    of `qformats.integer_scales.integer_weights`, by which they are multiplied, and 128.
+
+    s float32[M], all integers. TypeError or ValueError if it is not.
+    """
+
+    s: Array
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.s, np.ndarray) or self.s.dtype != np.float32:
+            found = getattr(self.s, "dtype", type(self.s).__name__)
+            raise TypeError(f"SummedTokens.s must be a float32 array, got {found}")
+        if self.s.shape != self.d.shape:
+            raise ValueError(f"SummedTokens need s [M], got {self.s.shape} for d {self.d.shape}")
+
+    @classmethod
+    def of_tokens(cls, tokens: Tokens) -> SummedTokens:
+        """The same with their sums."""
+        return cls(tokens.q, tokens.d, tokens.q.sum(axis=1, dtype=np.int64).astype(np.float32))
+
+    @classmethod
+    def of_values(cls, a: Array) -> SummedTokens:
+        """As `Tokens.of_values`."""
+        return cls.of_tokens(Tokens.of_values(a))
+
+    @classmethod
+    def of_q81(cls, q81: Q81) -> SummedTokens:
+        """As `Tokens.of_q81`."""
+        return cls.of_tokens(Tokens.of_q81(q81))
+
+    def rows(self, pick: Pick) -> SummedTokens:
+        """The same, of some tokens only."""
+        return SummedTokens(self.q[pick], self.d[pick], self.s[pick])
+
+    def weights(self, blocks: Array) -> tuple[Array, Array]:
+        """As `Tokens.weights`."""
+        return integer_weights(blocks)
+
+
+def _codes(x: Array) -> tuple[Array, Array]:
+    """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]."""
+    x = np.asarray(x, dtype=np.float32)
+    d = np.abs(x).max(axis=-1) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+    scaled = x * inverse[..., None]
+    # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
+    # cannot round up by accident as it could in float32.
+    q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
+    return q.astype(np.int8), d
+
+
+def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
+    """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
+    x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
+    q, d = _codes(x)
+    total = d * q.sum(axis=-1, dtype=np.float32) if s == "codes" else x.sum(axis=-1)
+    return q.reshape(a.shape), d, total.astype(np.float32)
