@@ -1,26 +1,29 @@
-"""The table of the fastest steps: which entry counts, what a file may hold, and who is chosen."""
+"""The table of the fastest steps: which entry counts, what its file holds, and how it is made."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from results.record import schema as record
+from results.measure import tune
+from results.measure.protocol import Budget
+from results.record import ROOT, store
 from results.record.schema import Environment
 from steps import find
 from steps.api import tuning_table as tuning
 from steps.api.machines import Simulator
 from steps.api.tuning_table import Entry, Tuning, TuningError
+from steps.checks.select import select
 from steps.contract import why_no_gpu
+from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
+ENV = Environment(gpu="NVIDIA H200", cc=(9, 0), sms=132)
 SIZES = ((4096, 4096), (4096, 14336), (14336, 4096))
 
 
@@ -31,18 +34,7 @@ def entry(m: int, n: int = 4096, k: int = 4096, name: str = "q4_0", **times: flo
 
 
 def table(*entries: Entry, gpu: str = "NVIDIA H200", cc: Any = (9, 0), sms: int = 132) -> Tuning:
-    return Tuning(Environment(gpu=gpu, cc=cc, sms=sms), entries)
-
-
-@pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch):
-    """Sets the tables that are known."""
-
-    def known(*tables: Tuning) -> None:
-        monkeypatch.setattr(tuning, "known", lambda: tables)
-
-    known()
-    return known
+    return Tuning(gpu, cc, sms, entries)
 
 
 # --- which entry counts ---------------------------------------------------------------------------
@@ -53,7 +45,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch):
     [(1, 1), (2, 2), (3, 4), (9, 16), (16, 16), (17, 32), (513, 1024), (1025, 4096), (9999, 4096)],
 )
 def test_the_next_m_upwards_counts_and_above_the_last_the_last(m: int, counts: int) -> None:
-    full = table(*(entry(tokens) for tokens in reversed(tuning.TOKENS)))
+    full = table(*(entry(tokens) for tokens in reversed(tune.TOKENS)))
     found = full.entry("q4_0", m, 4096, 4096)
     assert found is not None
     assert found.m == counts
@@ -104,7 +96,7 @@ def test_the_nearest_gpu_is_this_one_or_one_like_it() -> None:
 
 def test_a_table_is_read_as_it_was_written_sorted_and_a_line_an_entry(tmp_path: Path) -> None:
     entries = (entry(16, s10A8=4.1, s3A16=300.0, s3A8=290.0), entry(1, s10A8=3.7512345))
-    path = tuning.write(table(*entries), tmp_path)
+    path = tune.write(ENV, entries, tmp_path)
     assert path == tmp_path / "nvidia-h200" / "tuning.json"
     assert not list(path.parent.glob("*.tmp"))
     text = path.read_text()
@@ -113,20 +105,20 @@ def test_a_table_is_read_as_it_was_written_sorted_and_a_line_an_entry(tmp_path: 
     assert list(lines[1]["us"]) == ["3 A16", "3 A8", "10 A8"]
     assert lines[0]["us"] == {"10 A8": 3.751}
     read = tuning.read(path)
-    assert (read.gpu, read.env.cc, read.env.sms) == ("NVIDIA H200", (9, 0), 132)
+    assert (read.gpu, read.cc, read.sms) == ("NVIDIA H200", (9, 0), 132)
     assert read.entries[1] == entries[0]
-    assert tuning.to_json(read) == text
-    assert record.runs(tmp_path) == [], "a table is not a run"
+    assert tune.to_json(ENV, read.entries) == text
+    assert store.runs(tmp_path) == [], "a table is not a run"
 
 
 def test_a_step_tuned_again_replaces_its_own_times_alone(tmp_path: Path) -> None:
-    tuning.write(table(entry(1, s5A8=20.0, s6A8=15.0), entry(2, s5A8=21.0)), tmp_path)
-    again = tuning.write(table(entry(1, s6A8=14.0, s7A8=9.0), entry(4, s7A8=9.5)), tmp_path)
+    tune.write(ENV, [entry(1, s5A8=20.0, s6A8=15.0), entry(2, s5A8=21.0)], tmp_path)
+    again = tune.write(ENV, [entry(1, s6A8=14.0, s7A8=9.0), entry(4, s7A8=9.5)], tmp_path)
     assert tuning.read(again).entries == (
         entry(1, s5A8=20.0, s6A8=14.0, s7A8=9.0),
         entry(4, s7A8=9.5),
     ), "where step 7 was not measured nobody knows who is fastest"
-    least = tuning.write(table(entry(4, s3A8=90.0), entry(8, s3A8=99.0)), tmp_path)
+    least = tune.write(ENV, [entry(4, s3A8=90.0), entry(8, s3A8=99.0)], tmp_path)
     assert tuning.read(least).entries == (
         entry(1, s5A8=20.0, s6A8=14.0, s7A8=9.0),
         entry(4, s3A8=90.0, s7A8=9.5),
@@ -142,10 +134,13 @@ def test_a_step_tuned_again_replaces_its_own_times_alone(tmp_path: Path) -> None
         (lambda data: data["rows"][0]["us"].update({"5 A8": -1}), "not positive at M=1 N=4096"),
         (lambda data: data["rows"][0].update(M=0), "not positive"),
         (lambda data: data["env"].update(cc="9.0"), "env.cc is '9.0'"),
+        (lambda data: data["env"].update(cc=[9, 0, 0]), "env.cc is"),
+        (lambda data: data["env"].update(sms=0), "env.sms is 0"),
+        (lambda data: data["env"].pop("gpu"), "no 'gpu'"),
     ],
 )
 def test_a_file_that_is_no_table_is_named(change, said: str, tmp_path: Path) -> None:
-    path = tuning.write(table(entry(1, s5A8=20.0)), tmp_path)
+    path = tune.write(ENV, [entry(1, s5A8=20.0)], tmp_path)
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -164,75 +159,70 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
 def test_committed_tables_are_tables_of_their_folder() -> None:
     for path in tuning.RESULTS.glob("*/tuning.json"):
         found = tuning.read(path)
-        assert record.slug(found.env.gpu) == path.parent.name
-        assert tuning.to_json(found) == path.read_text(encoding="utf-8")
+        assert store.slug(found.gpu) == path.parent.name
+        rows = tune.to_json(ENV, found.entries).split('"rows": [')[1]
+        assert path.read_text(encoding="utf-8").endswith(rows)
 
 
 # --- the tuner ------------------------------------------------------------------------------------
 
 
-class Timed(Simulator):
-    """The simulator and a stopwatch in one: kernels run, and take the time that they are given."""
+QUICK = Budget(
+    replay_seconds=1e-4, warm_seconds=0.0, seconds=0.0, min_rounds=3, max_rounds=3, slow_rounds=1
+)
+COSTS = {
+    "w4a16_naive": 50e-6,
+    "w4a8_naive": 1e-6,
+    "w4a8_vectorized": 8e-6,
+    "q8_1_blocks": 1e-6,
+    "q8_1_k_outermost": 1e-6,
+}
 
-    l2_bytes = 1
 
-    def __init__(self, us: dict[str, float], wrong: str) -> None:
-        super().__init__()
-        self.us, self.wrong = us, wrong
-
+class WrongStep2(Simulator):
     def run(self, launch: Any) -> None:
         super().run(launch)
-        if launch.kernel.__name__ == self.wrong:
+        if launch.kernel.__name__ == "w4a8_naive":
             next(x for x in launch.args if getattr(x, "ndim", 0) == 2)[...] = 0
 
-    def capture(self, launches: Any) -> Any:
-        def seconds() -> float:
-            for launch in {id(each): each for each in launches}.values():  # once is enough
-                self.run(launch)
-            return sum(self.us[launch.kernel.__name__] for launch in launches) * 1e-6
 
-        return SimpleNamespace(launches=len(launches), how="graph", seconds=seconds)
-
-    def issue(self, launch: Any) -> float:
-        return 5e-6
-
-    def issue_and_wait(self, launch: Any) -> tuple[float, float]:
-        self.run(launch)
-        return 5e-6, self.us[launch.kernel.__name__] * 1e-6
-
-    def duplicate(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
-
-    def wait(self) -> None:
-        pass
-
-    def sm_mhz(self, replay: Any) -> None:
-        return None
-
-
-def test_the_tuner_times_what_may_win_and_drops_what_is_wrong(monkeypatch) -> None:
-    from steps.checks.select import select
-
-    monkeypatch.setattr(tuning, "BUDGET", replace(tuning.BUDGET, settled_samples=3, warm_seconds=0))
-    us = {"w4a16_naive": 50.0, "w4a8_naive": 1.0, "w4a8_vectorized": 8.0}
-    us |= {"q8_1_blocks": 1.0, "q8_1_k_outermost": 1.0}
-    machine = Timed(us, wrong="w4a8_naive")
+def test_the_tuner_times_what_may_win_and_drops_what_is_wrong() -> None:
+    watch = FakeStopwatch(cost=by_kernel(COSTS))
     works = select([find(1), find(2), find(5)], ["q4_0"])
     said: list[str] = []
-    found = list(tuning._entries(machine, machine, works, 5, 64, (1, 2), said.append))
+    found = list(tune.entries(WrongStep2(), watch, works, [(5, 64)], (1, 2), QUICK, said.append))
     assert said == ["q4_0 at M=1 N=5 K=64", "q4_0 at M=2 N=5 K=64"]
-    for m, (one, failures) in zip((1, 2), found, strict=True):
-        assert (one.m, one.n, one.k) == (m, 5, 64)
-        assert one.times == pytest.approx({"5 A8": 9.0, "1 A16": 50.0})
-        assert len(failures) == 1
-        assert failures[0].startswith(f"step 2 W4A8 q4_0 at M={m} N=5 K=64: ")
+    for m, measured in zip((1, 2), found, strict=True):
+        one = measured.entry
+        assert (one.format, one.m, one.n, one.k) == ("q4_0", m, 5, 64)
+        assert one.times == pytest.approx({"1 A16": 50.0, "5 A8": 9.0})
+        (failure,) = measured.failures
+        assert failure.startswith(f"step 2 W4A8 q4_0 at M={m} N=5 K=64: ")
+        assert "wrong: " in failure
+    timed = {
+        launch.kernel.__name__ for each in watch.rounds[-3:] for r in each for launch in r.parts
+    }
+    assert timed == {"w4a8_vectorized", "q8_1_k_outermost"}, "step 1 is far slower"
+
+
+def test_a_step_that_goes_wrong_while_timed_is_dropped() -> None:
+    def spoil(launches: Any) -> None:
+        out = next(x for x in launches[-1].args if getattr(x, "shape", ()) == (2, 5))
+        out[...] = np.nan
+
+    watch = FakeStopwatch(cost=by_kernel(COSTS), effect=spoil)
+    works = select([find(1)], ["q4_0"])
+    (measured,) = tune.entries(Simulator(), watch, works, [(5, 64)], (2,), QUICK)
+    assert measured.entry.times == {}
+    assert len(measured.failures) == 1
+    assert "not finite" in measured.failures[0]
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
 def test_without_a_gpu_the_command_is_one_sentence() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "steps", "tune"],
-        cwd=record.ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -241,25 +231,6 @@ def test_without_a_gpu_the_command_is_one_sentence() -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no CUDA GPU can be used here" in done.stderr
-
-
-# --- from a bench ---------------------------------------------------------------------------------
-def test_a_bench_gives_its_totals(tmp_path: Path) -> None:
-    from tests.results.synthetic_run import make_run
-
-    run = make_run()
-    entries = tuning.entries_of(run)
-    assert entries, "the synthetic run has rows"
-    for one in entries:
-        assert dict(one.times) == {
-            f"{row.step} {row.family}": row.total_us
-            for row in run.rows
-            if (row.format, row.N, row.K, row.M) == (one.format, one.n, one.k, one.m)
-            and row.status == "ok"
-            and row.output == "float32"
-        }
-    wrong = replace(run, rows=tuple(replace(row, status="failed") for row in run.rows))
-    assert tuning.entries_of(wrong) == ()
 
 
 def test_every_entry_of_a_committed_table_has_the_highest_step_of_its_format() -> None:
@@ -271,16 +242,11 @@ def test_every_entry_of_a_committed_table_has_the_highest_step_of_its_format() -
             assert one.highest == highest[one.format], (one.format, one.where)
 
 
-def test_the_command_takes_a_bench_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.results.synthetic_run import make_run
+def test_the_command_prints_the_fastest_of_each_entry() -> None:
+    from results.render import text
+    from steps.cli.tune import fastest
 
-    run = make_run()
-    path = record.write(run, path=tmp_path / "run.json")
-    written = tmp_path / "tuning.json"
-    monkeypatch.setattr(tuning, "write", lambda table: written.write_text(tuning.to_json(table)))
-    assert tuning.tune(SimpleNamespace(run=path)) == 0
-    again = tuning.read(written)
-    assert {e.where for e in again.entries} == {e.where for e in tuning.entries_of(run)}
-    assert again.gpu == run.env.gpu
+    entries = [entry(1, s5A8=20.0, s3A16=9.0), entry(16, s5A8=21.0)]
+    lines = text.plain(fastest("NVIDIA H200", entries)).splitlines()
+    assert lines[0] == "The fastest step and family on NVIDIA H200"
+    assert lines[-1].split() == ["q4_0", "4096", "4096", "3", "A16", "5", "A8"]
