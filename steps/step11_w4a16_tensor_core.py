@@ -297,7 +297,6 @@ STEP = Step(
     branch="float16",
     families=("A16",),
     parents={"A16": 9},
-    diff_from=8,
     unit={"A16": "tensor_fp16"},
     pack=tiles,
     activations=float16_chunks,
