@@ -6,9 +6,9 @@ What is new
     four tokens it is one launch from float32 A to C: each thread block quantizes what it needs of
     A meanwhile; more tokens come K-outermost, 128 K of A beside each packed tile of weights. An mma
     has eight columns: for one or two tokens four blocks of K share them, and one promotion serves
-    128 K (steps.components.decode_products). The tile configuration is in decode_tiles there, A's way to
-    shared memory in decode_activations, and the sums' way to C in decode_reduction: the last thread
-    block to arrive adds up all, in order.
+    128 K (steps.components.decode_products). The tile configuration is in decode_tiles there, A's
+    way to shared memory in decode_activations, and the sums' way to C in decode_reduction: the last
+    thread block to arrive adds up all, in order.
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. For a record of 2048 weights a warp issues some 100 instructions, less than half of what an

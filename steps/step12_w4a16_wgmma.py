@@ -33,17 +33,11 @@ from numba import cuda, int32, int64, uint8
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, TOKEN_GROUP, tiles
 from qformats.storage import StorageFormat, storage_format
+from steps.components import wgmma_tiles
 from steps.components.activations.layouts import float16_chunks
 from steps.components.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
 from steps.components.stream_k import scheduler
 from steps.components.unpack.storage_formats import half_format
-from steps.components.wgmma_tiles import (
-    TileConfiguration,
-    fewest_cycles,
-    launch_of,
-    reduction_slices,
-    scratch_arrays,
-)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
@@ -92,8 +86,7 @@ def kernel(
     multipliers, fragments = form.multipliers, form.fragments
     groups = warpgroups(bn)
     lots, warps = bn // (groups * WGMMA_ROWS), groups * WARPGROUP // 32
-    # features whose weights come at once, a group of row tiles or half of one
-    piece = gcd(bn, TILE_GROUP * TILE_ROWS)
+    piece = gcd(bn, TILE_GROUP * TILE_ROWS)  # features whose weights come at once
     in_band, piece_bytes = TILE_GROUP * TILE_ROWS // piece, piece // TILE_ROWS * record
     pieces, lot_bytes = bn // piece, warps * record
     at_tokens, group_bytes = lots * lot_bytes, 2 * TILE_K * TOKEN_GROUP
@@ -133,8 +126,7 @@ def kernel(
     @cuda.jit(launch_bounds=((groups + 1) * WARPGROUP, 1))
     def w4a16_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a of
-        steps.components.activations.layouts.float16_chunks; stretch as of
-        steps.components.stream_k.work_rate."""
+        activations.layouts.float16_chunks; stretch: stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -248,7 +240,7 @@ def kernel(
     return w4a16_wgmma, 4 * words_used
 
 
-def tiling(fmt: StorageFormat, shape: Shape) -> TileConfiguration:
+def tiling(fmt: StorageFormat, shape: Shape) -> wgmma_tiles.TileConfiguration:
     unpack = {5: 24, 6: 32}.get(fmt.bits, 20)  # instructions that make 16 x 16 weights
 
     def stage(bn: int, bm: int) -> int:
@@ -258,11 +250,11 @@ def tiling(fmt: StorageFormat, shape: Shape) -> TileConfiguration:
         most = max(bn * bm // 16, bn * (35 * unpack + 10 * bm // 3) // 128, bring)
         return most * 33 // 32 if warpgroups(bn) == 3 else most  # for the same work: measured
 
-    return fewest_cycles(TILES, shape, multiprocessors(), stage)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), stage)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return scratch_arrays(tiling(storage_format(fmt), shape), np.float32)
+    return wgmma_tiles.scratch_arrays(tiling(storage_format(fmt), shape), np.float32)
 
 
 def launch(
@@ -271,9 +263,9 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = storage_format(fmt)
     cut = tiling(held, shape)
-    make = partial(kernel, held, out.dtype == np.float16, cut[0], reduction_slices(cut))
+    make = partial(kernel, held, out.dtype == np.float16, cut[0], wgmma_tiles.reduction_slices(cut))
     operands = (*weights, *activations, out)
-    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
+    return wgmma_tiles.launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(

@@ -32,17 +32,11 @@ from numba import cuda, int32, int64, uint8
 
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TOKEN_GROUP, byte_storage_format, byte_tiles
+from steps.components import wgmma_tiles
 from steps.components.activations.layouts import int8_chunks
 from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
 from steps.components.stream_k import scheduler
 from steps.components.unpack.int8 import ByteFormat, byte_format
-from steps.components.wgmma_tiles import (
-    TileConfiguration,
-    fewest_cycles,
-    launch_of,
-    reduction_slices,
-    scratch_arrays,
-)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.instructions import (
     barrier_arrive,
@@ -120,8 +114,7 @@ def kernel(
     @cuda.jit(launch_bounds=(3 * WARPGROUP, 1))
     def w4a8_wgmma(w, of_rows, a, of_tokens, c, steps, stretch, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a of
-        steps.components.activations.layouts.int8_chunks; stretch as of
-        steps.components.stream_k.work_rate."""
+        activations.layouts.int8_chunks; stretch: stream_k.work_rate."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x)
@@ -231,13 +224,13 @@ def stage(bits: int, unpack: int, bn: int, bm: int) -> int:
     return max(bn * max(bm, 32) // 32, 3 * bn * unpack // 8, bring)
 
 
-def tiling(fmt: Format, shape: Shape) -> TileConfiguration:
+def tiling(fmt: Format, shape: Shape) -> wgmma_tiles.TileConfiguration:
     cycles = partial(stage, fmt.bits, {4: 16, 5: 20, 8: 4}[fmt.bits])
-    return fewest_cycles(TILES, shape, multiprocessors(), cycles)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return scratch_arrays(tiling(byte_storage_format(fmt), shape), np.int32)
+    return wgmma_tiles.scratch_arrays(tiling(byte_storage_format(fmt), shape), np.int32)
 
 
 def launch(
@@ -246,11 +239,10 @@ def launch(
 ) -> Launch:  # fmt: skip
     held = byte_storage_format(fmt)
     cut = tiling(held, shape)
-    make = partial(
-        kernel, byte_format(held.name), out.dtype == np.float16, cut[0], reduction_slices(cut)
-    )
+    in_half, slices = out.dtype == np.float16, wgmma_tiles.reduction_slices(cut)
+    make = partial(kernel, byte_format(held.name), in_half, cut[0], slices)
     operands = (*weights, *activations, out)
-    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
+    return wgmma_tiles.launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(

@@ -31,28 +31,22 @@ import numpy as np
 
 from qformats import Format
 from qformats.integer_scales import integer_tiles
+from steps.components import wgmma_tiles
 from steps.components.activations.layouts import int8_chunks_and_sums
 from steps.components.unpack.integer_scales import integer_format
-from steps.components.wgmma_tiles import (
-    TileConfiguration,
-    fewest_cycles,
-    launch_of,
-    reduction_slices,
-    scratch_arrays,
-)
 from steps.contract import Family, Launch, Shape, Step, multiprocessors
 from steps.step13_w4a8_wgmma import AHEAD, STAGES, TILES, kernel, stage
 
 UNPACK: Final = {4: 9, 5: 11, 8: 4}  # by bits: instructions that make 16 x 16 weights, and loads
 
 
-def tiling(fmt: Format, shape: Shape) -> TileConfiguration:
+def tiling(fmt: Format, shape: Shape) -> wgmma_tiles.TileConfiguration:
     cycles = partial(stage, fmt.bits, UNPACK[fmt.bits])
-    return fewest_cycles(TILES, shape, multiprocessors(), cycles)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), cycles)
 
 
 def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    return scratch_arrays(tiling(fmt, shape), np.int32)
+    return wgmma_tiles.scratch_arrays(tiling(fmt, shape), np.int32)
 
 
 def launch(
@@ -65,11 +59,10 @@ def launch(
     scratch: tuple,
 ) -> Launch:
     cut = tiling(fmt, shape)
-    make = partial(
-        kernel, integer_format(fmt.name), out.dtype == np.float16, cut[0], reduction_slices(cut)
-    )
+    in_half, slices = out.dtype == np.float16, wgmma_tiles.reduction_slices(cut)
+    make = partial(kernel, integer_format(fmt.name), in_half, cut[0], slices)
     operands = (*weights, *activations, out)
-    return launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
+    return wgmma_tiles.launch_of(make, STAGES, AHEAD, cut, shape.k, operands, scratch)
 
 
 STEP = Step(
