@@ -16,10 +16,9 @@ of the blocks, N and K rounded up to 128; with `accuracy="fast"` or "coarse" the
 packing. So a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is not exact.
 
 Products. On a GPU the layer selects the step from M at each call, as `steps.gemm` does, and keeps
-the launches of the 512 shapes used last. A new M costs some milliseconds of host time, and the
-first use of a kernel its compilation, seconds: run as many tokens as there will be once beforehand,
-above all before a CUDA graph is captured. On a CPU weights are dequantized at every call, which is
-slow.
+the launches of the 512 shapes used last. The first call with a new M lays its launches out, and
+compiles the kernels that were not used before, in seconds: run each M once before it counts, above
+all before a CUDA graph is captured. On a CPU weights are dequantized at every call, which is slow.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if not TYPE_CHECKING:
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
 KINDS: Final = ("weights", "fast")
-"""Buffers of the packing that exact steps read, and of the one that fast or coarse steps read."""
+"""Names of buffers: the packing of exact steps, and that of fast or coarse ones."""
 
 
 class QuantLinear(nn.Module):
@@ -90,9 +89,8 @@ class QuantLinear(nn.Module):
         self.packings = ""
         if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
-                f"a {fmt.name} layer needs in_features that are a multiple of {fmt.elements} "
-                f"and at least one of out_features, got in_features={in_features}, "
-                f"out_features={out_features}"
+                f"in_features={in_features}, out_features={out_features}: a layer in {fmt.name} "
+                f"needs a multiple of {fmt.elements} in_features, and out_features from 1 up"
             )
         where = torch.device(device) if device is not None else torch.get_default_device()
         row = in_features // fmt.elements * fmt.block_bytes

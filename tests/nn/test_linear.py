@@ -329,8 +329,16 @@ BAD["d"][1, 0] = np.nan
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: QuantLinear(33, 5), ValueError, "multiple of 32 .* got in_features=33"),
-        (lambda: QuantLinear(32, 0), ValueError, "at least one of out_features"),
+        (
+            lambda: QuantLinear(33, 5),
+            ValueError,
+            "^in_features=33, out_features=5: a layer in q4_0 needs a multiple of 32",
+        ),
+        (
+            lambda: QuantLinear(32, 0),
+            ValueError,
+            "^in_features=32, out_features=0: .* out_features from 1 up$",
+        ),
         (
             lambda: QuantLinear(32, 5, format="q9_k"),
             ValueError,
@@ -339,7 +347,7 @@ BAD["d"][1, 0] = np.nan
         (
             lambda: QuantLinear(32, 5, format="q4_k"),
             ValueError,
-            r"multiple of 256 .*in_features=32",
+            "^in_features=32, .* in q4_k needs a multiple of 256",
         ),
         (
             lambda: QuantLinear(32, 5, accuracy="good"),
