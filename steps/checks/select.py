@@ -30,7 +30,8 @@ def select(
     """
     bits, family = _scheme(wanted)
     works: list[Work] = []
-    why = f"{', '.join(formats or WEIGHT_FORMATS)}: no format here is {wanted}"
+    bits_of = ", ".join(f"{name} is W{FORMATS[name].bits}" for name in formats or WEIGHT_FORMATS)
+    why = f"no format asked for is {wanted}: {bits_of}"
     for step in steps:
         for each in (family,) if family else step.families:
             for name in formats or WEIGHT_FORMATS:

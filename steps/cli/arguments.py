@@ -38,7 +38,7 @@ def machines(asked: str) -> tuple[str, MachineOf, str | None]:
         raise UsageError(
             "the simulator needs the package greenlet: pip install greenlet, or run `make doctor`"
         ) from None
-    return "simulator", Simulator, reason or "the simulator was asked for"
+    return "simulator", Simulator, reason or "none was asked for"
 
 
 def steps_of(texts: Sequence[str]) -> tuple[Step, ...]:

@@ -152,7 +152,7 @@ def _parser() -> Parser:
     command(
         "run",
         "run:run",
-        "check steps in all formats, then measure them where there is a GPU",
+        "check steps; with a GPU, time them",
         _data(),
         file,
         order,

@@ -153,7 +153,10 @@ def test_pitfalls_has_a_command_line_of_its_own() -> None:
         (["run", "1", "--dist", "zipf"], "unknown distribution 'zipf': use one of uniform"),
         (["run", "1", "--scheme", "W4"], "unknown scheme 'W4'"),
         (["run", "2", "--scheme", "W4A16"], "step 2 is of family A8, not A16"),
-        (["run", "1", "--scheme", "W4A16", "--format", "q8_0"], "q8_0: no format here is W4A16"),
+        (
+            ["run", "1", "--scheme", "W4A16", "--format", "q8_0"],
+            "no format asked for is W4A16: q8_0 is W8",
+        ),
         (["run", "1", "--seed", "x"], "'x' is not a whole number"),
         (["run", "1", "--bogus"], "does not know --bogus"),
         (["check", "1", "--machine", "tpu"], "invalid choice: 'tpu'"),

@@ -227,7 +227,7 @@ def test_m_is_that_of_the_home_shape_where_none_is_asked_for(
         (["--tensor", UP, "--k", "32"], "--k contradicts --gguf"),
         (["--tensor", UP, "--dist", "integer"], "--dist integer contradicts --gguf: only A is"),
         (["--tensor", UP, "--dist", "zipf"], "from one of uniform, normal, llm"),
-        (["--tensor", UP, "--scheme", "W8A16"], "q4_0: no format here is W8A16"),
+        (["--tensor", UP, "--scheme", "W8A16"], "no format asked for is W8A16: q4_0 is W4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
