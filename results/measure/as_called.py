@@ -31,11 +31,10 @@ from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Run
-from steps.api.choice import Choice, choose, packings
+from steps.api.choice import Choice, choose, choose_packed, packings, written_dtype
 from steps.checks.run import fatal
 from steps.components.activations.layouts import reading
 from steps.contract import Shape, Size, Work
-from steps.registry import ladder
 
 FORMAT: Final = "q4_0"
 TOKENS: Final = (1, 8, 16, 32, 64, 128, 512, 4096)
@@ -51,7 +50,7 @@ NMSE_LIMIT: Final = 1e-2
 weights, bfloat16 sums), and a wrong call has errors of the size of C."""
 
 DRAINED: Final = 20  # eager calls between two waits, each timed by itself
-DRAINS: Final = 10
+DRAINS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +63,18 @@ class Way:
 
     def choice(self, size: Size, machine: Any) -> Choice:
         """The step that this call chooses here."""
-        among = None
-        if self.api == "QuantLinear":
-            packs = {step.pack for step in packings(FORMAT, machine.cc, self.accuracy)}
-            among = [step for step in ladder() if step.pack in packs]
-        return choose(FORMAT, Shape(*size), machine, among=among, accuracy=self.accuracy)
+        shape = Shape(*size)
+        if self.api == "gemm.plan":
+            return choose(FORMAT, shape, machine, accuracy=self.accuracy)
+        packed = [step.pack.__name__ for step in packings(FORMAT, machine.cc, self.accuracy)]
+        return choose_packed(FORMAT, shape, packed, machine, self.accuracy)
 
     def wanted(self, size: Size, machine: Any) -> tuple[Work, Size, str, str]:
         """What it launches, for `compile_ahead`: (work, M N K, dtype of C, dtype of A)."""
-        step = (choice := self.choice(size, machine)).step
-        half = self.dtype == "float16"
-        output = "float16" if half and "float16" in step.outputs else "float32"
-        given = reading(step.activations, "float16" if half else "float32")[1]
-        return choice.work, size, output, given
+        choice = self.choice(size, machine)
+        asked = "float16" if self.dtype == "float16" else "float32"
+        reads = reading(choice.step.activations, asked)[1]
+        return choice.work, size, written_dtype(choice.step, asked), reads
 
     def __str__(self) -> str:
         return f"{self.api} {self.accuracy} {self.dtype}"
@@ -217,7 +215,14 @@ def measure(
             if calls is not None:
                 calls.release()
             calls = Calls(Data(max(TOKENS), n, k), stopwatch, machine)
-        yield _loop(calls, m, ways, budget, say)
+        try:
+            rows = _loop(calls, m, ways, budget, say)
+        except Exception as error:
+            if fatal(error):
+                raise
+            say(f"calls at {(m, n, k)} were not measured: {type(error).__name__}: {error}")
+            rows = []
+        yield rows
         release()
     if calls is not None:
         calls.release()

@@ -255,7 +255,13 @@ class Bench:
         rows: list[Row] = []
         peers: list[Peer] = []
         for part in self._parts(data, wanted):
-            found, beside = self._loop(data, m, part, wrong or {})
+            try:
+                found, beside = self._loop(data, m, part, wrong or {})
+            except Exception as error:
+                if fatal(error):
+                    raise
+                why = f"the loop failed: {type(error).__name__}: {error}"
+                found, beside = [failed(one.row(), why) for one in part], []
             rows += found
             peers = beside or peers
         return rows, peers

@@ -192,6 +192,9 @@ def test_an_error_is_one_failed_row_and_a_lost_context_ends_the_run(
         ("ok", None),
         ("failed", "RuntimeError: out of luck"),
     ]
+    monkeypatch.setattr(benching, "round_robin", broken)
+    (row,) = measured(fake_bench(), [the_work(1)])
+    assert (row.status, row.why) == ("failed", "the loop failed: RuntimeError: out of luck")
     monkeypatch.setattr(benching, "fatal", lambda _: True)
     with pytest.raises(RuntimeError):
         measured(fake_bench(), [Work(bad, "A8", "q4_0")])
