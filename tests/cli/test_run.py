@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from results.record.schema import Limits
 from steps.checks.run import Outcome, Outcomes
 from steps.cli import main as cli
 from steps.cli import run
 from steps.registry import find, ladder
+from tests.cli.pretended import PretendedGpu, row
 
 CHEAP = ["--format", "q4_0"]
 
@@ -161,3 +164,41 @@ def test_all_that_a_run_launches_is_compiled_first(monkeypatch: pytest.MonkeyPat
     assert {(work.step.number, size, output) for work, size, output, *_ in seen} == {
         (number, size, "float32") for number in (4, 5) for size in shapes
     }
+
+
+def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = PretendedGpu()
+    asked: list[Any] = []
+
+    def measured_rows(bench: Any, at: Any, *, wrong: Any, report: Any, **data: Any) -> Any:
+        asked.append((list(at), wrong, data))
+        shape = (512, 4096, 4096)
+        yield [row(work, shape) for work in at[shape]], []
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(run, "machines", lambda _: (gpu.name, lambda _: gpu, None))
+    monkeypatch.setattr(run, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(
+        run,
+        "check_works",
+        lambda works, *_: Outcomes(
+            [Outcome(w, 1, failures=("no",) * (w.format == "q8_0")) for w in works]
+        ),
+    )
+    monkeypatch.setattr(run, "fatal", lambda error: "illegal" in str(error))
+    here = SimpleNamespace(limits=Limits())
+    monkeypatch.setattr(run.benching.Bench, "here", classmethod(lambda *_: here))
+    monkeypatch.setattr(run.benching, "measure_rows", measured_rows)
+    command = ["run", "2", "10", "--format", "q4_0,q8_0", "--dist", "llm", "--seed", "3", "--long"]
+    assert cli.main(command) == 1
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["no"] * 3 + [
+        "the run ended early: RuntimeError: an illegal address"
+    ]
+    assert "2.00x" in printed.out, "step 2 beside step 1"
+    ((shapes, wrong, data),) = asked
+    assert shapes == [(512, 4096, 4096), (1, 4096, 14336)]
+    assert {key[2] for key in wrong} == {"q8_0"}
+    assert data == {"distribution": "llm", "seed": 3, "given": None}
