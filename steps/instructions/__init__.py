@@ -1,8 +1,8 @@
 """The instruction vocabulary: what kernels use above plain Numba, for every machine under one name.
 
     from steps.instructions import dp4a, load_u32x4              names used inside kernels
-    from steps.simulator.launch import simulate            run a kernel on the CPU, checked
-    from steps.api.compile import machine_code          compile one without a GPU
+    from steps.simulator.launch import simulate          run a kernel on the CPU, checked
+    from steps.api.compile import machine_code           compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
 operands are always (array, index), the index counting elements of that array taken as flat.

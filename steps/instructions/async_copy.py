@@ -1,4 +1,4 @@
-"""Copies from global to shared memory behind the thread's back (PTX ISA 9.7.9.25, cp.async).
+"""Asynchronous copies from global to shared memory (PTX ISA 9.7.9.25, cp.async).
 
 A thread issues copies, closes them into a *group* with `cp_async_commit`, and later waits until all
 but its n newest groups have arrived. The wait is the thread's own: other threads see the data only

@@ -1,6 +1,6 @@
 """Bulk copies from global to shared memory, and the barriers in memory that they complete on.
 
-One thread asks for kilobytes at once (PTX ISA, cp.async.bulk; compute capability 9.0). The
+One thread issues a copy of kilobytes (PTX ISA, cp.async.bulk; compute capability 9.0). The
 copy reports to an *mbarrier*: a word of 8 bytes in shared memory that counts, phase by phase, the
 arrivals and the bytes still missing. A phase is complete when both counts are zero; then the next
 begins by itself, with the same number of arrivals to come. A waiting thread names the phase by its
@@ -21,7 +21,7 @@ empty buffer needs no special case.
 Memory is seen through two windows, *proxies*: loads, stores and `cp.async` use the generic one,
 bulk copies and `wgmma` the asynchronous one. What threads stored to shared memory, or copied there
 with `cp.async`, a `wgmma` sees only after the writer's `fence_proxy_async` and a barrier. What bulk
-copies bring needs none: waiting on the mbarrier is enough.
+copies write needs none: waiting on the mbarrier is enough.
 """
 
 from numba.cuda.types import uint32
@@ -70,7 +70,7 @@ def bulk_copy(lane, destination, di, source, si, size, barrier, bi):
     optional=True,
 )
 def prefetch_l2(lane, source, si, size):
-    """Begin to bring `size` bytes (a multiple of 16) from memory to the L2. UBLKPF."""
+    """Begin to load `size` bytes (a multiple of 16) from memory into the L2. UBLKPF."""
     source.locate(si, size, _UNIT)
 
 

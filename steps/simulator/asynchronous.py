@@ -1,7 +1,7 @@
 """Bulk copies, simulated at their worst.
 
-A bulk copy overwrites its destination with garbage (0xFF) at once and brings the data as late as
-can be: when every thread waits for something (orders 0 and -1), or at any time before (shuffled).
+A bulk copy overwrites its destination with garbage (0xFF) at once and stores the data as late as
+possible: when every thread waits for something (orders 0 and -1), or at any time before (shuffled).
 A thread that waits on its mbarrier goes on then; a thread that does not wait has read garbage.
 """
 
@@ -48,8 +48,8 @@ class BulkCopy:
             and other.at < self.at + self.size
         )
 
-    def brings(self, into: Allocation, places: np.ndarray) -> bool:
-        """Whether any of these bytes is among those it brings."""
+    def writes(self, into: Allocation, places: np.ndarray) -> bool:
+        """Whether it will store any of these bytes."""
         if into is not self.into:
             return False
         return bool(((places >= self.at) & (places < self.at + self.size)).any())
@@ -60,7 +60,7 @@ class BulkCopy:
         self.into.seen[there] = data
 
     def land(self) -> bool:
-        """Bring the data, as the source is now; whether that completes the barrier's phase."""
+        """Store the data, as the source is now; whether that completes the barrier's phase."""
         if all(lane.done for lane in self.lane.block.lanes):
             raise SimulatorError(
                 f"all threads of the block have exited while {self.size} bytes are on their way to "

@@ -1,4 +1,4 @@
-"""Bank conflicts: how many cycles shared memory takes for what a warp asks of it at once.
+"""Bank conflicts: how many cycles one access of a warp takes in shared memory.
 
 Shared memory is 32 banks side by side; successive 4-byte words lie in successive banks, and each
 bank serves one word a cycle (CUDA C++ Programming Guide, "Shared Memory" of compute capability 5.x,
@@ -85,7 +85,7 @@ def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one place in the source asked of shared memory, all warps together."""
+    """The accesses of one place in the source to shared memory, all warps together."""
 
     accesses: int = 0  # of whole warps
     wavefronts: int = 0

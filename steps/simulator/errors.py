@@ -5,7 +5,7 @@ class SimulatorError(RuntimeError):
     """A kernel did what it must not do; also the base of the more exact errors below."""
 
     lane_in_warp: int | None = None  # whose fault it is, when found while acting for a whole warp
-    site: object = None  # where it began, when found later, behind the threads' backs
+    site: object = None  # where it began, when an asynchronous operation finds it later
 
 
 class OutOfRange(SimulatorError):

@@ -1,4 +1,4 @@
-"""Run a kernel on the CPU, one lane at a time, and find what a GPU would leave to chance.
+"""Run a kernel on the CPU, one lane at a time, and find the faults that a GPU leaves to chance.
 
 `simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions
 behind it with other globals and closures: `cuda` becomes a simulated module, device functions their
@@ -10,12 +10,12 @@ deadlocks, shared and local memory read before it is written (it begins as garba
 copies read before the wait (their data is not there), arrivals, bytes and parities of mbarriers,
 accumulators and operands of `wgmma` touched before the wait.
 
-What it counts when asked: bank conflicts (`steps.simulator.banks`).
+It counts bank conflicts for a `BankCounter` (`steps.simulator.banks`).
 
-What it does not know: speed, FMA contraction, and the types Numba infers for what
-lies between two casts. There float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the
-tests of machine code look for; and uint32 - uint32 is a huge uint64 where it would be negative, so
-compare and shift such a difference only after `int32(...)` or `uint32(...)`.
+It does not model speed, FMA contraction, or the types Numba infers between two casts. There
+float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the tests of machine code look
+for; and uint32 - uint32 is a huge uint64 where it would be negative, so compare and shift such a
+difference only after `int32(...)` or `uint32(...)`.
 """
 
 import builtins

@@ -38,8 +38,8 @@ class _Layout(NamedTuple):
 class _Registers(CheckedArray):
     """A local array while a kernel only loads and stores its elements: a list of values.
 
-    Anything else that is asked of it (its bytes, a slice, a view), and an index outside its range,
-    makes it an ordinary `CheckedArray` for good.
+    Any other use (its bytes, a slice, a view), or an index outside its range, makes it an ordinary
+    `CheckedArray` for good.
     """
 
     __slots__ = ()

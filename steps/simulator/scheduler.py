@@ -81,7 +81,7 @@ class Schedule:
     ):
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
         self.order, self.in_turn = order, order in (0, -1)
-        self.banks = banks  # a BankCounter, or None where nobody asked
+        self.banks = banks  # a BankCounter, or None
         self.random = random.Random(order)
         self.ready: deque[Lane] = deque()
         self.copies: list[BulkCopy] = []  # under way, in the order they were issued

@@ -115,7 +115,7 @@ class Multiplication:
                 f"wgmma reads what threads wrote to {where.name}: fence_proxy_async and a barrier "
                 "must come between"
             )
-        if check and any(copy.brings(where, places) for copy in now().copies):
+        if check and any(copy.writes(where, places) for copy in now().copies):
             raise SimulatorError(
                 f"wgmma reads {where.name} where a bulk copy is still under way: wait for its "
                 "mbarrier"
