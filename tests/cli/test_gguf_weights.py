@@ -18,7 +18,7 @@ from qformats.gguf_file import tensors
 from reference import PrequantizedProblem, Problem, check, limits, same_operands_a16
 from results.measure.products import Data, PartOf
 from steps import find, gemm, ladder, plan
-from steps.api import gemm as door
+from steps.api import gemm as gemm_module
 from steps.api.machines import Simulator
 from steps.api.operands import blocks_of
 from steps.checks.run import Outcome, Outcomes
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     broken = quantize(trained(2, 64), "q8_0")
     broken["d"][1, 0] = np.nan
     found["broken.weight"] = "q8_0", broken.view(np.uint8).reshape(2, -1)
-    return write(tmp_path_factory.mktemp("given") / "model.gguf", found)
+    return write(tmp_path_factory.mktemp("model") / "model.gguf", found)
 
 
 def blocks(model: Path, name: str = UP) -> np.ndarray:
@@ -294,7 +294,7 @@ def test_a_tensor_is_multiplied_like_its_blocks(model: Path) -> None:
     machine, out = Simulator(), np.empty_like(wanted)
     plan(2, tensor, step=3, machine=machine)(a, out)
     np.testing.assert_array_equal(out, wanted)
-    handle = door.pack(tensor, step=3, machine=machine)
+    handle = gemm_module.pack(tensor, step=3, machine=machine)
     assert (handle.format, handle.n, handle.k) == ("q5_0", *tensor.shape)
     np.testing.assert_array_equal(gemm(a, handle, machine=machine), wanted)
     exact = a.astype(np.float64) @ dequantize(tensor.array).astype(np.float64).T
@@ -305,7 +305,7 @@ def test_a_tensor_that_no_kernel_takes(model: Path) -> None:
     found = tensors(model)
     for name in ("blk.0.f32", "blk.0.bf16", "positions"):
         said = f"{name} is {found[name].type}: w must hold blocks of q4_0, "
-        for refused in (gemm, door.pack):
+        for refused in (gemm, gemm_module.pack):
             arguments = [np.zeros((1, 32), np.float32)] if refused is gemm else []
             with pytest.raises(TypeError, match=said):
                 refused(*arguments, found[name], machine=Simulator())
@@ -314,11 +314,11 @@ def test_a_tensor_that_no_kernel_takes(model: Path) -> None:
     for name in FILE_FORMATS:
         if not any(name in step.formats for step in ladder()):
             with pytest.raises(TypeError, match=rf"w must hold blocks of q4_0, .*, got {name}$"):
-                door.pack(found[f"blk.0.{name}"], machine=Simulator())
+                gemm_module.pack(found[f"blk.0.{name}"], machine=Simulator())
     with pytest.raises(ValueError, match=r"shape \[N, K/32\], got 1"):
-        door.pack(tensors(model)["blk.0.q4_0"].array[0], machine=Simulator())
+        gemm_module.pack(tensors(model)["blk.0.q4_0"].array[0], machine=Simulator())
     with pytest.raises(ValueError, match="got 3 dimensions"):
-        door.pack(found["experts"], machine=Simulator())
+        gemm_module.pack(found["experts"], machine=Simulator())
 
 
 # --- nothing is copied on the way -----------------------------------------------------------------
@@ -339,7 +339,7 @@ class Uploads(Simulator):
 def test_blocks_as_they_are_go_from_the_file_to_the_machine(model: Path) -> None:
     """Step 1 reads the file's own bytes: they are uploaded from where the file is mapped."""
     tensor, machine = tensors(model)[UP], Uploads()
-    handle = door.pack(tensor, step=1, machine=machine)
+    handle = gemm_module.pack(tensor, step=1, machine=machine)
     (bytes_,) = machine.uploaded
     assert np.shares_memory(bytes_, tensor.array)
     assert handle.arrays[0].nbytes == tensor.nbytes
@@ -357,9 +357,9 @@ def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch:
         return tuple(made)
 
     step = replace(find(number), pack=packed)
-    monkeypatch.setattr(door, "find", lambda _: step)
+    monkeypatch.setattr(gemm_module, "find", lambda _: step)
     tensor, machine = tensors(model)[UP], Uploads()
-    door.pack(tensor, step=number, machine=machine)
+    gemm_module.pack(tensor, step=number, machine=machine)
     assert [np.shares_memory(w, tensor.array) for w in read] == [True]
     assert [id(array) for array in machine.uploaded] == [id(array) for array in made]
 
@@ -383,7 +383,7 @@ def test_nothing_of_its_size_is_allocated_for_a_tensor(tmp_path: Path) -> None:
     options = {"format": [], "n": None, "k": None, "m": 3, "dist": None, "seed": 0}
     args = Namespace(**options, gguf=path, tensor=UP)
     for work in (
-        lambda: door.pack(tensors(path)[UP], step=1, machine=Uploads()),
+        lambda: gemm_module.pack(tensors(path)[UP], step=1, machine=Uploads()),
         lambda: gguf_weights.of(args, (find(1),)).whole.blocks,
         lambda: gguf_weights.of(args, (find(1),)).part.blocks,
     ):
