@@ -1,4 +1,4 @@
-"""The formats that files come in, in kernels: what is read of blocks, what records hold, products.
+"""File formats in kernels: elements of blocks, the contents of packed tiles, products.
 
 Expectations come from the codec, which is held to `gguf` bit for bit, and from float64.
 """
@@ -102,7 +102,7 @@ def test_elements_are_those_of_the_codec_bit_for_bit(name: str) -> None:
     np.testing.assert_array_equal(values, dequantize(blocks)[0])
 
 
-# --- records ---
+# --- packed tiles ---
 
 
 @of_each
@@ -138,7 +138,7 @@ def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None
 
 @cache
 def unpacker(name: str) -> Any:
-    """kernel(m, bytes, halves): what one warp reads of the first record, as words: [half, lane, 8]
+    """kernel(m, bytes, halves): words of one warp, of the first packed tile: [half, lane, 8]
     of `tile_format` and [half, step, lane, 4] of `half_format`."""
     tile, form = tile_format(name), half_format(name)
     load, codes = tile.load, tile.fragments
@@ -172,19 +172,19 @@ def unpacker(name: str) -> Any:
 @of_each
 def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
     """By every lane, as `mma` takes them: rows g and g + 8, K as the docstrings have it."""
-    n, k = 13, 256  # three rows less than a record, of which this is the first along K
+    n, k = 13, 256  # three rows less than a packed tile, of which this is the first along K
     if name == "mxfp4":
         blocks = random_blocks(name, n, k)
         blocks["e"] = np.random.default_rng(1).integers(118, 134, blocks.shape)
     else:
         blocks = random_blocks(name, n, k)
     storage_format_named, kind = stored_weights(blocks), storage_format(FORMATS[name]).name
-    records, factors = tiles(blocks)
+    packed, factors = tiles(blocks)
     tile = tile_format(kind)
-    assert records.size == TILE_GROUP * 2 * tile.tile_bytes
+    assert packed.size == TILE_GROUP * 2 * tile.tile_bytes
     as_bytes, halves = np.zeros(2048, np.uint8), np.zeros(4096, np.uint8)
-    record = np.ascontiguousarray(records[: tile.tile_bytes])
-    simulate(unpacker(kind), 1, 32, (record, as_bytes, halves), shared_bytes=tile.tile_bytes)
+    packed_tile = np.ascontiguousarray(packed[: tile.tile_bytes])
+    simulate(unpacker(kind), 1, 32, (packed_tile, as_bytes, halves), shared_bytes=tile.tile_bytes)
 
     levels = np.zeros((TILE_ROWS, TILE_K), np.int64)
     levels[:n] = storage_format_named.levels[:, :TILE_K]
@@ -214,10 +214,10 @@ def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
 def test_mxfp4_scales_far_below_the_largest_are_lost_and_no_others() -> None:
     blocks = quantize(np.ones((1, 256), np.float32), "mxfp4")
     blocks["e"] = [[100, 99, 90, 86, 85, 69, 68, 40]]
-    records, factors = tiles(blocks)
+    packed, factors = tiles(blocks)
     tile = tile_format("c5")
-    first = records[: tile.tile_bytes][tile.scales_at :][:4]
-    second = records[TILE_GROUP * tile.tile_bytes :][: tile.tile_bytes][tile.scales_at :][:4]
+    first = packed[: tile.tile_bytes][tile.scales_at :][:4]
+    second = packed[TILE_GROUP * tile.tile_bytes :][: tile.tile_bytes][tile.scales_at :][:4]
     d = (np.concatenate([first, second]).astype(np.uint16) << 8).view(np.float16)
     kept = d.astype(np.float64) * HALF_SCALE * factors[0]
     right = 2.0 ** (blocks["e"][0].astype(np.float64) - 128)
@@ -233,10 +233,10 @@ def test_int8_weights_are_within_half_a_step_of_a_row(name: str) -> None:
     off = np.abs(codes * factor[:, None].astype(np.float64) - w)
     assert (off <= factor[:, None] * 0.5001).all()
     assert (factor <= np.abs(w).max(axis=1) / 126).all(), "the range of int8 is used"
-    records, factors = byte_tiles(blocks)
-    assert records.size == 128 * 512
+    packed, factors = byte_tiles(blocks)
+    assert packed.size == 128 * 512
     np.testing.assert_array_equal(factors[:9], factor)
-    flat = records.view(np.int8).reshape(
+    flat = packed.view(np.int8).reshape(
         4, TILE_GROUP, 4, 8, 4, 2, 2, 4
     )  # K | tile block g t part r i
     rows = flat.transpose(1, 6, 3, 0, 2, 5, 4, 7).reshape(128, 512)
@@ -262,13 +262,13 @@ def test_products(number: int, name: str) -> None:
 
 @pytest.mark.parametrize("number", [10, 12, 15])
 def test_scales_that_change_places_are_found(number: int) -> None:
-    """Of lower and upper halves of blocks, in a record of Q6_K: the product is wrong by that."""
+    """Scales of lower and upper halves of blocks swapped, in Q6_K: the product is wrong by that."""
     step = steps.find(number)
     at = tile_format("c6").scales_at
 
     def swapped(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-        records, factors = step.pack(blocks)
-        each = records.reshape(-1, tile_format("c6").tile_bytes).copy()
+        packed, factors = step.pack(blocks)
+        each = packed.reshape(-1, tile_format("c6").tile_bytes).copy()
         each[:, at:] = each[:, at:].reshape(len(each), -1, 2, 2)[:, :, ::-1].reshape(len(each), -1)
         return each.reshape(-1), factors
 
@@ -319,7 +319,7 @@ def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
     assert few.step.most_tokens == (16 if name != "q2_k" else None)
     assert many.step.number == 12
     tuned = {entry.format for table in tuning.known() for entry in table.entries}
-    assert (f"whose records are like those of {name}" in many.why) == (name not in tuned)
+    assert (f"whose packed tiles are like those of {name}" in many.why) == (name not in tuned)
 
 
 @pytest.mark.parametrize(

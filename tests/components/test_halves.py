@@ -1,4 +1,4 @@
-"""float16 operands: weights made of records in registers, activations rounded on the GPU.
+"""float16 operands: weights made of packed tiles in registers, activations rounded on the GPU.
 
 The expectation is the float64 value of each weight from ggml's block, and `reference.Halves`.
 """
@@ -35,8 +35,8 @@ from steps.components.unpack.codes import tile_format
 from steps.components.unpack.halves import half_format
 from steps.instructions import store_u32x4
 from steps.simulator.launch import simulate
+from tests.components.packed_tiles import by_row_tile
 from tests.components.passes import what_it_makes, writes_what_is_its_own
-from tests.components.records import by_row_tile
 from tests.formats.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -64,19 +64,19 @@ def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.nd
     return blocks
 
 
-def fields(name: str, records: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
-    """d', and m' where there are minima, float16 [n, blocks_k] of records."""
-    tile, deep = tile_format(name), -(-blocks_k * BLOCK // TILE_K)
-    by_record = by_row_tile(records, deep, tile.tile_bytes)
+def fields(name: str, packed: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
+    """d', and m' where there are minima, float16 [n, blocks_k] of packed tiles."""
+    tile, k_tiles = tile_format(name), -(-blocks_k * BLOCK // TILE_K)
+    by_record = by_row_tile(packed, k_tiles, tile.tile_bytes)
     found = []
     for at in (tile.scales_at, tile.minima_at)[: 1 + tile.minimum]:
         halves = np.ascontiguousarray(by_record[:, :, at : at + 128]).view(np.float16)
-        halves = halves.reshape(-1, deep, 8, 2, 4).transpose(0, 3, 2, 1, 4)
-        found.append(halves.reshape(-1, deep * 4)[:n, :blocks_k])
+        halves = halves.reshape(-1, k_tiles, 8, 2, 4).transpose(0, 3, 2, 1, 4)
+        found.append(halves.reshape(-1, k_tiles * 4)[:n, :blocks_k])
     return found
 
 
-# --- the records ----------------------------------------------------------------------------------
+# --- the packed tiles -----------------------------------------------------------------------------
 
 
 @weight_format
@@ -87,10 +87,10 @@ def test_scales_are_exact_and_the_largest_of_a_row_is_below_overflow(name: str) 
     m[0], d[1], d[2], m[2], d[3], m[3] = 6e4, 2.0**-24, 65504, -65504, 0, 0
     m[4], d[4] = 6e4, 2.0**-24
     blocks = blocks_with(name, 37, 9, d, m)
-    records, factors = tiles(blocks)
+    packed, factors = tiles(blocks)
     factors = factors[:37, None].astype(np.float64)
     assert (np.frexp(factors)[0] == 0.5).all(), "powers of two"
-    scaled = fields(name, records, 37, 9)
+    scaled = fields(name, packed, 37, 9)
     assert (scaled[0].astype(np.float64) * factors * HALF_SCALE == blocks["d"]).all()
     top = np.abs(scaled[0].astype(np.float64)).max(axis=1)
     full = (top >= 2.0**15) & (top < 2.0**16)
@@ -111,9 +111,9 @@ def test_what_is_no_number_stays_so_and_the_others_as_they_were(name: str) -> No
         for value in (np.inf, -np.inf, np.nan):
             odd = blocks.copy()
             odd[field][3, 1] = value
-            records, factors = tiles(odd)
+            packed, factors = tiles(odd)
             assert (factors == tiles(blocks)[1]).all()
-            for was, now in zip(wanted, fields(name, records, 18, 4), strict=True):
+            for was, now in zip(wanted, fields(name, packed, 18, 4), strict=True):
                 other = now != was
                 assert np.count_nonzero(other) <= 1
                 assert not np.isfinite(now[other]).any()
@@ -129,16 +129,16 @@ def put(out, i, half, step, lane, f):
 
 @cache
 def fragment_reader(name: str) -> Any:
-    """kernel(records, out[record, half, step, lane, register]): one warp a record."""
+    """kernel(packed, out[tile, half, step, lane, register]): one warp a packed tile."""
     form = half_format(name)
     words, scales, size = form.words, form.scales, form.tile_bytes
     multipliers, fragments = form.multipliers, form.fragments
 
     @cuda.jit
-    def read(records, out):
+    def read(packed, out):
         lane, i = cuda.threadIdx.x, cuda.blockIdx.x
         for half in range(2):
-            w, s = words(records, i * size, lane, half), scales(records, i * size, lane, half)
+            w, s = words(packed, i * size, lane, half), scales(packed, i * size, lane, half)
             first, second = multipliers(s, 0), multipliers(s, 1)
             put(out, i, half, 0, lane, fragments(w, 0, first))
             put(out, i, half, 1, lane, fragments(w, 1, first))
@@ -149,14 +149,14 @@ def fragment_reader(name: str) -> Any:
 
 
 def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(float16 [N, K] that a kernel makes of whole records, factors [N])."""
+    """(float16 [N, K] that a kernel makes of whole packed tiles, factors [N])."""
     n, k = len(blocks), blocks.shape[1] * BLOCK
     assert (n % TILE_ROWS, k % TILE_K) == (0, 0)
-    records, factors = tiles(blocks)
-    in_order = by_row_tile(records, k // TILE_K, half_format(name).tile_bytes)
-    records, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
+    packed, factors = tiles(blocks)
+    in_order = by_row_tile(packed, k // TILE_K, half_format(name).tile_bytes)
+    packed, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
     out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
-    simulate(fragment_reader(name), len(out), 32, (records, out))
+    simulate(fragment_reader(name), len(out), 32, (packed, out))
     # row tile, K tile, half, step, g, t, odd, row g or g + 8, pair: of 16 K 4 t + odd + 2 pair
     parts = out.view(np.float16).reshape(n // TILE_ROWS, k // TILE_K, 2, 4, 8, 4, 2, 2, 2)
     return parts.transpose(0, 7, 4, 1, 2, 3, 5, 8, 6).reshape(n, k), factors

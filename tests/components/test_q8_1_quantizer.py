@@ -124,7 +124,9 @@ def test_writes_every_block_and_nothing_else(layout: str, m: int, k: int) -> Non
     Simulator(order=3).run(Launch(q8_1_quantizer(layout), *q8_1_grid(m, k), (a, *arrays)))
     assert all((x[-64:] == 0x55).all() for x in arrays)
     for got, wanted in zip(arrays, encode(layout, want), strict=True):
-        np.testing.assert_array_equal(got[:-64], wanted)  # zeros beyond K in slabs included
+        np.testing.assert_array_equal(
+            got[:-64], wanted
+        )  # zeros beyond K in K-outermost layout included
 
 
 @pytest.mark.parametrize("s", ["codes", "values"])

@@ -21,7 +21,7 @@ first_work, next_work, tile_origin, contributors = (
 
 @cuda.jit
 def visits_kernel(schedule, tiles, tiles_n, steps, visits, origins):
-    """visits[block, i] = tile_id, k0, count, first, last and partial_slot of the i-th tile of a block."""
+    """visits[block, i] = tile_id, k0, count, first, last, partial_slot of a block's i-th tile."""
     shared_tiles, rate = schedule
     block = int32(cuda.blockIdx.x)
     tile_id, k0, count, left = first_work(shared_tiles, rate, steps)

@@ -22,12 +22,12 @@ from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from steps.components.unpack.codes import tile_format
 from steps.simulator.launch import simulate
-from tests.components.records import by_row_tile
+from tests.components.packed_tiles import by_row_tile
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 BITS = {"q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q8_0": 8}
 CENTRE = {"q4_0": 8, "q4_1": 0, "q5_0": 16, "q5_1": 0, "q8_0": 0}
-BLOCKS = TILE_K // BLOCK  # of one row in a record
+BLOCKS = TILE_K // BLOCK  # of one row in a packed tile
 
 
 def any_blocks(name: str, n: int, blocks_k: int, seed: int = 0) -> np.ndarray:
@@ -56,8 +56,8 @@ def stored(name: str, block: bytes) -> tuple[bytes, bytes, list[int]]:
     return d, m, [c + 16 * (fifth >> j & 1) - CENTRE[name] for j, c in enumerate(codes)]
 
 
-def record(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int]]]) -> bytes:
-    """The record of the 16 x 4 blocks (row, block along K)."""
+def packed_tile(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int]]]) -> bytes:
+    """The packed tile of the 16 x 4 blocks (row, block along K)."""
     out = bytearray()
     bits, rows, lanes = BITS[name], ("g", "g + 8"), [(g, t) for g in range(8) for t in range(4)]
     if bits == 8:
@@ -118,20 +118,20 @@ def in_units_of_the_row(name: str, blocks: np.ndarray) -> tuple[np.ndarray, list
 
 
 def expected(name: str, blocks: np.ndarray) -> bytes:
-    """All records; beyond the matrix lie blocks of zero bytes."""
+    """All packed tiles; beyond the matrix lie blocks of zero bytes."""
     n, blocks_k = blocks.shape
     size = FORMATS[name].block_bytes
     out = b""
-    for band in range(0, n, TILE_GROUP * TILE_ROWS):
+    for group in range(0, n, TILE_GROUP * TILE_ROWS):
         places = itertools.product(range(0, blocks_k, BLOCKS), range(TILE_GROUP))
         for first, row_tile in places:
-            row, parts = band + row_tile * TILE_ROWS, {}
+            row, parts = group + row_tile * TILE_ROWS, {}
             for r in range(TILE_ROWS):
                 for b in range(BLOCKS):
                     inside = row + r < n and first + b < blocks_k
                     raw = blocks[row + r, first + b].tobytes() if inside else bytes(size)
                     parts[r, b] = stored(name, raw)
-            out += record(name, parts)
+            out += packed_tile(name, parts)
     return out
 
 
@@ -187,16 +187,16 @@ def test_rows_and_blocks_beyond_the_matrix_have_scale_zero(
     if "m" in blocks.dtype.names:
         blocks["m"] = 2
     f = tile_format(name)
-    rows, deep = -(-n // 128) * TILE_GROUP, -(-blocks_k // BLOCKS)
-    records = by_row_tile(tiles(blocks)[0], deep, f.tile_bytes)
-    assert len(records) == rows
+    rows, k_tiles = -(-n // 128) * TILE_GROUP, -(-blocks_k // BLOCKS)
+    packed = by_row_tile(tiles(blocks)[0], k_tiles, f.tile_bytes)
+    assert len(packed) == rows
     size = TILE_ROWS * BLOCKS * 2
     d, m = 1.5 * 2.0**15, 2 * 2.0**6
     parts = {f.scales_at: d, f.minima_at: m} if f.minimum else {f.scales_at: d}
     for at, value in parts.items():
-        halves = np.ascontiguousarray(records[:, :, at : at + size]).view(np.float16)
-        halves = halves.reshape(rows, deep, 8, 2, BLOCKS)  # row tile, K tile, g, half, block
-        by_row = halves.transpose(0, 3, 2, 1, 4).reshape(rows * TILE_ROWS, deep * BLOCKS)
+        halves = np.ascontiguousarray(packed[:, :, at : at + size]).view(np.float16)
+        halves = halves.reshape(rows, k_tiles, 8, 2, BLOCKS)  # row tile, K tile, g, half, block
+        by_row = halves.transpose(0, 3, 2, 1, 4).reshape(rows * TILE_ROWS, k_tiles * BLOCKS)
         assert (by_row[:n, :blocks_k] == value).all()
         assert not by_row[n:].view(np.uint16).any()
         assert not by_row[:, blocks_k:].copy().view(np.uint16).any()
@@ -221,20 +221,20 @@ def test_what_is_refused() -> None:
         tiles(blocks[:0, 0])
 
 
-# --- what a kernel reads of a record --------------------------------------------------------------
+# --- what a kernel reads of a packed tile ---------------------------------------------------------
 
 
 @cache
 def fragment_reader(name: str) -> Any:
-    """kernel(records, out[record, half, lane, block, register]): one warp a record."""
+    """kernel(packed, out[tile, half, lane, block, register]): one warp a packed tile."""
     form = tile_format(name)
     load, fragments, size = form.load, form.fragments, form.tile_bytes
 
     @cuda.jit
-    def read(records, out):
+    def read(packed, out):
         lane, i = cuda.threadIdx.x, cuda.blockIdx.x
         for half in range(2):
-            words = fragments(load(records, i * size, lane, half))
+            words = fragments(load(packed, i * size, lane, half))
             for r in range(8):
                 out[i, half, lane, r // 4, r % 4] = words[r]
 
@@ -247,9 +247,9 @@ def test_fragments_are_the_codes(name: str) -> None:
     form = tile_format(name)
     blocks = any_blocks(name, 2 * TILE_ROWS, 2 * BLOCKS)
     codes = FORMATS[name].codes(blocks) - CENTRE[name]
-    records = by_row_tile(tiles(blocks)[0], 2, form.tile_bytes)[:2].reshape(-1)
+    packed = by_row_tile(tiles(blocks)[0], 2, form.tile_bytes)[:2].reshape(-1)
     out = np.zeros((4, 2, 32, 2, 4), np.uint32)
-    simulate(fragment_reader(name), 4, 32, (records, out))
+    simulate(fragment_reader(name), 4, 32, (packed, out))
     got = out.view(np.int8 if form.signed else np.uint8).reshape(*out.shape, 4).astype(int)
     for at in np.ndindex(got.shape):
         tile, half, lane, b, register, i = at
@@ -272,5 +272,5 @@ def test_the_parts_of_a_record(name: str) -> None:
     if form.minimum:
         assert form.minima_at == form.scales_at + 128
     assert form.tile_bytes == form.scales_at + 128 * (1 + form.minimum)
-    assert form.tile_bytes % 16 == 0, "every record begins where 128-bit loads may"
+    assert form.tile_bytes % 16 == 0, "every packed tile begins where 128-bit loads may"
     assert form.scales_at % 8 == 0, "four scales of a row are one 64-bit load"

@@ -23,8 +23,8 @@ from steps.components.activations.layouts import decode, encode, int8_chunks_and
 from steps.components.activations.rows import token_quantizer
 from steps.components.unpack.integer_scales import integer_format
 from steps.simulator.launch import simulate
+from tests.components.packed_tiles import by_row_tile
 from tests.components.passes import what_it_makes, writes_what_is_its_own
-from tests.components.records import by_row_tile
 from tests.components.test_halves import blocks_with, exact_weights
 from tests.formats.test_repack import any_blocks
 from tests.steps.test_bytes import MACHINES, READS, byte_reader, drawn, odd_rows
@@ -140,27 +140,27 @@ def test_what_is_refused() -> None:
             function(np.zeros((2, 2), FORMATS["q8_1"].dtype))
 
 
-# --- the records, and what a kernel makes of them -------------------------------------------------
+# --- the packed tiles, and what a kernel makes of them --------------------------------------------
 
 
 @weight_format
 def test_records_are_what_the_docstring_says(name: str) -> None:
     blocks = blocks_of_all_sizes(name, 20, 6)
-    records, factors = integer_tiles(blocks)
+    packed, factors = integer_tiles(blocks)
     size, bits = integer_format(name).tile_bytes, FORMATS[name].bits
-    assert (records.dtype, factors.shape) == (np.uint8, (128,))
+    assert (packed.dtype, factors.shape) == (np.uint8, (128,))
     np.testing.assert_array_equal(factors[:20], integer_weights(blocks)[1])
     if bits == 8:
-        np.testing.assert_array_equal(records, byte_tiles(blocks)[0] ^ 128)
+        np.testing.assert_array_equal(packed, byte_tiles(blocks)[0] ^ 128)
         return
     grid = integer_grid(blocks)
-    records = by_row_tile(records, 2, size)
+    packed = by_row_tile(packed, 2, size)
     assert size == {4: 1024, 5: 1280}[bits] + 128
     for n, block in np.ndindex(20, 6):
         (row_tile, row), (k_tile, of_tile) = divmod(n, 16), divmod(block, 4)
         (r, g), (half, b) = divmod(row, 8), divmod(of_tile, 2)
-        record = records[row_tile, k_tile]
-        pair = record[size - 128 + 16 * g + 8 * r + 2 * of_tile :][:2]
+        packed_tile = packed[row_tile, k_tile]
+        pair = packed_tile[size - 128 + 16 * g + 8 * r + 2 * of_tile :][:2]
         assert (pair[:1].view(np.int8)[0], int(pair[1]) - 128) == (
             grid.r[n, block],
             grid.c[n, block],
@@ -172,8 +172,8 @@ def test_records_are_what_the_docstring_says(name: str) -> None:
             def byte(word: int, at: int = half, lane: int = lane, i: int = i) -> int:
                 """Byte i of a word of this lane's."""
                 if word == 4:
-                    return int(record[1024 + 128 * at + 4 * lane + i])  # noqa: B023
-                return int(record[512 * at + 16 * lane + 4 * word + i])  # noqa: B023
+                    return int(packed_tile[1024 + 128 * at + 4 * lane + i])  # noqa: B023
+                return int(packed_tile[512 * at + 16 * lane + 4 * word + i])  # noqa: B023
 
             if bits == 4:
                 code = byte(2 * b + r) >> 4 * u & 15
@@ -197,21 +197,21 @@ def test_a_kernel_makes_the_very_bytes(name: str) -> None:
     for n, blocks_k in ((32, 8), (20, 5)):
         blocks = blocks_of_all_sizes(name, n, blocks_k)
         want, _ = integer_weights(blocks)
-        deep, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
+        k_tiles, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
         form = integer_format(name)
-        records = by_row_tile(integer_tiles(blocks)[0], deep, form.tile_bytes)
-        records = records[:rows].reshape(-1)
-        out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
-        simulate(byte_reader(form), len(out), 32, (records, out))
+        packed = by_row_tile(integer_tiles(blocks)[0], k_tiles, form.tile_bytes)
+        packed = packed[:rows].reshape(-1)
+        out = np.zeros((rows * k_tiles, 4, 32, 4), np.uint32)
+        simulate(byte_reader(form), len(out), 32, (packed, out))
         # row tile, K tile, block, g, t, upper half of the block, row g or g + 8, byte
-        parts = out.view(np.uint8).reshape(rows, deep, 4, 8, 4, 2, 2, 4)
-        got = parts.transpose(0, 6, 3, 1, 2, 5, 4, 7).reshape(rows * TILE_ROWS, deep * TILE_K)
+        parts = out.view(np.uint8).reshape(rows, k_tiles, 4, 8, 4, 2, 2, 4)
+        got = parts.transpose(0, 6, 3, 1, 2, 5, 4, 7).reshape(rows * TILE_ROWS, k_tiles * TILE_K)
         np.testing.assert_array_equal(got[:n, : blocks_k * BLOCK].astype(int) - form.zero, want)
 
 
 @weight_format
 def test_instructions_of_64_weights(name: str) -> None:
-    """Of a lane, in a whole record: 5 for eight codes (6.75 of five bits), two for a scale."""
+    """Of a lane, in a whole packed tile: 5 for eight codes (6.75 of five bits), two for a scale."""
     code = machine_code(byte_reader(integer_format(name)), READS, "sm_90a")
     bits = FORMATS[name].bits
     assert code.count("HFMA2", "HMUL2") <= 4, "constants"

@@ -100,7 +100,7 @@ def test_bytes_as_they_lie(name):
 
 
 @weight_format
-def test_slabs_lie_together_along_k(name):
+def test_k_outermost_is_one_piece_for_each_step_along_k(name):
     """Unit u of block b of row n: 16 bytes at ((b units + u) N + n) 16; others at b N + n."""
     blocks = any_blocks(name, (7, 5))
     apart = planes(blocks)
@@ -139,7 +139,7 @@ def test_a_scale_that_no_block_can_hold_is_refused():
         from_planes(dataclasses.replace(apart, offset=apart.offset * np.float32(1.0001)))
 
 
-def test_slabs_take_a_matrix() -> None:
+def test_k_outermost_takes_a_matrix() -> None:
     row = quantize(np.ones(64, np.float32), "q4_0")
     with pytest.raises(ValueError, match=r"a matrix of blocks \[N, K//32\], got 1 dimensions"):
         k_outermost(row)

@@ -26,8 +26,8 @@ from steps.components.unpack.codes import tile_format
 from steps.components.unpack.int8 import ByteFormat, byte_format
 from steps.instructions import store_u32x4
 from steps.simulator.launch import simulate
+from tests.components.packed_tiles import by_row_tile
 from tests.components.passes import what_it_makes, writes_what_is_its_own
-from tests.components.records import by_row_tile
 from tests.components.test_halves import blocks_with, exact_weights
 from tests.formats.test_repack import any_blocks
 

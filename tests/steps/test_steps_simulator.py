@@ -95,7 +95,7 @@ def test_a_tile_edge_in_both_directions(
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
 def test_outputs_in_float16(number: int, name: str) -> None:
-    """Ragged, where a row is no multiple of four, and whole; the guard bands hold there too."""
+    """Ragged, where a row is no multiple of four, and whole; the guard groups hold there too."""
     step = steps.find(number)
     for at, shape in enumerate([(9, 37, 96), (5, 132, 64), (1, 1, 32)]):
         for distribution in ("uniform", "llm"):
@@ -127,15 +127,15 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
     np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
 
 
-# --- steps that cut work by the number of SMs -----------------------------------------------------
-# On 132 SMs a product small enough to simulate is never cut unevenly; on one or two it is. Step 9:
-# stretches that end within tiles; step 10: many row tiles a block, K cut into slices or not, and a
-# warp with A of its own, longer than its ring, for two row tiles; step 11: K cut into parts, and
-# tiles of many tokens, which no small product is cut into, with K longer than the ring; steps 12 to
-# 14: stretches, two lots, three warpgroups, sums added up in two strips or in four by five blocks;
-# step 15: A in pieces, as it finds room, or in slabs, warps along N, waves. Constants are those of
-# the module that cuts.
-CUT_IN = {10: decode_tiles, 15: bulk_tiles}  # any other step: its own module
+# --- steps that share out work by the number of SMs -----------------------------------------------
+# On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is.
+# Step 9: work ranges that end within tiles. Step 10: many row tiles a block, split-K or not, and a
+# warp with A of its own, longer than its ring, for two row tiles. Step 11: split-K, and tiles of
+# many tokens, which no small product has, with K longer than the ring. Steps 12 to 14: work ranges,
+# two accumulator halves, three warpgroups, partial sums in two slices, or in four by five blocks.
+# Step 15: float32 A a few K tiles at a time, or prequantized A, warps along N, waves. Constants are
+# those of the module that has the tile heuristics.
+HEURISTICS_IN = {10: decode_tiles, 15: bulk_tiles}  # any other step: its own module
 SHARED_WORK = (
     (9, 1, (3, 300, 640), {}),
     (9, 1, (40, 200, 416), {}),
@@ -193,7 +193,7 @@ def test_work_shared_by_few_sms(
 ) -> None:
     """Right, launched again with the same scratch memory too, and the same bits in any order."""
     step, family = steps.find(number), steps.find(number).families[-1]
-    module = CUT_IN.get(number, sys.modules[step.launch.__module__])
+    module = HEURISTICS_IN.get(number, sys.modules[step.launch.__module__])
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
