@@ -56,9 +56,9 @@ def closure(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
         found[module] = path
         for base, name in _imports(path.read_text(encoding="utf-8")):
             whole = f"{base}.{name}" if name else base
-            target = whole if module_path(whole, root) else base
-            if target.split(".")[0] in ROOMS and not f"{target}.".startswith(f"{NEVER_ON_A_GPU}."):
-                waiting.append(target)
+            if base.split(".")[0] not in ROOMS or f"{whole}.".startswith(f"{NEVER_ON_A_GPU}."):
+                continue
+            waiting.append(whole if whole in found or module_path(whole, root) else base)
     return found
 
 
