@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,6 +66,116 @@ def test_resources_of_a_dispatcher_and_of_something_else() -> None:
     }
     none = protocol.resources(SimpleNamespace(kernel=None, shared_bytes=0))
     assert set(none.values()) == {None}
+
+
+class Device:
+    """A stream and its events, by what is queued; nothing has happened until one is waited for."""
+
+    def __init__(self) -> None:
+        self.queued: list[str] = []
+        self.log: list[str] = []
+        self.now = 0.0
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def stopwatch(self) -> protocol.GpuStopwatch:
+        made = object.__new__(protocol.GpuStopwatch)
+        made._cuda, made._stream, made._events = self, "stream", []
+        return made
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0.0
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream"
+        self.device.log.append("event")
+        self.at = self.device.now
+
+    def synchronize(self) -> None:
+        self.device.log.append("wait")
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+class Started(protocol.GpuReplay):
+    def __init__(self, device: Device, name: str, ms: float) -> None:
+        self.device, self.name, self.ms = device, name, ms
+
+    def start(self) -> None:
+        self.device.log.append(self.name)
+        self.device.now += self.ms
+
+
+def test_a_round_is_queued_whole_before_it_is_waited_for() -> None:
+    device = Device()
+    stopwatch = device.stopwatch()
+    replays = [Started(device, "a", 2.0), Started(device, "b", 0.5), Started(device, "c", 1.0)]
+    assert stopwatch.round(replays) == pytest.approx([2e-3, 0.5e-3, 1e-3])
+    assert device.log == [
+        *("event", "a", "event", "event", "b", "event", "event", "c", "event"),
+        "wait",
+    ]
+    device.log.clear()
+    assert stopwatch.round(replays[:1]) == pytest.approx([2e-3]), "events are used again"
+    assert device.log == ["event", "a", "event", "wait"]
+    assert stopwatch.round([]) == []
+
+
+def test_calls_of_torch_are_captured_apart_and_replayed_on_the_stopwatchs_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from results.measure import torch_graphs
+
+    log: list[str] = []
+    current = ["default"]
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Graph:
+        def capture_begin(self, capture_error_mode: str) -> None:
+            assert not gc.isenabled(), "nothing is freed within a capture"
+            log.append(f"begin {capture_error_mode} on {current[-1]}")
+
+        def capture_end(self) -> None:
+            log.append("end")
+
+        def replay(self) -> None:
+            log.append(f"replay on {current[-1]}")
+
+    cuda = SimpleNamespace(
+        CUDAGraph=Graph,
+        ExternalStream=lambda handle: f"stream {handle}",
+        Stream=lambda: "side",
+        stream=on,
+        synchronize=lambda: log.append("wait"),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    torch_graphs._side_stream.cache_clear()
+    captures = torch_graphs.TorchCaptures(SimpleNamespace(stream=7))  # type: ignore[arg-type]
+
+    def call() -> str:
+        log.append(f"call on {current[-1]}")
+        return "result"
+
+    assert captures.warm_up(call, 2) == "result"
+    replay = captures.capture([call, call])
+    replay.start()
+    torch_graphs._side_stream.cache_clear()
+    assert log == [
+        *("wait", "call on side", "call on side", "wait"),
+        *("wait", "begin relaxed on side", "call on side", "call on side", "end"),
+        "replay on stream 7",
+    ]
+    assert (replay.launches, replay.how) == (2, "graph")
+    assert gc.isenabled()
 
 
 def gpu() -> protocol.GpuStopwatch:
