@@ -1,4 +1,7 @@
-"""Quantizing A to Q8_1: the pass of the W4A8 steps, and the device functions that make it."""
+"""Quantizing A to Q8_1: the pass of the W4A8 steps, and the device functions that make it.
+
+Step 2 teaches the quantizer, step 5 its K-outermost layout.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from steps.instructions import (
 LANES = 4  # lanes of a block of 32: each takes four neighbours of either half, 128 bits a load
 TOKENS = 32 // LANES  # of a warp: the codes that one store of it writes are 128 bytes without a gap
 WARPS = 8  # of a thread block, side by side along K
-AHEAD = 2  # blocks of a lane, whose loads are all under way before the first is used
+AHEAD = 2  # blocks of a lane, all loaded before the first is used (H200)
 SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a block is zero
 BLOCK_Q8_1 = FORMATS["q8_1"].block_bytes
 FOUR_ONES = 0x01010101  # dp4a with it adds up four codes
@@ -59,18 +62,18 @@ def rows_are_aligned(a):
 def load_values(x, i, a, m, k, wide):
     """x[i, 0..3] = a[m, k..k+3] and x[i, 4..7] = a[m, k+16..k+19], zeros outside of a."""
     rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
-    at = int64(m) * columns + k
+    offset = int64(m) * columns + k
     for j in range(8):
         x[i, j] = 0
     for half in range(2):
         j, far = 4 * half, HALF * half
         if wide:
             if m < rows and uint32(k + far) < columns:
-                x[i, j], x[i, j + 1], x[i, j + 2], x[i, j + 3] = load_f32x4(a, at + far)
+                x[i, j], x[i, j + 1], x[i, j + 2], x[i, j + 3] = load_f32x4(a, offset + far)
         else:
             for n in range(4):
                 if m < rows and uint32(k + far + n) < columns:
-                    x[i, j + n] = load_f32(a, at + far + n)
+                    x[i, j + n] = load_f32(a, offset + far + n)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -173,12 +176,12 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
             s = sum_of_codes(low, high, d) if of_codes else sum_of_values(x, i)
             block = uint32(first + i)
             if m < rows and block < blocks_k:
-                at = (int64(m) * blocks_k + block) * BLOCK_Q8_1
-                store_u32(out, at + 4 + 4 * t, low)
-                store_u32(out, at + 4 + HALF + 4 * t, high)
+                offset = (int64(m) * blocks_k + block) * BLOCK_Q8_1
+                store_u32(out, offset + 4 + 4 * t, low)
+                store_u32(out, offset + 4 + HALF + 4 * t, high)
                 if t == 0:
-                    store_u16(out, at, float_to_half(d))
-                    store_u16(out, at + 2, float_to_half(s))
+                    store_u16(out, offset, float_to_half(d))
+                    store_u16(out, offset + 2, float_to_half(s))
 
     @cuda.jit
     def q8_1_k_outermost(a, qs, ds):
@@ -196,11 +199,11 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
             s = sum_of_codes(low, high, d) if of_codes else sum_of_values(x, i)
             block = uint32(first + i)
             if m < rows and block < blocks_k:
-                at = int64(block) * rows
-                store_u32(qs, (2 * at + m) * HALF + 4 * t, low)
-                store_u32(qs, (2 * at + rows + m) * HALF + 4 * t, high)
+                offset = int64(block) * rows
+                store_u32(qs, (2 * offset + m) * HALF + 4 * t, low)
+                store_u32(qs, (2 * offset + rows + m) * HALF + 4 * t, high)
                 if t == 0:
-                    store_f32x2(ds, (at + m) * 2, d, s)
+                    store_f32x2(ds, (offset + m) * 2, d, s)
 
     return q8_1_blocks if blocks else q8_1_k_outermost
 
