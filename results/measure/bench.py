@@ -251,10 +251,14 @@ class Bench:
         wrong: (step, family, format) -> why it must not be timed, because its checks failed.
         A CUDA error that takes the context with it is raised: nothing after it could be trusted.
         """
-        data.prepare(one.work for one in wanted)
         rows: list[Row] = []
         peers: list[Peer] = []
-        for part in self._parts(data, wanted):
+        try:
+            data.prepare(one.work for one in wanted)
+            parts = self._parts(data, wanted)
+        except Exception:  # the row whose weights cannot be packed will say so
+            parts = [list(wanted)]
+        for part in parts:
             try:
                 found, beside = self._loop(data, m, part, wrong or {})
             except Exception as error:
@@ -478,6 +482,7 @@ class Recorder:
     run: Run
     limits: Limits | None = None
     added: list[Row] = field(default_factory=list)
+    written: bool = False
 
     def add(
         self,
@@ -498,6 +503,7 @@ class Recorder:
         env = replace(finished(self.env, self.limits), utc=utc)
         self.run = merge(self.run, env=env, rows=new, peers=mine, as_called=stamped(as_called))
         write(self.run, self.path)
+        self.written = True
 
 
 # ----------------------------------------------------------------------------------------- how long

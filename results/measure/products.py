@@ -192,7 +192,8 @@ class SharedReference(Reference):
 
 @dataclass(slots=True, eq=False)
 class Packed:
-    """Weights as some steps read them, what packing them took, and their copies on the GPU."""
+    """Weights as some steps read them, what packing them took (while other cores packed others),
+    and their copies on the GPU."""
 
     arrays: tuple[np.ndarray, ...]
     pack_us: float

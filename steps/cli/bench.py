@@ -45,7 +45,9 @@ def bench(args: Namespace) -> int:
         return 0
     recorder = Recorder(path, env, run)
     broken = _measured(args, gpu, recorder, wanted, calls)
-    if args.json:
+    if not recorder.written:
+        pass  # it ended before its first loop did
+    elif args.json:
         print(path.read_text(encoding="utf-8"), end="")
     else:
         title = f"{env.where}: {len(recorder.added)} rows measured now"

@@ -186,12 +186,12 @@ def test_an_error_is_one_failed_row_and_a_lost_context_ends_the_run(
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of\nluck")
 
-    bad = replace(find(2), launch=broken)
-    rows = measured(fake_bench(), [the_work(1), Work(bad, "A8", "q4_0")])
-    assert [(row.status, row.why) for row in rows] == [
-        ("ok", None),
-        ("failed", "RuntimeError: out of luck"),
-    ]
+    for bad in (replace(find(2), launch=broken), replace(find(2), pack=broken)):
+        rows = measured(fake_bench(), [the_work(1), Work(bad, "A8", "q4_0")])
+        assert [(row.status, row.why) for row in rows] == [
+            ("ok", None),
+            ("failed", "RuntimeError: out of luck"),
+        ]
     monkeypatch.setattr(benching, "round_robin", broken)
     (row,) = measured(fake_bench(), [the_work(1)])
     assert (row.status, row.why) == ("failed", "the loop failed: RuntimeError: out of luck")
@@ -495,6 +495,11 @@ def test_a_bench_keeps_what_it_had_when_the_gpu_is_lost(
     assert command.bench(asked(out=out)) == 1
     assert [row.shape for row in store.read(out).rows] == [(1, 4, 32)]
     assert "the run ended early: RuntimeError: an illegal memory access" in capsys.readouterr().err
+    loops[:] = [()]
+    none = tmp_path / "none.json"
+    assert command.bench(asked(out=none)) == 1
+    assert not none.exists()
+    assert capsys.readouterr().out == "", "nothing was written"
 
 
 @pytest.mark.usefixtures("on_a_gpu")
