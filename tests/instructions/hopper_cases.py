@@ -1,4 +1,4 @@
-"""Small exact kernels for what came with Hopper: as tests/instructions/instruction_cases.py, which see."""
+"""Small exact kernels for what came with Hopper, made like those of instruction_cases."""
 
 from __future__ import annotations
 
