@@ -291,7 +291,10 @@ def product(tokens: Tokens, blocks: np.ndarray) -> np.ndarray:
 
 
 @weight_format
-@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm", "integer"])
+@pytest.mark.parametrize(
+    "distribution",
+    ["llm", *(pytest.param(d, marks=pytest.mark.slow) for d in ("uniform", "normal", "integer"))],
+)
 def test_a_right_product_is_right(distribution: str, name: str) -> None:
     for shape in ((33, 40, 1024), (3, 5, 64), (64, 96, 4096)):
         problem = Problem(*shape, name, distribution)

@@ -18,6 +18,8 @@ import pytest
 
 from steps.registry import ladder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ("qformats", "reference", "results", "steps", "tests")
 FILES = ("README.md", "Makefile", "pyproject.toml")

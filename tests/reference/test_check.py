@@ -59,7 +59,10 @@ def answer(problem: Problem, family: str, q81: Q81 | None) -> np.ndarray:
 # --- right results pass ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm", "integer"])
+@pytest.mark.parametrize(
+    "distribution",
+    ["llm", *(pytest.param(d, marks=pytest.mark.slow) for d in ("uniform", "normal", "integer"))],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_results_pass(family: str, distribution: str) -> None:
     for name in WEIGHT_FORMATS:

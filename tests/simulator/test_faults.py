@@ -249,7 +249,7 @@ def test_a_weight_block_without_a_finite_scale_is_refused(name: str, value: floa
         if field not in (w.dtype.names or ()):
             continue
         w[field][2, 1] = value
-        said = rf"w has {field} = {value} in block 1 of row 2$"
+        said = rf"w has {field} = {value} in block 1 of row 2: it must be finite$"
         with pytest.raises(ValueError, match=said):
             door.gemm(np.ones((1, K), np.float32), w, machine=Untouched())
         with pytest.raises(ValueError, match=said):
