@@ -191,6 +191,7 @@ def test_powers_of_two_are_exact(name: str) -> None:
     np.testing.assert_array_equal(got * factors[:, None].astype(np.float64), exact_weights(blocks))
 
 
+@pytest.mark.slow
 @weight_format
 def test_instructions_of_a_fragment(name: str) -> None:
     """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits."""
@@ -345,6 +346,7 @@ def test_layouts_are_made_of_what_they_hold() -> None:
         encode("k_outermost", halves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "k", "held", "dtype", "blocks"),
     [

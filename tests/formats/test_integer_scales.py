@@ -209,6 +209,7 @@ def test_a_kernel_makes_the_very_bytes(name: str) -> None:
         np.testing.assert_array_equal(got[:n, : blocks_k * BLOCK].astype(int) - form.zero, want)
 
 
+@pytest.mark.slow
 @weight_format
 def test_instructions_of_64_weights(name: str) -> None:
     """Of a lane, in a whole packed tile: 5 for eight codes (6.75 of five bits), two for a scale."""
@@ -347,6 +348,7 @@ COSTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", COSTS)
 @unpacked_format
 def test_the_error_beside_that_of_the_exact_weights(name: str, distribution: str) -> None:

@@ -15,8 +15,6 @@ from steps.simulator.twins import INSTRUCTIONS
 from tests.instructions import hopper_cases, instruction_cases
 
 CASES = instruction_cases.CASES + hopper_cases.CASES
-OLDER = [pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_80")]
-ARCHITECTURES = [*OLDER, "sm_90a"]
 
 
 def garbage_like(arrays):
@@ -34,7 +32,8 @@ def test_twin_equals_numpy(case, order):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_machine_code_has_the_instruction(case, arch):
     inputs, expected = case.prepare(seed=0)

@@ -268,6 +268,7 @@ def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> Non
     assert counter.conflicts == 0, counter.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "name"), list(zip([128, 64, 32, 16, 128], WEIGHT_FORMATS, strict=True))
 )
@@ -282,6 +283,7 @@ def test_no_tile_of_step_11_has_any(
     assert counter.conflicts == 0, counter.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_0", "q5_1"])
 @pytest.mark.parametrize("tile", [(128, 32), (128, 64), (256, 128)])
 def test_no_tile_of_step_12_has_any(

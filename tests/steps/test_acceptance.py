@@ -18,7 +18,7 @@ from reference.limits import INTEGER_NMSE
 from steps.checks.verify import multiply, prepare
 from steps.contract import Family, Step
 from tests.components.passes import RemembersPasses
-from tests.steps.works import WORKS, slow_unless_in_turn
+from tests.steps.works import WORKS
 
 SHAPE = (4, 512, 1024)
 FEATURES = slice(0, 512, 64)
@@ -45,7 +45,8 @@ def problem_of(name: str) -> tuple[Problem, np.ndarray]:
     return problem, np.ascontiguousarray(problem.blocks[FEATURES])
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_every_step(step: Step, family: Family, name: str) -> None:
     problem, blocks = problem_of(name)
     machine = RemembersPasses()

@@ -175,6 +175,7 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
         assert not got[:, blocks_k * BLOCK :].any()
 
 
+@pytest.mark.slow
 @weight_format
 def test_instructions_of_64_weights(name: str) -> None:
     """Of a lane, in a whole record: 11 for eight codes (15 of five bits) and three for a scale."""
