@@ -3,7 +3,7 @@
 Small problems in which everything odd comes together: weights with a scale of 0, of the ends of
 float16, negative, with all codes at an extreme; tokens that are zero, tiny, huge, of one element;
 activations that begin anywhere in a larger buffer; views of weights. Then what no kernel can do,
-which the front door refuses before anything is launched.
+which `gemm` refuses before anything is launched.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def views(array: np.ndarray) -> list[np.ndarray]:
     return [spread[::2, 1::3], np.asfortranarray(array), backwards, unaligned]
 
 
-# --- the front door -------------------------------------------------------------------------------
+# --- gemm -----------------------------------------------------------------------------------------
 
 ONCE = [pytest.param(*work.values, id=work.id) for work in WORKS if work.values[2] == "q4_1"]
 """Every step in every family, in one format."""
@@ -328,7 +328,7 @@ def test_odd_operands_on_a_gpu(step: Step, family: Family, name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_the_ends_of_every_shape_on_a_gpu(step: Step, family: Family, name: str) -> None:
-    """Through the front door, on views that begin anywhere; C is written where it was asked for."""
+    """Through `gemm`, on views that begin anywhere; C is written where it was asked for."""
     from numba import cuda
 
     half = keeps_sums_in_half(step, family)
