@@ -1,9 +1,8 @@
 """The contract of a step: what a lesson hands over, and nothing else.
 
-A step says *what* to run as data, a `Launch`; a machine (`steps.api.machines`) runs it on a GPU or in
-the simulator, and the offline compiler turns it into machine code. The harness checks, times and
-draws a step from the few functions here, so a step file holds its idea and no timing, data or
-printing.
+A step says *what* to run as data, a `Launch`. A machine (`steps.api.machines`) runs it on a GPU or
+in the simulator; the offline compiler turns it into machine code. Other rooms check, time and draw
+a step through the few functions here, so a step file holds its idea and no timing, data or printing.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Family = Literal["A16", "A8"]
 """How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
 
 Accuracy = Literal["exact", "fast", "coarse"]
-"""exact: every weight is what its block says, up to rounding to float16; fast: it is rounded once
-more, to 8 bits a row, which adds little; coarse: what its block says is no more than approached. A
-step that is not exact is used only where it was asked for."""
+"""exact: the step multiplies the weights as their format stores them, rounded to float16 at most.
+fast: it requantizes them to int8 with one scale per row. coarse: it also approximates block scales
+by small integers. A step that is not exact is used only when asked for."""
 
 ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
-"""From the best down: who asks for one takes those before it too."""
+"""From the most exact down. Asking for one allows those before it, too."""
 
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
 """The arithmetic unit whose measured peak bounds a step (`results.measure.limits`)."""
@@ -69,11 +68,11 @@ class Shape:
 class Activations:
     """The activations as a step reads them.
 
-    `launches` must run before the step's own (none when `arrays` is the caller's float32 A itself).
-    `layout` names how Q8_1 lies in `arrays` ("blocks" or "k_outermost", see `steps.components.unpack.blocks`), or
-    "inside" where the kernel makes it of float32 A itself, or "tokens", int8 with one scale a
-    token, or "summed", the same and its sums; for the A16 family it is "halves" where A was rounded
-    to float16 first, else None.
+    `launches` run before the step's own: none when `arrays` is the caller's float32 A itself.
+    `layout` names what `arrays` hold (`steps.components.activations.layouts`): Q8_1 as "blocks" or
+    "k_outermost"; "inside" where the kernel quantizes float32 A itself; "tokens" for int8 with one
+    scale per token, "summed" for the same with the sums of the codes; "halves" for float16; None
+    for float32 A.
     """
 
     arrays: tuple[Any, ...]
