@@ -2,7 +2,8 @@
 
 A step says *what* to run as data, a `Launch`. A machine (`steps.api.machines`) runs it on a GPU or
 in the simulator; the offline compiler turns it into machine code. Other rooms check, time and draw
-a step through the few functions here, so a step file holds its idea and no timing, data or printing.
+a step through the few functions here. So a step file holds its idea, and no timing, data or
+printing.
 """
 
 from __future__ import annotations
