@@ -3,12 +3,16 @@
 The first panel is what a caller sees: the error against the product of the unquantized weights,
 relative to the best exact step. So a step that requantizes the weights stands where it belongs. The
 second is what the kernel adds to the product of its own operands.
+
+Only the formats that every step takes are drawn. K-quants are read and never quantized here, so
+they have no error of their own to compare with.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from qformats import WEIGHT_FORMATS
 from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.charts.ladder import short
@@ -25,8 +29,14 @@ LEFT: Final = 2.32
 def rungs(run: Run) -> list[Rung]:
     """The steps whose error was measured, as the ladder has them, by number."""
     every = [rung for panel in ladder(run) for rung in panel.rungs]
-    known = [rung for rung in every if any(row.nmse_float for row in rung.every)]
+    known = [rung for rung in every if any(row.nmse_float for row in rows_of(rung))]
     return sorted(known, key=lambda rung: rung.row.step)
+
+
+def rows_of(rung: Rung) -> list[Row]:
+    """Its rows in the formats that are drawn, in their order."""
+    rows = [row for row in rung.every if row.format in WEIGHT_FORMATS]
+    return sorted(rows, key=lambda row: WEIGHT_FORMATS.index(row.format))
 
 
 def relative(run: Run, row: Row) -> float | None:
@@ -43,7 +53,7 @@ def relative(run: Run, row: Row) -> float | None:
 
 def draw(run: Run) -> Figure:
     steps = rungs(run)
-    names = formats(row for rung in steps for row in rung.every)
+    names = formats(row for rung in steps for row in rows_of(rung))
     panel = LINE * len(steps)
     height = style.HEAD + 2 * (panel + 0.95) + 0.32
     figure = style.new_figure(height, "Error: of the product, and of the kernel", run, "NMSE")
@@ -62,13 +72,14 @@ def draw(run: Run) -> Figure:
     ):
         figure.text(0.02, 1 - (top - 0.14) / height, title, fontweight="bold", fontsize=10)
         axes = style.box(figure, LEFT, top, style.COLUMN - LEFT - 0.2, panel)
-        values = [v for rung in steps for row in rung.every if (v := made(row))]
+        values = [v for rung in steps for row in rows_of(rung) if (v := made(row))]
         _lines(axes, steps)
         for y, rung in enumerate(steps):
-            for i, row in enumerate(sorted(rung.every, key=lambda row: names.index(row.format))):
+            rows = rows_of(rung)
+            for i, row in enumerate(rows):
                 value = made(row)
                 if value:
-                    shift = (i - (len(rung.every) - 1) / 2) * 0.13
+                    shift = (i - (len(rows) - 1) / 2) * 0.13
                     axes.plot(
                         [value],
                         [y + shift],
