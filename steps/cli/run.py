@@ -276,12 +276,13 @@ def _title(
 
 
 def _chart(run: Run) -> Path | None:
-    """Draws the run into build/ladder.svg; None where no step is at its home shape."""
-    if not any(row.home for row in run.rows):
-        return None
+    """Draws the run into build/ladder.svg; None where it has no step at its home shape to draw."""
     from results.render import charts
 
-    path = ROOT / "build" / "ladder.svg"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(charts.render(run, only={"ladder"})[path.name])
+    path = Path("build", "ladder.svg")
+    drawn = charts.render(run, only={"ladder"})
+    if path.name not in drawn:
+        return None
+    (ROOT / path).parent.mkdir(exist_ok=True)
+    (ROOT / path).write_bytes(drawn[path.name])
     return path
