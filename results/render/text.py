@@ -175,5 +175,7 @@ def share(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: 1.25x."""
-    return ABSENT if value is None else f"{value:.2f}x"
+    """A ratio: 1.25x, 0.0013x."""
+    if value is None:
+        return ABSENT
+    return f"{value:.2f}x" if value >= 0.1 else f"{figure(value, 2)}x"

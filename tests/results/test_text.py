@@ -94,6 +94,7 @@ def test_progress_is_for_terminals_only() -> None:
         (table.microseconds(2.5e6), "2.50 s"),
         (table.share(0.256), "26 %"),
         (table.times(1.25), "1.25x"),
+        (table.times(0.00126), "0.0013x"),
         (table.error(1.234e-12), "1.2e-12"),
         (table.error(float("inf")), "inf"),
     ],
