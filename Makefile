@@ -59,7 +59,7 @@ list: $(READY) ## the steps, their branches and home shapes
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 	@$(PY) -m steps check $(STEP) $(TOLD)
 
-test: $(READY) ## all tests, no GPU needed: 9 minutes on two cores (QUICK=1: 2 to 3, one format a step)
+test: $(READY) ## all tests, no GPU needed: 9 minutes on two cores (QUICK=1: 2, one format a step)
 	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
