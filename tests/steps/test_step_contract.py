@@ -21,13 +21,13 @@ HEADINGS = (
     "What it costs",
     "Machine code",
 )
-LONGEST = 245  # lines without the imports: what a person reads in one sitting
+LONGEST = 270  # lines: what a person reads in one sitting
 # Longer than that, and no longer.
 LONGER = {
-    "step08_async_pipeline": 290,
-    "step11_w4a16_tensor_core": 290,
-    "step12_w4a16_wgmma": 260,
-    "step15_decode_bulk": 260,
+    "step08_async_pipeline": 320,
+    "step11_w4a16_tensor_core": 320,
+    "step12_w4a16_wgmma": 290,
+    "step15_decode_bulk": 290,
 }
 ALLOWED = {
     "__future__",
@@ -95,10 +95,8 @@ def test_docstring_has_its_headings_in_order(path: Path, tree: ast.Module) -> No
         assert len(part.strip()) > 8, f"{heading} says nothing"
 
 
-def test_a_step_is_no_longer_than_a_lesson(path: Path, source: str, tree: ast.Module) -> None:
-    imports = (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
-    read = len(source.splitlines()) - sum(n.end_lineno - n.lineno + 1 for n in imports)
-    assert 50 <= read <= LONGER.get(path.stem, LONGEST)
+def test_a_step_is_no_longer_than_a_lesson(path: Path, source: str) -> None:
+    assert 50 <= len(source.splitlines()) <= LONGER.get(path.stem, LONGEST)
 
 
 def test_a_step_imports_the_vocabulary_and_of_other_steps_only_a_parent(
