@@ -9,8 +9,7 @@ are all in 0..255, and of four codes in the bytes of a word
 
 is the four of them side by side: as integers both sides are the sum of byte_i * 256^i, which is in
 0..2^32 - 1, so whatever is carried or borrowed on the way has come back at the end, for a negative
-r too. A tensor core takes them as unsigned bytes, and 128 times the sum of the activations has then
-to be subtracted (`steps.components.epilogue.wgmma`).
+r too. The highest bits flipped, they are signed bytes without the 128.
 
 What it costs is accuracy. r is 16 or so at most with 4 bits, 8 with 5, so a block's scale is off by
 3 to 8 %. Codes are therefore rounded anew to the multiples of r, and every c is free: a weight is
@@ -39,7 +38,7 @@ from qformats.repack import (
 )
 
 INTEGER_ZERO: Final = 128
-"""The unsigned byte that stands for 0."""
+"""The unsigned byte that stands for 0 until the highest bits are flipped."""
 
 FACTORS: Final = (0.94, 0.98, 1.02, 1.06)
 """Of the least factor that cuts nothing: below 1 some weights of the largest blocks are cut, and
@@ -90,16 +89,15 @@ def integer_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         scales  uint8 [8 g][row g, row g + 8][4 blocks][r, c + 128], r in two's complement; none in
                 q8_0, whose bytes are weights + 128
 
-    row_scales: float32 [N rounded up to whole groups]. Beyond the matrix all is 0, or the byte that
-    stands for 0: it meets zeros among the activations, or is no row of C.
+    row_scales: float32 [N rounded up to whole groups]. Beyond the matrix all is 0, or in q8_0 the
+    byte that stands for 0: it meets zeros among the activations, or is no row of C.
 
     It takes 1.4 s for 4096 x 4096 on one core, twenty times what `byte_tiles` takes: each of the
     FACTORS is tried with r rounded down and up, and all codes rounded anew.
     """
     fmt = matrix_format("integer_tiles", blocks)
     if fmt.bits == 8:
-        packed, row_scales = byte_tiles(blocks)
-        return packed ^ np.uint8(INTEGER_ZERO), row_scales
+        return byte_tiles(blocks)
     grid, (n, blocks_k) = integer_grid(blocks), blocks.shape
     rows, k_tiles = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     space = ((0, rows * TILE_ROWS - n), (0, k_tiles * 4 - blocks_k), (0, 0))

@@ -3,6 +3,7 @@
 Nothing here knows of kernels or GPUs; it imports NumPy and `qformats` only.
 
 problem.py     inputs, reproducible from a seed; drawn.py, exact.py, golden.py make them
+bfloat16.py    numbers that NumPy does not have
 operands.py    activations as kernels multiply them; recipes.py checks them
 product.py     float64 products and the magnitudes of their terms
 limits.py      rounding bounds, and limits of the NMSE
@@ -13,11 +14,12 @@ check.py       the verdict
     verdict = check(c, problem, "A8", q81)        # ok, both errors, the worst element, one sentence
 """
 
+from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.check import Check, Reference, check
 from reference.golden import GOLDEN, Golden
 from reference.limits import Limits, bound, limits, nmse
-from reference.operands import Q81, Halves, SummedTokens, Tokens
-from reference.problem import DISTRIBUTIONS, PrequantizedProblem, Problem
+from reference.operands import Q81, Bfloats, CoarseTokens, Halves, Tokens
+from reference.problem import DISTRIBUTIONS, INPUTS, PrequantizedProblem, Problem
 from reference.product import (
     both_tokens,
     magnitude_a8,
@@ -36,16 +38,20 @@ __all__ = [
     "DISTRIBUTIONS",
     "GOLDEN",
     "GPU_CHECK_SHAPES",
+    "INPUTS",
     "Q81",
+    "Bfloats",
     "Check",
+    "CoarseTokens",
     "Golden",
     "Halves",
     "Limits",
     "PrequantizedProblem",
     "Problem",
     "Reference",
-    "SummedTokens",
     "Tokens",
+    "bfloat16_bits",
+    "bfloat16_values",
     "both_tokens",
     "bound",
     "check",

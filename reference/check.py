@@ -10,8 +10,8 @@ Seven layers look at a result, each of which misses what another sees:
     float         the error against the unquantized product, which is the *format's*: a kernel that
                   agrees with a wrong codec is caught here
     weights       the codec alone: the dequantized weights, the sharpest sign of a wrong recipe
-    activations   the bits a step made of A, Q8_1, int8 or float16, against the recipe: "same
-                  operands" trusts them
+    activations   the bits a step made of A, Q8_1, int8, float16 or bfloat16, against the recipe:
+                  "same operands" trusts them
 
 The two errors are always reported apart. `limits` says where each number comes from.
 """
@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import format_of
+from reference.bfloat16 import bfloat16_values, rounded_to_bfloat16
 from reference.golden import GOLDEN, Golden
-from reference.limits import bound, known_family, limits, nmse
-from reference.operands import Q81, Halves, SummedTokens, Tokens
+from reference.limits import BFLOAT16_NMSE, bound, known_family, limits, nmse
+from reference.operands import Q81, Bfloats, CoarseTokens, Halves, Tokens
 from reference.problem import Problem
 from reference.product import (
     both_a8,
@@ -40,16 +41,18 @@ from reference.product import (
     same_operands_half,
     unquantized,
 )
-from reference.recipes import check_activations, check_halves, check_tokens, token_sums
+from reference.recipes import check_activations, check_rounded, check_tokens
 from reference.sampling import pieces, sample
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Operands = Q81 | Halves | Bfloats | Tokens
 
 SAMPLE_LIMIT: Final = 2**18  # outputs compared in full; larger results are sampled
 
 _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smallest step
     np.dtype(np.float32): (0.0, 0.0),
     np.dtype(np.float16): (2.0**-11, 2.0**-25),
+    np.dtype(np.uint16): (2.0**-8, 2.0**-134),  # bfloat16
 }
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -137,27 +140,30 @@ class Reference:
             return math.inf
         return error / energy if energy else (math.inf if error else 0.0)
 
-    def expected(self, operands: Q81 | Halves | Tokens | None, a: Array, exact: bool) -> Expected:
-        """What the Q8_1 bits of all tokens or their int8 (A8), their halves or float32 a[M, K]
-        (A16) give."""
+    def expected(self, operands: Operands | None, a: Array, exact: bool) -> Expected:
+        """What the Q8_1 bits of all tokens or their int8 (A8), their halves, bfloats or float32
+        a[M, K] (A16) give."""
         if isinstance(operands, Tokens):
             tokens = operands.rows(self.rows)
-            key = _digest(tokens.q, tokens.d, *token_sums(tokens))
+            key = _digest(tokens.q, tokens.d) + type(tokens).__name__.encode()
             if key not in self._expected:
                 complaint = None
                 if self.problem.distribution != "golden":
                     complaint = check_tokens(tokens, self.problem.a[self.rows], exact, self.rows)
                 self._expected[key] = Expected(*both_tokens(tokens, self.blocks), complaint)
             return self._expected[key]
-        if isinstance(operands, Halves):
-            halves = operands.rows(self.rows)
-            key = _digest(halves.h, halves.factor)
+        if isinstance(operands, Halves | Bfloats):
+            rounded = operands.rows(self.rows)
+            if isinstance(rounded, Halves):
+                key, bits = _digest(rounded.h, rounded.factor), 11
+            else:
+                key, bits = _digest(rounded.b, np.array("bfloat16")), 8
             if key not in self._expected:
-                values = halves.values()
+                values = rounded.values()
                 self._expected[key] = Expected(
                     same_operands_half(values, self.blocks),
-                    magnitude_half(values, self.blocks),
-                    check_halves(halves, self.problem.a[self.rows], self.rows),
+                    magnitude_half(values, self.blocks, bits),
+                    check_rounded(rounded, self.problem.a[self.rows], self.rows),
                 )
             return self._expected[key]
         if operands is None:
@@ -189,7 +195,7 @@ def check(
     c: Array,
     problem: Problem,
     family: str,
-    activations: Q81 | Halves | Tokens | Array | None = None,
+    activations: Operands | Array | None = None,
     exact: bool | None = None,
     *,
     operands: str = "f32",
@@ -197,15 +203,17 @@ def check(
     limit: int = SAMPLE_LIMIT,
     reference: Reference | None = None,
 ) -> Check:
-    """Judge c float32 or float16[M, N] as the answer of a `family` step to `problem`.
+    """Judge c float32, float16 or bfloat16 (uint16) [M, N] as the answer of a `family` step to
+    `problem`.
 
     activations  A8: the Q8_1 bits the kernel multiplied, or `Tokens`, whose weights are then taken
                  to be requantized to int8 (one of the two is required). A16: None, or what it
-                 really multiplied where that is not problem.a: float32[M, K], or `Halves`, whose
-                 weights are then taken to be rounded to float16 too
+                 really multiplied where that is not problem.a: float32[M, K], or `Halves` or
+                 `Bfloats`, whose weights are then taken to be rounded to float16 or bfloat16 too
     exact        demand bit equality; None means problem.exact, and holds for the golden case too
                  when its own bits are given
-    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16" (not for `Halves`)
+    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16" (not for `Halves`
+                 and `Bfloats`)
     blocks       the weights it multiplied, if not problem.blocks (a codec under test)
     limit        how many outputs to compare at most, see `sample` (the Q8_1 bits of those rows
                  too); NaN and Inf are sought in all
@@ -216,10 +224,10 @@ def check(
     known_family(family)
     _require_answer(c, problem)
     used, a = _activations_used(activations, problem, family)
-    if isinstance(used, Halves):
-        operands = "f16_weights"
+    if isinstance(used, Halves | Bfloats):
+        operands = "f16_weights" if isinstance(used, Halves) else "bf16_weights"
     if isinstance(used, Tokens):
-        operands = "integers" if isinstance(used, SummedTokens) else "int8"
+        operands = "integers" if isinstance(used, CoarseTokens) else "int8"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and _golden_bits(golden, used))
@@ -228,18 +236,24 @@ def check(
         reference = Reference(problem, limit, blocks)
     elif reference.problem is not problem:
         raise ValueError(f"a reference of {reference.problem} cannot judge {problem}")
-    rows, columns = reference.rows, reference.columns
+    rows, columns, dtype = reference.rows, reference.columns, c.dtype
+    c = bfloat16_values(c) if dtype == np.uint16 else c
     part = c[np.ix_(rows, columns)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinite d or s is found below, not warned about
         wanted = reference.expected(used, a, exact)
     same, size, meant = wanted.same, wanted.size, reference.meant
-    if exact and c.dtype == np.float16:  # the one rounding that is left
+    if exact and dtype == np.float16:  # the one rounding that is left
         same = same.astype(np.float16).astype(np.float64)
+    if exact and dtype == np.uint16:
+        same = rounded_to_bfloat16(same.astype(np.float32)).astype(np.float64)
     allowed = limits(problem, family, operands, (rows.size, columns.size))
+    if allowed.nmse_float and dtype == np.uint16:
+        low, high = allowed.nmse_float
+        allowed = replace(allowed, nmse_float=(low, high + BFLOAT16_NMSE))
 
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.abs(part - same)
-        roundoff, least = _OUTPUTS[c.dtype]
+        roundoff, least = _OUTPUTS[dtype]
         permitted = bound(family, problem.k, size, operands)
         permitted += roundoff * (np.abs(same) + permitted) + least
         ratio = np.where(error == 0, 0.0, error / permitted)
@@ -313,12 +327,12 @@ def check(
 def _require_answer(c: Array, problem: Problem) -> None:
     if not isinstance(c, np.ndarray) or c.dtype not in _OUTPUTS:
         found = getattr(c, "dtype", type(c).__name__)
-        raise TypeError(f"C must be a float32 or float16 array, got {found}")
+        raise TypeError(f"C must be a float32, float16 or bfloat16 (uint16) array, got {found}")
     if c.shape != (problem.m, problem.n):
         raise ValueError(f"C must be of shape (M, N) = ({problem.m}, {problem.n}), got {c.shape}")
 
 
-def _golden_bits(golden: Golden, used: Q81 | Halves | Tokens | None) -> bool:
+def _golden_bits(golden: Golden, used: Operands | None) -> bool:
     """Whether an A8 step multiplied the golden bits, or an A16 step did."""
     if isinstance(used, Tokens):
         right = Tokens.of_q81(golden.q81)
@@ -327,10 +341,10 @@ def _golden_bits(golden: Golden, used: Q81 | Halves | Tokens | None) -> bool:
 
 
 def _activations_used(
-    activations: Q81 | Halves | Tokens | Array | None, problem: Problem, family: str
-) -> tuple[Q81 | Halves | Tokens | None, Array]:
-    """The operands the kernel was given: (q81, _) or (tokens, _) for A8, (halves, _) or (None, a)
-    for A16."""
+    activations: Operands | Array | None, problem: Problem, family: str
+) -> tuple[Operands | None, Array]:
+    """The operands the kernel was given: (q81, _) or (tokens, _) for A8, (halves, _), (bfloats, _)
+    or (None, a) for A16."""
     if family == "A8":
         if not isinstance(activations, Q81 | Tokens):
             raise TypeError(
@@ -347,11 +361,12 @@ def _activations_used(
     if isinstance(activations, Q81 | Tokens):
         name = type(activations).__name__
         raise TypeError(f"an A16 result is checked against float activations, got {name}")
-    if isinstance(activations, Halves):
-        if activations.h.shape != (problem.m, problem.k):
+    if isinstance(activations, Halves | Bfloats):
+        x = activations.h if isinstance(activations, Halves) else activations.b
+        if x.shape != (problem.m, problem.k):
+            kind = "float16" if x.dtype == np.float16 else "bfloat16"
             raise ValueError(
-                f"float16 activations must be [M, K] = ({problem.m}, {problem.k}), "
-                f"got {activations.h.shape}"
+                f"{kind} activations must be [M, K] = ({problem.m}, {problem.k}), got {x.shape}"
             )
         return activations, problem.a
     if activations is None:

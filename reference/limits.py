@@ -30,8 +30,10 @@ _OPERANDS: Final = {
     "f16": (2.0**-11, 2, 2 * FLOAT32_ROUNDOFF),
     "bf16": (2.0**-8, 2, 2 * FLOAT32_ROUNDOFF),
     "f16_weights": (2.0**-11, 1, 2 * FLOAT32_ROUNDOFF),  # A is rounded already: `Halves`
+    # and `Bfloats`; weights are rounded to float16 and then to bfloat16
+    "bf16_weights": ((1 + 2.0**-8) * (1 + 2.0**-11) - 1, 1, 2 * FLOAT32_ROUNDOFF),
     "int8": (0.0, 0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
-    "integers": (0.0, 0, FLOAT32_ROUNDOFF),  # and here: `SummedTokens`
+    "integers": (0.0, 0, FLOAT32_ROUNDOFF),  # and here: `CoarseTokens`
 }
 
 # Operands that are int8, and their names in sentences.
@@ -84,7 +86,7 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
     Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|, and sum |t_i| is `magnitude`
     (`magnitude_a16`, `magnitude_a8`).
     Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2, or one for
-    weights alone (f16_weights, whose magnitude is `magnitude_half`).
+    weights alone (f16_weights and bf16_weights, whose magnitude is `magnitude_half`).
 
     It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
     of n, not like n. That is what NMSE is for.
@@ -155,6 +157,9 @@ INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
 # energy of scale * code and of offset at most, up to 16 times that of the weights they come to.
 SCALE_NMSE: Final = 16 * 2.0**-22
 
+# What rounding to bfloat16 adds at most, weights or C: (2^-8)^2 / 3, if significands are near 1.
+BFLOAT16_NMSE: Final = 2.0**-16 / 3
+
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
 
 
@@ -200,6 +205,8 @@ def limits(
     count = columns if problem.distribution == "llm" else rows * columns
     slack = 0.03 + 5 * 2 / math.sqrt(count)
     added, made = (0.0, 0.0), ""
+    if operands == "bf16_weights":
+        added, made = (0.0, BFLOAT16_NMSE), "rounding weights to bfloat16"
     if family == "A8":
         table = {"int8": INT8_NMSE, "integers": INTEGER_NMSE}.get(operands, ACTIVATION_NMSE)
         added, made = table[problem.distribution], INT8_OPERANDS.get(operands, "Q8_1")
@@ -246,10 +253,12 @@ def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[flo
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
         return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
-    if operands == "f16_weights":
+    if operands in ("f16_weights", "bf16_weights"):
         # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) +
         # 24 / n times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
         few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
+        if operands == "bf16_weights":
+            return 2e-5 * few, f"weights rounded to bf16: 3e-6 measured; {outputs} outputs"
         return 3e-7 * few, f"weights rounded to f16, once: 3e-8 measured; {outputs} outputs"
     if operands == "f16":
         return 1e-6, "operands rounded to f16: 6e-8 ... 9e-8 measured"

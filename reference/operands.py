@@ -1,7 +1,7 @@
-"""Activations as kernels are given them: Q8_1, float16, or int8 with one scale per token.
+"""Activations as kernels are given them: Q8_1, 16-bit floats, or int8 with one scale per token.
 
-`Q81`, `Halves`, `Tokens` and `SummedTokens` hold the very bits that a kernel multiplied, and check
-their types and shapes. `of_values` is the recipe of each.
+`Q81`, `Halves`, `Bfloats`, `Tokens` and `CoarseTokens` hold the very bits that a kernel multiplied,
+and check their types and shapes. `of_values` is the recipe of each.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from qformats import BLOCK
 from qformats.integer_scales import integer_weights
 from qformats.repack import byte_weights
+from reference.bfloat16 import rounded_to_bfloat16
 from reference.sampling import pieces
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -123,6 +124,38 @@ class Halves:
 
 
 @dataclass(frozen=True)
+class Bfloats:
+    """Activations in bfloat16, as a caller gave them.
+
+    b float32[M, K], all of them numbers that bfloat16 has. TypeError or ValueError if they are not.
+    """
+
+    b: Array
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.b, np.ndarray) or self.b.dtype != np.float32:
+            found = getattr(self.b, "dtype", type(self.b).__name__)
+            raise TypeError(f"Bfloats.b must be a float32 array, got {found}")
+        if self.b.ndim != 2:
+            raise ValueError(f"Bfloats need b [M, K], got {self.b.shape}")
+        if (np.ascontiguousarray(self.b).view(np.uint32) & 0xFFFF).any():
+            raise ValueError("Bfloats.b has numbers that bfloat16 has not")
+
+    @classmethod
+    def of_values(cls, a: Array) -> Bfloats:
+        """Round float32[M, K]; what is bfloat16 already stays what it is."""
+        return cls(rounded_to_bfloat16(a))
+
+    def rows(self, pick: Pick) -> Bfloats:
+        """The same, of some tokens only."""
+        return Bfloats(self.b[pick])
+
+    def values(self) -> Array:
+        """b in float64[M, K]."""
+        return self.b.astype(np.float64)
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Activations in int8 with one scale for each token: value = d * q.
 
@@ -158,7 +191,7 @@ class Tokens:
 
     def rows(self, pick: Pick) -> Tokens:
         """The same, of some tokens only."""
-        return Tokens(self.q[pick], self.d[pick])
+        return type(self)(self.q[pick], self.d[pick])
 
     def values(self) -> Array:
         """d * q in float64[M, K]."""
@@ -170,41 +203,9 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class SummedTokens(Tokens):
-    """`Tokens` with what each token's codes add up to, for weights that are unsigned bytes: those
-    of `qformats.integer_scales.integer_weights`, by which they are multiplied, and 128.
-
-    s float32[M], all integers. TypeError or ValueError if it is not.
-    """
-
-    s: Array
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.s, np.ndarray) or self.s.dtype != np.float32:
-            found = getattr(self.s, "dtype", type(self.s).__name__)
-            raise TypeError(f"SummedTokens.s must be a float32 array, got {found}")
-        if self.s.shape != self.d.shape:
-            raise ValueError(f"SummedTokens need s [M], got {self.s.shape} for d {self.d.shape}")
-
-    @classmethod
-    def of_tokens(cls, tokens: Tokens) -> SummedTokens:
-        """The same with their sums."""
-        return cls(tokens.q, tokens.d, tokens.q.sum(axis=1, dtype=np.int64).astype(np.float32))
-
-    @classmethod
-    def of_values(cls, a: Array) -> SummedTokens:
-        """As `Tokens.of_values`."""
-        return cls.of_tokens(Tokens.of_values(a))
-
-    @classmethod
-    def of_q81(cls, q81: Q81) -> SummedTokens:
-        """As `Tokens.of_q81`."""
-        return cls.of_tokens(Tokens.of_q81(q81))
-
-    def rows(self, pick: Pick) -> SummedTokens:
-        """The same, of some tokens only."""
-        return SummedTokens(self.q[pick], self.d[pick], self.s[pick])
+class CoarseTokens(Tokens):
+    """`Tokens` for weights that are multiples of small integers, those of
+    `qformats.integer_scales.integer_weights`."""
 
     def weights(self, blocks: Array) -> tuple[Array, Array]:
         """As `Tokens.weights`."""

@@ -12,6 +12,9 @@ Distributions
               order of summation, so a right kernel equals the float64 product **bit for bit**
     golden    the single hand-computed block of `GOLDEN` (1 x 1 x 32 only)
 
+A is float32, or rounded to what a caller may have: float16 or bfloat16 (`Problem.input`). "integer"
+is exact in all three.
+
 Formats that are only read (K-quants) have weights that are drawn as blocks (`reference.drawn`),
 in which the distribution is that of A.
 """
@@ -26,6 +29,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
+from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from reference.drawn import REACH, integer_blocks, random_blocks
 from reference.exact import (
     OFFSET_QUANTA,
@@ -41,6 +45,9 @@ from reference.shapes import Shape
 Array = np.ndarray[Any, np.dtype[Any]]
 
 DISTRIBUTIONS: Final = ("uniform", "normal", "llm", "integer", "golden")
+
+INPUTS: Final = ("float32", "float16", "bfloat16")
+"""The dtypes that A may have."""
 
 # LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339) reports outlier features in about 0.1 % of
 # the channels of large transformers, up to 20 times the size of the others, the same channels for
@@ -64,6 +71,7 @@ class Problem:
     format: str
     distribution: str = "normal"
     seed: int = 0
+    input: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "seed"):
@@ -88,6 +96,8 @@ class Problem:
             raise ValueError(
                 f"unknown distribution {self.distribution!r}: use one of {', '.join(DISTRIBUTIONS)}"
             )
+        if self.input not in INPUTS:
+            raise ValueError(f"unknown input {self.input!r}: use one of {', '.join(INPUTS)}")
         if self.distribution == "golden" and self.format not in GOLDEN:
             raise ValueError(f"there is no golden case of {self.format}: use another distribution")
         if self.distribution == "golden" and self.shape != (1, 1, BLOCK):
@@ -113,15 +123,23 @@ class Problem:
 
     @cached_property
     def a(self) -> Array:
-        """Activations, float32[M, K]."""
+        """Activations [M, K]: float32, also of bfloat16's numbers; or float16."""
         if self.distribution == "golden":
-            return frozen(GOLDEN[self.format].a.copy())
-        if self.distribution == "integer":
-            return frozen(exact_activations(self._rng("a"), self.m, self.k, self._reach))
-        a = _draw(self._rng("a"), self.distribution, self.m, self.k)
+            a = GOLDEN[self.format].a.copy()
+        elif self.distribution == "integer":
+            a = exact_activations(self._rng("a"), self.m, self.k, self._reach)
+        else:
+            a = _draw(self._rng("a"), self.distribution, self.m, self.k)
         if self.distribution == "llm":
             a[:, self.outlier_channels] *= np.float32(OUTLIER_FACTOR)
-        return frozen(a)
+        if self.input == "bfloat16":
+            return frozen(rounded_to_bfloat16(a))
+        return frozen(a.astype(self.input, copy=False))
+
+    @property
+    def given(self) -> Array:
+        """A as a caller has it: `a`, or bits in uint16 where they are bfloat16."""
+        return bfloat16_bits(self.a) if self.input == "bfloat16" else self.a
 
     @cached_property
     def w(self) -> Array:
@@ -184,7 +202,14 @@ class PrequantizedProblem(Problem):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def __init__(self, m: int, blocks: Array, distribution: str = "normal", seed: int = 0) -> None:
+    def __init__(
+        self,
+        m: int,
+        blocks: Array,
+        distribution: str = "normal",
+        seed: int = 0,
+        input: str = "float32",
+    ) -> None:
         fmt = format_of(blocks)
         if blocks.ndim != 2:
             raise ValueError(
@@ -196,7 +221,7 @@ class PrequantizedProblem(Problem):
                 f"got {distribution!r}"
             )
         n, deep = blocks.shape
-        super().__init__(m, n, deep * fmt.elements, fmt.name, distribution, seed)
+        super().__init__(m, n, deep * fmt.elements, fmt.name, distribution, seed, input)
         self.__dict__["blocks"] = frozen(blocks.view())
 
     @property

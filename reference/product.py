@@ -6,8 +6,8 @@ Three answers to "what should C be", for three questions:
     same_operands_a16(a, blocks)    float A, dequantized W:    } their distance is the *kernel's*
     same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
 
-The activations are those of `reference.operands`. Of `Halves` A is `values()`; `both_tokens` is the
-product of `Tokens` or `SummedTokens` with int8 weights.
+The activations are those of `reference.operands`. Of `Halves` and `Bfloats` A is `values()`;
+`both_tokens` is the product of `Tokens` or `CoarseTokens` with int8 weights.
 
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
@@ -98,11 +98,13 @@ def least_half(blocks: Array) -> Array:
     return np.asarray(least)
 
 
-def magnitude_half(a: Array, blocks: Array) -> Array:
+def magnitude_half(a: Array, blocks: Array, bits: int = 11) -> Array:
     """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
-    one rounding of 2^-11 that is what rounding the weights to float16 may cost."""
+    one rounding of 2^-11 that is what rounding the weights to float16 may cost. `bits` 8: with the
+    roundings to float16 and then to bfloat16, 2^-8 and a little."""
     of_rows = np.abs(a).astype(np.float64).sum(axis=1)
-    return magnitude_a16(a, blocks, stored=True) + np.outer(of_rows, 2.0**11 * least_half(blocks))
+    least = np.outer(of_rows, 2.0**bits * least_half(blocks))
+    return magnitude_a16(a, blocks, stored=True) + least
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:

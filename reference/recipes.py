@@ -1,4 +1,4 @@
-"""Whether the activations a kernel multiplied are the recipe's: Q8_1, int8 or float16 of A."""
+"""Whether the activations that a kernel multiplied are the recipe's: Q8_1, int8, 16-bit floats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from reference.limits import FLOAT32_ROUNDOFF
-from reference.operands import Q81, Halves, SummedTokens, Tokens
+from reference.operands import Q81, Bfloats, Halves, Tokens
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -100,36 +100,25 @@ def check_tokens(
             f"most at ({m if rows is None else rows[m]}, {k}): got {tokens.q[m, k]}, expected "
             f"{right.q[m, k]}"
         )
-    for s in token_sums(tokens):
-        sums = tokens.q.sum(axis=1, dtype=np.int64)
-        if (s != sums).any():
-            m = int(np.argmax(s != sums))
-            return (
-                f"{np.count_nonzero(s != sums)} of {sums.size} sums of tokens are wrong, the first "
-                f"of token {m if rows is None else rows[m]}: got {s[m]:.9g}, expected {sums[m]}"
-            )
     return None
 
 
-def token_sums(tokens: Tokens) -> tuple[Array, ...]:
-    """(s,) of `SummedTokens`, nothing of others."""
-    return (tokens.s,) if isinstance(tokens, SummedTokens) else ()
-
-
-def check_halves(halves: Halves, a: Array, rows: Array | None = None) -> str | None:
-    """None if these are a[M, K] in float16, bit for bit, else a sentence; `rows` as above.
+def check_rounded(rounded: Halves | Bfloats, a: Array, rows: Array | None = None) -> str | None:
+    """None if these are a[M, K] in float16 or bfloat16, bit for bit, else a sentence; `rows` as
+    above.
 
     A product with a power of two is exact, and the rounding is the same everywhere.
     """
-    right = Halves.of_values(a)
-    for name in ("factor", "h"):
-        got, wanted = getattr(halves, name), getattr(right, name)
+    right, halves = type(rounded).of_values(a), isinstance(rounded, Halves)
+    kind = "float16" if halves else "bfloat16"
+    for name in ("factor", "h") if halves else ("b",):
+        got, wanted = getattr(rounded, name), getattr(right, name)
         wrong = ~(got == wanted)
         if wrong.any():
             m, *k = (int(i) for i in np.argwhere(wrong)[0])
             place = ", ".join(map(str, (m if rows is None else rows[m], *k)))
             return (
-                f"{np.count_nonzero(wrong)} of {wrong.size} float16 activations ({name}) differ "
+                f"{np.count_nonzero(wrong)} of {wrong.size} {kind} activations ({name}) differ "
                 f"from the recipe, the first at ({place}): got {got[(m, *k)]:.9g}, expected "
                 f"{wanted[(m, *k)]:.9g}"
             )

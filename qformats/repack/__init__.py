@@ -2,7 +2,7 @@
 
 fields.py         codes, scales and offsets apart; K outermost (steps 1 to 6)
 fragments.py      fragment-packed tiles of 16 rows x 128 K, as tensor cores take them (from step 7)
-requantized.py    the same of weights requantized to int8 (from step 13)
+requantized.py    the same of weights requantized to int8 (from step 15)
 """
 
 from qformats.repack.fields import (
@@ -20,6 +20,7 @@ from qformats.repack.fragments import (
     CODE_SCALE,
     HALF_SCALE,
     MINIMUM_SCALE,
+    MMA_ORDER,
     TILE_GROUP,
     TILE_K,
     TILE_ROWS,
@@ -47,6 +48,7 @@ __all__ = [
     "HALF_SCALE",
     "KNOWN",
     "MINIMUM_SCALE",
+    "MMA_ORDER",
     "TILE_GROUP",
     "TILE_K",
     "TILE_ROWS",

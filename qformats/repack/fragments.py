@@ -1,4 +1,21 @@
-"""Fragment-packed tiles: 16 rows x 128 K of weights, laid out as tensor cores take them."""
+"""Fragment-packed tiles: 16 rows x 128 K of weights, laid out as tensor cores take them.
+
+**The order of K.** Of each row and each 16 K a lane 4g + t holds one word of four codes. For int8
+products the word is an operand as it is. For float16 products a lane needs two registers of two
+weights: k = 2t, 2t + 1 and k = 2t + 8, 2t + 9. A mask finds every second byte of a word, so the
+lower and the upper eight K are interleaved:
+
+    lane t          0              1              2              3
+    position    0  1  2  3     4  5  6  7     8  9 10 11    12 13 14 15
+    k           0  8  1  9     2 10  3 11     4 12  5 13     6 14  7 15      MMA_ORDER
+
+    word                      |  2t  | 2t + 8 | 2t + 1 | 2t + 9 |
+    word      & 0x00FF00FF    |  2t  |        | 2t + 1 |        |    a0: neighbours
+    word >> 8 & 0x00FF00FF    | 2t+8 |        | 2t + 9 |        |    a2: neighbours
+
+So float16 A is read in its natural order. Int8 products are the same in every order, as long as the
+codes of A have it too: `steps.components.activations.layouts.q8_1_mma_order` writes them so.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +46,11 @@ TOKEN_GROUP = 8
 """Tokens in a group of activations: their 16-byte chunks, side by side, are 128 bytes, and so lie
 in all banks of shared memory."""
 
+MMA_ORDER = (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)
+"""The k at each position of 16 in a packed tile: position 4t + i has k = 2t + (0, 8, 1, 9)[i]."""
+
+NATURAL_ORDER = tuple(range(16))
+
 HALF_SCALE = 2.0**-24
 """The smallest float16, and all that is below 2^-13 are multiples of it: read as float16, the
 integer n < 2048 is n * HALF_SCALE, so that a mask alone makes a number of a code."""
@@ -44,12 +66,14 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
 
     packed: uint8 [ceil(N/128), ceil(K/128), 8, bytes of a tile], flat: in groups of 128 rows; 128 K
     of a whole group come before the next 128 K. A tile has as many bytes as ggml needs for its 64
-    blocks, in another order. Rows and blocks beyond the matrix have scale 0. For lane 4g + t it is
+    blocks, in another order. Rows and blocks beyond the matrix have scale 0. For lane 4g + t and
+    with each 16 K in MMA_ORDER (see the module's docstring) it is
 
         codes   4 and 5 bits: for each half of 64 K, 16 bytes a lane: for its two blocks a word of
-                row g, one of row g + 8; byte i of a word holds the codes of k = 4t + i (low nibble)
-                and k = 16 + 4t + i (high), as byte 4t + i of a ggml block does
-                8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 as they are
+                row g, one of row g + 8; byte i of a word holds the codes of k = o (low nibble) and
+                k = 16 + o (high), where o = MMA_ORDER[4t + i], as byte o of a ggml block does
+                8 bits: for each block, 16 bytes a lane: registers a0, a1, a2, a3 of an int8 mma,
+                byte i of them with k = o, o, 16 + o, 16 + o
         bits    5 bits only: for each half a word a lane; bits 8i + 2w and 8i + 2w + 1 belong to the
                 two codes in byte i of word w: the lowest bit of the code whose other four are the
                 high nibble, and the highest of the one whose other four are the low nibble
@@ -135,8 +159,11 @@ def in_groups(packed: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(by_row.transpose(0, 2, 1, 3)).reshape(-1)
 
 
-def pack_tiles(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
-    """The packed tiles of `tiles`, uint8 [row tile * K tile, bytes], in whole groups of rows."""
+def pack_tiles(
+    blocks: Blocks, fmt: StorageFormat, order: tuple[int, ...] = MMA_ORDER
+) -> NDArray[np.uint8]:
+    """The packed tiles of `tiles`, uint8 [row tile * K tile, bytes], in whole groups of rows; or
+    with each 16 K in another order."""
     n, blocks_k = blocks.shape
     rows, k_tiles = row_tiles(n), -(-blocks_k * BLOCK // TILE_K)
     padded = blocks
@@ -145,7 +172,7 @@ def pack_tiles(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
         padded[:n, :blocks_k] = blocks
     # axes of a plane: row tile, row g or g + 8, g, K tile, block
     by_tile = (rows, 2, 8, k_tiles, 4)
-    qs = np.ascontiguousarray(padded["qs"]).view(np.uint8)
+    qs = _ordered(np.ascontiguousarray(padded["qs"]).view(np.uint8), order)
     planes = []
     if fmt.bits == 8:  # ... half of the block, t, byte
         words = qs.view("<u4").reshape(*by_tile, 2, 4)
@@ -153,6 +180,7 @@ def pack_tiles(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
     else:
         if fmt.bits == 5:
             bits = np.unpackbits(np.ascontiguousarray(padded["qh"]), axis=-1, bitorder="little")
+            bits = _ordered(bits, order)
             if fmt.name == "c5":
                 low, high = qs & 15 | bits[..., :16] << 4, qs >> 4 | bits[..., 16:] << 4
                 return _threes(np.stack([low, high], axis=-2), padded["d"], rows, k_tiles)
@@ -169,7 +197,9 @@ def pack_tiles(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
             octets = pairs.transpose(0, 3, 4, 2, 7, 8, 5, 1, 6).reshape(rows, k_tiles, 2, 32, 4, 8)
             planes.append(np.packbits(octets, axis=-1, bitorder="little"))
         elif fmt.bits == 6:
-            two = padded["qh"][..., None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+            shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+            lowest = np.asarray(padded["qh"][..., None, :] >> shifts & 3, np.uint8)
+            two = _ordered(lowest.reshape(*padded.shape, BLOCK), order)
             two = two.reshape(rows, 2, 8, k_tiles, 2, 2, 2, 4, 4)  # r g K | half b u t i
             places = np.array([[0, 4], [2, 6]], np.uint8)[:, None, None, None, None, :, None, None]
             words = np.bitwise_or.reduce(two << places, axis=(1, 6))  # rows g K | half b t i
@@ -184,6 +214,14 @@ def pack_tiles(blocks: Blocks, fmt: StorageFormat) -> NDArray[np.uint8]:
         np.ascontiguousarray(part).reshape(rows * k_tiles, -1).view(np.uint8) for part in planes
     ]
     return np.concatenate(flat, axis=1)
+
+
+def _ordered(codes: NDArray[np.uint8], order: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Of [..., 16] or [..., 32] each 16 in this order."""
+    if order == NATURAL_ORDER:
+        return codes
+    sixteens = codes.reshape(*codes.shape[:-1], -1, len(order))
+    return np.ascontiguousarray(sixteens[..., order]).reshape(codes.shape)
 
 
 def _threes(

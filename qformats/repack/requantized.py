@@ -11,6 +11,7 @@ from qformats.codec import BLOCK, FILE_FORMATS, FORMATS, Blocks, Floats, Format
 from qformats.repack.fields import KNOWN, matrix_format
 from qformats.repack.fragments import (
     HALF_SCALE,
+    NATURAL_ORDER,
     TILE_K,
     TILE_ROWS,
     in_groups,
@@ -32,13 +33,15 @@ CENTRE = {"q4_0": 8, "q5_0": 16}
 def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """`tiles` for kernels that make int8 weights, and one scale per row: (packed, row_scales).
 
-    packed: the tiles of `tiles`, with d and m from which a kernel makes the int8 of `byte_weights`
-    by one multiply-add in float16,
+    packed: the tiles of `tiles` with K in its natural order, as of int8 A that
+    `steps.components.activations.rows` makes, and with d and m from which a kernel makes the int8
+    of `byte_weights` by one multiply-add in float16,
 
         code * (HALF_SCALE d') + m' = BYTE_SCALE * (BYTE_ZERO + int8)
 
-    with m' = BYTE_SCALE * BYTE_ZERO - centre * HALF_SCALE d', which is exact, in q4_0 and q5_0. The
-    codes of q8_0, and of file formats, are the int8 already, and their tiles have no scales.
+    with m' = BYTE_SCALE * BYTE_ZERO - centre * HALF_SCALE d', which is exact, in q4_0 and q5_0.
+    Codes of q4_0 are not centred, so one mask finds them. The codes of q8_0, and of file formats,
+    are the int8 already, each with its highest bit flipped, and their tiles have no scales.
     row_scales: float32 [N rounded up to whole groups].
     """
     fmt = matrix_format("byte_tiles", blocks, KNOWN)
@@ -48,14 +51,16 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
         codes, row_scales[: len(blocks)] = byte_weights(blocks)
         made = np.zeros((len(blocks), codes.shape[1] // BLOCK), storage.dtype)
         made["qs"] = codes.reshape(made["qs"].shape)
-        packed = pack_tiles(made, storage)[:, : TILE_ROWS * TILE_K]
+        packed = pack_tiles(made, storage, NATURAL_ORDER)[:, : TILE_ROWS * TILE_K] ^ np.uint8(128)
     else:
         maps, made = _byte_maps(fmt, blocks), np.array(blocks, order="C")
         made["d"] = maps.slope * (BYTE_SCALE / HALF_SCALE)
         if "m" in (fmt.dtype.names or ()):
             made["m"] = (maps.offset + BYTE_ZERO) * BYTE_SCALE
         row_scales[: len(blocks)] = maps.factor
-        packed = pack_tiles(made, fmt)
+        if fmt.name == "q4_0":
+            made["qs"] ^= np.uint8(0x88)  # which `pack_tiles` does once more
+        packed = pack_tiles(made, fmt, NATURAL_ORDER)
     return in_groups(packed, row_tiles(len(blocks))), row_scales
 
 
