@@ -214,9 +214,28 @@ class CheckedArray:
             self._base = offset_in_allocation(self.data)
         return self._base
 
-    def locate_for(self, lane: int, index: int, size: int) -> int:
+    def store(self, index: int, data: Any) -> None:
+        """Store these bytes in one access, from element `index` of the flat array on."""
+        memory, size = self.writable_bytes, len(data)
+        offset = self.locate(index, size)
+        memory[offset : offset + size] = data
+
+    def locate_for(self, lane: int, index: int, size: int, *, stores: bool = False) -> int:
         """As `locate`, for another lane of the warp than the one that runs."""
         return self.locate(index, size)
+
+    def exchange(self, index, function: Callable) -> Any:
+        """An atomic: the element becomes `function` of it. What it was before."""
+        old = self[index]
+        self[index] = function(old)
+        return old
+
+    # A `cp.async` stores from its issue to its wait: see `steps.simulator.shadow`.
+    def begin_async_store(self, lane: Any, offset: int, size: int) -> None:
+        pass
+
+    def end_async_store(self, lane: Any, offset: int, size: int) -> None:
+        pass
 
     def locate(self, index: int, size: int, alignment: int | None = None) -> int:
         """The byte offset of element `index` of the flat array for an access of `size` bytes.

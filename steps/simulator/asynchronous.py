@@ -7,6 +7,7 @@ A thread that waits on its mbarrier goes on then; a thread that does not wait ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,13 @@ import numpy as np
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.errors import SimulatorError
 from steps.simulator.lanes import Lane, Site
-from steps.simulator.shared_memory import Allocation, MBarrier
+from steps.simulator.shared_memory import MBarrier
 
 
 class BulkCopy:
-    """A copy under way."""
+    """A copy under way; `read` gives its data, as they are when it is called."""
 
-    __slots__ = ("at", "barrier", "into", "lane", "read", "site", "size", "source")
+    __slots__ = ("at", "barrier", "into", "lane", "read", "site", "size")
 
     def __init__(
         self,
@@ -28,8 +29,7 @@ class BulkCopy:
         site: Site,
         destination: CheckedArray,
         write: int,
-        source: CheckedArray,
-        read: int,
+        read: Callable[[], Any],
         size: int,
         barrier: MBarrier,
     ):
@@ -37,7 +37,8 @@ class BulkCopy:
         self.lane, self.site, self.barrier = lane, site, barrier
         self.into = memory.allocation(destination)
         self.at = memory.address(destination, write) - self.into.base
-        self.source, self.read, self.size = source, read, size
+        self.read, self.size = read, size
+        self.into.shadow.begin_copy(lane, self.at, size, barrier.copy_access)
         self._fill(0xFF)
         barrier.under_way += size
 
@@ -48,16 +49,8 @@ class BulkCopy:
             and other.at < self.at + self.size
         )
 
-    def writes(self, into: Allocation, places: np.ndarray) -> bool:
-        """Whether it will store any of these bytes."""
-        if into is not self.into:
-            return False
-        return bool(((places >= self.at) & (places < self.at + self.size)).any())
-
     def _fill(self, data: Any) -> None:
-        there = slice(self.at, self.at + self.size)
-        self.into.bytes[there] = data
-        self.into.seen[there] = data
+        self.into.bytes[self.at : self.at + self.size] = data
 
     def land(self) -> bool:
         """Store the data, as the source is now; whether that completes the barrier's phase."""
@@ -71,6 +64,5 @@ class BulkCopy:
                 f"the kernel wrote to {self.into.name} where a bulk copy of {self.size} bytes was "
                 "under way"
             )
-        start = self.source.bytes[self.read : self.read + self.size]
-        self._fill(np.frombuffer(start, np.uint8))
+        self._fill(np.frombuffer(self.read(), np.uint8))
         return self.barrier.brought(self.size)

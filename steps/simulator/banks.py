@@ -226,7 +226,10 @@ class _CountedArray(CheckedArray):
         self._count(now().lane, offset, size)
         return offset
 
-    def locate_for(self, lane: int, index: int, size: int) -> int:
+    def begin_async_store(self, lane: Lane, offset: int, size: int) -> None:
+        self._count(lane, offset, size)
+
+    def locate_for(self, lane: int, index: int, size: int, *, stores: bool = False) -> int:
         offset = super().locate(index, size)
         warp = now().lane.index // WARP
         self._count(now().lane.block.lanes[WARP * warp + lane], offset, size)

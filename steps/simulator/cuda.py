@@ -5,12 +5,13 @@ import re
 
 import numpy as np
 
-from steps.simulator.arrays import CheckedArray, garbage
+from steps.simulator.arrays import CheckedArray, garbage, owner
 from steps.simulator.c_types import as_dtype
 from steps.simulator.errors import OutOfRange, SimulatorError
 from steps.simulator.lanes import FULL_MASK, WARP, here
 from steps.simulator.local_arrays import local_array
 from steps.simulator.scheduler import now
+from steps.simulator.tracked import SharedArray
 
 
 def _nothing(operands: list) -> list:
@@ -39,11 +40,17 @@ class _Shared:
                 data = block.dynamic[:usable].view(dtype)
             else:
                 data = garbage(shape, dtype)
-            banks = now().banks
-            make = CheckedArray if banks is None else banks.array
-            found = make(data, _declared_name("shared"), "shared", alignment or dtype.alignment)
+            banks, name = now().banks, _declared_name("shared")
+            alignment = alignment or dtype.alignment
+            block.memory.add(data, name)
+            if banks is not None:
+                found = banks.array(data, name, "shared", alignment)
+            elif data.nbytes:
+                shadow = block.memory.allocations[id(owner(data))].shadow
+                found = SharedArray(data, name, "shared", alignment, shadow)
+            else:
+                found = CheckedArray(data, name, "shared", alignment)
             block.shared[key] = found
-            block.memory.add(found.data, found.name)
         return found
 
 
@@ -70,9 +77,7 @@ class _Atomic:
 
     @staticmethod
     def _update(array, index, function):
-        old = array[index]
-        array[index] = function(old)
-        return old
+        return array.exchange(index, function)
 
     def add(self, array, index, value):
         return self._update(array, index, lambda old: old + value)
@@ -152,7 +157,7 @@ class Cuda:
 
     # --- the warp
     def syncwarp(self, mask: int = FULL_MASK) -> None:
-        now().meet_warp("syncwarp", _nothing, (), mask)
+        now().meet_warp("syncwarp", _nothing, (), mask, orders=True)
 
     def shfl_sync(self, mask, value, source):
         return _shuffle("shfl_sync", lambda lane, x: x % WARP, mask, value, source)
@@ -193,12 +198,15 @@ class Cuda:
             mask,
         )
 
-    # --- memory order: nothing to do when one lane runs at a time; a polling lane lets the others
-    # run
+    # --- memory order (`steps.simulator.ordering`); a polling lane lets the others run
     def threadfence(self) -> None:
-        pass
+        lane = now().lane
+        lane.block.order.fence(lane)
 
-    threadfence_block = threadfence_system = threadfence
+    threadfence_system = threadfence
+
+    def threadfence_block(self) -> None:
+        """It says nothing to other blocks; within one a barrier must follow anyway."""
 
     def nanosleep(self, nanoseconds) -> None:
         now().poll()

@@ -20,5 +20,10 @@ class BarrierDivergence(SimulatorError):
     """Threads that must meet at one barrier wait at different ones, or have exited."""
 
 
+class Race(SimulatorError):
+    """Two accesses to one place, one of them a store, that nothing orders: the result is up to
+    chance, in whatever order the simulator runs them."""
+
+
 class Deadlock(SimulatorError):
     """No thread can go on: they wait for each other, or poll memory that nobody will write."""

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from steps.simulator.errors import SimulatorError
+from steps.simulator.ordering import TICK, Elsewhere, Gathered, Order
 from steps.simulator.shared_memory import SharedMemory
 
 WARP = 32
 WARPGROUP = 128
 FULL_MASK = 0xFFFFFFFF
+REGISTERS = 65536  # of a multiprocessor, and of a block that has it to itself
 
 # The code objects of kernels and device functions rebuilt for simulation, by identity (two of one
 # factory are equal): how a frame is recognised as a kernel's own.
@@ -49,36 +51,69 @@ class Block:
         "lanes",
         "memory",
         "multiplying",
+        "order",
         "registers",
         "shared",
         "waiting",
     )
 
-    def __init__(self, index: Dim3, threads: Sequence[Dim3], shared_bytes: int):
+    def __init__(self, index: Dim3, threads: Sequence[Dim3], shared_bytes: int, number: int):
         self.index = index
+        self.order = Order(number, len(threads))
         self.shared: dict = {}  # call site -> CheckedArray
         # One pattern must be garbage for every view of it: 0xFF is NaN as float16, float32 and
         # float64.
         self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
         self.waiting: dict[tuple, list[Lane]] = {}
-        self.memory = SharedMemory()
+        self.memory = SharedMemory(self)
         self.barriers: dict[int, NamedBarrier] = {}  # of `barrier_sync`, while threads wait there
         self.multiplying: dict[int, list] = {}  # warpgroup -> its wgmma under way
-        self.registers: dict[int, int] = {}  # warpgroup -> registers per thread (setmaxnreg)
+        self.registers: dict[int, tuple[str, int]] = {}  # warpgroup -> its setmaxnreg: "inc" or
+        # "dec", registers per thread
         self.lanes: list[Lane] = []
+        nothing = [0] * self.order.slots
         for first in range(0, len(threads), WARP):
             warp = Warp(first // WARP, min(WARP, len(threads) - first))
             for i in range(first, first + warp.size):
-                self.lanes.append(Lane(self, warp, i, threads[i]))
+                self.lanes.append(Lane(self, warp, i, threads[i], nothing))
+
+    def check_end(self) -> None:
+        """What may be left when all threads have exited."""
+        for number, barrier in self.barriers.items():
+            arrived = in_words(self.lanes[i] for i in barrier.arrived)
+            raise SimulatorError(
+                f"{arrived} of block {self.index} arrived at barrier {number} of {barrier.threads} "
+                "threads (barrier_arrive), and nobody has waited there"
+            )
+        if self.registers:
+            self._check_registers()
+
+    def _check_registers(self) -> None:
+        """Whether those that the warpgroups asked for are there, once all have asked."""
+        groups = -(-len(self.lanes) // WARPGROUP)
+        at_launch = REGISTERS // len(self.lanes) // 8 * 8
+        each = [self.registers.get(group, ("", at_launch)) for group in range(groups)]
+        total = WARPGROUP * sum(registers for _, registers in each)
+        if total > REGISTERS and any(change == "inc" for change, _ in each):
+            raise SimulatorError(
+                f"the warpgroups of block {self.index} would have {total} registers, more than the "
+                f"{REGISTERS} of a multiprocessor: setmaxnreg_inc would wait for ever"
+            )
+        if {change for change, _ in self.registers.values()} == {"dec"}:
+            raise SimulatorError(
+                f"warpgroups of block {self.index} give registers back (setmaxnreg_dec), and none "
+                "takes them (setmaxnreg_inc)"
+            )
 
 
 class NamedBarrier:
     """A barrier of some of a block's threads, from its first arrival to its last."""
 
-    __slots__ = ("arrived", "threads")
+    __slots__ = ("arrived", "gathered", "threads")
 
     def __init__(self, threads: int):
         self.threads = threads
+        self.gathered = Gathered()
         self.arrived: set[int] = set()
 
 
@@ -96,25 +131,37 @@ class Lane:
     """One CUDA thread."""
 
     __slots__ = (
+        "access",
         "block",
         "code",
         "commits",
         "copies",
         "done",
+        "elsewhere",
         "fenced",
         "greenlet",
         "groups",
         "index",
         "instruction",
+        "known",
+        "loads",
         "meeting",
         "operands",
+        "own",
         "result",
         "thread",
         "warp",
     )
 
-    def __init__(self, block: Block, warp: Warp, index: int, thread: Dim3):
+    def __init__(self, block: Block, warp: Warp, index: int, thread: Dim3, known: list[int]):
         self.block, self.warp, self.index, self.thread = block, warp, index, thread
+        # What orders its accesses (`steps.simulator.ordering`): its slot and clock, the slot of its
+        # loads, what it knows of other slots, what it alone knows besides, and of other blocks.
+        self.access = TICK | index
+        self.loads = index + block.order.threads
+        self.known = known
+        self.own: dict[int, int] = {}
+        self.elsewhere: Elsewhere | None = None
         self.greenlet: Any = None
         self.result: Any = None  # of the meeting it was woken from
         self.meeting: Any = ""  # what it waits at, and the operands it brought

@@ -6,9 +6,11 @@ rebuilt selves, instructions their NumPy twins, Numba types C casts. Nothing is 
 process simulates, compiles and launches.
 
 What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
-deadlocks, shared and local memory read before it is written (it begins as garbage), asynchronous
-copies read before the wait (their data is not there), arrivals, bytes and parities of mbarriers,
-accumulators and operands of `wgmma` touched before the wait.
+deadlocks, shared and local memory read before it is written (it begins as garbage), arrivals, bytes
+and parities of mbarriers, accumulators of `wgmma` touched before the wait. And races: two accesses
+to one place, one of them a store, that no barrier, fence or wait orders, in whatever order the
+lanes run here (`steps.simulator.ordering`); asynchronous copies, `wgmma` and the launches before
+this one take part in them.
 
 It counts bank conflicts for a `BankCounter` (`steps.simulator.banks`).
 
@@ -39,17 +41,21 @@ from steps.simulator.errors import (
     Deadlock,
     Misaligned,
     OutOfRange,
+    Race,
     SimulatorError,
 )
 from steps.simulator.lanes import Dim3, kernel_codes
 from steps.simulator.scheduler import Schedule
-from steps.simulator.twins import INSTRUCTIONS
+from steps.simulator.stream import Stream
+from steps.simulator.tracked import GlobalArray
+from steps.simulator.twins import ARGUMENTS, INSTRUCTIONS
 
 __all__ = [
     "BarrierDivergence",
     "Deadlock",
     "Misaligned",
     "OutOfRange",
+    "Race",
     "SimulatorError",
     "simulate",
 ]
@@ -67,6 +73,8 @@ def simulate(
     shared_bytes: int = 0,
     resident: int = 1,
     banks: BankCounter | None = None,
+    stream: Stream | None = None,
+    overlap: bool = False,
 ) -> None:
     """Run `kernel[grid, block, 0, shared_bytes](*args)` on the CPU, writing NumPy arrays in place.
 
@@ -75,7 +83,9 @@ def simulate(
         barrier shows up in at least one of them.
     resident: how many blocks are in flight together; more than 1 only matters to kernels whose
     blocks wait for each other.
-    banks: counts what the kernel's accesses cost in shared memory (`steps.simulator.banks`).
+    banks: counts what the kernel's accesses cost in shared memory (`steps.simulator.banks`), and
+        does not look for races there.
+    stream: the launches before this one; `overlap`: it may begin while they still run.
 
     Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach,
     because they have exited or wait elsewhere, is BarrierDivergence. Hardware since Volta lets
@@ -100,8 +110,33 @@ def simulate(
             f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
         )
     arguments = tuple(_argument(a, name) for a, name in zip(args, names, strict=True))
-    schedule = Schedule(_rebuilt(kernel.py_func), arguments, grid_dim, block_dim, order, banks)
+    mapped = {
+        id(argument): GlobalArray(argument.array, name)
+        for argument, name in zip(arguments, names, strict=True)
+        if type(argument) in ARGUMENTS
+    }
+    watched = [*_arrays(arguments), *mapped.values()]
+    if stream is not None:
+        stream.begin(overlap)
+        for array in watched:
+            if in_use := stream.in_use(array.data):
+                array.guard(in_use)
+    function = _rebuilt(kernel.py_func)
+    schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, banks)
     schedule.run(shared_bytes, resident)
+    if stream is not None:
+        stream.ended(kernel.__name__, [(array.data, array.stored) for array in watched])
+
+
+def _arrays(arguments: tuple) -> list[GlobalArray]:
+    """The arrays among the arguments, those within tuples too."""
+    found: list[GlobalArray] = []
+    for argument in arguments:
+        if isinstance(argument, GlobalArray):
+            found.append(argument)
+        elif isinstance(argument, tuple):
+            found += _arrays(argument)
+    return found
 
 
 def _dim3(what: str, extent) -> Dim3:
@@ -114,7 +149,7 @@ def _dim3(what: str, extent) -> Dim3:
 def _argument(value, name: str):
     """A kernel argument as the kernel sees it."""
     if isinstance(value, np.ndarray):
-        return CheckedArray(value, name)
+        return GlobalArray(value, name)
     if isinstance(value, tuple):
         return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
     if isinstance(value, bool | np.bool_):
@@ -123,6 +158,8 @@ def _argument(value, name: str):
         return int(value)
     if isinstance(value, float | np.floating):
         return value
+    if type(value) in ARGUMENTS:
+        return ARGUMENTS[type(value)](value)
     raise TypeError(
         f"argument {name} is a {type(value).__name__}; the simulator takes NumPy arrays and scalars"
     )

@@ -63,6 +63,7 @@ class Schedule:
         "kernel",
         "lane",
         "main",
+        "mapped",
         "new_greenlet",
         "order",
         "polls",
@@ -74,12 +75,14 @@ class Schedule:
         self,
         kernel: Callable,
         arguments: tuple,
+        mapped: dict[int, Any],
         grid: Dim3,
         block: Dim3,
         order: int,
         banks: Any = None,
     ):
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
+        self.mapped = mapped  # arrays that the kernel reads through another argument, by its id
         self.order, self.in_turn = order, order in (0, -1)
         self.banks = banks  # a BankCounter, or None
         self.random = random.Random(order)
@@ -115,7 +118,7 @@ class Schedule:
             # A GPU overflows in silence, and so do wrong kernels worth showing.
             with np.errstate(all="ignore"):
                 for start in range(0, len(indices), resident):
-                    self._run_together(indices[start : start + resident], shared_bytes)
+                    self._run_together(indices[start : start + resident], shared_bytes, start)
         finally:
             for done in self.idle:
                 done.throw(greenlet.GreenletExit)
@@ -123,11 +126,13 @@ class Schedule:
             if collects:
                 gc.enable()
 
-    def _run_together(self, indices: list, shared_bytes: int) -> None:
-        """Blocks that are in flight at once."""
+    def _run_together(self, indices: list, shared_bytes: int, first: int) -> None:
+        """Blocks that are in flight at once; `first` have been before them."""
         dim = self.block_dim
         threads = [Dim3(x, y, z) for z in range(dim.z) for y in range(dim.y) for x in range(dim.x)]
-        blocks = [Block(Dim3(*index), threads, shared_bytes) for index in indices]
+        blocks = [
+            Block(Dim3(*index), threads, shared_bytes, first + i) for i, index in enumerate(indices)
+        ]
         self.polls = 0
         for block in blocks:
             self._wake(block.lanes)
@@ -235,10 +240,19 @@ class Schedule:
             self.error = copy.lane, error
 
     # --- waiting
-    def meet(self, what: str, key: tuple, members: int, function: Callable, operands):
+    def meet(
+        self,
+        what: str,
+        key: tuple,
+        members: int,
+        function: Callable,
+        operands,
+        orders: bool = False,
+    ):
         """Wait until `members` lanes are at `key`; `function` of their operands gives the results.
 
-        `what` is for messages. All must have come from the same place in the source.
+        `what` is for messages. All must have come from the same place in the source. `orders`: it
+        orders their accesses to memory (a shuffle does not).
         """
         lane = self.lane
         waiting = lane.block.waiting
@@ -254,6 +268,8 @@ class Schedule:
             del waiting[key]
             group.sort(key=_INDEX)
             self._same_site(group)
+            if orders:
+                lane.block.order.meet(group)
             results = function([member.operands for member in group])
             for member, result in zip(group, results, strict=True):
                 member.result, member.operands = result, None
@@ -268,22 +284,29 @@ class Schedule:
         block = self.lane.block
         if self.banks is not None:
             function = self.banks.closing(block, function)
-        return self.meet(what, ("block",), len(block.lanes), function, operands)
+        return self.meet(what, ("block",), len(block.lanes), function, operands, orders=True)
 
-    def meet_warp(self, what: str, function: Callable, operands=(), mask: int = FULL_MASK):
+    def meet_warp(
+        self,
+        what: str,
+        function: Callable,
+        operands=(),
+        mask: int = FULL_MASK,
+        orders: bool = False,
+    ):
         """The lanes of the warp that `mask` names; a partial last warp has fewer than 32."""
         lane = self.lane
         warp = lane.warp
         mask &= FULL_MASK
         if mask == FULL_MASK:
-            return self.meet(what, warp.key, warp.size, function, operands)
+            return self.meet(what, warp.key, warp.size, function, operands, orders)
         lane_in_warp = lane.index % WARP
         if not mask >> lane_in_warp & 1:
             raise SimulatorError(
                 f"lane {lane_in_warp} calls {what} with mask {mask:#010x}, which leaves it out"
             )
         members = (mask & ((1 << warp.size) - 1)).bit_count()
-        return self.meet(what, ("warp", warp.index, mask), members, function, operands)
+        return self.meet(what, ("warp", warp.index, mask), members, function, operands, orders)
 
     def meet_warpgroup(self, what: str, function: Callable, operands=()):
         """The 128 threads of the warpgroup."""
@@ -301,11 +324,11 @@ class Schedule:
         phase = barrier.phase_of(lane.index, parity)
         if barrier.phase == phase:
             self._park(("mbarrier", id(barrier)), BarrierWait(barrier, parity))
-        barrier.passed(lane.index, phase)
+        barrier.passed(lane, phase)
 
     def arrive(self, barrier: MBarrier, expected: int = 0) -> None:
         """Count an arrival at an mbarrier; who waited for it runs before the lane goes on."""
-        if barrier.arrive(expected):
+        if barrier.arrive(self.lane, expected):
             self._resume(self.lane.block, ("mbarrier", id(barrier)))
             self.pause()
 
@@ -343,12 +366,16 @@ class Schedule:
                 f"{threads - len(barrier.arrived)} of {threads} threads"
             )
         barrier.arrived.add(lane.index)
+        order, gathered = lane.block.order, barrier.gathered
+        order.arrive(lane, gathered)
         if len(barrier.arrived) == threads:
             del barriers[number]
             self._resume(lane.block, ("barrier", number))
             self.pause()
         elif stay:
             self._park(("barrier", number), f"barrier_sync({number}, {threads})")
+        if stay:
+            order.learn(lane, gathered.known, gathered.elsewhere)
 
     def _park(self, key: tuple, meeting: Any) -> None:
         """The lane does nothing until `_resume`."""
@@ -403,6 +430,7 @@ class Schedule:
     def _all_finished(self, blocks: list[Block]) -> None:
         for block in blocks:
             if not block.waiting:
+                block.check_end()
                 continue
             parts = [
                 f"{in_words(g)} wait at {g[0].meeting} in {g[0].site}"

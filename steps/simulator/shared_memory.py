@@ -5,22 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
-from steps.simulator.errors import SimulatorError
+from steps.simulator.errors import Race, SimulatorError
+from steps.simulator.ordering import TICK, Block, Gathered, Known, Lane, knows
+from steps.simulator.shadow import Shadow
 
 _FIRST = 1024  # the first kilobyte of shared memory is the system's on a GPU with bulk copies
 _MARK = b"mbarrier"  # what the eight bytes of a barrier hold here: overwriting it shows
 
 
 class Allocation:
-    """One piece of a block's shared memory: its address, its bytes, and how `wgmma` sees them."""
+    """One piece of a block's shared memory: its address, its bytes, and who used them last."""
 
-    __slots__ = ("base", "bytes", "name", "seen")
+    __slots__ = ("base", "bytes", "name", "shadow")
 
-    def __init__(self, base: int, data: np.ndarray, name: str):
+    def __init__(self, block: Block, base: int, data: np.ndarray, name: str):
         self.base, self.name = base, name
         self.bytes = data.reshape(-1).view(np.uint8)
-        self.seen = self.bytes.copy()  # what the asynchronous proxy sees: written by bulk copies,
-        # and by threads as of their last fence
+        self.shadow = Shadow(block, name, self.bytes.size)
 
     def place(self, address: int) -> str:
         """ "byte 512 of ring"."""
@@ -30,9 +31,10 @@ class Allocation:
 class SharedMemory:
     """A block's shared memory as a range of addresses, with its mbarriers."""
 
-    __slots__ = ("allocations", "barriers", "end")
+    __slots__ = ("allocations", "barriers", "block", "end")
 
-    def __init__(self) -> None:
+    def __init__(self, block: Block) -> None:
+        self.block = block
         self.allocations: dict[int, Allocation] = {}  # by the identity of the owner of the bytes
         self.barriers: dict[int, MBarrier] = {}  # by address
         self.end = _FIRST
@@ -42,7 +44,7 @@ class SharedMemory:
         whole = owner(data)
         if id(whole) in self.allocations or not whole.nbytes:
             return
-        self.allocations[id(whole)] = Allocation(self.end, whole, name)
+        self.allocations[id(whole)] = Allocation(self.block, self.end, whole, name)
         self.end += -(-whole.nbytes // 1024) * 1024
 
     def allocation(self, array: CheckedArray) -> Allocation:
@@ -60,13 +62,8 @@ class SharedMemory:
                 return allocation
         return None
 
-    def fence(self) -> None:
-        """The asynchronous proxy sees what is there."""
-        for allocation in self.allocations.values():
-            allocation.seen[:] = allocation.bytes
-
     # --- mbarriers
-    def make_barrier(self, thread: int, array: CheckedArray, index: int, count: int) -> None:
+    def make_barrier(self, lane: Lane, array: CheckedArray, index: int, count: int) -> None:
         offset = CheckedArray.locate(array, index, len(_MARK))
         name, address = f"{array.name}[{index}]", self.address(array, offset)
         if not 0 < count < 1 << 20:
@@ -74,10 +71,11 @@ class SharedMemory:
         if address in self.barriers:
             raise SimulatorError(f"{name} is an mbarrier already")
         array.bytes[offset : offset + len(_MARK)] = _MARK
-        self.barriers[address] = MBarrier(name, thread, count)
+        self.barriers[address] = MBarrier(name, lane, count)
 
-    def barrier(self, array: CheckedArray, index: int) -> MBarrier:
-        """The mbarrier at array[index]; SimulatorError where there is none, or none any more."""
+    def barrier(self, lane: Lane, array: CheckedArray, index: int) -> MBarrier:
+        """The mbarrier at array[index] for a thread; SimulatorError where there is none, or none
+        any more, or where the thread cannot know of it."""
         offset = CheckedArray.locate(array, index, len(_MARK))
         found = self.barriers.get(self.address(array, offset))
         if found is None:
@@ -87,6 +85,11 @@ class SharedMemory:
             )
         if array.bytes[offset : offset + len(_MARK)] != _MARK:
             raise SimulatorError(f"mbarrier {found.name} has been overwritten")
+        if not knows(lane, found.made):
+            raise Race(
+                f"mbarrier {found.name} is used, which thread {found.maker} makes: a barrier is "
+                "missing between them"
+            )
         return found
 
 
@@ -96,17 +99,27 @@ class MBarrier:
     __slots__ = (
         "count",
         "fenced",
+        "gathered",
+        "handed_on",
         "lacking",
+        "made",
         "maker",
         "name",
+        "order",
         "pending",
         "phase",
         "seen",
+        "slot",
         "under_way",
     )
 
-    def __init__(self, name: str, maker: int, count: int):
-        self.name, self.maker, self.count = name, maker, count  # made by this thread
+    def __init__(self, name: str, lane: Lane, count: int):
+        self.name, self.maker, self.count = name, lane.index, count  # made by this thread
+        self.made = lane.access
+        self.order = lane.block.order
+        self.slot = self.order.new_slot(name)
+        self.gathered = Gathered()  # what those know who arrived
+        self.handed_on: Known = []  # to those who wait for the last complete phase
         self.fenced = False
         self.pending = count  # arrivals that the phase lacks
         self.lacking = 0  # bytes it was told of that have not come (negative: not told of yet)
@@ -114,7 +127,12 @@ class MBarrier:
         self.phase = 0
         self.seen: dict[int, int] = {}  # thread -> the last phase that it saw complete
 
-    def arrive(self, expected: int) -> bool:
+    @property
+    def copy_access(self) -> int:
+        """That of bulk copies in the current phase: who waits for it knows of them."""
+        return (self.phase + 1) * TICK | self.slot
+
+    def arrive(self, lane: Lane, expected: int) -> bool:
         """Count an arrival and the bytes it announces; whether the phase is complete now."""
         if not self.pending:
             raise SimulatorError(
@@ -123,6 +141,7 @@ class MBarrier:
             )
         self.pending -= 1
         self.lacking += expected
+        self.order.arrive(lane, self.gathered)
         return self._settle()
 
     def brought(self, size: int) -> bool:
@@ -142,6 +161,10 @@ class MBarrier:
             )
         self.phase += 1
         self.pending = self.count
+        known = self.gathered.known
+        known.extend([0] * (self.slot + 1 - len(known)))
+        known[self.slot] = self.phase
+        self.handed_on = known.copy()
         return True
 
     def phase_of(self, thread: int, parity: int) -> int:
@@ -156,15 +179,17 @@ class MBarrier:
             )
         return phase
 
-    def passed(self, thread: int, phase: int) -> None:
-        """The thread saw that phase complete, if it could."""
+    def passed(self, lane: Lane, phase: int) -> None:
+        """The thread saw that phase complete, if it could: it knows what those knew who arrived."""
         if self.phase > phase + 1:
             raise SimulatorError(
                 f"mbarrier {self.name} completed phase {self.phase - 1} before a thread that waits "
                 f"for phase {phase} looked, which then waits on: its phases must not advance "
                 "without the arrival of everybody who waits for them"
             )
-        self.seen[thread] = phase
+        self.seen[lane.index] = phase
+        if phase >= 0:
+            self.order.learn(lane, self.handed_on, self.gathered.elsewhere)
 
     def __str__(self) -> str:
         lacks = []

@@ -39,3 +39,7 @@ class Definition:
 
 INSTRUCTIONS: dict[Any, Definition] = {}
 """Numba intrinsic -> what is known of it."""
+
+ARGUMENTS: dict[type, Callable[[Any], Any]] = {}
+"""Class of a launch's argument that is neither an array nor a number -> what the kernel sees of it.
+ValueError where a GPU could not take it."""

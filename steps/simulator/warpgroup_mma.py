@@ -1,8 +1,9 @@
-"""`wgmma` simulated at its worst: B is read when the group is waited for, and must not change.
+"""`wgmma` simulated at its worst: B may be read until the group is waited for.
 
 Nothing is multiplied before the wait. What `wgmma` returns until then are `Accumulators` that can
-be handed on but not read. B is read twice, at the `wgmma` and at the wait: if it is not the same,
-somebody wrote to it too early or it was not there yet, and the simulator says so.
+be handed on but not read. Its loads of B are an access of each of the four warps, which only those
+know of who waited for it in that warp, or met one who did (`steps.simulator.ordering`): who stores
+there without knowing is told so, and so is a wgmma that does not know of a store to B.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from functools import cache
 import numpy as np
 
 from steps.simulator.errors import SimulatorError
-from steps.simulator.fragments import A_ROW, A_WORD, C_COLUMN, C_ROW
+from steps.simulator.fragments import A_ROW, A_WORD, C_COLUMN, C_ROW, numbers
 from steps.simulator.lanes import WARP, WARPGROUP, Block, Site, here, in_words
 from steps.simulator.scheduler import now
 
 _CORE = 128  # bytes of a core matrix: 8 columns of B by 16 bytes of K
 _ROWS = 64  # of A and D: 16 of each warp
 _K_BYTES = 32  # of a row of A
+
+SWIZZLE_128B = 1  # in the two highest bits of a descriptor: 0 is no swizzle
+SWIZZLED_ROW = 128  # bytes
 
 
 class Tile:
@@ -79,7 +83,18 @@ class Landed(Accumulators):
 class Multiplication:
     """One wgmma under way."""
 
-    __slots__ = ("a", "adds", "b", "block", "descriptor", "dtypes", "group", "site", "tile")
+    __slots__ = (
+        "a",
+        "adds",
+        "b",
+        "block",
+        "descriptor",
+        "dtypes",
+        "group",
+        "site",
+        "tile",
+        "warpgroup",
+    )
 
     def __init__(
         self,
@@ -89,51 +104,41 @@ class Multiplication:
         descriptor: int,
         adds: bool,
         dtypes: tuple,
+        warpgroup: int,
         group: int,
     ):
         self.block, self.tile, self.a, self.adds = block, tile, a, adds
+        self.warpgroup = warpgroup
         self.descriptor, self.dtypes, self.group = descriptor, dtypes, group
         self.site: Site = here()
-        self.b = self._read(check=True)
+        self.b = self._read()
         tile.turn += 1
         tile.under_way += 1
 
-    def _read(self, check: bool = False) -> np.ndarray:
+    def _read(self) -> np.ndarray:
         """B as uint8[N, 32], from where the descriptor says."""
-        start, leading, stride = (self.descriptor >> bit & 0x3FFF for bit in (0, 16, 32))
-        extent, places = _core_matrices(self.tile.values.shape[1], 16 * leading, 16 * stride)
-        where = self.block.memory.holding(16 * start, extent)
+        first, places = _places_of_b(self.descriptor, self.tile.values.shape[1])
+        extent = int(places.max()) + 1
+        where = self.block.memory.holding(first, extent)
         if where is None:
             raise SimulatorError(
                 f"the descriptor {self.descriptor:#x} of wgmma spans {extent} bytes, which are not "
                 "in one piece of shared memory"
             )
-        places = places + (16 * start - where.base)
-        b = where.bytes[places]
-        if check and not np.array_equal(b, where.seen[places]):
-            raise SimulatorError(
-                f"wgmma reads what threads wrote to {where.name}: fence_proxy_async and a barrier "
-                "must come between"
-            )
-        if check and any(copy.writes(where, places) for copy in now().copies):
-            raise SimulatorError(
-                f"wgmma reads {where.name} where a bulk copy is still under way: wait for its "
-                "mbarrier"
-            )
-        return b
+        places = places + (first - where.base)
+        threads = self.block.lanes[WARPGROUP * self.warpgroup : WARPGROUP * (self.warpgroup + 1)]
+        order = self.block.order
+        first = threads[0].index // WARP
+        accesses = [order.wgmma_access(first + i, self.group + 1) for i in range(4)]
+        order.sites.update(dict.fromkeys(accesses, self.site))
+        where.shadow.load_async(threads, places, accesses)
+        return where.bytes[places]
 
     def execute(self) -> None:
         """Multiply."""
-        if not np.array_equal(self.b, self._read()):
-            error = SimulatorError(
-                "the B of a wgmma changed before the wait for it: it was not there yet when it "
-                "began, or its buffer was given back too early"
-            )
-            error.site = self.site
-            raise error
         of_a, of_b = self.dtypes
-        a = np.ascontiguousarray(self.a).view(of_a).astype(np.float64)
-        b = np.ascontiguousarray(self.b).view(of_b).astype(np.float64)
+        a = numbers(np.ascontiguousarray(self.a), of_a).astype(np.float64)
+        b = numbers(np.ascontiguousarray(self.b), of_b).astype(np.float64)
         tile, sums = self.tile, a @ b.T  # exact in float64 but for the last bits of float16 sums
         if tile.values.dtype.kind == "f":
             tile.values = (sums + tile.values if self.adds else sums).astype(np.float32)
@@ -148,6 +153,8 @@ def begin(lanes: list[list], dtypes: tuple, accumulator: type) -> list[Accumulat
     block, group = _warpgroup()
     commits = _commits(block, group)
     threads = block.lanes[WARPGROUP * group : WARPGROUP * (group + 1)]
+    for first in range(0, WARPGROUP, WARP):
+        block.order.take_loads(threads[first : first + WARP])
     if unfenced := [thread for thread in threads if not thread.fenced]:
         raise SimulatorError(
             f"each group of wgmma begins with wgmma_fence, which {in_words(unfenced)} did not call"
@@ -160,7 +167,7 @@ def begin(lanes: list[list], dtypes: tuple, accumulator: type) -> list[Accumulat
     rows[:, A_ROW, A_WORD] = words
     descriptor, adds = lanes[0][5:]
     a = rows.reshape(_ROWS, -1)
-    begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, commits)
+    begun = Multiplication(block, tile, a, descriptor, bool(adds), dtypes, group, commits)
     block.multiplying.setdefault(group, []).append(begun)
     return [Accumulators(tile, i) for i in range(len(lanes))]
 
@@ -172,6 +179,10 @@ def wait(handed: list, newest: int) -> list:
     under_way = block.multiplying.get(group, [])
     while under_way and under_way[0].group < commits - newest:
         under_way.pop(0).execute()
+    if commits > newest:
+        for lane in block.lanes[WARPGROUP * group : WARPGROUP * (group + 1)]:
+            access = block.order.wgmma_access(lane.index // WARP, commits - newest)
+            block.order.waited_for_wgmma(lane, access)
     if type(handed[0]) is not Accumulators:
         return handed
     tile = _current(handed)
@@ -229,11 +240,34 @@ def _places(n: int) -> tuple[np.ndarray, np.ndarray]:
     return rows.reshape(128, -1), columns.reshape(128, -1)
 
 
+def _places_of_b(descriptor: int, n: int) -> tuple[int, np.ndarray]:
+    """An address in shared memory and how far from it each byte of B[n, 32] lies."""
+    start, leading, stride = (16 * (descriptor >> bit & 0x3FFF) for bit in (0, 16, 32))
+    swizzle = descriptor >> 62 & 3
+    if not swizzle:
+        return start, _core_matrices(n, leading, stride)
+    within = start % (8 * SWIZZLED_ROW)  # from the first of eight rows
+    if swizzle != SWIZZLE_128B or within % _K_BYTES or within >= SWIZZLED_ROW:
+        raise SimulatorError(
+            f"the descriptor {descriptor:#x} of wgmma has no layout known here: rows swizzled over "
+            "128 bytes begin at a multiple of 1024, and 32 bytes along K at a multiple of 32"
+        )
+    return start - within, _swizzled_rows(n, within, stride)
+
+
 @cache
-def _core_matrices(n: int, leading: int, stride: int) -> tuple[int, np.ndarray]:
-    """The bytes that B[n, 32] spans, and where each of its bytes lies from its start."""
+def _core_matrices(n: int, leading: int, stride: int) -> np.ndarray:
+    """How far each byte of B[n, 32] lies from the first one."""
     tiles, halves = stride * np.arange(n // 8), leading * np.arange(2)
     within = np.arange(_CORE).reshape(8, 1, 16)
     places = tiles[:, None, None, None] + within + halves[:, None]
-    places = places.reshape(n, _K_BYTES)
-    return int(places.max()) + 1, places
+    return places.reshape(n, _K_BYTES)
+
+
+@cache
+def _swizzled_rows(n: int, within: int, stride: int) -> np.ndarray:
+    """How far each byte of B[n, 32] lies from its first row; `within` is its first byte in a row
+    that is not swizzled."""
+    row = np.arange(n)[:, None]
+    places = row // 8 * stride + row % 8 * SWIZZLED_ROW + within + np.arange(_K_BYTES)
+    return places ^ (places // SWIZZLED_ROW % 8 * 16)

@@ -1,0 +1,245 @@
+"""Which accesses are ordered: what each thread knows to have happened before its own.
+
+Lanes run one after the other here, and side by side on a GPU. So a result that is right in one
+order of lanes says little. What counts is whether two accesses to one place, one of them a store,
+are *ordered*: by the program of one thread, by a barrier that both threads passed, by an arrival
+that the second one waited for. Where nothing orders them the simulator raises `Race`, in any order
+of lanes.
+
+A thread counts its barriers and arrivals; that count is its *clock*. A thread *knows* of each other
+thread the clock up to which that one's accesses came before its own: a list, by *slot*. Barriers
+merge these lists, mbarriers hand them on. Loads and stores of a thread have a slot each, since a
+`wgmma` orders the loads of a warp (it has taken what they loaded), but not its stores. Asynchronous
+operations have slots of their own:
+
+    slot                            its clock
+    stores of thread t              barriers and arrivals of the thread so far
+    loads of thread t               the same
+    launches before this one        1 for a thread that called griddepcontrol_wait
+    wgmma of warp w                 groups of them that the warp waited for
+    mbarrier b                      phases completed, with the bulk copies of each
+
+An *access* is a clock and a slot in one number. Lists are shared by many threads and never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Block = Any  # of steps.simulator.lanes, which imports this module
+Lane = Any  # likewise
+SLOT_BITS = 12
+SLOT = (1 << SLOT_BITS) - 1
+TICK = 1 << SLOT_BITS  # to the next clock of the same slot
+WARP = 32
+_REMEMBERED = 512  # merged lists: most waits of a warp merge the same two
+
+Known = list[int]
+
+
+class Elsewhere:
+    """What a thread knows of other blocks, by block: `seen`, and `read` by an atomic with no fence
+    since."""
+
+    __slots__ = ("read", "seen")
+
+    def __init__(self, seen: dict[int, Known], read: dict[int, Known]):
+        self.seen, self.read = seen, read
+
+
+class Gathered:
+    """What the threads knew that have arrived somewhere, for those who wait there."""
+
+    __slots__ = ("elsewhere", "known", "merged")
+
+    def __init__(self) -> None:
+        self.known: Known = []
+        self.elsewhere: Elsewhere | None = None
+        self.merged: dict[int, Known] = {}  # lists that `known` holds already, by identity
+
+    def add(self, lane: Lane) -> None:
+        """All that the thread knows, its own accesses too."""
+        if id(lane.known) not in self.merged:
+            self.merged[id(lane.known)] = lane.known
+            self.known = _joined((self.known, lane.known))
+        self.known[lane.index] = self.known[lane.loads] = lane.access >> SLOT_BITS
+        _raise_to(self.known, lane.own)
+        if lane.elsewhere is not None:
+            self.elsewhere = _both(self.elsewhere, lane.elsewhere)
+
+
+class Order:
+    """Who knows what, in one block."""
+
+    __slots__ = (
+        "_memory",
+        "block",
+        "fenced",
+        "first_warp",
+        "launches_before",
+        "names",
+        "proxied",
+        "sites",
+        "slots",
+        "threads",
+    )
+
+    def __init__(self, block: int, threads: int):
+        self.block, self.threads = block, threads
+        self.launches_before = TICK | 2 * threads
+        self.first_warp = 2 * threads + 1
+        self.slots = self.first_warp + -(-threads // WARP)
+        self.fenced = Gathered()  # accesses that a `fence` showed to the whole GPU
+        self.proxied = Gathered()  # and fence_proxy_async to asynchronous operations
+        self.names: dict[int, str] = {}  # of the slots of mbarriers
+        self.sites: dict[int, Any] = {}  # access of an asynchronous operation -> where it was made
+        self._memory: dict[tuple[int, int], tuple[Known, Known, Known]] = {}
+
+    def new_slot(self, name: str) -> int:
+        """A slot for one more mbarrier."""
+        self.names[self.slots] = name
+        self.slots += 1
+        return self.slots - 1
+
+    def wgmma_access(self, warp: int, groups: int) -> int:
+        """That of the wgmma of a warp in its first so many groups."""
+        return groups << SLOT_BITS | self.first_warp + warp
+
+    # --- what orders
+    def meet(self, lanes: list[Lane]) -> None:
+        """A barrier of these threads: each knows afterwards what any of them knew."""
+        known = _joined({id(lane.known): lane.known for lane in lanes}.values())
+        elsewhere = None
+        for lane in lanes:
+            known[lane.index] = known[lane.loads] = lane.access >> SLOT_BITS
+            if lane.own:
+                _raise_to(known, lane.own)
+                lane.own = {}
+            if lane.elsewhere is not None:
+                elsewhere = _both(elsewhere, lane.elsewhere)
+        for lane in lanes:
+            lane.known, lane.elsewhere = known, elsewhere
+            lane.access += TICK
+
+    def take_loads(self, lanes: list[Lane]) -> None:
+        """A `wgmma` of a warp: each lane knows afterwards what any of them has loaded."""
+        changed: dict[int, tuple[Known, Known]] = {}
+        for lane in lanes:
+            if id(lane.known) not in changed:
+                known = lane.known.copy()
+                for each in lanes:
+                    known[each.loads] = max(known[each.loads], each.access >> SLOT_BITS)
+                changed[id(lane.known)] = lane.known, known
+        for lane in lanes:
+            lane.known = changed[id(lane.known)][1]
+            lane.access += TICK
+
+    def arrive(self, lane: Lane, at: Gathered) -> None:
+        """Who waits there will know what this thread knows now."""
+        at.add(lane)
+        lane.access += TICK
+
+    def learn(self, lane: Lane, known: Known, elsewhere: Elsewhere | None = None) -> None:
+        """The thread has waited for those who knew that."""
+        key = id(lane.known), id(known)
+        found = self._memory.get(key)
+        if found is None:
+            if len(self._memory) > _REMEMBERED:
+                self._memory.clear()
+            found = self._memory[key] = lane.known, known, _joined((lane.known, known))
+        lane.known = found[2]
+        if elsewhere is not None:
+            lane.elsewhere = _both(lane.elsewhere, elsewhere)
+
+    def fence(self, lane: Lane) -> None:
+        """`fence`: what the thread knows, other blocks may know that see its next atomics; what its
+        last atomics read, it knows."""
+        self.fenced.add(lane)
+        elsewhere = lane.elsewhere
+        if elsewhere is not None and elsewhere.read:
+            lane.elsewhere = Elsewhere(_merged(elsewhere.seen, elsewhere.read), {})
+        lane.access += TICK
+
+    def fence_proxy(self, lane: Lane) -> None:
+        """`fence_proxy_async`: what the thread knows, asynchronous operations see."""
+        self.proxied.add(lane)
+        lane.access += TICK
+
+    def atomic(self, lane: Lane, counter: dict[int, Known]) -> None:
+        """An atomic: `counter` is what those knew who came before. Blocks read it on the next
+        fence."""
+        before = dict(counter)
+        known = lane.known.copy()
+        known[lane.index] = lane.access >> SLOT_BITS
+        shown = list(map(min, known, self.fenced.known))
+        counter[self.block] = _joined((counter.get(self.block, []), shown))
+        elsewhere = lane.elsewhere or Elsewhere({}, {})
+        for block, known in elsewhere.seen.items():
+            counter[block] = _joined((counter.get(block, []), known))
+        before.pop(self.block, None)
+        if before:
+            lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, before))
+        lane.access += TICK
+
+    def waited_for_launches(self, lane: Lane) -> None:
+        """`griddepcontrol_wait`."""
+        lane.own = lane.own | {self.launches_before & SLOT: 1}
+
+    def waited_for_wgmma(self, lane: Lane, access: int) -> None:
+        """`wgmma_wait` for this access of its warp."""
+        lane.own = lane.own | {access & SLOT: access >> SLOT_BITS}
+
+    # --- what is ordered
+    def who(self, access: int) -> str:
+        """Who made it, in words."""
+        if access < 0:
+            return f"a cp_async of thread {~access}"
+        slot = access & SLOT
+        if slot < 2 * self.threads:
+            return f"thread {slot % self.threads}"
+        where = f" in {self.sites[access]}" if access in self.sites else ""
+        if slot in self.names:
+            return f"a copy that reports to mbarrier {self.names[slot]}"
+        return f"a wgmma of warp {slot - self.first_warp}{where}"
+
+
+def knows(lane: Lane, access: int) -> bool:
+    """Whether an access of the same block came before what the thread does now."""
+    slot, clock = access & SLOT, access >> SLOT_BITS
+    if access < 0:  # a cp_async under way
+        return False
+    if slot == lane.index or slot == lane.loads:
+        return True
+    known = lane.known
+    if slot < len(known) and known[slot] >= clock:
+        return True
+    return lane.own.get(slot, 0) >= clock
+
+
+def _joined(lists: Iterable[Known]) -> Known:
+    """A new list of the highest clocks."""
+    longest, *others = sorted(lists, key=len, reverse=True)
+    if not others:
+        return longest.copy()
+    length = len(longest)
+    return list(
+        map(max, longest, *(o if len(o) == length else o + [0] * (length - len(o)) for o in others))
+    )
+
+
+def _raise_to(known: Known, own: dict[int, int]) -> None:
+    for slot, clock in own.items():
+        if slot >= len(known):
+            known.extend([0] * (slot + 1 - len(known)))
+        known[slot] = max(known[slot], clock)
+
+
+def _merged(a: dict[int, Known], b: dict[int, Known]) -> dict[int, Known]:
+    return {block: _joined((a.get(block, []), b.get(block, []))) for block in a.keys() | b.keys()}
+
+
+def _both(a: Elsewhere | None, b: Elsewhere) -> Elsewhere:
+    if a is None or a is b:
+        return b
+    return Elsewhere(_merged(a.seen, b.seen), _merged(a.read, b.read))

@@ -1,0 +1,223 @@
+"""The last accesses to each word of a piece of shared memory, to find those that nothing orders.
+
+Threads load and store, and so do asynchronous operations on their behalf: `cp.async` stores from
+its issue to its wait, bulk copies from their issue to the end of an mbarrier's phase, `wgmma` loads
+from its issue to its wait. `steps.simulator.ordering` knows what is ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from steps.simulator.errors import Race
+from steps.simulator.ordering import SLOT, SLOT_BITS, Block, Lane, knows
+
+_MANY = -1  # loads of several threads: see `Shadow.readers`
+
+
+class Shadow:
+    """Of one allocation: an access or 0 for each unit of 4 bytes, or fewer once fewer are stored.
+
+    A store overwrites both: what it was ordered after, later accesses are too.
+    """
+
+    __slots__ = ("atomics", "bits", "block", "loaded", "name", "readers", "stored")
+
+    def __init__(self, block: Block, name: str, size: int):
+        self.block, self.name = block, name
+        self.bits = 2
+        units = -(-size >> self.bits)
+        self.stored = [0] * units
+        self.loaded = [0] * units  # or _MANY
+        self.readers: dict[int, dict[int, int]] = {}  # unit -> slot -> clock
+        self.atomics: dict[int, dict[int, int]] = {}  # the same, since the last store
+
+    # --- threads
+    def load(self, lane: Lane, at: int, size: int) -> None:
+        """A thread loads these bytes."""
+        bits, mine, stored, loaded = self.bits, lane.access, self.stored, self.loaded
+        access, before = mine - lane.index + lane.loads, mine
+        if self.atomics:
+            self._require_atomics_known(lane, at, size, "a load of")
+        for i in range(at >> bits, (at + size - 1 >> bits) + 1):
+            last = stored[i]
+            if last != before:
+                if last and not knows(lane, last):
+                    raise self._loads(last, i)
+                before = last
+            last = loaded[i]
+            if last != access:
+                if last == _MANY:
+                    self.readers[i][access & SLOT] = access >> SLOT_BITS
+                elif last == 0 or knows(lane, last):
+                    loaded[i] = access
+                else:
+                    loaded[i] = _MANY
+                    self.readers[i] = {
+                        last & SLOT: last >> SLOT_BITS,
+                        access & SLOT: access >> SLOT_BITS,
+                    }
+
+    def store(self, lane: Lane, at: int, size: int) -> Race | None:
+        """A thread stores these bytes. An error unless all bytes are the same as before: threads
+        may store one value side by side."""
+        if size < 1 << self.bits or at & (1 << self.bits) - 1:
+            self._refine(at, size)
+        return self._overwrite(lane, at, size, lane.access)
+
+    def _overwrite(self, lane: Lane, at: int, size: int, access: int) -> Race | None:
+        bits, stored, loaded = self.bits, self.stored, self.loaded
+        mine, before, found = lane.access, 0, None
+        if self.atomics:
+            self._require_atomics_known(lane, at, size, "a store to")
+            for i in range(at >> bits, -(-(at + size) >> bits)):
+                self.atomics.pop(i, None)
+        for i in range(at >> bits, -(-(at + size) >> bits)):
+            last = stored[i]
+            if last != before:
+                if last != mine and not knows(lane, last):
+                    found = self._stores("a store to", last, "stores to", i)
+                    if last < 0 or last & SLOT >= self.block.order.threads:
+                        raise found
+                before = last
+            if loaded[i]:
+                self._require_loads_known(lane, i, "a store to")
+                loaded[i] = 0
+            stored[i] = access
+        return found
+
+    def atomic(self, lane: Lane, at: int, size: int) -> None:
+        """A thread changes these bytes, and so do others: their atomics need no order."""
+        for i in range(at >> self.bits, -(-(at + size) >> self.bits)):
+            if self.stored[i] and not knows(lane, self.stored[i]):
+                raise self._stores("an atomic on", self.stored[i], "stores to", i)
+            if self.loaded[i]:
+                self._require_loads_known(lane, i, "an atomic on")
+                self.loaded[i] = 0
+            self.atomics.setdefault(i, {})[lane.index] = lane.access >> SLOT_BITS
+
+    def _require_atomics_known(self, lane: Lane, at: int, size: int, doing: str) -> None:
+        for i in range(at >> self.bits, -(-(at + size) >> self.bits)):
+            for slot, clock in self.atomics.get(i, {}).items():
+                access = clock << SLOT_BITS | slot
+                if not knows(lane, access):
+                    raise self._stores(doing, access, "changes by an atomic", i)
+
+    def _require_loads_known(self, lane: Lane, i: int, doing: str) -> None:
+        """All who loaded unit i before."""
+        if self.loaded[i] != _MANY:
+            if not knows(lane, self.loaded[i]):
+                raise self._stores(doing, self.loaded[i], "loads", i)
+            return
+        for slot, clock in self.readers.pop(i).items():
+            access = clock << SLOT_BITS | slot
+            if not knows(lane, access):
+                raise self._stores(doing, access, "loads", i)
+
+    def _refine(self, at: int, size: int) -> None:
+        """Units as small as this store needs."""
+        bits = self.bits
+        while bits and (size < 1 << bits or at & (1 << bits) - 1):
+            bits -= 1
+        finer = 1 << self.bits - bits
+        self.stored = [access for access in self.stored for _ in range(finer)]
+        self.loaded = [access for access in self.loaded for _ in range(finer)]
+        self.readers = {
+            finer * i + j: readers.copy()
+            for i, readers in self.readers.items()
+            for j in range(finer)
+        }
+        self.atomics = {
+            finer * i + j: slots.copy() for i, slots in self.atomics.items() for j in range(finer)
+        }
+        self.bits = bits
+
+    # --- asynchronous operations
+    def begin_async_store(self, lane: Lane, at: int, size: int) -> None:
+        """A `cp.async` of the thread stores to these bytes, until its wait."""
+        if found := self._overwrite(lane, at, size, ~lane.index):
+            raise found
+
+    def end_async_store(self, lane: Lane, at: int, size: int) -> None:
+        """The thread has waited for it: now it is as if it had stored there itself."""
+        first, end = at >> self.bits, -(-(at + size) >> self.bits)
+        self.stored[first:end] = [lane.access] * (end - first)
+
+    def begin_copy(self, lane: Lane, at: int, size: int, access: int) -> None:
+        """A bulk copy, issued by the thread, stores to these bytes: an access of its mbarrier."""
+        first, end = at >> self.bits, -(-(at + size) >> self.bits)
+        stored, loaded = self.stored[first:end], self.loaded[first:end]
+        for last in set(stored):
+            if not knows(lane, last):
+                raise self._stores("a copy to", last, "stores to", first + stored.index(last))
+            if last & SLOT < self.block.order.threads and last and not self._proxied(last):
+                raise self._unfenced("a copy to", last, first + stored.index(last))
+        for last in set(loaded):
+            if last == _MANY:
+                for i in range(first, end):
+                    if self.loaded[i] == _MANY:
+                        self._require_loads_known(lane, i, "a copy to")
+            elif last and not knows(lane, last):
+                raise self._stores("a copy to", last, "loads", first + loaded.index(last))
+        self.stored[first:end] = [access] * (end - first)
+        self.loaded[first:end] = [0] * (end - first)
+
+    def load_async(
+        self, lanes: Sequence[Lane], places: np.ndarray, accesses: Sequence[int]
+    ) -> None:
+        """A `wgmma` of these threads loads the bytes at these `places`, until its wait: an access
+        of each of its warps."""
+        units = np.unique(places >> self.bits).tolist()
+        stored, loaded = self.stored, self.loaded
+        for last in {stored[i] for i in units} - {0}:
+            for lane in lanes:
+                if not knows(lane, last):
+                    i = next(i for i in units if stored[i] == last)
+                    raise self._loads(last, i, f"a wgmma of thread {lane.index} and others of")
+            if last & SLOT < self.block.order.threads and not self._proxied(last):
+                i = next(i for i in units if stored[i] == last)
+                raise self._unfenced("a wgmma of", last, i)
+        readers = {access & SLOT: access >> SLOT_BITS for access in accesses}
+        for i in units:
+            last = loaded[i]
+            if last == _MANY:
+                self.readers[i].update(readers)
+                continue
+            loaded[i] = _MANY
+            self.readers[i] = readers.copy()
+            if last:
+                self.readers[i][last & SLOT] = last >> SLOT_BITS
+
+    def _proxied(self, access: int) -> bool:
+        """Whether a fence_proxy_async followed it."""
+        known, slot = self.block.order.proxied.known, access & SLOT
+        return slot < len(known) and known[slot] >= access >> SLOT_BITS
+
+    # --- sentences
+    def _place(self, i: int) -> str:
+        return f"byte {i << self.bits} of {self.name}"
+
+    def _loads(self, last: int, i: int, doing: str = "a load of") -> Race:
+        order = self.block.order
+        if last < 0:
+            hint = "cp_async_wait comes first"
+        elif last & SLOT in order.names:
+            hint = "mbarrier_wait comes first, or a barrier after another thread's"
+        else:
+            hint = "a barrier is missing between them"
+        return Race(f"{doing} {self._place(i)}, to which {order.who(last)} stores: {hint}")
+
+    def _stores(self, doing: str, last: int, did: str, i: int) -> Race:
+        order, slot = self.block.order, last & SLOT
+        hint = "a barrier, or an arrival and a wait, is missing between them"
+        if last > 0 and slot >= order.first_warp and slot not in order.names:
+            hint = "wgmma_wait, then an arrival or a barrier, comes first"
+        return Race(f"{doing} {self._place(i)}, which {order.who(last)} {did}: {hint}")
+
+    def _unfenced(self, doing: str, last: int, i: int) -> Race:
+        return Race(
+            f"{doing} {self._place(i)}, to which {self.block.order.who(last)} stored: "
+            "fence_proxy_async and a barrier must come between"
+        )
