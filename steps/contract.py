@@ -36,6 +36,9 @@ Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_f
 Size = tuple[int, int, int]
 """M, N, K of a product."""
 
+FLOATS: Final = ("float32", "float16", "bfloat16")
+"""The dtypes of A and of C, by name, see `dtype_name`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -69,11 +72,12 @@ class Shape:
 class Activations:
     """The activations as a step reads them.
 
-    `launches` run before the step's own: none when `arrays` is the caller's float32 A itself.
-    `layout` names what `arrays` hold (`steps.components.activations.layouts`): Q8_1 as "blocks" or
-    "k_outermost"; "inside" where the kernel quantizes float32 A itself; "tokens" for int8 with one
-    scale per token, "summed" for the same with the sums of the codes; "halves" for float16; None
-    for float32 A.
+    `launches` run before the step's own: none when `arrays` is the caller's A itself.
+    `layout` names what `arrays` hold (`steps.components.activations.layouts`): Q8_1 as "blocks",
+    "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" and
+    "coarse_tokens" for int8 with one scale per token, for weights that are int8 or multiples of
+    small integers; "rows" for float16 or bfloat16 A[M, K], followed by token scales where it was
+    made of float32 A; None for float32 A.
     """
 
     arrays: tuple[Any, ...]
@@ -131,11 +135,13 @@ class Step:
     launch: (format, family, shape, weights, activations, out) -> `Launch`; for a step with
         `scratch`, its arrays follow as one more argument.
     scratch: (format, family, shape) -> ((shape, dtype), ...) of memory the kernel works in besides,
-        such as partial sums that thread blocks hand each other. It is all zero before the first
-        launch; what must be zero for the next one, the kernel leaves so.
+        such as partial sums that thread blocks hand each other. The last of these arrays, of
+        counters, is all zero before the first launch, and the kernel leaves it so for the next one;
+        the others may hold anything.
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
-    outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`.
+    outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`. A may have
+        those that `steps.components.activations.layouts.inputs` names.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
     accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
@@ -184,11 +190,18 @@ class Step:
         out: Any,
     ) -> Launch:
         """The step's own launch on a machine, where its scratch memory is allocated first."""
-        operands = (fmt, family, shape, weights, activations, out)
+        memory = self.scratch_memory(machine, fmt, family, shape)
+        return self.launch(fmt, family, shape, weights, activations, out, *memory)
+
+    def scratch_memory(
+        self, machine: Machine, fmt: Format, family: Family, shape: Shape
+    ) -> tuple[tuple[Any, ...], ...]:
+        """What a launch takes after C: `scratch` on a machine, or nothing."""
         if self.scratch is None:
-            return self.launch(*operands)
-        sizes = self.scratch(fmt, family, shape)
-        return self.launch(*operands, tuple(machine.array(np.zeros(*each)) for each in sizes))
+            return ()
+        *others, (counters, dtype) = self.scratch(fmt, family, shape)
+        memory = (machine.empty(*each) for each in others)
+        return ((*memory, machine.array(np.zeros(counters, dtype))),)
 
     def supports(
         self,
@@ -209,6 +222,17 @@ class Step:
             need = least if cc < self.min_cc else f"{most} at most"
             return f"step {self.number} needs compute capability {need}; this GPU has {have}"
         return None
+
+
+def dtype_name(array: Any) -> str:
+    """ "float32", "float16" or "bfloat16". NumPy has no bfloat16: such arrays are uint16."""
+    name = np.dtype(array.dtype).name
+    return "bfloat16" if name == "uint16" else name
+
+
+def array_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of arrays that hold numbers of this name, see `dtype_name`."""
+    return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
 def scheme(format_name: str, family: Family) -> str:

@@ -111,6 +111,19 @@ def floats_to_halves(low, high):
     return of_halves(low, high)
 
 
+@ptx("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}", returns=uint32, takes=(uint32,))
+def low2half2(a):
+    """The lower float16 of a word twice. As an operand of `hmul2` or `hfma2` it costs nothing: the
+    instruction picks the half (HFMA2 R0, R1, R2.H0_H0, R3)."""
+    return a & 0xFFFF | a << 16
+
+
+@ptx("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}", returns=uint32, takes=(uint32,))
+def high2half2(a):
+    """The upper float16 of a word twice; see `low2half2`. `.H1_H1`."""
+    return a >> 16 | a & 0xFFFF0000
+
+
 @ptx("mul.rn.f16x2 $0, $1, $2;", returns=uint32, takes=(uint32, uint32))
 def hmul2(a, b):
     """a * b of two float16 each, rounded once; subnormals count in full. HFMA2 or HMUL2."""
@@ -146,3 +159,19 @@ def as_float(bits):
     """The float32 of 32 bits."""
     _BITS[0] = bits
     return _FLOAT[0]
+
+
+def _bfloat(x: float) -> int:
+    """The 16 bits of a float32 rounded to the nearest bfloat16, its upper half, ties to even."""
+    _FLOAT[0] = x
+    bits = _BITS[0]
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return 0x7FFF  # the one NaN that the instruction makes
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+@ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", returns=uint32, takes=(float32, float32), min_cc=(8, 0))
+def floats_to_bfloats(low, high):
+    """Both rounded to the nearest bfloat16, ties to even, in one word. F2FP.BF16.F32.PACK_AB. Back
+    it needs no instruction of its own: a bfloat16 is the upper half of a float32."""
+    return _bfloat(low) | _bfloat(high) << 16

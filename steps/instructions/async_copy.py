@@ -15,6 +15,7 @@ from functools import cache
 from numba.cuda.types import uint32
 
 from steps.instructions.define import GLOBAL, SHARED, ptx
+from steps.simulator.arrays import CheckedArray
 
 _SIZE = 16  # bytes of one copy: the only size that bypasses L1 (.cg)
 _WORD = 4  # one float, such as a scale
@@ -22,9 +23,10 @@ _WORD = 4  # one float, such as a scale
 
 def _issue(lane, destination, at: int, source, source_at: int, size: int, of: int = _SIZE) -> None:
     read = source.locate(source_at, size, of) if size else 0
-    write = destination.locate(at, of)
+    write = CheckedArray.locate(destination, at, of)
+    destination.begin_async_store(lane, write, of)
     destination.bytes[write : write + of] = b"\xff" * of
-    lane.copies.append((destination.bytes, write, of, source.bytes, read, size))
+    lane.copies.append((destination, write, of, source.bytes, read, size))
 
 
 @ptx(
@@ -89,7 +91,8 @@ def cp_async_wait(newest: int):
         while len(lane.groups) > newest:
             for destination, write, of, source, read, size in lane.groups.popleft():
                 data = bytes(source[read : read + size])
-                destination[write : write + of] = data.ljust(of, b"\0")
+                destination.bytes[write : write + of] = data.ljust(of, b"\0")
+                destination.end_async_store(lane, write, of)
 
     twin.__name__ = f"cp_async_wait_{newest}"
     twin.__doc__ = f"Wait until at most {newest} groups of this thread are under way."

@@ -32,6 +32,7 @@ from steps.simulator.asynchronous import BulkCopy
 from steps.simulator.errors import SimulatorError
 from steps.simulator.lanes import here
 from steps.simulator.scheduler import now
+from steps.simulator.shared_memory import MBarrier
 
 _UNIT = 16  # bytes: addresses and sizes of bulk copies are multiples
 _HOPPER = (9, 0)
@@ -49,16 +50,25 @@ def bulk_copy(lane, destination, di, source, si, size, barrier, bi):
     at barrier[bi]. Both addresses and the size are multiples of 16. UBLKCP."""
     if not size or size % _UNIT:
         raise SimulatorError(f"bulk_copy takes a multiple of 16 bytes, got {size}")
-    reports_to = lane.block.memory.barrier(barrier, bi)
-    if not reports_to.fenced:
+    reports_to = reported_to("bulk_copy", lane, barrier, bi)
+    write = CheckedArray.locate(destination, di, size, _UNIT)
+    start = source.locate(si, size, _UNIT)
+
+    def read():
+        return source.bytes[start : start + size]
+
+    now().copy(BulkCopy(lane, here(), destination, write, read, size, reports_to))
+
+
+def reported_to(name: str, lane, barrier, bi) -> MBarrier:
+    """The mbarrier at barrier[bi], if a copy may report to it."""
+    found: MBarrier = lane.block.memory.barrier(lane, barrier, bi)
+    if not found.fenced:
         raise SimulatorError(
-            f"bulk_copy reports to mbarrier {reports_to.name}, which its maker has not made known: "
+            f"{name} reports to mbarrier {found.name}, which its maker has not made known: "
             "fence_mbarrier_init follows mbarrier_init"
         )
-    write = CheckedArray.locate(destination, di, size, _UNIT)
-    read = source.locate(si, size, _UNIT)
-    copy = BulkCopy(lane, here(), destination, write, source, read, size, reports_to)
-    now().copy(copy)
+    return found
 
 
 @ptx(
@@ -77,7 +87,7 @@ def prefetch_l2(lane, source, si, size):
 @ptx("fence.proxy.async.shared::cta;", scope="lane", memory=True, min_cc=_HOPPER)
 def fence_proxy_async(lane):
     """What this thread wrote to shared memory before, bulk copies and `wgmma` may read after."""
-    lane.block.memory.fence()
+    lane.block.order.fence_proxy(lane)
 
 
 # --- mbarriers
@@ -95,7 +105,7 @@ def mbarrier_init(lane, barrier, bi, count):
 
     One thread does so for all barriers, then `fence_mbarrier_init`; `cuda.syncthreads` follows.
     """
-    lane.block.memory.make_barrier(lane.index, barrier, bi, count)
+    lane.block.memory.make_barrier(lane, barrier, bi, count)
 
 
 @ptx("fence.mbarrier_init.release.cluster;", scope="lane", memory=True, min_cc=_HOPPER)
@@ -116,7 +126,7 @@ def fence_mbarrier_init(lane):
 )
 def mbarrier_arrive(lane, barrier, bi):
     """Count an arrival in the current phase: who waits for it sees what this thread did before."""
-    now().arrive(lane.block.memory.barrier(barrier, bi))
+    now().arrive(lane.block.memory.barrier(lane, barrier, bi))
 
 
 @ptx(
@@ -128,7 +138,7 @@ def mbarrier_arrive(lane, barrier, bi):
 )
 def mbarrier_arrive_expect(lane, barrier, bi, size):
     """Count an arrival, and `size` bytes of bulk copies that the current phase must wait for."""
-    now().arrive(lane.block.memory.barrier(barrier, bi), size)
+    now().arrive(lane.block.memory.barrier(lane, barrier, bi), size)
 
 
 @ptx(
@@ -140,4 +150,4 @@ def mbarrier_arrive_expect(lane, barrier, bi, size):
 )
 def mbarrier_wait(lane, barrier, bi, parity):
     """Wait until the phase of this parity (0 or 1) is complete. SYNCS.PHASECHK."""
-    now().wait_for_phase(lane.block.memory.barrier(barrier, bi), parity)
+    now().wait_for_phase(lane.block.memory.barrier(lane, barrier, bi), parity)

@@ -65,6 +65,21 @@ class Address:
         return builder.ptrtoint(shared, ir.IntType(32))
 
 
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A 64-bit address that only instructions use; in the simulator it is an object of a class."""
+
+    of: type
+
+    def check(self, value):
+        """The object, if it is one: on the GPU, any other number means nothing."""
+        if not isinstance(value, self.of):
+            raise SimulatorError(
+                f"the instruction takes the address of a {self.of.__name__}, not {value!r}"
+            )
+        return value
+
+
 SHARED = Address("shared")
 GLOBAL = Address("global")
 UNCHANGED[SHARED.check] = "{value}.space == 'shared'"
@@ -89,7 +104,8 @@ def ptx(
     """Decorator: make an instruction of this PTX `text` and of the function, its twin.
 
     returns: a Numba scalar type, a tuple of them (the kernel gets a tuple), or None.
-    takes: a Numba scalar type per register operand, SHARED or GLOBAL per (array, index) pair.
+    takes: a Numba scalar type or a Handle per register operand, SHARED or GLOBAL per (array, index)
+    pair.
     scope: None, "lane", "warp" or "warpgroup": see `Twin`.
     memory: it reads or writes memory, so LLVM must keep it in order with loads, stores and
     barriers.
@@ -100,7 +116,7 @@ def ptx(
     """
     results = () if returns is None else returns if isinstance(returns, tuple) else (returns,)
     constraints = ["=" + _REGISTER[t] for t in results]
-    constraints += [_address_register(t) if isinstance(t, Address) else _REGISTER[t] for t in takes]
+    constraints += [_register(t) for t in takes]
     if memory:
         constraints.append("~{memory}")
     # Convergent: LLVM must not move or duplicate a warp-wide instruction into divergent control
@@ -159,13 +175,16 @@ def ptx(
                 wanted += [given[position], types.int64]
                 position += 2
             else:
-                wanted.append(operand)
+                wanted.append(types.uint64 if isinstance(operand, Handle) else operand)
                 position += 1
         return return_type, wanted
 
     casts: list = []
     for operand in takes:
-        casts += [operand.check, index] if isinstance(operand, Address) else [cast_of(operand)]
+        if isinstance(operand, Address):
+            casts += [operand.check, index]
+        else:
+            casts.append(operand.check if isinstance(operand, Handle) else cast_of(operand))
 
     def decorate(twin: Callable):
         return define(
@@ -265,5 +284,8 @@ def cast_of(numba_type) -> Callable:
     return cast_to(as_dtype(numba_type))
 
 
-def _address_register(address: Address) -> str:
-    return "r" if address.space == "shared" else "l"
+def _register(operand) -> str:
+    """The register class of an operand of `takes`."""
+    if isinstance(operand, Address):
+        return "r" if operand.space == "shared" else "l"
+    return "l" if isinstance(operand, Handle) else _REGISTER[operand]

@@ -7,8 +7,10 @@ ended, and there is room for them. What that kernel writes may be read only afte
 loads of weights, may come before.
 
 Without `Launch.overlap` both instructions do nothing. GPUs before compute capability 9.0 lack them,
-and no code is generated there. In the simulator they do nothing either: a launch begins when the
-one before it has ended.
+and no code is generated there.
+
+In the simulator a launch begins when the one before it has ended, but what that one stored may not
+be read before the wait, and what it used may not be overwritten: see `steps.simulator.stream`.
 """
 
 from steps.instructions.define import ptx
@@ -17,6 +19,7 @@ from steps.instructions.define import ptx
 @ptx("griddepcontrol.wait;", scope="lane", memory=True, min_cc=(9, 0), optional=True)
 def griddepcontrol_wait(lane):
     """Wait until the launches before this one have ended and their writes are visible. ACQBULK."""
+    lane.block.order.waited_for_launches(lane)
 
 
 @ptx("griddepcontrol.launch_dependents;", scope="lane", memory=True, min_cc=(9, 0), optional=True)

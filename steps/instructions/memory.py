@@ -78,7 +78,7 @@ def _store(name: str, element, count: int, doc: str):
     size = layout.size
 
     def write(array, index, *values):
-        layout.pack_into(array.writable_bytes, array.locate(index, size), *values)
+        array.store(index, layout.pack(*values))
 
     twin: Any = {  # with parameters by name, which Numba takes from the twin
         1: lambda array, index, x0: write(array, index, x0),
@@ -162,3 +162,4 @@ def fence(lane):
     """What this thread wrote before is seen by whoever sees what it writes after: by thread blocks
     on other SMs too, if they call it in between likewise. MEMBAR.ALL.GPU, a lighter one than
     `cuda.threadfence` (MEMBAR.SC.GPU), which orders all fences of the GPU besides."""
+    lane.block.order.fence(lane)

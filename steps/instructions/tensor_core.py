@@ -9,7 +9,7 @@ With g = lane // 4 (0..7) and t = lane % 4 (PTX ISA 9.7.15, "Matrix Fragments fo
                  row g    |      a0       |        a2        |      k = 4t ..    |  b0  |
                  row g+8  |      a1       |        a3        |      k = 16+4t .. |  b1  |
 
-    m16n8k16, float16: a register is 2 neighbours along K
+    m16n8k16, float16 or bfloat16: a register is 2 neighbours along K
 
              A[16, 16]     k = 2t, 2t+1       8+2t, 8+2t+1        B[16, 8]         n = g
                  row g    |      a0       |        a2        |      k = 2t ..    |  b0  |
@@ -34,6 +34,8 @@ matrix:
 
     register i of lane l = elements 2t, 2t+1 of row g of matrix i           plain
                          = elements 2t, 2t+1 of column g of matrix i        .trans
+
+`stmatrix` (9.7.15.5.16; compute capability 9.0) is its inverse: it stores four such matrices.
 """
 
 import numpy as np
@@ -41,7 +43,17 @@ from numba.cuda.types import float32, int32, uint32
 
 from steps.instructions.define import SHARED, ptx
 from steps.simulator.errors import SimulatorError
-from steps.simulator.fragments import A_ROW, A_WORD, B_WORD, C_COLUMN, C_ROW, GROUP, THREAD
+from steps.simulator.fragments import (
+    A_ROW,
+    A_WORD,
+    B_WORD,
+    BFLOAT16,
+    C_COLUMN,
+    C_ROW,
+    GROUP,
+    THREAD,
+    numbers,
+)
 
 
 def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -> list[tuple]:
@@ -54,7 +66,7 @@ def _multiply(lanes: list[tuple], element, accumulator, exact, element_b=None) -
     a[A_ROW, A_WORD] = words[:, :4]
     b[GROUP[:, None], B_WORD] = words[:, 4:]
     c[C_ROW, C_COLUMN] = operands[:, 6:]
-    c += a.view(element).astype(exact) @ b.view(element_b or element).astype(exact).T
+    c += numbers(a, element).astype(exact) @ numbers(b, element_b or element).astype(exact).T
     results = c[C_ROW, C_COLUMN].astype(accumulator).reshape(-1)
     values = iter(results if accumulator is np.float32 else results.tolist())
     return list(zip(values, values, values, values, strict=True))  # four for each lane
@@ -119,18 +131,36 @@ def mma_m16n8k16_f16(lanes):
     return _multiply(lanes, np.float16, np.float32, np.float64)
 
 
-def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
-    """What `count` matrices give each lane; lane 8i + r addresses row r of matrix i."""
+@ptx(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    returns=(float32,) * 4,
+    takes=(uint32,) * 6 + (float32,) * 4,
+    scope="warp",
+    min_cc=(8, 0),
+)
+def mma_m16n8k16_bf16(lanes):
+    """As `mma_m16n8k16_f16`; A, B pairs of bfloat16. HMMA.16816.F32.BF16."""
+    return _multiply(lanes, BFLOAT16, np.float32, np.float64)
+
+
+def _rows(name: str, lanes: list[tuple], count: int, *, stores: bool = False) -> list[tuple]:
+    """(array, byte) of each row of `count` matrices; lane 8i + r addresses row r of matrix i."""
     if len(lanes) != 32:
-        raise SimulatorError(f"ldmatrix needs a full warp; this one has {len(lanes)} lanes")
+        raise SimulatorError(f"{name} needs a full warp; this one has {len(lanes)} lanes")
     rows = []
-    for i, (array, index) in enumerate(lanes[: 8 * count]):
+    for i, (array, index, *_) in enumerate(lanes[: 8 * count]):
         try:
-            start = array.locate_for(i, index, 16)
+            rows.append((array, array.locate_for(i, index, 16, stores=stores)))
         except SimulatorError as error:
             error.lane_in_warp = i
             raise
-        rows.append(array.bytes[start : start + 16])
+    return rows
+
+
+def _matrices(lanes: list[tuple], count: int, transposed: bool) -> list[tuple]:
+    """What `count` matrices give each lane."""
+    rows = [array.bytes[at : at + 16] for array, at in _rows("ldmatrix", lanes, count)]
     matrices = np.frombuffer(b"".join(rows), np.uint16).reshape(count, 8, 8)
     if transposed:
         matrices = matrices.transpose(0, 2, 1)
@@ -163,3 +193,22 @@ ldmatrix_x2 = _ldmatrix("ldmatrix_x2", 2)
 ldmatrix_x4 = _ldmatrix("ldmatrix_x4", 4)
 ldmatrix_x2_trans = _ldmatrix("ldmatrix_x2_trans", 2, transposed=True)
 ldmatrix_x4_trans = _ldmatrix("ldmatrix_x4_trans", 4, transposed=True)
+
+
+@ptx(
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};",
+    takes=(SHARED, *[uint32] * 4),
+    scope="warp",
+    memory=True,
+    min_cc=(9, 0),
+)
+def stmatrix_x4_trans(lanes):
+    """(array, index, x0..x3): register i of lane l is elements 2t, 2t+1 of column g of matrix i, as
+    `ldmatrix_x4_trans` loads it; row r of matrix i goes to where lane 8i + r says. STSM."""
+    rows = _rows("stmatrix", lanes, 4, stores=True)
+    words = np.array([lane[2:] for lane in lanes], np.uint32)  # [lane, matrix]
+    columns = np.ascontiguousarray(words.T).view(np.uint16).reshape(4, 8, 8)
+    matrices = np.ascontiguousarray(columns.transpose(0, 2, 1)).reshape(32, 8)
+    for (array, at), row in zip(rows, matrices, strict=True):
+        array.writable_bytes[at : at + 16] = row.tobytes()
+    return [None] * len(lanes)

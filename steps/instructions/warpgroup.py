@@ -2,7 +2,8 @@
 
 A *warpgroup* is four warps, the first of them a multiple of four. All 128 threads execute `wgmma`
 together (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sm_90a only): D[64, N] +=
-A[64, K] B[K, N], where a row of A and a column of B are 32 bytes along K: 16 float16 or 32 bytes.
+A[64, K] B[K, N], where a row of A and a column of B are 32 bytes along K: 16 float16 or bfloat16,
+or 32 bytes.
 N is 8, 16, 24, 32 or a multiple of 16 up to 256.
 
     A, in registers: warp w of the four holds rows 16 w to 16 w + 15 in the fragments of
@@ -14,7 +15,7 @@ N is 8, 16, 24, 32 or a multiple of 16 up to 256.
              row 16w + g      |   d[4j]     |   d[4j + 1]   |
              row 16w + g + 8  |   d[4j + 2] |   d[4j + 3]   |
 
-    B, in shared memory, where a *descriptor* says (`matrix_descriptor`).
+    B, in shared memory, where a *descriptor* says (`matrix_descriptor`, `swizzled_descriptor`).
 
 It returns at once. Multiplications are closed into groups (`wgmma_commit`) and waited for
 (`wgmma_wait`), and until then the accumulators belong to the tensor cores and B must stay as it is:
@@ -43,11 +44,11 @@ from numba.cuda.types import float32, int32, int64, uint32
 from steps.instructions.define import SHARED, as_it_is, cast_of, define, index, pack, ptx
 from steps.simulator.arrays import CheckedArray
 from steps.simulator.errors import SimulatorError
-from steps.simulator.lanes import WARPGROUP
+from steps.simulator.fragments import BFLOAT16
+from steps.simulator.lanes import REGISTERS, WARPGROUP
 from steps.simulator.scheduler import now
-from steps.simulator.warpgroup_mma import begin, wait
+from steps.simulator.warpgroup_mma import SWIZZLE_128B, SWIZZLED_ROW, begin, wait
 
-REGISTERS = 65536  # of a multiprocessor
 _HOPPER = "sm_90a"  # and no other: later ones multiply otherwise
 _UNIT = 16  # bytes: what descriptors count in
 _LETTER = {float32: "f", int32: "r"}
@@ -134,6 +135,15 @@ wgmma_f16 = _wgmma(
     (np.float16, np.float16),
     "(acc, a0..a3, descriptor, accumulate) -> acc + A @ B, or A @ B where accumulate is 0; float16 "
     "with float32 sums. HGMMA.",
+)
+wgmma_bf16 = _wgmma(
+    "wgmma_bf16",
+    "k16",
+    "f32.bf16.bf16",
+    float32,
+    ", 1, 1, 0",
+    (BFLOAT16, BFLOAT16),
+    "As `wgmma_f16`, of bfloat16. HGMMA.",
 )
 wgmma_s8 = _wgmma(
     "wgmma_s8",
@@ -288,6 +298,13 @@ spread = _define_spread()
 # --- where B lies
 
 
+def _field(builder, value, bit):
+    """LLVM: a distance or an address, counted in 16 bytes, at that bit of a descriptor."""
+    word, wide = ir.IntType(32), ir.IntType(64)
+    units = builder.lshr(builder.and_(value, ir.Constant(word, 0x3FFFF)), word(4))
+    return builder.shl(builder.zext(units, wide), wide(bit))
+
+
 def _define_descriptor():
     def matrix_descriptor(array, index, leading, stride):
         """The descriptor of B at array[index] in shared memory, an int64, for `wgmma`.
@@ -305,7 +322,7 @@ def _define_descriptor():
         neighbours along N (PTX ISA, "Matrix Descriptor Format", K-major, no swizzle: the
         "leading-dimension" and the "stride-dimension byte offset"); they and the address are
         multiples of 16. With 16-byte chunks in groups of eight tokens, [tokens/8, chunks, 8, 16],
-        as in a step of `float16_chunks`: leading = 128, stride = 128 * chunks.
+        as in a stage of `int8_chunks`: leading = 128, stride = 128 * chunks.
 
         In the descriptor addresses are counted in 16 bytes: the next 32 bytes along K are at
         descriptor + (2 * leading >> 4).
@@ -325,15 +342,9 @@ def _define_descriptor():
 
     def lower(context, builder, signature, arguments):
         array, at, leading, stride = arguments
-        word, wide = ir.IntType(32), ir.IntType(64)
         address = SHARED.lower(context, builder, signature.args[0], array, at)
-
-        def field(value, bit):
-            units = builder.lshr(builder.and_(value, ir.Constant(word, 0x3FFFF)), word(4))
-            return builder.shl(builder.zext(units, wide), wide(bit))
-
-        low = builder.or_(field(address, 0), field(leading, 16))
-        return builder.or_(low, field(stride, 32))
+        low = builder.or_(_field(builder, address, 0), _field(builder, leading, 16))
+        return builder.or_(low, _field(builder, stride, 32))
 
     return define(
         matrix_descriptor,
@@ -346,6 +357,44 @@ def _define_descriptor():
 
 
 matrix_descriptor = _define_descriptor()
+
+
+def _define_swizzled_descriptor():
+    eight_rows = 8 * SWIZZLED_ROW  # after which the swizzle repeats
+    # The leading dimension means nothing here: 32 bytes along K are two chunks of one row.
+    layout = 1 << 16 | eight_rows // _UNIT << 32 | SWIZZLE_128B << 62
+
+    def swizzled_descriptor(array, index):
+        """The descriptor of B at array[index] in shared memory, an int64, for `wgmma`: tokens in
+        rows of 128 bytes along K, swizzled as `tensor_copy` leaves them
+        (steps/instructions/tensor_map.py), from a multiple of 1024 bytes on.
+
+        The next 32 bytes along K are at descriptor + 2: `wgmma` swizzles the address that results.
+        So the four products of a row of 128 bytes take it + 0, + 2, + 4 and + 6. The next box of
+        `tokens` rows is at descriptor + 8 * tokens.
+        """
+        offset = CheckedArray.locate(array, index, SWIZZLED_ROW, eight_rows)
+        return now().lane.block.memory.address(array, offset) >> 4 | layout
+
+    def typing(given):
+        fits = isinstance(given[0], types.Array)
+        return (int64, (given[0], int64)) if fits else None
+
+    def lower(context, builder, signature, arguments):
+        address = SHARED.lower(context, builder, signature.args[0], *arguments)
+        return builder.or_(_field(builder, address, 0), ir.Constant(ir.IntType(64), layout))
+
+    return define(
+        swizzled_descriptor,
+        "swizzled_descriptor",
+        casts=(SHARED.check, index),
+        results=(cast_of(int64),),
+        typing=typing,
+        lower=lower,
+    )
+
+
+swizzled_descriptor = _define_swizzled_descriptor()
 
 
 # --- registers and barriers of a warpgroup
@@ -361,8 +410,8 @@ def _setmaxnreg(change: str):
 
         def twin(lanes):
             block, group = now().lane.block, now().lane.index // WARPGROUP
-            block.registers[group] = registers
-            total = WARPGROUP * sum(block.registers.values())
+            block.registers[group] = change, registers
+            total = WARPGROUP * sum(each for _, each in block.registers.values())
             if total > REGISTERS:
                 raise SimulatorError(
                     f"setmaxnreg_{change}({registers}): the block's warpgroups would have {total} "
