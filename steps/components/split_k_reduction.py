@@ -5,10 +5,10 @@ tile's counter. The value before tells how many came earlier. The block that fin
 adds up all partial sums, in the order of K, so the result has the same bits in every run. The
 counter is set back to zero, as the next launch must find it. No block waits for another.
 
-Step 9 teaches this in its own kernel; the ends of steps 10 to 14 use these functions.
+Step 10 teaches this; the ends of steps 11 and 14 to 16 use these functions too.
 
-Two of them are inlined by Numba, as if they stood in the kernel: LLVM simplifies a function before
-it inlines it, and the code that came of this was longer.
+One of them is inlined by Numba, as if it stood in the kernel: LLVM simplifies a function before it
+inlines it, and the code that came of this was longer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,6 @@ def count_block_arrival(arrived, counter, before, t):
     if t == 0:
         before[0] = cuda.atomic.add(arrived, counter, 1)
     cuda.syncthreads()
-
-
-@cuda.jit(device=True, inline="always")
-def is_last_arrival(arrived, counter, others):
-    """For one thread, behind a fence: int32 1 if all `others` arrived earlier, else 0. The last to
-    arrive sets the counter back."""
-    last = int32(cuda.atomic.add(arrived, counter, 1) == others)
-    if last > 0:
-        arrived[counter] = 0
-    return last
 
 
 @cuda.jit(device=True, inline="always")

@@ -13,7 +13,7 @@ With shared_tiles = 0 tiles stay whole. With as many blocks as a multiple of `sh
 tiles beyond, this is split-K: equal parts. No block waits for another, so any number of blocks is
 right. The ranges depend on the shape and the number of blocks alone: the same bits in every run.
 
-Step 9 (stream-K) teaches this; steps 12 to 14 use it with warpgroups.
+Step 10 (stream-K) teaches this; steps 14 to 16 use it with warpgroups.
 """
 
 from __future__ import annotations

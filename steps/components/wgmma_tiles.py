@@ -2,7 +2,7 @@
 
 A thread block has an SM to itself and stays there, tile after tile (`steps.components.stream_k`),
 so its cycles can be added up beforehand. The steps differ in what 128 K of a tile cost. The
-constants here were measured on an H200; steps 12 to 14 use them, and step 12 teaches the tiles.
+constants here were measured on an H200; steps 14 to 16 use them, and step 14 teaches the tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats.repack import TILE_K
+from qformats.repack import TILE_K, TILE_ROWS
 from steps.components.epilogue.wgmma import (
     ACC_HALF_TOKENS,
     WARPGROUP,
@@ -22,8 +22,15 @@ from steps.components.epilogue.wgmma import (
 from steps.components.stream_k import schedules, work_rate
 from steps.contract import Launch, Shape, ceil_div, shared_memory
 
-H200_TILE_END: Final = 2000
-"""Cycles from the last product of a tile to the first of the next one."""
+H200_COPIED_BYTES: Final = 40
+"""Bytes that an SM's copies get from the L2 in a cycle."""
+
+H200_INT8_COPIED_BYTES: Final = 50
+"""The same where tokens are int8."""
+
+H200_TILE_END: Final = 3000
+"""Cycles from the last product of a tile to the first of the next one, where C is float16. Float32
+takes some 6500, with which one of 40 shapes would get other tiles."""
 
 H200_HAND_OVER: Final = 3000
 """Cycles to store a block's partial sums of a shared tile and to wait for those of others."""
@@ -42,6 +49,23 @@ Tile = tuple[int, int]
 
 TileConfiguration = tuple[Tile, int, int, int]
 """(tile, how many of them, thread blocks, tiles that all blocks share)."""
+
+
+def float16_stage_cycles(bits: int, bn: int, bm: int) -> int:
+    """Cycles of 128 K of a tile with weights of so many bits: of the tensor cores; of a warp that
+    unpacks weights and issues products, most of them latencies; of 40 bytes a cycle from the L2."""
+    unpack = {5: 24, 6: 32}.get(bits, 20)  # instructions that make 16 x 16 weights
+    copied = (bn * bits // 8 + 2 * bm) * TILE_K // H200_COPIED_BYTES
+    cycles = max(bn * bm // 16, bn * (35 * unpack + 10 * bm // 3) // 128, copied)
+    return cycles * 33 // 32 if warpgroups(bn) == 3 else cycles  # for the same work: measured
+
+
+def int8_stage_cycles(tile_bytes: int, instructions: int, bn: int, bm: int) -> int:
+    """The same for int8 weights and tokens, with packed tiles of so many bytes: of the tensor
+    cores; of the `instructions` of a warp, of two a scheduler, which issue one in two cycles; of 50
+    bytes a cycle from the L2, which step 15 was seen to get with weights of 8 bits."""
+    copied = (bn // TILE_ROWS * tile_bytes + bm * TILE_K) // H200_INT8_COPIED_BYTES
+    return max(bn * max(bm, 32) // 32, 4 * instructions, copied)
 
 
 def fewest_cycles(
@@ -100,7 +124,8 @@ def launch_of(
     scratch: tuple[Any, ...],
 ) -> Launch:
     """The launch of make(stages, stagger) -> (kernel, its shared memory in bytes), which takes the
-    operands, the steps along K, `steps.components.stream_k.work_rate`, and the scratch memory.
+    operands, the steps along K, the number of tiles, `steps.components.stream_k.work_rate`, and the
+    scratch memory.
 
     `stages` and `stagger` are upper limits. The ring is as long as shared memory allows. One
     warpgroup runs `stagger` stages before the other only where a block has more tiles than one."""
@@ -109,6 +134,6 @@ def launch_of(
         stages -= 1
     kernel, shared_bytes = make(stages, min(stagger, stages - 2) if total > blocks else 0)
     steps = ceil_div(k, TILE_K)
-    args = (*operands, steps, work_rate(shared_tiles, steps, blocks), *scratch)
+    args = (*operands, steps, total, work_rate(shared_tiles, steps, blocks), *scratch)
     threads = (warpgroups(bn) + 1) * WARPGROUP  # the last warpgroup is the producer
     return Launch(kernel, (blocks,), (threads,), args, shared_bytes, overlap=True)

@@ -1,7 +1,7 @@
 """The pass before a product of silu(gate) * up, the feed-forward input of a Llama block.
 
-Without it a kernel would read gates and ups and write x, and a pass would read x and write it in
-order. This kernel reads and writes each once. It is the pass of `reorder`, which step 11 teaches.
+It reads gates and ups and writes the float16 rows that steps read A as. Step 11 is the first to
+read them (`steps.components.activations.layouts.float16_rows`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import math
 from typing import Final
 
 import numpy as np
-from numba import cuda, float32, uint16, uint32
+from numba import cuda, float32, int64, uint16, uint32
 
-from steps.components.activations.reorder import order_kernel
-from steps.instructions import floats_to_halves, half_to_float, load_u32x4
+from qformats.repack import CHUNK_HALVES
+from steps.instructions import (
+    floats_to_halves,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    half_to_float,
+    load_u32x4,
+    store_u32x4,
+)
 from steps.instructions.define import ptx
 
 LOG2_E: Final = float32(math.log2(math.e))
+GATED_THREADS: Final = 256  # of a thread block, at most
 
 
 @ptx("ex2.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
@@ -53,15 +61,27 @@ def eight_gated(gates, ups):
     return first, second, two_gated(gates[2], ups[2]), two_gated(gates[3], ups[3])
 
 
-@cuda.jit(device=True, forceinline=True)
-def sixteen_gated(a, offset):
-    """Of 16 gates from `offset` on, and ups as many columns further as there are of either."""
-    beside = offset + a.shape[1] // 2
-    gates, more_gates = load_u32x4(a, offset), load_u32x4(a, offset + 8)
-    ups, more_ups = load_u32x4(a, beside), load_u32x4(a, beside + 8)
-    return eight_gated(gates, ups), eight_gated(more_gates, more_ups)
+@cuda.jit
+def gated_to_rows(y, x):
+    """x[M, K] = silu(gate) * up of float16 y[M, 2 K], K gates and then K ups, computed in float32
+    and rounded to float16. y and x begin at a multiple of 16 bytes, and K is one of 8.
+    `gated_grid` for its launch.
+
+    A thread has eight values of a token: 16 bytes of each load and of the store.
+    """
+    griddepcontrol_launch_dependents()
+    columns = uint32(x.shape[1])
+    m = int64(cuda.blockIdx.x)
+    k = uint32(cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x) * uint32(CHUNK_HALVES)
+    griddepcontrol_wait()
+    if k < columns:
+        offset = m * (2 * columns) + k
+        x0, x1, x2, x3 = eight_gated(load_u32x4(y, offset), load_u32x4(y, offset + columns))
+        store_u32x4(x, m * columns + k, x0, x1, x2, x3)
 
 
-gated_to_chunks: Final = order_kernel(sixteen_gated, 2)
-"""Of float16 [M, 2 K], K gates and then K ups, at a multiple of 16 bytes: silu(gate) * up, computed
-in float32 and rounded to float16, in order; all token_scales[M] are 1."""
+def gated_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int]]:
+    """(grid, block) of `gated_to_rows` for x[m, k]; no more threads than a row has work for."""
+    chunks = -(-k // CHUNK_HALVES)
+    threads = min(GATED_THREADS, -(-chunks // 32) * 32)
+    return (m, -(-chunks // threads)), (threads,)

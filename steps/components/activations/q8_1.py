@@ -1,6 +1,7 @@
 """Quantizing A to Q8_1: the pass of the W4A8 steps, and the device functions that make it.
 
-Step 2 teaches the quantizer, step 5 its K-outermost layout.
+Step 2 teaches the quantizer, step 5 its K-outermost layout. From step 7 on codes of each 16 K are
+in `qformats.repack.MMA_ORDER`, as those of packed weights are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32,
+    load_f32x2,
     load_f32x4,
     prmt,
     shfl_xor,
@@ -30,7 +32,7 @@ from steps.instructions import (
 )
 
 # --- Q8_1 on the GPU ------------------------------------------------------------------------------
-LANES = 4  # lanes of a block of 32: each takes four neighbours of either half, 128 bits a load
+LANES = 4  # lanes of a block of 32: each makes a word of four codes of either half
 TOKENS = 32 // LANES  # of a warp: the codes that one store of it writes are 128 bytes without a gap
 WARPS = 8  # of a thread block, side by side along K
 AHEAD = 2  # blocks of a lane, all loaded before the first is used (H200)
@@ -38,6 +40,7 @@ SMALLEST_NORMAL = np.finfo(np.float32).tiny  # below it 1/d is infinite: such a 
 BLOCK_Q8_1 = FORMATS["q8_1"].block_bytes
 FOUR_ONES = 0x01010101  # dp4a with it adds up four codes
 TILE_BLOCKS = TILE_K // BLOCK
+PAIRS_APART = 8  # K between the neighbours that a lane has in MMA_ORDER
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -54,13 +57,16 @@ def round_half_away(twice):
 
 @cuda.jit(device=True, forceinline=True)
 def rows_are_aligned(a):
-    """Whether every row of A[M, K] begins at a multiple of 16 bytes: `load_values` may be wide."""
+    """Whether every row of A[M, K] begins at a multiple of 16 bytes: loads may be wide."""
     return a.shape[1] & 3 == 0 and address(a, 0) & 15 == 0
 
 
+# A lane has the values whose codes are its two words, and so nobody exchanges codes. x[i, 0..3]
+# makes the first word, x[i, 4..7] the word of 16 K later.
 @cuda.jit(device=True, forceinline=True)
 def load_values(x, i, a, m, k, wide):
-    """x[i, 0..3] = a[m, k..k+3] and x[i, 4..7] = a[m, k+16..k+19], zeros outside of a."""
+    """In natural order: x[i, 0..3] = a[m, k..k+3] and x[i, 4..7] = a[m, k+16..k+19], zeros outside
+    of a. k is that of the block + 4t."""
     rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
     offset = int64(m) * columns + k
     for j in range(8):
@@ -74,6 +80,25 @@ def load_values(x, i, a, m, k, wide):
             for n in range(4):
                 if m < rows and uint32(k + far + n) < columns:
                     x[i, j + n] = load_f32(a, offset + far + n)
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_values_mma(x, i, a, m, k, wide):
+    """In MMA_ORDER: x[i, 0..3] = a[m, k + (0, 8, 1, 9)] and x[i, 4..7] those 16 further, zeros
+    outside of a. k is that of the block + 2t."""
+    rows, columns = uint32(a.shape[0]), uint32(a.shape[1])
+    offset = int64(m) * columns + k
+    for j in range(8):
+        x[i, j] = 0
+    for quarter in range(4):
+        j, far = quarter + quarter // 2 * 2, PAIRS_APART * quarter
+        if wide:
+            if m < rows and uint32(k + far) < columns:
+                x[i, j], x[i, j + 2] = load_f32x2(a, offset + far)
+        else:
+            for n in range(2):
+                if m < rows and uint32(k + far + n) < columns:
+                    x[i, j + 2 * n] = load_f32(a, offset + far + n)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -126,6 +151,9 @@ def sum_of_values(x, i):
     return total
 
 
+LAYOUTS = "blocks", "k_outermost", "mma_order"
+
+
 @cache
 def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     """The kernel that quantizes float32 A[M, K], C-contiguous, to Q8_1; `q8_1_grid` for its launch.
@@ -133,25 +161,28 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
     layout "blocks": kernel(a, blocks)
         ggml's 36-byte blocks as bytes, uint8 [M * ceil(K/32) * 36]; d and s are rounded to f16
         there, and s overflows at 65504.
-    layout "k_outermost": kernel(a, qs, ds)
+    layout "k_outermost" or "mma_order": kernel(a, qs, ds)
         int8 [K/16, M, 16], 16 codes of row m followed by 16 of row m + 1, and float32 [K/32, M, 2]
         (d and s), both flat: aligned for 128-bit loads, not rounded. K is rounded up to a multiple
         of 128, the depth of a stage of the steps that copy them without looking; the rest is zero.
+        The 16 codes are in natural order, or in `qformats.repack.MMA_ORDER`.
 
     s "codes": s = d * sum(q), as ggml's CPU reference; "values": s = sum of the raw values, as
     llama.cpp's CUDA kernels. Columns at or past K count as zeros: K needs no padding. d, the codes
     and the s of "codes" are the codec's bit for bit; but where d is subnormal the codes are 0.
 
     A warp quantizes blocks of eight tokens side by side, four lanes a block. Where rows of A begin
-    at multiples of 16 bytes they are read 128 bits at a time, else value by value. With
-    `Launch.overlap` the kernel may follow the one that makes A, and be followed, without a gap.
+    at multiples of 16 bytes they are read 128 bits at a time, in MMA_ORDER 64 bits, else value by
+    value. With `Launch.overlap` the kernel may follow the one that makes A, and be followed,
+    without a gap.
     """
-    if layout not in ("blocks", "k_outermost") or s not in ("codes", "values"):
+    if layout not in LAYOUTS or s not in ("codes", "values"):
         raise ValueError(
-            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are 'blocks' and "
-            "'k_outermost', s is of 'codes' or 'values'"
+            f"no Q8_1 quantizer of layout {layout!r} with s {s!r}: layouts are "
+            f"{', '.join(map(repr, LAYOUTS))}, s is of 'codes' or 'values'"
         )
-    blocks, of_codes = layout == "blocks", s == "codes"
+    of_codes, mma_order = s == "codes", layout == "mma_order"
+    load, t_columns = (load_values_mma, 2) if mma_order else (load_values, 4)
 
     @cuda.jit(device=True, forceinline=True)
     def place():
@@ -193,7 +224,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
         wide = rows_are_aligned(a)
         griddepcontrol_wait()
         for i in range(AHEAD):
-            load_values(x, i, a, m, uint32((first + i) * BLOCK + 4 * t), wide)
+            load(x, i, a, m, uint32((first + i) * BLOCK + t_columns * t), wide)
         for i in range(AHEAD):
             low, high, d = quantized(x, i)
             s = sum_of_codes(low, high, d) if of_codes else sum_of_values(x, i)
@@ -205,7 +236,7 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
                 if t == 0:
                     store_f32x2(ds, (offset + m) * 2, d, s)
 
-    return q8_1_blocks if blocks else q8_1_k_outermost
+    return q8_1_blocks if layout == "blocks" else q8_1_k_outermost
 
 
 def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,9 +1,8 @@
 """The end of a tile of step 11: through shared memory, split-K partial sums, scales, C.
 
-The accumulators hold products that row scales and token scales, powers of two, are to multiply
-(`qformats.repack.tiles`, `steps.components.activations.layouts.float16_chunks`). They lie scattered
-over a warp, and C may be float32 or float16. So they go to shared memory first, and each thread
-then takes four neighbouring features of a token, as C has them. Step 11 teaches this.
+The accumulators of `mma` lie scattered over a warp, several warps may have sums of the same outputs
+(warps along K), and C may be float32 or have 16 bits. So they go to shared memory first, and each
+thread then takes four neighbouring features of a token, as C has them. Step 11 teaches this.
 """
 
 from __future__ import annotations
@@ -11,36 +10,109 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 
-from steps.components.epilogue.write import PAD, write_four
+from steps.components.epilogue.half_tile import PAIRS
+from steps.components.epilogue.write import PAD
 from steps.components.split_k_reduction import count_block_arrival
-from steps.instructions import fence, load_f32x4, store_f32x4
+from steps.instructions import (
+    fence,
+    load_f32x4,
+    store_f32,
+    store_f32x4,
+    store_u16,
+    store_u32x2,
+)
+
+
+def staged_bytes(features: int, tokens: int, warps_k: int) -> int:
+    """Bytes of shared memory for the sums of a tile."""
+    return 4 * warps_k * tokens * (features + PAD)
 
 
 @cache
-def finish_mma_tile(features: int, tokens: int, warps_k: int, threads: int, in_half: bool) -> Any:
+def stage_sums(rows: int, columns: int, features: int) -> Any:
+    """stage(sums, acc, token, feature, lane): the sums of a warp, `rows` x `columns` mma of 16
+    features x 8 tokens, to shared float32 [tokens, features + PAD], from there on.
+
+    acc: float32 [4 * rows * columns], of this lane: of each mma tokens 2t, 2t + 1 of feature g,
+         then of feature g + 8.
+    """
+    pitch = features + PAD
+
+    @cuda.jit(device=True, forceinline=True)
+    def stage(sums, acc, token, feature, lane):
+        origin = (token + 2 * (lane & 3)) * pitch + feature + (lane >> 2)
+        for i in range(rows):
+            for j in range(columns):
+                r, at = 4 * (i * columns + j), origin + 8 * j * pitch + 16 * i
+                store_f32(sums, at, acc[r])
+                store_f32(sums, at + pitch, acc[r + 1])
+                store_f32(sums, at + 8, acc[r + 2])
+                store_f32(sums, at + pitch + 8, acc[r + 3])
+
+    return stage
+
+
+@cache
+def write_four(output: str) -> Any:
+    """write(c, offset, there, x): x, four float32, to flat c of this dtype from `offset` on; only
+    the first `there`, of which there is one at least. `offset` is a multiple of 4 where the rows of
+    c are."""
+    wide, pair = output == "float32", PAIRS.get(output, PAIRS["float16"])
+
+    @cuda.jit(device=True, forceinline=True)
+    def write_floats(c, offset, there, x):
+        if c.shape[1] & 3 == 0:
+            store_f32x4(c, offset, x[0], x[1], x[2], x[3])
+        else:
+            for i in range(4):
+                if i < there:
+                    store_f32(c, offset + i, x[i])
+
+    @cuda.jit(device=True, forceinline=True)
+    def write_pairs(c, offset, there, x):
+        y = pair(x[0], x[1]), pair(x[2], x[3])
+        if c.shape[1] & 3 == 0:
+            store_u32x2(c, offset, y[0], y[1])
+        else:
+            for i in range(4):
+                if i < there:
+                    store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
+
+    return write_floats if wide else write_pairs
+
+
+@cache
+def finish_mma_tile(
+    features: int, tokens: int, warps_k: int, threads: int, output: str, scaled: bool
+) -> Any:
     """finish(sums, c, m0, n0, row_scales, token_scales, split, splits, tile_id, partials, arrived):
-    the end of a kernel, for all threads of a block.
+    the end of a kernel, for all threads of a block. C is of dtype `output`: "float32", "float16" or
+    "bfloat16".
 
     sums        : shared float32 [warps_k, tokens, features + PAD], all written; they are added up.
     m0, n0      : the tile's first token and feature.
     row_scales  : float32, one for each feature, as many as whole fragment-packed tiles have.
-    token_scales: float32 [M], one for each token.
+    token_scales: float32 [M], one for each token; not read unless `scaled`.
     split       : the share of K these are the sums of, of `splits`. With more than one share the
                   blocks of a tile store partial sums in `partials`, float32 [tiles, splits, tokens,
                   features]. The last to arrive, by the counter `arrived`, int32 [tiles], adds them
                   up in the order of K: the same bits in every run. The counter is left at zero.
     """
-    write, width = write_four(in_half), features // 4
+    write, width = write_four(output), features // 4
     pitch, size = features + PAD, features * tokens
 
     @cuda.jit(device=True, forceinline=True)
     def write_scaled(c, m, n, row_scales, token_scales, x):
-        if m < c.shape[0] and n < c.shape[1]:
-            u, v = load_f32x4(row_scales, n), token_scales[m]
-            y = x[0] * u[0] * v, x[1] * u[1] * v, x[2] * u[2] * v, x[3] * u[3] * v
-            write(c, m, n, y)
+        M, N = c.shape
+        if m < M and n < N:
+            u = load_f32x4(row_scales, n)
+            y = x[0] * u[0], x[1] * u[1], x[2] * u[2], x[3] * u[3]
+            if scaled:
+                v = token_scales[m]
+                y = y[0] * v, y[1] * v, y[2] * v, y[3] * v
+            write(c, int64(m) * N + n, N - n, y)
 
     @cuda.jit(device=True, forceinline=True)
     def finish(

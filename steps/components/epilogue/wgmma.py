@@ -1,8 +1,13 @@
-"""The end of a tile of the wgmma steps: stream-K partial sums, transpose, scales, C.
+"""The end of a tile of the persistent wgmma steps: whole, or shared by several blocks.
 
-The accumulators of a warpgroup lie scattered over its threads. They pass through shared memory, a
-few tokens at a time, and each thread then has four neighbouring features of a token, as C has them.
-Step 12 teaches this; steps 13 and 14 use it for int32.
+The sums of a whole tile go from the accumulators to C (steps/components/epilogue/sums_to_c.py). The
+blocks that share a tile store their partial sums, and the last to arrive adds them up and writes C.
+Where they finish together, each adds up a *slice*, some of the tile's tokens:
+
+    block 0   K 0..1023      [multiply ][store partial sums][wait][add up slice 0][C]
+    block 1   K 1024..2047   [multiply  ][store partial sums][wait][add up slice 1][C]
+
+Step 14 teaches this; steps 15 and 16 use it for int32.
 """
 
 from __future__ import annotations
@@ -12,27 +17,18 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64
 
-from steps.components.epilogue.write import PAD, write_row
+from steps.components.epilogue.half_tile import WARPGROUP
+from steps.components.epilogue.sums_to_c import WGMMA_ROWS, load_i32x4, sums_to_c
 from steps.components.split_k_reduction import poll_and_count_arrival
 from steps.instructions import (
     barrier_sync,
     fence,
-    load_f32,
     load_f32x4,
-    load_u32x4,
     shfl,
     spread,
-    store_f32,
     store_f32x4,
-    store_u32,
     store_u32x4,
 )
-
-WARPGROUP: Final = 128
-"""Threads of a warpgroup."""
-
-WGMMA_ROWS: Final = 64
-"""Features of a `wgmma`, rows of its D."""
 
 
 def warpgroups(features: int) -> int:
@@ -43,9 +39,6 @@ def warpgroups(features: int) -> int:
 ACC_HALF_TOKENS: Final = 128
 """Tokens of an accumulator half at most, 64 registers: the compiler spills more to local memory."""
 
-STAGED_TOKENS: Final = 16
-"""Tokens of a warpgroup's sums that lie in shared memory at a time."""
-
 H200_POLLS: Final = 12
 """Polls of an arrival counter, some 700 cycles each on an H200, before a block leaves its slice to
 those that arrive later."""
@@ -54,93 +47,17 @@ LOADS_IN_FLIGHT: Final = 64
 """Registers for partial sums of other blocks that are being loaded."""
 
 
-@cuda.jit(device=True, forceinline=True)
-def load_i32x4(array, offset):
-    x = load_u32x4(array, offset)
-    return int32(x[0]), int32(x[1]), int32(x[2]), int32(x[3])
-
-
-@cache
-def scale_and_write(count: int, in_half: bool, zero: int) -> tuple[Any, Any]:
-    """(load_token_scales, write) for four neighbouring features of `count` tokens m, m + 8 ...
-
-    load_token_scales(v, zero_sums, token_scales, m, M)
-        v = the scales of the tokens; zero_sums = what the operands' `zero` adds to their sums
-    write(x, v, zero_sums, u, c, m, n, M, N)
-        x, less zero_sums, times the token scales v and the row scales u, to C
-    """
-    row = write_row(in_half)
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_token_scales(v, zero_sums, token_scales, m, M):
-        for i in range(count):
-            token = int32(min(int32(m + 8 * i), int32(M - 1)))
-            v[i] = load_f32(token_scales, token)
-            if zero:
-                zero_sums[i] = zero * int32(load_f32(token_scales, int32(M + token)))
-
-    @cuda.jit(device=True, forceinline=True)
-    def write(x, v, zero_sums, u, c, m, n, M, N):
-        offset, stride = int64(m) * N + n, int64(8) * N
-        for i in range(count):
-            r = 4 * i
-            if zero:
-                for j in range(r, r + 4):
-                    x[j] = int32(x[j] - zero_sums[i])
-            y0, y1 = float32(x[r]) * u[0] * v[i], float32(x[r + 1]) * u[1] * v[i]
-            y2, y3 = float32(x[r + 2]) * u[2] * v[i], float32(x[r + 3]) * u[3] * v[i]
-            if int32(m + 8 * i) < M:
-                row(c, offset, int32(N - n), (y0, y1, y2, y3))
-            offset += stride
-
-    return load_token_scales, write
-
-
-@cache
-def transposer(tokens: int, first_word: int, kind: Any) -> Any:
-    """transpose(x, sums, warpgroup, t): a thread's sums x, transposed through shared memory.
-
-    Before, a thread holds of each 8 of the `tokens` tokens m and m + 1 of features n and n + 8 of
-    64. Afterwards it holds four neighbouring features of tokens m, m + 8, m + 16 ...
-
-    sums: all of the dynamic shared memory. Each warpgroup uses STAGED_TOKENS tokens of it, from
-    `first_word` on.
-    """
-    piece, pitch = min(tokens, STAGED_TOKENS), WGMMA_ROWS + PAD
-    load = load_f32x4 if kind == float32 else load_i32x4
-    store_one = store_f32 if kind == float32 else store_u32
-
-    @cuda.jit(device=True, forceinline=True)
-    def transpose(x, sums, warpgroup, t):
-        base = first_word + warpgroup * piece * pitch
-        store_base = base + 2 * (t & 3) * pitch + (t >> 5) * 16 + (t >> 2 & 7)
-        load_base = base + (t >> 4) * pitch + (t & 15) * 4
-        for first_token in range(0, tokens, piece):
-            barrier_sync(1 + warpgroup, WARPGROUP)
-            for j in range(0, piece, 8):
-                r, destination = (first_token + j) // 2, store_base + j * pitch
-                store_one(sums, destination, x[r])
-                store_one(sums, destination + pitch, x[r + 1])
-                store_one(sums, destination + 8, x[r + 2])
-                store_one(sums, destination + pitch + 8, x[r + 3])
-            barrier_sync(1 + warpgroup, WARPGROUP)
-            for j in range(0, piece, 8):
-                r = (first_token + j) // 2
-                x[r], x[r + 1], x[r + 2], x[r + 3] = load(sums, load_base + j * pitch)
-
-    return transpose
-
-
 @cache
 def finish_wgmma_tile(
     tile: tuple[int, int],
-    first_word: int,
-    in_half: bool,
+    first_byte: int,
+    output: str,
     slices: int,
+    scaled: bool,
     kind: Any = float32,
-    zero: int = 0,
 ) -> tuple[Any, int]:
-    """(finish, the first word of dynamic shared memory behind what it uses from `first_word` on).
+    """(finish, the first byte of dynamic shared memory behind what it uses from `first_byte` on, a
+    multiple of 128). C is of dtype `output`: "float32", "float16" or "bfloat16".
 
     finish(acc, half, tile_id, m0, n0, first_contributor, last_contributor, partial_slot,
            destination)
@@ -151,35 +68,36 @@ def finish_wgmma_tile(
     acc         : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     first_contributor, last_contributor, partial_slot: `Scheduler.contributors`. The first is the
                   last where these are the sums of all K.
-    destination : (row_scales, token_scales, c, partials, arrived), as of `finish_mma_tile`; but
-                  partials is `kind` [blocks, 2, bn, bm], and arrived int32 [tiles, bn / 64 slices].
+    destination : (row_scales, token_scales, c, partials, arrived): float32, one for each feature;
+                  float32 [M], one for each token, not read unless `scaled`; C; partial sums, of
+                  `kind` [blocks, 2, bn, bm]; counters, int32 [tiles, bn / 64 slices], left at zero.
 
     The blocks that share a tile store their partial sums in `partials`. A half is divided into
     `slices`, some of its tokens each. The last block to arrive at a slice adds it up, in the order
     of K. With several slices a block counts itself at its own slice only when all others are there,
     or after H200_POLLS polls. So blocks that finish together add up side by side, and no block
     waits for one that may not have begun.
-
-    Unsigned operands for signed ones are off by `zero`, so the sums are off by that many times the
-    sum of a token's codes. token_scales has these sums behind the scales then, float32 [2 M].
     """
     bn, bm = tile
     tokens, warpgroups_n = min(bm, ACC_HALF_TOKENS), warpgroups(bn)
     width = warpgroups_n * WGMMA_ROWS
     halves, side = bn // width * (bm // tokens), bn > width  # side by side, or token by token
-    n_acc, n_tokens = tokens // 2, tokens // 8  # of a thread: sums of a half, tokens
-    slice_sums, slice_tokens = n_acc // slices, n_tokens // slices
+    n_acc = tokens // 2  # sums of a half that a thread holds
+    slice_sums, slice_tokens = n_acc // slices, tokens // slices
     in_flight = LOADS_IN_FLIGHT // max(halves, warpgroups_n - 1)
     sums_at_once = min(slice_sums, in_flight)  # of a contribution, loaded together
     blocks_at_once = in_flight // sums_at_once  # of so many contributions
     n_loaded = blocks_at_once * sums_at_once
-    keep_own = slice_sums <= 16  # its own slice's sums: more would lie in local memory
-    pitch = WGMMA_ROWS + PAD
-    arrivals_at = first_word + warpgroups_n * min(tokens, STAGED_TOKENS) * pitch
-    transpose = transposer(tokens, first_word, kind)
-    transpose_slice = transposer(tokens // slices, first_word, kind)
-    load_token_scales, write = scale_and_write(n_tokens, in_half, zero)
-    load_slice_scales, write_slice = scale_and_write(slice_tokens, in_half, zero)
+    # its own slice's sums: more would lie in local memory, and three warpgroups have few registers
+    keep_own = slice_sums <= 16 and warpgroups_n == 2
+    end, slice_end, areas_end = sums_to_c(
+        tokens, warpgroups_n, first_byte, output, kind, scaled, slices
+    )
+    arrivals_at = areas_end // 4
+    end_byte = (areas_end + 4 * warpgroups_n * slices + 127) // 128 * 128
+    thread_tokens, load_rows = end.thread_tokens, end.load_row_scales
+    load_tokens, store_sums = end.load_token_scales, end.store
+    load_slice_tokens, store_slice = slice_end.load_token_scales, slice_end.store
     load, store = (load_f32x4, store_f32x4) if kind == float32 else (load_i32x4, store_u32x4)
 
     @cuda.jit(device=True, forceinline=True)
@@ -232,61 +150,57 @@ def finish_wgmma_tile(
         acc, half, tile_id, m0, n0, first_contributor, last_contributor, partial_slot, destination
     ):
         row_scales, token_scales, c, partials, arrived = destination
-        sums = cuda.shared.array(0, kind, alignment=128)  # all of the dynamic shared memory
-        earlier_arrivals = cuda.shared.array(0, int32, alignment=128)  # the same
+        earlier_arrivals = cuda.shared.array(0, int32, alignment=128)  # the dynamic shared memory
         x, own_sums = cuda.local.array(n_acc, kind), cuda.local.array(slice_sums, kind)
-        v, zero_sums = cuda.local.array(n_tokens, float32), cuda.local.array(n_tokens, int32)
-        M, N = int32(c.shape[0]), int32(c.shape[1])
+        v = cuda.local.array(thread_tokens, float32)
+        M = int32(c.shape[0])
         warpgroup, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (WARPGROUP - 1))
-        # shuffled, so that addresses are not kept in registers from one half to the next
-        m, n = shfl(m0, 0) + (t >> 4), shfl(n0, 0) + warpgroup * WGMMA_ROWS + (t & 15) * 4
-        m = int32(m + (0 if side else half * tokens))
-        n = int32(n + (half * width if side else 0))
-        u = load_f32x4(row_scales, min(n, row_scales.size - 4))
+        # shuffled, so that nothing of this is kept in registers from one half to the next
+        others = int32(shfl(int32(last_contributor - first_contributor), 0))
+        m = int32(shfl(m0, 0) + (0 if side else half * tokens))
+        n = int32(shfl(n0, 0) + warpgroup * WGMMA_ROWS + (half * width if side else 0))
+        u = load_rows(row_scales, n)
         spread(x, acc)
-        if first_contributor == last_contributor:
-            load_token_scales(v, zero_sums, token_scales, m, M)
-            transpose(x, sums, warpgroup, t)
-            write(x, v, zero_sums, u, c, m, n, M, N)
-            return
-        own_offset = int32((warpgroups_n * half + warpgroup) * WARPGROUP * n_acc + 4 * t)
-        offset = partial_offset(int32(cuda.blockIdx.x), first_contributor, partial_slot, own_offset)
-        for r in range(0, n_acc, 4):
-            store(partials, offset + r * WARPGROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
-        others, contribution = (
-            int32(last_contributor - first_contributor),
-            int32(int32(cuda.blockIdx.x) - first_contributor),
-        )
-        slice_id = int32(contribution if contribution < slices else 0)
-        if keep_own:
-            for r in range(slice_sums):
-                own_sums[r] = x[r]
-                for other in range(1, slices):
-                    if other == slice_id:
-                        own_sums[r] = x[other * slice_sums + r]
-        load_slice_scales(v, zero_sums, token_scales, int32(m + 8 * slice_tokens * slice_id), M)
-        counter = int32(((tile_id * halves + half) * warpgroups_n + warpgroup) * slices)
-        count_arrivals(arrived, counter, others, contribution, earlier_arrivals, warpgroup, t)
-        for i in range(slices):  # its own first, whose token scales are loaded
-            # shuffled, so that the compiler knows: the same for all lanes
-            if shfl(earlier_arrivals[arrivals_at + slices * warpgroup + slice_id], 0) == others:
-                slice_m = int32(m + 8 * slice_tokens * slice_id)
-                kept_block = int32(cuda.blockIdx.x if keep_own and i == 0 else -1)
-                if i > 0:
-                    load_slice_scales(v, zero_sums, token_scales, slice_m, M)
-                offset = own_offset + slice_id * slice_sums * WARPGROUP
-                add_partials(
-                    x,
-                    own_sums,
-                    kept_block,
-                    partials,
-                    offset,
-                    first_contributor,
-                    last_contributor,
-                    partial_slot,
-                )
-                transpose_slice(x, sums, warpgroup, t)
-                write_slice(x, v, zero_sums, u, c, slice_m, n, M, N)
-            slice_id = int32(slice_id + 1 if slice_id < slices - 1 else 0)
+        own_slice, complete = int32(0), others == 0
+        if others > 0:
+            own_offset = int32((warpgroups_n * half + warpgroup) * WARPGROUP * n_acc + 4 * t)
+            block = int32(cuda.blockIdx.x)
+            offset = partial_offset(block, first_contributor, partial_slot, own_offset)
+            for r in range(0, n_acc, 4):
+                store(partials, offset + r * WARPGROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
+            contribution = int32(block - first_contributor)
+            own_slice = int32(contribution if contribution < slices else 0)
+            if keep_own:
+                for r in range(slice_sums):
+                    own = x[r]
+                    for other in range(1, slices):
+                        another = x[other * slice_sums + r]  # loads first, then choices
+                        own = another if other == own_slice else own
+                    own_sums[r] = own
+            counter = int32(((tile_id * halves + half) * warpgroups_n + warpgroup) * slices)
+            count_arrivals(arrived, counter, others, contribution, earlier_arrivals, warpgroup, t)
+            slice_id = own_slice
+            for i in range(slices):  # its own first
+                # shuffled, so that the compiler knows: the same for all lanes
+                if shfl(earlier_arrivals[arrivals_at + slices * warpgroup + slice_id], 0) == others:
+                    slice_m = int32(m + slice_tokens * slice_id)
+                    load_slice_tokens(v, token_scales, slice_m, M)
+                    add_partials(
+                        x,
+                        own_sums,
+                        int32(block if keep_own and i == 0 else -1),
+                        partials,
+                        own_offset + slice_id * slice_sums * WARPGROUP,
+                        first_contributor,
+                        last_contributor,
+                        partial_slot,
+                    )
+                    complete = slices == 1
+                    if slices > 1:
+                        store_slice(x, u, v, c, slice_m, n)
+                slice_id = int32(slice_id + 1 if slice_id < slices - 1 else 0)
+        if complete:
+            load_tokens(v, token_scales, m, M)
+            store_sums(x, u, v, c, m, n)
 
-    return finish, arrivals_at + warpgroups_n * slices
+    return finish, end_byte

@@ -1,6 +1,6 @@
 """Writing C: straight from the accumulators of mma.sync, or four neighbouring features at a time.
 
-Step 7 teaches the first; steps 8 and 9 use it (`write_sums`). Step 11 teaches the second, which the
+Step 7 teaches the first; steps 8 to 10 use it (`write_sums`). Step 11 teaches the second, which the
 tiles that pass through shared memory use.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int64
+from numba import cuda, float32, int32, int64
 
 from steps.instructions import (
     float_to_half,
     floats_to_halves,
+    load_f32,
     store_f32,
     store_f32x4,
     store_u16,
@@ -73,24 +74,26 @@ def write_sums(rows: int, columns: int, scale: float) -> Any:
 
     acc       : float32 [4 * rows * columns], of this lane: of each mma tokens m, m + 1 of feature
                 n, then of feature n + 8.
-    row_scales: float32 [N], one for each feature; all sums are multiplied by `scale` besides.
+    row_scales: float32, one for each feature, as many as whole fragment-packed tiles have; all sums
+                are multiplied by `scale` besides.
     """
-
-    @cuda.jit(device=True, forceinline=True)
-    def store(c, m, n, value, row_scales):
-        if m < c.shape[0] and n < c.shape[1]:
-            value *= row_scales[n] * float32(scale)
-            store_f32(c, m * c.shape[1] + n, value)
+    features = 2 * rows  # of a lane
 
     @cuda.jit(device=True, forceinline=True)
     def write(c, m0, n0, lane, acc, row_scales):
-        m, n = m0 + 2 * (lane & 3), n0 + (lane >> 2)
-        for i in range(rows):
-            for j in range(columns):
-                r = 4 * (i * columns + j)
-                store(c, m + 8 * j, n + 16 * i, acc[r], row_scales)
-                store(c, m + 8 * j + 1, n + 16 * i, acc[r + 1], row_scales)
-                store(c, m + 8 * j, n + 16 * i + 8, acc[r + 2], row_scales)
-                store(c, m + 8 * j + 1, n + 16 * i + 8, acc[r + 3], row_scales)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        m, n = int32(m0 + 2 * (lane & 3)), int32(n0 + (lane >> 2))
+        # The compiler keeps a load behind the stores above it, so all loads are issued first.
+        scales = cuda.local.array(features, float32)
+        for i in range(features):
+            scales[i] = load_f32(row_scales, n + 8 * i) * float32(scale)
+        for j in range(columns):
+            for odd in range(2):
+                token = int32(m + 8 * j + odd)
+                offset = int64(token) * N + n
+                for i in range(features):
+                    if token < M and int32(n + 8 * i) < N:
+                        r = 4 * (i // 2 * columns + j) + 2 * (i % 2) + odd
+                        store_f32(c, offset + 8 * i, acc[r] * scales[i])
 
     return write

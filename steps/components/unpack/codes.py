@@ -29,7 +29,8 @@ class TileFormat:
     scale_bytes: 2; or 1, the upper byte of a float16
     load(m, offset, lane, half)
         the words of one lane for one half, 64 K, of the packed tile at byte `offset` of array m
-    fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second
+    fragments(words) -> (a0, a1, a2, a3) of its first block of 32 K and of its second, each 16 K in
+        `qformats.repack.MMA_ORDER`
     """
 
     tile_bytes: int

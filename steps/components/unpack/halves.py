@@ -1,6 +1,6 @@
 """Weights of a fragment-packed tile as float16 in registers: what the W4A16 steps multiply.
 
-Step 11 teaches this; step 12 uses it.
+Step 11 teaches this; step 14 uses it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class HalfFormat:
         of. With g = lane // 4, t = lane % 4 the registers hold
 
                          lower half   upper half
-            row g          a0: 4t       4t + 2          of these 16 K
-            row g + 8      a1: 4t       4t + 2
-            row g          a2: 4t + 1   4t + 3
-            row g + 8      a3: 4t + 1   4t + 3
+            row g          a0: 2t       2t + 1          of these 16 K
+            row g + 8      a1: 2t       2t + 1
+            row g          a2: 2t + 8   2t + 9
+            row g + 8      a3: 2t + 8   2t + 9
 
-        and not neighbours, because so a mask finds both codes of a register in one word. B must
-        have its K in the same order: `float16_chunks` writes it so.
+        as the instruction takes K in its natural order. A mask finds both codes of a register in
+        one word, since the word has K in `qformats.repack.MMA_ORDER`.
     `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
     HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
     shift more where both steps of a block are made; multipliers are three quarters of an

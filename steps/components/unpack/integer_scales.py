@@ -1,6 +1,6 @@
 """Weights of a fragment-packed tile from codes and small integer scales.
 
-One 32-bit multiply-add makes four of them. Step 14 teaches this.
+One 32-bit multiply-add makes four of them. Step 16 teaches this.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from functools import cache
 from numba import cuda, uint32
 
 from qformats import FORMATS
-from qformats.integer_scales import INTEGER_ZERO
 from qformats.repack import TILE_ROWS
 from steps.components.activations.q8_1 import TILE_BLOCKS
 from steps.components.unpack.blocks import NIBBLES
 from steps.components.unpack.codes import tile_format
-from steps.components.unpack.int8 import LOW_FIVE, UPPER_BITS, ByteFormat, byte_format
+from steps.components.unpack.int8 import ByteFormat, byte_format, flipped
 from steps.instructions import and_xor, load_u32, prmt
+
+LOW_FIVE = 0x1F1F1F1F  # of each byte: a code of 5 bits
+UPPER_BITS = 0x07070707  # three bits moved down
 
 
 @cache
 def integer_format(format_name: str) -> ByteFormat:
-    """The unsigned byte weights of a format, for capture in a kernel factory."""
+    """The byte weights of a format, for capture in a kernel factory."""
     tile, bytes_8 = tile_format(format_name), byte_format(format_name)
     bits, scales_at = FORMATS[format_name].bits, tile.scales_at
 
@@ -58,16 +60,14 @@ def integer_format(format_name: str) -> ByteFormat:
         c_g = prmt(scales[0], 0, 0x3333 if block else 0x1111)  # one byte four times
         c_h = prmt(scales[1], 0, 0x3333 if block else 0x1111)
         return (
-            uint32(codes(words, block, 0, 0) * r_g + c_g),
-            uint32(codes(words, block, 1, 0) * r_h + c_h),
-            uint32(codes(words, block, 0, 1) * r_g + c_g),
-            uint32(codes(words, block, 1, 1) * r_h + c_h),
+            flipped(codes(words, block, 0, 0) * r_g + c_g),
+            flipped(codes(words, block, 1, 0) * r_h + c_h),
+            flipped(codes(words, block, 0, 1) * r_g + c_g),
+            flipped(codes(words, block, 1, 1) * r_h + c_h),
         )
 
     return ByteFormat(
         tile_bytes=scales_at + (0 if bits == 8 else TILE_ROWS * TILE_BLOCKS * 2),
-        zero=INTEGER_ZERO,
-        unpacked=bits < 8,
         words=tile.load,
         scales=bytes_8.scales if bits == 8 else scales,
         fragments=bytes_8.fragments if bits == 8 else fragments,

@@ -5,7 +5,7 @@
 
 a scale for 16 elements: 16 K are what one mma of float16 multiplies, so that it costs that three
     instructions more a block and row; int8's have 32 K, and are done twice
-    (`steps.components.decode_products`);
+    (`steps.components.decode.product_a8`);
 codes of 5 bits, three to 16 bits (MXFP4): in two of three places a mask finds a code, in the third
     it takes a shift besides, and the sixteenth of a lane's pairs of codes is gathered from what the
     others leave. A register costs 2.8 instructions, where a fifth bit apart makes it 4.3.

@@ -1,6 +1,6 @@
-"""How activation passes read A and where they write it: four values at a time, to 16-byte chunks.
+"""How activation passes read A: four neighbouring values at a time, of any dtype.
 
-Step 11 teaches the layout (`steps.components.activations.layouts.float16_chunks`).
+Step 11 teaches this with float32, step 15 with float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from numba import cuda, int64, uint16, uint32
+from numba import cuda, uint16, uint32
 
-from qformats.repack import TOKEN_GROUP
 from steps.instructions import (
     address,
     as_float,
@@ -65,7 +64,24 @@ def two_halves(a, offset):
     return uint32(uint32(low) | uint32(high) << uint32(16))
 
 
-def _of_halves() -> Source:
+@cuda.jit(device=True, forceinline=True)
+def four_floats(low, high):
+    """Of four float16 in two words."""
+    first, third = half_to_float(uint16(low)), half_to_float(uint16(high))
+    return first, half_to_float(uint16(low >> 16)), third, half_to_float(uint16(high >> 16))
+
+
+@cuda.jit(device=True, forceinline=True)
+def four_floats_of_bfloat16(low, high):
+    """A bfloat16 is the upper half of a float32."""
+    first, third = as_float(uint32(low << uint32(16))), as_float(uint32(high << uint32(16)))
+    upper = uint32(0xFFFF0000)
+    return first, as_float(uint32(low & upper)), third, as_float(uint32(high & upper))
+
+
+def _of_16_bits(floats: Any) -> Source:
+    """floats(low, high): four values of the two words that hold them."""
+
     @cuda.jit(device=True, forceinline=True)
     def aligned(a):
         return a.shape[1] & 3 == 0 and address(a, 0) & 7 == 0
@@ -80,21 +96,14 @@ def _of_halves() -> Source:
 
     @cuda.jit(device=True, forceinline=True)
     def values(x, i):
-        low, high = x[i, 0], x[i, 1]
-        first, third = half_to_float(uint16(low)), half_to_float(uint16(high))
-        return first, half_to_float(uint16(low >> 16)), third, half_to_float(uint16(high >> 16))
+        return floats(x[i, 0], x[i, 1])
 
     return Source(2, aligned, load, values)
 
 
-SOURCES: Final = {"float32": _of_floats(), "float16": _of_halves()}
-"""By the dtype of A."""
-
-
-@cuda.jit(device=True, forceinline=True)
-def token_chunk(rows, m, k, chunks, chunk):
-    """The index of a 16-byte chunk: of token m, which has `chunks` of them in 128 K, chunk `chunk`.
-    Tokens are in groups of eight, and all groups come before the next 128 K."""
-    groups = uint32(uint32(rows + uint32(TOKEN_GROUP - 1)) >> uint32(3))
-    group = int64(uint32(k) >> uint32(7)) * groups + (uint32(m) >> uint32(3))
-    return (group * chunks + chunk) * TOKEN_GROUP + (uint32(m) & uint32(7))
+SOURCES: Final = {
+    "float32": _of_floats(),
+    "float16": _of_16_bits(four_floats),
+    "bfloat16": _of_16_bits(four_floats_of_bfloat16),
+}
+"""By the dtype of A, `steps.contract.dtype_name`."""

@@ -1,0 +1,117 @@
+"""From the sums of warps to C: each warp along K stores its own, then a thread adds up one output.
+
+Sums of a row tile, 16 features and `tokens` tokens, lie in shared memory as tokens pair by pair, 32
+words a pair, each pair rotated by 8 words against the one before:
+
+    word of a pair      0 ..  7    8 .. 15    16 .. 23    24 .. 31
+    pair 0              token 0, features 0 .. 15       token 1, features 0 .. 15
+    pair 1              token 3 (8 .. 15)   token 2, features 0 .. 15     token 3 (0 .. 7)
+
+So the four lanes of a quad, each with another pair of tokens, store to different banks; and the
+threads that add up read consecutive words. Step 17 teaches this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from numba import cuda, float32, int32, int64, uint16, uint32
+
+from qformats.repack import TILE_ROWS
+from steps.components.decode.product import PAIR
+from steps.instructions import (
+    float_to_half,
+    floats_to_bfloats,
+    load_f32,
+    store_f32,
+    store_u16,
+)
+
+ROTATION = 8  # words by which a pair of tokens is rotated against the one before
+
+
+@dataclass(frozen=True, slots=True)
+class FinalSum:
+    """Device functions of the end of a kernel.
+
+    store(acc, smem, offset, lane, low, high)
+        a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
+    token_scale(token_scales, m0, M, t) -> own_scale
+        a thread: that of the token of its outputs, loaded before there is time to wait for it
+    write(smem, sums, factors, c, token_scales, own_scale, m0, here, first, end, t)
+        all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
+        the sums of the first warp along K, bytes from one to the next); factors: byte of the row
+        scales, float32, of the block's features
+    """
+
+    store: Any
+    token_scale: Any
+    write: Any
+
+
+@cache
+def final_sum(
+    tokens: int, warps: int, warps_k: int, scale: float, scaled: bool, output: str
+) -> FinalSum:
+    """The device functions, for capture in a kernel factory. scale: of all outputs; scaled: whether
+    tokens have scales; output: the dtype of C, "float32", "float16" or "bfloat16"."""
+    tile_sums, threads = TILE_ROWS * tokens, 32 * warps
+    in_half, in_bfloat = output == "float16", output == "bfloat16"
+    groups, columns = max(1, tokens // 8), min(2, tokens)
+    lanes_with_sums = max(1, min(4, tokens // 2))  # of a quad: two tokens each
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(acc, smem, offset, lane, low, high):
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        for r in range(PAIR):
+            if low <= r and r < high and quad < lanes_with_sums:
+                for j in range(groups):
+                    pair = int32(quad + 4 * j)
+                    for i in range(4):
+                        if i % 2 < columns:
+                            word = 16 * (i % 2) + 8 * (i // 2) + group + ROTATION * pair
+                            word = int32((r - low) * tile_sums + 32 * pair + (word & 31))
+                            store_f32(smem, offset + 4 * word, acc[4 * (groups * r + j) + i])
+
+    @cuda.jit(device=True, forceinline=True)
+    def token_and_feature(i):
+        """Of sum i of a row tile."""
+        pair = i >> 5
+        word = (i - ROTATION * pair) & 31
+        return int32(2 * pair + (word >> 4)), int32(word & 15)
+
+    @cuda.jit(device=True, forceinline=True)
+    def token_scale(token_scales, m0, M, t):
+        if not scaled:
+            return float32(1)
+        token, _ = token_and_feature(t & (tile_sums - 1))
+        return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def write(smem, sums, factors, c, token_scales, own_scale, m0, here, first, end, t):
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        i, stop = t, int32(int32(end - first) * tile_sums)
+        while i < stop:
+            total = float32(0)
+            for part in range(warps_k):
+                total += load_f32(smem, sums[0] + 4 * i + part * sums[1])
+            token, feature = token_and_feature(i & (tile_sums - 1))
+            feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
+            factor = load_f32(smem, factors + 4 * feature) * float32(scale)
+            if scaled and threads % tile_sums:  # its outputs are of several tokens
+                own_scale = token_scale(token_scales, m0, M, i)
+            n = int32(first * TILE_ROWS + feature)
+            if token < here and n < N:
+                total = total * factor * own_scale  # the scales alone may underflow
+                at = int64(m0 + token) * N + n
+                if in_half:
+                    store_u16(c, at, float_to_half(total))
+                elif in_bfloat:
+                    store_u16(c, at, uint16(floats_to_bfloats(total, total)))
+                else:
+                    store_f32(c, at, total)
+            i = int32(i + threads)
+
+    return FinalSum(store, token_scale, write)
