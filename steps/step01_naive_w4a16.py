@@ -11,6 +11,8 @@ What it costs
     Nothing: no shared memory, no barrier, no repacked weights.
 Machine code
     LDG.E.U8 (bytes, one at a time; .S8 in Q8_0); I2F and two FFMA for every element.
+Prerequisites
+    A block of 32 weights (`python -m qformats draw q4_0`); threads, blocks and grids of CUDA.
 """
 
 from __future__ import annotations

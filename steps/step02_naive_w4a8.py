@@ -16,6 +16,8 @@ What it costs
 Machine code
     IMAD where step 1 had FFMA; I2F and FFMA once a block. (In Q8_0 ptxas packs four byte products
     into an IDP.4A by itself: the hardware dot product that step 4 will do without.)
+Prerequisites
+    Step 1. The Q8_1 pass (steps.components.activations.q8_1), which this step teaches.
 """
 
 from __future__ import annotations

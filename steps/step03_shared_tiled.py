@@ -17,6 +17,8 @@ Machine code
     STS and BAR.SYNC appear; LDS stands beside every FFMA (W4A16). In W4A8 ptxas notices four byte
     products in a row and packs them into IDP.4A by itself, at the price of 6 PRMT and 8 LDS.U8
     each.
+Prerequisites
+    Steps 1 and 2; shared memory and barriers.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ What it costs
     Splitting words into pairs when a tile is staged, once for 32 uses; twice the shared bytes.
 Machine code
     32-bit LDS and IMAD; PRMT makes the pairs. No IDP: that is the instruction emulated here.
+Prerequisites
+    Step 3; PRMT, which picks bytes of two words (steps.instructions).
 """
 
 from __future__ import annotations

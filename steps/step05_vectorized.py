@@ -15,6 +15,8 @@ What it costs
     For few tokens a tile of 128 would be mostly empty: a thread then owns one of them.
 Machine code
     LDG.E.128, LDS.128 and STG.E.128 where step 4 had 32-bit ones; IMAD fills the loop.
+Prerequisites
+    Step 4; the K-outermost layout (qformats.repack), which this step teaches.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ What it costs
 Machine code
     IDP.4A.S8.S8 fills the loop, 256 for each block of K; the IMAD that is left computes addresses.
     What is left beside it: I2F, FMUL, FFMA for each of 32 outputs, once in 32 of K.
+Prerequisites
+    Step 5, its tiles and layouts.
 """
 
 from __future__ import annotations

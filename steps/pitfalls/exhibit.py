@@ -1,9 +1,9 @@
 """One exhibit: a wrong kernel, the right one, and what the checks say of both.
 
 The layers that can catch a bug: those of `reference.check` (nan, exact, bound, nmse, float,
-weights, activations), the simulator's own (misaligned, out of range, barrier), and three found by
-comparing runs: "golden value" (the hand-computed block), "golden bytes" (a codec against ggml's
-bytes) and "lane order" (right when lanes run in ascending order, wrong in another).
+weights, activations), the simulator's own (misaligned, out of range, barrier, race), and two found
+by comparing runs: "golden value" (the hand-computed block) and "golden bytes" (a codec against
+ggml's bytes).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from steps.simulator.launch import (
     BarrierDivergence,
     Misaligned,
     OutOfRange,
+    Race,
     SimulatorError,
     simulate,
 )
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Multiply = Callable[[Array, Q81, int], Array]
-"""(blocks[N, K/32], activations, lane order) -> C float32[M, N]."""
+Multiply = Callable[[Array, Q81], Array]
+"""(blocks[N, K/32], activations) -> C float32[M, N]."""
 
 TILE: Final = 4  # a block of threads covers TILE x TILE outputs
 SHAPE: Final = (5, 7, 96)  # ragged against TILE, three K blocks, all three sizes different
@@ -44,7 +45,6 @@ class Pitfall:
     wrong, right    the two products; they differ in a line or two
     golden          what the wrong one returns for the golden block (NaN: nothing was written)
     caught_by       the layers that must catch it, at least
-    orders          lane orders to run under; 0 is ascending
     problems        what it is shown on, besides the golden block
     activations     the wrong one's quantizer of A, where the bug is in it
     extra           () -> {layer: sentence} of further layers, for the wrong and the right one
@@ -59,7 +59,6 @@ class Pitfall:
     right: Multiply
     golden: float
     caught_by: tuple[str, ...]
-    orders: tuple[int, ...] = (0,)
     problems: tuple[Problem, ...] = ()
     activations: Callable[[Array], Q81] | None = None
     extra: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
@@ -105,7 +104,7 @@ def pitfalls() -> tuple[Pitfall, ...]:
     return tuple(importlib.import_module(f"steps.pitfalls.{name}").PITFALL for name in names)
 
 
-def launch(kernel: Any, blocks: Array, q81: Q81, order: int = 0, *, floor: bool = False) -> Array:
+def launch(kernel: Any, blocks: Array, q81: Q81, *, floor: bool = False) -> Array:
     """kernel(w, q, d, s, c) over a grid of TILE x TILE tiles, C pre-filled with NaN.
 
     w uint8[N, K/32 * block bytes], q int8[M, K], d and s float32[M, K/32], c float32[M, N].
@@ -116,15 +115,15 @@ def launch(kernel: Any, blocks: Array, q81: Q81, order: int = 0, *, floor: bool 
     w = np.ascontiguousarray(blocks).view(np.uint8).reshape(n, -1)
     grid = (n // TILE, m // TILE) if floor else (-(-n // TILE), -(-m // TILE))
     if all(grid):
-        simulate(kernel, grid, (TILE, TILE), (w, q81.q, q81.d, q81.s, c), order=order)
+        simulate(kernel, grid, (TILE, TILE), (w, q81.q, q81.d, q81.s, c))
     return c
 
 
 def product(kernel: Any, **options: Any) -> Multiply:
     """The kernel as a `Multiply`."""
 
-    def multiply(blocks: Array, q81: Q81, order: int) -> Array:
-        return launch(kernel, blocks, q81, order, **options)
+    def multiply(blocks: Array, q81: Q81) -> Array:
+        return launch(kernel, blocks, q81, **options)
 
     return multiply
 
@@ -168,7 +167,7 @@ def _judge(
     layers: dict[str, str] = {}
     golden = GOLDEN[pitfall.format]
     try:
-        value = float(multiply(golden.blocks, golden.q81, 0)[0, 0])
+        value = float(multiply(golden.blocks, golden.q81)[0, 0])
     except SimulatorError as error:
         value = float("nan")
         layers[_layer_of(error)] = str(error)
@@ -177,40 +176,31 @@ def _judge(
             layers["golden value"] = f"{value:g} instead of {golden.value:g}"
     for problem in _problems(pitfall):
         q81 = (quantize or Q81.of_values)(problem.a)
-        failing: dict[int, Any] = {}
-        for order in pitfall.orders:
-            try:
-                verdict = check(multiply(problem.blocks, q81, order), problem, "A8", q81)
-            except SimulatorError as error:
-                layers.setdefault(_layer_of(error), str(error))
-                continue
-            if not verdict:
-                failing[order] = verdict
-        if failing and 0 not in failing and 0 in pitfall.orders:
-            order, verdict = next(iter(failing.items()))
-            layers.setdefault(
-                "lane order", f"right in ascending order; in order {order} {verdict.reasons[0]}"
-            )
-        elif failing:
-            verdict = next(iter(failing.values()))
-            for name, reason in zip(verdict.failures, verdict.reasons, strict=True):
-                layers.setdefault(name, reason)
+        try:
+            verdict = check(multiply(problem.blocks, q81), problem, "A8", q81)
+        except SimulatorError as error:
+            layers.setdefault(_layer_of(error), str(error))
+            continue
+        for name, reason in zip(verdict.failures, verdict.reasons, strict=True):
+            layers.setdefault(name, reason)
     return value, layers
 
 
 def _kernel_error(pitfall: Pitfall) -> float:
-    """NMSE against the same operands on the last (the random) problem, the worst of the orders."""
+    """NMSE against the same operands on the last (the random) problem."""
     problem = _problems(pitfall)[-1]
     q81 = (pitfall.activations or Q81.of_values)(problem.a)
     try:
-        return max(
-            check(pitfall.wrong(problem.blocks, q81, order), problem, "A8", q81).nmse_same_operands
-            for order in pitfall.orders
-        )
+        return check(pitfall.wrong(problem.blocks, q81), problem, "A8", q81).nmse_same_operands
     except SimulatorError:
         return float("nan")
 
 
 def _layer_of(error: SimulatorError) -> str:
-    names = {Misaligned: "misaligned", OutOfRange: "out of range", BarrierDivergence: "barrier"}
+    names = {
+        Misaligned: "misaligned",
+        OutOfRange: "out of range",
+        BarrierDivergence: "barrier",
+        Race: "race",
+    }
     return names.get(type(error), "simulator")

@@ -37,9 +37,9 @@ def _interleaved(blocks: Array) -> Array:
     return out
 
 
-def self_consistent(blocks: Array, q81: Q81, order: int) -> Array:
+def self_consistent(blocks: Array, q81: Q81) -> Array:
     """The product with this codec on both sides: its own blocks of the same weights, its reader."""
-    return launch(reader, _interleaved(blocks), q81, order)
+    return launch(reader, _interleaved(blocks), q81)
 
 
 def golden_bytes() -> tuple[dict[str, str], dict[str, str]]:

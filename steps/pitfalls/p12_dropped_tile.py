@@ -18,7 +18,7 @@ def aside() -> str:
     """What the checks say where C began as zeros."""
     problem = Problem(*SHAPE, "q4_0", "normal")
     q81 = Q81.of_values(problem.a)
-    verdict = check(np.nan_to_num(dropping(problem.blocks, q81, 0)), problem, "A8", q81)
+    verdict = check(np.nan_to_num(dropping(problem.blocks, q81)), problem, "A8", q81)
     return (
         f"Had C begun as zeros: NMSE {verdict.nmse_same_operands:.2g}, "
         f"caught by {' and '.join(verdict.failures)}."

@@ -1,4 +1,4 @@
-"""Step 7: tensor_core_int8 - a warp multiplies 16 x 8 x 32 bytes in one instruction.
+"""Step 7: mma_int8 - a warp multiplies 16 x 8 x 32 bytes in one instruction.
 
 What is new
     `mma.sync.m16n8k32`: each of 32 lanes holds a *fragment* of three small matrices, and the tensor
@@ -9,19 +9,23 @@ What is new
         row g    |   a0    |   a2    |       k =    4t.. |  b0  |       row g    |   c0   |  c1  |
         row g+8  |   a1    |   a3    |       k = 16+4t.. |  b1  |       row g+8  |   c2   |  c3  |
 
-    W is in fragment-packed tiles of just this order (qformats.repack.tiles): a lane loads 16 bytes,
-    a few masks and shifts make a0..a3 of them, and no other lane needs them: they never see shared
-    memory. Activations do, as every warp needs all of them; K-outermost they have 16 K of a
-    token, then of the next: b0 of 32 lanes is 128 bytes in a row, and no two lanes meet in a bank.
+    Weights are in *fragment-packed tiles*, 16 features x 128 K in just this order: a lane loads 16
+    bytes, a few masks and shifts make a0..a3 of them, and no other lane needs them. So they never
+    see shared memory. Activations do, as every warp needs all of them: K-outermost, 16 K of a token
+    and then of the next. b0 of 32 lanes is 128 bytes in one piece: conflict-free.
 Why it should help
     One IMMA does the work of 32 IDP.4A. Scales still differ from block to block, so each of its
     4 sums a lane is scaled before the next: I2F, FMUL, FFMA, twelve instructions beside one IMMA.
-    They, no longer the products, are the bound: with the fragments 19 issue slots for an IMMA, or
+    They are the bound now, not the products: with the fragments 19 issue slots for an IMMA, or
     132 SM x 4 x 1.8 GHz / 19 x 8192 operations = 410 TOPS; memory and barriers will take half.
 What it costs
-    Compute capability 8.0, and weights in an order that serves nothing but this instruction.
+    Compute capability 8.0, and weights in an order that serves this instruction only.
 Machine code
     IMMA.16832; no IDP, and no LDS.128 either: fragments are single words, 128 bytes for a warp.
+Prerequisites
+    Step 6; fragment-packed tiles (qformats.repack.tiles, components.unpack.codes), which this step
+    teaches. Inside each 16 K both operands are in one other order (MMA_ORDER, for step 11): the
+    kernel need not know it.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
-from steps.components.activations.layouts import q8_1_k_outermost
+from steps.components.activations.layouts import q8_1_mma_order
 from steps.components.unpack.codes import tile_format, tile_index
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
@@ -47,33 +51,41 @@ from steps.instructions import (
 )
 
 TOKENS: Final = 8  # of one mma
-BLOCKS: Final = TILE_K // BLOCK  # of K in a record, and in a stage
-UNITS: Final = TILE_K // CHUNK  # of 16 activations in a stage
+BLOCKS: Final = TILE_K // BLOCK  # of K in a packed tile, and in a stage
+CHUNKS: Final = TILE_K // CHUNK  # of 16 activations in a stage
 FEW: Final = 16  # tokens up to which a tile of 64 would be mostly empty
-# few -> warps of a block, one record (16 features) each; mma of a warp side by side along M
+# few -> warps of a block, one packed tile (16 features) each; mma of a warp side by side along M
 TILES: Final = {True: (4, 2), False: (8, 8)}
 BLOCKS_PER_SM: Final = {True: 4, False: 2}  # few -> the others multiply while one waits
 
 
 @cache
 def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
-    """The kernel for tiles of `warps` records (16 features each) x `columns` times 8 tokens."""
-    record = tile_format(fmt.name)
-    load, fragments, minimum = record.load, record.fragments, record.minimum
-    tile_bytes, scales_at, minima_at = record.tile_bytes, record.scales_at, record.minima_at
-    mma = mma_m16n8k32_s8 if record.signed else mma_m16n8k32_u8
-    # of scales against minima: a power of two, exact, as what is left for the end
-    per_unit = float32(HALF_SCALE / MINIMUM_SCALE / record.code_scale)
+    """The kernel for tiles of `warps` times 16 features x `columns` times 8 tokens."""
+    tile = tile_format(fmt.name)
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    # of scales against minima: a power of two, exact; the end multiplies by MINIMUM_SCALE
+    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)
     threads, bm = 32 * warps, columns * TOKENS
-    assert threads % bm == 0, "a thread stages units of one token"
-    words_a, floats_a = UNITS * bm * 4, BLOCKS * bm
+    assert threads % bm == 0, "a thread stages chunks of one token"
+    words_a, floats_a = CHUNKS * bm * 4, BLOCKS * bm
     floats_s = floats_a if minimum else 2  # the others have no use for s
     everyone = BLOCKS * bm % threads == 0  # has a scale to stage
-    units_a, scales_a = UNITS * bm // threads, ceil_div(BLOCKS * bm, threads)  # of one thread
+    chunks_a, scales_a = CHUNKS * bm // threads, ceil_div(BLOCKS * bm, threads)  # of one thread
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_block(word, block):
+        """A scale or minimum as float32: a word has those of an even block and of the next."""
+        bits = word >> uint32(16) if block & 1 else word & uint32(0xFFFF)
+        return half_to_float(bits)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, d, d8, m, m8):
-        """One block of K: d, m are the scale and minimum of row g, d8, m8 those of row g + 8."""
+        """One block of K; d, m: words with the scale and minimum of row g, d8, m8: of row g + 8."""
+        w, w8 = of_block(d, block) * unit, of_block(d8, block) * unit
+        z, z8 = of_block(m, block), of_block(m8, block)
         for j in range(columns):
             # --- shared -> registers: word t of token g lies at 4 g + t
             first = (2 * block * bm + j * TOKENS) * 4 + lane
@@ -82,51 +94,33 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             # --- scale
             token = block * bm + j * TOKENS + 2 * (lane % 4)
             da, da1 = load_f32x2(d_a, token)
-            acc[j, 0] += d * da * float32(c0)
-            acc[j, 1] += d * da1 * float32(c1)
-            acc[j, 2] += d8 * da * float32(c2)
-            acc[j, 3] += d8 * da1 * float32(c3)
+            acc[j, 0] += w * da * float32(c0)
+            acc[j, 1] += w * da1 * float32(c1)
+            acc[j, 2] += w8 * da * float32(c2)
+            acc[j, 3] += w8 * da1 * float32(c3)
             if minimum:
                 s, s1 = load_f32x2(s_a, token)
-                acc[j, 0] += m * s
-                acc[j, 1] += m * s1
-                acc[j, 2] += m8 * s
-                acc[j, 3] += m8 * s1
-
-    @cuda.jit(device=True, forceinline=True)
-    def lower(word):
-        return half_to_float(word & uint32(0xFFFF))
-
-    @cuda.jit(device=True, forceinline=True)
-    def upper(word):
-        return half_to_float(word >> uint32(16))
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_two(acc, tile_a, d_a, s_a, block, lane, a, d, d8, m, m8):
-        """Two blocks of K: their fragments, and words of two scales or minima as float16."""
-        a0, a1, a2, a3, b0, b1, b2, b3 = a
-        one, one8 = lower(d) * per_unit, lower(d8) * per_unit
-        two, two8 = upper(d) * per_unit, upper(d8) * per_unit
-        multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, one, one8, lower(m), lower(m8))
-        block += 1
-        multiply(acc, tile_a, d_a, s_a, block, lane, b0, b1, b2, b3, two, two8, upper(m), upper(m8))
+                acc[j, 0] += z * s
+                acc[j, 1] += z * s1
+                acc[j, 2] += z8 * s
+                acc[j, 3] += z8 * s1
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
-    def w4a8_tensor_core_int8(w, factors, qa, ds, c, blocks_k):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, factors: qformats.repack.tiles,
+    def w4a8_mma_int8(w, row_scales, qa, ds, c, blocks_k):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
-        tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [unit][token][word]
+        tile_a = cuda.shared.array(words_a, uint32, alignment=16)  # [chunk][token][word]
         d_a = cuda.shared.array(floats_a, float32, alignment=16)  # [block][token]
         s_a = cuda.shared.array(floats_s, float32, alignment=16)
         acc = cuda.local.array((columns, 4), float32)
         M, N = c.shape
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         t = uint32(warp * 32 + lane)  # unsigned: division by a power of two is then one shift
-        m0, tile = cuda.blockIdx.y * bm, cuda.blockIdx.x * warps + warp
-        n = tile * TILE_ROWS + lane // 4
-        deep = (blocks_k + BLOCKS - 1) // BLOCKS
-        # beyond N too there are records, of a whole band, with scales of 0
-        at = int64(tile_index(int32(tile), int32(0), int32(deep))) * tile_bytes
+        m0, row_tile = cuda.blockIdx.y * bm, cuda.blockIdx.x * warps + warp
+        n = row_tile * TILE_ROWS + lane // 4
+        steps = (blocks_k + BLOCKS - 1) // BLOCKS
+        # beyond N too there are packed tiles, up to a whole group of 8, with scales of 0
+        at = int64(tile_index(int32(row_tile), int32(0), int32(steps))) * tile_bytes
         for j in range(columns):
             for i in range(4):
                 acc[j, i] = 0
@@ -134,7 +128,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         row = t % bm
         m = min(m0 + row, M - 1)
         for k in range(0, blocks_k, BLOCKS):
-            # --- W: global -> registers, asked for first as it comes from furthest away
+            # --- W: global -> registers, issued first as it comes from furthest away
             low, high = load(w, at, lane, 0), load(w, at, lane, 1)
             scales = load_u32x4(w, at + scales_at + 16 * (lane // 4))
             minima = scales
@@ -144,10 +138,10 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
 
             # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
             # looks, the last row is read again: without a branch no load waits for another
-            for i in range(units_a):
-                unit = t // bm + i * (threads // bm)
-                x = load_u32x4(qa, ((2 * k + unit) * M + m) * CHUNK)
-                store_u32x4(tile_a, (unit * bm + row) * 4, x[0], x[1], x[2], x[3])
+            for i in range(chunks_a):
+                chunk = t // bm + i * (threads // bm)
+                x = load_u32x4(qa, ((2 * k + chunk) * M + m) * CHUNK)
+                store_u32x4(tile_a, (chunk * bm + row) * 4, x[0], x[1], x[2], x[3])
             for i in range(scales_a):
                 block = t // bm + i * (threads // bm)
                 if everyone or block < BLOCKS:
@@ -157,10 +151,14 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
                         s_a[block * bm + row] = s
             cuda.syncthreads()
 
-            s0, s1, s2, s3 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
-            z0, z1, z2, z3 = minima
-            multiply_two(acc, tile_a, d_a, s_a, 0, lane, fragments(low), s0, s2, z0, z2)
-            multiply_two(acc, tile_a, d_a, s_a, 2, lane, fragments(high), s1, s3, z1, z3)
+            d0, d2, e0, e2 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
+            z0, z2, y0, y2 = minima
+            a0, a1, a2, a3, b0, b1, b2, b3 = fragments(low)
+            multiply(acc, tile_a, d_a, s_a, 0, lane, a0, a1, a2, a3, d0, e0, z0, y0)
+            multiply(acc, tile_a, d_a, s_a, 1, lane, b0, b1, b2, b3, d0, e0, z0, y0)
+            a0, a1, a2, a3, b0, b1, b2, b3 = fragments(high)
+            multiply(acc, tile_a, d_a, s_a, 2, lane, a0, a1, a2, a3, d2, e2, z2, y2)
+            multiply(acc, tile_a, d_a, s_a, 3, lane, b0, b1, b2, b3, d2, e2, z2, y2)
             cuda.syncthreads()
 
         # --- registers -> global
@@ -168,9 +166,9 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
-                    c[token, feature] = acc[j, i] * (factors[feature] * float32(MINIMUM_SCALE))
+                    c[token, feature] = acc[j, i] * (row_scales[feature] * float32(MINIMUM_SCALE))
 
-    return w4a8_tensor_core_int8
+    return w4a8_mma_int8
 
 
 def launch(
@@ -185,14 +183,14 @@ def launch(
 
 STEP = Step(
     number=7,
-    name="step07_tensor_core_int8",
+    name="step07_mma_int8",
     title="int8 tensor cores: mma.sync m16n8k32, scales once a block",
     branch="int8",
     families=("A8",),
     parents={"A8": 6},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_k_outermost,
+    activations=q8_1_mma_order,
     launch=launch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},

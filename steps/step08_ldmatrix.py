@@ -1,0 +1,152 @@
+"""Step 8: ldmatrix - warp tiles of 32 x 64, fragments loaded one block ahead of their products.
+
+What is new
+    A warp owns 32 features x 64 tokens of C, 64 sums a thread: twice as much as in step 7, so each
+    B fragment meets two A fragments. Both operands lie in shared memory, 128 K at a time (a
+    *stage*), and a second set of registers takes the fragments of the next block of K while this
+    one is multiplied. `ldmatrix` loads the B fragments of 16 tokens at once: lane 8i + r gives the
+    address of row r of matrix i, 16 bytes, and every lane receives its word of each matrix.
+
+                       token 0   token 1           token 63
+        K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |   chunk 0    matrix 0: b0 of 8 tokens
+        K 16..31     |  16 B   |  16 B   |  ...  |  16 B   |   chunk 1    matrix 1: b1 of 8 tokens
+
+    It is conflict-free without a swizzle: the 8 rows of a matrix are 128 bytes in one piece, all 32
+    banks. So are the weights: lane l reads the l-th 16 bytes of a fragment-packed tile.
+    The minima of q4_1 and q5_1 leave the loop: the sum of m * s over a stage is one tf32 product.
+Why it should help
+    Step 7 has 18.9 instructions for an IMMA, 13 of them the IMMA and its scaling. Wider loads, and
+    fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles: 21.6 cycles
+    in all instead of 24.7. A stage also waits 900 cycles for its loads and first fragments, which
+    the SM's other block hides where it is multiplying. Predicted: 64 us where step 7 takes 74,
+    1.16x.
+What it costs
+    250 registers a thread: two blocks of four warps on an SM. 18 to 26 KB for a stage.
+Machine code
+    LDSM; IMMA, I2FP, FMUL, FFMA and little else between the barriers; LDG and STS, no LDGSTS.
+Prerequisites
+    Step 7 (fragments, scales). Taught here: components.shared_stage, components.warp_tile.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32, int32, uint8, uint32
+
+from qformats import Format
+from qformats.repack import CHUNK, MINIMUM_SCALE, TILE_K, tiles
+from steps.components.activations.layouts import q8_1_mma_order
+from steps.components.epilogue.write import write_sums
+from steps.components.shared_stage import BN, THREADS, stage_copies, stage_layout
+from steps.components.unpack.codes import tile_format
+from steps.components.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
+from steps.contract import Family, Launch, Shape, Step, ceil_div
+from steps.instructions import load_u32, load_u32x4, store_u32, store_u32x4
+
+BM: Final = 64  # tokens of a tile, and of each of its four warps
+COLUMNS: Final = BM // 8  # mma of a warp side by side along the tokens
+SUMS: Final = 4 * ROW_TILES * COLUMNS  # of a thread: 64, a quarter of its registers
+B_WORDS: Final = 2 * COLUMNS  # registers for the B fragments of a block, or for token scales
+BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would need more registers
+
+
+@cuda.jit(device=True, forceinline=True)
+def copy_16(stage, to, array, offset):
+    x = load_u32x4(array, offset)
+    store_u32x4(stage, to, x[0], x[1], x[2], x[3])
+
+
+@cuda.jit(device=True, forceinline=True)
+def copy_4(stage, to, array, offset):
+    store_u32(stage, to, load_u32(array, offset))
+
+
+@cache
+def kernel(fmt: Format) -> Any:
+    tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
+    minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
+    first_source, next_source, copy_weights, copy_tokens = stage_copies(fmt, BM, copy_16, copy_4)
+    of = warp_tile(fmt, BM)
+    load_weights, load_scales, load_tokens = of.load_weights, of.load_scales, of.load_tokens
+    load_token_scales, multiply, add_minima = of.load_token_scales, of.multiply, of.add_minima
+    write = write_sums(ROW_TILES, COLUMNS, MINIMUM_SCALE)
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    def w4a8_ldmatrix(w, row_scales, qa, ds, c, steps):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
+        a: K-outermost."""
+        stage = cuda.shared.array(stage_bytes, uint8, alignment=128)
+        acc = cuda.local.array(SUMS, float32)
+        a = cuda.local.array(A_WORDS, uint32)
+        scales = cuda.local.array(SCALE_WORDS, uint32)
+        b_even = cuda.local.array(B_WORDS, uint32)
+        b_odd = cuda.local.array(B_WORDS, uint32)
+        x = cuda.local.array(B_WORDS, float32)
+        t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
+        warp, lane = t >> 5, t & 31
+        m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
+        # Where this lane reads: the warp's two packed tiles; as lane 8i + r of an ldmatrix, token
+        # r of chunk 0 or 1, then of the 8 tokens beyond; the scales of its sums' tokens
+        weights_at = warp * warp_bytes
+        row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
+        scales_at = 16 * (lane & 3)
+        source = first_source(t, m0, n0, 0, int32(steps), M)
+        for i in range(SUMS):
+            acc[i] = 0
+        for _ in range(int32(steps)):
+            # --- global -> shared; every thread waits for its own loads before it stores them
+            copy_weights(stage, 16 * t, w, source)
+            copy_tokens(stage, 16 * t, qa, ds, source, M)
+            cuda.syncthreads()
+
+            # --- shared -> registers -> tensor cores: the next block's fragments are on their way
+            # while one is multiplied
+            load_weights(a, stage, weights_at, lane, 0)
+            load_scales(scales, stage, weights_at, lane)
+            load_tokens(b_even, stage, row_at, 0)
+            load_token_scales(x, stage, scales_at, 0)
+            load_tokens(b_odd, stage, row_at, 1)
+            multiply(acc, a, b_even, x, scales, 0)
+            if minimum:
+                add_minima(acc, stage, 0, weights_at, lane)
+            load_token_scales(x, stage, scales_at, 1)
+            load_tokens(b_even, stage, row_at, 2)
+            multiply(acc, a, b_odd, x, scales, 1)
+            load_weights(a, stage, weights_at, lane, 1)
+            load_token_scales(x, stage, scales_at, 2)
+            load_tokens(b_odd, stage, row_at, 3)
+            multiply(acc, a, b_even, x, scales, 2)
+            load_token_scales(x, stage, scales_at, 3)
+            multiply(acc, a, b_odd, x, scales, 3)
+            cuda.syncthreads()
+            source = next_source(source, M)
+        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales)
+
+    return w4a8_ldmatrix
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, BM))
+    args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
+    return Launch(kernel(fmt), grid, (THREADS,), args)
+
+
+STEP = Step(
+    number=8,
+    name="step08_ldmatrix",
+    title="warp tiles: ldmatrix, conflict-free stages, fragments one block ahead",
+    branch="int8",
+    families=("A8",),
+    parents={"A8": 7},
+    unit={"A8": "tensor_int8"},
+    pack=tiles,
+    activations=q8_1_mma_order,
+    launch=launch,
+    min_cc=(8, 0),
+    contains={"A8": ("IMMA.16832", "LDSM.16.M88.4", "LDG.E.128", "STS.128", "BAR.SYNC")},
+    forbids={"A8": ("IDP", "LDGSTS")},
+)

@@ -1,0 +1,228 @@
+"""Step 11: W4A16 on tensor cores - float16 weights made in registers, sums never touched.
+
+What is new
+    A weight becomes float16 in registers, times its scale and with its offset, and the tensor core
+    adds up all of K in float32 by itself. The code needs no conversion: as the bits of a float16
+    the integer n is n * 2^-24, so a mask and one multiply-add make two weights of a word.
+
+        a word of packed codes     |  k = 2t  |  2t + 8  |  2t + 1  |  2t + 9  |   bytes 0 to 3
+        & 0x000F000F               |      code of 2t     |    code of 2t + 1   |   LOP3
+        * d' - 8 * 2^-24 d'        |     weight of 2t    |   weight of 2t + 1  |   HFMA2: a0
+
+    A is float16 as the caller has it: its rows are copied to rows of 128 bytes, swizzled. Where it
+    is bfloat16, the weights are rounded to bfloat16 once more (components.unpack.bfloats).
+    A warp has 64 x 64 outputs, so that a fragment serves four or eight mma. Where tiles are small,
+    half of the warps take one half of a stage's K, and thread blocks share K (split-K).
+Why it should help
+    Steps 7 to 10 pay three instructions for each sum every 32 K. Here 32 HMMA of a warp (16 K) take
+    the tensor core 214 cycles and come with 70 other instructions (5 bits: 95), for which two warps
+    of a scheduler have four times the room. (512,4096,4096) are 256 tiles of 64 tokens, two an SM:
+    32 stages of 1715 cycles if tensor cores never wait. Eight warps hide few latencies: a third of
+    the time they wait. 85000 cycles at 1.76 GHz are 48 us, 1.2x step 9. And nothing is lost but the
+    rounding of A and W to float16: NMSE 3e-8, a thousandth of what Q8_1 costs.
+What it costs
+    243 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
+    memory, to be added up and stored in full lines. Blocks whose scale is far below the largest of
+    their row lose precision (qformats.repack.tiles says how much).
+Machine code
+    HMMA.16816.F32, HFMA2, LOP3, LDSM and LDGSTS in the loop, and no I2FP, no FFMA.
+Prerequisites
+    steps 8 (ldmatrix, fragments loaded ahead), 9 (ring of stages) and 10 (partial sums, arrival
+    counter). Taught here: components.unpack.halves and row_tiles; and what is no lesson,
+    components.mma_tiles (which tile for which shape) and epilogue.mma (the end of a tile).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, float32, int32, uint8, uint32
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.mma import finish_mma_tile, stage_sums
+from steps.components.mma_tiles import BN, TILES, scratch_arrays, tiling
+from steps.components.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
+from steps.components.unpack.bfloats import float_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name
+from steps.instructions import (
+    cp_async_commit,
+    cp_async_wait,
+    ldmatrix_x4,
+    mma_m16n8k16_bf16,
+    mma_m16n8k16_f16,
+)
+
+WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
+WARPS_N: Final = BN // WARP  # warps side by side along the features
+ROW_TILES: Final = WARP // TILE_ROWS  # packed tiles that a warp multiplies
+MMA: Final = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}  # by the kind of A
+
+
+#     128 tokens    K 0..127 of a stage      64 tokens    K 0..63 of a stage    K 64..127
+#     features   0..63   warp 0   warp 2     features   0..63   warp 0           warp 2
+#     features  64..127  warp 1   warp 3     features  64..127  warp 1           warp 3
+#                tokens   0..63  64..127                tokens   0..63            0..63
+@cache
+def kernel(
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int
+) -> tuple[Any, int]:
+    """(kernel for A of this kind, C of dtype `output`, tiles of `bm` tokens, and a ring of
+    `stages`; threads of a block)"""
+    form, mma = float_format(fmt.name, kind), MMA[kind]
+    tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
+    multipliers, fragments = form.multipliers, form.fragments
+    n_words, n_scales = form.n_words, form.n_scales
+    blocks, warps_k = TILES[bm]
+    tokens, warps_m = min(bm, WARP), ceil_div(bm, WARP)  # of a warp; warps side by side
+    halves, columns = 2 // warps_k, tokens // 8  # of a warp: halves of a stage; B fragments
+    threads = 32 * WARPS_N * warps_m * warps_k
+    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
+    box, weight_bytes = box_bytes(bm), TILE_GROUP * tile_bytes
+    stage_bytes, last_stage = 2 * box + weight_bytes, (stages - 1) * (2 * box + weight_bytes)
+    copy_tokens, copy_weights = copy_row_tile(bm, threads), copy_packed_tiles(weight_bytes, threads)
+    stage_warp = stage_sums(ROW_TILES, columns, BN)
+    finish = finish_mma_tile(BN, bm, warps_k, threads, output, scaled)
+    wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_tokens(b, ring, at, step):
+        """B fragments of step 0..3 of 16 K of a box: two chunks of each token. Chunk 2 step + i of
+        row r is at (2 step) ^ i ^ (r & 7); `at` is where this lane finds its chunk of step 0."""
+        for j in range(0, n_b, 4):
+            x = ldmatrix_x4(ring, (at ^ (32 * step)) + 4 * j * ROW)
+            b[j], b[j + 1], b[j + 2], b[j + 3] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_weights(w, s, ring, at, lane, half):
+        for i in range(ROW_TILES):
+            x = words(ring, at + i * tile_bytes, lane, half)
+            y = scales(ring, at + i * tile_bytes, lane, half)
+            for j in range(n_words):
+                w[i, j] = x[j]
+            for j in range(n_scales):
+                s[i, j] = y[j]
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, w, s, b, step):
+        """acc += 16 K: the weights of a packed tile become float16 and meet all tokens."""
+        for i in range(ROW_TILES):
+            a0, a1, a2, a3 = fragments(w[i], step, multipliers(s[i], step >> 1))
+            for j in range(columns):
+                r, b0, b1 = 4 * (i * columns + j), b[2 * j], b[2 * j + 1]
+                x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
+                x = mma(a0, a1, a2, a3, b0, b1, x0, x1, x2, x3)
+                acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = x
+
+    @cuda.jit(launch_bounds=(threads, blocks))
+    def w4a16_mma(w, row_scales, a, token_scales, c, steps, partials, arrived):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w of qformats.repack.tiles."""
+        ring = cuda.shared.array(0, uint8, alignment=1024)
+        sums = cuda.shared.array(0, float32, alignment=1024)  # the same memory, when K is done
+        acc = cuda.local.array(n_acc, float32)
+        codes = cuda.local.array((ROW_TILES, n_words), uint32)
+        s = cuda.local.array((ROW_TILES, n_scales), uint32)
+        b_even, b_odd = cuda.local.array(n_b, uint32), cuda.local.array(n_b, uint32)
+        t = int32(cuda.threadIdx.x)
+        warp, lane = t >> 5, t & 31
+        n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
+        # this block's share of K, in stages, and the first of its groups of packed tiles
+        split, splits = uint32(cuda.blockIdx.z), uint32(cuda.gridDim.z)
+        k0 = int32(uint32(steps * split) // splits)
+        count = int32(int32(uint32(steps * (split + 1)) // splits) - k0)
+        group = int32(cuda.blockIdx.x * steps + k0)
+        # what this warp multiplies: these features and tokens, of a stage from this half on
+        column, first = warp % WARPS_N, warp // WARPS_N % warps_m * tokens
+        warp_k = int32(warp // (WARPS_N * warps_m))
+        half, weights = warp_k, 2 * box + column * (ROW_TILES * tile_bytes)
+        # lane 8i + r addresses row r of ldmatrix's matrix i: two chunks of eight tokens, then of
+        # the next eight
+        row = lane & 7
+        b_at = (first + (lane >> 4) * 8 + row) * ROW + (lane >> 3 & 1 ^ row) * 16
+        for i in range(n_acc):
+            acc[i] = 0
+
+        for step in range(stages):
+            if step < count:
+                copy_tokens(ring, step * stage_bytes, a, m0, (k0 + step) * TILE_K, t)
+                copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
+            cp_async_commit()
+        wait_for_first()
+        cuda.syncthreads()
+        base, ahead = int32(0), int32(stages)
+        load_weights(codes, s, ring, weights, lane, half)
+        load_tokens(b_even, ring, b_at + half * box, 0)
+        for _ in range(int32(count * halves)):
+            # the tokens of the next 16 K are on their way while these are multiplied
+            at = base + b_at + half * box
+            load_tokens(b_odd, ring, at, 1)
+            multiply(acc, codes, s, b_even, 0)
+            load_tokens(b_even, ring, at, 2)
+            multiply(acc, codes, s, b_odd, 1)
+            load_tokens(b_odd, ring, at, 3)
+            multiply(acc, codes, s, b_even, 2)
+            half = int32(half ^ (halves - 1))
+            if halves == 1 or half == 0:
+                # --- the next stage is there for all, and all have read the last of this one
+                wait_for_next()
+                cuda.syncthreads()
+                if ahead < count:
+                    copy_tokens(ring, base, a, m0, (k0 + ahead) * TILE_K, t)
+                    copy_weights(ring, base + 2 * box, w, group + ahead, t)
+                cp_async_commit()
+                ahead = int32(ahead + 1)
+                base = int32(base + stage_bytes if base < last_stage else 0)
+            load_tokens(b_even, ring, base + b_at + half * box, 0)
+            multiply(acc, codes, s, b_odd, 3)
+            load_weights(codes, s, ring, base + weights, lane, half)
+
+        # --- registers -> shared -> global
+        cuda.syncthreads()  # nobody reads the ring any more
+        stage_warp(sums, acc, warp_k * bm + first, column * WARP, lane)
+        cuda.syncthreads()
+        tile = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
+        finish(sums, c, m0, n0, row_scales, token_scales, split, splits, tile, partials, arrived)
+
+    return w4a16_mma, threads
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    return scratch_arrays(storage_format(fmt), shape)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    scaled = bool(scales)  # A came as float32, and was rounded to float16 in a pass of its own
+    bm, splits, ring = tiling(stored_as, shape)
+    run, threads = kernel(stored_as, dtype_name(a), dtype_name(out), scaled, bm, ring.stages)
+    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), splits)
+    token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
+    args = (packed, row_scales, a, token_scales, out, ceil_div(shape.k, TILE_K), *scratch)
+    return Launch(run, grid, (threads,), args, ring.shared_bytes)
+
+
+STEP = Step(
+    number=11,
+    name="step11_mma_fp16",
+    title="W4A16 on tensor cores: float16 weights made in registers",
+    branch="float16",
+    families=("A16",),
+    parents={"A16": 9},
+    unit={"A16": "tensor_fp16"},
+    pack=tiles,
+    activations=float16_rows,
+    launch=launch,
+    scratch=scratch,
+    formats=KNOWN,
+    outputs=("float32", "float16", "bfloat16"),
+    min_cc=(8, 0),
+    contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},
+    forbids={"A16": ("IMMA", "I2FP", "FFMA")},
+    chosen_untuned=True,
+)

@@ -1,0 +1,233 @@
+"""Step 13: warp specialization - some warps only load, the others only multiply.
+
+What is new
+    In step 12 every warp issues copies, waits for everybody's at a barrier, and multiplies. Here
+    one *producer* thread issues all copies, into a ring of up to eight shared-memory stages, and
+    two *consumer* warpgroups multiply. Each stage has two mbarriers: `full` (its copies have
+    arrived) and `empty` (all consumers are done with it). Producer and consumers meet nowhere else:
+
+        stage         0     1     2     3     0     1     2     3
+        producer    [load][load][load][load] waits[load] waits[load] ...
+        full               *     *     *     *        *           *
+        consumer 0         [multiply   ][multiply   ][multiply   ][multiply   ] ...
+        consumer 1           [multiply   ][multiply   ][multiply   ][multiply   ] ...
+        empty                              *            *            *
+
+    A copy is one instruction for kilobytes. The weights of a stage lie in one piece of memory: one
+    bulk copy. The tokens are two boxes of 64 K, which the copy engine cuts out of row-major A by a
+    tensor map: it computes addresses, swizzles, and writes zeros beyond the edges of A.
+
+        a stage of 128 K    box of K 0..63      bm tokens x 128 bytes, swizzled    tensor_copy
+                            box of K 64..127    the same                           tensor_copy
+                            weights             8 fragment-packed tiles            bulk_copy
+
+    Consumers need registers for sums and weights, the producer needs almost none: `setmaxnreg`
+    moves them. Of 168 for each thread 40 stay with a producer's, and a consumer's gets 232.
+Why it should help
+    In step 12 a thread issues 11 copies of 16 bytes a stage, 50 of its 226 instructions, and at
+    each stage's barrier the tensor cores run dry for some 480 cycles. Here a warp issues 160, and
+    its next stage has arrived: five stages ahead are 5000 cycles, and the L2 answers in 1500. So
+    (512,4096,4096), one tile of 128 x 128 for each SM, is 32 stages of 1024 cycles, 19 us at 1.75
+    GHz; 15 % more, as two warps a scheduler do not hide each other's latencies; 5 us for both ends
+    of the tile, and 3 us between launches. Expect 30.5 us, 1.2x.
+What it costs
+    A block takes all registers and most of the shared memory of an SM, so nothing hides the
+    beginning and the end of its tile. 128 of its 384 threads never multiply.
+Machine code
+    UTMALDG, UBLKCP and SYNCS instead of LDGSTS; HGMMA in a loop without loads from global memory;
+    USETMAXREG in both roles.
+Prerequisites
+    step 12 (wgmma, its descriptors, the end of a tile), components.wgmma_products (its products),
+    steps/instructions/bulk_copy.py and tensor_map.py; taught here: components.ring.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, Final
+
+from numba import cuda, int32, int64, uint8
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.half_tile import (
+    WARPGROUP,
+    half_tile_bytes,
+    store_float_tile,
+    store_half_tile,
+)
+from steps.components.ring import mbarrier_ring
+from steps.components.wgmma_products import half_stage
+from steps.components.wgmma_tiles import float16_stage_cycles
+from steps.contract import (
+    Family,
+    Launch,
+    Shape,
+    Step,
+    ceil_div,
+    dtype_name,
+    multiprocessors,
+    shared_memory,
+)
+from steps.instructions import (
+    BOX_K,
+    TensorMap,
+    bulk_copy,
+    prefetch_tensor_map,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_wait,
+    zeros_f32,
+)
+
+BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
+TOKENS: Final = (16, 32, 64, 128)  # of a tile: more sums than 64 a thread leave too few registers
+STAGES: Final = 8  # of the ring at most: with small tiles more would not arrive sooner
+CONSUMERS: Final = 2  # warpgroups that multiply, 64 features each
+WARPS: Final = CONSUMERS * WARPGROUP // 32  # of the consumers; the producer's come behind them
+REGISTERS: Final = (232, 40)  # of consumers and producer: 2 x 232 + 40 are the 504 of 3 x 168
+TILE_ENDS: Final = 5000  # cycles before the first product and after the last one: an estimate
+
+assert BN == CONSUMERS * 64, "a wgmma has 64 features"
+
+
+@cache
+def kernel(
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int
+) -> tuple[Any, int]:
+    """(kernel for A of this kind, C of dtype `output`, tiles of `bm` tokens and a ring of `stages`;
+    its shared memory in bytes)"""
+    form = half_stage(fmt.name, kind)
+    load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
+    # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
+    # weights of all stages, the mbarriers, and what the end of the tile needs.
+    box_bytes, w_bytes = 2 * BOX_K * bm, TILE_GROUP * packed_tile
+    a_bytes = 2 * box_bytes
+    weights = stages * a_bytes
+    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    make_ring, next_stage = ring.make, ring.next_stage
+    wait_empty, expect, full = ring.wait_empty, ring.expect, ring.full
+    wait_full, release = ring.wait_full, ring.release
+    end = ceil_div(ring.end, 128) * 128
+    if output == "float32":
+        store, end_bytes = store_float_tile(bm, scaled), 0
+    else:
+        store, end_bytes = store_half_tile(bm, end, scaled, output), CONSUMERS * half_tile_bytes(bm)
+    inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
+    no_sums = zeros_f32(bm // 2)
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def produce(memory, w, a, m0, group, steps):
+        """One thread: the tokens from m0 on and the weights of a group of row tiles, all of K."""
+        prefetch_tensor_map(a)
+        stage, parity = int32(0), int32(0)
+        for step in range(steps):
+            wait_empty(memory, stage, parity)
+            expect(memory, stage, a_bytes + w_bytes)
+            k, to, bar = int32(step * TILE_K), stage * a_bytes, full(stage)
+            tensor_copy(memory, to, a, k, m0, memory, bar)
+            tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), m0, memory, bar)
+            source = int64(group * steps + step) * w_bytes
+            bulk_copy(memory, weights + stage * w_bytes, w, source, w_bytes, memory, bar)
+            stage, parity = next_stage(stage, parity)
+
+    @cuda.jit(device=True, forceinline=True)
+    def consume(memory, warp, lane, steps):
+        """A warpgroup: the sums of its 64 features and all tokens. While one half of a stage is
+        multiplied, the weights of the other half become float16."""
+        acc = no_sums()
+        stage, parity, previous, step = int32(0), int32(0), int32(0), int32(0)
+        while True:  # at least once: with a `for`, ptxas makes every wgmma wait for itself
+            wait_full(memory, stage, parity)
+            at = weights + stage * w_bytes + warp * packed_tile
+            b = swizzled_descriptor(memory, stage * a_bytes)
+            lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+            acc = wait_for_all_but_one(acc)  # the lower half before: its registers are free
+            acc = multiply(acc, lower, b)
+            acc = wait_for_all_but_one(acc)  # the upper half before: its stage has been read
+            if lane == 0 and step > 0:
+                release(memory, previous)
+            acc = multiply(acc, upper, b + box_bytes // 16)
+            previous = stage
+            stage, parity = next_stage(stage, parity)
+            step = int32(step + 1)
+            if step == steps:
+                return wait_for_all(acc)
+
+    @cuda.jit(launch_bounds=((CONSUMERS + 1) * WARPGROUP, 1))
+    def w4a16_specialized(a_map, w, row_scales, token_scales, c, steps):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
+        a[M, K], steps of 128 K."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)
+        a = tensor_map_address(a_map)
+        t = int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
+        group, m0 = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y * bm)
+        if t == 0:
+            make_ring(memory, WARPS)  # every warp of a consumer releases for itself
+        cuda.syncthreads()  # the only barrier of all threads
+        if warp >= WARPS:
+            dec_registers()
+            if warp == WARPS and lane == 0:
+                produce(memory, w, a, m0, group, int32(steps))
+        else:
+            inc_registers()
+            acc = consume(memory, warp, lane, int32(steps))
+            n0 = int32(group * BN + warp // 4 * 64)
+            store(acc, c, m0, n0, row_scales, token_scales)
+
+    return w4a16_specialized, end + end_bytes
+
+
+def tile_tokens(fmt: StorageFormat, shape: Shape) -> int:
+    """The tokens of a tile with which the rounds of tiles on all SMs should take the least."""
+
+    def cycles(bm: int) -> int:
+        rounds = ceil_div(ceil_div(shape.n, BN) * ceil_div(shape.m, bm), multiprocessors())
+        stage = float16_stage_cycles(fmt.bits, BN, bm)
+        return rounds * (ceil_div(shape.k, TILE_K) * stage + TILE_ENDS)
+
+    return min(TOKENS, key=cycles)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    scaled, bm, stages = bool(scales), tile_tokens(stored_as, shape), STAGES
+    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), scaled, bm)
+    while make(stages)[1] > shared_memory():
+        stages -= 1
+    run, shared_bytes = make(stages)
+    token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
+    steps = ceil_div(shape.k, TILE_K)
+    args = (TensorMap(a, (bm, BOX_K)), packed, row_scales, token_scales, out, steps)
+    grid = ceil_div(shape.n, BN), ceil_div(shape.m, bm)
+    return Launch(run, grid, ((CONSUMERS + 1) * WARPGROUP,), args, shared_bytes)
+
+
+STEP = Step(
+    number=13,
+    name="step13_warp_specialized",
+    title="W4A16 warp-specialized: producer, consumers, an mbarrier ring",
+    branch="float16",
+    families=("A16",),
+    parents={"A16": 12},
+    unit={"A16": "tensor_fp16"},
+    pack=tiles,
+    activations=float16_rows,
+    launch=launch,
+    formats=KNOWN,
+    outputs=("float32", "float16", "bfloat16"),
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # others have no wgmma, later ones neither
+    contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG")},
+    forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
+)

@@ -1,0 +1,250 @@
+"""Step 14: persistent blocks - a block stays on its SM, tile after tile, and loads never stop.
+
+What is new
+    In step 13, between two tiles of an SM, a block ends and another begins: barriers are made, the
+    first copies are waited for, C is written, and the tensor cores idle. Here one block an SM takes
+    tile after tile. That makes room for four changes, each of a few lines:
+
+    1. The ring never drains: the producers go on to the next tile while consumers write C.
+    2. Consumers are *staggered*: the first warpgroup begins two stages before the others. While it
+       ends a tile the others still multiply, and the other way round.
+    3. The *stream-K* scheduler of step 10 shares out the tiles that would leave SMs idle.
+    4. The launch begins under the one before it (*programmatic launch*). Weights do not depend on
+       that one, so they have a producer of their own, which starts at once; everybody else waits.
+
+        producers       [tile 0             ][tile 1             ][tile 2
+        warpgroup 0        [multiply 0         ][C][multiply 1         ][C]
+        warpgroup 1           [multiply 0         ][C][multiply 1         ][C]
+        tensor cores       ##########################################################
+
+    Tiles grow to 256 features: two *accumulator halves* of 64 for each warpgroup. They need 25
+    bytes a cycle from the L2 instead of 41. Tiles of 192, of three warpgroups, fill some N better.
+Why it should help
+    At (512,4096,4096) an SM has one tile, and only change 4 counts: weights arrive while the launch
+    before ends, 2 to 3 us of 30. Expect 27.6 us, 1.1x. At (4096,4096,4096) step 13 pays 3 us of
+    ends in each of 8 rounds: expect 209 us, 1.15x. With 128 tokens each of 32 tiles is shared by
+    four blocks: expect 12.5 us, 1.3x.
+What it costs
+    Scratch memory for partial sums. Shares depend on the number of SMs, and so do the last bits.
+Machine code
+    As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
+Prerequisites
+    step 13 (ring, producer, consumers), components.stream_k (step 10), components.stage_copies;
+    taught here: components.epilogue.wgmma (the end of a tile) and wgmma_tiles (which tiles).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, int32, uint8, uint32
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_K, tiles
+from qformats.storage import StorageFormat, storage_format
+from steps.components import wgmma_tiles
+from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.half_tile import WARPGROUP
+from steps.components.epilogue.wgmma import WGMMA_ROWS, finish_wgmma_tile, warpgroups
+from steps.components.ring import mbarrier_ring
+from steps.components.stage_copies import box_copies, weight_copies
+from steps.components.stream_k import scheduler
+from steps.components.wgmma_products import half_stage
+from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
+from steps.instructions import (
+    BOX_K,
+    TensorMap,
+    barrier_arrive,
+    barrier_sync,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    prefetch_tensor_map,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    swizzled_descriptor,
+    tensor_map_address,
+    wgmma_wait,
+    zeros_f32,
+)
+
+TILES: Final = (  # (features, tokens) of a tile of C
+    *((128, bm) for bm in (16, 32, 64, 128)),
+    (192, 128),  # of three warpgroups, for N that leave SMs idle otherwise
+    (256, 128),  # reads the least for what it multiplies
+)
+STAGES: Final = 8  # of the ring, at most
+STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
+
+
+@cache
+def kernel(
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, tile: wgmma_tiles.Tile, slices: int,
+    stages: int, stagger: int,
+) -> tuple[Any, int]:  # fmt: skip
+    """(kernel for A of this kind, C of dtype `output`, tiles (features, tokens), shared ones added
+    up in `slices`, a ring of `stages`, and the first warpgroup `stagger` of them before the others;
+    its shared memory in bytes)"""
+    (bn, bm), groups = tile, warpgroups(tile[0])
+    form = half_stage(fmt.name, kind)
+    load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
+    consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
+    halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
+    half_bytes = warps * packed_tile  # from the weights of one to those of the other
+    box_bytes, w_bytes = 2 * BOX_K * bm, halves * half_bytes
+    a_bytes, weights = 2 * box_bytes, stages * 2 * box_bytes
+    copy_weights, copy_boxes = weight_copies(bn, packed_tile), box_copies(bm)
+    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    make_ring, next_stage = ring.make, ring.next_stage
+    wait_empty, expect, full = ring.wait_empty, ring.expect, ring.full
+    wait_full, release = ring.wait_full, ring.release
+    end = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile(tile, end, output, slices, scaled)
+    find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
+    first_work, next_work = find.first_work, find.next_work
+    tile_origin, contributors = find.tile_origin, find.contributors
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    inc_registers = setmaxnreg_inc(232 if groups == 2 else 160)
+    dec_registers = setmaxnreg_dec(40 if groups == 2 else 32)
+    stagger_barrier = 1 + groups  # the named barrier behind those of `finish`
+
+    @cuda.jit(launch_bounds=(consumers + WARPGROUP, 1))
+    def w4a16_persistent(
+        a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived
+    ):  # fmt: skip
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
+        a[M, K], steps of 128 K, tiles_c of them, rate: stream_k.work_rate."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)
+        a = tensor_map_address(a_map)
+        N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
+        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        tiles_n = int32(uint32(N + bn - 1) // uint32(bn))
+        tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
+        if t == 0:
+            make_ring(memory, warps)
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+        stage, parity = int32(0), int32(0)
+        if warp >= warps:
+            dec_registers()
+            if warp > warps + 1 or lane > 0:
+                return
+            if warp > warps:
+                prefetch_tensor_map(a)
+                griddepcontrol_wait()  # the launch before may have made the tokens
+            while tile_id < tiles_c:
+                m0, n0 = tile_origin(tile_id, tiles_n)
+                for step in range(k0, k0 + count):
+                    wait_empty(memory, stage, parity)
+                    if warp == warps:
+                        expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
+                        to = weights + stage * w_bytes
+                        copy_weights(memory, to, w, n0, N, step, steps, full(stage))
+                    else:
+                        copy_boxes(memory, stage * a_bytes, a, m0, step * TILE_K, full(stage))
+                    stage, parity = next_stage(stage, parity)
+                tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+            return
+
+        inc_registers()
+        griddepcontrol_wait()
+        others_begin = int32(-1)  # after this step of the first tile
+        if stagger:
+            if warp < WARPGROUP // 32:
+                others_begin = int32(min(stagger, count) - 1)
+            else:
+                barrier_sync(stagger_barrier, consumers)
+        previous, destination = int32(0), (row_scales, token_scales, c, partials, arrived)
+        while tile_id < tiles_c:
+            m0, n0 = tile_origin(tile_id, tiles_n)
+            first = last = slot = int32(0)
+            if count < steps:  # blocks first to last share the tile
+                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            acc, acc1 = no_sums(), no_sums()  # of the first accumulator half and of the second
+            step = int32(0)
+            while True:
+                wait_full(memory, stage, parity)
+                at = weights + stage * w_bytes + warp * packed_tile
+                b = swizzled_descriptor(memory, stage * a_bytes)
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                if halves == 2:
+                    lower1 = load(memory, at + half_bytes, lane, 0)
+                    acc1 = wait_for_all_but_one(acc1)
+                else:
+                    acc = wait_for_all_but_one(acc)
+                acc = multiply(acc, lower, b)
+                acc = wait_for_all_but_one(acc)
+                if lane == 0 and step > 0:
+                    release(memory, previous)
+                if halves == 2:
+                    acc1 = multiply(acc1, lower1, b)
+                    upper1 = load(memory, at + half_bytes, lane, 1)
+                    acc1 = wait_for_all_but_one(acc1)
+                acc = multiply(acc, upper, b + box_bytes // 16)
+                if halves == 2:
+                    acc = wait_for_all_but_one(acc)
+                    acc1 = multiply(acc1, upper1, b + box_bytes // 16)
+                if stagger and step == others_begin:
+                    barrier_arrive(stagger_barrier, consumers)
+                previous = stage
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+                if step == count:
+                    break
+            others_begin = int32(-1)
+            acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
+            if lane == 0:
+                release(memory, previous)
+            finish(acc, 0, tile_id, m0, n0, first, last, slot, destination)
+            if halves == 2:
+                finish(acc1, 1, tile_id, m0, n0, first, last, slot, destination)
+            tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+
+    return w4a16_persistent, shared_bytes
+
+
+def tiling(fmt: StorageFormat, shape: Shape) -> wgmma_tiles.TileConfiguration:
+    cycles = partial(wgmma_tiles.float16_stage_cycles, fmt.bits)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), cycles)
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    return wgmma_tiles.scratch_arrays(tiling(storage_format(fmt), shape), np.float32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    chosen = tiling(stored_as, shape)
+    tile, slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
+    token_scales = scales[0] if scales else row_scales  # where there are none, something unread
+    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), bool(scales), tile, slices)
+    operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, out
+    return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
+
+
+STEP = Step(
+    number=14,
+    name="step14_persistent",
+    title="W4A16 persistent: stream-K, staggered warpgroups, programmatic launch",
+    branch="float16",
+    families=("A16",),
+    parents={"A16": 13},
+    unit={"A16": "tensor_fp16"},
+    pack=tiles,
+    activations=float16_rows,
+    launch=launch,
+    scratch=scratch,
+    formats=KNOWN,
+    outputs=("float32", "float16", "bfloat16"),
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # others have no wgmma, later ones neither
+    contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},
+    forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
+)

@@ -1,0 +1,250 @@
+"""Step 15: int8 wgmma - one scale a row, one scale a token, one integer sum over all of K.
+
+What is new
+    Int8 tensor cores multiply twice as fast as float16 ones. But products of codes add up as
+    integers only while their scales stay the same, and a scale for each 32 K costs three
+    instructions a sum (step 7). So both operands are *requantized*, to one scale a row and one a
+    token, and what is left is an integer sum over all of K.
+
+        row n      codes and block scales, 128 K a stage      as in step 14
+                   int8 = round(weight / row_scale)           HFMA2, PRMT: in registers
+        token m    int8 = round(a / token_scale)              by a pass; 128 K a stage are one box
+        c[m, n]    row_scales[n] * token_scales[m] * sum over all k of int8 * int8
+
+    A code taken as a float16, times d / row_scale, plus a constant so large that a float16 has no
+    bits for fractions beside it: the lower byte is the int8 (components/unpack/int8.py, taught
+    here). Q8_0 and file formats are requantized when they are packed. The pass reads float32,
+    float16 or bfloat16. All else is step 14's kernel; but the second accumulator half of a tile has
+    tokens 129 to 256, not features, so that weights which have been made meet twice the tokens.
+Why it should help
+    128 x 128 outputs and 128 K are 512 cycles of the tensor cores, in which two warps a scheduler
+    issue 2 x 152 instructions (5 bits: 2 x 183). All but the PRMTs come before the wait for the
+    registers that they write, so a stage is 512 cycles and some 90 for that wait. At
+    (512,4096,4096) 32 stages, and 2.2 us for the launch and both ends, are 13.9 us at 1.65 GHz:
+    1.7x. In tiles of 128 x 256 a product of 1024 cycles hides the wait: 1.9x at M=4096.
+What it costs
+    Exactness. Requantized weights are off by 8.5e-5 (NMSE) of normal data, Q4_0 itself by 7.3e-3;
+    int8 tokens by as much, and by 3.2e-3 where a few channels are 20 times the others. So it has to
+    be asked for: gemm(..., accuracy="fast"). But integer sums are the same however K is cut.
+Machine code
+    IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
+Prerequisites
+    step 14 (this kernel with other operands), components.unpack.int8 (taught here).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, int32, int64, uint8, uint32
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, byte_storage_format, byte_tiles
+from steps.components import wgmma_tiles
+from steps.components.activations.layouts import int8_rows
+from steps.components.epilogue.half_tile import WARPGROUP
+from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, finish_wgmma_tile
+from steps.components.ring import mbarrier_ring
+from steps.components.stream_k import scheduler
+from steps.components.unpack.int8 import byte_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
+from steps.instructions import (
+    TensorMap,
+    barrier_arrive,
+    barrier_sync,
+    bulk_copy,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    prefetch_tensor_map,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_s8,
+    wgmma_wait,
+    zeros_i32,
+)
+
+BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
+TILES: Final = tuple((BN, bm) for bm in (16, 32, 64, 128, 256))  # 256: two accumulator halves
+STAGES: Final = 8  # of the ring, at most
+STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
+CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
+WARPS: Final = CONSUMERS // 32  # of the consumers; the producers' come behind them
+REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
+NEXT_32_K: Final = 2  # in a swizzled descriptor: 32 bytes of a token's row
+INSTRUCTIONS: Final = {4: 152, 5: 183, 8: 68}  # of a warp and 128 K, by bits: seen in machine code
+
+
+@cache
+def kernel(
+    format_name: str, output: str, bm: int, slices: int, stages: int, stagger: int
+) -> tuple[Any, int]:
+    """(kernel for tiles of `bm` tokens; its shared memory in bytes); else as in step 14."""
+    form = byte_format(format_name)
+    words, scales, fragments, packed_tile = form.words, form.scales, form.fragments, form.tile_bytes
+    a_bytes, w_bytes = TILE_K * bm, TILE_GROUP * packed_tile
+    weights = stages * a_bytes  # in shared memory, behind the tokens of all stages
+    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
+    expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
+    end = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, int32)
+    half_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
+    find, no_sums = scheduler(BN, bm), zeros_i32(bm // 2)
+    first_work, next_work = find.first_work, find.next_work
+    tile_origin, contributors = find.tile_origin, find.contributors
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(memory, at, lane, half):
+        return words(memory, at, lane, half), scales(memory, at, lane, half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, loaded, b):
+        """acc + 64 features x 64 K times the tokens at descriptor b: weights become int8."""
+        w0, w1 = fragments(loaded[0], loaded[1], 0), fragments(loaded[0], loaded[1], 1)
+        wgmma_fence()
+        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
+        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_32_K, 1)
+        wgmma_commit()
+        return acc
+
+    @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
+    def w4a8_wgmma(a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a_map of int8
+        a[M, K], steps of 128 K, tiles_c of them, rate: stream_k.work_rate."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)
+        a = tensor_map_address(a_map)
+        N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
+        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        tiles_n = int32(uint32(N + BN - 1) // uint32(BN))
+        tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
+        if t == 0:
+            make_ring(memory, WARPS)
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+        stage, parity = int32(0), int32(0)
+        if warp >= WARPS:
+            dec_registers()
+            if warp > WARPS + 1 or lane > 0:
+                return
+            if warp > WARPS:
+                prefetch_tensor_map(a)
+                griddepcontrol_wait()  # the launch before quantizes the tokens
+            while tile_id < tiles_c:
+                m0, n0 = tile_origin(tile_id, tiles_n)
+                for step in range(k0, k0 + count):
+                    wait_empty(memory, stage, parity)
+                    if warp == WARPS:
+                        expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
+                        source = int64(n0 // BN * steps + step) * w_bytes
+                        to = weights + stage * w_bytes
+                        bulk_copy(memory, to, w, source, w_bytes, memory, full(stage))
+                    else:
+                        to, k = stage * a_bytes, int32(step * TILE_K)
+                        tensor_copy(memory, to, a, k, m0, memory, full(stage))
+                    stage, parity = next_stage(stage, parity)
+                tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+            return
+
+        inc_registers()
+        griddepcontrol_wait()
+        other_begins = int32(-1)  # after this step of the first tile
+        if stagger:
+            if warp < WARPS // 2:
+                other_begins = int32(min(stagger, count) - 1)
+            else:
+                barrier_sync(3, CONSUMERS)
+        previous = int32(0)
+        while tile_id < tiles_c:
+            m0, n0 = tile_origin(tile_id, tiles_n)
+            first = last = slot = int32(0)
+            if count < steps:
+                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            acc, step = no_sums(), int32(0)
+            while True:
+                wait_full(memory, stage, parity)
+                at = weights + stage * w_bytes + warp * packed_tile
+                b = swizzled_descriptor(memory, stage * a_bytes)
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                # The registers of the product before the last are free then. The compiler moves
+                # all of the unpacking above this wait, but for the instructions that write these.
+                acc = wait_for_all_but_one(acc)
+                acc = multiply(acc, lower, b)
+                acc = wait_for_all_but_one(acc)
+                if lane == 0 and step > 0:
+                    release(memory, previous)
+                acc = multiply(acc, upper, b + 2 * NEXT_32_K)
+                if stagger and step == other_begins:
+                    barrier_arrive(3, CONSUMERS)
+                previous = stage
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+                if step == count:
+                    break
+            other_begins = int32(-1)
+            acc = wait_for_all(acc)
+            if lane == 0:
+                release(memory, previous)
+            to = row_scales, token_scales, c, partials, arrived
+            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, to)
+            if bm > ACC_HALF_TOKENS:
+                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, to)
+            tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+
+    return w4a8_wgmma, shared_bytes
+
+
+def tiling(fmt: Format, shape: Shape) -> wgmma_tiles.TileConfiguration:
+    instructions, tile_bytes = INSTRUCTIONS[fmt.bits], byte_format(fmt.name).tile_bytes
+    cycles = partial(wgmma_tiles.int8_stage_cycles, tile_bytes, instructions)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), cycles)
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    return wgmma_tiles.scratch_arrays(tiling(byte_storage_format(fmt), shape), np.int32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    (packed, row_scales), (a, token_scales) = weights, activations
+    stored_as = byte_storage_format(fmt)
+    chosen = tiling(stored_as, shape)
+    bm, slices = chosen[0][1], wgmma_tiles.reduction_slices(chosen)
+    make = partial(kernel, stored_as.name, dtype_name(out), bm, slices)
+    operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, out
+    return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
+
+
+STEP = Step(
+    number=15,
+    name="step15_wgmma_int8",
+    title="W4A8 with wgmma: one scale a row, one a token, one integer sum",
+    branch="float16",
+    families=("A8",),
+    parents={"A8": 14},
+    unit={"A8": "tensor_int8"},
+    pack=byte_tiles,
+    activations=int8_rows,
+    launch=launch,
+    scratch=scratch,
+    formats=KNOWN,
+    outputs=("float32", "float16", "bfloat16"),
+    accuracy="fast",
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # later ones have no wgmma
+    contains={"A8": ("IGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},
+    forbids={"A8": ("IMMA", "HMMA", "HGMMA", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
+)

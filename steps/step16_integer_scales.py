@@ -1,0 +1,250 @@
+"""Step 16: integer scales - one 32-bit multiply-add makes four int8 weights.
+
+What is new
+    Only how int8 weights are made; all else is step 15. There a float16 multiply-add makes two of
+    them, with any scale. Here a block's scale becomes a small integer r, its offset a byte c, and
+    the codes in all four bytes of a word are multiplied at once:
+
+                    byte 3      byte 2      byte 1      byte 0
+        LOP3        d           c           b           a           codes, 0..15 (5 bits: 0..31)
+        IMAD        d r + c'    c r + c'    b r + c'    a r + c'    codes * r + c' * 0x01010101
+        LOP3        the same, less 128: int8
+
+    c' = c + 128, so no byte leaves 0..255 and nothing is carried into the next, for a negative r
+    too (qformats.integer_scales). Flipping the highest bits takes the 128 off again. Minima cost
+    nothing: every offset is a byte. Codes of 5 bits lie in bytes whose upper three bits hold the
+    bits of others (components/unpack/integer_scales.py, taught here).
+Why it should help
+    Eight weights take nine instructions, not eleven, and with 5 bits 10.75, not 15. In the loop of
+    a warp these are 127 instead of 152, and 146 instead of 183. At (512,4096,4096) step 15 should
+    wait for products, not for weights: expect 13.7 us for 13.9 with 4 bits and 1.05x with 5. With
+    few tokens products are short, stages as long as their instructions: 1.1x at (128,14336,4096).
+What it costs
+    Accuracy: an integer of 17 at most, 8 with 5 bits, is a coarse scale. Codes are rounded anew to
+    its multiples; the weights are then off by 8.1e-4 (NMSE) of normal data with 4 bits and 1.3e-3
+    with 5, where step 15's are off by 8.6e-5. So it has to be asked for by its number or by
+    accuracy="coarse"; "fast" does not mean it. Packing takes seconds: row scales are tried.
+Machine code
+    IMAD and LOP3 between IGMMA; no HFMA2 anywhere.
+Prerequisites
+    step 15 (this kernel with other weights), qformats.integer_scales (how they are found),
+    components.unpack.integer_scales (taught here).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, int32, int64, uint8, uint32
+
+from qformats import Format
+from qformats.integer_scales import integer_tiles
+from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS
+from steps.components import wgmma_tiles
+from steps.components.activations.layouts import coarse_int8_rows
+from steps.components.epilogue.half_tile import WARPGROUP
+from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, finish_wgmma_tile
+from steps.components.ring import mbarrier_ring
+from steps.components.stream_k import scheduler
+from steps.components.unpack.integer_scales import integer_format
+from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
+from steps.instructions import (
+    TensorMap,
+    barrier_arrive,
+    barrier_sync,
+    bulk_copy,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    prefetch_tensor_map,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_s8,
+    wgmma_wait,
+    zeros_i32,
+)
+
+BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
+TILES: Final = tuple((BN, bm) for bm in (16, 32, 64, 128, 256))  # 256: two accumulator halves
+STAGES: Final = 8  # of the ring, at most
+STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
+CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
+WARPS: Final = CONSUMERS // 32  # of the consumers; the producers' come behind them
+REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
+NEXT_32_K: Final = 2  # in a swizzled descriptor: 32 bytes of a token's row
+INSTRUCTIONS: Final = {4: 127, 5: 146, 8: 68}  # of a warp and 128 K, by bits: seen in machine code
+
+
+@cache
+def kernel(
+    format_name: str, output: str, bm: int, slices: int, stages: int, stagger: int
+) -> tuple[Any, int]:
+    """(kernel for tiles of `bm` tokens; its shared memory in bytes); else as in step 14."""
+    form = integer_format(format_name)
+    words, scales, fragments, packed_tile = form.words, form.scales, form.fragments, form.tile_bytes
+    a_bytes, w_bytes = TILE_K * bm, TILE_GROUP * packed_tile
+    weights = stages * a_bytes  # in shared memory, behind the tokens of all stages
+    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
+    expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
+    end = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, int32)
+    half_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
+    find, no_sums = scheduler(BN, bm), zeros_i32(bm // 2)
+    first_work, next_work = find.first_work, find.next_work
+    tile_origin, contributors = find.tile_origin, find.contributors
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(memory, at, lane, half):
+        return words(memory, at, lane, half), scales(memory, at, lane, half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, loaded, b):
+        """acc + 64 features x 64 K times the tokens at descriptor b: weights become int8."""
+        w0, w1 = fragments(loaded[0], loaded[1], 0), fragments(loaded[0], loaded[1], 1)
+        wgmma_fence()
+        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
+        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_32_K, 1)
+        wgmma_commit()
+        return acc
+
+    @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
+    def w4a8_integer_scales(
+        a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived
+    ):  # fmt: skip
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.integer_scales.integer_tiles; else as
+        in step 15."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)
+        a = tensor_map_address(a_map)
+        N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
+        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        tiles_n = int32(uint32(N + BN - 1) // uint32(BN))
+        tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
+        if t == 0:
+            make_ring(memory, WARPS)
+        cuda.syncthreads()
+        griddepcontrol_launch_dependents()
+        stage, parity = int32(0), int32(0)
+        if warp >= WARPS:
+            dec_registers()
+            if warp > WARPS + 1 or lane > 0:
+                return
+            if warp > WARPS:
+                prefetch_tensor_map(a)
+                griddepcontrol_wait()  # the launch before quantizes the tokens
+            while tile_id < tiles_c:
+                m0, n0 = tile_origin(tile_id, tiles_n)
+                for step in range(k0, k0 + count):
+                    wait_empty(memory, stage, parity)
+                    if warp == WARPS:
+                        expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
+                        source = int64(n0 // BN * steps + step) * w_bytes
+                        to = weights + stage * w_bytes
+                        bulk_copy(memory, to, w, source, w_bytes, memory, full(stage))
+                    else:
+                        to, k = stage * a_bytes, int32(step * TILE_K)
+                        tensor_copy(memory, to, a, k, m0, memory, full(stage))
+                    stage, parity = next_stage(stage, parity)
+                tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+            return
+
+        inc_registers()
+        griddepcontrol_wait()
+        other_begins = int32(-1)  # after this step of the first tile
+        if stagger:
+            if warp < WARPS // 2:
+                other_begins = int32(min(stagger, count) - 1)
+            else:
+                barrier_sync(3, CONSUMERS)
+        previous = int32(0)
+        while tile_id < tiles_c:
+            m0, n0 = tile_origin(tile_id, tiles_n)
+            first = last = slot = int32(0)
+            if count < steps:
+                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            acc, step = no_sums(), int32(0)
+            while True:
+                wait_full(memory, stage, parity)
+                at = weights + stage * w_bytes + warp * packed_tile
+                b = swizzled_descriptor(memory, stage * a_bytes)
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                # The registers of the product before the last are free then. The compiler moves
+                # all of the unpacking above this wait, but for the instructions that write these.
+                acc = wait_for_all_but_one(acc)
+                acc = multiply(acc, lower, b)
+                acc = wait_for_all_but_one(acc)
+                if lane == 0 and step > 0:
+                    release(memory, previous)
+                acc = multiply(acc, upper, b + 2 * NEXT_32_K)
+                if stagger and step == other_begins:
+                    barrier_arrive(3, CONSUMERS)
+                previous = stage
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+                if step == count:
+                    break
+            other_begins = int32(-1)
+            acc = wait_for_all(acc)
+            if lane == 0:
+                release(memory, previous)
+            to = row_scales, token_scales, c, partials, arrived
+            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, to)
+            if bm > ACC_HALF_TOKENS:
+                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, to)
+            tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
+
+    return w4a8_integer_scales, shared_bytes
+
+
+def tiling(fmt: Format, shape: Shape) -> wgmma_tiles.TileConfiguration:
+    instructions, tile_bytes = INSTRUCTIONS[fmt.bits], integer_format(fmt.name).tile_bytes
+    cycles = partial(wgmma_tiles.int8_stage_cycles, tile_bytes, instructions)
+    return wgmma_tiles.fewest_cycles(TILES, shape, multiprocessors(), cycles)
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    return wgmma_tiles.scratch_arrays(tiling(fmt, shape), np.int32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    (packed, row_scales), (a, token_scales) = weights, activations
+    chosen = tiling(fmt, shape)
+    bm, slices = chosen[0][1], wgmma_tiles.reduction_slices(chosen)
+    make = partial(kernel, fmt.name, dtype_name(out), bm, slices)
+    operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, out
+    return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
+
+
+STEP = Step(
+    number=16,
+    name="step16_integer_scales",
+    title="W4A8 with integer scales: one multiply-add makes four weights",
+    branch="float16",
+    families=("A8",),
+    parents={"A8": 15},
+    unit={"A8": "tensor_int8"},
+    pack=integer_tiles,
+    activations=coarse_int8_rows,
+    launch=launch,
+    scratch=scratch,
+    outputs=("float32", "float16", "bfloat16"),
+    accuracy="coarse",
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # later ones have no wgmma
+    contains={"A8": ("IGMMA", "IMAD", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},
+    forbids={"A8": ("IMMA", "HMMA", "HGMMA", "HFMA2", "LDGSTS", "LDSM")},
+    chosen_untuned=True,
+)

@@ -1,0 +1,226 @@
+"""Step 17: decode - a handful of tokens, where all that counts is how fast the weights arrive.
+
+What is new
+    Each warp streams weights of its own, through a ring of slots in shared memory that no other
+    warp touches. It issues the first slots before it looks at anything else, and whenever it has
+    multiplied one, the next. No barrier of the thread block holds the stream up: warps meet once,
+    when their sums are added up. The ring of one warp, in time:
+
+        slot 0   [..copy...][multiply][...copy.........][multiply][...copy
+        slot 1    [..copy............][multiply][...copy.........][multiply]
+        slot 2          [..copy...............][multiply][...copy.........]
+                      ^ A is issued here, behind the first slots
+
+    Family A16 multiplies A of 16 bits as it is: codes become numbers with an offset by one LOP3,
+    and the scale of a block multiplies its sum (components.decode.product_a16). A8 multiplies Q8_1
+    with the integer mma. Up to four tokens the kernel makes it of float32 A itself.
+Why it should help
+    At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
+    all. Step 2 gathers them byte by byte, in 285 us. For a packed tile of 2048 weights a warp
+    issues some 125 instructions, three fifths of what an SM could while the tile arrives. With a
+    start, an end and 28 KB of A for each thread block expect 10.4 us, 27 times faster.
+What it costs
+    Every thread block copies all of A: 28 KB of float16 beside 260 KB of weights. Rings take so
+    much shared memory that a block has an SM to itself. Many tokens are for other steps.
+Machine code
+    LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
+Prerequisites
+    Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). Of components.decode, taught here:
+    walk, which tiles a warp reads; product_a16; then, as needed, copies and final_sum.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import cuda, float32, int32, uint8
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
+from qformats.storage import storage_format
+from steps.components.decode.activations import activations
+from steps.components.decode.copies import ROW_BYTES, async_copy
+from steps.components.decode.final_sum import final_sum
+from steps.components.decode.product import BLOCKS, PAIR
+from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
+from steps.components.decode.product_a16 import product_a16
+from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
+from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
+from steps.components.decode.walk import pair_walk
+from steps.components.unpack.storage_formats import tile_format
+from steps.contract import Family, Launch, Shape, Step, dtype_name
+from steps.instructions import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+)
+
+
+@cache
+def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any:
+    """The kernel of a storage format. kind, output: dtypes of A and C; scaled: tokens have
+    scales."""
+    tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
+    prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
+    a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
+    product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
+    places, multiply, n_acc = product.places, product.multiply, product.sums
+    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output)
+    store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
+    walks = pair_walk(tile_format(name).tile_bytes, warps_n)
+    own_part, start, advance = walks.own_part, walks.start, walks.advance
+    weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
+    copy, (load, quantize) = async_copy(how.family, tokens), float32_quantizer(tokens, ahead)
+    wait_for_oldest, wait_for_all = cp_async_wait(stages - 1), cp_async_wait(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue(smem, slot, w, walk, part, lane):
+        """Issue copies of the packed tiles that come next, if any are left; what follows then?"""
+        at, size, into, _, pair = walk
+        if pair < part[1]:
+            to, source = int32(slot + into + 16 * lane), at + 16 * lane
+            for i in range(0, weights, 512):
+                if int32(size - 16 * lane) > i:
+                    cp_async_16(smem, to + i, w, source + i)
+            walk = advance(walk, part)
+        return walk
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane):
+        """The same of the tile of A that goes into the slot with them."""
+        if in_slots and walk[4] < part[1]:
+            to = int32(slot + weights)
+            copy(smem, to, to + TILE_K * rows[2], pitch, a, a_scales, rows, walk[3], lane)
+
+    @cuda.jit(launch_bounds=(32 * warps, 1))
+    def decode(w, row_scales, a, a_scales, c, sizes):
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles; a, a_scales:
+        float16 or bfloat16 and scales of tokens, Q8_1 in MMA_ORDER, or float32 alone; sizes:
+        those of a `TileConfiguration`."""
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
+        griddepcontrol_launch_dependents()
+        t = int32(cuda.threadIdx.x)
+        lane, warp = int32(t & 31), int32(t >> 5)
+        M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
+        here = int32(min(int32(M - m0), tokens))
+        rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
+        pair, part = own_part(sizes, N, warp)
+        first, end, k0, count, _ = part
+        k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
+        factors_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        ring = int32(warp * (stages * slot_bytes))
+        ring_end = int32(ring + stages * slot_bytes)
+
+        # --- weights, the first, and row scales: they wait for no launch before this one
+        first_walk = start(pair, part)
+        walk, i = first_walk, t
+        for s in range(prefetched):
+            walk = issue(smem, ring + s * slot_bytes, w, walk, part, lane)
+        while i < (end - first) * (TILE_ROWS // 4):
+            cp_async_16(smem, factors_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
+            i = int32(i + 32 * warps)
+        griddepcontrol_wait()
+
+        # --- A and the other slots; what was issued so far is in one group with A
+        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
+        if quantized:
+            load(x, a, k0, 0, lane)
+        elif in_slots:
+            issue_a(smem, ring, first_walk, part, pitch, a, a_scales, rows, lane)
+        else:
+            i = int32(warp % warps_n)
+            while i < count:
+                to, to_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
+                copy(smem, to, to_scales, pitch, a, a_scales, rows, int32(k0 + i), lane)
+                i = int32(i + warps_n)
+        for s in range(stages):
+            if s >= prefetched:
+                issue_a(smem, ring + s * slot_bytes, walk, part, pitch, a, a_scales, rows, lane)
+                walk = issue(smem, ring + s * slot_bytes, w, walk, part, lane)
+            cp_async_commit()
+        if quantized:
+            i = int32(0)
+            while i < count * (BLOCKS * tokens):
+                if i > 0:
+                    load(x, a, k0, i, lane)
+                quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
+                i = int32(i + ahead * SIDE_BY_SIDE)
+        elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
+            wait_for_oldest()
+            cuda.syncthreads()
+        own_scale = token_scale(a_scales, m0, M, t)
+
+        # --- the stream
+        offsets, slot = places(lane, a_rows, pitch), ring
+        while pair < end:
+            for r in range(n_acc):
+                acc[r] = 0
+            i = int32(0)
+            while i < count:
+                wait_for_oldest()
+                cuda.syncwarp()
+                at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
+                if in_slots:
+                    at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
+                multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
+                cuda.syncwarp()
+                issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane)
+                walk = issue(smem, slot, w, walk, part, lane)
+                cp_async_commit()
+                i, slot = int32(i + 1), int32(slot + slot_bytes)
+                if slot == ring_end:
+                    slot = ring
+            low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
+            to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
+            store_sums(acc, smem, to, lane, low, high)
+            pair = int32(pair + PAIR * warps_n)
+
+        # --- the sums of all warps along K to C
+        wait_for_all()
+        cuda.syncthreads()
+        write(smem, sums, factors_at, c, a_scales, own_scale, m0, here, first, end, t)
+
+    return decode
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
+    found = tile_configuration(stored_as, shape, family, quantized)
+    run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled)
+    a_scales = scales[0] if scales else row_scales  # where there are none, something unread
+    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k))
+    block = (32 * found.variant.warps,)
+    return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
+
+
+STEP = Step(
+    number=17,
+    name="step17_decode",
+    title="decode: weights stream to warps of their own",
+    branch="decode",
+    families=("A8", "A16"),
+    parents={"A8": 2, "A16": 2},
+    diff_from=7,
+    unit={"A8": "tensor_int8", "A16": "tensor_fp16"},
+    pack=tiles,
+    activations=activations,
+    launch=launch,
+    most_tokens=MOST_TOKENS,
+    outputs=("float32", "float16", "bfloat16"),
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
+    min_cc=(8, 0),
+    contains={
+        "A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR"),
+        "A16": ("HMMA.16816.F32", "LDGSTS.E.BYPASS.128", "LDGDEPBAR"),
+    },
+    forbids={"A8": ("HMMA", "LDL", "STL"), "A16": ("IMMA", "LDL", "STL")},
+    chosen_untuned=True,
+)

@@ -1,0 +1,236 @@
+"""Step 18: decode on Hopper - bulk copies: few instructions before the weights arrive, few after.
+
+What is new
+    For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
+    one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way: a
+    token's part of K is one copy. This is what a warp does before its first product:
+
+        make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
+                         one copy            griddepcontrol.wait          a copy each
+
+    The order is that of step 17, and so are the parts of the warps, the product and the final sum.
+    A waits in line behind all that was issued before it: that is one slot, or two where a warp has
+    many. The others follow when A has been issued.
+Why it should help
+    A launch of 10 us has 18000 cycles. What stands before the stream runs once in each warp and
+    comes from memory like data: in step 17 some 620 instructions, most of them to issue copies,
+    while nothing is multiplied. Here there are 90 less, and of them one lane issues instead of 32.
+    33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9
+    us, 1.17 times faster.
+What it costs
+    Hopper or later.
+Machine code
+    UBLKCP of weights before ACQBULK, which waits for the launch before; HMMA or IMMA; in the loop
+    no barrier but SYNCS.
+Prerequisites
+    Steps 17 (the ring, components.decode) and 13 (bulk copies, mbarriers).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import cuda, float32, int32, uint8
+
+from qformats import Format
+from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
+from qformats.storage import storage_format
+from steps.components.decode.activations import activations
+from steps.components.decode.copies import ROW_BYTES, bulk_copies
+from steps.components.decode.final_sum import final_sum
+from steps.components.decode.product import BLOCKS, PAIR
+from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
+from steps.components.decode.product_a16 import product_a16
+from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
+from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
+from steps.components.decode.walk import pair_walk
+from steps.components.unpack.storage_formats import tile_format
+from steps.contract import Family, Launch, Shape, Step, dtype_name
+from steps.instructions import (
+    bulk_copy,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    shfl,
+)
+
+
+@cache
+def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any:
+    """The kernel of a storage format. kind, output: dtypes of A and C; scaled: tokens have
+    scales."""
+    tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
+    prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
+    a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
+    product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
+    places, multiply, n_acc = product.places, product.multiply, product.sums
+    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output)
+    store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
+    walks = pair_walk(tile_format(name).tile_bytes, warps_n)
+    own_part, start, advance = walks.own_part, walks.start, walks.advance
+    weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
+    copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
+    size_of_a, copy_a, zero_tail = copies.size, copies.issue, copies.zero_tail
+    bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue(smem, slot, bar, w, walk, part, a, rows, more_bytes, lane):
+        """Issue a copy of the packed tiles that come next, if any are left; what follows then?
+        more_bytes: of other copies that report to the same mbarrier."""
+        at, size, into, k_tile, pair = walk
+        if pair < part[1]:
+            if lane == 0:
+                if in_slots:
+                    more_bytes += size_of_a(a, rows, k_tile, 1)
+                mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
+                bulk_copy(smem, slot + into, w, at, size, smem, bar)
+            walk = advance(walk, part)
+        return walk
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane):
+        """The same of the tile of A that goes into the slot with them."""
+        if in_slots and walk[4] < part[1]:
+            to = int32(slot + weights)
+            copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)
+
+    @cuda.jit(launch_bounds=(32 * warps, 1))
+    def decode_bulk(w, row_scales, a, a_scales, c, sizes):
+        """c[M, N] = a @ dequantize(w)[N, K]^T, with the arguments of step 17."""
+        smem = cuda.shared.array(0, uint8, alignment=128)
+        acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
+        griddepcontrol_launch_dependents()
+        t = int32(cuda.threadIdx.x)
+        lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
+        M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
+        here = int32(min(int32(M - m0), tokens))
+        rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
+        pair, part = own_part(sizes, N, warp)
+        first, end, k0, count, all_k_tiles = part
+        k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
+        factors_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
+        bar_of_a = int32(bars_at + k_part * warps_n * bars_of_warp + 8 * stages)
+
+        # --- weights, the first, and row scales: they wait for no launch before this one
+        if lane == 0:
+            for s in range(stages + 1):
+                mbarrier_init(smem, bars + 8 * s, 1)
+            fence_mbarrier_init()
+        cuda.syncwarp()
+        first_walk = start(pair, part)
+        walk, factor_bytes = first_walk, int32(4 * TILE_ROWS * (end - first))
+        for s in range(prefetched):
+            more = factor_bytes if s == 0 and warp == 0 else int32(0)
+            slot, bar = ring + s * slot_bytes, bars + 8 * s
+            walk = issue(smem, slot, bar, w, walk, part, a, rows, more, lane)
+        if t == 0:
+            bulk_copy(smem, factors_at, row_scales, first * TILE_ROWS, factor_bytes, smem, bars)
+        if in_slots:
+            to = int32(ring + weights)
+            for _ in range(stages):
+                zero_tail(smem, to, pitch, a, rows, int32(all_k_tiles - 1), 1, lane)
+                to = int32(to + slot_bytes)
+            fence_proxy_async()
+            cuda.syncwarp()
+        elif warps_n > 1:  # a warp will wait at the mbarrier of another
+            cuda.syncthreads()
+        griddepcontrol_wait()
+
+        # --- A and the other slots
+        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
+        if quantized:
+            load(x, a, k0, 0, lane)
+        elif in_slots:
+            issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
+        elif count > 0 and warp % warps_n == 0:
+            zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
+            copy_a(smem, own_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0, count, lane)
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
+        for s in range(prefetched, stages):
+            slot, bar = ring + s * slot_bytes, bars + 8 * s
+            issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
+            walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
+        if quantized:
+            i = int32(0)
+            while i < count * (BLOCKS * tokens):
+                if i > 0:
+                    load(x, a, k0, i, lane)
+                quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
+                i = int32(i + ahead * SIDE_BY_SIDE)
+        elif not in_slots and count > 0:
+            mbarrier_wait(smem, bar_of_a, 0)
+        cuda.syncwarp()  # what lanes have stored of A
+        own_scale = token_scale(a_scales, m0, M, t)
+
+        # --- the stream
+        offsets, s, parity = places(lane, a_rows, pitch), int32(0), int32(0)
+        while pair < end:
+            for r in range(n_acc):
+                acc[r] = 0
+            i = int32(0)
+            while i < count:
+                slot, bar = int32(ring + s * slot_bytes), int32(bars + 8 * s)
+                mbarrier_wait(smem, bar, parity)
+                at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
+                if in_slots:
+                    at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
+                multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
+                cuda.syncwarp()
+                issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
+                walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
+                i, s = int32(i + 1), int32(s + 1)
+                if s == stages:
+                    s, parity = int32(0), int32(parity ^ 1)
+            low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
+            to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
+            store_sums(acc, smem, to, lane, low, high)
+            pair = int32(pair + PAIR * warps_n)
+
+        # --- the sums of all warps along K to C
+        cuda.syncthreads()
+        write(smem, sums, factors_at, c, a_scales, own_scale, m0, here, first, end, t)
+
+    return decode_bulk
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
+) -> Launch:
+    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
+    found = tile_configuration(stored_as, shape, family, quantized)
+    run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled)
+    a_scales = scales[0] if scales else row_scales  # where there are none, something unread
+    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k))
+    block = (32 * found.variant.warps,)
+    return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
+
+
+STEP = Step(
+    number=18,
+    name="step18_decode_bulk",
+    title="decode on Hopper: bulk copies, few instructions before",
+    branch="decode",
+    families=("A8", "A16"),
+    parents={"A8": 17, "A16": 17},
+    unit={"A8": "tensor_int8", "A16": "tensor_fp16"},
+    pack=tiles,
+    activations=activations,
+    launch=launch,
+    most_tokens=MOST_TOKENS,
+    outputs=("float32", "float16", "bfloat16"),
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
+    min_cc=(9, 0),
+    contains={"A8": ("IMMA", "UBLKCP", "SYNCS"), "A16": ("HMMA.16816.F32", "UBLKCP", "SYNCS")},
+    forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL"), "A16": ("IMMA", "LDGSTS", "LDL", "STL")},
+    chosen_untuned=True,
+)
