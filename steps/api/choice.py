@@ -9,6 +9,9 @@ the M that a step is made for, that step. A new step is no default until it says
 
 Both families are considered unless one is named. Steps that change the weights ("fast", "coarse")
 are considered only where their accuracy, or a lower one, is asked for.
+
+A in 16 bits (float16, bfloat16) is for steps that read it as it is. Where the caller can make
+float32 of it, the others count too, with the time that this takes.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from qformats.storage import nearest_weight_format
 from steps.api import tuning_table as tuning
+from steps.api.operands import one_of
+from steps.components.activations.layouts import inputs
 from steps.contract import ACCURACIES, Accuracy, Family, Launch, Shape, Step, Work, scheme
 from steps.registry import find, ladder
 
@@ -61,30 +66,35 @@ def choose(
     among: Sequence[Step] | None = None,
     output: str = "float32",
     accuracy: str = "exact",
+    input: str = "float32",
+    cast_us: float | None = None,
 ) -> Choice:
     """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
 
-    step, family : only this one; a step alone is taken in the family that continues the ladder.
+    step, family : only this one; a step alone is taken in the family that continues the ladder, or
+                   the one that reads A.
     among        : only these, such as all that read weights as they are packed. A single one is
                    taken whatever its accuracy: packing for it asked for that.
     output       : the dtype of C.
     accuracy     : "fast" also considers fast steps, "coarse" fast and coarse ones.
+    input        : the dtype of A, which the step reads as it is ...
+    cast_us      : ... or as float32 that the caller makes of it, in so many microseconds.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
     known_accuracy(accuracy)
+    asked = Asked(format_name, family, cc, output, input, cast_us)
     if step is not None:
         one = find(step)
-        wanted = known_family(family or one.families[-1])
-        if why := one.supports(format_name, wanted, cc, output):
+        if why := asked.why_not(one):
             raise ValueError(why)
-        return Choice(one, wanted, format_name, shape, "asked for by number")
+        return Choice(one, asked.families(one)[-1], format_name, shape, "asked for by number")
 
     if among is not None and len(among) == 1:
-        only = supporting(format_name, family, cc, among, output, among[0].accuracy)[0]
-        wanted = known_family(family or only.families[-1])
-        return Choice(only, wanted, format_name, shape, "w is packed for this step alone")
-    possible = supporting(format_name, family, cc, among, output, accuracy)
+        only = asked.supporting(among, among[0].accuracy)[0]
+        why = "w is packed for this step alone"
+        return Choice(only, asked.families(only)[-1], format_name, shape, why)
+    possible = asked.supporting(among, accuracy)
     table = None
     if cc is not None:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
@@ -92,23 +102,26 @@ def choose(
     if table is not None:
         size, alike = (shape.m, shape.n, shape.k), nearest_weight_format(format_name)
         entry = table.entry(format_name, *size) or table.entry(alike, *size)
-    times = _times(entry, possible, family)
+    times = _times(entry, possible, asked)
     if table and entry and times:
         us, best, of_family = min(times, key=lambda time: time[0])
         why = f"fastest of {_count(len({one.number for _, one, _ in times}), 'step')} measured at "
-        why += f"{entry.where} on the {table.gpu} ({us:.3g} us)"
+        cast = asked.cast_us and not asked.reads(best, of_family)
+        why += f"{entry.where} on the {table.gpu} ({us:.3g} us"
+        why += ", with the cast of A to float32)" if cast else ")"
         if entry.format != format_name:
             why += f" in {entry.format}, stored most like {format_name}"
         if table.gpu != machine.name:
             why += f", the tuned GPU most like the {machine.name}"
-        every = supporting(format_name, family, cc, among, output, ACCURACIES[-1])
-        why += _passed_over(us, _times(entry, every, family), known_accuracy(accuracy))
+        every = _times(entry, asked.supporting(among, ACCURACIES[-1]), asked)
+        why += _passed_over(us, every, known_accuracy(accuracy))
         return Choice(best, of_family, format_name, shape, why)
 
     untuned = defaults(possible)
     for_few = [one for one in untuned if shape.m <= (one.most_tokens or 0)]
     for_any = [one for one in untuned if one.most_tokens is None]
     best = (for_few or for_any or untuned)[-1]
+    of_family = _measured_family(best, asked)
     limit = f" for M up to {best.most_tokens}" if for_few else ""
     packing = "" if among is None else " of this packing"
     why = f"the highest default step{packing}{limit} on the {machine.name}"
@@ -116,16 +129,76 @@ def choose(
         why += f"; the table of the {table.gpu} has no time for it (run make tune)"
     elif cc is not None:
         why += "; no tuning table covers this GPU (run make tune)"
-    return Choice(best, known_family(family or best.families[-1]), format_name, shape, why)
+    return Choice(best, of_family, format_name, shape, why)
 
 
 def choose_packed(
-    format_name: str, shape: Shape, packed: Iterable[str], machine: Any, accuracy: str = "exact"
+    format_name: str,
+    shape: Shape,
+    packed: Iterable[str],
+    machine: Any,
+    accuracy: str = "exact",
+    input: str = "float32",
+    cast_us: float | None = None,
 ) -> Choice:
     """`choose` among the steps that read one of the packings that are there, by their names."""
     names = set(packed)
     among = [one for one in ladder() if one.pack.__name__ in names]
-    return choose(format_name, shape, machine, among=among, accuracy=accuracy)
+    options: dict[str, Any] = {"accuracy": accuracy, "input": input, "cast_us": cast_us}
+    return choose(format_name, shape, machine, among=among, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a step must be able to do, see `choose`."""
+
+    format: str
+    family: str | None = None
+    cc: tuple[int, int] | None = None
+    output: str = "float32"
+    input: str = "float32"
+    cast_us: float | None = None
+
+    def reads(self, step: Step, family: Family) -> bool:
+        """Whether it reads A as it is."""
+        return self.input in inputs(step, family)
+
+    def families(self, step: Step) -> list[Family]:
+        """The families in which it can do this; those that read A as it is last."""
+        families = [one for one in step.families if self.family in (None, one)]
+        reading = [one for one in families if self.reads(step, one)]
+        others = [one for one in families if one not in reading and self.cast_us is not None]
+        return others + reading
+
+    def why_not(self, step: Step) -> str | None:
+        """None, or one sentence saying why the step cannot do this."""
+        family = known_family(self.family or step.families[-1])
+        why = step.supports(self.format, family, self.cc, self.output)
+        if why is None and not self.families(step):
+            known = one_of(inputs(step, family))
+            where = f" in family {family}" if step.families[1:] else ""
+            why = f"step {step.number} reads A as {known}{where}, not {self.input}"
+        return why
+
+    def supporting(self, among: Sequence[Step] | None, accuracy: str) -> list[Step]:
+        """The steps that can, lowest first; ValueError where there is none."""
+        found: list[Step] = []
+        refused: list[Step] = []
+        why, lowest = "there is no step", ACCURACIES.index(known_accuracy(accuracy))
+        for one in ladder() if among is None else among:
+            reason = self.why_not(one)
+            if reason is None and ACCURACIES.index(one.accuracy) <= lowest:
+                found.append(one)
+            elif reason is None:
+                refused.append(one)
+            else:
+                why = reason
+        if refused:
+            best = min(refused, key=lambda one: ACCURACIES.index(one.accuracy))
+            why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
+        if not found:
+            raise ValueError(f"no step can do this: {why}")
+        return found
 
 
 def supporting(
@@ -137,23 +210,7 @@ def supporting(
     accuracy: str = "exact",
 ) -> list[Step]:
     """The steps that can run a format, lowest first; ValueError where there is none."""
-    found: list[Step] = []
-    refused: list[Step] = []
-    why, asked = "there is no step", ACCURACIES.index(known_accuracy(accuracy))
-    for one in ladder() if among is None else among:
-        reason = one.supports(format_name, known_family(family or one.families[-1]), cc, output)
-        if reason is None and ACCURACIES.index(one.accuracy) <= asked:
-            found.append(one)
-        elif reason is None:
-            refused.append(one)
-        else:
-            why = reason
-    if refused:
-        best = min(refused, key=lambda one: ACCURACIES.index(one.accuracy))
-        why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
-    if not found:
-        raise ValueError(f"no step can do this: {why}")
-    return found
+    return Asked(format_name, family, cc, output).supporting(among, accuracy)
 
 
 def defaults(possible: Sequence[Step]) -> list[Step]:
@@ -183,6 +240,19 @@ def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tup
     return (exact,) if lowest.pack is exact.pack else (exact, lowest)
 
 
+H200_CAST_US: Final = 2.8
+"""Microseconds by which a cast before a product makes the two longer, however small A is: half of
+what float16 x and y took more than float32 ones at M=1, where each had a cast."""
+
+H200_CAST_BYTES: Final = 4e6
+"""Bytes that a cast reads and writes in a microsecond."""
+
+
+def torch_cast_us(shape: Shape) -> float:
+    """Microseconds in which torch makes float32 of A in 16 bits before a product, about (H200)."""
+    return H200_CAST_US + 6 * shape.m * shape.k / H200_CAST_BYTES
+
+
 def written_dtype(step: Step, wanted: str) -> str:
     """The dtype of C that is wanted where the step writes it, else float32."""
     return wanted if wanted in step.outputs else "float32"
@@ -192,16 +262,27 @@ Time = tuple[float, Step, Family]
 """Microseconds of a step in a family."""
 
 
-def _times(entry: tuning.Entry | None, possible: Sequence[Step], family: str | None) -> list[Time]:
-    """What an entry of the table says of some steps."""
+def _times(entry: tuning.Entry | None, possible: Sequence[Step], asked: Asked) -> list[Time]:
+    """What an entry of the table says of some steps. A step that reads A as it is takes no longer
+    than from float32."""
+    found: list[Time] = []
     if entry is None:
-        return []
-    return [
-        (us, one, each)
-        for one in possible
-        for each in one.families
-        if family in (None, each) and (us := entry.us(one.number, each)) is not None
-    ]
+        return found
+    for one in possible:
+        for family in asked.families(one):
+            reads = asked.reads(one, family)
+            us = entry.us(one.number, family, asked.input if reads else "float32")
+            if us is not None:
+                found.append((us if reads else us + (asked.cast_us or 0.0), one, family))
+    return found
+
+
+def _measured_family(step: Step, asked: Asked) -> Family:
+    """The family of a step that has no time here: of those with a time in some table, or else of
+    all, the last."""
+    families, tables = asked.families(step), tuning.known()
+    measured = [one for one in families if any(table.has(step.number, one) for table in tables)]
+    return (measured or families)[-1]
 
 
 def _passed_over(us: float, times: Sequence[Time], accuracy: Accuracy) -> str:
@@ -232,7 +313,7 @@ def known_family(name: str) -> Family:
 
 
 def step_numbers(steps: Sequence[Step]) -> str:
-    """ "step 2", "steps 7, 8 and 10"."""
+    """ "step 2", "steps 7, 9 and 17"."""
     *first, last = (str(step.number) for step in steps)
     return f"steps {', '.join(first)} and {last}" if first else f"step {last}"
 

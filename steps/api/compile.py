@@ -30,6 +30,7 @@ from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import Purpose, typeof
 
 from steps.api.dry_run import Placeholder
+from steps.instructions.tensor_map import PARAMETER_WORDS, TensorMap
 from steps.simulator.twins import INSTRUCTIONS
 
 OLDEST = (7, 5)  # what libNVVM 13 still compiles for
@@ -116,8 +117,10 @@ def signature_of(args: Sequence) -> tuple:
     device arrays.
 
     Python ints are int64, Python floats float64 (pass `np.float32(x)`), arrays are typed by dtype,
-    rank and layout.
+    rank and layout. A tensor map is a tuple of words; TypeError unless it is the first argument.
     """
+    if any(isinstance(value, TensorMap) for value in args[1:]):
+        raise TypeError("a tensor map must be the kernel's first argument")
     return tuple(map(_type_of, args))
 
 
@@ -127,6 +130,8 @@ def _type_of(value):
     if isinstance(value, np.ndarray):
         layout = "C" if value.flags.c_contiguous else "F" if value.flags.f_contiguous else "A"
         return types.Array(from_dtype(value.dtype), value.ndim, layout)
+    if isinstance(value, TensorMap):
+        return types.UniTuple(types.uint64, PARAMETER_WORDS)
     if isinstance(value, tuple):
         return types.Tuple(tuple(map(_type_of, value)))
     return typeof(value, Purpose.argument)

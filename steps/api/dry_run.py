@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS
-from steps.components.activations.layouts import reading
-from steps.contract import Launch, Shape, Size, Work
+from steps.components.activations.layouts import reading_of
+from steps.contract import Launch, Shape, Size, Work, array_dtype
 
 REGION: Final = 1 << 52
 """Bytes of addresses for each operand: more than any array has, so that an address in a launch says
@@ -68,7 +68,7 @@ class Placeholder:
 class DryRun:
     """A machine that hands out placeholders and adds up the bytes that they stand for.
 
-    nbytes : of all of them, `zeroed` of them zero at first; both multiples of `ALIGNMENT`.
+    zeroed : of those that are zero at first, nbytes: of the others; both multiples of `ALIGNMENT`.
     """
 
     name = "dry run"
@@ -83,7 +83,7 @@ class DryRun:
 
     @property
     def nbytes(self) -> int:
-        return sum(self._used.values())
+        return self._used[WORKSPACE]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Placeholder:
         return self._placeholder(WORKSPACE, shape, np.dtype(dtype))
@@ -120,17 +120,17 @@ def launches(
     """(launches of the activation pass, the step's own launch) of one product, on placeholders.
 
     output  : dtype of C.
-    input   : how A comes: "float32", "float16" or "gated". Where the step cannot read it so, A is
-              what `steps.components.activations.layouts.reading` says.
+    input   : how A comes: "float32", "float16", "bfloat16" or "gated". Where the step cannot read
+              it so, A is what `steps.components.activations.layouts.reading_of` says.
     weights : types of the packed arrays; by default those of a few weights, whose dtypes are right
               and whose shapes no launch looks at.
     machine : adds up the memory that is asked for.
     """
     m, n, k = size
     step, machine = work.step, machine or DryRun()
-    make, _, (columns, dtype) = reading(step.activations, input)
-    a = Placeholder(A, (m, columns * k), np.dtype(dtype))
-    out = Placeholder(OUT, (m, n), np.dtype(output))
+    make, _, (columns, dtype) = reading_of(step, input, work.family)
+    a = Placeholder(A, (m, columns * k), array_dtype(dtype))
+    out = Placeholder(OUT, (m, n), array_dtype(output))
     types = packed_types(step.pack, work.format) if weights is None else weights
     packed = tuple(
         Placeholder(WEIGHTS + i * REGION, shape, np.dtype(kind))

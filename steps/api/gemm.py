@@ -2,7 +2,7 @@
 
     from steps import gemm, pack
 
-    c = gemm(a, w)                  # a: float32 [M, K]; w: blocks [N, K/32] of qformats
+    c = gemm(a, w)                  # a: floats [M, K]; w: blocks [N, K/32] of qformats
     packed = pack(w)                # repacked and uploaded once ...
     c = gemm(a, packed)             # ... for any number of products
     plan = gemm.plan(m, packed)     # all that products of M tokens need, made once ...
@@ -10,11 +10,13 @@
 
 NumPy in, NumPy out. For `a` on the GPU (a Numba, torch or CuPy array: anything that has
 `__cuda_array_interface__`) the result is a Numba device array, which those libraries take without a
-copy; the work is queued on the caller's stream. All arguments are checked before a launch, and an
-error leaves `out` as it was. Values on the GPU are not checked for NaN and infinity, as that would
-cost a pass over them. The one exception are the steps that keep activations in 36-byte blocks,
-whose float16 sums can overflow: for them `a` is fetched and checked. No such step is chosen for its
-speed.
+copy; the work is queued on the caller's stream. `a` in float16 or bfloat16 goes to steps that read
+it as it is: nothing here casts it. NumPy has no bfloat16: such arrays are uint16.
+
+All arguments are checked before a launch, and an error leaves `out` as it was. Values on the GPU
+are not checked for NaN and infinity, as that would cost a pass over them. The one exception are the
+steps that keep activations in 36-byte blocks, whose float16 sums can overflow: for them `a` is
+fetched and checked. No such step is chosen for its speed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qformats import FORMATS, Format
+from reference.bfloat16 import bfloat16_values
 from steps.api.choice import (
+    Asked,
     Choice,
     choose,
     known_accuracy,
@@ -36,10 +40,12 @@ from steps.api.choice import (
     supporting,
 )
 from steps.api.operands import (
-    activations_shape,
+    ARRAYS,
+    activations_facts,
+    as_array,
     blocks_of,
+    float_name,
     is_device_array,
-    output_dtype,
     require_grid,
     require_out,
     stream_of,
@@ -128,18 +134,19 @@ def gemm(
     stream: Any = None,
     explain: bool = False,
 ) -> Any:
-    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T, in float32 or float16.
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T.
 
-    a       : float32 [M, K], C-contiguous, NumPy or on the GPU; M is at least 1.
+    a       : float32, float16 or bfloat16 [M, K], C-contiguous, NumPy or on the GPU, there in 16
+              bits at a multiple of 16 bytes; M is at least 1.
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
     step    : the number of one step. By default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest default step that the GPU can run.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
-    dtype   : of C: float32, or float16, which not every step writes. Values beyond 65504 become
-              infinite in float16.
-    family  : "A16" multiplies float32 activations, which steps on tensor cores round to float16;
-              "A8" quantizes them to int8 with a scale per 32 values (Q8_1). By default the faster.
+    dtype   : of C: float32, float16 or bfloat16, which not every step writes. Values beyond 65504
+              become infinite in float16.
+    family  : "A16" multiplies floats; float32 is rounded to float16 by steps on tensor cores. "A8"
+              quantizes them to int8 with a scale per 32 values (Q8_1). By default the faster.
     accuracy: "exact", the default, multiplies the weights that the format stores (scales of
               K-quants rounded to float16, `qformats.storage`). "fast" allows steps that requantize
               the weights to int8 with one scale per row, and `a` to int8 with one per token: on
@@ -159,24 +166,27 @@ def gemm(
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
-    w = blocks_of(w)
+    w, a = blocks_of(w), as_array(a)
+    result, out = out, as_array(out)
     on_device = is_device_array(a)
-    m, k = activations_shape(a, on_device)
+    m, k, input = activations_facts(a, on_device)
     fmt, n, packed_k = weights_shape(w)
     if packed_k != k:
         raise ValueError(
             f"a has K={k} columns and w has {packed_k // fmt.elements} blocks of {fmt.elements} in "
             f"a row, K={packed_k}: they must be equal"
         )
-    if not on_device and not np.isfinite(a).all():
-        raise ValueError(f"a has {np.count_nonzero(~np.isfinite(a))} values that are NaN or Inf")
-    dtype = output_dtype(dtype)
-    require_out(out, a, m, n, on_device, dtype)
+    if not on_device:
+        finite = np.isfinite(bfloat16_values(a) if input == "bfloat16" else a)
+        if not finite.all():
+            raise ValueError(f"a has {np.count_nonzero(~finite)} values that are NaN or Inf")
+    output = float_name(dtype)
+    require_out(out, a, m, n, on_device, output)
 
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, dtype.name, accuracy)
+    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, output, accuracy, input)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if stream is None and on_device:
         stream = stream_of(a)
@@ -184,20 +194,21 @@ def gemm(
         where = where.on(stream)
 
     source = _as_numba(a) if on_device else where.array(a)
-    target = _as_numba(out) if on_device and out is not None else where.empty((m, n), dtype)
+    if on_device and out is not None:
+        target = _as_numba(out)
+    else:
+        target = where.empty((m, n), ARRAYS[output])
     activations, own = prepare(choice, where, weights.arrays, source, target)
     if activations.layout == "blocks":
         # refuses what would overflow the float16 d or s of a 36-byte block
         FORMATS["q8_1"].quantize(where.host(source) if on_device else a)
     for launch in (*activations.launches, own):
         where.run(launch)
-    if on_device:
-        c = target if out is None else out
-    else:
-        c = where.host(target)
-        if out is not None:
+    c = target if on_device else where.host(target)
+    if out is not None:
+        if not on_device:
             out[...] = c
-            c = out
+        c = result
     return (c, replace(choice, configuration=launch_configuration(own))) if explain else c
 
 
@@ -234,27 +245,28 @@ def choice_for(
     family: Family | None,
     output: str = "float32",
     accuracy: Accuracy | None = None,
+    input: str = "float32",
 ) -> Choice:
     """`steps.api.choice.choose`, among the steps that can read `w` where it is packed already."""
-    if not isinstance(w, Packed):
-        wanted = accuracy or "exact"
-        return choose(
-            fmt.name, shape, machine, step=step, family=family, output=output, accuracy=wanted
-        )
-    if step is not None and find(step).pack is not w.steps[0].pack:
-        raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
-    asked = family or w.family
-    if step is None and accuracy is not None:  # counts more than what w was packed for
-        supporting(fmt.name, asked, machine.cc, w.steps, output, accuracy)
+    among = None
+    if isinstance(w, Packed):
+        if step is not None and find(step).pack is not w.steps[0].pack:
+            raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
+        among, family = w.steps, family or w.family
+        if step is None and accuracy is not None:  # counts more than what w was packed for
+            asked = Asked(fmt.name, family, machine.cc, output, input)
+            asked.supporting(among, accuracy)
+        accuracy = accuracy or w.accuracy
     return choose(
         fmt.name,
         shape,
         machine,
         step=step,
-        family=asked,
-        among=w.steps,
+        family=family,
+        among=among,
         output=output,
-        accuracy=accuracy or w.accuracy,
+        accuracy=accuracy or "exact",
+        input=input,
     )
 
 

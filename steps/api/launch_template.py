@@ -1,12 +1,12 @@
 """Launch templates: the launches of a product, compiled and laid out before any address is known.
 
     template = LaunchTemplate(choice, types_of_the_packed_weights)
-    template(a, out, weights, workspace, stream)        # addresses; queued, not waited for
+    template(a, out, weights, zeros, workspace, stream)         # addresses; queued, not waited for
 
-A template owns no memory. The caller brings a workspace of `nbytes` with each call, the first
-`zeroed` of them set to zero before the first one; the kernels leave them zero. So layers of one
+A template owns no memory. The caller brings some with each call: `zeroed` bytes that are zero and
+that the kernels leave zero, and a workspace of `nbytes` that may hold anything. So layers of one
 shape can share a template, calls on several streams do not meet, and what a CUDA graph writes can
-come from that graph's pool. `steps.api.plan.Plan` is a template with a workspace of its own.
+come from that graph's pool. `steps.api.plan.Plan` is a template with memory of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from steps.api.dry_run import (
     launches,
 )
 from steps.api.operands import require_grid
-from steps.components.activations.layouts import reading
+from steps.components.activations.layouts import reading_of
 
 
 class LaunchTemplate:
@@ -36,9 +36,10 @@ class LaunchTemplate:
 
     choice  : the step, and why.
     packing : name of the packing that its weights have.
-    reads   : how A comes: "float32", "float16" or "gated".
-    writes  : dtype of C, "float32" or "float16".
-    nbytes  : bytes of a workspace, the first `zeroed` of them zero before the first call.
+    reads   : how A comes: "float32", "float16", "bfloat16" or "gated".
+    writes  : dtype of C.
+    zeroed  : bytes of counters, which are zero between calls; 0 for a step without.
+    nbytes  : bytes of a workspace; 0 where nothing needs it.
     loaded  : the launches of a call, in order.
     """
 
@@ -62,7 +63,7 @@ class LaunchTemplate:
         shape, memory = choice.shape, DryRun()
         self.packing = choice.step.pack.__name__
         self.writes = written_dtype(choice.step, output)
-        self.reads = reading(choice.step.activations, input)[1]
+        self.reads = reading_of(choice.step, input, choice.family)[1]
         before, own = launches(
             choice.work,
             (shape.m, shape.n, shape.k),
@@ -85,28 +86,47 @@ class LaunchTemplate:
             ]
             for operand in operands
         }
+        self._mapped = {
+            operand: [
+                (loaded, offset)
+                for loaded in self.loaded
+                if (offset := loaded.mapped_within(operand, REGION)) is not None
+            ]
+            for operand in operands
+        }
         self._lock = threading.Lock()
 
     def __call__(
-        self, a: int, out: int, weights: Sequence[int], workspace: int, stream: int
+        self,
+        a: int,
+        out: int,
+        weights: Sequence[int],
+        zeros: int,
+        workspace: int,
+        stream: int,
     ) -> None:
         """Queue out[:] = a @ dequantize(W)^T on a stream; return before it is done.
 
-        Addresses on the GPU, which nothing checks: a, [M, K] as the template `reads` it, gated at a
-        multiple of 16; out, [M, N], at a multiple of 16 and apart from a; the arrays of `packing`;
-        `nbytes` of workspace, at a multiple of 256. Threads wait for each other.
+        Addresses on the GPU, which nothing checks: a, [M, K] as the template `reads` it, at a
+        multiple of 16 unless that is float32; out, [M, N], at a multiple of 16 and apart from a;
+        the arrays of `packing`; `zeroed` bytes of zeros and `nbytes` of workspace, at multiples of
+        256. Threads wait for each other. ValueError, and nothing is launched, where a kernel reads
+        a through a tensor map and it is not at a multiple of 16.
         """
         with self._lock:
             self.put(A, a)
             self.put(OUT, out)
-            self.put(ZEROED, workspace)
-            self.put(WORKSPACE, workspace + self.zeroed)
+            self.put(ZEROED, zeros)
+            self.put(WORKSPACE, workspace)
             for i, address in enumerate(weights):
                 self.put(WEIGHTS + i * REGION, address)
             self.launch(stream)
 
     def put(self, operand: int, address: int) -> None:
-        """Set the address of an operand (`steps.api.dry_run`) in all launches from here on."""
+        """Set the address of an operand (`steps.api.dry_run`) in all launches from here on;
+        ValueError where a tensor map does not take it."""
+        for loaded, offset in self._mapped[operand]:
+            loaded.put_mapped(address + offset)
         for arguments, i, offset in self._places[operand]:
             arguments[i] = address + offset
 

@@ -28,7 +28,9 @@ from numba.cuda.cudadrv.driver import CudaAPIError
 
 from steps.api.compile import signature_of
 from steps.api.dry_run import Placeholder
+from steps.api.encode_map import EncodedMap
 from steps.contract import Launch
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 
 DEFAULT_SHARED_BYTES: Final = 48 * 1024
 """Static and dynamic shared memory that a block may have without raising the kernel's limit."""
@@ -44,10 +46,11 @@ class Loaded:
     """A `Launch` with its machine code on the GPU and its arguments laid out; call it to launch.
 
     `arguments` are the kernel's parameters one by one, in 64 bits each; a `LaunchTemplate` puts
-    other addresses in. `source` keeps the arrays of the launch alive. One host thread at a time.
+    other addresses in. A `TensorMap` is encoded here; that of a placeholder when it gets an address
+    (`put_mapped`). `source` keeps the arrays of the launch alive. One host thread at a time.
     """
 
-    __slots__ = ("_at", "_config", "_function", "_pointers", "arguments", "source")
+    __slots__ = ("_at", "_config", "_function", "_map", "_pointers", "arguments", "source")
 
     def __init__(
         self, source: Launch, function: Any, config: Any, arguments: Sequence[np.generic]
@@ -61,12 +64,15 @@ class Loaded:
         self._pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
         self._at = ctypes.addressof(self._pointers)
         self._function, self._config = function, config
+        self._map: EncodedMap | None = None
+        if (tensor_map := mapped(source)) is not None:
+            self._map = EncodedMap(tensor_map, start + 8 * PADDING_WORDS)
+            if not isinstance(tensor_map.array, Placeholder):
+                self.put_mapped(address_of(tensor_map.array))
 
     def __call__(self, stream: Any = 0) -> None:
         """Queue the launch on a stream: anything that `stream_handle` takes."""
-        if not getattr(_thread, "has_context", False):
-            cuda.current_context()  # makes one: a thread without a context cannot launch
-            _thread.has_context = True
+        _require_context()
         self._config.hStream = stream if type(stream) is int else stream_handle(stream)
         (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._at, 0)
         if error:
@@ -75,12 +81,42 @@ class Loaded:
             )
 
     def within(self, start: int, size: int) -> list[tuple[int, int]]:
-        """(index, offset) of each argument that is an address in the `size` bytes at `start`."""
+        """(index, offset) of each argument that is an address in the `size` bytes at `start`, those
+        inside a tensor map apart."""
+        words = range(PARAMETER_WORDS if self._map else 0)
         return [
             (index, argument - start)
             for index, argument in enumerate(self.arguments)
-            if start <= argument < start + size
+            if start <= argument < start + size and index not in words
         ]
+
+    def mapped_within(self, start: int, size: int) -> int | None:
+        """The offset of the tensor map's matrix in those bytes, if it is there."""
+        tensor_map = mapped(self.source)
+        if tensor_map is None:
+            return None
+        offset = address_of(tensor_map.array) - start
+        return offset if 0 <= offset < size else None
+
+    def put_mapped(self, address: int) -> None:
+        """Set the address of the tensor map's matrix from here on; ValueError, and the map is as it
+        was, where the hardware takes no matrix."""
+        assert self._map is not None, "this launch has no tensor map"
+        _require_context()
+        self._map.put(address)
+
+
+def mapped(launch: Launch) -> TensorMap | None:
+    """The tensor map among the arguments of a launch: the first or none."""
+    first = launch.args[0] if launch.args else None
+    return first if isinstance(first, TensorMap) else None
+
+
+def _require_context() -> None:
+    """Make a context current, without which a thread can neither launch nor encode a map."""
+    if not getattr(_thread, "has_context", False):
+        cuda.current_context()
+        _thread.has_context = True
 
 
 def load(source: Launch) -> Loaded:
@@ -90,6 +126,8 @@ def load(source: Launch) -> Loaded:
     RuntimeError where the GPU has less shared memory than asked for.
     """
     for i, argument in enumerate(source.args):
+        if isinstance(argument, TensorMap):
+            argument = argument.array
         if isinstance(argument, np.ndarray):
             raise TypeError(
                 f"argument {i} of {source.kernel.__name__} is a NumPy array of shape "
@@ -132,19 +170,18 @@ def parameters(signature: Sequence[Any], args: Sequence[Any]) -> list[np.generic
 
     An array is (meminfo, parent, number of items, bytes of an item, address, *shape, *strides in
     bytes), each of 64 bits, the first two unused on a GPU; a scalar is itself in its own width; a
-    tuple is what it holds. The layout is that of Numba's data model for arrays.
+    tuple is what it holds. The layout is that of Numba's data model for arrays. The words of a
+    tensor map are zeros here.
     """
     flat: list[np.generic] = []
     for kind, value in zip(signature, args, strict=True):
         if isinstance(kind, types.Array):
-            if isinstance(value, Placeholder):
-                array, address = value, value.address
-            else:
-                ours = isinstance(value, DeviceNDArray)
-                array = value if ours else cuda.as_cuda_array(value, sync=False)
-                address = array.device_ctypes_pointer.value or 0
+            array = _array(value)
+            address = address_of(array)
             facts = (0, 0, array.size, array.dtype.itemsize, address, *array.shape, *array.strides)
             flat += map(np.int64, facts)
+        elif isinstance(value, TensorMap):
+            flat += [np.uint64(0)] * PARAMETER_WORDS
         elif isinstance(kind, types.BaseTuple):
             flat += parameters(tuple(kind), value)
         elif isinstance(kind, types.Integer | types.Float):
@@ -154,6 +191,21 @@ def parameters(signature: Sequence[Any], args: Sequence[Any]) -> list[np.generic
         else:
             raise TypeError(f"a kernel cannot be launched with {value!r}, which Numba calls {kind}")
     return flat
+
+
+def _array(value: Any) -> Any:
+    """A placeholder, or Numba's array on the memory of an array of any library."""
+    if isinstance(value, Placeholder | DeviceNDArray):
+        return value
+    return cuda.as_cuda_array(value, sync=False)
+
+
+def address_of(value: Any) -> int:
+    """Where an array begins on the GPU; a placeholder, where it pretends to."""
+    array = _array(value)
+    if isinstance(array, Placeholder):
+        return array.address
+    return array.device_ctypes_pointer.value or 0
 
 
 def stream_handle(stream: Any) -> int:

@@ -20,11 +20,13 @@ from steps.api.launcher import load, stream_handle
 from steps.contract import Launch, why_no_gpu
 from steps.simulator.banks import BankCounter
 from steps.simulator.launch import simulate
+from steps.simulator.stream import Stream
 
 
 class Simulator:
     """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes, and `banks`
-    counts their bank conflicts in shared memory."""
+    counts their bank conflicts in shared memory. `launches`: those that may still run where the
+    next one may overlap with them; copies to and from the host wait for all of them."""
 
     name = "simulator"
     cc: tuple[int, int] | None = None
@@ -32,15 +34,21 @@ class Simulator:
     def __init__(self, order: int = 0, banks: BankCounter | None = None) -> None:
         self.order = order
         self.banks = banks
+        self.launches = Stream()
 
     def array(self, host: np.ndarray) -> np.ndarray:
+        self.synchronize()
         return np.array(host, order="C")
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Memory full of garbage, so that a kernel that reads it before writing is noticed."""
-        return np.full(shape, 0xA5, np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
+        """Memory full of garbage, NaN in floats, so that a kernel that reads it before writing is
+        noticed."""
+        dtype = np.dtype(dtype)
+        byte = 0xFF if dtype.kind == "f" else 0xA5
+        return np.full((*shape, dtype.itemsize), byte, np.uint8).view(dtype)[..., 0]
 
     def host(self, array: np.ndarray) -> np.ndarray:
+        self.synchronize()
         return array
 
     def run(self, launch: Launch) -> None:
@@ -52,10 +60,17 @@ class Simulator:
             order=self.order,
             shared_bytes=launch.shared_bytes,
             banks=self.banks,
+            stream=self.launches,
+            overlap=launch.overlap,
         )
 
+    def follow(self, array: np.ndarray) -> None:
+        """The next launch comes right after one that stores to this array."""
+        self.launches.begin(overlap=False)
+        self.launches.ended("another kernel", [(array, True)])
+
     def synchronize(self) -> None:
-        pass
+        self.launches.synchronize()
 
     def on(self, stream: Any) -> Simulator:
         return self

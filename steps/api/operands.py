@@ -1,62 +1,87 @@
 """Argument checks: what the operands of a product are, or an error of one sentence.
 
-Arrays on a GPU may be of any library with `__cuda_array_interface__`: Numba, torch, CuPy.
+Arrays on a GPU may be of any library with `__cuda_array_interface__`: Numba, torch, CuPy. bfloat16
+is uint16 in all but torch (`steps.contract.dtype_name`), and a tensor of it is read as uint16.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, format_of
-from steps.contract import Launch
+from steps.contract import FLOATS, Launch, array_dtype
 
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
 """The most thread blocks that CUDA launches along x, y and z."""
 
-OUTPUTS: Final = (np.dtype(np.float32), np.dtype(np.float16))
-"""The dtypes that C may have; each step says which of them it writes (`Step.outputs`)."""
+ARRAYS: Final = {name: array_dtype(name) for name in FLOATS}
+"""The dtypes that A and C may have, by name; a step says what it reads and writes."""
 
 ALIGNMENT: Final = 16
-"""Bytes of the widest store of any step: an output must begin at a multiple of it."""
+"""Bytes of the widest store of any step, and of its copies of A in 16 bits: C and such an A must
+begin at a multiple of it."""
 
 
 def is_device_array(x: Any) -> bool:
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
-def activations_shape(a: Any, on_device: bool) -> tuple[int, int]:
-    """(M, K) of float32 activations [M, K]; an error where no kernel can read them."""
-    shape = require_matrix("a", a, on_device)
-    m, k = shape
+def as_array(x: Any) -> Any:
+    """A tensor of bfloat16 as one of uint16, on the same memory; anything else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16:
+        return x.view(torch.uint16)
+    return x
+
+
+def activations_facts(a: Any, on_device: bool) -> tuple[int, int, str]:
+    """(M, K, dtype by name) of activations [M, K]; an error where no kernel can read them."""
+    m, k, name = require_matrix("a", a, on_device, FLOATS)
     if m < 1 or k < 1:
-        raise ValueError(f"a is empty: its shape is {shape}")
+        raise ValueError(f"a is empty: its shape is {(m, k)}")
     if k % BLOCK:
         raise ValueError(
             f"K={k} is not a multiple of the block of {BLOCK}: pad a with zeros to "
             f"{-(-k // BLOCK) * BLOCK} columns"
         )
-    return m, k
+    if on_device:
+        require_start_of_a(a.__cuda_array_interface__["data"][0], name)
+    return m, k, name
 
 
-def output_dtype(dtype: Any) -> np.dtype[Any]:
-    """float32 or float16; TypeError for anything else."""
-    try:
-        asked = np.dtype(dtype)
-    except TypeError:
-        asked = None
-    if asked not in OUTPUTS:
-        raise TypeError(f"dtype must be float32 or float16, got {dtype!r}")
-    return asked
+def float_name(dtype: Any, what: str = "dtype") -> str:
+    """One of FLOATS, given as a name or as a dtype of NumPy (uint16 for bfloat16) or torch;
+    TypeError for anything else."""
+    name = str(dtype).removeprefix("torch.")
+    if name in FLOATS:
+        return name
+    with suppress(TypeError):
+        if (found := name_of(np.dtype(dtype))) in FLOATS:
+            return found
+    raise TypeError(f"{what} must be {one_of(FLOATS)}, got {dtype!r}")
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """What the numbers of an array are called here: one of FLOATS, else what NumPy says."""
+    return next((name for name in FLOATS if dtype == ARRAYS[name]), str(dtype))
+
+
+def one_of(names: Sequence[str]) -> str:
+    """ "float32, float16 or bfloat16"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def require_matrix(
-    name: str, x: Any, on_device: bool, wanted: np.dtype[Any] = OUTPUTS[0]
-) -> tuple[int, int]:
-    """The shape of a 2-dimensional C-contiguous array of the dtype `wanted`; TypeError for another
-    dtype or no array, ValueError for other shapes and strides."""
+    name: str, x: Any, on_device: bool, wanted: Sequence[str] = ("float32",)
+) -> tuple[int, int, str]:
+    """(rows, columns, dtype) of a 2-dimensional C-contiguous array of one of the dtypes `wanted`;
+    TypeError for another dtype or no array, ValueError for other shapes and strides."""
     if not on_device and not isinstance(x, np.ndarray):
         raise TypeError(
             f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
@@ -64,8 +89,9 @@ def require_matrix(
         )
     facts = x.__cuda_array_interface__ if on_device else x.__array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
-    if dtype != wanted or not dtype.isnative:
-        raise TypeError(f"{name} must be {wanted}, got {dtype}")
+    found = name_of(dtype)
+    if found not in wanted:
+        raise TypeError(f"{name} must be {one_of(wanted)}, got {found}")
     if len(shape) != 2:
         raise ValueError(f"{name} must have 2 dimensions, got {len(shape)}: its shape is {shape}")
     strides = facts.get("strides")
@@ -80,9 +106,9 @@ def require_matrix(
     if on_device and (past := facts["data"][0] % dtype.itemsize):
         raise ValueError(
             f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, and a GPU reads "
-            f"{dtype} only at such multiples: make an aligned copy"
+            f"{found} only at such multiples: make an aligned copy"
         )
-    return shape[0], shape[1]
+    return shape[0], shape[1], found
 
 
 def blocks_of(w: Any) -> Any:
@@ -123,31 +149,40 @@ def weight_format(w: Any) -> Format:
     return format_of(w)
 
 
-def require_out(
-    out: Any, a: Any, m: int, n: int, on_device: bool, dtype: np.dtype[Any] = OUTPUTS[0]
-) -> None:
+def require_start_of_a(start: int, dtype: str) -> None:
+    """ValueError unless kernels can read an A of this dtype that begins at `start` on a GPU."""
+    if start % ALIGNMENT and dtype != "float32":
+        raise ValueError(
+            f"a begins at {start:#x}, {start % ALIGNMENT} bytes past a multiple of {ALIGNMENT}, "
+            f"and kernels copy {dtype} {ALIGNMENT} bytes at a time: make an aligned copy, in torch "
+            "a.clone()"
+        )
+
+
+def require_out(out: Any, a: Any, m: int, n: int, on_device: bool, dtype: str = "float32") -> None:
     """TypeError or ValueError unless C [M, N] may be written to out, or out is None."""
     if out is None:
         return
     if is_device_array(out) != on_device:
         kinds = ("on the GPU", "a NumPy array")
         raise TypeError(f"out must be {kinds[not on_device]}, as a is")
-    shape = require_matrix("out", out, on_device, dtype)
-    if shape != (m, n):
-        raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {list(shape)}")
+    *shape, _ = require_matrix("out", out, on_device, (dtype,))
+    if shape != [m, n]:
+        raise ValueError(f"out must have shape [M, N] = [{m}, {n}], got {shape}")
     if not on_device:
         if not out.flags.writeable:
-            raise _read_only(shape)
+            raise _read_only(m, n)
         return
     start, read_only = out.__cuda_array_interface__["data"]
     if read_only:
-        raise _read_only(shape)
+        raise _read_only(m, n)
     facts = a.__cuda_array_interface__
-    require_place(start, dtype.itemsize * m * n, facts["data"][0], 4 * m * facts["shape"][1])
+    size_of_a = np.dtype(facts["typestr"]).itemsize * m * facts["shape"][1]
+    require_place(start, ARRAYS[dtype].itemsize * m * n, facts["data"][0], size_of_a)
 
 
-def _read_only(shape: tuple[int, int]) -> ValueError:
-    return ValueError(f"out {list(shape)} is read-only: C needs an array that may be written")
+def _read_only(m: int, n: int) -> ValueError:
+    return ValueError(f"out [{m}, {n}] is read-only: C needs an array that may be written")
 
 
 def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
@@ -170,7 +205,7 @@ def address(
     x: Any,
     shape: tuple[int, int],
     device: int = 0,
-    dtype: np.dtype[Any] = OUTPUTS[0],
+    dtype: str = "float32",
 ) -> int:
     """Where an array of this shape and dtype begins on a GPU; TypeError or ValueError for others.
 
@@ -180,26 +215,27 @@ def address(
     torch = sys.modules.get("torch")
     start: int
     if torch is not None and isinstance(x, torch.Tensor):
-        kind = getattr(torch, dtype.name)
+        kind = getattr(torch, dtype)
         fits = x.is_cuda and x.dtype is kind and x.shape == shape and x.is_contiguous()
         if fits and (on := x.get_device()) != device:
             raise ValueError(f"{name} is on GPU {on} and the weights are on GPU {device}")
-        if fits and not (start := x.data_ptr()) % dtype.itemsize:
+        if fits and not (start := x.data_ptr()) % ARRAYS[dtype].itemsize:
             return start
     elif getattr(x, "__cuda_ndarray__", False):  # Numba's
-        fits = x.dtype == dtype and x.shape == shape and x.is_c_contiguous()
-        if fits and not (start := x.device_ctypes_pointer.value or 0) % dtype.itemsize:
+        fits = x.dtype == ARRAYS[dtype] and x.shape == shape and x.is_c_contiguous()
+        if fits and not (start := x.device_ctypes_pointer.value or 0) % ARRAYS[dtype].itemsize:
             return start
+    x = as_array(x)
     if not is_device_array(x):
         raise TypeError(
             f"{name} must be on the GPU (with __cuda_array_interface__), got {type(x).__name__}"
         )
-    if require_matrix(name, x, True, dtype) != shape:
+    if require_matrix(name, x, True, (dtype,))[:2] != shape:
         have = x.__cuda_array_interface__["shape"]
         raise ValueError(f"{name} must have the plan's shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]
     if name == "out" and facts[1]:
-        raise _read_only(shape)
+        raise _read_only(*shape)
     return int(facts[0])
 
 

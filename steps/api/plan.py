@@ -3,6 +3,8 @@
     plan = gemm.plan(m, w)          # w: blocks, or what `pack` made of them
     plan(a, out)                    # a: float32 [m, K], out: float32 [m, N], both on the GPU
 
+    plan = gemm.plan(m, w, input="float16", dtype="float16")        # a and out as most models do
+
 A call checks type, shape, contiguity and address of both arrays, puts the two addresses into a
 launch template (`steps.api.launch_template`) and launches one or two kernels, at a few microseconds
 of host time each. It allocates nothing, copies nothing, waits for nothing and looks at no value.
@@ -31,12 +33,13 @@ from steps.api.choice import Choice, launch_configuration
 from steps.api.dry_run import OUT, REGION, WEIGHTS, WORKSPACE, ZEROED, A
 from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import (
-    OUTPUTS,
+    ARRAYS,
     address,
     blocks_of,
-    output_dtype,
+    float_name,
     require_matrix,
     require_place,
+    require_start_of_a,
     stream_of,
 )
 from steps.contract import Accuracy, Family, Shape
@@ -51,6 +54,7 @@ def plan(
     w: np.ndarray | Tensor | api.Packed,
     *,
     dtype: Any = np.float32,
+    input: Any = np.float32,
     step: int | None = None,
     family: Family | None = None,
     accuracy: Accuracy | None = None,
@@ -62,7 +66,8 @@ def plan(
     m       : tokens of each call, at least 1.
     w       : blocks [N, K/32], of K-quants [N, K/256], of a dtype of `qformats`; a tensor of a
               file; or what `steps.pack` made of them, which many plans may share.
-    dtype   : of `out`, float32 or float16, see `steps.gemm`.
+    dtype   : of `out`, see `steps.gemm`: float32, float16 or bfloat16.
+    input   : the dtype of `a`, likewise.
     step, family, accuracy : as for `steps.gemm`; the choice is made now, `plan.choice` tells it.
     stream  : where every call is queued, see `steps.gemm`; by default the current stream of the
               library of `a`.
@@ -74,10 +79,12 @@ def plan(
     w = blocks_of(w)
     fmt, n, k = api.weights_shape(w)
     where = api.machine_for(machine, w)
-    output = output_dtype(dtype)
-    choice = api.choice_for(fmt, Shape(int(m), n, k), w, where, step, family, output.name, accuracy)
+    floats = float_name(dtype), float_name(input, "input")
+    choice = api.choice_for(
+        fmt, Shape(int(m), n, k), w, where, step, family, floats[0], accuracy, floats[1]
+    )
     packed = w if isinstance(w, api.Packed) else api.pack(w, step=choice.step.number, machine=where)
-    return Plan(choice, packed, where, stream, output)
+    return Plan(choice, packed, where, stream, *floats)
 
 
 class Plan:
@@ -89,12 +96,15 @@ class Plan:
         weights: api.Packed,
         machine: Gpu | Simulator,
         stream: Any = None,
-        dtype: np.dtype[Any] = OUTPUTS[0],
+        output: str = "float32",
+        input: str = "float32",
     ) -> None:
         m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-        self._machine, self._stream, self._dtype = machine, stream, dtype
+        self._machine, self._stream = machine, stream
+        self._input, self._output = input, output
         self._a_shape, self._out_shape = (m, k), (m, n)
-        self._a_bytes, self._out_bytes = 4 * m * k, dtype.itemsize * m * n
+        self._a_bytes = ARRAYS[input].itemsize * m * k
+        self._out_bytes = ARRAYS[output].itemsize * m * n
         self._weights = weights
         self.choice = self._prepare(choice) if machine.cc is None else self._load(choice)
         machine.synchronize()  # what was set to zero may be used on any stream from here on
@@ -105,7 +115,8 @@ class Plan:
     def __call__(self, a: Any, out: Any, *, stream: Any = None) -> None:
         """Queue out[:] = a @ dequantize(W)^T; returns before it is done.
 
-        a      : float32 [M, K] of the plan, C-contiguous, on the GPU.
+        a      : [M, K] of the plan's input, C-contiguous, on the GPU; in 16 bits at a multiple of
+                 16 bytes.
         out    : [M, N] of the plan's dtype, C-contiguous, on the GPU, at a multiple of 16 bytes,
                  apart from a.
         stream : for this call alone, such as a cuda.core graph builder.
@@ -113,8 +124,9 @@ class Plan:
         """
         if self._machine.cc is None:
             return self._simulate(a, out)
-        source = address("a", a, self._a_shape, self._device)
-        target = address("out", out, self._out_shape, self._device, self._dtype)
+        source = address("a", a, self._a_shape, self._device, self._input)
+        target = address("out", out, self._out_shape, self._device, self._output)
+        require_start_of_a(source, self._input)
         require_place(target, self._out_bytes, source, self._a_bytes)
         self._template.put(A, source)
         self._template.put(OUT, target)
@@ -132,22 +144,24 @@ class Plan:
         self._handle_of, self._device = stream_handle, current_device()
         weights = self._weights.arrays
         types = [(array.shape, array.dtype) for array in weights]
-        template = LaunchTemplate(choice, types, output=self._dtype.name)
-        # of one byte at least, as an array without bytes has no address
-        zeros = self._machine.array(np.zeros(max(template.zeroed, 1), np.uint8))
-        rest = self._machine.empty((max(template.nbytes - template.zeroed, 1),), np.uint8)
-        starts = (ZEROED, WORKSPACE, *(WEIGHTS + i * REGION for i in range(len(weights))))
-        for operand, array in zip(starts, (zeros, rest, *weights), strict=True):
+        template = LaunchTemplate(choice, types, output=self._output, input=self._input)
+        memory = []
+        if template.zeroed:
+            memory.append((ZEROED, self._machine.array(np.zeros(template.zeroed, np.uint8))))
+        if template.nbytes:
+            memory.append((WORKSPACE, self._machine.empty((template.nbytes,), np.uint8)))
+        packed = ((WEIGHTS + i * REGION, array) for i, array in enumerate(weights))
+        for operand, array in (*memory, *packed):
             template.put(operand, array.__cuda_array_interface__["data"][0])
-        self._template, self._workspace = template, (zeros, rest)
+        self._template, self._workspace = template, memory
         return template.choice
 
     # --- in the simulator, whose arrays are NumPy's ---
 
     def _prepare(self, choice: Choice) -> Choice:
         """Make the launches, on arrays of the plan."""
-        self._a = self._machine.empty(self._a_shape, np.float32)
-        self._out = self._machine.empty(self._out_shape, self._dtype)
+        self._a = self._machine.empty(self._a_shape, ARRAYS[self._input])
+        self._out = self._machine.empty(self._out_shape, ARRAYS[self._output])
         weights = self._weights.arrays
         activations, own = api.prepare(choice, self._machine, weights, self._a, self._out)
         self._launches = (*activations.launches, own)
@@ -156,10 +170,10 @@ class Plan:
     def _simulate(self, a: Any, out: Any) -> None:
         """The same as a call on a GPU."""
         for name, x, shape, dtype in (
-            ("a", a, self._a_shape, OUTPUTS[0]),
-            ("out", out, self._out_shape, self._dtype),
+            ("a", a, self._a_shape, self._input),
+            ("out", out, self._out_shape, self._output),
         ):
-            if require_matrix(name, x, False, dtype) != shape:
+            if require_matrix(name, x, False, (dtype,))[:2] != shape:
                 raise ValueError(
                     f"{name} must have the plan's shape {list(shape)}, got {list(x.shape)}"
                 )

@@ -1,7 +1,8 @@
 """Which step is fastest at which shape on which GPU: the small table that `make tune` writes.
 
 The table is `results/<gpu>/tuning.json`: for each format, (N, K) and M the time of every step that
-was tried, from float32 A to float32 C. Between its entries `Tuning.entry` says which one counts:
+was tried, from float32 A to float32 C, and from float16 to float16 where the step reads and writes
+that. Between its entries `Tuning.entry` says which one counts:
 
 * of the (N, K) the nearest, by |log2 N/N'| + |log2 K/K'|, as time grows with their product;
 * of the M the next one upwards, not the nearest: tiles are multiplied whole, so 17 tokens cost what
@@ -32,7 +33,8 @@ class TuningError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One product and the microseconds that steps took for it: {"7 A8": 30.1, "10 A8": 9.2}."""
+    """One product and the microseconds that steps took for it: {"7 A8": 30.1, "14 A16": 9.2,
+    "14 A16 float16": 8.1}, see `time_key`."""
 
     format: str
     n: int
@@ -40,9 +42,11 @@ class Entry:
     m: int
     times: Mapping[str, float]
 
-    def us(self, step: int, family: str) -> float | None:
-        """The time of a step, None where it was not measured."""
-        return self.times.get(f"{step} {family}")
+    def us(self, step: int, family: str, input: str = "float32") -> float | None:
+        """The time of a step, None where it was not measured. For A in 16 bits that of float16, or
+        where there is none that of float32."""
+        us = None if input == "float32" else self.times.get(time_key(step, family, "float16"))
+        return self.times.get(time_key(step, family)) if us is None else us
 
     @property
     def highest(self) -> int:
@@ -63,6 +67,10 @@ class Tuning:
     sms: int | None
     entries: tuple[Entry, ...]
 
+    def has(self, step: int, family: str) -> bool:
+        """Whether there is any time of a step in a family."""
+        return any(entry.us(step, family, "float16") is not None for entry in self.entries)
+
     def entry(self, format_name: str, m: int, n: int, k: int) -> Entry | None:
         """The entry that counts for a product (see above); None where the format has none."""
         own = [entry for entry in self.entries if entry.format == format_name]
@@ -75,6 +83,11 @@ class Tuning:
         size = min({(entry.n, entry.k) for entry in own}, key=far)
         near = sorted((entry for entry in own if (entry.n, entry.k) == size), key=lambda e: e.m)
         return next((entry for entry in near if entry.m >= m), near[-1])
+
+
+def time_key(step: int, family: str, input: str = "float32") -> str:
+    """The name of a time in an entry: "7 A8", "14 A16 float16"."""
+    return f"{step} {family}" if input == "float32" else f"{step} {family} {input}"
 
 
 def nearest(

@@ -53,8 +53,9 @@ class QuantLinear(nn.Module):
 
     x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
     contiguous, and cast where the step does not read its dtype. Sums and the bias are float32, and
-    are rounded once. On a GPU a step also rounds x, to float16 or to int8 with a scale per 32
-    values (per token where `accuracy` is "fast" or "coarse", see `steps.gemm`).
+    are rounded once. On a GPU steps multiply float16 and bfloat16 as they are, round float32 to
+    float16, or round x to int8 with a scale per 32 values (per token where `accuracy` is "fast" or
+    "coarse", see `steps.gemm`).
 
     x has a gradient, computed with the dequantized weights as if x had not been rounded. It
     dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
@@ -222,13 +223,14 @@ class QuantLinear(nn.Module):
         """The arrays of each packing on the GPU, by its name; none on a CPU."""
         return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
 
-    def explain(self, m: int) -> str:
-        """Which step multiplies x [m, K] in float32 on this GPU, and why, in a sentence."""
+    def explain(self, m: int, dtype: Any = torch.float32) -> str:
+        """Which step multiplies x [m, K] of a dtype on this GPU, and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
-        size = m, self.out_features, self.in_features
+        size, name = (m, self.out_features, self.in_features), operator.NAMES[dtype]
+        rest = self.packed, self.accuracy, self.device, name, name
         with torch.cuda.device(self.device):
-            made = operator.template(self.format, size, self.packed, self.accuracy, self.device)
+            made = operator.template(self.format, size, *rest)
         return str(made.choice)
 
     def extra_repr(self) -> str:
@@ -263,6 +265,7 @@ class QuantLinear(nn.Module):
                 uploaded = operator.upload(array, device)
                 self.register_buffer(f"{kind}_{i}", uploaded, persistent=False)
         self.packings = " ".join(step.pack.__name__ for step in steps)
+        operator.reserve_counters(uploaded.device)
 
     def _on_host(self, device: Any) -> Tensor:
         if self.blocks.is_meta and device.type != "meta":  # there are no values to copy

@@ -7,19 +7,21 @@ the time to call.
 
 On a GPU a call consists of
 
-* a copy of `x` where it is not contiguous, and a cast where the step does not read its dtype;
-* zeros for the part of the workspace that must be zero, if the step has one;
-* the one or two launches of a step;
+* the one or two launches of a step: one where it reads `x` as it is;
+* a copy of `x` where it is not contiguous, where it does not begin at a multiple of 16 bytes, or as
+  float32 where the step does not read its dtype;
 * one kernel of torch for a bias, or for a dtype that the step does not write.
 
-All memory is torch's and of the current stream. So calls on several streams do not meet, and what
-is captured into a CUDA graph lies in the pool of that graph. Nothing waits for the GPU.
+A workspace is torch's and of the current stream. So calls on several streams do not meet, and what
+is captured into a CUDA graph lies in the pool of that graph. Counters are kept from call to call
+(`counters`), so that none sets them to zero. Nothing waits for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -27,11 +29,12 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.api.choice import choose_packed
+from steps.api.choice import choose_packed, torch_cast_us
 from steps.api.dry_run import ArrayType
 from steps.api.launch_template import LaunchTemplate
-from steps.api.operands import stream_of
-from steps.contract import Shape
+from steps.api.operands import ALIGNMENT, stream_of
+from steps.components.activations.layouts import GATED
+from steps.contract import FLOATS, Shape
 
 try:
     import torch
@@ -42,8 +45,8 @@ except ModuleNotFoundError as missing:
 
 from torch import Tensor
 
-FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-"""The dtypes that activations may have."""
+NAMES: Final = {getattr(torch, name): name for name in FLOATS}
+"""The dtypes that activations may have, and their names."""
 
 TEMPLATES: Final = 512
 """Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
@@ -91,18 +94,26 @@ def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) 
     if not (m := x.numel() // k):
         return x.new_empty(shape)
     packed = by_packing(packings, weights, fast)
-    input = "float16" if x.dtype is torch.float16 else "float32"
+    input = NAMES[x.dtype]
     output = input if bias is None else "float32"
     with torch.cuda.device(x.device):
         made = template(format, (m, n, k), packed, accuracy, x.device, output, input)
-        a = x.contiguous().to(getattr(torch, made.reads))
+        a = _readable(x, getattr(torch, made.reads))
         y = a.new_empty(shape, dtype=getattr(torch, made.writes))
+        stream = stream_of(a)
+        zeros = counters(made.zeroed, a, stream) if made.zeroed else y
         workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
-        if made.zeroed:
-            workspace[: made.zeroed].zero_()
         arrays = [array.data_ptr() for array in packed[made.packing]]
-        made(a.data_ptr(), y.data_ptr(), arrays, workspace.data_ptr(), stream_of(a))
+        made(a.data_ptr(), y.data_ptr(), arrays, zeros.data_ptr(), workspace.data_ptr(), stream)
         return _finished(y, x, bias)
+
+
+def _readable(x: Tensor, dtype: Any) -> Tensor:
+    """x as kernels read it: contiguous, of this dtype, in 16 bits at a multiple of 16 bytes."""
+    if x.dtype is not dtype:
+        return x.to(dtype, memory_format=torch.contiguous_format)
+    a = x.contiguous()
+    return a.clone() if a.data_ptr() % ALIGNMENT and dtype is not torch.float32 else a
 
 
 def _shape_of(x: Tensor, *rest: Any) -> Tensor:
@@ -192,18 +203,20 @@ def template(
     device: Any,
     output: str = "float32",
     input: str = "float32",
+    free_cast: bool = False,
 ) -> LaunchTemplate:
     """The launches of (M, N, K) on a device, which is the current one. Kernels not used before are
     compiled and loaded.
 
     packed : name of a packing -> its arrays.
     output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
+    free_cast : whether x in float32 would take no longer to be made.
     RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (format_name, size, *packed, accuracy, device, output, input)
+    key = (format_name, size, *packed, accuracy, device, output, input, free_cast)
     made = _templates.pop(key, None)
     if made is None:
-        made = _loaded(format_name, Shape(*size), packed, accuracy, output, input)
+        made = _loaded(format_name, Shape(*size), packed, accuracy, output, input, free_cast)
         if len(_templates) >= TEMPLATES:
             _templates.pop(next(iter(_templates)), None)
     _templates[key] = made
@@ -217,10 +230,13 @@ def _loaded(
     accuracy: str,
     output: str,
     input: str,
+    free_cast: bool,
 ) -> LaunchTemplate:
+    dtype = "float16" if input == GATED else input
+    cast_us = 0.0 if free_cast else torch_cast_us(shape)
     with _loading_allowed():
         try:
-            choice = choose_packed(format_name, shape, packed, _machine(), accuracy)
+            choice = choose_packed(format_name, shape, packed, _machine(), accuracy, dtype, cast_us)
             arrays = packed[choice.step.pack.__name__]
             return LaunchTemplate(choice, array_types(arrays), output=output, input=input)
         except (TypeError, ValueError):
@@ -237,6 +253,58 @@ def _loaded(
 def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:
     """(shape, dtype) of each tensor, as a `LaunchTemplate` takes them."""
     return tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
+
+
+RESERVE: Final = 1 << 20
+"""Bytes of zeros that a device gets in reserve for counters."""
+
+COUNTERS: Final = 1 << 12
+"""Bytes of counters that are taken from it at once, or twice that, and so on."""
+
+_reserves: dict[Any, Tensor] = {}
+_counters: dict[tuple[Any, int, int], Tensor] = {}
+_taking = threading.Lock()
+
+
+def reserve_counters(device: Any) -> None:
+    """Set zeros aside on a device that has few left. It waits for the GPU then."""
+    with _taking:
+        if device not in _reserves or len(_reserves[device]) < RESERVE // 2:
+            _reserves[device] = torch.zeros(RESERVE, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)
+
+
+def counters(size: int, like: Tensor, stream: int) -> Tensor:
+    """At least `size` bytes that are zero and that launches on a stream leave zero.
+
+    Launches of a stream run one after another, so all of them share counters. What is captured into
+    a graph may run beside them: the launches of a stream in a capture have counters that nothing
+    else ever gets. They are in memory that is set to zero in the call where the reserve is used up.
+    """
+    key = (like.device, stream, _capture_of(stream))
+    found = _counters.get(key)
+    if found is not None and len(found) >= size:
+        return found
+    taken = COUNTERS
+    while taken < size:
+        taken *= 2
+    with _taking:
+        left = _reserves.get(like.device)
+        if left is not None and len(left) >= taken:
+            found, _reserves[like.device] = left[:taken], left[taken:]
+            _counters[key] = found
+            return found
+    return like.new_zeros((size,), dtype=torch.uint8)
+
+
+def _capture_of(stream: int) -> int:
+    """The number of the capture into a graph that a stream, the current one, is in; 0 for none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    _, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
+    return int(number)
 
 
 def capability(device: Any) -> tuple[int, int]:
@@ -279,7 +347,7 @@ def _loading_allowed() -> Iterator[None]:
 
 
 def _require(x: Tensor, k: int) -> None:
-    if x.dtype not in FLOATS:
+    if x.dtype not in NAMES:
         raise TypeError(f"x must be float32, float16 or bfloat16, got {x.dtype}")
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(f"x must have shape [..., {k}], got {list(x.shape)}")
