@@ -9,6 +9,8 @@
 #   VENV=system   use $(PYTHON) as it is and install nothing
 #
 #   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL=   are passed on to the commands
+#   DTYPE=          step%, ladder, check, ptx, sass, profile, sanitize: of C, and of A where a step
+#                   reads it: float32, float16 or bfloat16
 #   LONG=1          step%, ladder, check: a line for each format
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
@@ -29,8 +31,9 @@ endif
 DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)') \
        $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
        $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
+TYPE = $(if $(DTYPE),--dtype '$(DTYPE)')
 FILE = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
-TOLD = $(DATA) $(FILE) $(if $(LONG),--long)
+TOLD = $(DATA) $(TYPE) $(FILE) $(if $(LONG),--long)
 LINTED = qformats reference results steps tests
 TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
@@ -89,19 +92,19 @@ diff: $(READY) ## what STEP= changes in the step it grew from
 
 ptx: $(READY) ## the PTX of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps ptx $(STEP) --arch '$(ARCH)' $(DATA)
+	@$(PY) -m steps ptx $(STEP) --arch '$(ARCH)' $(DATA) $(TYPE)
 
 sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps sass $(STEP) --arch '$(ARCH)' $(DATA)
+	@$(PY) -m steps sass $(STEP) --arch '$(ARCH)' $(DATA) $(TYPE)
 
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)
-	@$(PY) -m steps profile $(STEP) $(DATA)
+	@$(PY) -m steps profile $(STEP) $(DATA) $(TYPE)
 
 sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
-		$(if $(SCHEME),--scheme '$(SCHEME)') $(if $(TOOL),--tool $(TOOL))
+		$(if $(SCHEME),--scheme '$(SCHEME)') $(TYPE) $(if $(TOOL),--tool $(TOOL))
 
 pitfalls: $(READY) ## the museum of known bugs, and what catches each
 	@$(PY) -m steps pitfalls

@@ -13,6 +13,7 @@ from typing import Any, Final
 from reference import GOLDEN, Check, Problem
 from steps.checks.cases import Case
 from steps.checks.verify import verify
+from steps.components.activations.layouts import reading_of
 from steps.contract import Machine, Size, Work
 
 
@@ -57,9 +58,11 @@ class Outcomes:
 
 
 @lru_cache(maxsize=256)
-def drawn(format_name: str, shape: Size, distribution: str, seed: int) -> Problem:
+def drawn(
+    format_name: str, shape: Size, distribution: str, seed: int, input: str = "float32"
+) -> Problem:
     """The problem of a case; kept, as every step solves the same ones."""
-    return Problem(*shape, format_name, distribution, seed)
+    return Problem(*shape, format_name, distribution, seed, input)
 
 
 def check_works(
@@ -67,17 +70,19 @@ def check_works(
     cases_of: Callable[[str], Sequence[Case]],
     machine: Callable[[int], Machine],
     report: Callable[[str], None] = lambda _: None,
-    problem: Problem | None = None,
+    problem_of: Callable[[str], Problem] | None = None,
+    dtype: str = "float32",
 ) -> Outcomes:
     """Every case of every work.
 
     cases_of: format -> its cases. machine: lane order -> where a case runs. report: is told of
-    each work. problem: that of all cases, where the weights are not drawn but of a file.
+    each work. problem_of: dtype of A -> the problem of all cases, where the weights are not drawn
+    but of a file. dtype: of C, and of A where the step reads it.
     """
     outcomes = Outcomes()
     for work in works:
         report(str(work))
-        results = list(_results(work, cases_of(work.format), machine, problem))
+        results = list(_results(work, cases_of(work.format), machine, problem_of, dtype))
         outcomes.each.append(_outcome(work, results))
         outcomes.broken = next((f"{work}: {r}" for _, r in results if isinstance(r, Lost)), None)
         if outcomes.broken:
@@ -98,13 +103,18 @@ def _results(
     work: Work,
     some: Iterable[Case],
     machine: Callable[[int], Machine],
-    problem: Problem | None,
+    problem_of: Callable[[str], Problem] | None,
+    dtype: str,
 ) -> Iterator[Result]:
+    input = reading_of(work.step, dtype, work.family)[1]
     for case in some:
         bits = GOLDEN[work.format].q81 if case.distribution == "golden" else None
         try:
-            one = problem or drawn(work.format, case.shape, case.distribution, case.seed)
-            yield case, verify(work.step, work.family, one, machine(case.order), bits)
+            if problem_of is not None:
+                one = problem_of(input)
+            else:
+                one = drawn(work.format, case.shape, case.distribution, case.seed, input)
+            yield case, verify(work.step, work.family, one, machine(case.order), bits, dtype)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
             lost = fatal(error)

@@ -23,8 +23,10 @@ def select(
     formats: Sequence[str] = (),
     wanted: str | None = None,
     cc: tuple[int, int] | None = None,
+    output: str = "float32",
 ) -> tuple[Work, ...]:
-    """The works of some steps, on all formats or some, in all schemes or one (W4A8, or A8).
+    """The works of some steps, on all formats or some, in all schemes or one (W4A8, or A8), that
+    write C in a dtype.
 
     UsageError, with the reason, where nothing is left.
     """
@@ -37,7 +39,7 @@ def select(
             for name in formats or WEIGHT_FORMATS:
                 if bits and FORMATS[name].bits != bits:
                     continue
-                if reason := step.supports(name, each, cc):
+                if reason := step.supports(name, each, cc, output):
                     why = reason
                 else:
                     works.append(Work(step, each, name))
@@ -57,8 +59,11 @@ def _scheme(text: str | None) -> tuple[int | None, Family | None]:
     return int(match[1]) if match[1] else None, family
 
 
-def with_parents(works: Sequence[Work], cc: tuple[int, int] | None = None) -> tuple[Work, ...]:
-    """The works and their parents on the same formats, by step, family and format."""
+def with_parents(
+    works: Sequence[Work], cc: tuple[int, int] | None = None, output: str = "float32"
+) -> tuple[Work, ...]:
+    """The works and their parents on the same formats, by step, family and format. Parents that do
+    not write C in this dtype are left out."""
     found = {(w.step.number, w.family, w.format): w for w in works}
     for work in works:
         number = work.step.parents.get(work.family)
@@ -67,7 +72,7 @@ def with_parents(works: Sequence[Work], cc: tuple[int, int] | None = None) -> tu
         parent = find(number)
         families = (work.family,) if work.family in parent.families else parent.families
         for family in families:
-            if parent.supports(work.format, family, cc) is None:
+            if parent.supports(work.format, family, cc, output) is None:
                 key = (number, family, work.format)
                 found.setdefault(key, Work(parent, family, work.format))
     return tuple(found[key] for key in sorted(found, key=_rank))

@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 
 from qformats import FORMATS
-from reference import Q81, Check, Halves, Problem, SummedTokens, Tokens, check
+from reference import Q81, Bfloats, Check, CoarseTokens, Halves, Problem, Tokens, check
 from steps.components.activations.layouts import decode, encode
-from steps.contract import Activations, Family, Launch, Machine, Shape, Step
+from steps.contract import Activations, Family, Launch, Machine, Shape, Step, array_dtype
 
 GUARD = 1024
 """Floats on each side of the output that no kernel may touch; KBs, so C is as aligned as alone."""
 
-_CANARY = {np.dtype(np.float32): np.float32(-7.25e30), np.dtype(np.float16): np.float16(-7.25e3)}
+_CANARY = {
+    np.dtype(np.float32): np.float32(-7.25e30),
+    np.dtype(np.float16): np.float16(-7.25e3),
+    np.dtype(np.uint16): np.uint16(0xF2B7),  # a bfloat16 near the float32
+}
+_NAN = {np.dtype(np.uint16): np.uint16(0x7FFF)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +48,25 @@ def prepare(
     blocks: np.ndarray,
     machine: Machine,
     q81: Q81 | None = None,
-    dtype: Any = np.float32,
+    dtype: Any = "float32",
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
     `q81`: Q8_1 bits to multiply, and not what the machine would make of `a` (A8 only; where a
     token has one scale, those of tokens of one block).
-    `dtype`: of C, one of `step.outputs`.
+    `a`: float32, float16, or bfloat16 as uint16. `dtype`: of C, one of `step.outputs`.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
-    if q81 is not None and activations.layout in ("blocks", "k_outermost", "tokens", "summed"):
+    if q81 is not None and activations.layout not in (None, "inside", "rows"):
         bits: Q81 | Tokens = q81
-        if activations.layout in ("tokens", "summed"):
-            bits = (Tokens if activations.layout == "tokens" else SummedTokens).of_q81(q81)
+        if activations.layout in ("tokens", "coarse_tokens"):
+            bits = (Tokens if activations.layout == "tokens" else CoarseTokens).of_q81(q81)
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
-    guarded = machine.array(_guarded_nan(shape.m * shape.n, np.dtype(dtype)))
+    guarded = machine.array(_guarded_nan(shape.m * shape.n, array_dtype(dtype)))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
     launch = step.prepare(
         machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
@@ -71,6 +76,10 @@ def prepare(
 
 def multiply(prepared: Prepared, machine: Machine) -> np.ndarray:
     """Runs the activation pass and the step; C [M, N] on the host."""
+    # In a chain of products the launch before stores A, and may still run when the next one begins.
+    follow = getattr(machine, "follow", None)  # the simulator's
+    if follow is not None:
+        follow(prepared.a)
     for launch in (*prepared.activations.launches, prepared.launch):
         machine.run(launch)
     return result(prepared, machine)
@@ -94,22 +103,25 @@ def verify(
     problem: Problem,
     machine: Machine,
     q81: Q81 | None = None,
-    dtype: Any = np.float32,
+    dtype: Any = "float32",
 ) -> Check:
-    """Checks one step on one problem: values, guard bands, and that its inputs are unchanged."""
-    prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine, q81, dtype)
-    before = step.pack(problem.blocks)
+    """Checks one step on one problem: values, guard bands, and that its inputs are unchanged.
+    A comes as `problem.input`, C is written as `dtype`."""
+    a, blocks = problem.given, problem.blocks
+    prepared = prepare(step, family, problem.format, a, blocks, machine, q81, dtype)
+    before = step.pack(blocks)
     c = multiply(prepared, machine)
     for array, kept in zip(prepared.weights, before, strict=True):
         if machine.host(array).tobytes() != kept.tobytes():
             raise RuntimeError(f"step {step.number} changed its weights")
-    if machine.host(prepared.a).tobytes() != problem.a.tobytes():
+    if machine.host(prepared.a).tobytes() != a.tobytes():
         raise RuntimeError(f"step {step.number} changed its activations")
     return check(c, problem, family, operands(prepared, machine))
 
 
-def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Tokens | None:
-    """What the kernel multiplied, read back: Q8_1 bits, halves or tokens; None where it was A."""
+def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Bfloats | Tokens | None:
+    """What the kernel multiplied, read back: Q8_1 bits, halves, bfloats or tokens; None where it
+    was float32 A."""
     layout = prepared.activations.layout
     if layout is None:
         return None
@@ -118,6 +130,6 @@ def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Tokens | No
 
 
 def _guarded_nan(size: int, dtype: np.dtype) -> np.ndarray:
-    filled = np.full(size + 2 * GUARD, np.nan, dtype)
+    filled = np.full(size + 2 * GUARD, _NAN.get(dtype, np.nan), dtype)
     filled[:GUARD] = filled[GUARD + size :] = _CANARY[dtype]
     return filled

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import DISTRIBUTIONS
 from steps.checks.select import UsageError, select
+from steps.components.activations.layouts import reading_of
 from steps.contract import Size, Step, Work, why_no_gpu
 from steps.registry import find, ladder
 
@@ -118,4 +119,16 @@ def one_work(args: Namespace) -> Work:
     By default it is of the first format, in the family that continues the ladder.
     """
     step = one_step(args.steps)
-    return select((step,), formats_of(args.format), args.scheme or step.families[-1])[0]
+    family = args.scheme or step.families[-1]
+    return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
+
+
+def dtype_of(args: Namespace) -> str:
+    """The dtype of C, and of A where a step reads it: --dtype, or float32."""
+    asked: str | None = getattr(args, "dtype", None)
+    return asked or "float32"
+
+
+def input_of(args: Namespace, work: Work) -> str:
+    """The dtype of A that a step reads where C is of `dtype_of`."""
+    return reading_of(work.step, dtype_of(args), work.family)[1]

@@ -57,9 +57,12 @@ class FileWeights:
         blocks = self.tensor.array[:n, :deep]
         return PrequantizedProblem(min(self.m, m), blocks, self.distribution, self.seed)
 
-    def problem(self, simulated: bool) -> PrequantizedProblem:
-        """What a machine multiplies."""
-        return self.part if simulated else self.whole
+    def problem(self, simulated: bool, input: str = "float32") -> PrequantizedProblem:
+        """What a machine multiplies, with A of a dtype."""
+        one = self.part if simulated else self.whole
+        if input == one.input:
+            return one
+        return PrequantizedProblem(one.m, one.blocks, one.distribution, one.seed, input)
 
     def case(self, simulated: bool, order: int | None = None) -> Case:
         """`problem` as a case of the checks."""

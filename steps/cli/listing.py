@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from results.render import text as table
-from results.render.lesson import imported, without
 from results.render.text import Column, Line, Table
 from steps.api.dry_run import launches
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
-from steps.cli.arguments import home_shapes_of, one_step, one_work
+from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.registry import diff_base, following, ladder, parent_of, source
@@ -85,18 +84,14 @@ def _as_json(step: Step) -> dict[str, Any]:
 
 
 def diff(args: Namespace) -> int:
-    """The step's file against the one it grew from. What it imports from there is left out."""
+    """The step's file against the one it grew from."""
     step = one_step(args.steps)
     number = args.against if args.against is not None else diff_base(step)
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])
-    taken = imported(step, base)
-    if taken:
-        print(f"{step.name} imports these from {base.name}: {', '.join(sorted(taken))}")
-    before = source(base)
     lines = difflib.unified_diff(
-        [before[i] for i in without(before, taken)],
+        source(base),
         source(step),
         f"steps/{base.name}.py",
         f"steps/{step.name}.py",
@@ -136,7 +131,7 @@ def _print_code(args: Namespace, kind: str) -> int:
     work = one_work(args)
     shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
-    before, own = launches(work, shape)
+    before, own = launches(work, shape, output=dtype_of(args), input=input_of(args, work))
     if args.activations and not before:
         raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
     launch = before[0] if args.activations else own

@@ -142,6 +142,13 @@ def _parser() -> Parser:
     long = Parser(add_help=False)
     long.add_argument("--long", action="store_true", help="a line for each format of each step")
 
+    dtype = Parser(add_help=False)
+    dtype.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="of C, and of A where the step reads it (default float32; `run` times all)",
+    )
+
     file = Parser(add_help=False)
     file.add_argument(
         "--gguf", type=Path, metavar="FILE", help="weights of this file, not random ones"
@@ -154,6 +161,7 @@ def _parser() -> Parser:
         "run:run",
         "check steps; with a GPU, time them",
         _data(),
+        dtype,
         file,
         order,
         as_json,
@@ -165,6 +173,7 @@ def _parser() -> Parser:
         "run:run",
         "run every step; with a GPU, draw build/ladder.svg",
         _data(),
+        dtype,
         file,
         order,
         as_json,
@@ -176,6 +185,7 @@ def _parser() -> Parser:
         "run:check",
         "check steps, time nothing",
         _data(),
+        dtype,
         file,
         order,
         as_json,
@@ -221,7 +231,9 @@ def _parser() -> Parser:
     one.add_argument("--lines", type=_seed, default=3, help="lines of context (default 3)")
 
     for name, text in (("ptx", "a kernel's PTX"), ("sass", "a kernel's machine code")):
-        one = command(name, f"listing:{name}", f"{text}; needs no GPU", _data(), as_json, steps="1")
+        one = command(
+            name, f"listing:{name}", f"{text}; needs no GPU", _data(), dtype, as_json, steps="1"
+        )
         one.add_argument(
             "--arch",
             type=_architecture,
@@ -233,11 +245,15 @@ def _parser() -> Parser:
             "--activations", action="store_true", help="the activation pass, not the kernel"
         )
 
-    one = command("profile", "tools:profile", "Nsight Compute on one launch", _data(), steps="1")
+    one = command(
+        "profile", "tools:profile", "Nsight Compute on one launch", _data(), dtype, steps="1"
+    )
     one.add_argument("--set", default="detailed", help="sections to collect (default detailed)")
     one.add_argument("--out", type=Path, metavar="PATH", help="write ncu's report there")
 
-    one = command("sanitize", "tools:sanitize", "Compute Sanitizer over the checks", steps="*")
+    one = command(
+        "sanitize", "tools:sanitize", "Compute Sanitizer over the checks", dtype, steps="*"
+    )
     one.add_argument(
         "--tool",
         nargs="+",
@@ -248,7 +264,7 @@ def _parser() -> Parser:
     one.add_argument("--scheme", help="W4A16, A8 ... (default all)")
     one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
 
-    command("launch", "run:launch", "launch a step once, for a profiler", _data(), steps="1")
+    command("launch", "run:launch", "launch a step once, for a profiler", _data(), dtype, steps="1")
     command("doctor", "doctor:doctor", "what runs on this machine, and what is missing", as_json)
     command("pitfalls", "tools:pitfalls", "known bugs, and what catches each", add_help=False)
     return parser

@@ -91,8 +91,9 @@ def folded(
     return Table(tuple(head), tuple(lines), title, notes)
 
 
-def _rungs(outcomes: Iterable[Outcome], rows: Iterable[Row]) -> list[_Rung]:
-    """The lines of the folded table, in the order of the outcomes and of the rows."""
+def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
+    """The lines of the folded table, in the order of the outcomes and of the rows: those from
+    float32 to float32, or where one dtype was asked for those in it."""
     checked: dict[tuple[int, str], dict[str, Outcome]] = {}
     works: dict[tuple[int, str], Work] = {}
     for outcome in outcomes:
@@ -100,8 +101,9 @@ def _rungs(outcomes: Iterable[Outcome], rows: Iterable[Row]) -> list[_Rung]:
         works.setdefault(key, outcome.work)
         checked.setdefault(key, {})[outcome.work.format] = outcome
     measured: dict[tuple[int, str], dict[Size | None, dict[str, Row]]] = {key: {} for key in works}
+    outputs = {row.output for row in rows}
     for row in rows:
-        if row.output == "float32":
+        if row.output == "float32" or "float32" not in outputs:
             at = measured[row.step, row.family]
             at.setdefault(row.shape, {})[row.format] = row
     return [

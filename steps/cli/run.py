@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from results.measure import bench as benching
@@ -24,8 +25,10 @@ from steps.cli import gguf_weights, report
 from steps.cli.arguments import (
     MachineOf,
     distribution_of,
+    dtype_of,
     formats_of,
     home_shapes_of,
+    input_of,
     is_shape_asked,
     machines,
     one_work,
@@ -48,15 +51,15 @@ def run(args: Namespace) -> int:
     if why_not is not None:
         return _checked_only(args, steps, weights, (name, machine, why_not), quick=True)
     cc = machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc)
+    works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
     at = problems(args, works, weights, cc, every_home=len(steps) == 1)
     ahead = [
         one.launched
         for shape, own in at.items()
-        for work in own
-        for one in benching.wanted_of(work, shape)
+        for one in benching.wanted_at(own, shape, args.dtype)
     ]
-    outcomes = checked(with_parents(works, cc), machine, False, args, weights, ahead=ahead)
+    every = with_parents(works, cc, dtype_of(args))
+    outcomes = checked(every, machine, False, args, weights, ahead=ahead)
     measured = Run(env=Environment())
     if outcomes.broken is None:
         measured = _measured(at, outcomes, args, weights)
@@ -84,7 +87,7 @@ def _checked_only(
     name, machine, why_not = where
     simulated = why_not is not None
     cc = None if simulated else machine(0).cc
-    works = select(steps, _formats(args, weights), args.scheme, cc)
+    works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
     outcomes = checked(works, machine, simulated, args, weights, quick=quick)
     tell(args, steps, name, outcomes, (), weights, why_not)
     return 0 if outcomes.ok else 1
@@ -98,8 +101,10 @@ def launch(args: Namespace) -> int:
     work = one_work(args)
     gpu = machine(0)
     shape = home_shapes_of(args, work.step)[0]
-    problem = drawn(work.format, shape, distribution_of(args), args.seed)
-    prepared = prepare(work.step, work.family, work.format, problem.a, problem.blocks, gpu)
+    dtype, input = dtype_of(args), input_of(args, work)
+    problem = drawn(work.format, shape, distribution_of(args), args.seed, input)
+    operands = problem.given, problem.blocks
+    prepared = prepare(work.step, work.family, work.format, *operands, gpu, dtype=dtype)
     for each in (*prepared.activations.launches, prepared.launch):
         gpu.run(each)
     gpu.synchronize()
@@ -152,11 +157,12 @@ def checked(
 
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
     if not simulated:
-        wanted = [(w, one.shape, "float32") for w in works for one in cases_of(w.format)]
+        every = [(w, one.shape) for w in works for one in cases_of(w.format)]
+        wanted = [benching.wanted_in(w, shape, dtype_of(args)).launched for w, shape in every]
         compile_ahead((*wanted, *ahead), machine(0), remark)
-    problem = weights.problem(simulated) if weights else None
+    problem_of = partial(weights.problem, simulated) if weights else None
     with table.progress(len(works)) as progress:
-        return check_works(works, cases_of, machine, progress, problem)
+        return check_works(works, cases_of, machine, progress, problem_of, dtype_of(args))
 
 
 def wrong(outcomes: Outcomes) -> dict[tuple[int, Family, str], str]:
@@ -188,7 +194,7 @@ def problems(
         homes = (weights.whole.shape,) if weights else home_shapes_of(args, work.step)
         for shape in homes if every_home else homes[:1]:
             at.setdefault(shape, []).append(work)
-    return {shape: with_parents(own, cc) for shape, own in at.items()}
+    return {shape: with_parents(own, cc, dtype_of(args)) for shape, own in at.items()}
 
 
 def _measured(
@@ -213,6 +219,7 @@ def _measured(
                 wrong=wrong(outcomes),
                 given=weights.whole if weights else None,
                 report=progress,
+                output=args.dtype,
             ):
                 rows += found
                 peers += beside
@@ -265,14 +272,15 @@ def _title(
     weights: FileWeights | None,
     why_not: str | None,
 ) -> str:
+    dtype = f", C in {args.dtype}" if args.dtype else ""
     if why_not is not None:
         what = f"{gguf_weights.PART} {weights.told(True)}" if weights else SIMULATED
-        return f"No GPU ({why_not}): {what}."
+        return f"No GPU ({why_not}): {what}{dtype}."
     told = weights.told(False) if weights else None
     if not rows:
-        return f"{name}: checked, not timed" + (f", {told}" if told else "")
+        return f"{name}: checked, not timed{dtype}" + (f", {told}" if told else "")
     where = "at the shape asked for" if is_shape_asked(args) else "each step at its home shape"
-    return f"{name}, {told or where}"
+    return f"{name}, {told or where}{dtype}"
 
 
 def _chart(run: Run) -> Path | None:

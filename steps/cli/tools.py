@@ -17,7 +17,7 @@ from typing import Final
 
 from steps.api.dry_run import launches
 from steps.checks.select import UsageError
-from steps.cli.arguments import home_shapes_of, machines, one_work
+from steps.cli.arguments import dtype_of, home_shapes_of, input_of, machines, one_work
 
 WHERE: Final = (
     "/usr/local/cuda/bin",
@@ -55,7 +55,7 @@ def profile(args: Namespace) -> int:
     work = one_work(args)
     shape = home_shapes_of(args, work.step)[0]
     machines("gpu")
-    _, own = launches(work, shape)
+    _, own = launches(work, shape, output=dtype_of(args), input=input_of(args, work))
     tool = find_tool("ncu")
     if tool is None:
         raise UsageError(
@@ -75,6 +75,7 @@ def profile(args: Namespace) -> int:
         *(["--export", str(args.out), "--force-overwrite"] if args.out else []),
         *_this("launch", str(work.step.number), "--format", work.format, "--scheme", work.scheme),
         *(f"--{name}={extent}" for name, extent in zip("mnk", shape, strict=True)),
+        *(["--dtype", args.dtype] if args.dtype else []),
     ]
     return _run(
         command,
@@ -99,6 +100,7 @@ def sanitize(args: Namespace) -> int:
         *(["--quick"] if args.quick else []),
         *(["--format", ",".join(args.format)] if args.format else []),
         *(["--scheme", args.scheme] if args.scheme else []),
+        *(["--dtype", args.dtype] if args.dtype else []),
     ]
     bad = []
     for name in args.tool or SANITIZERS:

@@ -29,7 +29,13 @@ def tune(args: Namespace) -> int:
         sizes = [shape_of(args, BENCH_SHAPES[0])[1:]]
     works = select(steps_of(args.steps), formats_of(args.format), args.scheme, gpu.cc)
     env = environment()
-    wanted = [(work, (m, n, k), "float32") for work in works for n, k in sizes for m in tokens]
+    wanted = [
+        one.launched
+        for work in works
+        for n, k in sizes
+        for m in tokens
+        for one in tuning.wanted_of(work, (m, n, k))
+    ]
     compile_ahead(wanted, gpu, remark)
     found: list[Entry] = []
     wrong: list[str] = []
@@ -50,17 +56,31 @@ def tune(args: Namespace) -> int:
 
 
 def fastest(gpu: str, entries: Sequence[Entry]) -> table.Table:
-    """The fastest step of each entry, one line a format, N and K."""
+    """The fastest step of each entry, one line a format, N, K and dtype of A and C."""
     tokens = sorted({entry.m for entry in entries})
     lines = []
     for name, n, k in dict.fromkeys((entry.format, entry.n, entry.k) for entry in entries):
-        best = {
-            entry.m: min(entry.times, key=lambda work: entry.times[work])
-            for entry in entries
-            if (entry.format, entry.n, entry.k) == (name, n, k)
-        }
-        cells = (name, str(n), str(k), *(best.get(m, table.ABSENT) for m in tokens))
-        lines.append(table.Line(cells))
+        for dtype in ("float32", "float16"):
+            best = {
+                entry.m: min(own, key=lambda one: own[one])
+                for entry in entries
+                if (entry.format, entry.n, entry.k) == (name, n, k)
+                and (own := _of_dtype(entry, dtype))
+            }
+            if best:
+                cells = (best.get(m, table.ABSENT) for m in tokens)
+                lines.append(table.Line((name, str(n), str(k), dtype, *cells)))
     columns = [table.Column("format", words=True), table.Column("N"), table.Column("K")]
+    columns += [table.Column("A, C", words=True)]
     columns += [table.Column(f"M={m}") for m in tokens]
     return table.Table(tuple(columns), tuple(lines), f"The fastest step and family on {gpu}")
+
+
+def _of_dtype(entry: Entry, dtype: str) -> dict[str, float]:
+    """The times of an entry from A to C of a dtype, by step and family."""
+    split = {tuple(name.split()): us for name, us in entry.times.items()}
+    return {
+        f"{step} {family}": us
+        for (step, family, *rest), us in split.items()
+        if (rest or ["float32"]) == [dtype]
+    }
