@@ -37,6 +37,9 @@ if not TYPE_CHECKING:
 
 MOST_SEQUENCES: Final = 16
 """Up to so many tokens at a time are one each of as many sequences; more are a prompt."""
+FREE_CAST_US: Final = 0.0
+"""What float32 costs where a product reads no float16: the operation before writes the one or the
+other."""
 CACHE_STEP: Final = 256
 """Positions; lengths of caches are multiples of it, as torch compiles attention for each length."""
 
@@ -74,18 +77,19 @@ Swiglu = Callable[["Tensor", Any], "Tensor"]
 
 
 class Workspace:
-    """Workspaces of launch templates, for one stream. They are zeroed once, and kept for good, as
-    CUDA graphs hold their addresses."""
+    """Memory of launch templates, for one stream. Counters are zeroed once. All of it is kept for
+    good, as CUDA graphs hold the addresses."""
 
     def __init__(self) -> None:
-        self._memory: dict[LaunchTemplate, Any] = {}
+        self._memory: dict[LaunchTemplate, tuple[Any, Any]] = {}
 
-    def of(self, made: LaunchTemplate, device: Any) -> Tensor:
-        """uint8 [nbytes], at least one."""
+    def of(self, made: LaunchTemplate, device: Any) -> tuple[int, int]:
+        """The addresses of `zeroed` bytes of zeros and of `nbytes` others."""
         if (memory := self._memory.get(made)) is None:
-            memory = torch.zeros(max(made.nbytes, 1), dtype=torch.uint8, device=device)
+            zeros = torch.zeros(made.zeroed, dtype=torch.uint8, device=device)
+            memory = zeros, torch.empty(made.nbytes, dtype=torch.uint8, device=device)
             self._memory[made] = memory
-        return memory
+        return memory[0].data_ptr(), memory[1].data_ptr()
 
 
 class Product(nn.Module):
@@ -113,7 +117,10 @@ class Product(nn.Module):
     def wanted(self, m: int, machine: Any, input: str = "float16") -> parallel_compile.Wanted:
         """The launches for m tokens, as `steps.api.parallel_compile` takes them."""
         size = m, self.n, self.k
-        choice = choose_packed(self.format, Shape(*size), self.packed, machine, self.accuracy)
+        dtype = "float16" if input == GATED else input
+        choice = choose_packed(
+            self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, FREE_CAST_US
+        )
         return choice.work, size, written_dtype(choice.step, self.output), input
 
     def template(self, m: int, input: str = "float16") -> LaunchTemplate:
@@ -121,7 +128,8 @@ class Product(nn.Module):
         size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
         with torch.cuda.device(device):
             return operator.template(
-                self.format, size, self.packed, self.accuracy, device, self.output, input
+                *(self.format, size, self.packed, self.accuracy, device, self.output, input),
+                free_cast=True,
             )
 
     def input_dtype(self, m: int) -> Any:
@@ -143,8 +151,8 @@ class Product(nn.Module):
     def _launch(self, made: LaunchTemplate, x: Tensor) -> Tensor:
         y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
-        work = self.workspace.of(made, x.device)
-        made(x.data_ptr(), y.data_ptr(), arrays, work.data_ptr(), operator.stream_of(x))
+        memory = self.workspace.of(made, x.device)
+        made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.stream_of(x))
         return y
 
 

@@ -3,7 +3,7 @@
 GPU time is that of whole calls in CUDA graphs, weights rotated as everywhere: casts, memsets and
 activation passes are in it. Theirs is a product with the weights dequantized, in the same loop:
 
-    gemm.plan     float32 A and C       torch.matmul in float16, of A and W rounded beforehand
+    gemm.plan     float32 or float16    torch.matmul in float16, of A and W rounded beforehand
     QuantLinear   any dtype             torch.nn.functional.linear in that dtype
 
 Host time is what one eager call takes its thread, the GPU not being waited for.
@@ -31,9 +31,16 @@ from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Run
-from steps.api.choice import Choice, choose, choose_packed, packings, written_dtype
+from steps.api.choice import (
+    Choice,
+    choose,
+    choose_packed,
+    packings,
+    torch_cast_us,
+    written_dtype,
+)
 from steps.checks.run import fatal
-from steps.components.activations.layouts import reading
+from steps.components.activations.layouts import reading_of
 from steps.contract import Shape, Size, Work
 
 FORMAT: Final = "q4_0"
@@ -63,18 +70,18 @@ class Way:
 
     def choice(self, size: Size, machine: Any) -> Choice:
         """The step that this call chooses here."""
-        shape = Shape(*size)
+        shape, input = Shape(*size), self.dtype
         if self.api == "gemm.plan":
-            return choose(FORMAT, shape, machine, accuracy=self.accuracy)
+            return choose(FORMAT, shape, machine, accuracy=self.accuracy, output=input, input=input)
         packed = [step.pack.__name__ for step in packings(FORMAT, machine.cc, self.accuracy)]
-        return choose_packed(FORMAT, shape, packed, machine, self.accuracy)
+        cast_us = torch_cast_us(shape)
+        return choose_packed(FORMAT, shape, packed, machine, self.accuracy, input, cast_us)
 
     def wanted(self, size: Size, machine: Any) -> tuple[Work, Size, str, str]:
         """What it launches, for `compile_ahead`: (work, M N K, dtype of C, dtype of A)."""
         choice = self.choice(size, machine)
-        asked = "float16" if self.dtype == "float16" else "float32"
-        reads = reading(choice.step.activations, asked)[1]
-        return choice.work, size, written_dtype(choice.step, asked), reads
+        reads = reading_of(choice.step, self.dtype, choice.family)[1]
+        return choice.work, size, written_dtype(choice.step, self.dtype), reads
 
     def __str__(self) -> str:
         return f"{self.api} {self.accuracy} {self.dtype}"
@@ -82,6 +89,7 @@ class Way:
 
 WAYS: Final = (
     Way("gemm.plan", "exact", "float32"),
+    Way("gemm.plan", "exact", "float16"),
     Way("QuantLinear", "exact", "float32"),
     Way("QuantLinear", "exact", "float16"),
     Way("QuantLinear", "exact", "bfloat16"),
@@ -171,11 +179,12 @@ class Calls:
         from steps import gemm
 
         choice = way.choice((m, self.data.n, self.data.k), self.machine)
-        out = self.torch.full((m, self.data.n), float("nan"), device="cuda")
+        out = a.new_full((m, self.data.n), float("nan"))
         calls: list[Callable[[], Any]] = []
         step = 0
         for packed in self.packed(choice.work):
-            options = {"step": choice.step.number, "family": choice.family}
+            options: dict[str, Any] = {"step": choice.step.number, "family": choice.family}
+            options |= {"dtype": way.dtype, "input": way.dtype}
             plan = gemm.plan(m, packed, machine=self.machine, **options)  # type: ignore[attr-defined]
             step = plan.choice.step.number
             calls.append(partial(_called, plan, a, out))
@@ -251,7 +260,7 @@ def _loop(
         try:
             own, step = calls.ours(way, m)
             ours = contestant(own)
-            key = (way.api == "QuantLinear", way.dtype)
+            key = (True, way.dtype) if way.api == "QuantLinear" else (False, "float16")
             if key not in theirs:
                 others = calls.torchs(way, m)
                 theirs[key] = contestant(others), others[0]

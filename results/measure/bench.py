@@ -29,7 +29,7 @@ from results.record.provenance import remembered, source_hash
 from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run
 from results.record.store import merge, read, write
 from steps.checks.run import fatal
-from steps.components.activations.layouts import reading
+from steps.components.activations.layouts import reading_of
 from steps.contract import BRANCHES, Family, Size, Step, Work
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
@@ -46,6 +46,9 @@ RUN_BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
 FEW_TOKENS: Final = 16
 SOME_TOKENS: Final = 8
 """At all shapes, the top step of decode is measured up to the first M, others from the second."""
+
+BFLOAT16_FORMAT: Final = "q4_0"
+"""The format that is measured in bfloat16."""
 
 MEMORY: Final = 0.7
 """Of the free memory that the weights of one loop may fill; more go into loops apart."""
@@ -109,12 +112,24 @@ class Wanted:
         )
 
 
+def wanted_in(work: Work, size: Size, output: str) -> Wanted:
+    """The row for a dtype of C; A is of that dtype where the step reads it."""
+    return Wanted(work, size, reading_of(work.step, output, work.family)[1], output)
+
+
 def wanted_of(work: Work, size: Size) -> list[Wanted]:
-    """A row for each dtype of C that a step writes; A is of that dtype where the step reads it."""
-    return [
-        Wanted(work, size, reading(work.step.activations, output)[1], output)
-        for output in work.step.outputs
-    ]
+    """A row for each dtype of C that a step writes. bfloat16 takes what float16 does: a row at home
+    in one format, of a step that reads it, shows that."""
+    rows = [wanted_in(work, size, output) for output in work.step.outputs]
+    shows = work.format == BFLOAT16_FORMAT and size in work.step.home_shapes
+    return [one for one in rows if one.output != "bfloat16" or (shows and one.input == one.output)]
+
+
+def wanted_at(works: Iterable[Work], size: Size, output: str | None) -> list[Wanted]:
+    """The rows of works at a shape, in one dtype of C or in all."""
+    if output is not None:
+        return [wanted_in(work, size, output) for work in works]
+    return [one for work in works for one in wanted_of(work, size)]
 
 
 def matrix(
@@ -420,8 +435,10 @@ def measure_rows(
     wrong: Mapping[tuple[int, Family, str], str] | None = None,
     given: Problem | None = None,
     report: Callable[[str], None] = lambda _: None,
+    output: str | None = None,
 ) -> Iterator[tuple[list[Row], list[Peer]]]:
-    """(rows, peers) of works at each shape, in each dtype of C that they write, a loop at a time.
+    """(rows, peers) of works at each shape, in each dtype of C that they write (`wanted_of`) or in
+    the one of `output`, a loop at a time.
 
     distribution : what A and W are drawn from; of what is made of integers nothing is timed, so
                    "normal" stands in.
@@ -430,7 +447,7 @@ def measure_rows(
     """
     if distribution not in PrequantizedProblem.DISTRIBUTIONS:
         distribution = "normal"
-    wanted = [one for size, works in at.items() for work in works for one in wanted_of(work, size)]
+    wanted = [one for size, works in at.items() for one in wanted_at(works, size, output)]
     yield from measure_loops(
         bench,
         in_loops(wanted),

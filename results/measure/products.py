@@ -3,7 +3,7 @@
 Data is shared as far as it goes: steps at one (N, K) have the same A and the same float weights in
 every format, steps with one packing the same copies on the GPU, steps with one activation pass the
 same quantized A, and the float64 products are worked out once. A is drawn in float16's values, so
-that float32 and float16 inputs are the same numbers.
+that float32 and float16 inputs are the same numbers; bfloat16 has fewer bits, and others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Check, Problem, Reference, check
+from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.product import unquantized
 from results.baselines import cublas
 from results.measure.loop import Contestant
@@ -33,8 +34,8 @@ from results.measure.protocol import (
     slots_for,
 )
 from results.record.schema import Limits, Row, total_below_kernel
-from steps.components.activations.layouts import decode, reading
-from steps.contract import Shape, Size, Work
+from steps.components.activations.layouts import decode, reading_of
+from steps.contract import Shape, Size, Work, array_dtype
 
 COMPARED: Final = 2**16
 """Outputs compared before and after a row is timed, NaN being sought in all of them: the float64
@@ -66,7 +67,7 @@ class Data:
         self._a: dict[str, np.ndarray] = {}
         self._blocks: dict[str, np.ndarray] = {}
         self._packed: dict[tuple[Any, str], Packed] = {}
-        self._meant: dict[int, np.ndarray] = {}
+        self._meant: dict[tuple[int, bool], np.ndarray] = {}
         self._halves: list[Any] = []
 
     @cached_property
@@ -75,11 +76,14 @@ class Data:
         return Problem(self.tokens, self.n, self.k, "q4_0", self.distribution, self.seed)
 
     def a(self, dtype: str) -> np.ndarray:
-        """Activations [tokens, K]: values of float16, in one dtype or another."""
-        if dtype not in self._a:
+        """Activations [tokens, K] as a caller has them: values of float16 in float32 or float16, or
+        rounded to bfloat16, in uint16."""
+        if not self._a:
             drawn = (self._given or self._drawn).a
             self._a["float16"] = drawn.astype(np.float16)
             self._a["float32"] = self._a["float16"].astype(np.float32)
+        if dtype == "bfloat16" and dtype not in self._a:
+            self._a[dtype] = bfloat16_bits(self._a["float32"])
         return self._a[dtype]
 
     @cached_property
@@ -129,11 +133,16 @@ class Data:
             list(pool.map(self.blocks, dict.fromkeys(name for _, name in needed)))
             list(pool.map(self.packed, needed.values()))
 
-    def meant(self, m: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def meant(
+        self, m: int, rows: np.ndarray, columns: np.ndarray, input: str = "float32"
+    ) -> np.ndarray:
         """The product of A with the float weights, float64[rows, columns], of m tokens."""
-        if m not in self._meant:
-            self._meant[m] = unquantized(self.a("float32")[rows], self.w[columns])
-        return self._meant[m]
+        key = m, input == "bfloat16"
+        if key not in self._meant:
+            a = self.a(input)[rows]
+            a = bfloat16_values(a) if input == "bfloat16" else a
+            self._meant[key] = unquantized(a.astype(np.float32), self.w[columns])
+        return self._meant[key]
 
     def cublas_weights(self, l2_bytes: int) -> list[Any]:
         """Copies of the float weights in float16, as tensors of torch."""
@@ -150,10 +159,9 @@ class Data:
 
 @dataclass(frozen=True)
 class PartOf(Problem):
-    """The first `m` tokens of some data in one format; A as a kernel is given it."""
+    """The first `m` tokens of some data in one format; A of its `input`."""
 
     data: Data | None = None
-    input: str = "float32"
 
     @property
     def _source(self) -> Data:
@@ -163,7 +171,8 @@ class PartOf(Problem):
 
     @cached_property
     def a(self) -> np.ndarray:
-        return self._source.a(self.input)[: self.m]
+        a = self._source.a(self.input)[: self.m]
+        return bfloat16_values(a) if self.input == "bfloat16" else a
 
     @cached_property
     def w(self) -> np.ndarray:
@@ -186,7 +195,7 @@ class SharedReference(Reference):
         problem = self.problem
         assert isinstance(problem, PartOf)
         if problem.knows_floats and FORMATS[problem.format].written:
-            return problem._source.meant(problem.m, self.rows, self.columns)
+            return problem._source.meant(problem.m, self.rows, self.columns, problem.input)
         return super().meant
 
 
@@ -239,13 +248,14 @@ class Shared:
     def nan_filled(self, dtype: str) -> Any:
         """A new C, all NaN."""
         if dtype not in self._blank:
-            blank = np.full((self.m, self.data.n), np.nan, dtype)
+            nan = 0x7FFF if dtype == "bfloat16" else np.nan
+            blank = np.full((self.m, self.data.n), nan, array_dtype(dtype))
             self._blank[dtype] = self.machine.array(blank)
         return self.stopwatch.duplicate(self._blank[dtype])
 
     def activations(self, work: Work, input: str) -> tuple[tuple[Any, ...], Any]:
         """(what names it, `Activations`) of a step's pass, which has been run once."""
-        make, takes, (columns, _) = reading(work.step.activations, input)
+        make, takes, (columns, _) = reading_of(work.step, input, work.family)
         if takes != input or columns != 1:
             raise ValueError(f"{work} reads A as {takes}, not as {input}")
         key = (make, work.family, input)
@@ -274,13 +284,14 @@ class Shared:
         self._bits.clear()
 
     def reference(self, work: Work, input: str) -> Reference:
-        """What is right; float16 A is one of its own for A16 alone, whose recipe differs."""
-        dtype = input if work.family == "A16" else "float32"
+        """What is right; float16 A is one of its own for A16 alone, whose recipe differs, bfloat16
+        A has numbers of its own."""
+        dtype = input if work.family == "A16" or input == "bfloat16" else "float32"
         key = (work.format, dtype)
         if key not in self._references:
             m, n, k = self.shape
             distribution, seed = self.data.distribution, self.data.seed
-            problem = PartOf(m, n, k, work.format, distribution, seed, self.data, dtype)
+            problem = PartOf(m, n, k, work.format, distribution, seed, dtype, self.data)
             self._references[key] = SharedReference(problem, COMPARED)
         return self._references[key]
 
@@ -306,10 +317,7 @@ class Product:
         self.packed = shared.data.packed(self.work)
         copies = self.packed.on(machine, shared.stopwatch)
         self.pass_key, self.activations = shared.activations(self.work, self.row.input)
-        sizes = step.scratch(fmt, family, shape) if step.scratch else None
-        scratch = (
-            () if sizes is None else (tuple(machine.array(np.zeros(*each)) for each in sizes),)
-        )
+        scratch = step.scratch_memory(machine, fmt, family, shape)
 
         def launch(weights: tuple[Any, ...], out: Any) -> Any:
             return step.launch(fmt, family, shape, weights, self.activations.arrays, out, *scratch)
@@ -375,7 +383,7 @@ class Product:
         moved = Traffic(
             weights=self.packed.nbytes,
             activations=sum(int(array.nbytes) for array in self.activations.arrays),
-            out=np.dtype(row.output).itemsize * row.M * row.N,
+            out=array_dtype(row.output).itemsize * row.M * row.N,
         )
         operations = 2 * row.M * row.N * row.K
         floor = floor_us(operations, row.unit, moved.from_dram(l2_bytes), limits)

@@ -1,7 +1,8 @@
 """Times the steps at many M into `results/<gpu>/tuning.json`, by which `gemm` chooses.
 
-Totals alone, from float32 A to float32 C, of all steps at one format and shape in one loop. A step
-that a first look finds far slower than the best does not take part: the first look is its time.
+Totals alone, from float32 A to float32 C and, of steps that read and write it, from float16 to
+float16, of all steps at one format and shape in one loop. A step that a first look finds far slower
+than the best does not take part: the first look is its time.
 The file is read by `steps.api.tuning_table`.
 """
 
@@ -20,9 +21,10 @@ from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
 from results.record.schema import Environment, plain
 from results.record.store import slug
-from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read
+from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
 from steps.checks.run import fatal
-from steps.contract import Work
+from steps.components.activations.layouts import inputs
+from steps.contract import Size, Work
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """The M at which steps are tuned."""
@@ -65,41 +67,50 @@ def entries(
             data.release()
 
 
+def wanted_of(work: Work, size: Size) -> list[Wanted]:
+    """What is timed of a work: from float32 to float32, and in float16 where the step can."""
+    step = work.step
+    half = "float16" in inputs(step, work.family) and "float16" in step.outputs
+    return [Wanted(work, size), *([Wanted(work, size, "float16", "float16")] if half else [])]
+
+
 def _entry(shared: Shared, works: Sequence[Work], budget: Budget) -> Measured:
     failures: list[str] = []
     m, n, k = shared.shape
 
-    def tried(work: Work, act: Callable[[], Any]) -> Any:
+    def tried(work: Work, input: str, act: Callable[[], Any]) -> Any:
         """What `act` gives; None where it fails, which is noted."""
         try:
             return act()
         except Exception as error:
             if fatal(error):
                 raise
-            failures.append(f"{work} at M={m} N={n} K={k}: {type(error).__name__}: {error}")
+            name = str(work) if input == "float32" else f"{work} in {input}"
+            failures.append(f"{name} at M={m} N={n} K={k}: {type(error).__name__}: {error}")
             return None
 
-    def entered(work: Work) -> tuple[Product, Contestant]:
-        one = Product(Wanted(work, shared.shape).row(), work, shared)
+    def entered(wanted: Wanted) -> tuple[Product, Contestant]:
+        one = Product(wanted.row(), wanted.work, shared)
         one.first_run()
         _require_right(one)
         return one, one.enter_total(budget)
 
-    pairs = [pair for work in works if (pair := tried(work, partial(entered, work)))]
+    every = [wanted for work in works for wanted in wanted_of(work, shared.shape)]
+    pairs = [pair for one in every if (pair := tried(one.work, one.input, partial(entered, one)))]
     best = min((total.once for _, total in pairs), default=0.0)
     near = [pair for pair in pairs if pair[1].once <= FAR * best]
-    times = {key(one.work): total.once * 1e6 for one, total in pairs}
+    times = {key(one): total.once * 1e6 for one, total in pairs}
     round_robin(shared.stopwatch, [total for _, total in near], budget)
     shared.stopwatch.wait()
     shared.forget_bits()
     for one, total in near:
-        times[key(one.work)] = total.timing.us
+        times[key(one)] = total.timing.us
     for one, _ in near:
-        before = len(failures)
-        tried(one.work, one.last_run)
-        tried(one.work, partial(_require_right, one))
+        before, name = len(failures), (one.work, one.row.input)
+        tried(*name, one.last_run)
+        tried(*name, partial(_require_right, one))
         if len(failures) > before:
-            del times[key(one.work)]
+            del times[key(one)]
     ordered = dict(sorted(times.items(), key=lambda item: _by_step(item[0])))
     return Measured(Entry(works[0].format, n, k, m, ordered), tuple(failures))
 
@@ -110,14 +121,14 @@ def _require_right(product: Product) -> None:
         raise ValueError(found.verdict)
 
 
-def key(work: Work) -> str:
-    """What a step and family are called in the table: "7 A8"."""
-    return f"{work.step.number} {work.family}"
+def key(one: Product) -> str:
+    """What a product's time is called in the table: "7 A8", "14 A16 float16"."""
+    return time_key(one.work.step.number, one.work.family, one.row.input)
 
 
-def _by_step(work: str) -> tuple[int, str]:
-    number, family = work.split()
-    return int(number), family
+def _by_step(name: str) -> tuple[int, str]:
+    number, rest = name.split(maxsplit=1)
+    return int(number), rest
 
 
 # --- the file -------------------------------------------------------------------------------------

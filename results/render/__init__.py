@@ -6,6 +6,6 @@ captions.py    the charts in words
 readme.py      the tables of README.md
 complete.py    results/RESULTS.md
 tables.py      writes both, and checks all that is generated
-page.py        one HTML page: ladder, steps, museum    (markup.py, lesson.py, compiled.py)
+page.py        one HTML page: ladder, steps, museum    (markup.py, compiled.py)
 text.py        tables and progress on a terminal
 """

@@ -45,6 +45,7 @@ beside it; nobody edits it. README.md says how it is measured.
 """
 CALLS: Final = (
     ("gemm.plan", "exact", "float32"),
+    ("gemm.plan", "exact", "float16"),
     ("QuantLinear", "exact", "float32"),
     ("QuantLinear", "exact", "float16"),
     ("QuantLinear", "exact", "bfloat16"),

@@ -26,7 +26,7 @@ from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, lesson, markup, query, text
+from results.render import captions, charts, complete, markup, query, text
 from results.render.arguments import parser_of, run_path
 from results.render.captions import Caption
 from results.render.compiled import Compiled, Compiler, compiled
@@ -93,7 +93,6 @@ class Comparison:
     """A step's source beside that of the step it grew from, both without their docstrings."""
 
     base: int
-    taken: list[str]  # what the step imports from there: no different, and left out
     hunks: list[markup.Hunk]
     changed: int  # lines that the other has not
     lines: int
@@ -232,13 +231,11 @@ def _cells(row: Row) -> list[str]:
 
 
 def _comparison(step: Step, base: Step) -> Comparison:
-    taken, lines = lesson.imported(step, base), source(base)
-    kept = {i + 1 for i in lesson.without(lines, taken)}
-    before = [line for line in markup.body("".join(lines)) if line.number in kept]
+    before = markup.body("".join(source(base)))
     after = markup.body("".join(source(step)))
     hunks = markup.compared(before, after)
     changed = sum(len(each.after) for each in hunks if each.kind == "changed")
-    return Comparison(base.number, sorted(taken), hunks, changed, len(after))
+    return Comparison(base.number, hunks, changed, len(after))
 
 
 def exhibit(pitfall: Pitfall, finding: Finding) -> Exhibit:
