@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import steps.instructions  # noqa: F401  (before numba.cuda)
-from steps.api import launcher
+from steps.api import encode_map, launcher
 from steps.api import plan as plans
 from steps.api.compile import signature_of
 from steps.contract import Launch
@@ -32,7 +32,8 @@ def device_array(shape: tuple[int, ...], dtype: Any, address: int, strides: Any 
 
 
 class Tensor:
-    """A float32 tensor as torch has it."""
+    """A float32 tensor as torch has it. `__cuda_array_interface__` knows no bfloat16, as that of
+    NumPy's dtypes does not."""
 
     def __init__(self, shape: tuple[int, ...], address: int, **changes: Any) -> None:
         self.shape, self.dtype, self.is_cuda = shape, "float32", True
@@ -48,11 +49,14 @@ class Tensor:
     def get_device(self) -> int:
         return self.device_index
 
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(**{**self.__dict__, "dtype": dtype})
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if not self.is_cuda:
             raise AttributeError("this tensor is on the CPU")
-        typestr = {"float32": "<f4", "float16": "<f2"}[self.dtype]
+        typestr = {"float32": "<f4", "float16": "<f2", "uint16": "<u2"}[self.dtype]
         strides = None if self.contiguous else (4, 4 * self.shape[0])
         return {
             "shape": self.shape,
@@ -66,7 +70,8 @@ class Tensor:
 def torch(current_stream: int) -> Any:
     """As much of torch as is asked for here."""
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
-    return SimpleNamespace(Tensor=Tensor, float32="float32", float16="float16", _C=raw)
+    names = ("float32", "float16", "bfloat16", "uint16")
+    return SimpleNamespace(Tensor=Tensor, _C=raw, **{name: name for name in names})
 
 
 @dataclass
@@ -105,12 +110,28 @@ def record_launch(config: Any, function: Any, pointers: int, extra: int) -> tupl
     return (0,)
 
 
+def encode(at: int, kind: int, rank: int, address: int, *described: Any) -> int:
+    """cuTensorMapEncodeTiled; the map says in plain words what it was told."""
+    assert at % 64 == 0, "the driver refuses another place"
+    extents, row_bytes, box, element_strides, *modes = described
+    words = [address, *extents, *row_bytes, *box, *element_strides, kind, rank, *modes, 0, 0]
+    (ctypes.c_uint64 * 16).from_address(at)[:] = words
+    return 0
+
+
+def encoded(address: int, m: int, k: int, tokens: int) -> tuple[int, ...]:
+    """The map of A[m, k] as `encode` leaves it: float16 in two dimensions, boxes of 64 K, element
+    by element, not interleaved, swizzled over 128 bytes, 256 bytes of L2, zeros beyond."""
+    return (address, k, m, 2 * k, 64, tokens, 1, 1, 6, 2, 0, 3, 3, 0, 0, 0)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A machine for plans; the driver under `steps.api.launcher` records launches."""
     fake = FakeGpu()
     monkeypatch.setattr(launcher, "load", fake.load)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=record_launch))
+    monkeypatch.setattr(encode_map, "driver_function", lambda: encode)
     monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     return fake

@@ -14,9 +14,21 @@ from reference import Problem
 from steps import find, ladder, registry
 from steps.api import choice
 from steps.api import tuning_table as tuning
-from steps.api.choice import Choice, choose, launch_configuration, packing_step, packings
+from steps.api.choice import (
+    Choice,
+    choose,
+    launch_configuration,
+    packing_step,
+    packings,
+    torch_cast_us,
+)
 from steps.api.machines import Simulator
 from steps.api.tuning_table import Entry, Tuning
+from steps.components.activations.layouts import (
+    by_family,
+    float16_rows,
+    float32_quantized_inside,
+)
 from steps.contract import ACCURACIES, Launch, Shape, Step
 from tests.api.fake_gpu import FakeGpu
 
@@ -110,7 +122,7 @@ TWO_FAMILIES = (
 )
 def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) -> None:
     tuned(table(*TWO_FAMILIES))
-    among = [one for one in ladder() if one.pack is find(10).pack]
+    among = [one for one in ladder() if one.pack is find(17).pack]
     assert {10, 11} <= {one.number for one in among}
     for found in (chosen(m, among=among), chosen(m)):
         assert (found.step.number, found.family) == (step, family)
@@ -119,6 +131,97 @@ def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) 
     assert (eights.step.number, eights.family) == ({1: 10, 17: 10, 999: 7}[m], "A8")
     assert "fastest of 2 steps" in eights.why
     assert chosen(m, among=among, family="A16").step.number == 11
+
+
+# --- A in 16 bits ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both_families(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A ladder whose step 98 reads float16 rows (A16) or quantizes float32 (A8), up to 16 tokens;
+    its own rows of A are no bfloat16."""
+    step = replace(
+        find(10),
+        number=98,
+        families=("A8", "A16"),
+        activations=by_family(float16_rows, float32_quantized_inside),
+        outputs=("float32", "float16"),
+        most_tokens=16,
+    )
+    before = tuple(one for one in ladder() if one.number < 17)
+    monkeypatch.setattr(choice, "ladder", lambda: (*before, step))
+    monkeypatch.setattr(choice, "find", lambda number: step if number == 98 else find(number))
+    return step
+
+
+def both(found: Choice) -> tuple[int, str]:
+    return found.step.number, found.family
+
+
+def test_float16_is_chosen_for_by_the_times_of_float16(tuned: Any, both_families: Any) -> None:
+    """Those from float32 stand in where there are none."""
+    times = {"98 A8": 3.7, "98 A16": 5.4, "14 A16": 9.0}
+    half = {"98 A16 float16": 3.9, "14 A16 float16": 3.8}
+    tuned(table(Entry("q4_0", 4096, 4096, 1, times)))
+    assert both(chosen()) == (98, "A8")
+    assert both(chosen(input="float16")) == (98, "A16"), "only those that read it"
+    tuned(table(Entry("q4_0", 4096, 4096, 1, {**times, **half})))
+    assert both(chosen()) == (98, "A8"), "of float32 as before"
+    found = chosen(input="float16")
+    assert both(found) == (14, "A16")
+    assert found.why.endswith(" on the NVIDIA H200 (3.8 us)")
+    assert both(chosen(input="bfloat16")) == (14, "A16"), "step 98 does not read it"
+
+
+def test_a_cast_counts(tuned: Any, both_families: Any) -> None:
+    times = {"98 A8": 3.7, "98 A16": 8.0, "14 A16": 9.0}
+    tuned(table(Entry("q4_0", 4096, 4096, 1, times)))
+    for input in ("float16", "bfloat16"):
+        found = chosen(input=input, cast_us=2.5)
+        assert both(found) == (98, "A8")
+        assert found.why.endswith(" (6.2 us, with the cast of A to float32)")
+        assert both(chosen(input=input, cast_us=0.0)) == (98, "A8")
+    assert both(chosen(input="float16", cast_us=4.5)) == (98, "A16")
+    assert both(chosen(input="bfloat16", cast_us=4.5)) == (98, "A8")
+    assert both(chosen(input="bfloat16", cast_us=5.5)) == (14, "A16")
+    assert "cast" not in chosen(input="float16", cast_us=4.5).why
+    assert both(chosen(cast_us=4.5)) == (98, "A8"), "float32 is not cast"
+    large, small = (torch_cast_us(Shape(m, 4096, 4096)) for m in (4096, 1))
+    assert small < 3
+    assert 15 < large < 40
+
+
+def test_a_family_that_was_never_measured_waits(tuned: Any, both_families: Any) -> None:
+    """Where a step has no time here, it is taken in a family that has some elsewhere."""
+    of_8 = Entry("q4_1", 4096, 4096, 1, {"98 A8": 3.7})
+    for input in ("float32", "float16"):
+        tuned(table(of_8, gpu="NVIDIA L4", cc=(8, 9)))
+        assert both(chosen(input=input, cast_us=2.5)) == (98, "A8")
+        both_times = replace(of_8, times={"98 A8": 3.7, "98 A16 float16": 3.9})
+        tuned(table(both_times, gpu="NVIDIA L4", cc=(8, 9)))
+        assert both(chosen(input=input, cast_us=2.5)) == (98, "A16")
+        tuned()
+        assert both(chosen(input=input, cast_us=2.5)) == (98, "A16"), "the last, without any"
+    tuned(table(of_8, gpu="NVIDIA L4", cc=(8, 9)))
+    assert both(chosen(input="float16")) == (98, "A16"), "nobody casts it"
+    assert both(chosen(input="bfloat16", cast_us=2.5)) == (98, "A8"), "made for so few tokens"
+    assert chosen(input="bfloat16").step.most_tokens is None
+    assert both(chosen(17, input="bfloat16", cast_us=2.5)) == (14, "A16")
+
+
+def test_a_step_that_is_named_reads_a_or_is_refused(tuned: Any, both_families: Any) -> None:
+    assert both(chosen(step=98)) == (98, "A16"), "the family that continues the ladder"
+    assert both(chosen(step=98, input="bfloat16", cast_us=0.0)) == (98, "A16")
+    with pytest.raises(ValueError, match=r"^step 98 reads A as float32 or float16 in family A16"):
+        chosen(step=98, input="bfloat16")
+    with pytest.raises(ValueError, match=r"^step 98 reads A as float32 in family A8, not float16$"):
+        chosen(step=98, input="float16", family="A8")
+    with pytest.raises(ValueError, match=r"^step 5 reads A as float32, not bfloat16$"):
+        chosen(step=5, input="bfloat16")
+    assert both(chosen(among=[both_families], input="float16")) == (98, "A16")
+    old = SimpleNamespace(name="Tesla T4", cc=(7, 5), sms=40)
+    with pytest.raises(ValueError, match=r"no step can do this: step 98 .* compute capability 8"):
+        chosen(machine=old, input="float16")
 
 
 # --- without a time -------------------------------------------------------------------------------
@@ -227,35 +330,35 @@ def test_a_new_step_changes_no_choice_until_it_is_measured(
 
 
 def test_a_new_step_is_chosen_by_its_time_once_it_is_measured(new_step: Any, tuned: Any) -> None:
-    new = new_step(12)
-    tuned(table(entry(512, s12A16=30.0, s99A16=20.0), entry(1024, s12A16=30.0, s99A16=40.0)))
+    new = new_step(14)
+    tuned(table(entry(512, s14A16=30.0, s99A16=20.0), entry(1024, s14A16=30.0, s99A16=40.0)))
     assert chosen(512).step is new
-    assert chosen(1024).step is find(12)
+    assert chosen(1024).step is find(14)
     assert packing_step("q4_0", None, (9, 0), "exact") is not new, "its layout is not the default"
 
 
 def test_a_new_step_may_say_that_it_is_a_default(new_step: Any, tuned: Any) -> None:
-    new = new_step(12, chosen_untuned=True)
+    new = new_step(14, chosen_untuned=True)
     assert chosen(512).step is new
     assert packing_step("q4_0", None, (9, 0), "exact") is new
 
 
 def test_gemm_pack_and_plan_pass_a_new_step_over(new_step: Any, tuned: Any) -> None:
-    new, machine = new_step(12), Simulator()
+    new, machine = new_step(14), Simulator()
     problem = Problem(17, 5, 96, "q4_0")
     handle = steps.pack(problem.blocks, machine=machine)
     assert new not in handle.steps
     assert steps.pack(problem.blocks, step=99, machine=machine).steps == (new,)
     for w in (problem.blocks, handle):
         _, found = steps.gemm(problem.a, w, machine=machine, explain=True)
-        assert found.step is find(12)
-        assert steps.plan(17, w, machine=machine).choice.step is find(12)
+        assert found.step is find(14)
+        assert steps.plan(17, w, machine=machine).choice.step is find(14)
     asked = steps.gemm(problem.a, problem.blocks, step=99, machine=machine, explain=True)[1]
     assert asked.step is new
 
 
 def test_where_only_a_new_step_can_it_is_named(new_step: Any, tuned: Any) -> None:
-    new = new_step(12, outputs=("float32", "float16"), min_cc=(7, 5), max_cc=None)
+    new = new_step(14, outputs=("float32", "float16"), min_cc=(7, 5), max_cc=None)
     old = SimpleNamespace(name="Tesla T4", cc=(7, 5), sms=40)
     with pytest.raises(ValueError, match=r"^only step 99 can do this, never measured .*step=99"):
         chosen(machine=old, output="float16")
@@ -269,7 +372,7 @@ def test_where_only_a_new_step_can_it_is_named(new_step: Any, tuned: Any) -> Non
 @pytest.fixture
 def with_fast(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ladder whose last step is not exact."""
-    fast = replace(find(9), number=97, accuracy="fast")
+    fast = replace(find(10), number=97, accuracy="fast")
     monkeypatch.setattr(choice, "ladder", lambda: (*ladder(), fast))
     return fast
 

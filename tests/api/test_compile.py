@@ -8,6 +8,9 @@ from numba import cuda, float32, int32, types
 from numba.cuda import codegen, dispatcher
 
 from steps.api.compile import MachineCode, capability, machine_code, opcodes, signature_of
+from steps.instructions import TensorMap
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, PARAMETERS_BEGIN
+from tests.instructions import hopper_cases
 
 
 @cuda.jit(device=True)
@@ -177,3 +180,29 @@ def test_unknown_architectures(arch):
 def test_only_kernels_are_compiled():
     with pytest.raises(TypeError, match=r"takes a @cuda.jit kernel"):
         machine_code(square, (float32,), "sm_80")
+
+
+def test_a_tensor_map_is_a_tuple_of_words_and_comes_first():
+    a = np.zeros((8, 64), np.float16)
+    tensor_map = TensorMap(a, (8, 64))
+    assert signature_of((tensor_map, a)) == (
+        types.UniTuple(types.uint64, 22),
+        types.float16[:, ::1],
+    )
+    with pytest.raises(TypeError, match="a tensor map must be the kernel's first argument"):
+        signature_of((a, tensor_map))
+
+
+def test_the_map_lies_at_a_multiple_of_64_of_the_constant_bank():
+    """Parameters begin at 0x210: so the address of `out`, the fifth of its facts behind the words
+    of the map, is where the code reads it. The map is 48 bytes further, behind the padding."""
+    (case,) = (case for case in hopper_cases.CASES if case.name == "boxes")
+    inputs, expected = case.prepare(0)
+    code = machine_code(case.kernel, signature_of((*inputs, *expected)))
+    out = PARAMETERS_BEGIN + 8 * PARAMETER_WORDS + 8 * 4
+    assert re.search(rf"ULDC\.64 UR\d+, c\[0x0\]\[{out:#x}\]", code.sass)
+    parameters = re.search(r"ULDC\.64 UR(\d+), c\[0x0\]\[0x198\]", code.sass)
+    assert parameters, "the address of the parameters is a constant of its own"
+    behind = rf"UIADD3 UR\d+, UP0, UR{parameters[1]}, {8 * PADDING_WORDS:#x}, URZ"
+    assert len(re.findall(behind, code.sass)) == 2, "of the prefetch and of the copy"
+    assert (PARAMETERS_BEGIN + 8 * PADDING_WORDS) % 64 == 0

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from reference import Problem, nmse, same_operands_a16
+from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from steps.api import gemm as api
 from steps.api.choice import step_numbers
 from steps.api.machines import Simulator
-from steps.contract import why_no_gpu
+from steps.components.activations.layouts import inputs
+from steps.contract import Step, why_no_gpu
 
 MACHINE = Simulator()
 A8_WITHIN_A16 = 1e-4
@@ -118,10 +120,61 @@ def test_c_may_be_float16_where_a_step_writes_it() -> None:
     assert "float16" in choice.step.outputs
 
 
+READERS = [step for step in steps.ladder() if "float16" in inputs(step, step.families[-1])]
+
+
+@pytest.mark.parametrize("step", READERS, ids=lambda step: step.name)
+def test_a_may_be_of_16_bits_where_a_step_reads_it(step: Step) -> None:
+    """It is multiplied as it is: one launch of A16, whose products are those of its numbers."""
+    family, w = step.families[-1], weights()
+    rounded = activations().astype(np.float16).astype(np.float32)
+    for input in inputs(step, family)[1:]:
+        bits = input == "bfloat16"
+        numbers = rounded_to_bfloat16(rounded) if bits else rounded
+        a = bfloat16_bits(numbers) if bits else numbers.astype(np.float16)
+        machine = Counts()
+        c, choice = api.gemm(a, w, step=step.number, machine=machine, explain=True)
+        assert choice.family == family
+        assert machine.ran == (1 if family == "A16" else 2), "no pass but that of a quantizer"
+        same = same_operands_a16(numbers, w)
+        limit = {"float16": 1e-6, "bfloat16": 1e-5}[input]  # weights are rounded as A is
+        assert nmse(c, same) < (limit if family == "A16" else 1e-3)
+        if input in step.outputs:
+            half = api.gemm(a, w, step=step.number, dtype=input, machine=machine)
+            want = bfloat16_bits(c) if bits else c.astype(np.float16)
+            np.testing.assert_array_equal(half, want, strict=True)
+
+
+class Counts(Simulator):
+    """`ran`: the launches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = 0
+
+    def run(self, launch) -> None:
+        self.ran += 1
+        super().run(launch)
+
+
+def test_the_step_is_one_that_reads_a() -> None:
+    w = weights()
+    for a in (activations(17).astype(np.float16), bfloat16_bits(activations(17))):
+        _, choice = api.gemm(a, w, machine=MACHINE, explain=True)
+        assert "bfloat16" in inputs(choice.step, choice.family)
+    half = activations().astype(np.float16)
+    _, choice = api.gemm(half, w, machine=MACHINE, explain=True)
+    assert "float16" in inputs(choice.step, choice.family)
+    assert choice.step.most_tokens is not None
+    handle = api.pack(w, step=5, machine=MACHINE)
+    with pytest.raises(ValueError, match="no step can do this: step 5 reads A as float32, not flo"):
+        api.gemm(half, handle)
+
+
 def test_a_dtype_that_no_step_writes_is_refused() -> None:
     a, w = activations(), weights()
     for dtype in (np.float64, np.int8, "half a float", None):
-        with pytest.raises(TypeError, match="dtype must be float32 or float16, got "):
+        with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16, got "):
             api.gemm(a, w, dtype=dtype, machine=Untouched())
     with pytest.raises(ValueError, match="step 5 writes C as float32, not float16"):
         api.gemm(a, w, step=5, dtype=np.float16, machine=Untouched())
@@ -207,8 +260,8 @@ READ_ONLY.setflags(write=False)
     ("a", "w", "options", "error", "said"),
     [
         (A.tolist(), W, {}, TypeError, "a must be a NumPy array or one on the GPU"),
-        (A.astype(np.float64), W, {}, TypeError, "a must be float32, got float64"),
-        (A.astype(">f4"), W, {}, TypeError, "a must be float32"),
+        (A.astype(np.float64), W, {}, TypeError, "a must be float32, .* bfloat16, got float64"),
+        (A.astype(">f4"), W, {}, TypeError, "a must be float32, float16 or bfloat16, got >f4"),
         (A[0], W, {}, ValueError, "a must have 2 dimensions, got 1"),
         (A[:, ::2], W, {}, ValueError, r"a must be C-contiguous, got strides \(256, 8\)"),
         (np.asfortranarray(A), W, {}, ValueError, "a must be C-contiguous"),
@@ -245,7 +298,34 @@ READ_ONLY.setflags(write=False)
         (A, W, {"out": [0.0]}, TypeError, "out must be a NumPy array"),
         (A, W, {"out": OnDevice((2, 3))}, TypeError, "out must be a NumPy array, as a is"),
         (OnDevice((2, 64)), W, {}, TypeError, "a is on a GPU and the machine is"),
-        (OnDevice((2, 64), "<f2"), W, {}, TypeError, "a must be float32, got float16"),
+        (OnDevice((2, 64), "<f8"), W, {}, TypeError, "a must be float32, .* got float64"),
+        (OnDevice((2, 64), address=4098), W, {}, ValueError, "a begins 2 bytes past .* of 4,"),
+        (
+            OnDevice((2, 64), "<f2", address=4104),
+            W,
+            {},
+            ValueError,
+            "a begins at 0x1008, 8 bytes past a multiple of 16, and kernels copy float16 16 bytes "
+            r"at a time: make an aligned copy, in torch a.clone\(\)",
+        ),
+        (OnDevice((2, 64), "<u2", address=4098), W, {}, ValueError, "kernels copy bfloat16 16 "),
+        (OnDevice((2, 64), "<f2", strides=(2, 4)), W, {}, ValueError, "make a contiguous copy"),
+        (
+            A.astype(np.float16),
+            W,
+            {"step": 5},
+            ValueError,
+            "step 5 reads A as float32, not float16",
+        ),
+        (
+            A.astype(np.float16),
+            W,
+            {"step": 3, "family": "A8"},
+            ValueError,
+            "step 3 reads A as float32 in family A8, not float16",
+        ),
+        (NAN.astype(np.float16), W, {}, ValueError, "a has 1 values that are NaN or Inf"),
+        (bfloat16_bits(NAN), W, {}, ValueError, "a has 1 values that are NaN or Inf"),
         (OnDevice((2, 64), strides=(4, 8)), W, {}, ValueError, "C-contiguous"),
         (OnDevice((2, 64)), W, {"out": A}, TypeError, "out must be on the GPU, as a is"),
         (
@@ -254,6 +334,13 @@ READ_ONLY.setflags(write=False)
             {"out": OnDevice((2, 3), address=4096 + 508)},
             ValueError,
             r"out \(24 bytes at 0x11fc\) overlaps a \(512 bytes at 0x1000\)",
+        ),
+        (
+            OnDevice((2, 64), "<f2"),
+            W,
+            {"out": OnDevice((2, 3), "<u2", address=4096 + 240), "dtype": "bfloat16"},
+            ValueError,
+            r"out \(12 bytes at 0x10f0\) overlaps a \(256 bytes at 0x1000\)",
         ),
         (
             OnDevice((2, 64)),
@@ -299,10 +386,10 @@ def test_sums_that_a_block_cannot_hold_are_refused_or_multiplied() -> None:
     blocks_k=st.integers(1, 3),
 )
 def test_whatever_is_refused_touches_no_machine(shape, dtype, n, blocks_k) -> None:
-    """Any array that is not float32 [M, 32 x blocks_k] is a TypeError or a ValueError."""
+    """Any array that is no float [M, 32 x blocks_k] is a TypeError or a ValueError."""
     a, w = np.ones(shape, dtype), weights(n, blocks_k * BLOCK)
     fits = len(shape) == 2 and shape[0] > 0 and shape[1] == blocks_k * BLOCK
-    if fits and dtype == np.float32:
+    if fits and dtype in (np.float32, np.float16):
         return
     with pytest.raises((TypeError, ValueError)):
         api.gemm(a, w, machine=Untouched())

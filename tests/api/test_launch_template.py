@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,12 @@ from steps import find, gemm, pack
 from steps.api.choice import choose, choose_packed, packings
 from steps.api.dry_run import WORKSPACE, ZEROED, DryRun
 from steps.api.launch_template import LaunchTemplate
-from steps.contract import Shape
-from tests.api.fake_gpu import FakeGpu, device_array
+from steps.api.launcher import mapped
+from steps.components.activations.layouts import inputs
+from steps.contract import Activations, Launch, Shape, dtype_name
+from steps.instructions import TensorMap
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
+from tests.api.fake_gpu import FakeGpu, device_array, encoded
 
 N, K = 68, 288
 HERE = 1 << 44
@@ -64,11 +70,13 @@ def test_it_launches_what_a_plan_of_the_same_weights_does(gpu, m, name, accuracy
     wanted = launched(gpu, [one.device_ctypes_pointer.value for one in handle.arrays])
     gpu.launched.clear()
     weights = [3 * HERE + 256 * i for i in range(len(handle.arrays))]
-    made(a, out, weights, MEMORY, 5)
+    made(a, out, weights, MEMORY, MEMORY + made.zeroed, 5)
     assert launched(gpu, weights) == wanted
     at_all = {v for _, _, values in gpu.launched for v in values}
     assert set(weights) <= at_all, "each array of the packing is read"
-    assert max((v for v in at_all if MEMORY <= v < HERE), default=0) < MEMORY + made.nbytes
+    assert max((v for v in at_all if MEMORY <= v < HERE), default=0) < (
+        MEMORY + made.zeroed + made.nbytes
+    )
 
 
 def test_zeros_come_first_and_memory_is_apart() -> None:
@@ -77,36 +85,50 @@ def test_zeros_come_first_and_memory_is_apart() -> None:
     memory.array(np.zeros((2, 100), np.int32))
     second = memory.array(np.zeros(1, np.float32))
     third = memory.empty((1,), np.int8)
-    assert (memory.zeroed, memory.nbytes) == (1024 + 256, 1024 + 256 + 512)
+    assert (memory.zeroed, memory.nbytes) == (1024 + 256, 512)
     assert (second.address, third.address) == (ZEROED + 1024, WORKSPACE + 256)
     with pytest.raises(TypeError, match="must be all zero at first"):
         memory.array(np.ones(1))
 
 
-def test_arrays_lie_side_by_side_in_the_workspace_of_the_call(gpu: FakeGpu) -> None:
+def test_arrays_lie_side_by_side_in_the_memory_of_the_call(gpu: FakeGpu) -> None:
     shape, fmt = Shape(300, N, K), FORMATS["q4_0"]
     made = template(gpu, 300)
     own, family = made.choice.step, made.choice.family
     assert own.scratch is not None
     a = device_array((300, K), np.float32, HERE)
     sizes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in own.scratch(fmt, family, shape)]
-    sizes += [array.nbytes for array in own.activations(family, a, gpu).arrays]
-    assert len(sizes) == 4
-    *starts, end = np.cumsum([0, *(-(-size // 256) * 256 for size in sizes)])
-    made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], MEMORY, 0)
-    used = {v - MEMORY for _, _, values in gpu.launched for v in values if MEMORY <= v < HERE}
-    assert used == set(starts)
-    assert (made.zeroed, made.nbytes) == (starts[2], end)
+    *others, counters = sizes
+    others = [*(array.nbytes for array in own.activations(family, a, gpu).arrays), *others]
+    assert len(others) == 3
+    *starts, end = np.cumsum([0, *(-(-size // 256) * 256 for size in others)])
+    zeros, workspace = MEMORY, MEMORY + (1 << 30)
+    made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], zeros, workspace, 0)
+    used = {v - workspace for _, _, values in gpu.launched for v in values if MEMORY <= v < HERE}
+    assert used == {*starts, zeros - workspace}
+    assert (made.zeroed, made.nbytes) == (-(-counters // 256) * 256, end)
 
 
-def test_scratch_memory_is_asked_for_as_zeros(gpu: FakeGpu) -> None:
-    shape = Shape(20, N, K)  # more tokens than for steps without scratch memory
-    made = template(gpu, 20)
-    assert made.choice.step.scratch is not None
-    sizes = made.choice.step.scratch(FORMATS["q4_0"], made.choice.family, shape)
-    assert made.zeroed >= sum(int(np.prod(s)) * np.dtype(t).itemsize for s, t in sizes) > 0
-    made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], MEMORY, 0)
-    assert MEMORY in {v for _, _, values in gpu.launched for v in values}
+def test_nothing_is_asked_for_where_nothing_needs_it(gpu: FakeGpu) -> None:
+    """Float16 A is read where it lies: no rounded rows, no scales; step 12 has no counters. Partial
+    sums are not asked for as zeros, the counters of the blocks that store them are."""
+    of_12 = LaunchTemplate(
+        choose("q4_0", Shape(1, N, K), gpu, step=12, input="float16"),
+        packed_types("q4_0", [find(12)])["tiles"],
+        input="float16",
+        output="float16",
+    )
+    assert (of_12.zeroed, of_12.nbytes, len(of_12.loaded)) == (0, 0, 1)
+    many = {input: template(gpu, 300, input=input) for input in ("float32", "float16", "bfloat16")}
+    assert [len(made.loaded) for made in many.values()] == [2, 1, 1]
+    partials, counters = many["float16"].choice.step.scratch(
+        FORMATS["q4_0"], "A16", Shape(300, N, K)
+    )
+    in_bytes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in (partials, counters)]
+    for made in (many["float16"], many["bfloat16"]):
+        assert [made.nbytes, made.zeroed] == [-(-size // 256) * 256 for size in in_bytes]
+    assert many["float32"].nbytes - many["float16"].nbytes >= 2 * 300 * K + 4 * 300
+    assert many["float32"].zeroed == many["float16"].zeroed > 0
 
 
 def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
@@ -115,7 +137,8 @@ def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
     per_call = len(made.loaded)
 
     def call(i: int) -> None:
-        made(HERE * i, HERE * i + 16, [HERE * i + 32, HERE * i + 48], HERE * i + 64, i)
+        weights = [HERE * i + 32, HERE * i + 48]
+        made(HERE * i, HERE * i + 16, weights, HERE * i + 64, HERE * i + 512, i)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet within a call
@@ -136,25 +159,40 @@ def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
 
 def test_float16_is_written_where_the_step_can(gpu: FakeGpu) -> None:
     for m in (1, 300):
-        made = template(gpu, m, output="float16")
-        can = "float16" in made.choice.step.outputs
-        assert made.writes == ("float16" if can else "float32")
+        for output in ("float16", "bfloat16"):
+            made = template(gpu, m, output=output)
+            can = output in made.choice.step.outputs
+            assert made.writes == (output if can else "float32")
         assert template(gpu, m).writes == "float32"
 
 
+@pytest.mark.parametrize("input", ["float16", "bfloat16"])
 @pytest.mark.parametrize("accuracy", ["exact", "fast", "coarse"])
-def test_float16_is_read_where_the_pass_can(gpu: FakeGpu, accuracy: str) -> None:
-    for m, reads in ((1, "float32"), (300, "float16")):
-        made = template(gpu, m, accuracy, input="float16")
-        assert made.reads == reads
-        first, *_ = made.loaded
-        assert str(first.source.args[0].dtype) == reads or m == 1
+def test_16_bits_are_read_where_the_step_can(gpu: FakeGpu, accuracy: str, input: str) -> None:
+    for m in (1, 300):
+        made = template(gpu, m, accuracy, input=input)
+        can = input in inputs(made.choice.step, made.choice.family)
+        assert can or m == 1
+        assert made.reads == (input if can else "float32")
+        first = made.loaded[0].source
+        a = mapped(first).array if mapped(first) else first.args[0]
+        assert dtype_name(a) == made.reads or m == 1
         assert template(gpu, m, accuracy).reads == "float32"
+
+
+def test_bfloat16_that_a_step_does_not_multiply_is_read_as_float32(gpu: FakeGpu) -> None:
+    """Never as the float16 that the same bits would be."""
+    choice = choose("q4_0", Shape(20, N, K), gpu, step=14)
+    older = replace(choice, step=replace(choice.step, outputs=("float32", "float16")))
+    types = packed_types("q4_0", [choice.step])["tiles"]
+    assert LaunchTemplate(choice, types, input="bfloat16").reads == "bfloat16"
+    made = LaunchTemplate(older, types, input="bfloat16")
+    assert (made.reads, len(made.loaded)) == ("float32", 2)
 
 
 def test_gates_are_computed_where_the_pass_can(gpu: FakeGpu) -> None:
     for accuracy, m, reads in (
-        ("exact", 1, "float32"),
+        ("exact", 1, "float32"),  # Q8_1, which the table has times of
         ("exact", 300, "gated"),
         ("fast", 300, "float16"),
     ):
@@ -174,3 +212,47 @@ def test_too_many_blocks_are_refused(gpu: FakeGpu) -> None:
     choice = choose("q4_0", Shape(2**22, N, K), gpu, step=1)
     with pytest.raises(ValueError, match="thread blocks along y and CUDA launches at most 65535"):
         LaunchTemplate(choice, packed_types("q4_0", [find(1)])[find(1).pack.__name__])
+
+
+def mapped_template(gpu: FakeGpu, m: int, pass_first: bool) -> LaunchTemplate:
+    """Of a step that reads A, or what a pass made of it, through a tensor map."""
+
+    def rows(family: Any, a: Any, machine: Any) -> Activations:
+        if not pass_first:
+            return Activations((a,))
+        halves = machine.empty((m, K), np.float16)
+        rounder = SimpleNamespace(__name__="rounder")
+        return Activations((halves,), (Launch(rounder, (1,), (32,), (a, halves)),))
+
+    def launch(fmt: Any, family: Any, shape: Any, w: Any, activations: Any, out: Any) -> Launch:
+        a = replace(activations[0], dtype=np.dtype(np.float16))  # as a template of float16 has it
+        own = SimpleNamespace(__name__="own")
+        return Launch(own, (1,), (32,), (TensorMap(a, (16, 64)), *w, out))
+
+    step = replace(find(1), activations=rows, launch=launch, scratch=None)
+    choice = replace(choose("q4_0", Shape(m, N, K), gpu, step=1), step=step)
+    return LaunchTemplate(choice, packed_types("q4_0", [step])[step.pack.__name__])
+
+
+@pytest.mark.parametrize("pass_first", [False, True])
+def test_a_tensor_map_moves_with_its_matrix(gpu: FakeGpu, pass_first: bool) -> None:
+    made = mapped_template(gpu, 20, pass_first)
+    for a in (HERE, HERE + 32):
+        workspace = MEMORY + a - HERE
+        gpu.launched.clear()
+        made(a, 2 * HERE, [3 * HERE], 4 * HERE, workspace, 0)
+        assert len(gpu.launched) == 1 + pass_first
+        *_, (name, _, values) = gpu.launched
+        assert name == "own"
+        words = encoded(workspace if pass_first else a, 20, K, 16)
+        assert values[:PARAMETER_WORDS] == (*[0] * PADDING_WORDS, *words)
+
+
+@pytest.mark.parametrize(("pass_first", "a", "workspace"), [(False, 8, 0), (True, 0, 8)])
+def test_a_matrix_that_a_tensor_map_cannot_have_launches_nothing(
+    gpu: FakeGpu, pass_first: bool, a: int, workspace: int
+) -> None:
+    made = mapped_template(gpu, 20, pass_first)
+    with pytest.raises(ValueError, match="a multiple of 16 bytes; this one lies 8 bytes after one"):
+        made(HERE + a, 2 * HERE, [3 * HERE], 4 * HERE, MEMORY + workspace, 0)
+    assert not gpu.launched

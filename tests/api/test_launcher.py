@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from steps.api import launcher
+from steps.api import encode_map, launcher
 from steps.api.compile import signature_of
+from steps.api.dry_run import Placeholder
 from steps.api.launcher import load, parameters, stream_handle
 from steps.contract import Launch
-from tests.api.fake_gpu import FakeGpu, device_array
+from steps.instructions import TensorMap
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
+from tests.api.fake_gpu import FakeGpu, device_array, encoded
+from tests.instructions import hopper_cases
 
 BLOCK = np.dtype([("d", np.float16), ("qs", np.uint8, (16,))])
 ARGUMENTS = (
@@ -124,6 +128,82 @@ def test_a_loaded_launch_hands_the_driver_its_parameters(gpu: FakeGpu) -> None:
     loaded.arguments[4] = 1 << 51
     loaded()
     assert gpu.launched[-1][2][4] == 1 << 51
+
+
+NAMED = SimpleNamespace(__name__="kernel")
+PADDING = (0,) * PADDING_WORDS
+
+
+def test_a_tensor_map_is_the_first_parameter_encoded(gpu: FakeGpu) -> None:
+    a, out = (device_array((21, 72), np.float16, 1 << place) for place in (44, 45))
+    loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (16, 64)), out, 7)))
+    loaded()
+    rest = (0, 0, 21 * 72, 2, 1 << 45, 21, 72, 144, 2, 7)
+    assert gpu.launched == [("kernel", 0, (*PADDING, *encoded(1 << 44, 21, 72, 16), *rest))]
+    assert loaded.within(1 << 44, 4) == [], "the words of a map are the driver's"
+    assert loaded.within(1 << 45, 4) == [(PARAMETER_WORDS + 4, 0)]
+    assert loaded.mapped_within((1 << 44) - 32, 64) == 32
+    assert loaded.mapped_within(1 << 45, 64) is None
+    loaded.put_mapped((1 << 46) + 16)
+    loaded()
+    words = gpu.launched[-1][2][:PARAMETER_WORDS]
+    assert words == (*PADDING, *encoded((1 << 46) + 16, 21, 72, 16))
+
+
+def test_a_tensor_map_of_a_placeholder_waits_for_its_address(gpu: FakeGpu) -> None:
+    a = Placeholder(4096, (5, 64), np.dtype(np.uint16))
+    loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (8, 64)),)))
+    assert not any(loaded.arguments)
+    assert loaded.mapped_within(4000, 100) == 96
+    loaded.put_mapped(1 << 40)
+    assert tuple(loaded.arguments) == (*PADDING, *encoded(1 << 40, 5, 64, 8))
+
+
+def test_a_tensor_map_is_encoded_once_for_each_address(gpu: FakeGpu, monkeypatch) -> None:
+    calls: list[int] = []
+    encode = encode_map.driver_function()
+
+    def counting(*given: Any) -> int:
+        calls.append(given[3])
+        return encode(*given)
+
+    monkeypatch.setattr(encode_map, "driver_function", lambda: counting)
+    a = device_array((5, 64), np.float16, 1 << 40)
+    loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (8, 64)),)))
+    for address in (1 << 40, 1 << 41, 1 << 41, 1 << 40):
+        loaded.put_mapped(address)
+    assert calls == [1 << 40, 1 << 41, 1 << 40]
+
+
+def test_a_matrix_at_an_odd_place_is_refused(gpu: FakeGpu) -> None:
+    sentence = "takes it at a multiple of 16 bytes; this one lies 8 bytes after one"
+    odd, even = (device_array((5, 64), np.float16, (1 << 40) + by) for by in (8, 16))
+    with pytest.raises(ValueError, match=sentence):
+        gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(odd, (8, 64)),)))
+    loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(even, (8, 64)),)))
+    before = tuple(loaded.arguments)
+    with pytest.raises(ValueError, match=sentence):
+        loaded.put_mapped((1 << 41) + 8)
+    assert tuple(loaded.arguments) == before
+    loaded.put_mapped((1 << 40) + 16)
+    assert tuple(loaded.arguments) == before
+
+
+def test_a_map_that_the_driver_refuses_is_an_error(gpu: FakeGpu, monkeypatch) -> None:
+    monkeypatch.setattr(encode_map, "driver_function", lambda: lambda *_: 1)
+    a = device_array((5, 64), np.float16, 1 << 40)
+    with pytest.raises(
+        RuntimeError, match="CUDA_ERROR_INVALID_VALUE for a matrix at 0x10000000000"
+    ):
+        gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (8, 64)),)))
+
+
+def test_a_tensor_map_of_a_numpy_array_is_refused() -> None:
+    a = TensorMap(np.zeros((8, 64), np.float16), (8, 64))
+    with pytest.raises(
+        TypeError, match=r"argument 0 of kernel is a NumPy array of shape \(8, 64\)"
+    ):
+        load(Launch(NAMED, (1,), (32,), (a,)))
 
 
 def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,3 +326,77 @@ def test_a_captured_launch_runs_when_the_graph_does() -> None:
     graph.launch(stream)
     stream.sync()
     np.testing.assert_array_equal(y.copy_to_host(), wanted)
+
+
+def boxes_on_the_gpu() -> tuple[Launch, Any, np.ndarray]:
+    """A launch with a tensor map, its output and what must be there."""
+    if cuda.get_current_device().compute_capability != (9, 0):
+        pytest.skip("tensor maps are for compute capability 9.0")
+    (case,) = (case for case in hopper_cases.CASES if case.name == "boxes")
+    (source,), (wanted,) = case.prepare(0)
+    a, out = cuda.to_device(source.array), cuda.to_device(np.zeros_like(wanted))
+    launch = Launch(case.kernel, case.grid, (case.block,), (TensorMap(a, source.box), out))
+    return launch, out, wanted
+
+
+@pytest.mark.gpu
+def test_a_tensor_map_follows_its_matrix() -> None:
+    launch, out, wanted = boxes_on_the_gpu()
+    loaded = load(launch)
+    loaded()
+    cuda.synchronize()
+    np.testing.assert_array_equal(out.copy_to_host(), wanted)
+    elsewhere = cuda.to_device(-launch.args[0].array.copy_to_host())
+    loaded.put_mapped(launcher.address_of(elsewhere))
+    loaded()
+    cuda.synchronize()
+    np.testing.assert_array_equal(out.copy_to_host().view(np.float16), -wanted.view(np.float16))
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_keeps_its_tensor_map() -> None:
+    from cuda.core import Device
+
+    launch, out, wanted = boxes_on_the_gpu()
+    loaded = load(launch)
+    device = Device()
+    device.set_current()
+    builder, stream = device.create_graph_builder(), device.create_stream()
+    builder.begin_building()
+    loaded(builder)
+    builder.end_building()
+    graph = builder.complete()
+    elsewhere = cuda.to_device(np.zeros((37, 104), np.float16))
+    loaded.put_mapped(launcher.address_of(elsewhere))  # the graph has the words of before
+    graph.launch(stream)
+    stream.sync()
+    np.testing.assert_array_equal(out.copy_to_host(), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "kind", "k"), [("float16", "FLOAT16", 104), ("int8", "UINT8", 208)]
+)
+def test_a_tensor_map_is_encoded_as_cuda_bindings_do(dtype: str, kind: str, k: int) -> None:
+    from cuda.bindings import driver as d
+
+    cuda.current_context()
+    room = np.zeros(16, np.uint64)
+    a = cuda.to_device(np.zeros((37, k), dtype))
+    address, columns = launcher.address_of(a), 128 * k // 208
+    encode_map.EncodedMap(TensorMap(a, (24, columns)), room.ctypes.data).put(address)
+    error, wanted = d.cuTensorMapEncodeTiled(
+        getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+        2,
+        address,
+        [d.cuuint64_t(k), d.cuuint64_t(37)],
+        [d.cuuint64_t(208)],
+        [d.cuuint32_t(columns), d.cuuint32_t(24)],
+        [d.cuuint32_t(1), d.cuuint32_t(1)],
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    assert not error
+    assert room.tolist() == [int(word) for word in wanted.opaque]

@@ -13,13 +13,16 @@ import pytest
 import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem
+from reference.bfloat16 import bfloat16_bits
 from steps import gemm, ladder, pack
 from steps.api.dry_run import REGION
 from steps.api.machines import Simulator
 from steps.api.plan import Plan
-from steps.contract import Family, Step
+from steps.components.activations.layouts import inputs
+from steps.contract import Family, Step, array_dtype
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from tests.api import fake_gpu
-from tests.api.fake_gpu import FakeGpu, Tensor, device_array
+from tests.api.fake_gpu import FakeGpu, Tensor, device_array, encoded
 from tests.steps.works import WORKS
 
 ONCE = [pytest.param(*work.values, id=work.id) for work in WORKS if work.values[2] == "q5_1"]
@@ -82,8 +85,25 @@ def test_a_plan_may_write_float16() -> None:
     np.testing.assert_array_equal(out, wanted.astype(np.float16))
     with pytest.raises(TypeError, match="out must be float16, got float32"):
         plan(PROBLEM.a, wanted)
-    with pytest.raises(TypeError, match="dtype must be float32 or float16"):
+    with pytest.raises(TypeError, match=r"^dtype must be float32, float16 or bfloat16, got .*64"):
         gemm.plan(M, PROBLEM.blocks, dtype=np.float64, machine=machine)
+    with pytest.raises(TypeError, match="input must be float32, float16 or bfloat16, got 'q8_1'"):
+        gemm.plan(M, PROBLEM.blocks, input="q8_1", machine=machine)
+
+
+@pytest.mark.parametrize("input", ["float16", "bfloat16"])
+def test_a_plan_may_read_16_bits(input: str) -> None:
+    machine, bits = Simulator(), input == "bfloat16"
+    a = bfloat16_bits(PROBLEM.a) if bits else PROBLEM.a.astype(np.float16)
+    plan = gemm.plan(M, PROBLEM.blocks, input=input, dtype=a.dtype, machine=machine)
+    out = np.zeros((M, N), a.dtype)
+    plan(a, out)
+    wanted = gemm(a, PROBLEM.blocks, dtype=input, machine=machine)
+    np.testing.assert_array_equal(out, wanted, strict=True)
+    assert input in inputs(plan.choice.step, plan.choice.family)
+    assert len(plan._launches) == 1
+    with pytest.raises(TypeError, match=f"a must be {input}, got float32"):
+        plan(PROBLEM.a, out)
 
 
 def test_explain_says_which_step_it_was_and_why() -> None:
@@ -190,6 +210,74 @@ def test_nothing_is_allocated_by_a_call(gpu: FakeGpu) -> None:
         device_array((M, N), np.float32, 2 * SOMEWHERE),
     )
     assert next(gpu.addresses) == free + (1 << 24)
+
+
+def halves(gpu: FakeGpu, step: int = 14, name: str = "float16") -> Plan:
+    return planned(gpu, step, input=name, dtype=name)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_one_launch_reads_a_of_16_bits_where_it_lies(name: str, gpu: FakeGpu, torch) -> None:
+    """By its address in a parameter, or by a tensor map that is encoded for each address."""
+    for step in (11, 14):
+        plan = halves(gpu, step, name)
+        tokens = 16  # of a box
+        for at in (SOMEWHERE, SOMEWHERE + 32):
+            gpu.launched.clear()
+            plan(on(at, (M, K), dtype=name), on(3 * SOMEWHERE, (M, N), dtype=name))
+            ((_, stream, values),) = gpu.launched
+            assert stream == 4711
+            assert 3 * SOMEWHERE in values
+            if step == 11:
+                assert at in values
+            else:
+                assert values[PADDING_WORDS:PARAMETER_WORDS] == encoded(at, M, K, tokens)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("step", [11, 14])
+def test_a_of_16_bits_begins_at_a_multiple_of_16_bytes(step, name, gpu, torch) -> None:
+    plan = halves(gpu, step, name)
+    out = on(3 * SOMEWHERE, (M, N), dtype=name)
+    arrays = [on(SOMEWHERE + 8, (M, K), dtype=name)]
+    arrays += [device_array((M, K), array_dtype(name), SOMEWHERE + 8)]
+    for a in arrays:
+        with pytest.raises(
+            ValueError,
+            match=rf"^a begins at {SOMEWHERE + 8:#x}, 8 bytes past a multiple of 16, and kernels "
+            rf"copy {name} 16 bytes at a time: make an aligned copy, in torch a.clone\(\)$",
+        ):
+            plan(a, out)
+    with pytest.raises(ValueError, match=f"a begins 1 bytes past a multiple of 2, .*{name} only"):
+        plan(on(SOMEWHERE + 1, (M, K), dtype=name), out)
+    with pytest.raises(ValueError, match=r"a must be C-contiguous.* make a contiguous copy"):
+        plan(on(SOMEWHERE, (M, K), dtype=name, contiguous=False), out)
+    for wrong in {"float32", "float16", "bfloat16"} - {name}:
+        with pytest.raises(TypeError, match=f"a must be {name}, got {wrong}"):
+            plan(on(SOMEWHERE, (M, K), dtype=wrong), out)
+    assert gpu.launched == []
+
+
+def test_memory_is_allocated_where_something_needs_it(gpu: FakeGpu) -> None:
+    """Float16 A needs no rows and scales of its own, step 12 no counters."""
+    allocated = []
+    for name in ("empty", "array"):
+        original = getattr(gpu, name)
+
+        def noted(*args: Any, name: str = name, original: Any = original) -> Any:
+            allocated.append(name)
+            return original(*args)
+
+        setattr(gpu, name, noted)
+    handle = pack(PROBLEM.blocks, machine=gpu)
+    allocated.clear()
+    gemm.plan(M, handle, step=12, input="float16", dtype="float16")
+    assert allocated == []
+    gemm.plan(M, handle, step=12)
+    assert allocated == ["empty"], "the rows and their scales, side by side"
+    allocated.clear()
+    gemm.plan(M, handle, step=14, input="float16")
+    assert allocated == ["array", "empty"], "counters, partial sums"
 
 
 @pytest.fixture

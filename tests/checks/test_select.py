@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from steps.checks.cases import DISTRIBUTION_CYCLE, ORDERS, cases
-from steps.checks.select import select, with_parents
+from steps.checks.select import UsageError, select, with_parents
 from steps.registry import find, ladder
 
 
@@ -24,7 +24,7 @@ def test_works_come_with_their_parents() -> None:
 
 
 def test_a_parent_of_another_family_is_taken_in_its_own() -> None:
-    (step,) = (one for one in ladder() if one.name.endswith("w4a8_wgmma"))
+    (step,) = (one for one in ladder() if one.name.endswith("wgmma_int8"))
     works = with_parents(select((step,), ["q4_0"]))
     assert [(w.step.number, w.family) for w in works] == [
         (step.parents["A8"], "A16"),
@@ -40,6 +40,18 @@ def test_a_parent_that_this_gpu_cannot_run_is_left_out() -> None:
     child = next(one for one in ladder() if step.number in one.parents.values())
     works = with_parents(select((child,), ["q4_0"]), (7, 5))
     assert {w.step.number for w in works} == {child.number}
+
+
+def test_works_write_c_in_the_dtype_asked_for_and_so_do_parents() -> None:
+    works = select(ladder(), ["q4_0"], output="float16")
+    assert {work.step.number for work in works} == {
+        step.number for step in ladder() if "float16" in step.outputs
+    }
+    eleven = select((find(11),), ["q4_0"], output="bfloat16")
+    assert with_parents(eleven, output="bfloat16") == eleven, "step 9 writes float32"
+    assert len(with_parents(eleven)) == 2
+    with pytest.raises(UsageError, match="step 9 writes C as float32, not bfloat16"):
+        select((find(9),), output="bfloat16")
 
 
 @pytest.mark.parametrize("simulated", [True, False])

@@ -98,17 +98,6 @@ def test_diff_is_against_the_parent() -> None:
     assert other.stdout.startswith("--- steps/step02_naive_w4a8.py")
 
 
-def test_diff_leaves_out_what_a_step_imports_from_its_parent() -> None:
-    first, *lines = typed("diff", "9").stdout.splitlines()
-    assert first.startswith("step09_stream_k imports these from step08_async_pipeline: BN, ")
-    assert lines[0] == "--- steps/step08_async_pipeline.py"
-    assert not any(
-        line.startswith(("-def int8_tile", "-BN: ", "-    def fetch_")) for line in lines
-    )
-    assert any(line.startswith("+    def hand_over") for line in lines)
-    assert any(line.startswith("-    def w4a8_async_pipeline") for line in lines)
-
-
 @pytest.mark.parametrize(
     ("kind", "marks"),
     [("ptx", [".visible .entry", ".target sm_80"]), ("sass", ["EXIT", ".text.", "/*0000*/"])],
@@ -130,6 +119,31 @@ def test_machine_code_as_json_and_of_the_activation_pass() -> None:
     assert data["spill_store_bytes"] == 0
     assert sum(data["instructions"].values()) > 10
     assert "EXIT" in data["sass"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_machine_code_of_a_dtype(dtype: str, capsys) -> None:
+    """What is made of weights: float16, or bfloat16. A of 16 bits has no pass."""
+    command = ["sass", "12", "--dtype", dtype, "--format", "q4_0"]
+    assert cli.main([*command, "--json"]) == 0
+    sass = json.loads(capsys.readouterr().out)["sass"]
+    assert ("HGMMA.64x64x16.F32.BF16" in sass) == (dtype == "bfloat16")
+    assert cli.main([*command, "--activations", "--summary"]) == (0 if dtype == "float32" else 2)
+    assert ("no activation pass" in capsys.readouterr().err) == (dtype != "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_steps_are_checked_in_a_dtype(dtype: str, capsys) -> None:
+    command = ["check", "5", "12", "--format", "q4_0", "--m", "3", "--n", "5", "--k", "64"]
+    assert cli.main([*command, "--machine", "simulator", "--dtype", dtype, "--long"]) == 0
+    title, *_, line = capsys.readouterr().out.splitlines()
+    assert title.endswith(f", not timed, C in {dtype}.")
+    assert line.split()[:3] == ["12", "W4A16", "q4_0"], "step 5 writes no such C"
+    assert float(line.split()[3]) == pytest.approx(*NMSE_IN[dtype])
+
+
+NMSE_IN = {"float16": (5e-8, 1.0), "bfloat16": (1e-5, 0.9)}
+"""Of C rounded to 11 bits and to 8: (about, and how far off it may be as a share of that)."""
 
 
 def test_pitfalls_has_a_command_line_of_its_own() -> None:
@@ -160,6 +174,9 @@ def test_pitfalls_has_a_command_line_of_its_own() -> None:
         (["run", "1", "--seed", "x"], "'x' is not a whole number"),
         (["run", "1", "--bogus"], "does not know --bogus"),
         (["check", "1", "--machine", "tpu"], "invalid choice: 'tpu'"),
+        (["check", "1", "--dtype", "half"], "invalid choice: 'half'"),
+        (["check", "5", "--dtype", "float16"], "step 5 writes C as float32, not float16"),
+        (["sass", "5", "--dtype", "bfloat16"], "step 5 writes C as float32, not bfloat16"),
         (["diff", "1"], "step 1 has no parent"),
         (["diff"], "STEP"),
         (["sass", "1", "--arch", "pentium"], "'pentium' is not an architecture"),

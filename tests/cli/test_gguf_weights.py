@@ -122,7 +122,7 @@ def test_a_kernel_is_judged_by_its_operands_and_no_format_is(model: Path) -> Non
 def test_a_part_is_checked_in_the_simulator(model: Path, name: str, capsys: Any) -> None:
     tensor = UP.replace("up", name)
     options = ["--machine", "simulator", "--gguf", str(model), "--tensor", tensor]
-    assert cli.main(["check", "12", *options, "--m", "512"]) == 0
+    assert cli.main(["check", "14", *options, "--m", "512"]) == 0
     title, _, head, _, row, *notes = capsys.readouterr().out.splitlines()
     assert f"on a part of {tensor} of model.gguf, {name} [{N}, {K}]: " in title
     assert "rows 0 to 129 of 300, K 0 to 255 of 1024, 9 of 512 tokens" in title
@@ -345,7 +345,7 @@ def test_blocks_as_they_are_go_from_the_file_to_the_machine(model: Path) -> None
     assert handle.arrays[0].nbytes == tensor.nbytes
 
 
-@pytest.mark.parametrize("number", [5, 12, 13])
+@pytest.mark.parametrize("number", [5, 14, 15])
 def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch: Any) -> None:
     """They read the file where it is mapped, and what they make is what is uploaded."""
     read: list[np.ndarray] = []

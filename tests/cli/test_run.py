@@ -79,10 +79,10 @@ def test_m_n_and_k_replace_those_of_the_home_shape(
     measured: list[Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["run", "2", "10", *CHEAP, "--m", "4"]) == 0
+    assert cli.main(["run", "2", "17", *CHEAP, "--m", "4"]) == 0
     assert {shape: numbers(works) for shape, works in measured[0].items()} == {
         (4, 4096, 4096): [1, 2],
-        (4, 4096, 14336): [2, 10],
+        (4, 4096, 14336): [2, 17, 17],
     }
     assert "at the shape asked for" in capsys.readouterr().out.splitlines()[0]
 
@@ -166,6 +166,39 @@ def test_all_that_a_run_launches_is_compiled_first(monkeypatch: pytest.MonkeyPat
     }
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_of_a_dtype_that_is_asked_for_nothing_else_is_measured(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps and parents that write it, checked and timed; A comes so where they read it."""
+    seen: list[Any] = []
+    checked: list[Any] = []
+
+    def passed(works: Any, *rest: Any) -> Outcomes:
+        checked.append(rest[-1])
+        return Outcomes([Outcome(work, 2) for work in works])
+
+    monkeypatch.setattr(run, "compile_ahead", lambda wanted, gpu, say: seen.extend(wanted))
+    monkeypatch.setattr(run, "check_works", passed)
+    home = find(11).home_shapes[0]
+    for dtype in ("float16", "bfloat16"):
+        assert cli.main(["run", "5", "11", "12", *CHEAP, "--dtype", dtype]) == 0
+        assert {shape: numbers(works) for shape, works in measured.pop().items()} == {
+            home: [11, 12]
+        }
+        assert capsys.readouterr().out.startswith(
+            f"Pretended GPU, each step at its home shape, C in {dtype}\n"
+        )
+        assert {(one[2], one[3]) for one in seen} == {(dtype, dtype)}
+        assert {one[1] for one in seen} == {home, (1, 2, 32), (3, 2, 32)}
+        seen.clear()
+    assert checked == ["float16", "bfloat16"]
+    assert cli.main(["run", "12", *CHEAP]) == 0
+    of_run = {(one[2], one[3]) for one in seen if one[1] == home}
+    assert of_run == {(one, one) for one in ("float32", "float16", "bfloat16")}
+    assert checked[2] == "float32"
+
+
 def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,14 +224,14 @@ def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     here = SimpleNamespace(limits=Limits())
     monkeypatch.setattr(run.benching.Bench, "here", classmethod(lambda *_: here))
     monkeypatch.setattr(run.benching, "measure_rows", measured_rows)
-    command = ["run", "2", "10", "--format", "q4_0,q8_0", "--dist", "llm", "--seed", "3", "--long"]
+    command = ["run", "2", "17", "--format", "q4_0,q8_0", "--dist", "llm", "--seed", "3", "--long"]
     assert cli.main(command) == 1
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == ["no"] * 3 + [
+    assert printed.err.splitlines() == ["no"] * 4 + [
         "the run ended early: RuntimeError: an illegal address"
     ]
     assert "2.00x" in printed.out, "step 2 beside step 1"
     ((shapes, wrong, data),) = asked
     assert shapes == [(512, 4096, 4096), (1, 4096, 14336)]
     assert {key[2] for key in wrong} == {"q8_0"}
-    assert data == {"distribution": "llm", "seed": 3, "given": None}
+    assert data == {"distribution": "llm", "seed": 3, "given": None, "output": None}

@@ -14,25 +14,30 @@ from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS, tiles
-from reference import Halves, Problem
+from reference import Bfloats, Halves, Problem, bfloat16_values
 from reference.product import least_half
 from steps.api.compile import machine_code, signature_of
 from steps.api.machines import Gpu, Simulator
+from steps.components.activations.gated import gated_grid, gated_to_rows
 from steps.components.activations.layouts import (
     GATED,
+    by_family,
     decode,
     encode,
-    float16_chunks,
-    gated_chunks,
-    int8_chunks,
-    int8_chunks_and_sums,
+    float16_rows,
+    gated_rows,
+    int8_rows,
     q8_1_blocks,
     reading,
 )
-from steps.components.activations.reorder import chunk_grid, halves_to_chunks
-from steps.components.activations.rows import HALF_THREADS, half_loads, half_rounder
+from steps.components.activations.rows import (
+    ROW_THREADS,
+    row_loads,
+    row_rounder,
+)
 from steps.components.unpack.codes import tile_format
 from steps.components.unpack.halves import half_format
+from steps.contract import array_dtype
 from steps.instructions import store_u32x4
 from steps.simulator.launch import simulate
 from tests.components.packed_tiles import by_row_tile
@@ -40,11 +45,6 @@ from tests.components.passes import what_it_makes, writes_what_is_its_own
 from tests.formats.test_repack import any_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
-PASSES = [
-    (float16_chunks, "A16", "halves"),
-    (int8_chunks, "A8", "tokens"),
-    (int8_chunks_and_sums, "A8", "summed"),
-]
 MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
 
 
@@ -157,9 +157,10 @@ def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.
     packed, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
     out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
     simulate(fragment_reader(name), len(out), 32, (packed, out))
-    # row tile, K tile, half, step, g, t, odd, row g or g + 8, pair: of 16 K 4 t + odd + 2 pair
+    # row tile, K tile, half, step, g, t, eight, row g or g + 8, half of the register: of 16 K
+    # 8 eight + 2 t + that half
     parts = out.view(np.float16).reshape(n // TILE_ROWS, k // TILE_K, 2, 4, 8, 4, 2, 2, 2)
-    return parts.transpose(0, 7, 4, 1, 2, 3, 5, 8, 6).reshape(n, k), factors
+    return parts.transpose(0, 7, 4, 1, 2, 3, 6, 5, 8).reshape(n, k), factors
 
 
 @weight_format
@@ -209,7 +210,7 @@ def test_instructions_of_a_fragment(name: str) -> None:
 
 
 def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    return what_it_makes(float16_chunks, "A16", "halves", machine, a, offset)
+    return what_it_makes(float16_rows, "A16", "rows", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -230,51 +231,57 @@ def any_halves(m: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
-@pytest.mark.parametrize("shape", [(1, 32), (5, 160), (9, 96), (3, 4192)])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 160), (9, 96), (3, 4192), (1, 28704)])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_activations_are_the_recipe_bit_for_bit(
     machine: Any, shape: tuple[int, int], offset: int
 ) -> None:
     a = odd_rows(*shape, seed=offset)
-    units, factors = rounded(machine(), a, offset)
-    got, want = decode("halves", (units, factors), *shape), Halves.of_values(a)
+    made, factors = rounded(machine(), a, offset)
+    got, want = decode("rows", (made, factors), *shape), Halves.of_values(a)
     assert isinstance(got, Halves)
     np.testing.assert_array_equal(got.h, want.h)
     np.testing.assert_array_equal(got.factor, want.factor)
-    np.testing.assert_array_equal(units, encode("halves", want)[0])  # zeros beyond M and K
+    np.testing.assert_array_equal(made, encode("rows", want)[0])
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2, 4])
-@pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
-@pytest.mark.parametrize("machine", MACHINES)
-def test_float16_activations_stay_what_they_are(
-    machine: Any, shape: tuple[int, int], offset: int
-) -> None:
-    """Bit for bit, whatever they are, NaN too, with factors of 1, and zeros beyond M and K."""
-    a = any_halves(*shape, seed=offset)
-    assert reading(float16_chunks, "float16") == (float16_chunks, "float16", (1, "float16"))
-    units, factors = rounded(machine(), a, offset)
-    got = decode("halves", (units, factors), *shape)
-    assert isinstance(got, Halves)
-    np.testing.assert_array_equal(got.h.view(np.uint16), a.view(np.uint16))
-    np.testing.assert_array_equal(factors, np.ones(shape[0], np.float32))
-    wanted = encode("halves", Halves.of_values(a))[0]
-    np.testing.assert_array_equal(units.view(np.uint16), wanted.view(np.uint16))
+@pytest.mark.parametrize("dtype", [np.float16, np.uint16])
+def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
+    """Float16 and bfloat16, in natural order: no pass, and nothing to multiply by."""
+    a = any_halves(9, 160).view(dtype)
+    made = float16_rows("A16", a, Simulator())
+    assert made.launches == ()
+    assert len(made.arrays) == 1
+    assert made.arrays[0] is a
+    assert made.layout == "rows"
+    got = decode("rows", made.arrays, 9, 160)
+    if dtype is np.float16:
+        np.testing.assert_array_equal(got.h.view(np.uint16), a.view(np.uint16))
+        np.testing.assert_array_equal(got.factor, np.ones(9, np.float32))
+    else:
+        np.testing.assert_array_equal(got.b, bfloat16_values(a))
+        numbers = Bfloats(np.where(np.isnan(got.b), 1, got.b))
+        (again,) = encode("rows", numbers)
+        np.testing.assert_array_equal(bfloat16_values(again), numbers.b)
+
+
+def test_how_rows_are_read() -> None:
+    for source in ("float32", "float16", "bfloat16"):
+        assert reading(float16_rows, source, "A16") == (float16_rows, source, (1, source))
+    assert reading(float16_rows, GATED, "A16") == (gated_rows, GATED, (2, "float16"))
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> None:
     """silu(gate) * up to a float32 and then to a float16, so half a last place and a little more;
-    what is no number spoils itself only, and there are zeros beyond M and K."""
+    what is no number spoils itself only."""
     m, k = shape
     y = np.random.default_rng(k).standard_normal((m, 2 * k)).astype(np.float16) * np.float16(4)
     y[0, 1:8] = 0, -0.0, 2**-24, 65504, -65504, 88, -88
     y[0, 8:13], y[0, k + 10] = (np.nan, np.inf, np.inf, 3, -np.inf), 0
     y[0, k + 11] = np.nan
-    units, factors = what_it_makes(gated_chunks, "A16", "halves", machine(), y, 0)
-    got = decode("halves", (units, factors), m, k).h
-    np.testing.assert_array_equal(factors, np.ones(m, np.float32))
+    (got,) = what_it_makes(gated_rows, "A16", "rows", machine(), y, 0)
     with np.errstate(over="ignore", invalid="ignore"):
         gate, up = y[:, :k].astype(np.float64), y[:, k:].astype(np.float64)
         exact = gate / (1 + np.exp(-gate)) * up
@@ -285,22 +292,26 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
     np.testing.assert_array_equal(got[~finite], exact[~finite])
     place = np.maximum(2.0 ** (np.frexp(exact[finite])[1] - 11), 2.0**-24)
     assert (np.abs(got[finite] - exact[finite]) <= 0.51 * place).all()
-    wanted = encode("halves", Halves(got, factors))[0]
-    np.testing.assert_array_equal(units.view(np.uint16), wanted.view(np.uint16))
+
+
+def test_each_family_reads_with_its_own() -> None:
+    both = by_family(float16_rows, q8_1_blocks)
+    assert reading(both, "bfloat16", "A16") == (float16_rows, "bfloat16", (1, "bfloat16"))
+    assert reading(both, GATED, "A16") == (gated_rows, GATED, (2, "float16"))
+    assert reading(both, "float16", "A8") == (q8_1_blocks, "float32", (1, "float32"))
+    a = np.zeros((1, 32), np.float32)
+    layouts = [both(family, a, Simulator()).layout for family in ("A16", "A8")]
+    assert layouts == ["rows", "blocks"]
 
 
 def test_gates_are_read_by_what_has_that_pass() -> None:
-    assert reading(float16_chunks, GATED) == (gated_chunks, GATED, (2, "float16"))
-    assert reading(int8_chunks, GATED) == (int8_chunks, "float16", (1, "float16"))
-    assert reading(q8_1_blocks, GATED) == (q8_1_blocks, "float32", (1, "float32"))
+    assert reading(int8_rows, GATED, "A8") == (int8_rows, "float16", (1, "float16"))
+    assert reading(q8_1_blocks, GATED, "A8") == (q8_1_blocks, "float32", (1, "float32"))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
-@pytest.mark.parametrize(("make", "family", "layout"), PASSES[1:])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_float16_activations_are_read_as_what_they_are(
-    machine: Any, make: Any, family: Any, layout: str, offset: int
-) -> None:
+def test_float16_activations_are_read_as_what_they_are(machine: Any, offset: int) -> None:
     """The bits that the same values in float32 lead to; subnormals, zeros and no numbers too."""
     a = any_halves(9, 160, seed=offset)
     a = np.where(np.isfinite(a), a, np.float16(0.1))
@@ -308,9 +319,28 @@ def test_float16_activations_are_read_as_what_they_are(
     a[5] = 0
     a[6, 3], a[7, 100] = np.nan, -np.inf
     on = machine()
-    assert reading(make, "float16") == (make, "float16", (1, "float16"))
-    got = what_it_makes(make, family, layout, on, a, offset)
-    want = what_it_makes(make, family, layout, on, a.astype(np.float32), 0)
+    assert reading(int8_rows, "float16", "A8") == (int8_rows, "float16", (1, "float16"))
+    got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
+    want = what_it_makes(int8_rows, "A8", "tokens", on, a.astype(np.float32), 0)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_bfloat16_activations_are_read_as_what_they_are(machine: Any, offset: int) -> None:
+    """The same: values of any 16 bits, beyond what float16 has too."""
+    a = np.random.default_rng(offset).integers(0, 1 << 16, (9, 160), np.uint16)
+    values = (a.astype(np.uint32) << 16).view(np.float32)
+    a[~np.isfinite(values)] = 0x3F80
+    a[5], a[6, 3], a[7, 100] = 0, 0x7FC0, 0xFF80
+    values = (a.astype(np.uint32) << 16).view(np.float32)
+    assert np.isnan(values[6, 3])
+    assert np.isinf(values[7, 100])
+    on = machine()
+    assert reading(int8_rows, "bfloat16", "A8") == (int8_rows, "bfloat16", (1, "bfloat16"))
+    got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
+    want = what_it_makes(int8_rows, "A8", "tokens", on, values, 0)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -321,7 +351,7 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
     want = Halves.of_values(a)
     a[1, 5], a[2, 40], a[4, 0] = np.nan, np.inf, -np.inf
     a[4, 1] = np.nan
-    got = decode("halves", rounded(machine(), a), 6, 64)
+    got = decode("rows", rounded(machine(), a), 6, 64)
     for m in range(6):
         if m in (1, 2, 4):
             np.testing.assert_array_equal(np.isfinite(got.h[m]), np.isfinite(a[m]))
@@ -333,11 +363,10 @@ def test_what_is_no_number_spoils_its_own_row_only(machine: Any) -> None:
 
 def test_the_pass_writes_its_units_and_nothing_else() -> None:
     a = odd_rows(7, 96)
-    writes_what_is_its_own(half_rounder(1), a, *encode("halves", Halves.of_values(a)))
-    for shape in ((7, 96), (9, 544)):
-        a = any_halves(*shape)
-        wanted = encode("halves", Halves.of_values(a))
-        writes_what_is_its_own(halves_to_chunks, a, *wanted, grid=chunk_grid)
+    for shape in ((1, 32), (7, 96), (3, 4128)):
+        a = odd_rows(*shape)
+        wanted = encode("rows", Halves.of_values(a))
+        writes_what_is_its_own(row_rounder(row_loads(shape[1])), a, *wanted)
 
 
 def test_layouts_are_made_of_what_they_hold() -> None:
@@ -350,22 +379,23 @@ def test_layouts_are_made_of_what_they_hold() -> None:
 @pytest.mark.parametrize(
     ("make", "k", "held", "dtype", "blocks"),
     [
-        (float16_chunks, 4096, 4, "float32", 2),
-        (float16_chunks, 14336, 14, "float32", 1),
-        (float16_chunks, 57344, 14, "float32", 1),
-        (int8_chunks, 4096, 4, "float16", 3),
-        (int8_chunks, 14336, 14, "float16", 2),
+        (float16_rows, 4096, 4, "float32", 4),
+        (float16_rows, 14336, 14, "float32", 2),
+        (float16_rows, 57344, 14, "float32", 2),
+        (int8_rows, 4096, 4, "float16", 6),
+        (int8_rows, 14336, 14, "float16", 4),
+        (int8_rows, 14336, 14, "bfloat16", 4),
     ],
 )
 def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, blocks: int) -> None:
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
-    assert half_loads(k) == held
+    assert row_loads(k) == held
     wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
-    family = "A16" if make is float16_chunks else "A8"
-    (launch,) = make(family, np.zeros((4, k), dtype), Simulator()).launches
+    family = "A16" if make is float16_rows else "A8"
+    (launch,) = make(family, np.zeros((4, k), array_dtype(dtype)), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
-    assert code.registers * HALF_THREADS * blocks <= 65536
+    assert code.registers * ROW_THREADS * blocks <= 65536
     assert code.count("F2FP") >= 2 or family == "A8"
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     loads = [i for i, line in enumerate(code.sass.splitlines()) if wide in line]
@@ -373,34 +403,29 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
     assert loads[held - 1] - loads[0] < 12 * held, "one behind the other"
 
 
-def test_machine_code_of_the_pass_that_only_moves() -> None:
-    """Both loads before the first store, of 16 bytes each; an SM is full of such threads."""
-    (launch,) = float16_chunks("A16", np.zeros((4, 4096), np.float16), Simulator()).launches
-    assert (launch.kernel, launch.block) == (halves_to_chunks, (256,))
+def test_machine_code_of_the_gated_pass() -> None:
+    """Both loads before the store, of 16 bytes each; an SM is full of such threads."""
+    (launch,) = gated_rows("A16", np.zeros((4, 8192), np.float16), Simulator()).launches
+    assert (launch.kernel, launch.block) == (gated_to_rows, (256,))
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 2048 <= 65536
     assert code.count("BAR", "LDS", "STS", "LDL", "STL") == 0
+    assert code.count("LDG.E.128") == 2
+    assert code.count("STG.E.128") == 1
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
-    lines = code.sass.splitlines()
-    loads = [i for i, line in enumerate(lines) if "LDG.E.128" in line]
-    stores = [i for i, line in enumerate(lines) if "STG.E.128" in line]
-    assert len(loads) == len(stores) == 2
-    (wait,) = (i for i, line in enumerate(lines) if "ACQBULK" in line)
-    assert wait < loads[0] < loads[1] < stores[0]
 
 
 @pytest.mark.parametrize(
     ("shape", "grid", "block"),
     [
-        ((1, 32), (1, 1), (64,)),
-        ((8, 384), (1, 1), (192,)),
-        ((9, 512), (2, 1), (256,)),
-        ((4096, 14336), (512, 28), (256,)),
-        ((1 << 20, 4096), (1 << 17, 8), (256,)),
+        ((1, 32), (1, 1), (32,)),
+        ((9, 512), (9, 1), (64,)),
+        ((4096, 14336), (4096, 7), (256,)),
+        ((1 << 20, 4128), (1 << 20, 3), (256,)),
     ],
 )
-def test_every_thread_that_moves_has_work(
+def test_every_gate_has_a_thread(
     shape: tuple[int, int], grid: tuple[int, int], block: tuple[int]
 ) -> None:
-    assert chunk_grid(*shape) == (grid, block)
+    assert gated_grid(*shape) == (grid, block)

@@ -1,4 +1,4 @@
-"""The kernel that quantizes activations: both layouts, both sums, any K, any alignment.
+"""The kernel that quantizes activations: all layouts, both sums, any K, any alignment.
 
 Its codes, d and s = d * sum(q) are the codec's bit for bit, on a GPU as in the simulator: there is
 no product and sum that a compiler could contract. The sum of raw values depends on its order.
@@ -17,7 +17,13 @@ from reference import Q81, Problem
 from steps.api.compile import machine_code
 from steps.api.machines import Gpu, Simulator
 from steps.components.activations.layouts import decode, encode
-from steps.components.activations.q8_1 import AHEAD, q8_1_grid, q8_1_quantizer, round_half_away
+from steps.components.activations.q8_1 import (
+    AHEAD,
+    LAYOUTS,
+    q8_1_grid,
+    q8_1_quantizer,
+    round_half_away,
+)
 from steps.contract import Launch
 
 MACHINES = [
@@ -44,7 +50,7 @@ def quantized(machine: Any, a: np.ndarray, layout: str, s: str) -> Q81:
 @pytest.mark.parametrize("cut", [0, 1, 17], ids=lambda cut: f"K-{cut}")
 @pytest.mark.parametrize("distribution", ["uniform", "normal", "llm"])
 @pytest.mark.parametrize("s", ["codes", "values"])
-@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "shape"), MACHINES)
 def test_agrees_with_the_codec(
     kind: type, shape: tuple[int, int], layout: str, s: str, distribution: str, cut: int
@@ -94,7 +100,7 @@ def test_halves_go_away_from_zero(kind: type) -> None:
     np.testing.assert_array_equal(machine.host(out), want)
 
 
-@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)])
 def test_a_view_may_begin_at_any_float(kind: type, offset: int, layout: str) -> None:
@@ -114,7 +120,7 @@ def test_a_view_may_begin_at_any_float(kind: type, offset: int, layout: str) -> 
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 32), (8, 36), (9, 512), (17, 544), (5, 1028)])
-@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_writes_every_block_and_nothing_else(layout: str, m: int, k: int) -> None:
     """Ragged in every way a warp, a thread block and a 128-bit load can be."""
     a = Problem(m, 1, -(-k // BLOCK) * BLOCK, "q8_0").a[:, :k].copy()
@@ -126,24 +132,40 @@ def test_writes_every_block_and_nothing_else(layout: str, m: int, k: int) -> Non
     for got, wanted in zip(arrays, encode(layout, want), strict=True):
         np.testing.assert_array_equal(
             got[:-64], wanted
-        )  # zeros beyond K in K-outermost layout included
+        )  # zeros beyond K in K-outermost layouts included
 
 
 @pytest.mark.parametrize("s", ["codes", "values"])
-@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_machine_code(layout: str, s: str) -> None:
-    """Four 128-bit loads in flight a thread, nothing spilled, 32-bit stores of packed codes."""
-    outputs = (int8[::1], float32[::1]) if layout == "k_outermost" else (uint8[::1],)
+    """Four 128-bit loads in flight a thread, or eight of 64 bits, and nothing spilled."""
+    outputs = (uint8[::1],) if layout == "blocks" else (int8[::1], float32[::1])
     code = machine_code(q8_1_quantizer(layout, s), (float32[:, ::1], *outputs), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
-    assert code.count("LDG.E.128") == 2 * AHEAD
+    load, loads = ("LDG.E.64", 4 * AHEAD) if layout == "mma_order" else ("LDG.E.128", 2 * AHEAD)
+    assert code.count(load) == loads
     assert code.registers <= 40, "six blocks of 256 threads on an SM"
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     first_sum = code.sass.index("SHFL")
-    assert code.sass.rindex("LDG.E.128") < first_sum, "all loads before the first use"
+    assert code.sass.rindex(load) < first_sum, "all loads before the first use"
 
 
-@pytest.mark.parametrize("layout", ["blocks", "k_outermost"])
+def test_codes_of_16_in_mma_order() -> None:
+    """Position 4t + i of each 16 is that of k = 2t + (0, 8, 1, 9)[i]; elsewhere nothing differs."""
+    a = Problem(3, 1, 160, "q8_0").a
+    made = {}
+    for layout in ("k_outermost", "mma_order"):
+        arrays = encode(layout, Q81.of_values(np.zeros_like(a)))
+        Simulator().run(Launch(q8_1_quantizer(layout), *q8_1_grid(3, 160), (a, *arrays)))
+        made[layout] = arrays
+    natural, mma = (made[layout][0].reshape(-1, 16) for layout in made)
+    for t in range(4):
+        for i, k in enumerate((0, 8, 1, 9)):
+            np.testing.assert_array_equal(mma[:, 4 * t + i], natural[:, 2 * t + k])
+    np.testing.assert_array_equal(made["mma_order"][1], made["k_outermost"][1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bit_exact_in_the_simulator(layout: str) -> None:
     """Where nothing is contracted the kernel is the codec, ties and both signs of zero included."""
     a = np.zeros((4, 96), np.float32)
@@ -164,7 +186,9 @@ def test_bit_exact_in_the_simulator(layout: str) -> None:
 
 
 def test_what_there_is_not() -> None:
-    with pytest.raises(ValueError, match="no Q8_1 quantizer of layout 'rows' with s 'codes'"):
+    with pytest.raises(
+        ValueError, match=r"layout 'rows' with s 'codes': layouts are .*'mma_order'"
+    ):
         q8_1_quantizer("rows")
     with pytest.raises(ValueError, match="layout 'k_outermost' with s 'raw'"):
         q8_1_quantizer("k_outermost", "raw")

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from numba import cuda, int32
 
+from qformats import FORMATS
 from steps.components.stream_k import MOST_CONTRIBUTORS, scheduler, schedules, work_rate
+from steps.components.stream_k_tiles import BLOCKS_PER_SM, tiling
+from steps.contract import Shape, ceil_div
 from steps.simulator.launch import simulate
 
 BN, BM = 128, 16
@@ -115,3 +118,28 @@ def test_no_block_is_left_without_work() -> None:
         for tiles in range(1, 60):
             for blocks, shared_tiles, _, _ in schedules(tiles, steps, 24):
                 work_rate(shared_tiles, steps, blocks)
+
+
+# --- the tiles of step 10 -------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+def test_tiles_of_step_10_where_whole_ones_leave_sms_idle(name: str) -> None:
+    """With 128 tokens nearly all places of 132 SMs have a block, and none has two tiles; 512 tokens
+    fill them with whole tiles."""
+    for k in (4096, 14336):
+        bm, tiles, blocks, shared_tiles = tiling(FORMATS[name], Shape(128, 4096, k), 132)
+        assert shared_tiles == tiles
+        assert blocks % tiles == 0
+        assert blocks >= 0.9 * 132 * BLOCKS_PER_SM[bm]
+        assert tiling(FORMATS[name], Shape(512, 4096, k), 132) == (64, 256, 256, 0)
+
+
+@pytest.mark.parametrize("sms", [1, 16, 108, 132])
+def test_any_shape_has_tiles(sms: int) -> None:
+    for m in (1, 8, 16, 17, 40, 64, 65, 128, 512, 4096):
+        for n, k in ((1, 32), (16, 4096), (4096, 4096), (14336, 4096), (4096, 14336)):
+            for name in ("q4_0", "q5_1"):
+                bm, tiles, blocks, shared_tiles = tiling(FORMATS[name], Shape(m, n, k), sms)
+                assert tiles == ceil_div(m, bm) * ceil_div(n, BN)
+                assert 1 <= blocks <= sms * BLOCKS_PER_SM[bm]
+                assert blocks <= tiles or shared_tiles == tiles
+                work_rate(shared_tiles, ceil_div(k, 128), blocks)

@@ -56,6 +56,11 @@ def stored(name: str, block: bytes) -> tuple[bytes, bytes, list[int]]:
     return d, m, [c + 16 * (fifth >> j & 1) - CENTRE[name] for j, c in enumerate(codes)]
 
 
+def k_of(t: int, i: int) -> int:
+    """The k, of 16, of byte i in a word of lane 4g + t."""
+    return 2 * t + (0, 8, 1, 9)[i]
+
+
 def packed_tile(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, list[int]]]) -> bytes:
     """The packed tile of the 16 x 4 blocks (row, block along K)."""
     out = bytearray()
@@ -65,8 +70,8 @@ def packed_tile(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, lis
             for g, t in lanes:
                 for register in range(4):
                     codes = blocks[g + 8 * (register & 1), b][2]
-                    first = 16 * (register >> 1) + 4 * t
-                    out += struct.pack("4b", *codes[first : first + 4])
+                    sixteen = codes[16 * (register >> 1) :]
+                    out += struct.pack("4b", *(sixteen[k_of(t, i)] for i in range(4)))
     else:
         for half in range(2):
             for g, t in lanes:
@@ -74,7 +79,7 @@ def packed_tile(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, lis
                     for row in range(len(rows)):
                         codes = blocks[g + 8 * row, 2 * half + b][2]
                         for i in range(4):
-                            low, high = codes[4 * t + i], codes[16 + 4 * t + i]
+                            low, high = codes[k_of(t, i)], codes[16 + k_of(t, i)]
                             if bits == 5:  # the lower four, the upper four
                                 high = (high + CENTRE[name]) >> 1
                             out.append((low & 15) | (high & 15) << 4)
@@ -86,8 +91,8 @@ def packed_tile(name: str, blocks: dict[tuple[int, int], tuple[bytes, bytes, lis
                     for row in range(len(rows)):
                         codes = blocks[g + 8 * row, 2 * half + b][2]
                         for i in range(4):
-                            lowest = codes[16 + 4 * t + i] & 1
-                            highest = (codes[4 * t + i] + CENTRE[name]) >> 4
+                            lowest = codes[16 + k_of(t, i)] & 1
+                            highest = (codes[k_of(t, i)] + CENTRE[name]) >> 4
                             word |= (lowest | highest << 1) << (8 * i + 2 * (2 * b + row))
                 out += struct.pack("<I", word)
     for field in range(2 if name.endswith("_1") else 1):
@@ -243,7 +248,7 @@ def fragment_reader(name: str) -> Any:
 
 @weight_format
 def test_fragments_are_the_codes(name: str) -> None:
-    """Byte i of register r: row g + 8 (r & 1), k = 16 (r >> 1) + 4t + i, in units of `unit`."""
+    """Byte i of register r: row g + 8 (r & 1), k = 16 (r >> 1) + k_of(t, i), times code_scale."""
     form = tile_format(name)
     blocks = any_blocks(name, 2 * TILE_ROWS, 2 * BLOCKS)
     codes = FORMATS[name].codes(blocks) - CENTRE[name]
@@ -255,7 +260,7 @@ def test_fragments_are_the_codes(name: str) -> None:
         tile, half, lane, b, register, i = at
         g, t = lane // 4, lane % 4
         row = tile // 2 * TILE_ROWS + g + 8 * (register & 1)
-        k = tile % 2 * TILE_K + 64 * half + 32 * b + 16 * (register >> 1) + 4 * t + i
+        k = tile % 2 * TILE_K + 64 * half + 32 * b + 16 * (register >> 1) + k_of(t, i)
         assert got[at] == form.code_scale * codes[row, k], at
 
 

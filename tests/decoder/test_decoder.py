@@ -238,7 +238,7 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
     tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
     assert [one.dtype for one in kept] == [torch.float32] * 2
     products = 5  # queries, keys and values are one, as are gate and up
-    assert len([one for one, *_ in kernels.launched if one.startswith("w")]) == 3 * products
+    assert len(kernels.launched) == 3 * products, "so few tokens need no pass"
     right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
     found = torch.cat(kept).double().numpy()
     assert 1e-4 < checks.relative(found, right) < checks.BOUND["exact"]
@@ -253,7 +253,7 @@ def test_a_workspace_is_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
     product = step_products("cpu")(blocks, False)
     x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32)).half()
     assert product.input_dtype(65) is x.dtype
-    assert product.template(65).zeroed > 4 * 4, "blocks share tiles"
+    assert product.template(65).zeroed > 0, "blocks share tiles"
     first = product(x)
     assert first.dtype == torch.float16
     monkeypatch.setattr(torch, "zeros", None)  # nothing is zeroed anew
@@ -274,7 +274,7 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     y = torch.from_numpy(rng.standard_normal((65, 2 * k), dtype=np.float32)).half()
     found = product.after_swiglu(y, gate)
     assert called == []
-    assert "halves_to_chunks" in [name for name, *_ in kernels.launched]
+    assert "gated_to_rows" in [name for name, *_ in kernels.launched]
     assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
     one = product.after_swiglu(y[:1], gate)
     assert called == [torch.float16, product.input_dtype(1)]
@@ -467,7 +467,7 @@ def test_repeated_rows_are_packed_as_if_they_were_all_drawn() -> None:
     for name in ("q4_0", "q5_1"):
         blocks = bench.random_blocks(name, bench.DRAWN, k, np.random.default_rng(2))
         turned = np.concatenate([blocks, blocks, blocks])[first * bench.ROWS :][:2048]
-        for step in (find(12), find(13)):
+        for step in (find(14), find(15)):
             for one, whole in zip(step.pack(blocks), step.pack(turned), strict=True):
                 made = bench._repeated(torch.from_numpy(one), 8, 16, first)
                 np.testing.assert_array_equal(made.numpy(), whole)

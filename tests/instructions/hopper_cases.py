@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
+from reference import bfloat16_bits, bfloat16_values
 from steps.instructions import (
+    BOX_K,
+    TensorMap,
     barrier_arrive,
     barrier_sync,
     bulk_copy,
@@ -20,10 +23,16 @@ from steps.instructions import (
     mbarrier_init,
     mbarrier_wait,
     prefetch_l2,
+    prefetch_tensor_map,
     setmaxnreg_dec,
     setmaxnreg_inc,
     spread,
+    stmatrix_x4_trans,
     store_u32x4,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_bf16,
     wgmma_commit,
     wgmma_f16,
     wgmma_fence,
@@ -100,18 +109,19 @@ def multiply_kernel(multiply: Any, zeros: Any, dtype: Any, n: int, apart: bool) 
 
 
 def multiply_case(n: int, element: Any, apart: bool = True) -> Case:
-    """A of `element`, B of float16 or int8; sums that are exact, the extremes of bytes included."""
+    """A of `element` (uint16: bfloat16), B of the same or int8; sums that are exact, the extremes
+    of bytes included."""
     host = np.dtype(element)
-    half = host == np.float16
-    multiply = {"e": wgmma_f16, "b": wgmma_s8, "B": wgmma_u8}[host.char]
+    half = host.itemsize == 2
+    multiply = {"e": wgmma_f16, "H": wgmma_bf16, "b": wgmma_s8, "B": wgmma_u8}[host.char]
     sums = np.float32 if half else np.int32
     k = 64 // host.itemsize
 
     def inputs(rng):
         if half:  # multiples of 1/8 below 8
-            a, b = (
-                rng.integers(-63, 64, (rows, k)).astype(host) / host.type(8) for rows in (64, n)
-            )
+            a, b = (rng.integers(-63, 64, (rows, k)) / 8 for rows in (64, n))
+            to_bits = bfloat16_bits if host.char == "H" else np.float16
+            a, b = to_bits(a), to_bits(b)
         else:
             a = rng.integers(np.iinfo(host).min, np.iinfo(host).max, (64, k), host, endpoint=True)
             b = rng.integers(-128, 127, (n, k), np.int8, endpoint=True)
@@ -122,14 +132,16 @@ def multiply_case(n: int, element: Any, apart: bool = True) -> Case:
         rows = np.empty((2, 4, 16, 8), np.uint32)
         rows[:, :, A_ROW, A_WORD] = a.reshape(2, 4, 32, 4)
         rows = np.ascontiguousarray(rows.reshape(2, 64, 8).transpose(1, 0, 2)).view(host)
-        tokens = b.view(np.float16 if half else np.int8).reshape(n, k)
-        exact = rows.reshape(64, k).astype(np.float64) @ tokens.astype(np.float64).T
+        rows, tokens = rows.reshape(64, k), b.view(host if half else np.int8).reshape(n, k)
+        if host.char == "H":
+            rows, tokens = bfloat16_values(rows), bfloat16_values(tokens)
+        exact = rows.astype(np.float64) @ tokens.astype(np.float64).T
         return (exact.astype(sums).reshape(-1),)
 
     zeros, dtype = (zeros_f32, float32) if half else (zeros_i32, int32)
-    numbers = {"e": "16.F32", "b": "32.S8.S8", "B": "32.U8.S8"}[host.char]
+    numbers = {"e": "16.F32", "H": "16.F32.BF16", "b": "32.S8.S8", "B": "32.U8.S8"}[host.char]
     return Case(
-        f"wgmma_{host.name}_n{n}",
+        f"wgmma_{'bfloat16' if host.char == 'H' else host.name}_n{n}",
         multiply_kernel(multiply, zeros, dtype, n, apart),
         inputs,
         expected,
@@ -365,11 +377,196 @@ def specialised_expected(w, a):
     )
 
 
+# --- boxes of a matrix
+
+BOX_TOKENS, RAGGED = 24, (37, 104)  # M and K end within a box
+BOX = BOX_TOKENS * BOX_K * 2  # bytes
+BOXES = 2  # along K, and as many along M
+ALL_OF_K = BOXES * BOX
+
+
+@cuda.jit
+def boxes_kernel(a_map, out):
+    """The box of each block, as it lies in shared memory: block (x, y) brings columns 64 x - 8 and
+    rows 24 y - 3 on."""
+    stage = cuda.shared.array(BOX, uint8, alignment=1024)
+    full = cuda.shared.array(1, np.uint64)
+    t = cuda.threadIdx.x
+    x, y = cuda.blockIdx.x, cuda.blockIdx.y
+    a = tensor_map_address(a_map)
+    if t == 0:
+        prefetch_tensor_map(a)
+        mbarrier_init(full, 0, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if t == 0:
+        mbarrier_arrive_expect(full, 0, BOX)
+        tensor_copy(stage, 0, a, BOX_K * x - 8, BOX_TOKENS * y - 3, full, 0)
+    mbarrier_wait(full, 0, 0)
+    for i in range(t, BOX // 16, 32):
+        v = load_u32x4(stage, 16 * i)
+        store_u32x4(out, 4 * ((BOXES * y + x) * (BOX // 16) + i), v[0], v[1], v[2], v[3])
+
+
+def boxes_expected(a_map):
+    wide = a_map.box[1]
+    a = np.pad(a_map.array, ((3, BOX_TOKENS), (8, wide)))
+    out = np.empty((BOXES, BOXES, BOX_TOKENS, 8, wide // 8), a.dtype)
+    for y in range(BOXES):
+        for x in range(BOXES):
+            for row in range(BOX_TOKENS):
+                chunks = a[BOX_TOKENS * y + row, BOX_K * x :][:wide].reshape(8, -1)
+                for chunk in range(8):
+                    out[y, x, row, chunk ^ row % 8] = chunks[chunk]
+    return (out.reshape(-1).view(np.uint32),)
+
+
+def ragged(rng, dtype=np.float16):
+    a = rng.integers(-63, 64, RAGGED)
+    return TensorMap(
+        (a / 8).astype(dtype) if dtype == np.float16 else a.astype(dtype), (BOX_TOKENS, BOX_K)
+    )
+
+
+def ragged_bytes(rng):
+    """128 of K are a box, so the two boxes along K overlap."""
+    m, k = RAGGED
+    return TensorMap(rng.integers(-128, 128, (m, k + 8)).astype(np.int8), (BOX_TOKENS, 2 * BOX_K))
+
+
+SUMS = BOX_TOKENS // 2  # of a lane
+no_sums_of_box = zeros_f32(SUMS)
+
+
+@cuda.jit
+def rows_kernel(a_map, w, d):
+    """d[2, 64, 24] = w[64, 128] a^T, float16 rows of A as they are: two boxes, eight products."""
+    stage = cuda.shared.array(ALL_OF_K, uint8, alignment=1024)
+    full = cuda.shared.array(1, np.uint64)
+    out = cuda.local.array(SUMS, float32)
+    t = int32(cuda.threadIdx.x)
+    warp, g, quad = t >> 5, t >> 2 & 7, t & 3
+    a = tensor_map_address(a_map)
+    if t == 0:
+        mbarrier_init(full, 0, 1)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    if t == 0:
+        mbarrier_arrive_expect(full, 0, ALL_OF_K)
+        for box in range(BOXES):
+            m = int32(BOX_TOKENS * cuda.blockIdx.x)
+            tensor_copy(stage, box * BOX, a, BOX_K * box, m, full, 0)
+    mbarrier_wait(full, 0, 0)
+    acc = no_sums_of_box()
+    wgmma_fence()
+    for box in range(BOXES):
+        where = swizzled_descriptor(stage, box * BOX)
+        for i in range(4):
+            x = load_u32x4(w, 512 * (4 * box + i) + 4 * t)
+            acc = wgmma_f16(acc, x[0], x[1], x[2], x[3], where + 2 * i, 1)
+    wgmma_commit()
+    acc = wait_for_all(acc)
+    spread(out, acc)
+    for j in range(BOX_TOKENS // 8):
+        at = (64 * cuda.blockIdx.x + 16 * warp + g) * BOX_TOKENS + 8 * j + 2 * quad
+        d[at], d[at + 1] = out[4 * j], out[4 * j + 1]
+        d[at + 8 * BOX_TOKENS], d[at + 8 * BOX_TOKENS + 1] = out[4 * j + 2], out[4 * j + 3]
+
+
+def rows_inputs(rng):
+    w = rng.integers(-63, 64, (64, BOXES * BOX_K)).astype(np.float16) / np.float16(8)
+    return ragged(rng), fragments(w).reshape(-1)
+
+
+def rows_expected(a_map, w):
+    (m, k), tokens = RAGGED, 2 * BOX_TOKENS
+    words = np.empty((8, 4, 16, 8), np.uint32)
+    words[:, :, A_ROW, A_WORD] = w.reshape(8, 4, 32, 4)
+    rows = np.ascontiguousarray(words.reshape(8, 64, 8).transpose(1, 0, 2)).view(np.float16)
+    a = np.zeros((tokens, BOXES * BOX_K))
+    a[:m, :k] = a_map.array
+    d = rows.reshape(64, -1).astype(np.float64) @ a.T
+    return (d.reshape(64, 2, -1).transpose(1, 0, 2).astype(np.float32).reshape(-1),)
+
+
+# --- stmatrix
+
+
+@cuda.jit
+def stmatrix_kernel(x, out):
+    """Four matrices, their rows at places of their own."""
+    stage = cuda.shared.array(512, uint8, alignment=16)
+    t = cuda.threadIdx.x
+    v = load_u32x4(x, 4 * t)
+    stmatrix_x4_trans(stage, 16 * (t ^ 5), v[0], v[1], v[2], v[3])
+    cuda.syncthreads()
+    v = load_u32x4(stage, 16 * t)
+    store_u32x4(out, 4 * t, v[0], v[1], v[2], v[3])
+
+
+def stmatrix_expected(x):
+    pairs = x.view(np.uint16).reshape(32, 4, 2)  # [lane, matrix, element]
+    rows = np.empty((32, 8), np.uint16)
+    for lane in range(32):
+        for matrix in range(4):
+            for i in range(2):  # column lane // 4 of the matrix, elements 2 (lane % 4) and the next
+                row = 2 * (lane % 4) + i
+                rows[8 * matrix + row, lane // 4] = pairs[lane, matrix, i]
+    return (np.ascontiguousarray(rows[np.arange(32) ^ 5]).view(np.uint32).reshape(-1),)
+
+
 CASES = (
+    Case(
+        "boxes",
+        boxes_kernel,
+        lambda rng: (ragged(rng),),
+        boxes_expected,
+        grid=(BOXES, BOXES),
+        contains=("UTMALDG.2D", "UTMACCTL.PF", "SYNCS.ARRIVE.TRANS64"),
+        oldest="sm_90a",
+    ),
+    Case(
+        "boxes_of_words",  # bfloat16, which NumPy has not
+        boxes_kernel,
+        lambda rng: (ragged(rng, np.uint16),),
+        boxes_expected,
+        grid=(BOXES, BOXES),
+        contains=("UTMALDG.2D",),
+        oldest="sm_90a",
+    ),
+    Case(
+        "boxes_of_bytes",
+        boxes_kernel,
+        lambda rng: (ragged_bytes(rng),),
+        boxes_expected,
+        grid=(BOXES, BOXES),
+        contains=("UTMALDG.2D",),
+        oldest="sm_90a",
+    ),
+    Case(
+        "rows",
+        rows_kernel,
+        rows_inputs,
+        rows_expected,
+        block=128,
+        grid=2,
+        contains=("UTMALDG.2D", "HGMMA.64x24x16.F32"),
+        oldest="sm_90a",
+    ),
+    Case(
+        "stmatrix",
+        stmatrix_kernel,
+        lambda rng: (rng.integers(0, 1 << 32, 128, np.uint32),),
+        stmatrix_expected,
+        contains=("STSM.16.MT88.4",),
+        oldest="sm_90",
+    ),
     multiply_case(8, np.float16),
     multiply_case(24, np.float16, apart=False),
     multiply_case(128, np.float16),
     multiply_case(256, np.float16),
+    multiply_case(8, np.uint16),
+    multiply_case(128, np.uint16, apart=False),
     multiply_case(16, np.int8),
     multiply_case(64, np.int8, apart=False),
     multiply_case(256, np.int8),

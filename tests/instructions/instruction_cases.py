@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
+from reference import bfloat16_bits, bfloat16_values
 from steps.components.activations.gated import exp2, reciprocal
 from steps.instructions import (
     address,
@@ -27,11 +28,13 @@ from steps.instructions import (
     dp4a_us,
     fence,
     float_to_half,
+    floats_to_bfloats,
     floats_to_halves,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     half_to_float,
     hfma2,
+    high2half2,
     hmul2,
     ldmatrix_x2,
     ldmatrix_x2_trans,
@@ -44,7 +47,9 @@ from steps.instructions import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    low2half2,
     mma_m16n8k8_tf32,
+    mma_m16n8k16_bf16,
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
@@ -204,6 +209,20 @@ def packed_half_kernel(a, b, c, products, sums):
     sums[i] = hfma2(a[i], b[i], c[i])
 
 
+@cuda.jit
+def half2_kernel(a, b, c, low, high, sums):
+    i = cuda.grid(1)
+    low[i] = low2half2(a[i])
+    high[i] = high2half2(a[i])
+    sums[i] = hfma2(b[i], low2half2(a[i]), high2half2(c[i]))
+
+
+def half2_expected(a, b, c):
+    low, high = (np.repeat(a.view(np.uint16)[i::2], 2).view(np.uint32) for i in (0, 1))
+    upper = np.repeat(c.view(np.uint16)[1::2], 2).view(np.uint32)
+    return low, high, packed_half_expected(b, low, upper)[1]
+
+
 def packed_half_inputs(rng):
     """Words of two halves: of every exponent, and codes as subnormals times a scale plus offset."""
 
@@ -251,6 +270,25 @@ def halves_expected(low, high):
     with np.errstate(over="ignore"):
         pairs = np.stack([low, high], axis=1).astype(np.float16)
     return (pairs.view(np.uint32)[:, 0],)
+
+
+@cuda.jit
+def bfloats_kernel(low, high, out):
+    i = cuda.grid(1)
+    out[i] = floats_to_bfloats(low[i], high[i])
+
+
+def bfloats_inputs(rng):
+    """Any floats that are numbers; ties, and what rounds to infinity."""
+    x = words(rng, 1024).view(np.float32)
+    x[np.isnan(x)] = 0
+    x[:6] = 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3.4e38, -np.inf, 2.0**-134
+    return x[:512].copy(), x[512:].copy()
+
+
+def bfloats_expected(low, high):
+    pairs = np.stack([bfloat16_bits(low), bfloat16_bits(high)], axis=1)
+    return (np.ascontiguousarray(pairs).view(np.uint32)[:, 0],)
 
 
 @cuda.jit
@@ -420,38 +458,60 @@ def gemm_8_case(name: str, mma: Any, dtype: Any, opcode: str) -> Case:
     )
 
 
-@cuda.jit
-def gemm_f16_kernel(a, b, c):
-    """C[16, 8] = A[16, 16] B[16, 8] in float16 with float32 sums; B row-major, hence .trans."""
-    stage_a = cuda.shared.array((16, 16), uint16, alignment=16)
-    stage_b = cuda.shared.array((16, 8), uint16, alignment=16)
-    lane = cuda.threadIdx.x
-    x = load_u32x4(a, lane * 8)
-    store_u32x4(stage_a, lane * 8, x[0], x[1], x[2], x[3])
-    y = load_u32x2(b, lane * 4)
-    store_u32x2(stage_b, lane * 4, y[0], y[1])
-    cuda.syncthreads()
-    a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 16 + 8 * (lane >> 4))
-    b0, b1 = ldmatrix_x2_trans(stage_b, (lane & 15) * 8)
-    g, t = lane >> 2, lane & 3
-    c0, c1, c2, c3 = mma_m16n8k16_f16(
-        a0, a1, a2, a3, b0, b1, float32(g), float32(1), float32(0.5), float32(t)
+def gemm_16_kernel(mma: Any) -> Any:
+    @cuda.jit
+    def gemm_16(a, b, c):
+        """C[16, 8] = A[16, 16] B[16, 8] of 16 bits with float32 sums; B row-major, hence .trans."""
+        stage_a = cuda.shared.array((16, 16), uint16, alignment=16)
+        stage_b = cuda.shared.array((16, 8), uint16, alignment=16)
+        lane = cuda.threadIdx.x
+        x = load_u32x4(a, lane * 8)
+        store_u32x4(stage_a, lane * 8, x[0], x[1], x[2], x[3])
+        y = load_u32x2(b, lane * 4)
+        store_u32x2(stage_b, lane * 4, y[0], y[1])
+        cuda.syncthreads()
+        a0, a1, a2, a3 = ldmatrix_x4(stage_a, (lane & 15) * 16 + 8 * (lane >> 4))
+        b0, b1 = ldmatrix_x2_trans(stage_b, (lane & 15) * 8)
+        g, t = lane >> 2, lane & 3
+        c0, c1, c2, c3 = mma(
+            a0, a1, a2, a3, b0, b1, float32(g), float32(1), float32(0.5), float32(t)
+        )
+        c[g, 2 * t] = c0
+        c[g, 2 * t + 1] = c1
+        c[g + 8, 2 * t] = c2
+        c[g + 8, 2 * t + 1] = c3
+
+    return gemm_16
+
+
+def float16_bits(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).view(np.uint16)
+
+
+def float16_values(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float16)
+
+
+def gemm_16_case(name: str, mma: Any, bits: Any, values: Any, most: int, opcode: str) -> Case:
+    """bits, values: from numbers to uint16 and back. A and B are multiples of 1/8 up to most / 8,
+    so that every partial sum is a float32 whatever the order."""
+
+    def inputs(rng):
+        a = rng.integers(-most, most + 1, (16, 16)) / 8
+        return bits(a), bits(rng.integers(-most, most + 1, (16, 8)) / 8)
+
+    return Case(
+        name,
+        gemm_16_kernel(mma),
+        inputs,
+        lambda a, b: gemm_16_expected(values(a), values(b)),
+        contains=(opcode, "LDSM.16.MT88.2"),
+        oldest="sm_80",
     )
-    c[g, 2 * t] = c0
-    c[g, 2 * t + 1] = c1
-    c[g + 8, 2 * t] = c2
-    c[g + 8, 2 * t + 1] = c3
 
 
-def gemm_f16_inputs(rng):
-    """Multiples of 1/8 up to 64, so that every partial sum is a float32 whatever the order."""
-    a = rng.integers(-512, 513, (16, 16)) / 8
-    b = rng.integers(-512, 513, (16, 8)) / 8
-    return a.astype(np.float16).view(np.uint16), b.astype(np.float16).view(np.uint16)
-
-
-def gemm_f16_expected(a, b):
-    c = a.view(np.float16).astype(np.float64) @ b.view(np.float16).astype(np.float64)
+def gemm_16_expected(a, b):
+    c = a.astype(np.float64) @ b.astype(np.float64)
     rows = np.arange(8)[:, None]
     c[:8, 0::2] += rows
     c[:8, 1::2] += 1
@@ -743,6 +803,15 @@ CASES = (
         contains=("HFMA2|HFMA2.MMA|HMUL2",),
     ),
     Case(
+        "half2",
+        half2_kernel,
+        packed_half_inputs,
+        half2_expected,
+        block=256,
+        grid=2,
+        contains=("HFMA2|HFMA2.MMA", "PRMT"),
+    ),
+    Case(
         "halves",
         halves_kernel,
         lambda rng: (half_inputs(rng)[1][:512], half_inputs(rng)[1][:512]),
@@ -750,6 +819,16 @@ CASES = (
         block=256,
         grid=2,
         contains=("F2FP.PACK_AB|F2FP.F16.F32.PACK_AB",),
+        oldest="sm_80",
+    ),
+    Case(
+        "bfloats",
+        bfloats_kernel,
+        bfloats_inputs,
+        bfloats_expected,
+        block=256,
+        grid=2,
+        contains=("F2FP.BF16.F32.PACK_AB|F2FP.BF16.PACK_AB",),
         oldest="sm_80",
     ),
     copy_case("u32x4", load_u32x4, store_u32x4, 4, uint32, ".128"),
@@ -776,13 +855,9 @@ CASES = (
     Case("aligned", aligned_kernel, aligned_inputs, aligned_expected, contains=("LDG.E.128",)),
     gemm_8_case("gemm_s8", mma_m16n8k32_s8, np.int8, "IMMA.16832.S8.S8"),
     gemm_8_case("gemm_u8", mma_m16n8k32_u8, np.uint8, "IMMA.16832.U8.S8"),
-    Case(
-        "gemm_f16",
-        gemm_f16_kernel,
-        gemm_f16_inputs,
-        gemm_f16_expected,
-        contains=("HMMA.16816.F32", "LDSM.16.MT88.2"),
-        oldest="sm_80",
+    gemm_16_case("gemm_f16", mma_m16n8k16_f16, float16_bits, float16_values, 512, "HMMA.16816.F32"),
+    gemm_16_case(
+        "gemm_bf16", mma_m16n8k16_bf16, bfloat16_bits, bfloat16_values, 255, "HMMA.16816.F32.BF16"
     ),
     Case(
         "gemm_tf32",

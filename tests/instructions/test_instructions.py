@@ -9,7 +9,15 @@ from numba.core.errors import TypingError
 
 from steps import instructions
 from steps.api.compile import machine_code, signature_of
-from steps.instructions import cp_async_16, ldmatrix_x4, mma_m16n8k32_s8, shfl_xor
+from steps.instructions import (
+    cp_async_16,
+    hfma2,
+    high2half2,
+    ldmatrix_x4,
+    low2half2,
+    mma_m16n8k32_s8,
+    shfl_xor,
+)
 from steps.simulator.launch import SimulatorError, simulate
 from steps.simulator.twins import INSTRUCTIONS
 from tests.instructions import hopper_cases, instruction_cases
@@ -77,6 +85,20 @@ FACTORIES = "cp_async_wait|wgmma_wait|setmaxnreg_inc|setmaxnreg_dec|zeros_f32|ze
 
 def one_of(name: str) -> str:
     return re.sub(rf"^({FACTORIES})_\d+$", r"\1_n", name)
+
+
+def test_the_halves_of_a_word_cost_nothing_as_operands():
+    """HFMA2 picks them; a PRMT each would be as many instructions again."""
+
+    @cuda.jit
+    def kernel(a, b, c, out):
+        i = cuda.grid(1)
+        out[i] = hfma2(b[i], low2half2(a[i]), high2half2(c[i]))
+
+    signature = signature_of([np.zeros(32, np.uint32)] * 4)
+    code = machine_code(kernel, signature, "sm_90a")
+    assert code.count("PRMT") == 0
+    assert re.search(r"HFMA2.* R\d+, R\d+\.H._H., R\d+\.H._H. ;", code.sass)
 
 
 def test_optional_instructions_are_left_out_where_there_are_none():

@@ -1,8 +1,11 @@
 """The same small exact kernels on a real GPU: the hardware against the expectation of the twins."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from steps.instructions import TensorMap
 from tests.instructions import hopper_cases, instruction_cases
 
 CASES = instruction_cases.CASES + hopper_cases.CASES
@@ -10,19 +13,35 @@ CASES = instruction_cases.CASES + hopper_cases.CASES
 pytestmark = pytest.mark.gpu
 
 
+def on_the_gpu(x: Any) -> Any:
+    from numba import cuda
+
+    if isinstance(x, TensorMap):
+        return TensorMap(cuda.to_device(x.array), x.box)
+    return cuda.to_device(x) if isinstance(x, np.ndarray) else x
+
+
+def dimensions(extent: int | tuple) -> tuple:
+    return extent if isinstance(extent, tuple) else (extent,)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_hardware_equals_numpy(case, seed):
     from numba import cuda
+
+    from steps.api.launcher import load
+    from steps.contract import Launch
 
     cc = cuda.get_current_device().compute_capability
     oldest = int(case.oldest[3]), int(case.oldest[4])
     if cc < oldest or (case.oldest.endswith("a") and cc != oldest):
         pytest.skip(f"needs {case.oldest}; this GPU is sm_{cc[0]}{cc[1]}")
     inputs, expected = case.prepare(seed)
-    on_device = [cuda.to_device(x) if isinstance(x, np.ndarray) else x for x in inputs]
     outputs = [cuda.to_device(np.full_like(x, 90)) for x in expected]
-    case.kernel[case.grid, case.block](*on_device, *outputs)
+    args = (*map(on_the_gpu, inputs), *outputs)
+    load(Launch(case.kernel, dimensions(case.grid), dimensions(case.block), args))()
+    cuda.synchronize()
     for got, wanted in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(got.copy_to_host(), wanted)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import pickle
 import subprocess
 import sys
@@ -19,11 +20,12 @@ import pytest
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
-from steps.api import launcher
+from steps.api import encode_map, launcher
 from steps.api.compile import signature_of
 from steps.api.machines import Simulator
+from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 from steps.simulator.launch import simulate
-from tests.api.fake_gpu import FakeGpu
+from tests.api.fake_gpu import FakeGpu, encode
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
@@ -35,7 +37,8 @@ from steps.nn import operator as torch_operator  # noqa: E402
 from steps.nn.linear import QuantLinear, quantize_model  # noqa: E402
 
 N, K = 68, 288
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAMES = torch_operator.NAMES
+DTYPES = tuple(NAMES)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -269,6 +272,7 @@ def test_casts_change_the_bias_and_no_block() -> None:
 # --- one node to torch ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # in opcheck of torch 2.14
 @pytest.mark.parametrize("gradient", [False, True])
 def test_opcheck(gradient: bool) -> None:
     layer = QuantLinear.from_blocks(blocks_of(n=5, k=64), nn.Parameter(tensor(5)))
@@ -441,14 +445,20 @@ class OnTheHost(FakeGpu):
         """An argument as the simulator takes it; arrays where their address says."""
         if isinstance(given, tuple):
             return tuple(self.argument(one, values) for one in given)
+        if isinstance(given, TensorMap):
+            words = [next(values) for _ in range(PARAMETER_WORDS)]
+            return TensorMap(self.array_at(words[PADDING_WORDS], given.array), given.box)
         if not hasattr(given, "dtype"):
             next(values)
             return given
-        _, _, size, item, address = (next(values) for _ in range(5))
+        _, _, _, _, address = (next(values) for _ in range(5))
         for _ in range(2 * given.ndim):
             next(values)
-        memory = (ctypes.c_uint8 * (size * item)).from_address(address)
-        return np.frombuffer(memory, given.dtype).reshape(given.shape)
+        return self.array_at(address, given)
+
+    def array_at(self, address: int, like: Any) -> np.ndarray:
+        memory = (ctypes.c_uint8 * (like.size * like.dtype.itemsize)).from_address(address)
+        return np.frombuffer(memory, like.dtype).reshape(like.shape)
 
 
 @pytest.fixture
@@ -457,6 +467,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = OnTheHost()
     monkeypatch.setattr(launcher, "load", fake.load)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=fake.launch))
+    monkeypatch.setattr(encode_map, "driver_function", lambda: encode)
     monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch_operator, "_machine", lambda: fake)
@@ -464,6 +475,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch_operator, "stream_of", lambda array: 77)
     monkeypatch.setattr(torch_operator, "capability", lambda device: fake.cc)
     monkeypatch.setattr(torch_operator, "upload", lambda array, device: torch.from_numpy(array))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch_operator, "_reserves", {})
+    monkeypatch.setattr(torch_operator, "_counters", {})
     fresh = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor,
@@ -489,12 +504,13 @@ def multiplied(layer: Any, x: Any) -> Any:
     )  # fmt: skip
 
 
-def template_of(layer: Any, m: int) -> Any:
+def template_of(layer: Any, m: int, **floats: str) -> Any:
     packed = torch_operator.by_packing(
         layer.packings, layer._arrays("weights"), layer._arrays("fast")
     )
     size = m, layer.out_features, layer.in_features
-    return torch_operator.template(layer.format, size, packed, layer.accuracy, layer.device)
+    rest = packed, layer.accuracy, layer.device
+    return torch_operator.template(layer.format, size, *rest, **floats)
 
 
 def step_of(layer: Any, m: int) -> Any:
@@ -528,7 +544,10 @@ def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
     wanted = steps.gemm(
         x.numpy(), blocks, step=choice.step.number, family=choice.family, machine=Simulator()
     )
-    np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
+    for _ in range(2):
+        np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
+    (counters,) = torch_operator._counters.values()
+    assert not counters.any(), "as they were found"
 
 
 def test_decoding_and_prefilling_are_of_different_steps(host: Any) -> None:
@@ -559,7 +578,7 @@ def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     assert sorted(layer.state_dict()) == ["blocks"]
     assert layer.device_bytes == sum(
         array.nbytes
-        for step in (steps.find(12), steps.find(13))
+        for step in (steps.find(14), steps.find(15))
         for array in step.pack(blocks_of())
     )
     exact = uploaded(blocks_of())
@@ -589,6 +608,90 @@ def test_torch_compile_takes_the_packings_along(host: Any) -> None:
     assert torch.equal(y, layer(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("accuracy", ["exact", "fast"])
+def test_x_of_16_bits_goes_to_the_kernel_as_it_is(host: Any, dtype: Any, accuracy: str) -> None:
+    """One launch, and y of its dtype; where int8 is made of x, a launch before it."""
+    blocks, x = blocks_of(), tensor(70, K, dtype=dtype)
+    layer = uploaded(blocks, accuracy=accuracy)
+    made = template_of(layer, 70, output=NAMES[dtype], input=NAMES[dtype])
+    assert (made.choice.step.accuracy, made.reads, made.writes) == (accuracy, *[NAMES[dtype]] * 2)
+    y = multiplied(layer, x)
+    assert len(host.launched) == (1 if accuracy == "exact" else 2)
+    given = x.view(torch.uint16).numpy() if dtype is torch.bfloat16 else x.numpy()
+    wanted = steps.gemm(
+        given, blocks, step=made.choice.step.number, dtype=NAMES[dtype], machine=Simulator()
+    )
+    np.testing.assert_array_equal(y.view(torch.uint16).numpy(), wanted.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_x_that_kernels_cannot_read_where_it_is(host: Any, dtype: Any) -> None:
+    """A copy of x that does not begin at a multiple of 16 bytes; none of one that does."""
+    layer, whole = uploaded(blocks_of()), torch.zeros(71 * K, dtype=dtype)
+    assert whole.data_ptr() % 16 == 0
+    whole.copy_(tensor(71 * K, dtype=dtype))
+    for off in (0, 1, 4, 8):
+        x = whole[off : off + 70 * K].view(70, K)
+        copied = x.data_ptr() % 16 != 0 and dtype is not torch.float32
+        with Asked() as asked:
+            y = multiplied(layer, x)
+        assert ("clone" in asked.names) == copied
+        assert torch.equal(y, multiplied(layer, x.clone()))
+
+
+def test_x_is_made_contiguous_and_cast_at_once(host: Any) -> None:
+    layer = uploaded(blocks_of())
+    x = tensor(K, 3, dtype=torch.bfloat16).T
+    made = template_of(layer, 3, output="bfloat16", input="bfloat16")
+    with Asked() as asked:
+        y = multiplied(layer, x)
+    copies = [name for name in asked.names if name in ("clone", "_to_copy")]
+    assert copies[0] == ("clone" if made.reads == "bfloat16" else "_to_copy")
+    assert len(copies) == 1 + (made.writes != "bfloat16"), "of x, and of y"
+    assert torch.equal(y, multiplied(layer, x.contiguous()))
+
+
+# --- counters -------------------------------------------------------------------------------------
+
+
+def test_launches_of_a_stream_share_counters(host: Any, monkeypatch: Any) -> None:
+    like = torch.zeros(1)
+    torch_operator.reserve_counters(like.device)
+    first = torch_operator.counters(100, like, 7)
+    assert len(first) == torch_operator.COUNTERS
+    assert torch_operator.counters(4096, like, 7) is first
+    other = torch_operator.counters(1, like, 8)
+    larger = torch_operator.counters(5000, like, 7)
+    assert len(larger) == 8192
+    assert torch_operator.counters(1, like, 7) is larger
+    captures = iter([1, 1, 2])
+    monkeypatch.setattr(torch_operator, "_capture_of", lambda stream: next(captures))
+    captured = [torch_operator.counters(1, like, 7) for _ in range(3)]
+    assert captured[0] is captured[1]
+    pieces = sorted(
+        (one.data_ptr(), len(one)) for one in (first, other, larger, captured[0], captured[2])
+    )
+    for (at, size), (following, _) in itertools.pairwise(pieces):
+        assert at + size <= following, "no byte belongs to two"
+    assert all(at % 256 == pieces[0][0] % 256 for at, _ in pieces)
+
+
+def test_a_reserve_that_is_used_up_leaves_zeros_to_the_call(host: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch_operator, "RESERVE", 3 * torch_operator.COUNTERS)
+    like = torch.zeros(1)
+    with Asked() as asked:
+        none = torch_operator.counters(100, like, 1)
+    assert "new_zeros" in asked.names
+    assert torch.equal(none, torch.zeros(100, dtype=torch.uint8))
+    torch_operator.reserve_counters(like.device)
+    kept = [torch_operator.counters(1, like, stream) for stream in (1, 2, 3)]
+    torch_operator.counters(1, like, 4)
+    assert list(torch_operator._counters.values()) == kept
+    torch_operator.reserve_counters(like.device)
+    assert torch_operator.counters(1, like, 4) is torch_operator.counters(1, like, 4)
+
+
 class Asked(TorchDispatchMode):
     """Notes what torch is asked for: each is a kernel, an allocation or at least a microsecond."""
 
@@ -606,15 +709,18 @@ class Asked(TorchDispatchMode):
     [
         (1, torch.float32, False, ["new_empty"]),  # no block hands sums to another
         (
-            *(1, torch.float16, False),  # of a step that writes float32 alone
-            ["_to_copy", "new_empty", "_to_copy"],
+            *(1, torch.float16, False),  # of a step that quantizes float32
+            ["_to_copy", "new_empty"],
         ),
         (1, torch.float32, True, ["new_empty", "add"]),
         (
             *(1, torch.bfloat16, True),
             ["_to_copy", "new_empty", "new_empty", "add"],
         ),
-        (300, torch.float16, False, ["new_empty", "new_empty", "slice", "zero_"]),
+        (300, torch.float32, False, ["new_empty", "new_empty"]),
+        (300, torch.float16, False, ["new_empty", "new_empty"]),  # the second for partial sums
+        (300, torch.bfloat16, False, ["new_empty", "new_empty"]),
+        (300, torch.bfloat16, True, ["new_empty", "new_empty", "new_empty", "add"]),
     ],
 )
 def test_a_call_asks_torch_for_no_more_than_it_needs(

@@ -20,7 +20,7 @@ from steps.pitfalls.p07_misaligned_load import on_a_cpu
 from steps.pitfalls.p07_misaligned_load import wrong as misaligned
 from steps.pitfalls.p11_nan_passes import lenient
 from steps.pitfalls.right import w4a8
-from steps.simulator.launch import Misaligned
+from steps.simulator.launch import Misaligned, Race
 
 MUSEUM = pitfalls()
 
@@ -34,7 +34,7 @@ SIGNATURES = {
     6: (64, {"golden value", "exact", "bound", "nmse"}),
     7: (math.nan, {"misaligned"}),
     8: (2189, {"golden value", "exact", "bound", "nmse"}),
-    9: (141, {"lane order"}),
+    9: (141, {"race"}),
     10: (141, {"nan", "bound", "nmse", "activations"}),
     11: (math.nan, {"golden value", "nan", "exact", "bound", "nmse"}),
     12: (math.nan, {"golden value", "nan", "exact", "bound", "nmse"}),
@@ -69,9 +69,10 @@ def test_errors_of_wrong_kernels_are_far_from_any_limit(findings: dict[int, Find
     for number in (1, 2, 3, 4, 6, 8):
         assert findings[number].nmse > 1
     assert findings[5].nmse < 1e-11  # the one that no comparison with itself can see
-    for number in (9, 10, 11, 12):
+    for number in (10, 11, 12):
         assert findings[number].nmse == math.inf
-    assert math.isnan(findings[7].nmse)
+    for number in (7, 9):  # the simulator stops there
+        assert math.isnan(findings[number].nmse)
 
 
 def test_the_numbers_of_the_other_packing() -> None:
@@ -102,16 +103,11 @@ def test_a_codec_wrong_on_both_sides_is_only_seen_from_outside() -> None:
     )
 
 
-def test_the_missing_barrier_is_invisible_in_ascending_order() -> None:
-    pitfall = MUSEUM[8]
+def test_the_missing_barrier_is_named_in_ascending_order_where_all_goes_well() -> None:
     problem = Problem(5, 7, 96, "q4_0", "normal")
-    q81 = Q81.of_values(problem.a)
-    verdicts = {
-        order: bool(check(pitfall.wrong(problem.blocks, q81, order), problem, "A8", q81))
-        for order in pitfall.orders
-    }
-    assert verdicts[0]
-    assert not all(verdicts.values())
+    named = r"a load of byte \d+ of scales, to which thread \d+ stores: a barrier is missing"
+    with pytest.raises(Race, match=named):
+        MUSEUM[8].wrong(problem.blocks, Q81.of_values(problem.a))
 
 
 def test_the_lenient_checker_passes_nan_and_ours_does_not() -> None:

@@ -447,9 +447,11 @@ def test_what_is_no_answer_is_an_error_not_a_verdict() -> None:
         check(c.T, problem, "A16")
     with pytest.raises(ValueError, match=r"got \(12,\)"):
         check(c.ravel(), problem, "A16")
-    with pytest.raises(TypeError, match="float32 or float16 array, got float64"):
+    with pytest.raises(
+        TypeError, match=r"float32, float16 or bfloat16 \(uint16\) array, got float64"
+    ):
         check(c.astype(np.float64), problem, "A16")
-    with pytest.raises(TypeError, match="float16 array, got list"):
+    with pytest.raises(TypeError, match=r"\(uint16\) array, got list"):
         check(c.tolist(), problem, "A16")
     with pytest.raises(ValueError, match="'W4A16': use one of A16, A8"):
         check(c, problem, "W4A16")

@@ -24,23 +24,26 @@ LADDER = (
     (4, "step04_dp4a_emulated", "A8", 3, "packed_int32", 0.13, "dot products packed"),
     (5, "step05_vectorized", "A8", 4, "packed_int32", 0.42, "128-bit accesses"),
     (6, "step06_dp4a", "A8", 5, "dp4a", 0.55, "dp4a: four products an instruction"),
-    (7, "step07_tensor_core_int8", "A8", 6, "tensor_int8", 0.093, "int8 tensor cores"),
-    (8, "step08_async_pipeline", "A8", 7, "tensor_int8", 0.157, "asynchronous pipeline"),
-    (9, "step09_stream_k", "A8", 8, "tensor_int8", 0.171, "stream-K: an even share for every SM"),
-    (10, "step10_decode", "A8", 9, "tensor_int8", 0.085, "decode: weights stream, one launch"),
-    (11, "step11_w4a16_tensor_core", "A16", 3, "tensor_fp16", 0.58, "W4A16 on tensor cores"),
-    (12, "step12_w4a16_wgmma", "A16", 11, "tensor_fp16", 0.83, "W4A16 with wgmma"),
-    (13, "step13_w4a8_wgmma", "A8", 9, "tensor_int8", 0.73, "W4A8 with wgmma, one scale a row"),
-    (14, "step14_w4a8_integer_scales", "A8", 13, "tensor_int8", 0.8, "W4A8 with integer scales"),
-    (15, "step15_decode_bulk", "A8", 10, "tensor_int8", 0.04, "decode on Hopper: bulk copies"),
+    (7, "step07_mma_int8", "A8", 6, "tensor_int8", 0.093, "int8 tensor cores"),
+    (8, "step08_ldmatrix", "A8", 7, "tensor_int8", 0.12, "ldmatrix: warp tiles"),
+    (9, "step09_cp_async", "A8", 8, "tensor_int8", 0.157, "cp.async: a multi-stage ring"),
+    (10, "step10_stream_k", "A8", 9, "tensor_int8", 0.171, "stream-K: an even share for every SM"),
+    (11, "step11_mma_fp16", "A16", 9, "tensor_fp16", 0.58, "W4A16 on tensor cores"),
+    (12, "step12_wgmma", "A16", 11, "tensor_fp16", 0.66, "W4A16 with wgmma"),
+    (13, "step13_warp_specialized", "A16", 12, "tensor_fp16", 0.75, "producer and consumer warps"),
+    (14, "step14_persistent", "A16", 13, "tensor_fp16", 0.83, "persistent blocks"),
+    (15, "step15_wgmma_int8", "A8", 14, "tensor_int8", 0.73, "W4A8 with wgmma, one scale a row"),
+    (16, "step16_integer_scales", "A8", 15, "tensor_int8", 0.8, "W4A8 with integer scales"),
+    (17, "step17_decode", "A8", 2, "tensor_int8", 0.085, "decode: weights stream, one launch"),
+    (18, "step18_decode_bulk", "A8", 17, "tensor_int8", 0.04, "decode on Hopper: bulk copies"),
 )
-BRANCH = dict.fromkeys(range(1, 7), "cuda_cores") | dict.fromkeys(range(7, 10), "int8")
-BRANCH |= dict.fromkeys(range(11, 15), "float16") | {10: "decode", 15: "decode"}
-HOMES = {9: ((128, 4096, 4096), (512, 4096, 14336))}
-TOPS_OF_BRANCHES = {9: (8, 4096), 12: (8, 4096), 13: (8, 4096), 14: (8, 4096), 15: (1, 16)}
+BRANCH = dict.fromkeys(range(1, 7), "cuda_cores") | dict.fromkeys(range(7, 11), "int8")
+BRANCH |= dict.fromkeys(range(11, 17), "float16") | {17: "decode", 18: "decode"}
+HOMES = {10: ((128, 4096, 4096), (512, 4096, 14336))}
+TOPS_OF_BRANCHES = {10: (8, 4096), 14: (8, 4096), 15: (8, 4096), 16: (8, 4096), 18: (1, 16)}
 """The steps measured at all shapes, and for which M."""
-IN_HALF = (11, 12, 13, 14)
-ACCURACY = {13: "fast", 14: "coarse"}
+IN_HALF = tuple(range(11, 17))
+ACCURACY = {15: "fast", 16: "coarse"}
 ADDED = {"exact": 0.0, "fast": 1e-4, "coarse": 1e-3}
 FORMATS = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
 NMSE = {"q4_0": 7.4e-3, "q4_1": 6.1e-3, "q5_0": 1.8e-3, "q5_1": 1.4e-3, "q8_0": 2.9e-5}
@@ -61,11 +64,11 @@ TBPS = 4.26
 COMMIT, UTC = "0123abcd", "2026-01-02T03:04:05Z"
 CALLED = (
     # api, accuracy, dtype of A and C, step, share of its step's speed
-    ("gemm.plan", "exact", "float32", 12, 0.9),
-    ("QuantLinear", "exact", "float32", 12, 0.85),
-    ("QuantLinear", "exact", "float16", 12, 0.92),
-    ("QuantLinear", "exact", "bfloat16", 12, 0.8),
-    ("QuantLinear", "fast", "float16", 13, 0.93),
+    ("gemm.plan", "exact", "float32", 14, 0.9),
+    ("QuantLinear", "exact", "float32", 14, 0.85),
+    ("QuantLinear", "exact", "float16", 14, 0.92),
+    ("QuantLinear", "exact", "bfloat16", 14, 0.8),
+    ("QuantLinear", "fast", "float16", 15, 0.93),
 )
 CALLED_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096)
 
@@ -99,15 +102,14 @@ def make_row(
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + int(output[-2:]) // 8 * m * n
     operations = 2 * m * n * k
-    reach = {9: 0.35, 10: 0.85, 15: 0.95, 11: 0.4, 12: 0.45, 13: 0.45, 14: 0.45}.get(
-        step, min(0.2, 3 * share)
-    )
+    reach = {10: 0.35, 11: 0.4, 17: 0.85, 18: 0.95} | dict.fromkeys(range(12, 17), 0.45)
+    reach = reach.get(step, min(0.2, 3 * share))
     tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole
     work = 2 * tokens * n * k / (TOPS[unit] * share * 1e6)
     us = max(moved / (TBPS * reach * 1e6), work, 2.5)
     us *= 0.96 if output == "float16" else 1.0
     us *= wobble * (1.06 if name.startswith("q5") else 1.0)
-    activation = 0.0 if (family == "A16" and step < 11) or step == 10 else max(1.5, m * k * 5 / 3e6)
+    activation = 0.0 if (family == "A16" and step < 11) or step == 17 else max(1.5, m * k * 5 / 3e6)
     return Row(
         step=step,
         name=module,

@@ -15,6 +15,7 @@ from results.measure.as_called import SHAPES, WAYS, Way, host_us, missing
 from results.measure.protocol import Budget
 from results.record import provenance
 from results.record.schema import AsCalled, Environment, Run
+from steps.components.activations.layouts import inputs
 from tests.results.fake_stopwatch import FakeStopwatch
 
 H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
@@ -30,6 +31,7 @@ def test_calls_are_of_three_sizes_of_weights_from_one_token_to_4096() -> None:
     assert {m for m, _, _ in SHAPES} == {1, 8, 16, 32, 64, 128, 512, 4096}
     assert {str(way) for way in WAYS} == {
         "gemm.plan exact float32",
+        "gemm.plan exact float16",
         "QuantLinear exact float32",
         "QuantLinear exact float16",
         "QuantLinear exact bfloat16",
@@ -44,10 +46,11 @@ def test_what_is_compiled_is_what_the_call_launches(way: Way, m: int) -> None:
     choice = way.choice(size, H200)
     assert (work.step, work.family, work.format) == (choice.step, choice.family, "q4_0")
     assert choice.step.supports("q4_0", work.family, H200.cc, output) is None
-    if way.dtype != "float16":
-        assert (output, input) == ("float32", "float32")
-    elif "float16" in choice.step.outputs:
-        assert (output, input) == ("float16", "float16")
+    reads, writes = inputs(choice.step, choice.family), choice.step.outputs
+    assert input == (way.dtype if way.dtype in reads else "float32")
+    assert output == (way.dtype if way.dtype in writes else "float32")
+    if way.api == "gemm.plan" or m == 512:
+        assert (output, input) == (way.dtype, way.dtype), "nothing is cast"
     assert choice.step.accuracy in ("exact", way.accuracy)
 
 
@@ -192,7 +195,7 @@ def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
         )
     )
     assert heard == ["calls at M=2 N=8 K=64", "calls at M=4 N=8 K=64"]
-    assert [len(rows) for rows in loops] == [4, 4]
+    assert [len(rows) for rows in loops] == [5, 5]
     for rows, size in zip(loops, sizes, strict=True):
         assert {one.shape for one in rows} == {size}
         for one in rows:
@@ -206,4 +209,4 @@ def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
     assert said[0].startswith("QuantLinear exact bfloat16 at (2, 8, 64) was not measured: ")
     assert "NMSE" in said[0]
     counted = max(watch.rounds, key=len)
-    assert len(counted) == 4 + 3, "one product of torch for each API and dtype"
+    assert len(counted) == 5 + 3, "torch once for both plans, and once for each dtype of layers"

@@ -17,6 +17,7 @@ import pytest
 
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES
+from reference.bfloat16 import rounded_to_bfloat16
 from reference.problem import PrequantizedProblem
 from results.measure import as_called, products
 from results.measure import bench as benching
@@ -29,7 +30,7 @@ from results.record.schema import Environment, Git, Limits, Peer, Row, Run
 from steps.api.machines import Simulator
 from steps.checks.select import select
 from steps.cli import bench as command
-from steps.contract import BRANCHES, Work
+from steps.contract import BRANCHES, FLOATS, Work
 from steps.registry import find, ladder
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
@@ -102,6 +103,33 @@ def test_a_step_that_writes_float16_reads_float16_and_has_a_row_for_each() -> No
     for row in rows:
         assert row.nmse_same_operands is not None
         assert 1e-9 < row.nmse_same_operands < 1e-6
+
+
+def test_bfloat16_is_measured_at_home_in_one_format() -> None:
+    """From bfloat16 to bfloat16, against what the numbers of such an A give."""
+    step = replace(find(12), homes=((3, 5, 64),))
+    rows = measured(fake_bench(), [Work(step, "A16", "q4_0")], (3, 5, 64))
+    *_, row = rows
+    assert [(row.input, row.output) for row in rows] == [(one, one) for one in FLOATS]
+    assert (row.status, row.why) == ("ok", None)
+    assert row.activation_us == 0.0
+    assert row.nmse_same_operands is not None
+    assert 1e-7 < row.nmse_same_operands < 3e-5
+    for work, size in (
+        (Work(step, "A16", "q8_0"), (3, 5, 64)),
+        (Work(step, "A16", "q4_0"), (4, 5, 64)),
+        (Work(replace(step, outputs=FLOATS[:2]), "A16", "q4_0"), (3, 5, 64)),
+    ):
+        assert [one.output for one in benching.wanted_of(work, size)] == ["float32", "float16"]
+
+
+def test_a_family_that_reads_float32_has_no_row_of_bfloat16() -> None:
+    step = replace(find(10), outputs=FLOATS)
+    rows = benching.wanted_of(Work(step, "A8", "q4_0"), step.home_shapes[0])
+    assert [(one.input, one.output) for one in rows] == [
+        ("float32", "float32"),
+        ("float32", "float16"),
+    ]
 
 
 def test_products_of_one_packing_and_one_pass_share_them() -> None:
@@ -225,6 +253,15 @@ def test_formats_share_a_and_the_float_weights() -> None:
         assert part.a.dtype == part.input
         assert part.w is data.w
         assert part.blocks is data.blocks(part.format)
+    bits = products.PartOf(2, 4, 64, "q4_0", data=data, input="bfloat16")
+    assert data.a("bfloat16").dtype == np.uint16
+    np.testing.assert_array_equal(bits.a, rounded_to_bfloat16(parts[0].a))
+    np.testing.assert_array_equal(bits.given, data.a("bfloat16")[:2])
+    rows, columns = np.arange(2), np.arange(4)
+    for one in (parts[0], parts[1], bits):
+        wanted = one.a.astype(np.float64) @ data.w.astype(np.float64).T
+        found = products.SharedReference(one, 8).meant
+        np.testing.assert_allclose(found, wanted[np.ix_(rows, columns)], rtol=1e-12)
     with pytest.raises(ValueError, match="the first 6 tokens"):
         _ = products.PartOf(6, 4, 64, "q5_1", data=data).a
 
@@ -276,12 +313,12 @@ def test_step_1_is_at_the_first_home_of_every_branch() -> None:
 
 def test_the_top_steps_are_at_all_shapes() -> None:
     tops = {step.number for step in benching.top_steps(ladder(), HOPPER)}
-    assert tops == {9, 12, 13, 14, 15}
+    assert tops == {10, 14, 15, 16, 18}
     for size in BENCH_SHAPES:
         wanted = {n for n in tops if find(n).branch != "decode" and size[0] >= 8}
-        wanted |= {15} if size[0] <= 16 else set()
+        wanted |= {18} if size[0] <= 16 else set()
         assert wanted <= steps_at(size), size
-    assert {step.number for step in benching.top_steps(ladder(), (8, 6))} == {9, 10, 11}
+    assert {step.number for step in benching.top_steps(ladder(), (8, 6))} == {10, 11, 17}
 
 
 def test_the_headline_comes_first_and_home_shapes_before_the_others() -> None:
@@ -427,8 +464,8 @@ def asked(**changes: Any) -> Any:
 
 def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
     assert command.rows_of(asked(), HOPPER) == list(MATRIX)
-    one = command.rows_of(asked(steps=["9"], format=["q4_0"], m=128), HOPPER)
-    assert {(w.work.step.number, w.work.format, w.size[0]) for w in one} == {(9, "q4_0", 128)}
+    one = command.rows_of(asked(steps=["10"], format=["q4_0"], m=128), HOPPER)
+    assert {(w.work.step.number, w.work.format, w.size[0]) for w in one} == {(10, "q4_0", 128)}
     assert len(one) == 3
     other = command.rows_of(asked(steps=["1", "2"], m=77), HOPPER)
     assert {w.size for w in other} == {(77, 4096, 4096)}

@@ -59,9 +59,9 @@ def test_the_ladder_has_a_panel_per_branch_with_its_home_shape(files) -> None:
     for branch in BRANCHES.values():
         assert branch.title in text
         assert query.dims(branch.homes[0]) in text
-    for label in ("1 naive W4A16", "3 shared tiled", "13 W4A8 wgmma (fast)", "15 decode bulk"):
+    for label in ("1 naive W4A16", "3 shared tiled", "15 wgmma int8 (fast)", "18 decode bulk"):
         assert label in text
-    assert "9 stream k, M=128" in text, "its home is not that of its branch"
+    assert "10 stream k, M=128" in text, "its home is not that of its branch"
     for label in query.BASELINES.values():
         assert label in text
 
@@ -74,12 +74,12 @@ def test_each_step_stands_once_at_its_home(run) -> None:
     assert all(row.home and row.format == "q4_0" and row.output == "float32" for row in rows)
     (third,) = (row for row in rows if row.step == 3)
     assert third.family == "A8", "the family that continues the ladder"
-    (ninth,) = (rung for panel in panels for rung in panel.rungs if rung.row.step == 9)
-    assert ninth.away
-    assert ninth.row.shape == (128, 4096, 4096)
-    assert ninth.parent is not None
-    assert (ninth.parent.step, ninth.parent.shape) == (8, (128, 4096, 4096))
-    assert {row.format for row in ninth.every} == set(FORMATS)
+    (tenth,) = (rung for panel in panels for rung in panel.rungs if rung.row.step == 10)
+    assert tenth.away
+    assert tenth.row.shape == (128, 4096, 4096)
+    assert tenth.parent is not None
+    assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
+    assert {row.format for row in tenth.every} == set(FORMATS)
 
 
 def test_figures_in_the_ladder_are_those_of_the_run(run, files) -> None:
@@ -135,7 +135,7 @@ def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
 def test_the_error_of_the_product_shows_what_requantizing_costs(run, files) -> None:
     """The kernel's own error of these steps may be the least of all: it stands second."""
     rungs = {rung.row.step: rung.row for rung in error.rungs(run)}
-    exact, fast, coarse = (error.relative(run, rungs[step]) or 0 for step in (12, 13, 14))
+    exact, fast, coarse = (error.relative(run, rungs[step]) or 0 for step in (14, 15, 16))
     assert exact == 1
     assert 1 < fast < coarse
     with mpl.rc_context(style.STYLE):
@@ -160,7 +160,7 @@ def test_an_error_is_compared_with_that_of_its_own_problem(run) -> None:
 
 def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files) -> None:
     rows = roofline.rows_of(run)
-    assert {row.step for row in rows} == {6, 9, 12, 13, 14, 15}
+    assert {row.step for row in rows} == {6, 10, 14, 15, 16, 18}
     assert len({(row.N, row.K, row.format) for row in rows}) == 1
     text = text_of(files["roofline.svg"])
     assert "memory, 4.35 TB/s" in text

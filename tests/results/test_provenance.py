@@ -182,17 +182,17 @@ def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
 
 
 def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
-    plan = provenance.called_hash("gemm.plan", 12, tree)
+    plan = provenance.called_hash("gemm.plan", 14, tree)
     assert plan != provenance.called_hash("gemm.plan", 9, tree)
-    layer = provenance.called_hash("QuantLinear", 12, tree)
+    layer = provenance.called_hash("QuantLinear", 14, tree)
     assert plan != layer
     path = tree / "steps" / "nn" / "operator.py"
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
-    assert provenance.called_hash("gemm.plan", 12, tree) == plan
-    assert provenance.called_hash("QuantLinear", 12, tree) != layer
-    path = tree / "steps" / "step12_w4a16_wgmma.py"
+    assert provenance.called_hash("gemm.plan", 14, tree) == plan
+    assert provenance.called_hash("QuantLinear", 14, tree) != layer
+    path = tree / "steps" / "step14_persistent.py"
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
-    assert provenance.called_hash("gemm.plan", 12, tree) != plan
+    assert provenance.called_hash("gemm.plan", 14, tree) != plan
     assert provenance.called_hash("gemm.plan", 77, tree) is None
     for api in provenance.API_MODULES.values():
         assert not any(name.startswith("steps.cli") for name in closure([api]))

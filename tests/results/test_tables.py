@@ -167,11 +167,11 @@ def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
 
 def test_a_step_away_from_home_or_not_exact_says_so(run) -> None:
     table = readme.ladder_table(run, "r.json")
-    (ninth,) = (line for line in table.splitlines() if line.startswith("| [9]"))
-    assert ", at 128 x 4096 x 4096 |" in ninth
+    (tenth,) = (line for line in table.splitlines() if line.startswith("| [10]"))
+    assert ", at 128 x 4096 x 4096 |" in tenth
     assert table.count(", at ") == 2, "and the sentence above"
-    assert "(fast)" in next(line for line in table.splitlines() if line.startswith("| [13]"))
-    assert "(coarse)" in next(line for line in table.splitlines() if line.startswith("| [14]"))
+    assert "(fast)" in next(line for line in table.splitlines() if line.startswith("| [15]"))
+    assert "(coarse)" in next(line for line in table.splitlines() if line.startswith("| [16]"))
 
 
 def test_what_failed_says_so_and_what_was_not_measured_is_left_out(run) -> None:
@@ -191,7 +191,7 @@ def test_what_failed_says_so_and_what_was_not_measured_is_left_out(run) -> None:
 
 def test_stale_steps_are_marked(tree, run) -> None:
     assert (
-        readme.ladder_table(run, "r.json", staleness.stale_keys(run, tree)).count("(stale)") == 16
+        readme.ladder_table(run, "r.json", staleness.stale_keys(run, tree)).count("(stale)") == 19
     )
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
@@ -263,15 +263,15 @@ def test_results_hold_what_a_caller_gets_the_tops_and_the_baselines(tree, run) -
     assert calls.count("\n| Q4_0 (stale) |") == len(run.as_called)
     tops = text.split("### The last step of each branch at every shape")[1].split("\n### ")[0]
     assert [line for line in tops.splitlines() if line.startswith("####")] == [
-        "#### Step 9, float32",
-        *(f"#### Step {n}, {dtype}" for n in (12, 13, 14) for dtype in ("float32", "float16")),
-        "#### Step 15, float32",
+        "#### Step 10, float32",
+        *(f"#### Step {n}, {dtype}" for n in (14, 15, 16) for dtype in ("float32", "float16")),
+        "#### Step 18, float32",
     ]
     (row,) = (
         row
         for row in run.rows
         if (row.step, row.shape, row.format, row.output)
-        == (12, (4096, 4096, 14336), "q5_1", "float32")
+        == (14, (4096, 4096, 14336), "q5_1", "float32")
     )
     times = f"{query.number(row.kernel_us or 0)} / {query.number(row.total_us or 0)}, "
     assert times in tops
@@ -297,8 +297,8 @@ def test_failed_and_stale_rows_are_listed(tree, run) -> None:
     last = complete.page(tree).split("### Failed, not possible, stale")[1]
     count = sum(row.step == 7 for row in run.rows)
     assert f"- step 7, failed: it is wrong ({count} rows)" in last
-    assert "- step 15, stale: " in last
-    assert "- QuantLinear with step 12, stale: " in last
+    assert "- step 18, stale: " in last
+    assert "- QuantLinear with step 14, stale: " in last
 
 
 def test_numbers_have_three_digits_and_ranges() -> None:

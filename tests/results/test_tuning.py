@@ -205,6 +205,45 @@ def test_the_tuner_times_what_may_win_and_drops_what_is_wrong() -> None:
     assert timed == {"w4a8_vectorized", "q8_1_k_outermost"}, "step 1 is far slower"
 
 
+def test_a_step_that_reads_float16_is_timed_in_float16_too() -> None:
+    """With no pass, so that it takes less; and looked up by the dtype of A."""
+    watch = FakeStopwatch(cost=lambda _: 4e-6)
+    works = select([find(5), find(12)], ["q4_0"])
+    (measured,) = tune.entries(Simulator(), watch, works, [(5, 64)], (2,), QUICK)
+    assert measured.failures == ()
+    one = measured.entry
+    assert list(one.times) == ["5 A8", "12 A16", "12 A16 float16"]
+    assert one.times == pytest.approx({"5 A8": 8.0, "12 A16": 8.0, "12 A16 float16": 4.0})
+    assert one.us(12, "A16") == pytest.approx(8.0)
+    for input in ("float16", "bfloat16"):
+        assert one.us(12, "A16", input) == pytest.approx(4.0)
+        assert one.us(5, "A8", input) == pytest.approx(8.0)
+        assert one.us(12, "A8", input) is None
+    assert one.highest == 12
+    assert table(one).has(12, "A16")
+    assert not table(one).has(12, "A8")
+    assert tune.wanted_of(works[0], (2, 5, 64))[0].launched[2:] == ("float32", "float32")
+    assert [one.launched[2:] for one in tune.wanted_of(works[1], (2, 5, 64))] == [
+        ("float32", "float32"),
+        ("float16", "float16"),
+    ]
+
+
+def test_a_float16_product_that_is_wrong_is_dropped_alone() -> None:
+    class Wrong(Simulator):
+        def run(self, launch: Any) -> None:
+            super().run(launch)
+            for x in launch.args:
+                if getattr(x, "shape", ()) == (2, 5) and x.dtype == np.float16:
+                    x[...] = 7
+
+    works = select([find(12)], ["q4_0"])
+    (measured,) = tune.entries(Wrong(), FakeStopwatch(), works, [(5, 64)], (2,), QUICK)
+    assert list(measured.entry.times) == ["12 A16"]
+    (failure,) = measured.failures
+    assert failure.startswith("step 12 W4A16 q4_0 in float16 at M=2 N=5 K=64: ")
+
+
 def test_a_step_that_goes_wrong_while_timed_is_dropped() -> None:
     def spoil(launches: Any) -> None:
         out = next(x for x in launches[-1].args if getattr(x, "shape", ()) == (2, 5))
@@ -246,7 +285,9 @@ def test_the_command_prints_the_fastest_of_each_entry() -> None:
     from results.render import text
     from steps.cli.tune import fastest
 
-    entries = [entry(1, s5A8=20.0, s3A16=9.0), entry(16, s5A8=21.0)]
+    half = Entry("q4_0", 4096, 4096, 16, {"5 A8": 21.0, "12 A16": 22.0, "12 A16 float16": 8.0})
+    entries = [entry(1, s5A8=20.0, s3A16=9.0), half]
     lines = text.plain(fastest("NVIDIA H200", entries)).splitlines()
     assert lines[0] == "The fastest step and family on NVIDIA H200"
-    assert lines[-1].split() == ["q4_0", "4096", "4096", "3", "A16", "5", "A8"]
+    assert lines[-2].split() == ["q4_0", "4096", "4096", "float32", "3", "A16", "5", "A8"]
+    assert lines[-1].split() == ["q4_0", "4096", "4096", "float16", "-", "12", "A16"]

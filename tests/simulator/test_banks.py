@@ -15,6 +15,8 @@ from qformats import WEIGHT_FORMATS
 from reference import Problem
 from steps.api.machines import Simulator
 from steps.checks.verify import prepare
+from steps.components import mma_tiles, stream_k_tiles
+from steps.contract import Family
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
@@ -261,81 +263,93 @@ def in_every_format(*numbers: int) -> list[pytest.param]:
     ]
 
 
-@pytest.mark.parametrize(("number", "name"), in_every_format(7, 8, 9, 11, 12, 13, 14))
+@pytest.mark.parametrize(("number", "name"), in_every_format(*range(7, 17)))
 def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
     counter = _counted(number, Problem(40, 128, 256, name))
-    assert counter.wavefronts > 900
+    assert counter.wavefronts > (500 if number == 13 else 900)  # it copies no 16 bytes by a thread
     assert counter.conflicts == 0, counter.report()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["q5_0", "q4_1"])
+@pytest.mark.parametrize("tokens", stream_k_tiles.BLOCKS_PER_SM)
+def test_no_tile_of_step_10_has_any(
+    tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it takes for a shape; partial sums included."""
+    module = sys.modules[steps.find(10).launch.__module__]
+    monkeypatch.setattr(module, "tiling", lambda *_: (tokens, 1, 2, 1))
+    counter = _counted(10, Problem(9, 128, 256, name))
+    assert counter.wavefronts > 500
+    assert counter.conflicts == 0, counter.report()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", [np.float32, np.float16])
 @pytest.mark.parametrize(
     ("tokens", "name"), list(zip([128, 64, 32, 16, 128], WEIGHT_FORMATS, strict=True))
 )
-def test_no_tile_of_step_11_has_any(
-    tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [11, 12, 13])
+def test_no_tile_of_steps_11_to_13_has_any(
+    number: int, tokens: int, name: str, output: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever it takes for a shape, sums on their way through shared memory included."""
-    module = sys.modules[steps.find(11).launch.__module__]
-    monkeypatch.setattr(module, "TILES", {tokens: module.TILES[tokens]})
-    counter = _counted(11, Problem(20, 64, 256, name))
-    assert counter.wavefronts > 1000
+    """Whichever they take for a shape: rows of A that are swizzled, and sums on their way through
+    shared memory. What wgmma does to shared memory is not counted."""
+    module = mma_tiles if number == 11 else sys.modules[steps.find(number).launch.__module__]
+    if number == 13:
+        monkeypatch.setattr(module, "TOKENS", (tokens,))
+    else:
+        monkeypatch.setattr(module, "TILES", {tokens: module.TILES[tokens]})
+    counter = _counted(number, Problem(20, 64, 256, name), output)
+    assert counter.wavefronts > (150 if number == 13 else 500)
     assert counter.conflicts == 0, counter.report()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["q4_0", "q5_1"])
-@pytest.mark.parametrize("tile", [(128, 32), (128, 64), (256, 128)])
-def test_no_tile_of_step_12_has_any(
-    tile: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "output"), [("q4_0", np.float32), ("q5_1", np.float16)])
+@pytest.mark.parametrize(
+    ("number", "tile"),
+    [
+        *((14, tile) for tile in ((128, 32), (128, 64), (256, 128))),
+        *((number, tile) for number in (15, 16) for tile in ((128, 64), (128, 256))),
+    ],
+)
+def test_no_tile_of_steps_14_to_16_has_any(
+    number: int,
+    tile: tuple[int, int],
+    name: str,
+    output: type,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parts of a tile too; what wgmma and bulk copies do to shared memory is not counted."""
-    module = sys.modules[steps.find(12).launch.__module__]
+    module = sys.modules[steps.find(number).launch.__module__]
     monkeypatch.setattr(module, "tiling", lambda *_: (tile, 1, 2, 1))
-    counter = _counted(12, Problem(20, 64, 256, name))
+    counter = _counted(number, Problem(20, 64, 256, name), output)
     assert counter.wavefronts > 300
     assert counter.conflicts == 0, counter.report()
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 16])
-@pytest.mark.parametrize(("number", "name"), in_every_format(10))
-def test_decoding_conflicts_only_where_it_copies_d_and_s(
-    number: int, name: str, tokens: int
-) -> None:
-    """Of formats with a minimum d and s lie side by side, and are copied 4 bytes at a time; that is
-    before the stream of weights, in which no two lanes meet."""
-    counter = _counted(number, Problem(tokens, 128, 256, name))
-    if tokens > 4 and name in ("q4_1", "q5_1"):
-        guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
-        assert len(guilty) == 2
-        assert all("cp_async_4(" in line for line in guilty)
-    else:
-        assert counter.conflicts == 0, counter.report()
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 8, 16])
-@pytest.mark.parametrize(("number", "name"), in_every_format(15))
-def test_bulk_decoding_conflicts_only_where_it_quantizes(
-    number: int, name: str, tokens: int
-) -> None:
-    """Four lanes read half of a block of float32 A, and the next four that of the next block, 128
-    bytes on: twice for each block, before the stream of weights, in which no two lanes meet."""
-    counter = _counted(number, Problem(tokens, 128, 512, name))
-    guilty = [line for line in counter.report().splitlines() if ", 0 of them" not in line]
-    if tokens > 4:
-        assert counter.conflicts == 0, counter.report()
-    else:
-        assert len(guilty) == 2, counter.report()
-        assert all("load_f32x4(smem, raw" in line for line in guilty)
+@pytest.mark.parametrize("family", ["A8", "A16"])
+@pytest.mark.parametrize(("number", "name"), in_every_format(17, 18))
+def test_decoding_has_no_conflicts(number: int, name: str, family: Family, tokens: int) -> None:
+    """Where it quantizes, too, and where sums are stored and added up."""
+    counter = _counted(number, Problem(tokens, 128, 512, name), family=family)
+    assert counter.wavefronts > 1000
+    assert counter.conflicts == 0, counter.report()
 
 
-def _counted(number: int, problem: Problem) -> BankCounter:
+def _counted(
+    number: int, problem: Problem, output: type = np.float32, family: Family | None = None
+) -> BankCounter:
     """The step's own launch, without its activation pass."""
     counter = BankCounter()
     machine = Simulator(banks=counter)
     step = steps.find(number)
-    family = step.families[-1]
-    prepared = prepare(step, family, problem.format, problem.a, problem.blocks, machine)
+    family = family or step.families[-1]
+    prepared = prepare(
+        step, family, problem.format, problem.a, problem.blocks, machine, dtype=output
+    )
     for launch in prepared.activations.launches:
         RemembersPasses().run(launch)
     machine.run(prepared.launch)

@@ -12,6 +12,7 @@ from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
+    fence,
     load_u32,
     load_u32x4,
     store_u32x4,
@@ -21,6 +22,7 @@ from steps.simulator.launch import (
     Deadlock,
     Misaligned,
     OutOfRange,
+    Race,
     SimulatorError,
     simulate,
 )
@@ -64,18 +66,18 @@ def test_right_barriers_give_one_result_in_every_order(order):
     np.testing.assert_array_equal(out, REVERSED)
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (False, False)])
-def test_missing_barrier_is_a_wrong_result_in_some_order(before, after):
-    wrong = []
-    for order in ORDERS:
-        out = zeros((2, 64))
-        simulate(reverse_kernel(before, after), 1, 64, (out,), order=order)
-        wrong.append(not np.array_equal(out, REVERSED))
-    assert any(wrong)
+def test_a_missing_barrier_is_a_race_in_every_order(before, after, order):
+    """The same threads need not be the first to be found."""
+    accesses = r"a (load of|store to) byte \d+ of stage, (to )?which thread \d+ (stores|loads)"
+    with pytest.raises(Race, match=accesses + r".*thread \(\d+, 0, 0\), test_simulator.py:\d+ `"):
+        simulate(reverse_kernel(before, after), 1, 64, (zeros((2, 64)),), order=order)
 
 
-@pytest.mark.parametrize(("reads", "revealing"), [(1, 0), (-1, -1)])
-def test_one_sided_race_needs_the_other_order(reads, revealing):
+@pytest.mark.parametrize("order", [0, -1])
+@pytest.mark.parametrize("reads", [1, -1])
+def test_a_race_that_goes_well_is_a_race(reads, order):
     """A lane that reads its neighbour below is served in ascending order, and in that only."""
 
     @cuda.jit
@@ -87,14 +89,8 @@ def test_one_sided_race_needs_the_other_order(reads, revealing):
         stage[t + 1] = t
         out[t] = stage[t + 1 + reads]
 
-    expected = np.arange(64) + reads
-    expected[[0, -1]] = 0
-    right = {}
-    for order in (0, -1):
-        out = zeros(64)
-        simulate(neighbour, 1, 64, (out,), order=order)
-        right[order] = np.array_equal(out[1:-1], expected[1:-1])
-    assert right == {revealing: False, -1 - revealing: True}
+    with pytest.raises(Race, match="of stage"):
+        simulate(neighbour, 1, 64, (zeros(64),), order=order)
 
 
 def test_threads_that_left_early_are_divergence():
@@ -169,19 +165,22 @@ def test_polling_for_what_never_comes_is_a_deadlock():
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_in_flight_together_can_wait_for_each_other(order):
     @cuda.jit
-    def relay(flags):
+    def relay(flags, values):
         b = cuda.blockIdx.x
         if b < 2:
-            while flags[b + 1] == 0:
+            while cuda.atomic.add(flags, b + 1, 0) == 0:
                 cuda.nanosleep(100)
-        flags[b] = flags[b + 1] + 1 if b < 2 else 1
+            fence()
+        values[b] = values[b + 1] + 1 if b < 2 else 1
+        fence()
+        cuda.atomic.add(flags, b, 1)
 
-    flags = zeros(3)
-    simulate(relay, 3, 1, (flags,), resident=3, order=order)
-    assert flags.tolist() == [3, 2, 1]
+    flags, values = zeros(3), zeros(3)
+    simulate(relay, 3, 1, (flags, values), resident=3, order=order)
+    assert values.tolist() == [3, 2, 1]
     if order == 0:
         with pytest.raises(Deadlock):
-            simulate(relay, 3, 1, (zeros(3),))
+            simulate(relay, 3, 1, (zeros(3), zeros(3)))
 
 
 # --- warps
@@ -481,8 +480,26 @@ def copy_kernel(wait, barrier):
 @pytest.mark.parametrize(("wait", "barrier"), [(True, True), (False, True), (True, False)])
 def test_asynchronous_copies_land_at_the_wait(wait, barrier, order):
     source, out = np.arange(256, dtype=np.int32), zeros(64)
-    simulate(copy_kernel(wait, barrier), 1, 64, (source, out), order=order)
-    assert np.array_equal(out, 4 * np.arange(64)[::-1]) == (wait and barrier)
+    if wait and barrier:
+        simulate(copy_kernel(wait, barrier), 1, 64, (source, out), order=order)
+        np.testing.assert_array_equal(out, 4 * np.arange(64)[::-1])
+        return
+    found = r"of stage, (to )?which (thread|a cp_async of thread) \d+ (loads|stores): "
+    hint = "a barrier" if wait else "cp_async_wait comes first"
+    with pytest.raises(Race, match=found + hint):
+        simulate(copy_kernel(wait, barrier), 1, 64, (source, out), order=order)
+
+
+def test_a_copy_that_its_own_thread_reads_too_early():
+    @cuda.jit
+    def copy(source, out):
+        stage = cuda.shared.array(4, int32, alignment=16)
+        cp_async_16(stage, 0, source, 0)
+        cp_async_commit()
+        out[0] = stage[1]
+
+    with pytest.raises(Race, match="to which a cp_async of thread 0 stores: cp_async_wait comes"):
+        simulate(copy, 1, 1, (zeros(4), zeros(1)))
 
 
 def test_copy_into_a_buffer_still_being_read():
@@ -510,8 +527,10 @@ def test_copy_into_a_buffer_still_being_read():
         out = zeros((2, 32))
         simulate(make(True), 1, 32, (source, out), order=order)
         np.testing.assert_array_equal(out, expected)
-        simulate(make(False), 1, 32, (source, out), order=order)
-        assert not np.array_equal(out, expected)
+        with pytest.raises(
+            Race, match=r"byte \d+ of stage, (to )?which thread \d+ (loads|stores): a"
+        ):
+            simulate(make(False), 1, 32, (source, out), order=order)
 
 
 # --- launches

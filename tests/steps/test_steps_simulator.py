@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import steps
-from qformats import FORMATS, WEIGHT_FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
 from steps.api.machines import Simulator
 from steps.checks.cases import cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.components import bulk_tiles, decode_tiles
-from steps.components.unpack.codes import tile_format
-from steps.contract import Family, Shape, Step, Work
+from steps.components import mma_tiles
+from steps.components.activations.layouts import reading
+from steps.components.decode import tiles as decode_tiles
+from steps.contract import Family, Step, Work
 from tests.components.passes import RemembersPasses
 from tests.steps.works import WORKS, in_turn, slow_unless_in_turn
 
@@ -76,8 +76,11 @@ EDGES = (
     (5, (129, 65, 32)),
     (6, (129, 65, 32)),
     (7, (65, 129, 160)),
+    (8, (65, 129, 160)),
     (11, (65, 131, 160)),
-    (12, (17, 131, 160)),
+    (12, (65, 131, 160)),
+    (13, (17, 131, 160)),
+    (14, (17, 131, 160)),
 )
 
 
@@ -105,6 +108,30 @@ def test_outputs_in_float16(step: Step, family: Family, name: str) -> None:
             assert found.ok, found.verdict
 
 
+READS_16_BITS = [
+    work
+    for work in WORKS
+    if reading(work.values[0].activations, "float16", work.values[1])[1] == "float16"
+]
+
+
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(READS_16_BITS, shift=2))
+def test_inputs_of_16_bits(step: Step, family: Family, name: str) -> None:
+    """A as a caller has it, with no pass where nothing is quantized, and C in the same dtype where
+    the step writes it. Ragged, and beyond the first stage."""
+    inputs = ["float16"]
+    if family == "A8" or "bfloat16" in step.outputs:
+        inputs.append("bfloat16")
+    for order, input in enumerate(inputs):
+        output = input if input in step.outputs else "float32"
+        for shape, distribution in (((9, 37, 96), "llm"), ((20, 136, 288), "integer")):
+            problem = Problem(*shape, name, distribution, input=input)
+            if family == "A16":
+                assert step.activations(family, problem.given, Simulator()).launches == ()
+            found = verify(step, family, problem, RemembersPasses(order), dtype=output)
+            assert found.ok, f"{input}: {found.verdict}"
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
 @pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
 def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name: str) -> None:
@@ -130,49 +157,59 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 
 # --- steps that share out work by the number of SMs -----------------------------------------------
 # On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is.
-# Step 9: work ranges that end within tiles. Step 10: many row tiles a block, split-K or not, and a
-# warp with A of its own, longer than its ring, for two row tiles. Step 11: split-K, and tiles of
-# many tokens, which no small product has, with K longer than the ring. Steps 12 to 14: work ranges,
-# two accumulator halves, three warpgroups, partial sums in two slices, or in four by five blocks.
-# Step 15: float32 A a few K tiles at a time, or prequantized A, warps along N, waves. Constants are
-# those of the module that has the tile heuristics.
-HEURISTICS_IN = {10: decode_tiles, 15: bulk_tiles}  # any other step: its own module
+# Step 10: work ranges that end within tiles. Steps 17 and 18: rings used again and again, for
+# several pairs of row tiles; warps along N; tiles of A in the slots, with K that ends in a tile;
+# groups of tokens (tests.components.test_decode has more). Step 11: split-K, and tiles of many
+# tokens, which no small product has, with K longer than the ring. Steps 12 and 13: such tiles, and
+# a ring used again and again. Steps 14 to 16: work ranges, two accumulator halves, three
+# warpgroups, partial sums in two slices, or in four by five blocks. Constants are those of the
+# module that has the tile heuristics.
+HEURISTICS_IN = {11: mma_tiles, 17: decode_tiles, 18: decode_tiles}  # any other: its own module
 SHARED_WORK = (
-    (9, 1, (3, 300, 640), {}),
-    (9, 1, (40, 200, 416), {}),
-    (10, 2, (1, 150, 416), {}),
-    (10, 1, (3, 90, 544), {"SPLIT": 512}),
-    (10, 2, (9, 150, 544), {"SPLIT_PREQUANTIZED": {16: 4096}}),
-    (10, 1, (7, 30, 4096), {"STAGES": 2}),
+    (10, 1, (3, 300, 640), {"tiling": lambda *_: (16, 3, 4, 3)}),
+    (10, 1, (70, 20, 288), {"tiling": lambda *_: (64, 2, 3, 2), "STAGES": 2}),
+    (10, 1, (20, 300, 416), {"tiling": lambda *_: (32, 3, 3, 1)}),
+    (17, 1, (1, 150, 96), {}),
+    (17, 1, (3, 90, 2208), {"SUMS": 9000}),
+    (17, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
+    (17, 3, (35, 20, 288), {}),
     (11, 9, (3, 130, 416), {}),
     (11, 6, (19, 36, 544), {}),
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
     (11, 1, (70, 20, 416), {"TILES": {128: (2, 1)}}),
     (11, 4, (3, 130, 416), {"TILES": {64: (2, 2)}}),
-    (12, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
-    (12, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
-    (12, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
-    (12, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
-    (12, 5, (40, 20, 544), {"tiling": lambda *_: ((128, 64), 1, 5, 1)}),
-    (12, 2, (3, 390, 160), {"tiling": lambda *_: ((192, 16), 3, 2, 1)}),
-    (12, 6, (40, 400, 160), {"tiling": lambda *_: ((192, 64), 3, 6, 3)}),
-    (13, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
-    (13, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
-    (13, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
-    (13, 3, (133, 130, 160), {"tiling": lambda *_: ((128, 256), 2, 3, 2)}),
+    (12, 1, (130, 20, 672), {"TILES": {128: 1}}),
+    (12, 1, (70, 140, 416), {"TILES": {64: 2}, "STAGES": 2}),
+    (12, 1, (20, 70, 672), {"TILES": {16: 2}}),
+    (13, 1, (20, 70, 672), {"TOKENS": (32,), "STAGES": 2}),
+    (13, 2, (130, 20, 1184), {"TOKENS": (128,)}),
     (14, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
-    (14, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
-    (15, 2, (1, 150, 416), {}),
-    (15, 1, (3, 20, 4224), {"STAGES": 2}),
-    (15, 2, (2, 40, 2208), {"FITS": 100}),
-    (15, 1, (9, 150, 416), {"SUMS": 4096}),
-    (15, 3, (35, 20, 288), {}),
+    (14, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
+    (14, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
+    (14, 2, (3, 260, 160), {"tiling": lambda *_: ((256, 16), 2, 2, 1)}),
+    (14, 5, (40, 20, 544), {"tiling": lambda *_: ((128, 64), 1, 5, 1)}),
+    (14, 2, (3, 390, 160), {"tiling": lambda *_: ((192, 16), 3, 2, 1)}),
+    (14, 6, (40, 400, 160), {"tiling": lambda *_: ((192, 64), 3, 6, 3)}),
+    (14, 2, (19, 600, 160), {"tiling": lambda *_: ((256, 16), 6, 2, 2), "STAGES": 3}),
+    (15, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (15, 2, (33, 10, 160), {"tiling": lambda *_: ((128, 16), 3, 2, 1)}),
+    (15, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0)}),
+    (15, 3, (133, 130, 160), {"tiling": lambda *_: ((128, 256), 2, 3, 2)}),
+    (15, 4, (40, 20, 544), {"tiling": lambda *_: ((128, 64), 1, 4, 1)}),
+    (15, 2, (19, 390, 160), {"tiling": lambda *_: ((128, 16), 8, 2, 2), "STAGES": 3}),
+    (16, 3, (3, 130, 288), {"tiling": lambda *_: ((128, 16), 2, 3, 2), "STAGES": 2}),
+    (16, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
+    (16, 1, (17, 10, 416), {"tiling": lambda *_: ((128, 16), 2, 1, 0), "STAGES": 3}),
+    (18, 2, (1, 150, 416), {}),
+    (18, 1, (3, 90, 2208), {"SUMS": 9000}),
+    (18, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
+    (18, 3, (35, 20, 288), {}),
 )
 
 
 def shared_work() -> Iterator[pytest.param]:
-    """Each in one format in three orders of lanes, and in another format in one: who waits for whom
-    is the same in all of them."""
+    """Each in one format in three orders of lanes, and in another format in one, with C in float16
+    where the step writes it: who waits for whom is the same in all formats."""
     for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
         for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), (5, 5))):
             label = f"step{number:02d}-{i}-{name}"
@@ -200,7 +237,8 @@ def test_work_shared_by_few_sms(
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
     problem, machine = Problem(*shape, name), RemembersPasses(orders[0])
-    prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
+    dtype = np.float16 if step.outputs[1:] and orders == (5, 5) else np.float32
+    prepared = prepare(step, family, name, problem.a, problem.blocks, machine, dtype=dtype)
     assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is split"
     first = multiply(prepared, machine).copy()
     assert check(first, problem, family, operands(prepared, machine)).ok
@@ -215,51 +253,7 @@ def test_work_shared_by_few_sms(
         np.testing.assert_array_equal(machine.host(prepared.out), first)
 
 
-@pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("shared", [99, 163, 227])
-def test_decode_fits_any_gpu(shared: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory of compute capability 8.6, 8.0 and 9.0, KB a thread block: rings, codes and
-    scales of A, and the sums of warps along K, counted here again."""
-    monkeypatch.setattr(decode_tiles, "shared_memory", lambda: shared * 1024)
-    monkeypatch.setattr(decode_tiles, "STAGES", stages)
-    for name in WEIGHT_FORMATS:
-        tile = tile_format(name)
-        for m in (1, 2, 4, 5, 8, 16, 40):
-            for n, k in ((16, 32), (4096, 4096), (4096, 14336), (14336, 4096), (96, 57344)):
-                found = decode_tiles.tile_configuration(FORMATS[name], Shape(m, n, k))
-                scales = max(2, found.tokens) * (8 if tile.minimum else 4)
-                need = found.warps * found.stages * tile.tile_bytes
-                need += found.k_tiles * 4 * (32 * found.tokens + scales)
-                if found.warps_n < found.warps:
-                    need += found.warps // found.warps_n * found.row_tiles * 16 * found.tokens * 4
-                assert need <= found.shared <= shared * 1024, (name, m, n, k, found)
-                assert 1 <= found.prefetched <= found.stages <= stages, (name, m, n, k, found)
-
-
-def test_bulk_decode_fits_any_shape() -> None:
-    """Shared memory of compute capability 9.0: rings, A where it is quantized inside, and sums of
-    warps along K, counted here again."""
-    for name in WEIGHT_FORMATS:
-        tile = tile_format(name)
-        for m in (1, 2, 3, 4, 5, 8, 16, 40):
-            for n, k in ((16, 32), (4096, 4096), (4096, 14336), (128256, 4096), (96, 57344)):
-                found = bulk_tiles.tile_configuration(FORMATS[name], Shape(m, n, k))
-                prequantized = found.tokens > 4
-                assert prequantized or m <= 4, (name, m, n, k, found)
-                slot = 2 * tile.tile_bytes + (found.tokens * (128 + 32) if prequantized else 0)
-                need = 16 * found.stages * (slot + 8) + 16 * 8
-                need += 16 // found.warps_n * (found.row_tiles * 16 * found.tokens * 4 + 32)
-                if not prequantized:
-                    scales = max(2, found.tokens) * (8 if tile.minimum else 4)
-                    need += -(-k // 128) * 4 * (32 * found.tokens + scales)
-                    free = (found.stages - found.prefetched) * slot
-                    assert found.tokens * found.staged_k_tiles * 512 <= free, (name, m, n, k, found)
-                assert need <= found.shared <= 227 * 1024, (name, m, n, k, found)
-                assert 1 <= found.prefetched < found.stages, (name, m, n, k, found)
-                assert found.k_tiles * (16 // found.warps_n) * 128 >= k, "all of K is someone's"
-
-
-@pytest.mark.parametrize("number", [13, 14])
+@pytest.mark.parametrize("number", [15, 16])
 def test_integer_sums_are_the_same_however_work_is_cut(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

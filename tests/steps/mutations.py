@@ -1,0 +1,846 @@
+"""Mutations: each synchronizing call of a step, left out or made wrong, must be noticed on a CPU.
+
+A right kernel passes its checks; that says little about the checks. So every call that orders
+something (a barrier, a fence, an arrival, a wait) is taken out of the source once, and the step is
+checked as it is then: the simulator must stop it, or its result be wrong. Other mutations are
+finer: a copy goes to another stage, a wait names the other parity, an mbarrier takes another number
+of arrivals.
+
+    mutations = mutations_of(step)           of the step's file and the components that it needs
+    outcome = tried(mutation)                what noticed it
+
+The source is changed as a syntax tree, and the step imported once more from it, with the components
+that import what was changed. The cases are those in which the step's tests run (small shapes, and
+the work of few SMs in `tests.steps.test_steps_simulator`), the quick ones first, and of these only
+those that reach the call.
+
+    .venv/bin/python -m tests.steps.mutations              writes results/worklog/mutations.md
+    .venv/bin/python -m tests.steps.mutations 13 17        prints those of some steps
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numba.cuda.dispatcher import CUDADispatcher
+
+import steps
+from reference import Problem, check
+from steps.api.machines import Simulator
+from steps.checks.verify import Prepared, operands, prepare, result
+from steps.contract import Family, Size, Step
+from steps.simulator.errors import (
+    BarrierDivergence,
+    Deadlock,
+    Misaligned,
+    OutOfRange,
+    Race,
+    SimulatorError,
+)
+
+ROOT: Final = Path(steps.__file__).parent.parent
+TABLE: Final = ROOT / "results" / "worklog" / "mutations.md"
+
+# --- calls that synchronize -----------------------------------------------------------------------
+
+BARRIERS: Final = ("syncthreads", "syncwarp", "threadfence")
+"""Of `cuda`."""
+
+INSTRUCTIONS: Final = (
+    "barrier_sync",
+    "barrier_arrive",
+    "mbarrier_init",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect",
+    "mbarrier_wait",
+    "fence",
+    "fence_mbarrier_init",
+    "fence_proxy_async",
+    "cp_async_commit",
+    "griddepcontrol_wait",
+    "wgmma_fence",
+    "wgmma_commit",
+)
+
+FACTORIES: Final = ("cp_async_wait", "wgmma_wait", "setmaxnreg_inc", "setmaxnreg_dec")
+"""What they return synchronizes."""
+
+COPIES: Final = {"bulk_copy", "tensor_copy", "cp_async_16", "cp_async_16_zfill", "cp_async_4"}
+STAGE: Final = re.compile(r"stage|s|slot")
+STAGE_SIZE: Final = re.compile(r"\w*_bytes|\w*_words")
+PARITY: Final = re.compile(r"\w*parity")
+
+
+Key = tuple[str, str, str, int, str]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the source where something can be mutated."""
+
+    path: Path
+    function: str
+    line: int
+    column: int
+    text: str
+    called: str  # the instruction, or the function that consists of them
+    kind: str  # "left out", "other stage", "other parity", "one arrival more", "... less"
+    turn: int = 1  # 2 for the second one with this text in its function, and so on
+
+    @property
+    def module(self) -> str:
+        return ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+
+    @property
+    def key(self) -> Key:
+        """What names it in a list: it does not change with lines above."""
+        return self.path.stem, self.function, self.text, self.turn, self.kind
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.line} {self.function}: {self.text}, {self.kind}"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def is_device_code(function: ast.AST) -> bool:
+    """A function decorated with @cuda.jit."""
+    return isinstance(function, ast.FunctionDef) and any(
+        ast.unparse(decorator).startswith("cuda.jit") for decorator in function.decorator_list
+    )
+
+
+def device_functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and is_device_code(node):
+            yield node
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Local name -> the factory, instruction or field that it was assigned from."""
+    found = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                if isinstance(name, ast.Name):
+                    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                        found[name.id] = value.func.id
+                    elif isinstance(value, ast.Attribute):
+                        found[name.id] = value.attr
+    return found
+
+
+def called_name(call: ast.Call, known: dict[str, str]) -> str | None:
+    """The instruction that a call is of, where it synchronizes."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        is_cuda = isinstance(function.value, ast.Name) and function.value.id == "cuda"
+        return function.attr if is_cuda and function.attr.startswith(BARRIERS) else None
+    if not isinstance(function, ast.Name):
+        return None
+    if function.id in INSTRUCTIONS:
+        return function.id
+    of = known.get(function.id)
+    return of if of in FACTORIES or of in wrappers() else None
+
+
+@cache
+def wrappers() -> frozenset[str]:
+    """Names of device functions in components that do nothing but synchronize: of fields such as
+    `Ring.release`, too."""
+    found = set()
+    for path in (ROOT / "steps" / "components").rglob("*.py"):
+        tree = tree_of(path)
+        known = {n: f for n, f in aliases(tree).items() if f in FACTORIES}
+        for function in device_functions(tree):
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Expr)]
+            body = [node.value for node in calls if not isinstance(node.value, ast.Constant)]
+            others = (ast.Assign, ast.AugAssign, ast.Return, ast.While)
+            if (
+                body
+                and not any(isinstance(node, others) for node in ast.walk(function))
+                and all(isinstance(each, ast.Call) and _instruction(each, known) for each in body)
+            ):
+                found.add(function.name)
+    return frozenset(found)
+
+
+def _instruction(call: ast.Call, known: dict[str, str]) -> bool:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr.startswith(BARRIERS)
+    return isinstance(function, ast.Name) and (function.id in INSTRUCTIONS or function.id in known)
+
+
+@cache
+def sites(path: Path) -> tuple[Site, ...]:
+    """Every mutation of a file."""
+    return sites_in(tree_of(path), path)
+
+
+def sites_in(tree: ast.Module, path: Path) -> tuple[Site, ...]:
+    known = aliases(tree)
+    found: dict[tuple[int, int, str], Site] = {}
+
+    def add(function: str, node: Any, called: str, kind: str) -> None:
+        place = node.lineno, node.col_offset
+        site = Site(path, function, *place, ast.unparse(node), called, kind)
+        found.setdefault((*place, kind), site)
+
+    for function in device_functions(tree):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                called = called_name(node, known)
+                if called is None:
+                    continue
+                add(function.name, node, called, "left out")
+                if any(is_named(argument, PARITY) for argument in node.args):
+                    add(function.name, node, called, "other parity")
+                if called == "mbarrier_init":
+                    add(function.name, node, called, "one arrival more")
+                    if not isinstance(node.args[-1], ast.Constant):
+                        add(function.name, node, called, "one arrival less")
+            elif (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Mult)
+                and is_named(node.left, STAGE)
+                and is_named(node.right, STAGE_SIZE)
+            ):
+                add(function.name, node, "address", "other stage")
+    seen: Counter[tuple[str, str, str]] = Counter()
+    in_order = []
+    for site in sorted(found.values(), key=lambda site: (site.line, site.column, site.kind)):
+        seen[site.function, site.text, site.kind] += 1
+        in_order.append(replace(site, turn=seen[site.function, site.text, site.kind]))
+    return tuple(in_order)
+
+
+def is_named(node: ast.AST, pattern: re.Pattern[str]) -> bool:
+    """A name, or an expression of one such as `parity ^ 1`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
+        node = node.left
+    return isinstance(node, ast.Name) and pattern.fullmatch(node.id) is not None
+
+
+class Change(ast.NodeTransformer):
+    """One mutation of a tree."""
+
+    def __init__(self, site: Site):
+        self.site = site
+        self.done = 0
+
+    def _here(self, node: Any) -> bool:
+        kind = ast.BinOp if self.site.kind == "other stage" else ast.Call
+        if not isinstance(node, kind):
+            return False
+        there = (node.lineno, node.col_offset) == (self.site.line, self.site.column)
+        return there and ast.unparse(node) == self.site.text
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        if self.site.kind == "left out" and self._here(node.value):
+            self.done += 1
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if not self._here(node):
+            return self.generic_visit(node)
+        self.done += 1
+        if self.site.kind == "left out":  # acc = wait(acc)
+            return node.args[0]
+        place = -1
+        if self.site.kind == "other parity":
+            place = next(i for i, each in enumerate(node.args) if is_named(each, PARITY))
+        by = {"one arrival more": ast.Add(), "one arrival less": ast.Sub()}
+        operator = by.get(self.site.kind, ast.BitXor())
+        other = ast.BinOp(node.args[place], operator, ast.Constant(1))
+        node.args[place] = ast.copy_location(other, node.args[place])
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        if not self._here(node):
+            return self.generic_visit(node)
+        self.done += 1
+        other = ast.BinOp(node.left, ast.BitXor(), ast.Constant(1))
+        node.left = ast.copy_location(other, node.left)
+        return node
+
+
+def changed(site: Site) -> ast.Module:
+    """The tree of its file with the mutation."""
+    return changed_in(tree_of(site.path), site)
+
+
+def changed_in(tree: ast.Module, site: Site) -> ast.Module:
+    change = Change(site)
+    found = change.visit(copy.deepcopy(tree))
+    assert change.done == 1, f"{site}: found {change.done} times"
+    return ast.fix_missing_locations(found)
+
+
+class Marked(ast.NodeTransformer):
+    """A tree in which each statement of some lines tells when it is reached: `_reached(line)`."""
+
+    def __init__(self, lines: set[int]):
+        self.lines = lines
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        self.generic_visit(node)
+        if is_device_code(node):
+            node.body = self._marked(node.body)
+        return node
+
+    def _marked(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        found: list[ast.stmt] = []
+        for statement in body:
+            if isinstance(statement, ast.FunctionDef):
+                found.append(statement)
+                continue
+            last = statement.end_lineno or statement.lineno
+            for part in ("body", "orelse"):
+                if inner := getattr(statement, part, None):
+                    last = min(last, inner[0].lineno - 1)
+                    setattr(statement, part, self._marked(inner))
+            for line in self.lines.intersection(range(statement.lineno, last + 1)):
+                call = ast.parse(f"_reached({line})").body[0]
+                found.append(ast.copy_location(call, statement))
+            found.append(statement)
+        return found
+
+
+# --- a step with one file changed -----------------------------------------------------------------
+
+
+@cache
+def path_of(module: str) -> Path:
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py")
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Modules of steps that a file imports."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("steps"):
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return frozenset(name for name in found if path_of(name).is_file())
+
+
+@cache
+def needed(module: str) -> frozenset[str]:
+    """The module and the components and steps that it imports, and that these import."""
+    found: set[str] = set()
+    rest = [module]
+    while rest:
+        name = rest.pop()
+        if name in found or not path_of(name).is_file():
+            continue
+        if name.startswith(("steps.components", "steps.step")):
+            found.add(name)
+            rest += imports(path_of(name))
+    return frozenset(found)
+
+
+class _Finder(MetaPathFinder):
+    """Imports some modules from other trees than their files'."""
+
+    def __init__(self, trees: Mapping[str, ast.Module]):
+        self.trees = trees
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.trees:
+            return None
+        location, tree = str(path_of(name)), self.trees[name]
+
+        class Loader(SourceFileLoader):
+            def get_code(self, fullname: str) -> Any:
+                return compile(tree, location, "exec")
+
+        return importlib.util.spec_from_file_location(name, location, loader=Loader(name, location))
+
+
+@contextmanager
+def imported(step: Step, trees: Mapping[str, ast.Module]) -> Iterator[Mapping[str, ModuleType]]:
+    """The modules of a step, by name, those imported anew that a change concerns."""
+    module = f"steps.{step.name}"
+    anew = {name for name in needed(module) if name == module or not needed(name).isdisjoint(trees)}
+    packages = [name for name in sys.modules if name.startswith("steps.components")]
+    kept = {name: sys.modules[name] for name in (*packages, *needed(module)) if name in sys.modules}
+    finder = _Finder(trees)
+    sys.meta_path.insert(0, finder)
+    try:
+        for name in anew & kept.keys():
+            parent, _, child = name.rpartition(".")
+            delattr(sys.modules[parent], child)
+            del sys.modules[name]
+        importlib.import_module(module)
+        yield {name: sys.modules[name] for name in needed(module)}
+    finally:
+        sys.meta_path.remove(finder)
+        for name, old in kept.items():
+            sys.modules[name] = old
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, old)
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What a step is checked on: with so many SMs, and other constants, in these modules."""
+
+    shape: Size
+    format: str
+    family: Family
+    output: str = "float32"
+    input: str = "float32"
+    sms: int | None = None
+    modules: tuple[str, ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        others = "".join(f", {name} = {shown(value)}" for name, value in self.constants)
+        types = "" if self.output == self.input == "float32" else f" {self.input} to {self.output}"
+        few = "" if self.sms is None else f", {self.sms} SMs"
+        return f"{'x'.join(map(str, self.shape))} {self.format}{types}{few}{others}"
+
+
+def shown(value: Any) -> str:
+    """A constant, or what a function of any operands gives in its place."""
+    if not callable(value):
+        return str(value)
+    count = len(inspect.signature(value).parameters)
+    return str(value(*[None] * count))
+
+
+SHAPES: Final = ((1, 16, 32), (3, 35, 96), (1, 33, 160), (9, 37, 96), (17, 20, 416))
+FORMATS: Final = ("q5_0", "q4_1", "q8_0", "q4_0", "q5_1")
+MINIMA: Final = "q4_1"  # whose kernels copy and synchronize what others do, and minima besides
+
+RINGS: Final = ((1, 16, 1440), (1, 300, 416))
+"""12 steps of 128 K: a ring of two stages is used six times, and more than one consumer has time to
+be left behind. And several tiles of 4 steps, which persistent blocks have one after the other."""
+
+TWO_TILES: Final = (1, 300, 160)
+"""Tiles of 2 steps, which a persistent block has one after the other: its ring is not used again,
+so that nothing but barriers keeps the end of one tile and that of the next apart."""
+
+MORE_WORK: Final[dict[int, tuple[tuple[int, Size, dict[str, Any]], ...]]] = {
+    10: ((1, (3, 896, 160), {"STAGES": 2}),),  # a block has a tile and a part of the next one
+}
+"""Cases that no other test has, as in `SHARED_WORK`."""
+
+
+@cache
+def cases_of(number: int) -> tuple[Case, ...]:
+    """Small shapes, all dtypes of A and C, rings of two stages, work shared by few SMs: the small
+    ones first."""
+    from tests.steps.test_steps_simulator import HEURISTICS_IN, SHARED_WORK
+
+    step = steps.find(number)
+    own = sys.modules[step.launch.__module__]
+    modules = own.__name__, HEURISTICS_IN.get(number, own).__name__
+    found = []
+    for family in step.families:
+        found += [
+            Case(shape, name, family, step.outputs[i % len(step.outputs)])
+            for i, (shape, name) in enumerate(zip(SHAPES, FORMATS, strict=True))
+        ]
+        found += [Case((9, 36, 96), MINIMA, family, output=dtype) for dtype in step.outputs[1:]]
+        found += [
+            Case(TWO_TILES, MINIMA, family, output, sms=1, modules=modules)
+            for output in step.outputs[:2]
+        ]
+        inputs = getattr(step, "inputs", ())[1:]
+        found += [Case((9, 40, 96), MINIMA, family, input=dtype) for dtype in inputs]
+        if any(hasattr(sys.modules[name], "STAGES") for name in modules):
+            two = (("STAGES", 2),)
+            found += [
+                Case(shape, MINIMA, family, output, "float32", 1, modules, two)
+                for output in step.outputs[:2]
+                for shape in RINGS[output != "float32" :]
+            ]
+    shared = [(sms, shape, more) for one, sms, shape, more in SHARED_WORK if one == number]
+    for sms, shape, constants in (*shared, *MORE_WORK.get(number, ())):
+        given = tuple(constants.items())
+        found.append(
+            Case(shape, MINIMA, step.families[-1], sms=sms, modules=modules, constants=given)
+        )
+    return tuple(sorted(found, key=lambda case: math.prod(case.shape)))
+
+
+@contextmanager
+def as_in(case: Case, modules: Mapping[str, ModuleType] = sys.modules) -> Iterator[None]:
+    """The constants of a case in the modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        places = [modules.get(name, sys.modules[name]) for name in dict.fromkeys(case.modules)]
+        for place in places:
+            if hasattr(place, "multiprocessors"):
+                patch.setattr(place, "multiprocessors", lambda: case.sms)
+        for name, value in case.constants:
+            found = [place for place in places if hasattr(place, name)]
+            assert found, f"{name} is in none of {case.modules}"
+            for place in found:
+                patch.setattr(place, name, value)
+        yield
+
+
+STARTS_THE_NEXT: Final = "griddepcontrol_launch_dependents"
+"""What a kernel calls that may overlap with the next one, and so with the one before, too."""
+
+
+class Wrong(Exception):
+    """The result is wrong."""
+
+
+def prepared_for(step: Step, number: int, case: Case, machine: Simulator) -> Prepared:
+    """The operands and launches of a step, which is step `number` or a mutant of it."""
+    problem = problem_of(case)
+    one = replace(step, pack=lambda _: packed(number, case))
+    return prepare(
+        one, case.family, case.format, problem.given, problem.blocks, machine, dtype=case.output
+    )
+
+
+def run(step: Step, number: int, case: Case, order: int, rounds: int = 1) -> None:
+    """Checks a step on a case; raises what is found. `rounds` products are launched in a row, each
+    launch overlapping with the one before where its kernel is made for that."""
+    machine = Simulator(order)
+    prepared = prepared_for(step, number, case, machine)
+    passes = [
+        replace(launch, overlap=STARTS_THE_NEXT in launch.kernel.py_func.__code__.co_names)
+        for launch in prepared.activations.launches
+    ]
+    machine.follow(prepared.a)
+    for _ in range(rounds):
+        for launch in (*passes, prepared.launch):
+            machine.run(launch)
+    given = operands(prepared, machine)
+    found = check(result(prepared, machine), problem_of(case), case.family, given)
+    if not found.ok:
+        raise Wrong(found.verdict)
+
+
+@cache
+def problem_of(case: Case) -> Problem:
+    return Problem(*case.shape, case.format, "normal", seed=11, input=case.input)
+
+
+@cache
+def packed(number: int, case: Case) -> tuple[np.ndarray, ...]:
+    return steps.find(number).pack(problem_of(case).blocks)
+
+
+# --- which cases reach a site ---------------------------------------------------------------------
+
+
+class Marker:
+    """The lines reached in a case, by module."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, set[int]] = {}
+
+    def of(self, module: str) -> Callable[[int], None]:
+        """`_reached` of a module."""
+        return self.lines.setdefault(module, set()).add
+
+
+class Reach:
+    """Which lines the cases of a step reach. They are tried in turn, when somebody asks, and each
+    must be right."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.cases = number, cases_of(number)
+        self._lines: list[dict[str, set[int]]] = []
+
+    def cases_at(self, site: Site) -> Iterator[tuple[int, Case]]:
+        """Those that reach a site, with their index."""
+        for i, case in enumerate(self.cases):
+            if i == len(self._lines):
+                self._lines.append(self._try(case))
+            if site.line in self._lines[i].get(site.module, ()):
+                yield i, case
+
+    def _try(self, case: Case) -> dict[str, set[int]]:
+        step = steps.find(self.number)
+        trees = marked(step.name)
+        with imported(step, trees) as modules:
+            marker = Marker()
+            for name in trees:
+                modules[name]._reached = marker.of(name)  # type: ignore[attr-defined]
+            with as_in(case, modules):
+                run(modules[f"steps.{step.name}"].STEP, self.number, case, 0)
+        return marker.lines
+
+
+@cache
+def marked(step: str) -> dict[str, ast.Module]:
+    """The files of a step that have sites, each place marked."""
+    found = {}
+    for name in needed(f"steps.{step}"):
+        if lines := {site.line for site in sites(path_of(name))}:
+            tree = Marked(lines).visit(copy.deepcopy(tree_of(path_of(name))))
+            found[name] = ast.fix_missing_locations(tree)
+    return found
+
+
+reach_of = cache(Reach)
+
+
+# --- which sites are a step's ---------------------------------------------------------------------
+
+
+@cache
+def device_sites(number: int) -> tuple[Site, ...]:
+    """Those of all device functions that the kernels of a step, and of its activation pass, are
+    made of, whether a case reaches them or not."""
+    step, lines = steps.find(number), defaultdict[Path, set[int]](set)
+    for case in cases_of(number):
+        with as_in(case):
+            prepared = prepared_for(step, number, case, Simulator())
+        for launch in (*prepared.activations.launches, prepared.launch):
+            for function in functions_of(launch.kernel.py_func):
+                text, first = inspect.getsourcelines(function)
+                path = Path(function.__code__.co_filename)
+                lines[path].update(range(first, first + len(text)))
+    return tuple(
+        site
+        for name in sorted(needed(f"steps.{step.name}"))
+        for site in sites(path_of(name))
+        if site.line in lines[site.path]
+    )
+
+
+def functions_of(function: Any) -> set[Any]:
+    """The device functions that one calls, and these call."""
+    found, rest = set(), [function]
+    while rest:
+        one = rest.pop()
+        if one in found:
+            continue
+        found.add(one)
+        cells = (cell.cell_contents for cell in one.__closure__ or ())
+        names = (one.__globals__.get(name) for name in one.__code__.co_names)
+        rest += [value.py_func for value in (*cells, *names) if isinstance(value, CUDADispatcher)]
+    return found
+
+
+@cache
+def own_sites(number: int) -> tuple[Site, ...]:
+    """Those of a step's own kernel, and those of components that no step before it is made of."""
+    before: set[Site] = set()
+    for one in steps.ladder():
+        if one.number < number:
+            before.update(device_sites(one.number))
+    return tuple(site for site in device_sites(number) if site not in before)
+
+
+# --- what notices a mutation ----------------------------------------------------------------------
+
+ORDERS: Final = (0, -1, 1, 2)
+"""Of lanes: each case has another, and those that remain once more the next."""
+
+BROKEN: Final = re.compile(r"(NameError|TypeError|UnboundLocalError|AttributeError|SyntaxError)\b")
+"""Such an error is the mutation's own: it does not count."""
+
+WORDS: Final = {
+    Race: "race",
+    Deadlock: "deadlock",
+    BarrierDivergence: "barrier divergence",
+    OutOfRange: "out of range",
+    Misaligned: "misaligned",
+    Wrong: "wrong result",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`by`: what noticed a mutation of a step, None where nothing did. `on`: in which case. `said`:
+    the error."""
+
+    site: Site
+    number: int
+    by: str | None = None
+    on: str = ""
+    said: str = ""
+
+
+def tried(site: Site, number: int) -> Outcome:
+    """The step with the mutation on the cases that reach it, until something notices."""
+    reach, unreached = reach_of(number), True
+    with mutant(site, number) as (step, modules):
+        compiles = site.called == "wgmma_wait"
+        for turn in (0, 1):
+            for i, case in reach.cases_at(site):
+                if compiles and math.prod(case.shape) > math.prod(RINGS[0]):
+                    compiles = False
+                    if found := noticed_in_machine_code(site, step, modules, number, case):
+                        return found
+                unreached = False
+                order = ORDERS[(i + turn) % len(ORDERS)]
+                with as_in(case, modules):
+                    if found := noticed(site, step, number, case, order):
+                        return found
+    if unreached:  # another step's kernel may be made of it too
+        for one in steps.ladder():
+            if one.number > number and site in device_sites(one.number):
+                return tried(site, one.number)
+    return Outcome(site, number)
+
+
+@contextmanager
+def mutant(site: Site, number: int) -> Iterator[tuple[Step, Mapping[str, ModuleType]]]:
+    """(the step with the mutation, its modules)"""
+    original = steps.find(number)
+    with imported(original, {site.module: changed(site)}) as modules:
+        yield modules[f"steps.{original.name}"].STEP, modules
+
+
+def noticed(site: Site, step: Step, number: int, case: Case, order: int) -> Outcome | None:
+    rounds = 2 if site.called == "griddepcontrol_wait" else 1
+    try:
+        run(step, number, case, order, rounds)
+    except (SimulatorError, RuntimeError, Wrong) as error:
+        said = str(error)
+        assert not BROKEN.match(said), f"{site}: {said}"
+        by = WORDS.get(type(error), "misuse" if isinstance(error, SimulatorError) else "guard band")
+        return Outcome(site, number, by, f"{case}, order {order}", said)
+    return None
+
+
+def noticed_in_machine_code(
+    site: Site, step: Step, modules: Mapping[str, ModuleType], number: int, case: Case
+) -> Outcome | None:
+    """What the tests of machine code say of a kernel of wgmma: it may lose registers that the
+    tensor cores still read, which no simulator sees."""
+    from tests.steps.test_steps_machine_code import compiled, no_wgmma_loses_its_weights
+
+    with as_in(case, modules):
+        launch = prepared_for(step, number, case, Simulator()).launch
+    code = compiled(launch, "sm_90a")
+    try:
+        assert code.warnings == ()
+        no_wgmma_loses_its_weights(code)
+    except AssertionError as error:
+        return Outcome(site, number, "machine code", str(case), " ".join(str(error).split()))
+    return None
+
+
+# --- what nothing notices -------------------------------------------------------------------------
+
+THREE_GROUPS: Final = "two groups of wgmma in flight become three: ptxas has registers for them"
+
+EQUIVALENT: Final[dict[Key, str]] = {
+    ("step14_persistent", "w4a16_persistent", f"wait_for_all_but_one({acc})", turn, "left out"): (
+        THREE_GROUPS
+    )
+    for acc, turn in (("acc1", 1), ("acc1", 2), ("acc", 3))
+}
+"""Mutations that change no result, by `Site.key`, and why. One that is noticed after all, or that
+no step has any more, fails the test."""
+
+
+def problem_with(outcome: Outcome) -> str | None:
+    """What a test says of an outcome; None where it is as it should be."""
+    site = outcome.site
+    listed = EQUIVALENT.get(site.key)
+    if outcome.by is None and listed is None:
+        return f"nothing notices {site}"
+    if outcome.by is not None and listed is not None:
+        return f"{site} is in EQUIVALENT and is noticed: {outcome.by} ({outcome.on})"
+    return None
+
+
+def stale() -> list[Key]:
+    """What EQUIVALENT names and no step has."""
+    there = {site.key for step in steps.ladder() for site in device_sites(step.number)}
+    return [key for key in EQUIVALENT if key not in there]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A page with a row for each mutation."""
+    noticed_by = Counter(outcome.by or "nothing, and rightly" for outcome in outcomes)
+    summary = ", ".join(f"{by} {count}" for by, count in noticed_by.most_common())
+    rows = [
+        f"| {outcome.number} | {outcome.site.path.stem}.{outcome.site.function} "
+        f"| `{outcome.site.text}` | {outcome.site.kind} "
+        f"| {outcome.by or EQUIVALENT.get(outcome.site.key, 'NOTHING')} | {outcome.on} |"
+        for outcome in outcomes
+    ]
+    return HEAD.format(count=len(outcomes), summary=summary) + "\n".join(rows) + "\n"
+
+
+HEAD: Final = """# Mutations: what notices a synchronization that is missing or wrong
+
+Written by `.venv/bin/python -m tests.steps.mutations`; `tests/steps/test_mutations.py` tries the
+same on every run of `make test`. Each row is one change of the source: a barrier, fence, arrival
+or wait left out, a wait for the other parity, a copy to another stage, an mbarrier of another
+number of arrivals. A step's rows are those of its kernel, and of components and activation passes
+that no step before it uses.
+
+{count} mutations, noticed by: {summary}.
+
+- **race**: the simulator finds two accesses, one of them a store, that nothing orders.
+- **misuse**: an instruction is used as it must not be (arrivals, registers, accumulators).
+- **deadlock**, **barrier divergence**: no thread can go on.
+- **wrong result**, **guard band**: the check of C.
+- **machine code**: ptxas remarks, or registers that a running wgmma still reads are written.
+
+| step | where | call | mutation | noticed by | on |
+|--:|:--|:--|:--|:--|:--|
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Tries all mutations and writes the table; or prints the outcomes of some steps."""
+    outcomes = []
+    for number in [int(each) for each in arguments] or [step.number for step in steps.ladder()]:
+        for site in own_sites(number):
+            begun = time.process_time()
+            outcome = tried(site, number)
+            outcomes.append(outcome)
+            by, seconds = outcome.by or "NOTHING", time.process_time() - begun
+            print(f"{seconds:5.2f} s  step {outcome.number:2}  {by}: {site}  [{outcome.on}]")
+            print(f"         {outcome.said[:250]}", flush=True)
+    if not arguments:
+        TABLE.write_text(table(outcomes), encoding="utf-8")
+        print(f"wrote {TABLE.relative_to(ROOT)}")
+    wrong = [said for outcome in outcomes if (said := problem_with(outcome))]
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Every mutation of a step's synchronization is noticed on a CPU, or listed with the reason.
+
+See `tests.steps.mutations`. `make test QUICK=1` tries one of SAMPLED of each step.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+import steps
+from tests.steps import mutations
+from tests.steps.mutations import Outcome, Site
+
+SAMPLED = 10
+
+
+def steps_and_parts() -> Iterator[pytest.param]:
+    """(step, whether the sample or the rest). Both go to one process, which remembers the cases."""
+    for step in reversed(steps.ladder()):  # the longest first
+        group = pytest.mark.xdist_group(f"mutations{step.number:02d}")
+        yield pytest.param(step.number, True, id=f"step{step.number:02d}-sample", marks=group)
+        marks = (group, pytest.mark.slow)
+        yield pytest.param(step.number, False, id=f"step{step.number:02d}-rest", marks=marks)
+
+
+@pytest.mark.parametrize(("number", "sample"), list(steps_and_parts()))
+def test_every_mutation_is_noticed(number: int, sample: bool) -> None:
+    sites = mutations.own_sites(number)
+    chosen = [site for i, site in enumerate(sites) if (i % SAMPLED == SAMPLED // 2) == sample]
+    found = [mutations.problem_with(mutations.tried(site, number)) for site in chosen]
+    assert not any(found), "\n".join(filter(None, found))
+
+
+def test_every_equivalent_mutation_is_still_there() -> None:
+    assert mutations.stale() == []
+
+
+@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.number > 1])
+def test_every_step_with_shared_memory_has_some(number: int) -> None:
+    """The engine finds them without being told; in a step that it does not understand, none."""
+    step = steps.find(number)
+    text = (mutations.ROOT / "steps" / f"{step.name}.py").read_text(encoding="utf-8")
+    own = {site.path.stem for site in mutations.device_sites(number)}
+    assert "cuda.shared.array" not in text or step.name in own
+
+
+# --- the engine itself ----------------------------------------------------------------------------
+
+
+def a_site(number: int = 7) -> Site:
+    return next(site for site in mutations.own_sites(number) if site.called == "syncthreads")
+
+
+def test_a_change_that_changes_nothing_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What notices all mutations may notice anything."""
+    site = a_site()
+    monkeypatch.setattr(mutations, "changed", lambda site: mutations.tree_of(site.path))
+    assert mutations.tried(site, 7) == Outcome(site, 7)
+    assert mutations.problem_with(Outcome(site, 7)) == f"nothing notices {site}"
+
+
+def test_what_is_listed_and_noticed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = a_site()
+    monkeypatch.setattr(
+        mutations, "EQUIVALENT", {site.key: "none", ("no", "such", "site", 1, ""): ""}
+    )
+    found = mutations.tried(site, 7)
+    assert found.by == "race"
+    assert "is in EQUIVALENT and is noticed: race" in (mutations.problem_with(found) or "")
+    assert mutations.problem_with(Outcome(site, 7)) is None
+    assert mutations.stale() == [("no", "such", "site", 1, "")]
+
+
+def test_a_mutant_that_is_no_program_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = a_site()
+    text = ast.unparse(mutations.tree_of(site.path)).replace("cuda.syncthreads()", "no_such_name()")
+    monkeypatch.setattr(mutations, "changed", lambda _: ast.parse(text))
+    with pytest.raises(AssertionError, match=r"NameError: .*no_such_name"):
+        mutations.tried(site, 7)
+
+
+SOURCE = """
+@cuda.jit(device=True)
+def put(ring, stage):
+    mbarrier_arrive(ring, empty + 8 * stage)
+
+def factory():
+    fetch, wait = ring.put, wgmma_wait(1)
+    more = setmaxnreg_inc(232)
+
+    @cuda.jit
+    def kernel(memory, acc, parity, stage):
+        more()
+        mbarrier_init(memory, 0, consumers)
+        mbarrier_wait(memory, 8, parity ^ 1)
+        bulk_copy(memory, stage * stage_bytes, w, 0, 16, memory, 0)
+        acc, other = wait(acc), x.syncthreads()
+        cuda.syncthreads()
+
+def host():
+    cuda.syncthreads()
+"""
+
+
+def test_sites_and_their_mutations() -> None:
+    """Of device code alone; names that a factory gave, too."""
+    tree = ast.parse(SOURCE)
+    found = mutations.sites_in(tree, mutations.ROOT / "steps" / "source.py")
+    told = [(site.function, site.text, site.kind) for site in found]
+    assert told == [
+        ("put", "mbarrier_arrive(ring, empty + 8 * stage)", "left out"),
+        ("kernel", "more()", "left out"),
+        ("kernel", "mbarrier_init(memory, 0, consumers)", "left out"),
+        ("kernel", "mbarrier_init(memory, 0, consumers)", "one arrival less"),
+        ("kernel", "mbarrier_init(memory, 0, consumers)", "one arrival more"),
+        ("kernel", "mbarrier_wait(memory, 8, parity ^ 1)", "left out"),
+        ("kernel", "mbarrier_wait(memory, 8, parity ^ 1)", "other parity"),
+        ("kernel", "stage * stage_bytes", "other stage"),
+        ("kernel", "wait(acc)", "left out"),
+        ("kernel", "cuda.syncthreads()", "left out"),
+    ]
+    changed = [ast.unparse(mutations.changed_in(tree, site)).splitlines() for site in found]
+    before = ast.unparse(tree).splitlines()
+    lines = [[line.strip() for line in after if line not in before] for after in changed]
+    assert lines == [
+        ["pass"],
+        ["pass"],
+        ["pass"],
+        ["mbarrier_init(memory, 0, consumers - 1)"],
+        ["mbarrier_init(memory, 0, consumers + 1)"],
+        ["pass"],
+        ["mbarrier_wait(memory, 8, parity ^ 1 ^ 1)"],
+        ["bulk_copy(memory, (stage ^ 1) * stage_bytes, w, 0, 16, memory, 0)"],
+        ["acc, other = (acc, x.syncthreads())"],
+        ["pass"],
+    ]
