@@ -61,11 +61,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """C[M, N] = A[M, K] @ W[N, K]^T: M tokens, N output features, K the reduction."""
+    """C[M, N] = A[M, K] @ W[N, K]^T: M tokens, N output features, K the reduction.
+
+    invariant: a row of C must have the same bits whatever M is, up to `Step.most_tokens`.
+    """
 
     m: int
     n: int
     k: int
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ class Step:
     accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
+    invariant: the families in which the launch heeds `Shape.invariant`.
     chosen_untuned: whether `gemm` may choose it where no tuning table has a time for it, and
         `pack` its layout. A new step says no until it has been measured.
     """
@@ -172,6 +177,7 @@ class Step:
     max_cc: tuple[int, int] | None = None
     accuracy: Accuracy = "exact"
     most_tokens: int | None = None
+    invariant: tuple[Family, ...] = ()
     chosen_untuned: bool = False
 
     @property

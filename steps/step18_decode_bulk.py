@@ -227,6 +227,7 @@ STEP = Step(
     activations=activations,
     launch=launch,
     most_tokens=MOST_TOKENS,
+    invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
     formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
     min_cc=(9, 0),

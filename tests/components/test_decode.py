@@ -24,7 +24,7 @@ from steps.components.decode import tiles as heuristics
 from steps.components.decode.tiles import fused, tile_configuration
 from steps.components.unpack.offset_numbers import offset_numbers
 from steps.components.unpack.storage_formats import tile_format
-from steps.contract import Family, Shape, Work
+from steps.contract import Family, Shape, Step, Work
 from steps.instructions import store_u32
 from steps.simulator.launch import simulate
 from tests.components.passes import RemembersPasses
@@ -127,8 +127,8 @@ def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
 CONFIGURATIONS = (
     (1, 227, 65536, "A16", "q4_0", (1, 150, 416), "kept", 1, 5),
     (1, 227, 65536, "A16", "q5_1", (2, 20, 4160), "kept", 1, 1),
-    (2, 227, 4096, "A16", "q5_0", (3, 70, 416), "kept", 4, 1),
-    (2, 227, 8000, "A16", "q8_0", (9, 70, 416), "kept", 8, 1),
+    (2, 227, 4096, "A16", "q5_0", (3, 230, 416), "kept", 4, 1),
+    (2, 227, 16000, "A16", "q8_0", (9, 230, 416), "kept", 4, 1),
     (1, 80, 65536, "A16", "q5_0", (7, 10, 4192), "in_slots", 1, 1),
     (1, 90, 65536, "A16", "q4_1", (16, 40, 2208), "in_slots", 1, 2),
     (1, 227, 65536, "A16", "q5_0", (19, 20, 288), "kept", 1, 1),
@@ -136,7 +136,7 @@ CONFIGURATIONS = (
     (1, 227, 65536, "A8", "q5_1", (1, 150, 416), "quantized", 1, 5),
     (1, 227, 65536, "A8", "q4_0", (2, 20, 8448), "quantized", 1, 1),
     (1, 227, 65536, "A8", "q8_0", (4, 40, 160), "quantized", 1, 2),
-    (2, 227, 8000, "A8", "q4_1", (9, 70, 416), "kept", 8, 1),
+    (2, 227, 16000, "A8", "q4_1", (9, 230, 416), "kept", 4, 1),
     (1, 60, 65536, "A8", "q4_0", (9, 20, 2080), "in_slots", 1, 1),
     (1, 227, 65536, "A8", "q5_1", (19, 20, 288), "kept", 1, 1),
     (1, 64, 65536, "A8", "q4_0", (19, 10, 2080), "in_slots", 1, 1),
@@ -231,6 +231,42 @@ def test_configurations_fit_any_gpu(
         assert (grid[0] - 1) * found.row_tiles * TILE_ROWS < n, "no block is idle"
         assert grid[2] * heuristics.MOST_TOKENS >= m, where
         assert how.tokens >= min(m, heuristics.MOST_TOKENS), where
+        assert how.warps_n <= max(1, -(-found.row_tiles // 2)), "no warp is idle"
+
+
+@pytest.mark.parametrize("number", [17, 18])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1"])
+def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where M alone would choose another number of warps along K."""
+    monkeypatch.setattr(heuristics, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(heuristics, "SUMS", 16384)
+    step, n, k = steps.find(number), 100, 1056
+    problem = Problem(16, n, k, name, "normal", input="float16")
+    bits, orders = {}, {False: set(), True: set()}
+    for m, invariant in itertools.product((1, 2, 3, 6, 16), (False, True)):
+        shape = Shape(m, n, k, invariant)
+        orders[invariant].add(
+            tile_configuration(FORMATS[name], shape, "A16", False).variant.warps_k
+        )
+        if invariant:
+            bits[m] = rows_of(step, problem, shape)
+    assert len(orders[False]) > 1, "this case would show nothing"
+    assert len(orders[True]) == 1
+    for m, rows in bits.items():
+        assert np.array_equal(rows, bits[16][:m]), m
+
+
+def rows_of(step: Step, problem: Problem, shape: Shape) -> np.ndarray:
+    """C of the first `shape.m` tokens of a problem, of a simulated launch."""
+    machine, fmt = RemembersPasses(), FORMATS[problem.format]
+    a = machine.array(problem.given[: shape.m])
+    activations = step.activations("A16", a, machine).arrays
+    weights = tuple(machine.array(each) for each in step.pack(problem.blocks))
+    out = machine.empty((shape.m, shape.n), np.float32)
+    machine.run(step.prepare(machine, fmt, "A16", shape, weights, activations, out))
+    return np.array(machine.host(out))
 
 
 def test_a_shared_memory_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

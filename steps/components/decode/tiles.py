@@ -95,6 +95,11 @@ class Variant:
     ahead: int
 
     @property
+    def warps_k(self) -> int:
+        """Warps along K, each with a part of it."""
+        return self.warps // self.warps_n
+
+    @property
     def bars_at(self) -> int:
         """The byte where the mbarriers begin: one for each slot, and one for each warp's A."""
         return self.warps * self.stages * self.slot_bytes
@@ -159,8 +164,14 @@ def tile_configuration(
     fmt: StorageFormat, shape: Shape, family: Family, quantized: bool
 ) -> TileConfiguration:
     """The first that fits, in this order: many warps, A kept, one block to a multiprocessor,
-    warps along K, many stages. quantized: A is float32, and the kernel quantizes it."""
-    room = shared_memory()
+    warps along K, many stages. quantized: A is float32, and the kernel quantizes it.
+
+    An invariant product (`Shape.invariant`) has as many warps along K as one of `MOST_TOKENS`
+    tokens: they alone decide the order of a sum."""
+    room, parts = shared_memory(), None
+    if shape.invariant and shape.m < MOST_TOKENS:
+        most_tokens = replace(shape, m=MOST_TOKENS)
+        parts = tile_configuration(fmt, most_tokens, family, quantized).variant.warps_k
     places: tuple[Place, ...] = ("quantized",) if quantized else ("kept", "in_slots")
     shares_n = (1,) if quantized else (1, 2, 4, 8, 16)
     blocks_n = max(1, multiprocessors() // ceil_div(shape.m, MOST_TOKENS))
@@ -172,9 +183,12 @@ def tile_configuration(
     fitting = WARPS[1:] if tight else WARPS
     for warps, place, wave, warps_n in itertools.product(fitting, places, waves, shares_n):
         row_tiles = ceil_div(ceil_div(shape.n, TILE_ROWS), wave * blocks_n)
-        if warps_n > warps or (warps // warps_n * row_tiles * sum_bytes(shape.m) > SUMS):
+        warps_k = warps // warps_n
+        if warps_n > min(warps, ceil_div(row_tiles, PAIR)) or parts not in (None, warps_k):
             continue
-        k_tiles = ceil_div(ceil_div(shape.k, TILE_K), warps // warps_n)
+        if warps_k * row_tiles * sum_bytes(shape.m) > SUMS:
+            continue
+        k_tiles = ceil_div(ceil_div(shape.k, TILE_K), warps_k)
         pairs = ceil_div(row_tiles, PAIR * warps_n)
         most = H200_STAGES[family][columns(shape.m)]
         if family == "A16" and shape.m == 1 and pairs > 1:
@@ -213,9 +227,9 @@ def _configuration(
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
     part_bytes = a_bytes if kept else 0
-    factors_at = variant.a_at + warps // warps_n * part_bytes
+    factors_at = variant.a_at + variant.warps_k * part_bytes
     sums_at, sums_stride = factors_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
-    shared = sums_at + warps // warps_n * sums_stride
+    shared = sums_at + variant.warps_k * sums_stride
     if pairs == warps_n == 1:  # a warp stores no sums before it has read all of its ring
         sums_at, sums_stride, shared = 0, stages * slot_bytes, sums_at
     return TileConfiguration(
