@@ -152,6 +152,7 @@ class Step:
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
     invariant: the families in which the launch heeds `Shape.invariant`.
+    most_k: the largest K that its sums hold, None for any.
     chosen_untuned: whether `gemm` may choose it where no tuning table has a time for it, and
         `pack` its layout. A new step says no until it has been measured.
     """
@@ -177,6 +178,7 @@ class Step:
     max_cc: tuple[int, int] | None = None
     accuracy: Accuracy = "exact"
     most_tokens: int | None = None
+    most_k: int | None = None
     invariant: tuple[Family, ...] = ()
     chosen_untuned: bool = False
 
