@@ -42,8 +42,6 @@ ROW_BYTES: Final = 2 * TILE_K
 PAD: Final = 16
 """Bytes between the rows of two tokens of float16."""
 
-_TOKEN_MAJOR = """one file, two families"""
-
 
 @cache
 def async_copy(family: Family, tokens: int) -> Any:

@@ -8,12 +8,11 @@ thread then takes four neighbouring features of a token, as C has them. Step 11 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint32
 
 from steps.components.epilogue.half_tile import PAIRS
-from steps.components.epilogue.write import PAD
 from steps.components.split_k_reduction import count_block_arrival
 from steps.instructions import (
     fence,
@@ -23,6 +22,10 @@ from steps.instructions import (
     store_u16,
     store_u32x2,
 )
+
+PAD: Final = 4
+"""Floats left free behind each token's sums. A warp stores eight features of tokens 0, 2, 4 and 6
+at once: these then lie in all 32 banks."""
 
 
 def staged_bytes(features: int, tokens: int, warps_k: int) -> int:

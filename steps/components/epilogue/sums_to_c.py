@@ -24,7 +24,7 @@ from steps.components.epilogue.half_tile import (
     load_row_scales,
     store_halves,
 )
-from steps.components.epilogue.write import PAD, write_row
+from steps.components.epilogue.mma import PAD
 from steps.contract import shared_memory
 from steps.instructions import (
     barrier_sync,
@@ -32,6 +32,7 @@ from steps.instructions import (
     load_f32x4,
     load_u32x4,
     store_f32,
+    store_f32x4,
     store_u32,
 )
 
@@ -53,6 +54,18 @@ PITCH: Final = WGMMA_ROWS + PAD
 def load_i32x4(array, offset):
     x = load_u32x4(array, offset)
     return int32(x[0]), int32(x[1]), int32(x[2]), int32(x[3])
+
+
+@cuda.jit(device=True, forceinline=True)
+def write_four(c, offset, there, x):
+    """x, four float32, to flat c from `offset` on; only the first `there`."""
+    if c.shape[1] & 3 == 0:
+        if there > 0:
+            store_f32x4(c, offset, x[0], x[1], x[2], x[3])
+    else:
+        for i in range(4):
+            if i < there:
+                store_f32(c, offset + i, x[i])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,6 @@ def _to_half(
 def _to_float(tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: bool) -> SumsToC:
     """To float32. Transposed, a thread holds four neighbouring features of tokens m, m + 8 ..."""
     staged, thread_tokens = min(tokens, STAGED_FLOATS), tokens // 8
-    row = write_row(False)
     load_four = load_f32x4 if kind == float32 else load_i32x4
     store_one = store_f32 if kind == float32 else store_u32
 
@@ -166,7 +178,7 @@ def _to_float(tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: 
             if scaled:
                 y0, y1, y2, y3 = y0 * v[i], y1 * v[i], y2 * v[i], y3 * v[i]
             there = int32(N - feature if token + 8 * i < M else 0)
-            row(c, offset, there, (y0, y1, y2, y3))
+            write_four(c, offset, there, (y0, y1, y2, y3))
             offset += stride
 
     return SumsToC(thread_tokens, load_rows, load_tokens, store)

@@ -1,69 +1,16 @@
-"""Writing C: straight from the accumulators of mma.sync, or four neighbouring features at a time.
+"""The end of a warp tile of steps 8 to 10: from the accumulators of mma.sync straight to C.
 
-Step 7 teaches the first; steps 8 to 10 use it (`write_sums`). Step 11 teaches the second, which the
-tiles that pass through shared memory use.
+Step 7 teaches this in its own kernel, for a warp of one packed tile.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 from numba import cuda, float32, int32, int64
 
-from steps.instructions import (
-    float_to_half,
-    floats_to_halves,
-    load_f32,
-    store_f32,
-    store_f32x4,
-    store_u16,
-    store_u32x2,
-)
-
-PAD: Final = 4
-"""Floats between one token's sums and the next's: the quads of an mma in four sets of banks."""
-
-
-@cache
-def write_row(in_half: bool) -> Any:
-    """write(c, offset, there, x): x, four float32, to flat c from `offset` on; only the first
-    `there`."""
-
-    @cuda.jit(device=True, forceinline=True)
-    def write(c, offset, there, x):
-        if c.shape[1] & 3 == 0:
-            if there > 0:
-                if in_half:
-                    store_u32x2(
-                        c, offset, floats_to_halves(x[0], x[1]), floats_to_halves(x[2], x[3])
-                    )
-                else:
-                    store_f32x4(c, offset, x[0], x[1], x[2], x[3])
-        else:
-            for i in range(4):
-                if i < there:
-                    if in_half:
-                        store_u16(c, offset + i, float_to_half(x[i]))
-                    else:
-                        store_f32(c, offset + i, x[i])
-
-    return write
-
-
-@cache
-def write_four(in_half: bool) -> Any:
-    """write(c, m, n, x): x, four float32, to c[m, n..n+3]; nothing beyond the edges. n % 4 == 0."""
-
-    row = write_row(in_half)
-
-    @cuda.jit(device=True, forceinline=True)
-    def write(c, m, n, x):
-        M, N = c.shape
-        if m < M:
-            row(c, int64(m) * N + n, N - n, x)
-
-    return write
+from steps.instructions import load_f32, store_f32
 
 
 @cache
