@@ -126,8 +126,8 @@ clean-venv: ## remove the virtual environment; the next target makes it again
 
 # --- set-up ---------------------------------------------------------------------------------------
 
-# What pip is asked for: the dependencies in pyproject.toml and its extras. The project itself is read
-# and run from its root and never installed.
+# What pip is asked for: the dependencies in pyproject.toml and its extras. The project itself is run
+# from its root here, not installed.
 define REQUIREMENTS
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]

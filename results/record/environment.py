@@ -74,6 +74,8 @@ def git_state(root: Path = ROOT, environ: Mapping[str, str] | None = None) -> Gi
     given = (os.environ if environ is None else environ).get(GIT_SHA_VARIABLE)
     if given:
         return Git(sha=given.removesuffix("-dirty"), dirty=given.endswith("-dirty"))
+    if not (root / ".git").exists():  # installed: git would answer for a project around it
+        return Git()
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

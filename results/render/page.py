@@ -39,7 +39,7 @@ from steps.pitfalls import Finding, Pitfall, right
 from steps.pitfalls.__main__ import error_of, value_of
 from steps.registry import diff_base, find, following, parent_of, source
 
-OUT: Final = ROOT / "build" / "report.html"
+OUT: Final = Path("build", "report.html")
 CODE: Final = "Machine code"
 """The heading of a docstring that has a place of its own on the page."""
 HEADINGS: Final = (

@@ -88,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if headline(options.root / "results") is None:
         print(NOTHING)
     if not options.check:
+        if not (options.root / "README.md").exists():
+            parser.error(f"{options.root} has no README.md: name a checkout with --root")
         for path in rewrite(options.root):
             print(path)
         return 0

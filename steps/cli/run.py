@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from results.measure import bench as benching
-from results.record import ROOT
 from results.record.environment import environment, finished
 from results.record.schema import Environment, Peer, Row, Run, rows_in_order
 from results.render import text as table
@@ -291,6 +290,6 @@ def _chart(run: Run) -> Path | None:
     drawn = charts.render(run, only={"ladder"})
     if path.name not in drawn:
         return None
-    (ROOT / path).parent.mkdir(exist_ok=True)
-    (ROOT / path).write_bytes(drawn[path.name])
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(drawn[path.name])
     return path

@@ -143,7 +143,7 @@ def test_the_ladder_ends_with_its_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["ladder", *CHEAP]) == 0
     drawn = tmp_path / "build" / "ladder.svg"
     assert capsys.readouterr().out.splitlines()[-1] == "the ladder as a chart: build/ladder.svg"

@@ -377,6 +377,7 @@ def test_what_a_bench_writes_does_not_make_a_tree_dirty(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("{}")
     assert environment.git_state(tmp_path, environ={}).dirty is False
+    assert environment.git_state(folder, environ={}) == Git(), "another project's commit"
     (tmp_path / "code.py").write_text("x = 2\n")
     assert environment.git_state(tmp_path, environ={}).dirty is True
 
