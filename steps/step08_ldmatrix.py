@@ -3,29 +3,31 @@
 What is new
     A warp owns 32 features x 64 tokens of C, 64 sums a thread: twice as much as in step 7, so each
     B fragment meets two A fragments. Both operands lie in shared memory, 128 K at a time (a
-    *stage*), and a second set of registers takes the fragments of the next block of K while this
-    one is multiplied. `ldmatrix` loads the B fragments of 16 tokens at once: lane 8i + r gives the
-    address of row r of matrix i, 16 bytes, and every lane receives its word of each matrix.
+    *stage*). There are two sets of registers for B fragments: while one block of K is multiplied,
+    those of the next are loaded. `ldmatrix` loads the B fragments of 16 tokens at once, as four
+    matrices of 8 rows. A row is a chunk: 16 K of a token, 16 bytes. Lane 8i + r gives the address
+    of row r of matrix i; lane 4g + t receives word t of row g of each matrix: its b0 or b1.
 
-                       token 0   token 1           token 63
-        K  0..15     |  16 B   |  16 B   |  ...  |  16 B   |   chunk 0    matrix 0: b0 of 8 tokens
-        K 16..31     |  16 B   |  16 B   |  ...  |  16 B   |   chunk 1    matrix 1: b1 of 8 tokens
+                         tokens 0..7         tokens 8..15              tokens 56..63
+        K  0..15      | matrix 0: b0  |   | matrix 2: b0  |    ...    |             |    chunk 0
+        K 16..31      | matrix 1: b1  |   | matrix 3: b1  |    ...    |             |    chunk 1
 
     It is conflict-free without a swizzle: the 8 rows of a matrix are 128 bytes in one piece, all 32
     banks. So are the weights: lane l reads the l-th 16 bytes of a fragment-packed tile.
     The minima of q4_1 and q5_1 leave the loop: the sum of m * s over a stage is one tf32 product.
 Why it should help
-    Step 7 has 18.9 instructions for an IMMA, 13 of them the IMMA and its scaling. Wider loads, and
-    fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles: 21.6 cycles
-    in all instead of 24.7. A stage also waits 900 cycles for its loads and first fragments, which
-    the SM's other block hides where it is multiplying. Predicted: 64 us where step 7 takes 74,
-    1.16x.
+    Step 7 has 18.9 instructions for an IMMA, the IMMA and the 12 of its scaling among them. Wider
+    loads, and fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles,
+    any other instruction for one: 21.6 cycles instead of 24.7. A stage also waits 900 cycles for
+    its loads and first fragments, which the SM's other block hides where it is multiplying.
+    Predicted: 64 us where step 7 takes 74, 1.16x.
 What it costs
     250 registers a thread: two blocks of four warps on an SM. 18 to 26 KB for a stage.
 Machine code
     LDSM; IMMA, I2FP, FMUL, FFMA and little else between the barriers; LDG and STS, no LDGSTS.
 Prerequisites
-    Step 7 (fragments, scales). Taught here: components.shared_stage, components.warp_tile.
+    Step 7 (fragments, scales; `write_sums` is its end). Taught here: components.shared_stage (where
+    things lie in a stage) and components.warp_tile (fragments, products and scales of a warp).
 """
 
 from __future__ import annotations
@@ -68,9 +70,9 @@ def kernel(fmt: Format) -> Any:
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
     minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
     first_source, next_source, copy_weights, copy_tokens = stage_copies(fmt, BM, copy_16, copy_4)
-    of = warp_tile(fmt, BM)
-    load_weights, load_scales, load_tokens = of.load_weights, of.load_scales, of.load_tokens
-    load_token_scales, multiply, add_minima = of.load_token_scales, of.multiply, of.add_minima
+    wt = warp_tile(fmt, BM)
+    load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
+    load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
     write = write_sums(ROW_TILES, COLUMNS, MINIMUM_SCALE)
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
@@ -87,11 +89,11 @@ def kernel(fmt: Format) -> Any:
         t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
-        # Where this lane reads: the warp's two packed tiles; as lane 8i + r of an ldmatrix, token
-        # r of chunk 0 or 1, then of the 8 tokens beyond; the scales of its sums' tokens
-        weights_at = warp * warp_bytes
+        # Where in a stage this lane reads
+        weights_at = warp * warp_bytes  # the two packed tiles of the warp
+        # row r of matrix i, of lane 8i + r: the chunk is i & 1, the tokens begin at 8 (i >> 1)
         row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
-        scales_at = 16 * (lane & 3)
+        scales_at = 16 * (lane & 3)  # d of the tokens of its sums
         source = first_source(t, m0, n0, 0, int32(steps), M)
         for i in range(SUMS):
             acc[i] = 0

@@ -12,7 +12,7 @@ What is new
 
     A thread closes the copies of a stage into a *group*; `wait_group n` waits until all but its
     newest n groups have arrived. Then one barrier a stage says two things: the copies of *all*
-    threads are there, and all threads have read the stage before, whose place is free for another.
+    threads are there, and all threads have read the stage before. Its place is free for new copies.
 Why it should help
     Step 8 stops in every stage: for its loads, at two barriers, and for its first fragments, some
     900 cycles. The other block of the SM hides most of that, not all. Here a copy has three
@@ -20,11 +20,12 @@ Why it should help
     last products of this one. What is left is 22 cycles an IMMA, 4096 of them on each scheduler,
     and a tenth more: predicted 57 us where step 8 takes 64, 1.12x.
 What it costs
-    Shared memory for four stages: 72 to 104 KB a block, two blocks an SM.
+    Shared memory for four stages: 72 to 104 KB a block, twice that on an SM.
 Machine code
     LDGSTS where there were LDG and STS; one BAR.SYNC in the loop; LDGDEPBAR closes a group.
 Prerequisites
-    Step 8: its loop, components.warp_tile, and components.shared_stage, here with cp.async copies.
+    Step 8: its loop, components.warp_tile, and components.shared_stage, here with cp.async copies
+    (`ring_stages` there says how many stages fit).
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def kernel(fmt: Format, stages: int) -> Any:
     ring_bytes = stages * stage_bytes
     copies = stage_copies(fmt, BM, cp_async_16, cp_async_4)
     first_source, next_source, copy_weights, copy_tokens = copies
-    of = warp_tile(fmt, BM)
-    load_weights, load_scales, load_tokens = of.load_weights, of.load_scales, of.load_tokens
-    load_token_scales, multiply, add_minima = of.load_token_scales, of.multiply, of.add_minima
+    wt = warp_tile(fmt, BM)
+    load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
+    load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
     write = write_sums(ROW_TILES, COLUMNS, MINIMUM_SCALE)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
@@ -80,14 +81,15 @@ def kernel(fmt: Format, stages: int) -> Any:
         t, M, count = int32(cuda.threadIdx.x), int32(c.shape[0]), int32(steps)
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
-        # where this lane reads in a stage, as in step 8
+        # where in a stage this lane reads, as in step 8
         weights_at = warp * warp_bytes
         row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
         scales_at = 16 * (lane & 3)
         for i in range(SUMS):
             acc[i] = 0
 
-        # --- the first stages. Each has a group, even beyond the last of K: the waits count groups
+        # --- the first stages. A group is closed for each, even for those beyond K: the waits count
+        # groups
         source = first_source(t, m0, n0, 0, count, M)
         for step in range(stages):
             if step < count:
@@ -97,7 +99,7 @@ def kernel(fmt: Format, stages: int) -> Any:
             cp_async_commit()
         wait_for_first()
         cuda.syncthreads()
-        stage, to = int32(0), int32(16 * t)  # where this one begins; where this thread refills it
+        stage, to = int32(0), int32(16 * t)  # where it begins; where this thread copies into it
         load_weights(a, ring, weights_at, lane, 0)
         load_scales(scales, ring, weights_at, lane)
         load_tokens(b_even, ring, row_at, 0)
@@ -116,7 +118,8 @@ def kernel(fmt: Format, stages: int) -> Any:
                 add_minima(acc, ring, stage, stage + weights_at, lane)
             load_token_scales(x, ring, stage + scales_at, 3)
 
-            # --- the next stage is there for all, and all have read this one, but for registers
+            # --- the next stage has arrived for all threads, and all have read this one to its end:
+            # what is left of it is in registers
             wait_for_next()
             cuda.syncthreads()
             stage = int32(stage + stage_bytes)

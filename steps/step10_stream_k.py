@@ -14,17 +14,18 @@ What is new
     It adds in the order of K, whoever was last: the same bits in every run. No block waits.
 Why it should help
     With 128 tokens and 4096 features step 9 has 64 tiles for the 264 blocks that 132 SMs hold: half
-    of the SMs are idle, the others have one block each. Here 256 blocks share them: 28 stages of
-    2840 cycles at K = 14336, 16 of 1580 in smaller tiles at K = 4096, 11000 or 6000 for partial
-    sums, 6000 for both ends. Predicted: 54 us where step 9 takes 109, 2.0x, and 20.7 where it takes
-    33.7, 1.6x. 512 tokens are 256 tiles, 97 % of 264: whole tiles leave nothing to win there.
+    of the SMs are idle, the others have one block each. Here 256 blocks share them. At K = 14336
+    that is 28 stages of 2840 cycles, at K = 4096, in smaller tiles, 16 of 1580; and 11000 or 6000
+    cycles for partial sums, 6000 for both ends. Predicted: 54 us where step 9 takes 109, 2.0x, and
+    20.7 where it takes 33.7, 1.6x. With 512 tokens 256 whole tiles fill 97 % of the 264 places.
 What it costs
-    Scratch memory of two tiles a block, and the way of the partial sums through the L2.
+    Scratch memory of two tiles a block, and partial sums that go through the L2.
 Machine code
     As step 9, and a fence (MEMBAR) and an atomic (ATOMG) for the counter.
 Prerequisites
-    Step 9. Taught here: components.stream_k (who does what), split_k_reduction (the counter) and
-    stream_k_tiles. griddepcontrol lets the launch begin under the activation pass, see step 14.
+    Step 9. Taught here: components.stream_k (which block does what) and split_k_reduction (the
+    counter); stream_k_tiles only chooses the tiles. Weights are copied while the activation pass
+    still runs, activations after griddepcontrol_wait: step 14 says how launches overlap.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from steps.instructions import (
 )
 
 STAGES: Final = 4  # of the ring, at most, as in step 9
-IN_FLIGHT: Final = 64  # registers for partial sums of others that are being loaded
+IN_FLIGHT: Final = 64  # registers for partial sums that are being loaded
 
 
 @cache
@@ -72,9 +73,9 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     ring_bytes = stages * stage_bytes
     copies = stage_copies(fmt, bm, cp_async_16, cp_async_4)
     first_source, next_source, copy_weights, copy_tokens = copies
-    of = warp_tile(fmt, bm)
-    load_weights, load_scales, load_tokens = of.load_weights, of.load_scales, of.load_tokens
-    load_token_scales, multiply, add_minima = of.load_token_scales, of.multiply, of.add_minima
+    wt = warp_tile(fmt, bm)
+    load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
+    load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
     write = write_sums(ROW_TILES, columns, MINIMUM_SCALE)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
     find = scheduler(BN, bm)
@@ -84,7 +85,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def partial_offset(block, first, partial_slot, t):
-        """Where a block's partial sums lie: its slot 0, or `partial_slot` for a tile's first."""
+        """Where a block stores: in its slot 0, but a tile's first block in `partial_slot`."""
         slot = int32(2 * block + (partial_slot if block == first else 0))
         return int32(slot * n_acc * THREADS + 4 * t)
 
@@ -137,11 +138,11 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
 
             # --- multiply, as in step 9
             source = first_source(t, m0, n0, k0, steps, M)
-            later = source
+            ahead = source
             for step in range(stages):
                 if step < count:
-                    copy_weights(ring, step * stage_bytes + 16 * t, w, later)
-                    later = next_source(later, M)
+                    copy_weights(ring, step * stage_bytes + 16 * t, w, ahead)
+                    ahead = next_source(ahead, M)
             griddepcontrol_wait()  # the launch before this one quantizes the activations
             for step in range(stages):
                 if step < count:
@@ -215,14 +216,9 @@ def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int,
 
 
 def launch(
-    fmt: Format,
-    family: Family,
-    shape: Shape,
-    weights: tuple,
-    activations: tuple,
-    out: Any,
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
-) -> Launch:
+) -> Launch:  # fmt: skip
     bm, _, blocks, shared_tiles = tiling(fmt, shape, multiprocessors())
     stages, ring_bytes = ring_stages(fmt, bm, BLOCKS_PER_SM[bm], STAGES)
     steps = ceil_div(shape.k, TILE_K)

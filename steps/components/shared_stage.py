@@ -1,4 +1,4 @@
-"""A stage: the operands of 128 K of one tile of C in shared memory, and who copies what of it.
+"""A stage: the operands of 128 K of one tile of C in shared memory, and how threads copy them.
 
 A tile has 128 features and `bm` tokens, 64 at most. A stage holds, one after the other,
 
@@ -67,10 +67,10 @@ def ring_stages(fmt: Format, bm: int, blocks_per_sm: int, most: int) -> tuple[in
 
 @cuda.jit(device=True, forceinline=True)
 def d_slot(token):
-    """Where a token's d stands among those of a block. A lane of an mma needs tokens 2t and 2t + 1
-    of every 8. In this order those of 16 tokens are side by side, one 128-bit load:
+    """Where a token's d stands among those of a block. A lane of an mma has sums of tokens 2t and
+    2t + 1 of every 8. In this order it finds the d of its four of 16 tokens by one 128-bit load:
 
-        0 1 8 9   2 3 10 11   4 5 12 13   6 7 14 15
+        lane t = 0: 0 1 8 9    t = 1: 2 3 10 11    t = 2: 4 5 12 13    t = 3: 6 7 14 15
     """
     return (token & ~14) | (token & 6) << 1 | (token & 8) >> 2
 
@@ -107,8 +107,8 @@ def stage_copies(fmt: Format, bm: int, copy_16: Any, copy_4: Any) -> tuple[Any, 
         Tokens beyond M repeat the last one.
     next_source(source, M) -> source, of the next step
     copy_weights(stage, to, w, source), copy_tokens(stage, to, qa, ds, source, M)
-        its part of both operands. `to` is where the stage begins, in bytes, plus 16 t. The caller
-        adds 16 t once, so that constants are all that is added for each copy.
+        its part of both operands. `to` is the byte where the stage begins, plus 16 t: so each copy
+        adds only a constant to it.
     """
     layout, minimum = stage_layout(fmt, bm), tile_format(fmt.name).minimum
     codes_at, d_at, s_at, slot = layout.codes_at, layout.d_at, layout.s_at, s_slot(bm)

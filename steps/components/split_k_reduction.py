@@ -7,8 +7,8 @@ counter is set back to zero, as the next launch must find it. No block waits for
 
 Step 10 teaches this; the ends of steps 11 and 14 to 16 use these functions too.
 
-One of them is inlined by Numba, as if it stood in the kernel: LLVM simplifies a function before it
-inlines it, and the code that came of this was longer.
+`poll_and_count_arrival` is inlined by Numba, as if it stood in the kernel: LLVM simplifies a
+function before it inlines it, and the code that came of this was longer.
 """
 
 from __future__ import annotations

@@ -5,13 +5,14 @@ first `shared_tiles` tiles are laid end to end, and every block does an equal ra
 items, which may begin and end within a tile. After its range a block does whole tiles, in turn
 with the others:
 
-         tile 0      tile 1      tile 2   |  tile 3   tile 4   tile 5   tile 6   tile 7 ...
-    K  |-----------|-----------|-----------|
-       0000000001111 1111122222 22223333333   block 0  block 1  block 2  block 3  block 0 ...
+         tile 0      tile 1      tile 2     tile 3   tile 4   tile 5   tile 6   tile 7
+    K  |-----------|-----------|-----------|--------|--------|--------|--------|--------|-- ...
+       000000000111111111222222222333333333 block 0  block 1  block 2  block 3  block 0
 
-With shared_tiles = 0 tiles stay whole. With as many blocks as a multiple of `shared_tiles`, and no
-tiles beyond, this is split-K: equal parts. No block waits for another, so any number of blocks is
-right. The ranges depend on the shape and the number of blocks alone: the same bits in every run.
+With shared_tiles = 0 tiles stay whole. Where all tiles are shared and the number of blocks is a
+multiple of theirs, this is split-K: equal parts of each tile. No block waits for another, so any
+number of blocks is right. The ranges depend on the shape and the number of blocks alone: the same
+bits in every run.
 
 Step 10 (stream-K) teaches this; steps 14 to 16 use it with warpgroups.
 """
@@ -112,8 +113,9 @@ def scheduler(bn: int, bm: int) -> Scheduler:
 
 
 def work_rate(shared_tiles: int, steps: int, blocks: int) -> tuple[int, int]:
-    """(shared_tiles, rate) for a kernel: work items a block in 2^-32, so that a block finds where
-    its range begins without a division. ValueError where there are fewer work items than blocks."""
+    """(shared_tiles, rate) for a kernel. rate: work items of a block, in units of 2^-32, so that a
+    block finds where its range begins by a multiplication. ValueError where there are fewer work
+    items than blocks."""
     if 0 < shared_tiles * steps < blocks:
         raise ValueError(
             f"{shared_tiles} tiles of {steps} steps are shared by {blocks} blocks: "

@@ -1,8 +1,8 @@
 """The tile of a warp, 32 features x up to 64 tokens of C: fragments, products, scales.
 
-The operands are in a stage in shared memory (`steps.components.shared_stage`). A fragment-packed
-tile has 16 features, so each B fragment, 8 tokens, meets the A fragments of two. Step 8 teaches
-this; steps 9 and 10 use it.
+The operands are in a stage in shared memory (`steps.components.shared_stage`). A warp has two
+fragment-packed tiles of 16 features, so each B fragment, of 8 tokens, serves two A fragments. Step
+8 teaches this; steps 9 and 10 use it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ TF32: Final = 0xFFFFE000
 
 @dataclass(frozen=True, slots=True)
 class WarpTile:
-    """Device functions of a warp. `stage` is shared memory, all `at` count bytes of it, and
-    `block`, 0 to 3, is one of the four blocks of K of a stage.
+    """Device functions of a warp. `stage` is the array of shared memory, `at` a byte of it, and
+    `block`, 0 to 3, one of the four blocks of K of a stage.
 
     load_weights(a, stage, at, lane, half)
-        the A fragments of two blocks; `at`: the warp's packed tiles
+        the A fragments of blocks 2 half and 2 half + 1; `at`: the warp's packed tiles
     load_scales(scales, stage, at, lane)
-        the float16 scales of rows g and g + 8 for four blocks
+        the float16 scales of rows g and g + 8 for four blocks; `at` as above
     load_tokens(b, stage, at, block)
         the B fragments of a block, by ldmatrix: b0 and b1 of 8 tokens, then of the next 8. `at`:
-        the stage, plus the row whose address this lane gives among the first 16 tokens' codes
+        where the stage begins, plus where among its codes this lane's row of block 0 lies
     load_token_scales(x, stage, at, block)
-        the scales of the tokens that its sums belong to; `at`: the stage, plus 16 (lane % 4)
+        d of the tokens of the lane's sums; `at`: where the stage begins, plus 16 (lane % 4)
     multiply(acc, a, b, x, scales, block)
         acc += one block of K: for each mma, its four integer sums times their scales
     add_minima(acc, stage, at, weights_at, lane)
-        acc += sum over the stage's four blocks of m * s; `at`: the stage
+        acc += sum over the stage's four blocks of m * s; `at`: where the stage begins
     """
 
     load_weights: Any
@@ -83,7 +83,8 @@ def warp_tile(fmt: Format, bm: int) -> WarpTile:
     codes_at, d_at, s_at, slot = layout.codes_at, layout.d_at, layout.s_at, s_slot(bm)
     load, fragments = tile.load, tile.fragments
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # of scales against minima: a power of two, exact
+    # Packed tiles hold scales and minima in different units, and the end multiplies all sums by
+    # that of the minima. The ratio is a power of two: exact.
     unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)
     columns = bm // 8  # mma side by side along the tokens
 
