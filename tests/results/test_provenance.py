@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from results.record import ROOT, provenance
-from results.record.provenance import closure, code_only, is_stale, source_hash, step_module
+from results.record.provenance import is_stale, source_hash, step_module
 from results.record.schema import Run
+from steps.api.import_closure import ROOMS, import_closure
 from steps.registry import ladder
 from tests.results.test_record import make_call, make_row, make_run
 
@@ -22,7 +23,7 @@ STEPS = [step.number for step in ladder()]
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the code that steps are made of."""
-    for room in provenance.ROOMS:
+    for room in ROOMS:
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -31,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
 def sources(step: int) -> dict[str, Path]:
     module = step_module(step)
     assert module is not None
-    return {name: path.relative_to(ROOT) for name, path in closure([module]).items()}
+    return {name: path.relative_to(ROOT) for name, path in import_closure([module]).items()}
 
 
 def hashes(tree: Path = ROOT) -> dict[int, str | None]:
@@ -105,7 +106,7 @@ def test_moving_files_changes_nothing(tree: Path) -> None:
     new = {name: f"{name.split('.')[0]}.elsewhere.other_{name.replace('.', '_')}" for name in names}
     moved(tree, new)
     for step in STEPS:
-        found = set(closure([str(step_module(step, tree))], tree))
+        found = set(import_closure([str(step_module(step, tree))], tree))
         assert found == {new.get(name, name) for name in sources(step)}
     assert hashes(tree) == first
 
@@ -134,53 +135,6 @@ def test_the_closure_is_what_the_imports_say() -> None:
                     assert each & set(names), (path, base)
 
 
-def test_imports_are_followed_wherever_they_stand(tmp_path: Path) -> None:
-    folder = tmp_path / "steps"
-    (folder / "room").mkdir(parents=True)
-    (folder / "step07_idea.py").write_text(
-        "import numpy\nimport steps.first\nfrom steps import second\n"
-        "def f():\n    from steps.room.third import x as y\n"
-        "from steps import room\nfrom steps.simulator import cuda\n"
-    )
-    (folder / "room" / "__init__.py").write_text("if 1:\n    from steps.fourth import z\n")
-    (folder / "room" / "third.py").write_text("x = 1\n")
-    (folder / "simulator").mkdir()
-    for name in ("first", "second", "fourth", "fifth", "simulator/cuda"):
-        (folder / f"{name}.py").write_text("x = 1\n")
-    found = closure(["steps.step07_idea"], tmp_path)
-    assert sorted(found) == [
-        *("steps.first", "steps.fourth", "steps.room", "steps.room.third", "steps.second"),
-        "steps.step07_idea",
-    ]
-    assert source_hash(8, tmp_path) is None
-    before = source_hash(7, tmp_path)
-    (folder / "step07_idea.py").write_text("def broken(:\n")
-    assert source_hash(7, tmp_path) not in (None, before)
-
-
-def test_code_is_neither_prose_nor_imports() -> None:
-    code = 'def f(x):\n    return f"{x} # not a comment"\n'
-    prose = (
-        '"""A module."""\nfrom a import (\n    b,\n    c,\n)\n\n# why\n'
-        'def f(x):\n    """Two\n    lines."""\n    import math\n\n'
-        '    return f"{x} # not a comment"  # said so\n'
-    )
-    assert code_only(prose) == code_only(code)
-    assert code_only(code.replace("not a", "a")) != code_only(code)
-
-
-def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    (folder / "step01_a.py").write_text("from steps.b import x\nfrom steps.c import y\n")
-    (folder / "b.py").write_text("x = 1\nz = 2\n")
-    (folder / "c.py").write_text("y = 3\n")
-    before = source_hash(1, tmp_path)
-    (folder / "b.py").write_text("x = 1\n")
-    (folder / "c.py").write_text("z = 2\ny = 3\n")
-    assert source_hash(1, tmp_path) != before
-
-
 def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
     plan = provenance.called_hash("gemm.plan", 14, tree)
     assert plan != provenance.called_hash("gemm.plan", 9, tree)
@@ -193,9 +147,9 @@ def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
     path = tree / "steps" / "step14_persistent.py"
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
     assert provenance.called_hash("gemm.plan", 14, tree) != plan
-    assert provenance.called_hash("gemm.plan", 77, tree) is None
+    assert provenance.called_hash("gemm.plan", 77, tree) is source_hash(77, tree) is None
     for api in provenance.API_MODULES.values():
-        assert not any(name.startswith("steps.cli") for name in closure([api]))
+        assert not any(name.startswith("steps.cli") for name in import_closure([api]))
     assert make_call().api in provenance.API_MODULES
 
 

@@ -1,0 +1,99 @@
+"""The import closure of a module, and the hash over its code."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from steps.api.import_closure import ROOMS, ROOT, closure_hash, code_only, import_closure
+
+STEP = "steps.step07_idea"
+
+
+def test_imports_are_followed_wherever_they_stand(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    (folder / "room").mkdir(parents=True)
+    (folder / "step07_idea.py").write_text(
+        "import numpy\nimport steps.first\nfrom steps import second\n"
+        "def f():\n    from steps.room.third import x as y\n"
+        "from steps import room\nfrom steps.simulator import cuda\n"
+    )
+    (folder / "room" / "__init__.py").write_text("if 1:\n    from steps.fourth import z\n")
+    (folder / "room" / "third.py").write_text("x = 1\n")
+    (folder / "simulator").mkdir()
+    for name in ("first", "second", "fourth", "fifth", "simulator/cuda"):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    found = import_closure([STEP], tmp_path)
+    assert sorted(found) == [
+        *("steps.first", "steps.fourth", "steps.room", "steps.room.third", "steps.second"),
+        "steps.step07_idea",
+    ]
+    before = closure_hash([STEP], tmp_path)
+    (folder / "step07_idea.py").write_text("def broken(:\n")
+    assert closure_hash([STEP], tmp_path) != before
+
+
+def test_code_is_neither_prose_nor_imports() -> None:
+    code = 'def f(x):\n    return f"{x} # not a comment"\n'
+    prose = (
+        '"""A module."""\nfrom a import (\n    b,\n    c,\n)\n\n# why\n'
+        'def f(x):\n    """Two\n    lines."""\n    import math\n\n'
+        '    return f"{x} # not a comment"  # said so\n'
+    )
+    assert code_only(prose) == code_only(code)
+    assert code_only(code.replace("not a", "a")) != code_only(code)
+
+
+LITERALS = (
+    "x = '# no comment'  # a comment\n",
+    'x = "\\"# no comment"  # a comment\n',
+    "x = r'\\'  # no comment'  # a comment\n",
+    'x = r"it\'s\\\\"  # a comment\n',
+    'x = f"{y!r:#x} # no comment"  # a comment\n',
+    "x = b'#', '', \"\", '\\\\'  # ''' a comment\n",
+    "x = ('a' # a comment\n     'b') # it's a comment\n",
+    'x = ("""a # no comment\n\n"" # nor this\\""" """)  # a comment\n',
+    "def f():\n    '''Prose \"\"\" # prose.'''\n    return 1  # ''' a comment\n",
+)
+
+
+def without_comments(source: str) -> str:
+    """As `tokenize` finds them."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column] + "\n"
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("source", LITERALS)
+def test_comments_are_those_of_the_language(source: str) -> None:
+    stripped = without_comments(source)
+    assert "a comment" not in stripped
+    assert ast.dump(ast.parse(stripped)) == ast.dump(ast.parse(source))
+    assert code_only(source) == code_only(stripped)
+
+
+def test_comments_of_every_file_are_those_of_the_language() -> None:
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 100
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        assert code_only(source) == code_only(without_comments(source)), path
+
+
+def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    (folder / "step07_idea.py").write_text("from steps.b import x\nfrom steps.c import y\n")
+    (folder / "b.py").write_text("x = 1\nz = 2\n")
+    (folder / "c.py").write_text("y = 3\n")
+    before = closure_hash([STEP], tmp_path)
+    (folder / "b.py").write_text("x = 1\n")
+    (folder / "c.py").write_text("z = 2\ny = 3\n")
+    assert closure_hash([STEP], tmp_path) != before
