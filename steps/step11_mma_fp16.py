@@ -1,25 +1,26 @@
-"""Step 11: W4A16 on tensor cores - float16 weights made in registers, sums never touched.
+"""Step 11: W4A16 on tensor cores - float16 weights made in registers, one sum over all of K.
 
 What is new
-    A weight becomes float16 in registers, times its scale and with its offset, and the tensor core
-    adds up all of K in float32 by itself. The code needs no conversion: as the bits of a float16
-    the integer n is n * 2^-24, so a mask and one multiply-add make two weights of a word.
+    A weight becomes float16 in registers, its scale and offset included, and the tensor core adds
+    up all of K in float32 by itself. The code needs no conversion: the bits of an integer n, read
+    as a float16, are n * 2^-24. So a mask and one multiply-add make two weights of a word. Q4_0,
+    with d' = d / (2^-24 row_scale) in the packed tile, and row_scale at the end:
 
         a word of packed codes     |  k = 2t  |  2t + 8  |  2t + 1  |  2t + 9  |   bytes 0 to 3
         & 0x000F000F               |      code of 2t     |    code of 2t + 1   |   LOP3
         * d' - 8 * 2^-24 d'        |     weight of 2t    |   weight of 2t + 1  |   HFMA2: a0
 
-    A is float16 as the caller has it: its rows are copied to rows of 128 bytes, swizzled. Where it
-    is bfloat16, the weights are rounded to bfloat16 once more (components.unpack.bfloats).
-    A warp has 64 x 64 outputs, so that a fragment serves four or eight mma. Where tiles are small,
-    half of the warps take one half of a stage's K, and thread blocks share K (split-K).
+    A is float16 as the caller has it: 64 K of a token are a row of 128 bytes in shared memory,
+    swizzled (components.row_tiles). Where A is bfloat16, each weight is then rounded to bfloat16.
+    A warp has 64 x 64 outputs: a fragment of W serves eight mma, one of A four. Where tiles are
+    small, half of the warps take one half of a stage's K, and thread blocks share K (split-K).
 Why it should help
-    Steps 7 to 10 pay three instructions for each sum every 32 K. Here 32 HMMA of a warp (16 K) take
-    the tensor core 214 cycles and come with 70 other instructions (5 bits: 95), for which two warps
-    of a scheduler have four times the room. (512,4096,4096) are 256 tiles of 64 tokens, two an SM:
-    32 stages of 1715 cycles if tensor cores never wait. Eight warps hide few latencies: a third of
-    the time they wait. 85000 cycles at 1.76 GHz are 48 us, 1.2x step 9. And nothing is lost but the
-    rounding of A and W to float16: NMSE 3e-8, a thousandth of what Q8_1 costs.
+    Steps 7 to 10 pay three instructions for each sum every 32 K. Here a warp has 32 HMMA for 16 K,
+    214 cycles of the tensor core, and 70 other instructions (5 bits: 95): a scheduler issues in
+    half of its cycles. (512,4096,4096) are 256 tiles of 64 tokens, two an SM: 32 stages of 1715
+    cycles if tensor cores never wait. Eight warps hide few latencies: a third of the time they
+    wait. 85000 cycles at 1.76 GHz are 48 us, 1.2x step 9. And nothing is lost but the rounding of A
+    and W to float16: NMSE 3e-8, a thousandth of what Q8_1 costs.
 What it costs
     243 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
     memory, to be added up and stored in full lines. Blocks whose scale is far below the largest of
@@ -27,9 +28,10 @@ What it costs
 Machine code
     HMMA.16816.F32, HFMA2, LOP3, LDSM and LDGSTS in the loop, and no I2FP, no FFMA.
 Prerequisites
-    steps 8 (ldmatrix, fragments loaded ahead), 9 (ring of stages) and 10 (partial sums, arrival
-    counter). Taught here: components.unpack.halves and row_tiles; and what is no lesson,
-    components.mma_tiles (which tile for which shape) and epilogue.mma (the end of a tile).
+    Steps 8 (ldmatrix, fragments loaded ahead), 9 (ring of stages) and 10 (partial sums, arrival
+    counter). Taught here: components.unpack.halves (weights) and components.row_tiles (a stage).
+    Not needed to follow the kernel: unpack.bfloats, mma_tiles (which tile for which shape) and
+    epilogue.mma (a tile through shared memory to C, with the partial sums of step 10).
 """
 
 from __future__ import annotations
@@ -62,10 +64,12 @@ ROW_TILES: Final = WARP // TILE_ROWS  # packed tiles that a warp multiplies
 MMA: Final = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}  # by the kind of A
 
 
-#     128 tokens    K 0..127 of a stage      64 tokens    K 0..63 of a stage    K 64..127
-#     features   0..63   warp 0   warp 2     features   0..63   warp 0           warp 2
-#     features  64..127  warp 1   warp 3     features  64..127  warp 1           warp 3
-#                tokens   0..63  64..127                tokens   0..63            0..63
+# Which warp multiplies what of a stage:
+#
+#     tiles of 128 tokens                             tiles of 64 tokens, or fewer
+#                        tokens 0..63   64..127                         K 0..63   K 64..127
+#     features  0..63       warp 0       warp 2       features  0..63    warp 0     warp 2
+#     features 64..127      warp 1       warp 3       features 64..127   warp 1     warp 3
 @cache
 def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int
@@ -90,8 +94,8 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(b, ring, at, step):
-        """B fragments of step 0..3 of 16 K of a box: two chunks of each token. Chunk 2 step + i of
-        row r is at (2 step) ^ i ^ (r & 7); `at` is where this lane finds its chunk of step 0."""
+        """B fragments of 16 K, `step` 0 to 3 of a box: two chunks of each token. Chunk 2 step + i
+        of row r lies at (2 step) ^ i ^ (r & 7); `at` is where this lane's chunk of step 0 lies."""
         for j in range(0, n_b, 4):
             x = ldmatrix_x4(ring, (at ^ (32 * step)) + 4 * j * ROW)
             b[j], b[j + 1], b[j + 2], b[j + 3] = x
@@ -134,12 +138,12 @@ def kernel(
         k0 = int32(uint32(steps * split) // splits)
         count = int32(int32(uint32(steps * (split + 1)) // splits) - k0)
         group = int32(cuda.blockIdx.x * steps + k0)
-        # what this warp multiplies: these features and tokens, of a stage from this half on
+        # what this warp multiplies: features from 64 column on, tokens from `first` on, and of a
+        # stage both halves, or this one
         column, first = warp % WARPS_N, warp // WARPS_N % warps_m * tokens
         warp_k = int32(warp // (WARPS_N * warps_m))
         half, weights = warp_k, 2 * box + column * (ROW_TILES * tile_bytes)
-        # lane 8i + r addresses row r of ldmatrix's matrix i: two chunks of eight tokens, then of
-        # the next eight
+        # lane 8i + r addresses row r of ldmatrix's matrix i: chunk i & 1, tokens from 8 (i >> 1) on
         row = lane & 7
         b_at = (first + (lane >> 4) * 8 + row) * ROW + (lane >> 3 & 1 ^ row) * 16
         for i in range(n_acc):
@@ -155,7 +159,7 @@ def kernel(
         base, ahead = int32(0), int32(stages)
         load_weights(codes, s, ring, weights, lane, half)
         load_tokens(b_even, ring, b_at + half * box, 0)
-        for _ in range(int32(count * halves)):
+        for _ in range(int32(count * halves)):  # 64 K
             # the tokens of the next 16 K are on their way while these are multiplied
             at = base + b_at + half * box
             load_tokens(b_odd, ring, at, 1)
@@ -166,7 +170,7 @@ def kernel(
             multiply(acc, codes, s, b_even, 2)
             half = int32(half ^ (halves - 1))
             if halves == 1 or half == 0:
-                # --- the next stage is there for all, and all have read the last of this one
+                # --- the next stage has arrived for all threads, and all have read this one
                 wait_for_next()
                 cuda.syncthreads()
                 if ahead < count:

@@ -2,18 +2,18 @@
 
 What is new
     `wgmma`: the four warps of a *warpgroup* together multiply 64 features x 16 K in their registers
-    by 16 K x all tokens of the tile in shared memory. A *matrix descriptor* says where: address,
-    distance of eight rows, 128-byte swizzle. So no warp loads a fragment of A any more (no
-    ldmatrix), and no weight passes through shared memory as float16.
+    by 16 K x all tokens of the tile in shared memory. A *matrix descriptor* says where the tokens
+    lie: address, distance of eight rows, 128-byte swizzle. So no warp loads fragments of tokens any
+    more (no ldmatrix), and no weight passes through shared memory as float16.
 
-                              A of wgmma: 64 features x 16 K      D: 64 features x bm tokens
+                              weights: 64 features x 16 K         sums: 64 features x bm tokens
         lane 4g + t           k = 2t, 2t + 1    2t + 8, 2t + 9    token 8j + 2t    8j + 2t + 1
         feature 16w + g             a0                a2             d[4j]          d[4j + 1]
         feature 16w + g + 8         a1                a3             d[4j + 2]      d[4j + 3]
 
     These are the fragments of mma.m16n8k16, those of warp w below those of warp w - 1. So weights
-    are unpacked as in step 11: warp w of warpgroup i reads packed tile 4i + w of the stage's eight,
-    lane l from byte 512 half + 16 l of it four words (4 bits): two rows, 64 K.
+    are unpacked as in step 11: warp w of warpgroup i has packed tile 4i + w of the stage's eight.
+    With 4 bits lane l loads the four words at byte 512 half + 16 l of it: 64 K of two rows.
 
     wgmma returns at once. While one half of a stage is multiplied, all threads issue the copies of
     a later stage and unpack the other half:
@@ -34,8 +34,8 @@ What it costs
 Machine code
     HGMMA with A in registers, HFMA2, LOP3, LDGSTS; no HMMA, no LDSM; STSM where C is float16.
 Prerequisites
-    step 11 (float16 weights, components.row_tiles), steps/instructions/warpgroup.py;
-    taught here: components.epilogue.half_tile.
+    Step 11 (float16 weights, components.row_tiles) and steps/instructions/warpgroup.py (wgmma).
+    Taught here: components.epilogue.half_tile (the end of a tile).
 """
 
 from __future__ import annotations
@@ -140,11 +140,9 @@ def kernel(fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, st
             cp_async_commit()
         acc, base, free = no_sums(), int32(0), int32(last_stage)
         for step in range(steps):
-            # This thread's copies have arrived, wgmma may read them, and so have everybody's. The
-            # stage before is free: all warps have waited for their products.
-            wait_for_copies()
-            fence_proxy_async()
-            cuda.syncthreads()
+            wait_for_copies()  # of this thread
+            fence_proxy_async()  # wgmma reads shared memory by another path: it may read them now
+            cuda.syncthreads()  # so may those of all threads; and all have multiplied stage `free`
             b = swizzled_descriptor(ring, base)
             acc = multiply(acc, ring, base + weights, lane, 0, b)
             ahead = int32(step + (stages - 1))

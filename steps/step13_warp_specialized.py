@@ -25,11 +25,11 @@ What is new
     moves them. Of 168 for each thread 40 stay with a producer's, and a consumer's gets 232.
 Why it should help
     In step 12 a thread issues 11 copies of 16 bytes a stage, 50 of its 226 instructions, and at
-    each stage's barrier the tensor cores run dry for some 480 cycles. Here a warp issues 160, and
-    its next stage has arrived: five stages ahead are 5000 cycles, and the L2 answers in 1500. So
-    (512,4096,4096), one tile of 128 x 128 for each SM, is 32 stages of 1024 cycles, 19 us at 1.75
-    GHz; 15 % more, as two warps a scheduler do not hide each other's latencies; 5 us for both ends
-    of the tile, and 3 us between launches. Expect 30.5 us, 1.2x.
+    each stage's barrier the tensor cores run dry for some 480 cycles. Here a warp of a consumer
+    issues 160, and its next stage has arrived: five stages ahead are 5000 cycles, and the L2
+    answers in 1500. (512,4096,4096) is one tile of 128 x 128 for each SM, 32 stages of 1024 cycles:
+    19 us at 1.75 GHz. 15 % more, because two warps of a scheduler do not hide each other's
+    latencies, 5 us for both ends of the tile and 3 us between launches: expect 30.5 us, 1.2x.
 What it costs
     A block takes all registers and most of the shared memory of an SM, so nothing hides the
     beginning and the end of its tile. 128 of its 384 threads never multiply.
@@ -37,8 +37,9 @@ Machine code
     UTMALDG, UBLKCP and SYNCS instead of LDGSTS; HGMMA in a loop without loads from global memory;
     USETMAXREG in both roles.
 Prerequisites
-    step 12 (wgmma, its descriptors, the end of a tile), components.wgmma_products (its products),
-    steps/instructions/bulk_copy.py and tensor_map.py; taught here: components.ring.
+    Step 12 (wgmma, descriptors, the end of a tile). components.wgmma_products has its `multiply`,
+    with the loads of weights apart. steps/instructions/tensor_map.py has the picture of a box.
+    Taught here: components.ring.
 """
 
 from __future__ import annotations
@@ -149,9 +150,9 @@ def kernel(
             at = weights + stage * w_bytes + warp * packed_tile
             b = swizzled_descriptor(memory, stage * a_bytes)
             lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-            acc = wait_for_all_but_one(acc)  # the lower half before: its registers are free
+            acc = wait_for_all_but_one(acc)  # done: the lower half before; its registers are free
             acc = multiply(acc, lower, b)
-            acc = wait_for_all_but_one(acc)  # the upper half before: its stage has been read
+            acc = wait_for_all_but_one(acc)  # done: the upper half before; its stage has been read
             if lane == 0 and step > 0:
                 release(memory, previous)
             acc = multiply(acc, upper, b + box_bytes // 16)

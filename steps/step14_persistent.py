@@ -9,8 +9,9 @@ What is new
     2. Consumers are *staggered*: the first warpgroup begins two stages before the others. While it
        ends a tile the others still multiply, and the other way round.
     3. The *stream-K* scheduler of step 10 shares out the tiles that would leave SMs idle.
-    4. The launch begins under the one before it (*programmatic launch*). Weights do not depend on
-       that one, so they have a producer of their own, which starts at once; everybody else waits.
+    4. *Programmatic launch*: a block lets the next launch begin (griddepcontrol_launch_dependents)
+       and waits for the one before (griddepcontrol_wait) as late as it can. Weights do not depend
+       on that one, so they have a producer of their own, which does not wait at all.
 
         producers       [tile 0             ][tile 1             ][tile 2
         warpgroup 0        [multiply 0         ][C][multiply 1         ][C]
@@ -22,15 +23,15 @@ What is new
 Why it should help
     At (512,4096,4096) an SM has one tile, and only change 4 counts: weights arrive while the launch
     before ends, 2 to 3 us of 30. Expect 27.6 us, 1.1x. At (4096,4096,4096) step 13 pays 3 us of
-    ends in each of 8 rounds: expect 209 us, 1.15x. With 128 tokens each of 32 tiles is shared by
-    four blocks: expect 12.5 us, 1.3x.
+    ends in each of 8 rounds: expect 209 us, 1.15x. With 128 tokens four blocks share each of 32
+    tiles: expect 12.5 us, 1.3x.
 What it costs
     Scratch memory for partial sums. Shares depend on the number of SMs, and so do the last bits.
 Machine code
     As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
 Prerequisites
-    step 13 (ring, producer, consumers), components.stream_k (step 10), components.stage_copies;
-    taught here: components.epilogue.wgmma (the end of a tile) and wgmma_tiles (which tiles).
+    Steps 13 (ring, producer, consumers) and 10 (components.stream_k). components.stage_copies has
+    step 13's copies for wider tiles. Taught here: components.epilogue.wgmma, the end of a tile.
 """
 
 from __future__ import annotations
@@ -70,11 +71,9 @@ from steps.instructions import (
     zeros_f32,
 )
 
-TILES: Final = (  # (features, tokens) of a tile of C
-    *((128, bm) for bm in (16, 32, 64, 128)),
-    (192, 128),  # of three warpgroups, for N that leave SMs idle otherwise
-    (256, 128),  # reads the least for what it multiplies
-)
+# (features, tokens) of a tile of C: 192 are of three warpgroups, for N that leave SMs idle
+# otherwise, and 256 read the least for what they multiply
+TILES: Final = (*((128, bm) for bm in (16, 32, 64, 128)), (192, 128), (256, 128))
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
 
@@ -92,7 +91,7 @@ def kernel(
     load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
     consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
     halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
-    half_bytes = warps * packed_tile  # from the weights of one to those of the other
+    half_bytes = warps * packed_tile  # from the weights of the first to those of the second
     box_bytes, w_bytes = 2 * BOX_K * bm, halves * half_bytes
     a_bytes, weights = 2 * box_bytes, stages * 2 * box_bytes
     copy_weights, copy_boxes = weight_copies(bn, packed_tile), box_copies(bm)
@@ -151,7 +150,7 @@ def kernel(
 
         inc_registers()
         griddepcontrol_wait()
-        others_begin = int32(-1)  # after this step of the first tile
+        others_begin = int32(-1)  # the other warpgroups begin after this step of the first tile
         if stagger:
             if warp < WARPGROUP // 32:
                 others_begin = int32(min(stagger, count) - 1)
@@ -169,7 +168,7 @@ def kernel(
                 wait_full(memory, stage, parity)
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
-                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)  # 64 K each
                 if halves == 2:
                     lower1 = load(memory, at + half_bytes, lane, 0)
                     acc1 = wait_for_all_but_one(acc1)
@@ -177,7 +176,7 @@ def kernel(
                     acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
-                if lane == 0 and step > 0:
+                if lane == 0 and step > 0:  # the stage before has been multiplied
                     release(memory, previous)
                 if halves == 2:
                     acc1 = multiply(acc1, lower1, b)

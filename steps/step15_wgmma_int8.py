@@ -11,25 +11,25 @@ What is new
         token m    int8 = round(a / token_scale)              by a pass; 128 K a stage are one box
         c[m, n]    row_scales[n] * token_scales[m] * sum over all k of int8 * int8
 
-    A code taken as a float16, times d / row_scale, plus a constant so large that a float16 has no
-    bits for fractions beside it: the lower byte is the int8 (components/unpack/int8.py, taught
-    here). Q8_0 and file formats are requantized when they are packed. The pass reads float32,
-    float16 or bfloat16. All else is step 14's kernel; but the second accumulator half of a tile has
-    tokens 129 to 256, not features, so that weights which have been made meet twice the tokens.
+    One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
+    to an integer; the low byte is the int8 (components.unpack.int8 has the picture). Q8_0 and file
+    formats are requantized when they are packed. The pass reads float32, float16 or bfloat16. All
+    else is step 14's kernel, with one change: the second accumulator half of a tile has tokens 128
+    to 255, not features 128 to 255. So unpacked weights serve twice the tokens.
 Why it should help
-    128 x 128 outputs and 128 K are 512 cycles of the tensor cores, in which two warps a scheduler
-    issue 2 x 152 instructions (5 bits: 2 x 183). All but the PRMTs come before the wait for the
-    registers that they write, so a stage is 512 cycles and some 90 for that wait. At
+    128 x 128 outputs and 128 K are 512 cycles of the tensor cores. Meanwhile the two warps of a
+    scheduler issue 2 x 152 instructions (5 bits: 2 x 183). Only the PRMTs must wait until the
+    product before has read the registers that they write, some 90 cycles a stage. At
     (512,4096,4096) 32 stages, and 2.2 us for the launch and both ends, are 13.9 us at 1.65 GHz:
     1.7x. In tiles of 128 x 256 a product of 1024 cycles hides the wait: 1.9x at M=4096.
 What it costs
-    Exactness. Requantized weights are off by 8.5e-5 (NMSE) of normal data, Q4_0 itself by 7.3e-3;
-    int8 tokens by as much, and by 3.2e-3 where a few channels are 20 times the others. So it has to
-    be asked for: gemm(..., accuracy="fast"). But integer sums are the same however K is cut.
+    Exactness. On normal data requantizing adds an error of 8.5e-5 (NMSE) to the 7.3e-3 that Q4_0
+    has; int8 tokens add as much, and 3.2e-3 where a few channels are 20 times the others. So it is
+    used only when asked for: gemm(..., accuracy="fast"). Sums are exact however K is shared.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
-    step 14 (this kernel with other operands), components.unpack.int8 (taught here).
+    Step 14: this kernel with other operands. Taught here: components.unpack.int8.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def kernel(
 
         inc_registers()
         griddepcontrol_wait()
-        other_begins = int32(-1)  # after this step of the first tile
+        other_begins = int32(-1)  # the other warpgroup begins after this step of the first tile
         if stagger:
             if warp < WARPS // 2:
                 other_begins = int32(min(stagger, count) - 1)
@@ -176,8 +176,8 @@ def kernel(
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # The registers of the product before the last are free then. The compiler moves
-                # all of the unpacking above this wait, but for the instructions that write these.
+                # Then the registers of the product before the last are free. The compiler moves all
+                # of the unpacking above this wait, but for the instructions that write them.
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)

@@ -10,25 +10,25 @@ What is new
         IMAD        d r + c'    c r + c'    b r + c'    a r + c'    codes * r + c' * 0x01010101
         LOP3        the same, less 128: int8
 
-    c' = c + 128, so no byte leaves 0..255 and nothing is carried into the next, for a negative r
+    c' = c + 128, so every byte stays in 0..255 and carries nothing into the next, with a negative r
     too (qformats.integer_scales). Flipping the highest bits takes the 128 off again. Minima cost
-    nothing: every offset is a byte. Codes of 5 bits lie in bytes whose upper three bits hold the
-    bits of others (components/unpack/integer_scales.py, taught here).
+    nothing: every offset is a byte. components.unpack.integer_scales shows where 5 bits lie.
 Why it should help
-    Eight weights take nine instructions, not eleven, and with 5 bits 10.75, not 15. In the loop of
-    a warp these are 127 instead of 152, and 146 instead of 183. At (512,4096,4096) step 15 should
+    Eight weights take nine instructions, not eleven, and with 5 bits 10.75, not 15. The loop of a
+    warp has 127 instead of 152, and 146 instead of 183. At (512,4096,4096) already step 15 should
     wait for products, not for weights: expect 13.7 us for 13.9 with 4 bits and 1.05x with 5. With
-    few tokens products are short, stages as long as their instructions: 1.1x at (128,14336,4096).
+    few tokens products are short, and a stage is as long as its instructions: expect 1.1x at
+    (128,14336,4096).
 What it costs
-    Accuracy: an integer of 17 at most, 8 with 5 bits, is a coarse scale. Codes are rounded anew to
-    its multiples; the weights are then off by 8.1e-4 (NMSE) of normal data with 4 bits and 1.3e-3
-    with 5, where step 15's are off by 8.6e-5. So it has to be asked for by its number or by
-    accuracy="coarse"; "fast" does not mean it. Packing takes seconds: row scales are tried.
+    Accuracy: an integer of 17 at most, 8 with 5 bits, is a coarse scale. Codes are rounded again,
+    to its multiples. On normal data that adds an error (NMSE) of 8.1e-4 with 4 bits and 1.3e-3 with
+    5, where step 15 adds 8.6e-5. So it is used only with accuracy="coarse" or by its number.
+    Packing takes seconds, because several row scales are tried.
 Machine code
     IMAD and LOP3 between IGMMA; no HFMA2 anywhere.
 Prerequisites
-    step 15 (this kernel with other weights), qformats.integer_scales (how they are found),
-    components.unpack.integer_scales (taught here).
+    Step 15: this kernel with other weights (make diff STEP=16). Taught here:
+    components.unpack.integer_scales; qformats.integer_scales says how scales are found.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def kernel(
 
         inc_registers()
         griddepcontrol_wait()
-        other_begins = int32(-1)  # after this step of the first tile
+        other_begins = int32(-1)  # the other warpgroup begins after this step of the first tile
         if stagger:
             if warp < WARPS // 2:
                 other_begins = int32(min(stagger, count) - 1)
@@ -178,8 +178,8 @@ def kernel(
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # The registers of the product before the last are free then. The compiler moves
-                # all of the unpacking above this wait, but for the instructions that write these.
+                # Then the registers of the product before the last are free. The compiler moves all
+                # of the unpacking above this wait, but for the instructions that write them.
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)

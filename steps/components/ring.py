@@ -18,11 +18,11 @@ one. They meet nowhere else, so the producer runs ahead by as many stages as the
     round               0     0     0     0     1     1     1     1     2
     parity              0     0     0     0     1     1     1     1     0
 
-A barrier completes once in each round through the ring. Whoever waits names the round by its
-*parity*, 0 or 1: a thread is never more than one round from the barrier's own, so one bit tells
-them apart. The producer fills a stage in round r after `empty` of round r - 1, which has the other
-parity; on a new barrier the wait for parity 1 returns at once, so the first round needs no case of
-its own. A thread keeps its (stage, parity) in two registers.
+A barrier completes once in each round through the ring. A wait names the round by its *parity*, 0
+or 1: a thread is never more than one round from the barrier, so one bit tells them apart. The
+producer fills a stage in round r after `empty` of round r - 1, which has the other parity. On a new
+barrier the wait for parity 1 returns at once, so the first round needs no case of its own. A thread
+keeps its (stage, parity) in two registers.
 
 Step 13 teaches this; steps 14 to 16 use it.
 """

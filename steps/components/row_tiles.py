@@ -1,9 +1,9 @@
 """A stage of the float16 steps in shared memory: row-major A, swizzled, and fragment-packed tiles.
 
 The tokens of a tile have 128 K a stage, in two *boxes* of 64 K each. A box has a row of 128 bytes
-for each token. So the 16-byte chunks at one place along K, of eight tokens, would lie in the same
-four banks, and `ldmatrix`, which loads just these together, would take eight cycles for one. Chunk
-c of row r therefore lies at c ^ (r & 7):
+for each token. `ldmatrix` loads 16-byte chunks at one place along K, of eight tokens, together. In
+plain rows these would lie in the same four banks, and it would take eight cycles instead of one. So
+chunk c of row r lies at c ^ (r & 7):
 
              bytes 0   16    32    48    64    80    96    112
     token 0     |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |   chunk: 8 neighbours along K
@@ -14,9 +14,9 @@ c of row r therefore lies at c ^ (r & 7):
     token 7     |  7  |  6  |  5  |  4  |  3  |  2  |  1  |  0  |
     token 8     |  0  |  1  |  ...
 
-Each chunk stands in every column once within eight tokens, so both a row and a chunk of eight rows
-lie in all banks. Boxes begin at a multiple of 1024 bytes: then this is also what Hopper calls the
-128-byte swizzle, which its matrix descriptors and tensor maps know.
+Within eight tokens a chunk stands in every column once. So the eight chunks of a token lie in all
+banks, and so does one chunk of eight tokens. Boxes begin at multiples of 1024 bytes: then this is
+also what Hopper calls the 128-byte swizzle, which its matrix descriptors and tensor maps know.
 
 Step 11 teaches this; step 12 uses it.
 """
@@ -60,7 +60,7 @@ def copy_row_tile(tokens: int, threads: int) -> Any:
         box = (chunk >> 3) * (ROW * tokens)
         destination = at + box + row * ROW + ((chunk ^ row) & 7) * 16
         column = int32(k + CHUNK_HALVES * chunk)
-        there = int32(M - m0 - row) if column < K else int32(0)
+        there = int32(M - m0 - row) if column < K else int32(0)  # rows with something to copy
         offset, stride = int64(m0 + row) * K + column, int64(rows) * K
         for i in range(0, tokens, rows):
             size = uint32(16 if int32(i) < there else 0)

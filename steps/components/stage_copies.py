@@ -1,12 +1,12 @@
 """Copies of a stage: a tile's tokens by tensor map, its fragment-packed weights by bulk copies.
 
 Step 13 teaches both in its own kernel, for tiles of 128 features, whose weights of 128 K lie in one
-piece of memory: a group of packed tiles. Step 14 has tiles of 256 features too, which are two such
-groups, and of 192, a group and a half. So a tile's weights come in pieces, as large as can be, that
-belong to one tile and to one group:
+piece of memory: a group of packed tiles. Step 14 also has tiles of 256 features, two groups, and of
+192, a group and a half. A bulk copy cannot cross the end of a group. So the weights of a tile come
+in pieces, each in one group, which are as large as that allows:
 
-    groups of 128 features     [     0     ][     1     ][     2     ]
-    tiles of 192               [    tile 0      |     tile 1       ]
+    groups of 128 features     [    0     ][    1     ][    2     ]
+    tiles of 192               [     tile 0     ][     tile 1     ]
     pieces of 64               [ 0  ][ 1  ][ 2  ][ 0  ][ 1  ][ 2  ]
 """
 
@@ -43,8 +43,8 @@ def box_copies(bm: int) -> Any:
 @cache
 def weight_copies(bn: int, tile_bytes: int) -> Any:
     """copy(memory, to, w, n0, N, step, steps, barrier): the packed tiles of features n0 to n0 + bn,
-    of one of the `steps` steps of 128 K, to byte `to`; features beyond N are some others again.
-    tile_bytes: of a packed tile."""
+    of one of the `steps` steps of 128 K, to byte `to`. Where features are beyond N it copies the
+    last piece there is. tile_bytes: of a packed tile."""
     piece = gcd(bn, GROUP_ROWS)
     pieces_of_group, piece_bytes = GROUP_ROWS // piece, piece // TILE_ROWS * tile_bytes
 

@@ -1,6 +1,7 @@
 """64 K of a tile by wgmma: weights become numbers in registers and meet all tokens of the tile.
 
-Step 12 teaches this in its own kernel; steps 13 and 14 use it.
+Step 12 teaches this in its own kernel; steps 13 and 14 use it, with the loads of codes and scales
+apart, so that they can be issued before a wait.
 
 A warp has the fragment-packed tiles of its 16 features in shared memory, 128 K a stage. It loads
 the codes and scales of 64 K, half of a stage, makes four A fragments of 16 K each, and its

@@ -17,6 +17,8 @@ from qformats.repack import TILE_K
 from steps.components.unpack.blocks import HALF
 from steps.instructions import (
     address,
+    as_bits,
+    as_float,
     dp4a,
     float_to_half,
     griddepcontrol_launch_dependents,
@@ -117,15 +119,22 @@ def twice_inverse(d):
 
 
 @cuda.jit(device=True, forceinline=True)
+def size_bits(x):
+    """The bits of |x|: as integers they order floats, and NaN comes last. A maximum of floats would
+    drop it."""
+    return int32(as_bits(x) & uint32(0x7FFFFFFF))
+
+
+@cuda.jit(device=True, forceinline=True)
 def quantized(x, i):
     """x[i] of the four lanes of a block -> the lane's codes of x[i, 0..3] and of x[i, 4..7], a word
-    each, and d (alike in the four)."""
-    largest = abs(x[i, 0])
+    each, and d (alike in the four). A NaN or infinity in the block is its d, and codes are 0."""
+    largest = size_bits(x[i, 0])
     for j in range(1, 8):
-        largest = max(largest, abs(x[i, j]))
+        largest = max(largest, size_bits(x[i, j]))
     largest = max(largest, shfl_xor(largest, 1))
     largest = max(largest, shfl_xor(largest, 2))
-    d = largest / float32(127)
+    d = as_float(uint32(largest)) / float32(127)
     twice = twice_inverse(d)
     low = four_codes((x[i, 0], x[i, 1], x[i, 2], x[i, 3]), twice)
     high = four_codes((x[i, 4], x[i, 5], x[i, 6], x[i, 7]), twice)

@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint32
 
-from steps.components.activations.q8_1 import four_codes, twice_inverse
+from steps.components.activations.q8_1 import four_codes, size_bits, twice_inverse
 from steps.components.activations.sources import SOURCES, Source
 from steps.instructions import (
-    as_bits,
     as_float,
     floats_to_halves,
     griddepcontrol_launch_dependents,
@@ -30,12 +29,6 @@ H200_LOADS: Final = 14  # of a lane in flight, kept until they can be rounded; m
 ROW_STEP: Final = ROW_THREADS * 4  # values of a row that the threads take at a time
 LEAST_EXPONENT: Final = 15
 """Biased, of a row's largest: below it the scale would have no float32 inverse."""
-
-
-@cuda.jit(device=True, forceinline=True)
-def size_bits(x):
-    """The bits of |x|: as integers they order floats, and NaN comes last."""
-    return int32(as_bits(x) & uint32(0x7FFFFFFF))
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -12,9 +12,9 @@ eight features, which are 32 bytes of C, a sector. Step 12 teaches this.
     feature 16w + g + 8     x2, x3    ------------->   token 1 | 16 B  |  16 B  |  16 B  |  16 B  |
                                                        ...
 
-A token's chunk c of 16 bytes lies at chunk c ^ (token & 7). So eight tokens of one chunk, which
-`stmatrix` stores together, and eight chunks of one token, which eight lanes load together, lie in
-all banks.
+A token's chunk c of 16 bytes lies at c ^ (token & 7), as in `steps.components.row_tiles`. So one
+chunk of eight tokens, which `stmatrix` stores together, lies in all banks, and so do the eight
+chunks of a token, which eight lanes load together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The last part of a tile of the persistent wgmma steps: a warpgroup's sums to C.
 
-Two ways lead there, and both pass through an *area* of shared memory that each warpgroup has to
-itself, as the ring is full of the next tile already:
+There are two ways. Both pass through an *area* of shared memory that each warpgroup has to itself,
+as the ring is full of the next tile already:
 
     16 bits    transposed by stmatrix, 32 tokens at a time (steps/components/epilogue/half_tile.py)
     float32    transposed word by word, 16 tokens at a time, so that a thread has four neighbouring

@@ -4,8 +4,8 @@ The sums of a whole tile go from the accumulators to C (steps/components/epilogu
 blocks that share a tile store their partial sums, and the last to arrive adds them up and writes C.
 Where they finish together, each adds up a *slice*, some of the tile's tokens:
 
-    block 0   K 0..1023      [multiply ][store partial sums][wait][add up slice 0][C]
-    block 1   K 1024..2047   [multiply  ][store partial sums][wait][add up slice 1][C]
+    block 0   K 0..1023      [multiply ][store partial sums][poll][add up slice 0][C]
+    block 1   K 1024..2047   [multiply  ][store partial sums][poll][add up slice 1][C]
 
 Step 14 teaches this; steps 15 and 16 use it for int32.
 """
@@ -81,14 +81,16 @@ def finish_wgmma_tile(
     bn, bm = tile
     tokens, warpgroups_n = min(bm, ACC_HALF_TOKENS), warpgroups(bn)
     width = warpgroups_n * WGMMA_ROWS
-    halves, side = bn // width * (bm // tokens), bn > width  # side by side, or token by token
+    # the halves of a tile lie side by side along the features, or one after the other along tokens
+    halves, side = bn // width * (bm // tokens), bn > width
     n_acc = tokens // 2  # sums of a half that a thread holds
     slice_sums, slice_tokens = n_acc // slices, tokens // slices
     in_flight = LOADS_IN_FLIGHT // max(halves, warpgroups_n - 1)
     sums_at_once = min(slice_sums, in_flight)  # of a contribution, loaded together
     blocks_at_once = in_flight // sums_at_once  # of so many contributions
     n_loaded = blocks_at_once * sums_at_once
-    # its own slice's sums: more would lie in local memory, and three warpgroups have few registers
+    # whether a thread keeps the sums of its own slice in registers: more sums would lie in local
+    # memory, and three warpgroups have few registers
     keep_own = slice_sums <= 16 and warpgroups_n == 2
     end, slice_end, areas_end = sums_to_c(
         tokens, warpgroups_n, first_byte, output, kind, scaled, slices

@@ -1,6 +1,6 @@
 """Weights of a fragment-packed tile as float16 in registers: what the W4A16 steps multiply.
 
-Step 11 teaches this; step 14 uses it.
+Step 11 teaches this; steps 12 to 14 use it.
 """
 
 from __future__ import annotations
@@ -56,17 +56,22 @@ class HalfFormat:
     n_scales: int
 
 
-SIXTEENTH = 0x2C002C00  # 2^-4 twice: what a code read 4 bits too high is to be multiplied by
+SIXTEENTH = 0x2C002C00  # 2^-4 twice: the factor for codes that stand 4 bits too high
 EIGHTH = 0x30003000  # 2^-3 twice
-FIFTH_BITS = 0x00180018  # of two codes at bit 3 the lowest, of two at bit 0 the highest
+FIFTH_BITS = 0x00180018  # bits 3 and 4 of both halves of a register
 
 
 @cuda.jit(device=True, forceinline=True)
 def two_of_five(words, block, row, up, odd):
-    """Codes of 5 bits in bytes 0 and 2 of a word, or 1 and 3, of its low nibbles, or 8 times those
-    of its high ones: nibbles where they are, and above the low ones the highest bit, below the high
-    ones the lowest. These lie side by side, so one shift and one mask serve both, as either's
-    nibble covers the other's bit."""
+    """Two codes of 5 bits, of bytes 0 and 2 of a word or (odd) of bytes 1 and 3, one in each half
+    of a register. Nibbles stay where they are, and the missing bit joins them:
+
+        bit                7   6   5   4   3   2   1   0
+        low nibbles        .   .   .   f   n   n   n   n     f: highest bit    the code
+        high nibbles (up)  n   n   n   n   f   .   .   .     f: lowest bit     8 times the code
+
+    The bits f of both lie side by side in words[4]. One shift and one mask bring them to bits 4 and
+    3; the nibble covers the one that belongs to the other code."""
     word = 2 * block + row
     down = 8 * odd + 2 * word - 3
     bits = uint32(words[4]) >> uint32(down) if down >= 0 else uint32(words[4]) << uint32(-down)
@@ -76,8 +81,8 @@ def two_of_five(words, block, row, up, odd):
 
 @cache
 def two_of_four(flip: int) -> Any:
-    """The same with 4 bits: codes as integers, or 16 times as much where `up` is 1. flip: what has
-    been flipped in codes that are kept as two's complement."""
+    """The same with 4 bits: the codes, or (up) 16 times the codes. flip: the bits that are flipped
+    in codes that are kept as two's complement."""
 
     @cuda.jit(device=True, forceinline=True)
     def codes(words, block, row, up, odd):

@@ -1,6 +1,21 @@
-"""Weights of a fragment-packed tile from codes and small integer scales.
+"""Weights of a fragment-packed tile from codes and small integer scales, four by one multiply-add.
 
-One 32-bit multiply-add makes four of them. Step 16 teaches this.
+    LOP3    codes of a register, one in each byte
+    IMAD    codes * r + c * 0x01010101, where c is the byte of the offset plus 128
+    LOP3    the highest bit of each byte flipped: minus 128, as int8
+
+With 4 bits a word holds the codes of two registers, in low and in high nibbles. With 5 bits a lane
+loads five words for eight registers (4 block + 2 up + row). Registers 0 to 4 have their codes in
+the low five bits of the bytes of a word; the bits of registers 5 to 7 are above these:
+
+    bits of a byte    7    6    5                    4 .. 0
+    word 0            bits 2..0 of register 5        register 0
+    word 1            4, 3 of 5;  3 of register 7    register 1
+    word 2            bits 2..0 of register 6        register 2
+    word 3            4, 3 of 6;  4 of register 7    register 3
+    word 4            bits 2..0 of register 7        register 4
+
+Step 16 teaches this.
 """
 
 from __future__ import annotations
@@ -38,7 +53,7 @@ def integer_format(format_name: str) -> ByteFormat:
 
     @cuda.jit(device=True, forceinline=True)
     def left_over(word, down, mask, others):
-        """Bits of a word that other codes' bytes had room for, beside `others`."""
+        """`others`, and the bits of a word at this mask once it is shifted down."""
         return and_xor(uint32(word) >> uint32(down), mask, others)
 
     @cuda.jit(device=True, forceinline=True)
