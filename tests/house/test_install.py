@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,21 +19,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"qformats", "reference", "results", "steps"}
-PROGRAM = """
-import numpy as np
-from qformats import quantize
-from reference import same_operands_a16
-from steps import gemm, pack
-from steps.api.machines import Simulator
+RIGHT = """
+from qformats import dequantize
 
-a = np.random.default_rng(1).standard_normal((3, 64), dtype=np.float32)
-w = quantize(np.random.default_rng(2).standard_normal((8, 64), dtype=np.float32), "q5_1")
-packed = pack(w, step=1, machine=Simulator())
-right = same_operands_a16(a, w)
-assert np.allclose(gemm(a, packed), right, rtol=0, atol=1e-5)
-out = np.empty_like(right, dtype=np.float32)
-gemm.plan(3, packed)(a, out)
-assert np.allclose(out, right, rtol=0, atol=1e-5)
+right = a.astype(np.float64) @ dequantize(blocks).T.astype(np.float64)
+assert nmse(c, right) < 1e-4, "two roundings of 8 bits"
+assert np.array_equal(machine.host(out), c)
 """
 FACTS_OF_FILES = """
 from results.record import environment, provenance, store
@@ -94,8 +87,18 @@ def test_the_wheel_holds_the_four_packages_and_no_more(wheel: Path) -> None:
                 assert path.relative_to(wheel.parent).as_posix() in names
 
 
-def test_it_multiplies_in_the_simulator_from_another_folder(python: Path, tmp_path: Path) -> None:
-    run([python, "-c", PROGRAM], tmp_path)
+def example() -> str:
+    """The program of the README that needs NumPy alone."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("\n## From NumPy, CuPy or Numba\n")
+    (program,) = re.findall(r"(?m)\A\n((?: {4}.*\n|\n)+)", section)
+    return textwrap.dedent(program)
+
+
+def test_it_multiplies_from_another_folder(python: Path, tmp_path: Path) -> None:
+    """In the simulator where there is no GPU: C is right, and a plan's has the same bits."""
+    printed = run([python, "-c", example() + RIGHT], tmp_path)
+    assert re.match(r"step \d+ .* for M=4 N=64 K=256", printed)
 
 
 def test_imports_are_those_of_the_wheel(python: Path, tmp_path: Path) -> None:
