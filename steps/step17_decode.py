@@ -1,32 +1,40 @@
 """Step 17: decode - a handful of tokens, where all that counts is how fast the weights arrive.
 
 What is new
-    Each warp streams weights of its own, through a ring of slots in shared memory that no other
-    warp touches. It issues the first slots before it looks at anything else, and whenever it has
-    multiplied one, the next. No barrier of the thread block holds the stream up: warps meet once,
-    when their sums are added up. The ring of one warp, in time:
+    A thread block has a few rows of W, and its warps share K. Each warp streams its weights through
+    a ring of slots in shared memory that no other warp touches. It issues the first slots before
+    anything else, and each time that it has multiplied one, the next. No barrier of the thread
+    block stops the stream: warps meet once, when their sums are added up. A warp in time:
 
-        slot 0   [..copy...][multiply][...copy.........][multiply][...copy
-        slot 1    [..copy............][multiply][...copy.........][multiply]
-        slot 2          [..copy...............][multiply][...copy.........]
-                      ^ A is issued here, behind the first slots
+        slot 0   [...copy...][multiply][.....copy...........][multiply][.....copy
+        slot 1    [...copy............][multiply][.....copy...........][multiply][..
+        A          [..copy..]
+        slot 2      [...copy....................][multiply][.....copy...........][multiply]
 
-    Family A16 multiplies A of 16 bits as it is: codes become numbers with an offset by one LOP3,
-    and the scale of a block multiplies its sum (components.decode.product_a16). A8 multiplies Q8_1
-    with the integer mma. Up to four tokens the kernel makes it of float32 A itself.
+    A lies in one of three places (`Place` in components.decode.tiles): all of the warp's part,
+    copied once and *kept*; or a tile of it *in slots*, beside each tile of weights; or *quantized*
+    by the warp itself, where A is float32 and has four tokens at most.
+    Family A16 multiplies A of 16 bits as it is: one LOP3 makes a code a number with an offset, and
+    the scale of a block multiplies its sum. Family A8 multiplies Q8_1 with the integer mma. Device
+    functions of the kernel, and the files of components.decode that have them:
+
+        own_part, start, advance   the packed tiles that a warp reads, in order   walk
+        places, multiply           two packed tiles times 128 K of A              product_a16
+        copy; load, quantize       A to shared memory                             copies; quantize
+        store_sums, write          sums of all warps, added up, to C              final_sum
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
     all. Step 2 gathers them byte by byte, in 285 us. For a packed tile of 2048 weights a warp
-    issues some 125 instructions, three fifths of what an SM could while the tile arrives. With a
-    start, an end and 28 KB of A for each thread block expect 10.4 us, 27 times faster.
+    issues some 125 instructions, half of what an SM could while the tile arrives. With a start, an
+    end and 28 KB of A for each thread block expect 10.4 us, 27 times faster.
 What it costs
     Every thread block copies all of A: 28 KB of float16 beside 260 KB of weights. Rings take so
     much shared memory that a block has an SM to itself. Many tokens are for other steps.
 Machine code
     LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
 Prerequisites
-    Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). Of components.decode, taught here:
-    walk, which tiles a warp reads; product_a16; then, as needed, copies and final_sum.
+    Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). Taught here: components.decode.walk
+    and product_a16. The other files of the table can wait.
 """
 
 from __future__ import annotations
@@ -78,7 +86,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, w, walk, part, lane):
-        """Issue copies of the packed tiles that come next, if any are left; what follows then?"""
+        """Issue copies of the next packed tiles, if any are left -> the walk behind them."""
         at, size, into, _, pair = walk
         if pair < part[1]:
             to, source = int32(slot + into + 16 * lane), at + 16 * lane
@@ -90,7 +98,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane):
-        """The same of the tile of A that goes into the slot with them."""
+        """Issue copies of the tile of A that lies beside these packed tiles, if A is in slots."""
         if in_slots and walk[4] < part[1]:
             to = int32(slot + weights)
             copy(smem, to, to + TILE_K * rows[2], pitch, a, a_scales, rows, walk[3], lane)
@@ -106,26 +114,26 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
-        here = int32(min(int32(M - m0), tokens))
+        here = int32(min(int32(M - m0), tokens))  # tokens of this thread block
         rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, _ = part
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        factors_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring = int32(warp * (stages * slot_bytes))
         ring_end = int32(ring + stages * slot_bytes)
 
-        # --- weights, the first, and row scales: they wait for no launch before this one
+        # --- the first weights, and row scales: they do not depend on the launch before this one
         first_walk = start(pair, part)
         walk, i = first_walk, t
         for s in range(prefetched):
             walk = issue(smem, ring + s * slot_bytes, w, walk, part, lane)
         while i < (end - first) * (TILE_ROWS // 4):
-            cp_async_16(smem, factors_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
+            cp_async_16(smem, row_scales_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
             i = int32(i + 32 * warps)
         griddepcontrol_wait()
 
-        # --- A and the other slots; what was issued so far is in one group with A
+        # --- A and the other slots. A and all that was issued before it are one group of cp.async
         own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
@@ -183,7 +191,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
         # --- the sums of all warps along K to C
         wait_for_all()
         cuda.syncthreads()
-        write(smem, sums, factors_at, c, a_scales, own_scale, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, own_scale, m0, here, first, end, t)
 
     return decode
 

@@ -9,21 +9,22 @@ What is new
                          one copy            griddepcontrol.wait          a copy each
 
     The order is that of step 17, and so are the parts of the warps, the product and the final sum.
-    A waits in line behind all that was issued before it: that is one slot, or two where a warp has
-    many. The others follow when A has been issued.
+    A queues behind all that was issued before it: so that is one slot, or two where a warp has
+    many. The other slots follow A.
 Why it should help
-    A launch of 10 us has 18000 cycles. What stands before the stream runs once in each warp and
-    comes from memory like data: in step 17 some 620 instructions, most of them to issue copies,
-    while nothing is multiplied. Here there are 90 less, and of them one lane issues instead of 32.
-    33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9
-    us, 1.17 times faster.
+    A launch of 10 us has 18000 cycles. Instructions before the stream run once in each warp, must
+    themselves come from memory, and nothing is multiplied meanwhile. Step 17 has some 620 of them,
+    most of them to issue copies. Here there are 90 fewer, and one lane issues instead of 32. 33 MB
+    at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9 us, 1.17
+    times faster.
 What it costs
     Hopper or later.
 Machine code
     UBLKCP of weights before ACQBULK, which waits for the launch before; HMMA or IMMA; in the loop
     no barrier but SYNCS.
 Prerequisites
-    Steps 17 (the ring, components.decode) and 13 (bulk copies, mbarriers).
+    Steps 17 (the ring, the files of components.decode) and 13 (bulk copies, mbarriers).
+    components.decode.copies has A by bulk copies.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, bar, w, walk, part, a, rows, more_bytes, lane):
-        """Issue a copy of the packed tiles that come next, if any are left; what follows then?
+        """Issue a copy of the next packed tiles, if any are left -> the walk behind them.
         more_bytes: of other copies that report to the same mbarrier."""
         at, size, into, k_tile, pair = walk
         if pair < part[1]:
@@ -94,7 +95,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane):
-        """The same of the tile of A that goes into the slot with them."""
+        """Issue copies of the tile of A that lies beside these packed tiles, if A is in slots."""
         if in_slots and walk[4] < part[1]:
             to = int32(slot + weights)
             copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)
@@ -108,29 +109,29 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
-        here = int32(min(int32(M - m0), tokens))
+        here = int32(min(int32(M - m0), tokens))  # tokens of this thread block
         rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, all_k_tiles = part
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        factors_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
         bar_of_a = int32(bars_at + k_part * warps_n * bars_of_warp + 8 * stages)
 
-        # --- weights, the first, and row scales: they wait for no launch before this one
+        # --- the first weights, and row scales: they do not depend on the launch before this one
         if lane == 0:
             for s in range(stages + 1):
                 mbarrier_init(smem, bars + 8 * s, 1)
             fence_mbarrier_init()
         cuda.syncwarp()
         first_walk = start(pair, part)
-        walk, factor_bytes = first_walk, int32(4 * TILE_ROWS * (end - first))
+        walk, scale_bytes = first_walk, int32(4 * TILE_ROWS * (end - first))
         for s in range(prefetched):
-            more = factor_bytes if s == 0 and warp == 0 else int32(0)
+            more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             walk = issue(smem, slot, bar, w, walk, part, a, rows, more, lane)
         if t == 0:
-            bulk_copy(smem, factors_at, row_scales, first * TILE_ROWS, factor_bytes, smem, bars)
+            bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
         if in_slots:
             to = int32(ring + weights)
             for _ in range(stages):
@@ -197,7 +198,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
         # --- the sums of all warps along K to C
         cuda.syncthreads()
-        write(smem, sums, factors_at, c, a_scales, own_scale, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, own_scale, m0, here, first, end, t)
 
     return decode_bulk
 

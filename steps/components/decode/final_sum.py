@@ -40,10 +40,10 @@ class FinalSum:
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
     token_scale(token_scales, m0, M, t) -> own_scale
         a thread: that of the token of its outputs, loaded before there is time to wait for it
-    write(smem, sums, factors, c, token_scales, own_scale, m0, here, first, end, t)
+    write(smem, sums, row_scales_at, c, token_scales, own_scale, m0, here, first, end, t)
         all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
-        the sums of the first warp along K, bytes from one to the next); factors: byte of the row
-        scales, float32, of the block's features
+        the sums of the first warp along K, bytes from one to the next); row_scales_at: the byte
+        of the row scales, float32, of the block's features
     """
 
     store: Any
@@ -90,7 +90,7 @@ def final_sum(
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def write(smem, sums, factors, c, token_scales, own_scale, m0, here, first, end, t):
+    def write(smem, sums, row_scales_at, c, token_scales, own_scale, m0, here, first, end, t):
         M, N = int32(c.shape[0]), int32(c.shape[1])
         i, stop = t, int32(int32(end - first) * tile_sums)
         while i < stop:
@@ -99,12 +99,12 @@ def final_sum(
                 total += load_f32(smem, sums[0] + 4 * i + part * sums[1])
             token, feature = token_and_feature(i & (tile_sums - 1))
             feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
-            factor = load_f32(smem, factors + 4 * feature) * float32(scale)
+            row_scale = load_f32(smem, row_scales_at + 4 * feature) * float32(scale)
             if scaled and threads % tile_sums:  # its outputs are of several tokens
                 own_scale = token_scale(token_scales, m0, M, i)
             n = int32(first * TILE_ROWS + feature)
             if token < here and n < N:
-                total = total * factor * own_scale  # the scales alone may underflow
+                total = total * row_scale * own_scale  # the scales alone may underflow
                 at = int64(m0 + token) * N + n
                 if in_half:
                     store_u16(c, at, float_to_half(total))

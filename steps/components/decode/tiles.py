@@ -6,9 +6,9 @@ share K; where their sums would take too much shared memory, some of them share 
 instead (`warps_n`). A is best copied once and kept; where it does not fit, each tile of weights
 brings its tile of A into the same slot of the ring.
 
-    ring: [warp][stage][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
+    ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
 
-Step 17 teaches this. Constants that begin with H200 were measured there.
+Step 17 teaches this. Constants that begin with H200 were measured on one.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class TileConfiguration:
     """The work of a product's thread blocks.
 
     k_tiles, row_tiles: packed tiles along K of a warp; row tiles of a thread block
-    pitch      : bytes from token to token of float16 A
-    part_bytes : of a warp's part of A
-    factors_at : the byte where row scales begin
+    pitch        : bytes from token to token of float16 A
+    part_bytes   : of a warp's part of A
+    row_scales_at: the byte where row scales begin
     sums_at, sums_stride: where the sums begin, and bytes from one warp along K to the next
-    shared     : bytes of a thread block
+    shared       : bytes of a thread block
     """
 
     variant: Variant
@@ -127,7 +127,7 @@ class TileConfiguration:
     row_tiles: int
     pitch: int
     part_bytes: int
-    factors_at: int
+    row_scales_at: int
     sums_at: int
     sums_stride: int
     shared: int
@@ -136,7 +136,7 @@ class TileConfiguration:
         """What a kernel is told of them: packed tiles of a row of `k` first."""
         return (
             ceil_div(k, TILE_K), self.k_tiles, self.row_tiles, self.pitch, self.part_bytes,
-            self.factors_at, self.sums_at, self.sums_stride,
+            self.row_scales_at, self.sums_at, self.sums_stride,
         )  # fmt: skip
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
@@ -227,11 +227,11 @@ def _configuration(
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
     part_bytes = a_bytes if kept else 0
-    factors_at = variant.a_at + variant.warps_k * part_bytes
-    sums_at, sums_stride = factors_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
+    row_scales_at = variant.a_at + variant.warps_k * part_bytes
+    sums_at, sums_stride = row_scales_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
     shared = sums_at + variant.warps_k * sums_stride
     if pairs == warps_n == 1:  # a warp stores no sums before it has read all of its ring
         sums_at, sums_stride, shared = 0, stages * slot_bytes, sums_at
     return TileConfiguration(
-        variant, k_tiles, row_tiles, pitch, part_bytes, factors_at, sums_at, sums_stride, shared
+        variant, k_tiles, row_tiles, pitch, part_bytes, row_scales_at, sums_at, sums_stride, shared
     )
