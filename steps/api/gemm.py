@@ -8,10 +8,15 @@
     plan = gemm.plan(m, packed)     # all that products of M tokens need, made once ...
     plan(a, out)                    # ... and launched in microseconds: see `steps.api.plan`
 
-NumPy in, NumPy out. For `a` on the GPU (a Numba, torch or CuPy array: anything that has
-`__cuda_array_interface__`) the result is a Numba device array, which those libraries take without a
-copy; the work is queued on the caller's stream. `a` in float16 or bfloat16 goes to steps that read
-it as it is: nothing here casts it. NumPy has no bfloat16: such arrays are uint16.
+NumPy in, NumPy out; a tensor of torch or an array of CuPy in, the same out. For another array on
+the GPU (Numba's: anything that has `__cuda_array_interface__`) the result is Numba's. The work is
+queued on the caller's stream. `a` in float16 or bfloat16 goes to steps that read it as it is:
+nothing here casts it. NumPy has no bfloat16: such arrays are uint16.
+
+Products on the GPU with weights that `pack` made are prepared once: `Packed` keeps the launches of
+the `CALLS` last ones, by shape, dtype and options. A call like an earlier one finds them by these,
+checks what may differ (the arrays' layout and addresses), and launches. What kernels work in
+besides is kept for each stream, so a call that is captured into a CUDA graph should be a plan's.
 
 All arguments are checked before a launch, and an error leaves `out` as it was. Values on the GPU
 are not checked for NaN and infinity, as that would cost a pass over them. The one exception are the
@@ -22,8 +27,8 @@ fetched and checked. No such step is chosen for its speed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,24 +44,34 @@ from steps.api.choice import (
     step_numbers,
     supporting,
 )
+from steps.api.kept import Kept
 from steps.api.operands import (
     ARRAYS,
     activations_facts,
+    address,
     as_array,
     blocks_of,
+    empty_beside,
     float_name,
     is_device_array,
     require_grid,
     require_out,
+    require_place,
+    require_start_of_a,
     stream_of,
     weight_format,
 )
+from steps.components.activations.layouts import q8_1_blocks, reading_of
 from steps.contract import ACCURACIES, Accuracy, Activations, Family, Launch, Shape, Step
 from steps.registry import find
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
     from steps.api.machines import Gpu, Simulator
+
+
+CALLS: Final = 512
+"""Prepared products that packed weights keep: some KB of host memory each, none of the GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,7 @@ class Packed:
     k: int
     arrays: tuple[Any, ...]
     machine: Gpu | Simulator
+    calls: Kept[_Call] = field(init=False, default_factory=lambda: Kept(CALLS), compare=False)
 
     def __repr__(self) -> str:
         return f"Packed({self.format} [{self.n}, {self.k}] for {step_numbers(self.steps)})"
@@ -162,12 +178,17 @@ def gemm(
     explain : return (C, `steps.api.choice.Choice`); `print` of the latter says which step it was,
               how it was launched and why.
 
-    Returns C: `out` where it was given, else a new array of the same kind as `a`.
+    Returns C: `out` where it was given, else a new array of the library of `a`.
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
-    w, a = blocks_of(w), as_array(a)
-    result, out = out, as_array(out)
+    key = _key(a, step, dtype, family, accuracy)
+    if key and type(w) is Packed and machine in (None, w.machine) and not explain:
+        known = w.calls.get(key)
+        if known is not None:
+            return known(a, out, stream)
+    w, given, result = blocks_of(w), a, out
+    a, out = as_array("a", a), as_array("out", out)
     on_device = is_device_array(a)
     m, k, input = activations_facts(a, on_device)
     fmt, n, packed_k = weights_shape(w)
@@ -188,27 +209,25 @@ def gemm(
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
     choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, output, accuracy, input)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
-    if stream is None and on_device:
-        stream = stream_of(a)
+    if on_device:
+        call = _Call(choice, weights, input, output)
+        if key:
+            call = weights.calls.put(key, call)
+        c = call(given, result, stream)
+        return (c, call.choice) if explain else c
+
     if stream is not None:
         where = where.on(stream)
-
-    source = _as_numba(a) if on_device else where.array(a)
-    if on_device and out is not None:
-        target = _as_numba(out)
-    else:
-        target = where.empty((m, n), ARRAYS[output])
+    source, target = where.array(a), where.empty((m, n), ARRAYS[output])
     activations, own = prepare(choice, where, weights.arrays, source, target)
     if activations.layout == "blocks":
-        # refuses what would overflow the float16 d or s of a 36-byte block
-        FORMATS["q8_1"].quantize(where.host(source) if on_device else a)
+        _require_sums_in_blocks(a)
     for launch in (*activations.launches, own):
         where.run(launch)
-    c = target if on_device else where.host(target)
+    c = where.host(target)
     if out is not None:
-        if not on_device:
-            out[...] = c
-        c = result
+        out[...] = c
+        c = out
     return (c, replace(choice, configuration=launch_configuration(own))) if explain else c
 
 
@@ -231,6 +250,107 @@ def prepare(
     for launch in (*activations.launches, own):
         require_grid(launch, shape.m, shape.n)
     return activations, own
+
+
+def _require_sums_in_blocks(a: np.ndarray) -> None:
+    """ValueError for what would overflow the float16 d or s of a 36-byte block."""
+    FORMATS["q8_1"].quantize(a)
+
+
+# --- on a GPU, with packed weights ----------------------------------------------------------------
+
+
+def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
+    """What the launches of a product depend on; None for a NumPy array, whose products are not
+    prepared, and for what cannot be a key."""
+    if type(a) is np.ndarray:
+        return None
+    try:
+        key = (type(a), a.shape, a.dtype, *options)
+        hash(key)
+    except (AttributeError, TypeError):
+        return None
+    return key
+
+
+class _Call:
+    """A product of arrays on the GPU, prepared: call it with (a, out, stream)."""
+
+    __slots__ = (
+        "_a_bytes", "_a_shape", "_device", "_handle_of", "_in_blocks", "_input", "_machine",
+        "_out_bytes", "_out_shape", "_output", "_template", "_weights", "choice",
+    )  # fmt: skip
+
+    def __init__(self, choice: Choice, weights: Packed, input: str, output: str) -> None:
+        from steps.api.launch_template import LaunchTemplate
+        from steps.api.launcher import address_of, stream_handle
+
+        m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
+        types = [(array.shape, array.dtype) for array in weights.arrays]
+        self._template = LaunchTemplate(choice, types, output=output, input=input)
+        self.choice, self._machine = self._template.choice, weights.machine
+        self._weights = tuple(map(address_of, weights.arrays))
+        self._device, self._handle_of = current_device(), stream_handle
+        self._input, self._a_shape, self._a_bytes = input, (m, k), ARRAYS[input].itemsize * m * k
+        self._output, self._out_shape = output, (m, n)
+        self._out_bytes = ARRAYS[output].itemsize * m * n
+        self._in_blocks = reading_of(choice.step, input, choice.family)[0] is q8_1_blocks
+
+    def __call__(self, a: Any, out: Any, stream: Any) -> Any:
+        """C, `out` or a new array; errors as of `gemm`."""
+        source = address("a", a, self._a_shape, self._device, self._input)
+        require_start_of_a(source, self._input)
+        if out is None:
+            out = empty_beside(a, self._out_shape, self._output, self._machine)
+            target = address("out", out, self._out_shape, self._device, self._output)
+        else:
+            target = address("out", out, self._out_shape, self._device, self._output)
+            require_place(target, self._out_bytes, source, self._a_bytes)
+        template = self._template
+        handle = self._handle_of(stream_of(a) if stream is None else stream)
+        if self._in_blocks:
+            on_stream = self._machine.on(handle)
+            _require_sums_in_blocks(on_stream.host(_as_numba(as_array("a", a))))
+        memory = _memory_of(self._machine, (self._device, handle), template)
+        template(source, target, self._weights, memory.zeros, memory.workspace, handle)
+        return out
+
+
+class _Memory(NamedTuple):
+    """What kernels of a stream work in, which run one after the other: arrays and addresses."""
+
+    arrays: tuple[Any, Any]
+    zeroed: int
+    nbytes: int
+    zeros: int
+    workspace: int
+
+
+_memory: dict[tuple[int, int], _Memory] = {}  # by (device, stream)
+
+
+def _memory_of(machine: Gpu | Simulator, key: tuple[int, int], template: Any) -> _Memory:
+    """Zeros that kernels leave zero, and a workspace; at least what a template needs."""
+    found = _memory.get(key)
+    if found is None or found.zeroed < template.zeroed or found.nbytes < template.nbytes:
+        from steps.api.launcher import address_of
+
+        zeroed, nbytes = template.zeroed, template.nbytes
+        if found is not None:  # freed when all that was queued is done
+            zeroed, nbytes = max(zeroed, found.zeroed), max(nbytes, found.nbytes)
+        zeros = machine.array(np.zeros(max(zeroed, 1), np.uint8))
+        workspace = machine.empty((max(nbytes, 1),), np.uint8)
+        machine.synchronize()  # what was set to zero may be used on any stream from here on
+        places = address_of(zeros), address_of(workspace)
+        found = _memory[key] = _Memory((zeros, workspace), zeroed, nbytes, *places)
+    return found
+
+
+def current_device() -> int:
+    """The number of the GPU that launches go to."""
+    from numba import cuda
+
+    return int(cuda.get_current_device().id)
 
 
 # --- what a product needs to know -----------------------------------------------------------------

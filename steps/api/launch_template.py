@@ -12,7 +12,7 @@ come from that graph's pool. `steps.api.plan.Plan` is a template with memory of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from steps.api.choice import Choice, launch_configuration, written_dtype
@@ -78,29 +78,25 @@ class LaunchTemplate:
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
         self.loaded = [load(launch) for launch in (*before, own)]
         operands = (A, OUT, ZEROED, WORKSPACE, *(WEIGHTS + i * REGION for i in range(len(weights))))
-        self._places = {
-            operand: [
-                (loaded.arguments, i, offset)
-                for loaded in self.loaded
-                for i, offset in loaded.within(operand, REGION)
-            ]
-            for operand in operands
-        }
-        self._mapped = {
-            operand: [
-                (loaded, offset)
-                for loaded in self.loaded
-                if (offset := loaded.mapped_within(operand, REGION)) is not None
-            ]
-            for operand in operands
-        }
+        self._places = [
+            (loaded.arguments, i, which, offset)
+            for loaded in self.loaded
+            for which, operand in enumerate(operands)
+            for i, offset in loaded.within(operand, REGION)
+        ]
+        self._mapped = [
+            (loaded, which, offset)
+            for loaded in self.loaded
+            for which, operand in enumerate(operands)
+            if (offset := loaded.mapped_within(operand, REGION)) is not None
+        ]
         self._lock = threading.Lock()
 
     def __call__(
         self,
         a: int,
         out: int,
-        weights: Sequence[int],
+        weights: Iterable[int],
         zeros: int,
         workspace: int,
         stream: int,
@@ -113,24 +109,11 @@ class LaunchTemplate:
         256. Threads wait for each other. ValueError, and nothing is launched, where a kernel reads
         a through a tensor map and it is not at a multiple of 16.
         """
+        addresses = (a, out, zeros, workspace, *weights)  # in the order of `operands` above
         with self._lock:
-            self.put(A, a)
-            self.put(OUT, out)
-            self.put(ZEROED, zeros)
-            self.put(WORKSPACE, workspace)
-            for i, address in enumerate(weights):
-                self.put(WEIGHTS + i * REGION, address)
-            self.launch(stream)
-
-    def put(self, operand: int, address: int) -> None:
-        """Set the address of an operand (`steps.api.dry_run`) in all launches from here on;
-        ValueError where a tensor map does not take it."""
-        for loaded, offset in self._mapped[operand]:
-            loaded.put_mapped(address + offset)
-        for arguments, i, offset in self._places[operand]:
-            arguments[i] = address + offset
-
-    def launch(self, stream: int) -> None:
-        """Queue the launches with the addresses that were put there."""
-        for loaded in self.loaded:
-            loaded(stream)
+            for loaded, which, offset in self._mapped:
+                loaded.put_mapped(addresses[which] + offset)
+            for arguments, i, which, offset in self._places:
+                arguments[i] = addresses[which] + offset
+            for loaded in self.loaded:
+                loaded(stream)

@@ -31,12 +31,24 @@ def is_device_array(x: Any) -> bool:
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
-def as_array(x: Any) -> Any:
-    """A tensor of bfloat16 as one of uint16, on the same memory; anything else as it is."""
+def as_array(name: str, x: Any) -> Any:
+    """A tensor of bfloat16 as one of uint16, and without its gradient, on the same memory; anything
+    else as it is. ValueError for a tensor whose gradient would be lost."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16:
-        return x.view(torch.uint16)
-    return x
+    if torch is None or not isinstance(x, torch.Tensor):
+        return x
+    if x.requires_grad:
+        x = _without_gradient(name, x, torch)
+    return x.view(torch.uint16) if x.dtype is torch.bfloat16 else x
+
+
+def _without_gradient(name: str, x: Any, torch: Any) -> Any:
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient, which gemm and plans do not compute: pass "
+            f"{name}.detach(), or call under torch.no_grad(); steps.nn.linear.QuantLinear has one"
+        )
+    return x.detach()
 
 
 def activations_facts(a: Any, on_device: bool) -> tuple[int, int, str]:
@@ -209,12 +221,14 @@ def address(
 ) -> int:
     """Where an array of this shape and dtype begins on a GPU; TypeError or ValueError for others.
 
-    A plan checks its arrays at each call, so this takes less than a microsecond for arrays of torch
+    Arrays are checked at each call, so this takes less than a microsecond for arrays of torch
     and Numba, whose `__cuda_array_interface__` is slow. Only torch says on which `device` one is.
     """
     torch = sys.modules.get("torch")
     start: int
     if torch is not None and isinstance(x, torch.Tensor):
+        if x.requires_grad:
+            x = _without_gradient(name, x, torch)
         kind = getattr(torch, dtype)
         fits = x.is_cuda and x.dtype is kind and x.shape == shape and x.is_contiguous()
         if fits and (on := x.get_device()) != device:
@@ -225,18 +239,29 @@ def address(
         fits = x.dtype == ARRAYS[dtype] and x.shape == shape and x.is_c_contiguous()
         if fits and not (start := x.device_ctypes_pointer.value or 0) % ARRAYS[dtype].itemsize:
             return start
-    x = as_array(x)
+    x = as_array(name, x)
     if not is_device_array(x):
         raise TypeError(
             f"{name} must be on the GPU (with __cuda_array_interface__), got {type(x).__name__}"
         )
     if require_matrix(name, x, True, (dtype,))[:2] != shape:
         have = x.__cuda_array_interface__["shape"]
-        raise ValueError(f"{name} must have the plan's shape {list(shape)}, got {list(have)}")
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]
     if name == "out" and facts[1]:
         raise _read_only(*shape)
     return int(facts[0])
+
+
+def empty_beside(a: Any, shape: tuple[int, int], dtype: str, machine: Any) -> Any:
+    """A new array on the GPU of `a`, of the same library: torch, CuPy, else Numba. Memory of torch
+    and CuPy is of their own pools and in the order of their current stream."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(a, torch.Tensor):
+        return a.new_empty(shape, dtype=getattr(torch, dtype))
+    if cupy is not None and isinstance(a, cupy.ndarray):
+        return cupy.empty(shape, ARRAYS[dtype])
+    return machine.empty(shape, ARRAYS[dtype])
 
 
 def stream_of(array: Any) -> int:

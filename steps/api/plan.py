@@ -30,7 +30,6 @@ import numpy as np
 
 from steps.api import gemm as api
 from steps.api.choice import Choice, launch_configuration
-from steps.api.dry_run import OUT, REGION, WEIGHTS, WORKSPACE, ZEROED, A
 from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import (
     ARRAYS,
@@ -128,32 +127,29 @@ class Plan:
         target = address("out", out, self._out_shape, self._device, self._output)
         require_start_of_a(source, self._input)
         require_place(target, self._out_bytes, source, self._a_bytes)
-        self._template.put(A, source)
-        self._template.put(OUT, target)
         if stream is None:
             stream = stream_of(a) if self._stream is None else self._stream
-        self._template.launch(self._handle_of(stream))
+        zeros, workspace = self._work_in
+        self._template(source, target, self._packed, zeros, workspace, self._handle_of(stream))
         return None
 
     # --- on a GPU ---
 
     def _load(self, choice: Choice) -> Choice:
-        """Load the kernels, and put all addresses in place but those of a and out."""
-        from steps.api.launcher import stream_handle
+        """Load the kernels, and find all addresses but those of a and out."""
+        from steps.api.launcher import address_of, stream_handle
 
-        self._handle_of, self._device = stream_handle, current_device()
+        self._handle_of, self._device = stream_handle, api.current_device()
         weights = self._weights.arrays
         types = [(array.shape, array.dtype) for array in weights]
         template = LaunchTemplate(choice, types, output=self._output, input=self._input)
-        memory = []
-        if template.zeroed:
-            memory.append((ZEROED, self._machine.array(np.zeros(template.zeroed, np.uint8))))
-        if template.nbytes:
-            memory.append((WORKSPACE, self._machine.empty((template.nbytes,), np.uint8)))
-        packed = ((WEIGHTS + i * REGION, array) for i, array in enumerate(weights))
-        for operand, array in (*memory, *packed):
-            template.put(operand, array.__cuda_array_interface__["data"][0])
-        self._template, self._workspace = template, memory
+        zeros = (
+            self._machine.array(np.zeros(template.zeroed, np.uint8)) if template.zeroed else None
+        )
+        workspace = self._machine.empty((template.nbytes,), np.uint8) if template.nbytes else None
+        self._template, self._memory = template, (zeros, workspace)
+        self._packed = tuple(map(address_of, weights))
+        self._work_in = [0 if array is None else address_of(array) for array in self._memory]
         return template.choice
 
     # --- in the simulator, whose arrays are NumPy's ---
@@ -174,17 +170,8 @@ class Plan:
             ("out", out, self._out_shape, self._output),
         ):
             if require_matrix(name, x, False, (dtype,))[:2] != shape:
-                raise ValueError(
-                    f"{name} must have the plan's shape {list(shape)}, got {list(x.shape)}"
-                )
+                raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
         self._a[...] = a
         for launch in self._launches:
             self._machine.run(launch)
         out[...] = self._out
-
-
-def current_device() -> int:
-    """The number of the GPU that launches go to."""
-    from numba import cuda
-
-    return int(cuda.get_current_device().id)

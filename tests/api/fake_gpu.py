@@ -14,7 +14,7 @@ import pytest
 
 import steps.instructions  # noqa: F401  (before numba.cuda)
 from steps.api import encode_map, launcher
-from steps.api import plan as plans
+from steps.api import gemm as gemm_api
 from steps.api.compile import signature_of
 from steps.contract import Launch
 
@@ -38,6 +38,7 @@ class Tensor:
     def __init__(self, shape: tuple[int, ...], address: int, **changes: Any) -> None:
         self.shape, self.dtype, self.is_cuda = shape, "float32", True
         self.address, self.contiguous, self.device_index = address, True, 0
+        self.requires_grad = False
         self.__dict__.update(changes)
 
     def data_ptr(self) -> int:
@@ -52,10 +53,18 @@ class Tensor:
     def view(self, dtype: str) -> Tensor:
         return Tensor(**{**self.__dict__, "dtype": dtype})
 
+    def detach(self) -> Tensor:
+        return Tensor(**{**self.__dict__, "requires_grad": False})
+
+    def new_empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return Tensor(shape, next(NEW), dtype=dtype)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if not self.is_cuda:
             raise AttributeError("this tensor is on the CPU")
+        if self.requires_grad:
+            raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
         typestr = {"float32": "<f4", "float16": "<f2", "uint16": "<u2"}[self.dtype]
         strides = None if self.contiguous else (4, 4 * self.shape[0])
         return {
@@ -67,11 +76,20 @@ class Tensor:
         }
 
 
-def torch(current_stream: int) -> Any:
+NEW = itertools.count(1 << 47, 1 << 24)
+"""Addresses of new tensors."""
+
+
+def torch(current_stream: int, grad_enabled: bool = True) -> Any:
     """As much of torch as is asked for here."""
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
     names = ("float32", "float16", "bfloat16", "uint16")
-    return SimpleNamespace(Tensor=Tensor, _C=raw, **{name: name for name in names})
+    return SimpleNamespace(
+        Tensor=Tensor,
+        _C=raw,
+        is_grad_enabled=lambda: grad_enabled,
+        **{name: name for name in names},
+    )
 
 
 @dataclass
@@ -133,5 +151,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=record_launch))
     monkeypatch.setattr(encode_map, "driver_function", lambda: encode)
     monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
-    monkeypatch.setattr(plans, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm_api, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm_api, "_memory", {})
     return fake

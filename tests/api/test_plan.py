@@ -327,7 +327,7 @@ def on(address: int, shape: tuple[int, int], **changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("a", "out", "error", "said"),
     [
-        (on(SOMEWHERE, (M + 1, K)), None, ValueError, r"a must have the plan's shape \[3, 96\]"),
+        (on(SOMEWHERE, (M + 1, K)), None, ValueError, r"a must have shape \[3, 96\]"),
         (on(SOMEWHERE, (M, K + 32)), None, ValueError, r"shape \[3, 96\], got \[3, 128\]"),
         (on(SOMEWHERE, (M * K,)), None, ValueError, "a must have 2 dimensions, got 1"),
         (on(SOMEWHERE, (M, K), dtype="float16"), None, TypeError, "a must be float32, got float16"),
@@ -337,7 +337,7 @@ def on(address: int, shape: tuple[int, int], **changes: Any) -> Tensor:
         (on(SOMEWHERE + 2, (M, K)), None, ValueError, "a begins 2 bytes past a multiple of 4"),
         (np.zeros((M, K), np.float32), None, TypeError, "a must be on the GPU .* ndarray"),
         ([1.0], None, TypeError, "a must be on the GPU .* list"),
-        (None, on(SOMEWHERE, (N, M)), ValueError, r"out must have the plan's shape \[3, 5\]"),
+        (None, on(SOMEWHERE, (N, M)), ValueError, r"out must have shape \[3, 5\]"),
         (None, on(SOMEWHERE + 8, (M, N)), ValueError, "out begins 8 bytes past a multiple of 16"),
         (None, on(2 * SOMEWHERE + 1024, (M, N)), ValueError, "out .* overlaps a "),
         (None, np.zeros((M, N), np.float32), TypeError, "out must be on the GPU"),
@@ -372,7 +372,7 @@ def test_an_output_that_is_read_only_is_refused(gpu: FakeGpu) -> None:
     [
         (
             np.zeros((M + 1, K), np.float32),
-            r"a must have the plan's shape \[3, 96\], got \[4, 96\]",
+            r"a must have shape \[3, 96\], got \[4, 96\]",
         ),
         (np.zeros((M, K)), "a must be float32, got float64"),
         (np.zeros((M, 2 * K), np.float32)[:, ::2], "a must be C-contiguous"),
