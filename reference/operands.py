@@ -213,12 +213,13 @@ class CoarseTokens(Tokens):
 
 
 def _codes(x: Array) -> tuple[Array, Array]:
-    """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]."""
+    """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]. A NaN or infinity among
+    the K is their d, and all their codes are 0."""
     x = np.asarray(x, dtype=np.float32)
     d = np.abs(x).max(axis=-1) / np.float32(127)
     with np.errstate(divide="ignore"):
         inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
-    scaled = x * inverse[..., None]
+    scaled = np.where(np.isfinite(d)[..., None], x, np.float32(0)) * inverse[..., None]
     # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
     # cannot round up by accident as it could in float32.
     q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)
@@ -229,5 +230,6 @@ def _quantized(a: Array, s: str) -> tuple[Array, Array, Array]:
     """q int8[M, K], d and s float32[M, K/32] of float32[M, K]."""
     x = np.asarray(a, dtype=np.float32).reshape(a.shape[0], -1, BLOCK)
     q, d = _codes(x)
-    total = d * q.sum(axis=-1, dtype=np.float32) if s == "codes" else x.sum(axis=-1)
+    with np.errstate(invalid="ignore"):  # an infinite d times 0, or infinities of both signs
+        total = d * q.sum(axis=-1, dtype=np.float32) if s == "codes" else x.sum(axis=-1)
     return q.reshape(a.shape), d, total.astype(np.float32)

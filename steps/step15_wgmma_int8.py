@@ -13,9 +13,8 @@ What is new
 
     One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
     to an integer; the low byte is the int8 (components.unpack.int8 has the picture). Q8_0 and file
-    formats are requantized when they are packed. The pass reads float32, float16 or bfloat16. All
-    else is step 14's kernel, with one change: the second accumulator half of a tile has tokens 128
-    to 255, not features 128 to 255. So unpacked weights serve twice the tokens.
+    formats are requantized when they are packed. The pass reads A of any dtype. All else is step
+    14's kernel, but a tile's second accumulator half has tokens 128 to 255 of the same features.
 Why it should help
     128 x 128 outputs and 128 K are 512 cycles of the tensor cores. Meanwhile the two warps of a
     scheduler issue 2 x 152 instructions (5 bits: 2 x 183). Only the PRMTs must wait until the
@@ -25,7 +24,7 @@ Why it should help
 What it costs
     Exactness. On normal data requantizing adds an error of 8.5e-5 (NMSE) to the 7.3e-3 that Q4_0
     has; int8 tokens add as much, and 3.2e-3 where a few channels are 20 times the others. So it is
-    used only when asked for: gemm(..., accuracy="fast"). Sums are exact however K is shared.
+    used only when asked for: gemm(..., accuracy="fast"). An int32 sum holds K up to 132096.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
@@ -242,6 +241,7 @@ STEP = Step(
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
     accuracy="fast",
+    most_k=wgmma_tiles.INT8_MOST_K,
     min_cc=(9, 0),
     max_cc=(9, 0),  # later ones have no wgmma
     contains={"A8": ("IGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},

@@ -21,9 +21,8 @@ Why it should help
     (128,14336,4096).
 What it costs
     Accuracy: an integer of 17 at most, 8 with 5 bits, is a coarse scale. Codes are rounded again,
-    to its multiples. On normal data that adds an error (NMSE) of 8.1e-4 with 4 bits and 1.3e-3 with
-    5, where step 15 adds 8.6e-5. So it is used only with accuracy="coarse" or by its number.
-    Packing takes seconds, because several row scales are tried.
+    to its multiples. On normal data that adds an error (NMSE) of 8.1e-4 (4 bits) or 1.3e-3 (5
+    bits); step 15 adds 8.6e-5. It is used only with accuracy="coarse". Packing takes seconds.
 Machine code
     IMAD and LOP3 between IGMMA; no HFMA2 anywhere.
 Prerequisites
@@ -242,6 +241,7 @@ STEP = Step(
     scratch=scratch,
     outputs=("float32", "float16", "bfloat16"),
     accuracy="coarse",
+    most_k=wgmma_tiles.INT8_MOST_K,
     min_cc=(9, 0),
     max_cc=(9, 0),  # later ones have no wgmma
     contains={"A8": ("IGMMA", "IMAD", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},

@@ -83,7 +83,7 @@ def choose(
     """
     cc: tuple[int, int] | None = machine.cc
     known_accuracy(accuracy)
-    asked = Asked(format_name, family, cc, output, input, cast_us)
+    asked = Asked(format_name, family, cc, output, input, cast_us, shape.k)
     if step is not None:
         one = find(step)
         if why := asked.why_not(one):
@@ -158,6 +158,7 @@ class Asked:
     output: str = "float32"
     input: str = "float32"
     cast_us: float | None = None
+    k: int | None = None
 
     def reads(self, step: Step, family: Family) -> bool:
         """Whether it reads A as it is."""
@@ -174,6 +175,11 @@ class Asked:
         """None, or one sentence saying why the step cannot do this."""
         family = known_family(self.family or step.families[-1])
         why = step.supports(self.format, family, self.cc, self.output)
+        if why is None and step.most_k is not None and (self.k or 0) > step.most_k:
+            why = (
+                f"step {step.number} adds up products of int8 in int32, which holds "
+                f"{step.most_k} of them, and K={self.k}: take an exact step, or parts of K"
+            )
         if why is None and not self.families(step):
             known = one_of(inputs(step, family))
             where = f" in family {family}" if step.families[1:] else ""
@@ -208,9 +214,11 @@ def supporting(
     among: Sequence[Step] | None = None,
     output: str = "float32",
     accuracy: str = "exact",
+    k: int | None = None,
 ) -> list[Step]:
-    """The steps that can run a format, lowest first; ValueError where there is none."""
-    return Asked(format_name, family, cc, output).supporting(among, accuracy)
+    """The steps that can run a format, lowest first; ValueError where there is none. k: where the
+    K of the products is known, only steps whose sums hold it."""
+    return Asked(format_name, family, cc, output, k=k).supporting(among, accuracy)
 
 
 def defaults(possible: Sequence[Step]) -> list[Step]:
@@ -225,18 +233,24 @@ def defaults(possible: Sequence[Step]) -> list[Step]:
 
 
 def packing_step(
-    format_name: str, family: str | None, cc: tuple[int, int] | None, accuracy: str
+    format_name: str,
+    family: str | None,
+    cc: tuple[int, int] | None,
+    accuracy: str,
+    k: int | None = None,
 ) -> Step:
     """The step whose layout weights are packed in where none is named: of the defaults with the
-    lowest accuracy that is allowed, the highest."""
-    allowed = defaults(supporting(format_name, family, cc, accuracy=accuracy))
+    lowest accuracy that is allowed, the highest. k: as for `supporting`."""
+    allowed = defaults(supporting(format_name, family, cc, accuracy=accuracy, k=k))
     return max(allowed, key=lambda one: (ACCURACIES.index(one.accuracy), one.number))
 
 
-def packings(format_name: str, cc: tuple[int, int] | None, accuracy: str) -> tuple[Step, ...]:
+def packings(
+    format_name: str, cc: tuple[int, int] | None, accuracy: str, k: int | None = None
+) -> tuple[Step, ...]:
     """A step for each packing that products of this accuracy want: of exact steps first, then of
-    less exact ones where these are allowed and read another packing."""
-    exact, lowest = (packing_step(format_name, None, cc, each) for each in ("exact", accuracy))
+    less exact ones where these are allowed and read another packing. k: as for `supporting`."""
+    exact, lowest = (packing_step(format_name, None, cc, each, k) for each in ("exact", accuracy))
     return (exact,) if lowest.pack is exact.pack else (exact, lowest)
 
 

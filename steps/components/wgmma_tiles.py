@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from qformats import BLOCK
 from qformats.repack import TILE_K, TILE_ROWS
 from steps.components.epilogue.wgmma import (
     ACC_HALF_TOKENS,
@@ -27,6 +28,10 @@ H200_COPIED_BYTES: Final = 40
 
 H200_INT8_COPIED_BYTES: Final = 50
 """The same where tokens are int8."""
+
+INT8_MOST_K: Final = (2**31 - 1) // (128 * 127) // BLOCK * BLOCK
+"""The largest K whose products of int8, weights -128 to 127 and tokens -127 to 127, an int32 sum
+holds whatever they are: 132096. Sums of a part of K may wrap, as the sum of all parts does not."""
 
 H200_TILE_END: Final = 3000
 """Cycles from the last product of a tile to the first of the next one, where C is float16. Float32
