@@ -123,18 +123,18 @@ def pack(
     fmt = weight_format(blocks)
     where = machine_for(machine)
     known_accuracy(accuracy)
+    n, k = blocks.shape[0], blocks.shape[1] * fmt.elements
     if step is None:
-        layout = packing_step(fmt.name, family, where.cc, accuracy).pack
-        every = supporting(fmt.name, family, where.cc, accuracy=ACCURACIES[-1])
+        layout = packing_step(fmt.name, family, where.cc, accuracy, k).pack
+        every = supporting(fmt.name, family, where.cc, accuracy=ACCURACIES[-1], k=k)
         steps = tuple(one for one in every if one.pack is layout)
     else:
         steps = (find(step),)
-        if why := steps[0].supports(fmt.name, family or steps[0].families[-1], where.cc):
+        if why := Asked(fmt.name, family, where.cc, k=k).why_not(steps[0]):
             raise ValueError(why)
-    n, blocks_k = blocks.shape
     arrays = tuple(where.array(array) for array in steps[0].pack(blocks))
     where.synchronize()  # an upload may be read on any stream from here on
-    return Packed(steps, family, accuracy, fmt.name, n, blocks_k * fmt.elements, arrays, where)
+    return Packed(steps, family, accuracy, fmt.name, n, k, arrays, where)
 
 
 def gemm(
@@ -220,8 +220,8 @@ def gemm(
         where = where.on(stream)
     source, target = where.array(a), where.empty((m, n), ARRAYS[output])
     activations, own = prepare(choice, where, weights.arrays, source, target)
-    if activations.layout == "blocks":
-        _require_sums_in_blocks(a)
+    if uses_blocks(choice, input):
+        require_sums_in_blocks(a)
     for launch in (*activations.launches, own):
         where.run(launch)
     c = where.host(target)
@@ -252,9 +252,24 @@ def prepare(
     return activations, own
 
 
-def _require_sums_in_blocks(a: np.ndarray) -> None:
-    """ValueError for what would overflow the float16 d or s of a 36-byte block."""
-    FORMATS["q8_1"].quantize(a)
+def uses_blocks(choice: Choice, input: str) -> bool:
+    """Whether a product keeps A in 36-byte blocks, whose float16 d and s end at 65504."""
+    return reading_of(choice.step, input, choice.family)[0] is q8_1_blocks
+
+
+def require_sums_in_blocks(a: np.ndarray) -> None:
+    """ValueError for what would overflow the float16 d or s of a 36-byte block. Rows with a NaN or
+    infinity are let pass: their outputs are not finite."""
+    finite = np.isfinite(a).all(axis=1, keepdims=True)
+    FORMATS["q8_1"].quantize(np.where(finite, a, np.float32(0)))
+
+
+def require_sums_on_gpu(a: Any, machine: Gpu, stream: int) -> None:
+    """The same of an array on the GPU, which is fetched. In a stream that is captured into a CUDA
+    graph nothing can be: overflows are infinite or NaN there."""
+    where = machine.on(stream)
+    if not where.is_captured():
+        require_sums_in_blocks(where.host(_as_numba(as_array("a", a))))
 
 
 # --- on a GPU, with packed weights ----------------------------------------------------------------
@@ -294,7 +309,7 @@ class _Call:
         self._input, self._a_shape, self._a_bytes = input, (m, k), ARRAYS[input].itemsize * m * k
         self._output, self._out_shape = output, (m, n)
         self._out_bytes = ARRAYS[output].itemsize * m * n
-        self._in_blocks = reading_of(choice.step, input, choice.family)[0] is q8_1_blocks
+        self._in_blocks = uses_blocks(choice, input)
 
     def __call__(self, a: Any, out: Any, stream: Any) -> Any:
         """C, `out` or a new array; errors as of `gemm`."""
@@ -309,8 +324,7 @@ class _Call:
         template = self._template
         handle = self._handle_of(stream_of(a) if stream is None else stream)
         if self._in_blocks:
-            on_stream = self._machine.on(handle)
-            _require_sums_in_blocks(on_stream.host(_as_numba(as_array("a", a))))
+            require_sums_on_gpu(a, self._machine, handle)
         memory = _memory_of(self._machine, (self._device, handle), template)
         template(source, target, self._weights, memory.zeros, memory.workspace, handle)
         return out
@@ -374,7 +388,7 @@ def choice_for(
             raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
         among, family = w.steps, family or w.family
         if step is None and accuracy is not None:  # counts more than what w was packed for
-            asked = Asked(fmt.name, family, machine.cc, output, input)
+            asked = Asked(fmt.name, family, machine.cc, output, input, k=shape.k)
             asked.supporting(among, accuracy)
         accuracy = accuracy or w.accuracy
     return choose(

@@ -105,6 +105,14 @@ class Gpu:
         other._use(stream)
         return other
 
+    def is_captured(self) -> bool:
+        """Whether the stream is recorded into a CUDA graph: nothing on it can be waited for."""
+        from cuda.bindings import driver
+
+        error, status = driver.cuStreamIsCapturing(self.stream)
+        none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return bool(error) or status != none
+
     def array(self, host: np.ndarray) -> Any:
         return cuda.to_device(np.ascontiguousarray(host), stream=self._numba_stream)
 

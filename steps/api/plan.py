@@ -8,6 +8,8 @@
 A call checks type, shape, contiguity and address of both arrays, puts the two addresses into a
 launch template (`steps.api.launch_template`) and launches one or two kernels, at a few microseconds
 of host time each. It allocates nothing, copies nothing, waits for nothing and looks at no value.
+(Steps with 36-byte blocks are the exception, as in `steps.api.gemm`: outside of a graph `a` is
+fetched and checked.)
 The arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the current
 stream of their library, or on the `stream` that the plan or the call names.
 
@@ -105,6 +107,7 @@ class Plan:
         self._a_bytes = ARRAYS[input].itemsize * m * k
         self._out_bytes = ARRAYS[output].itemsize * m * n
         self._weights = weights
+        self._in_blocks = api.uses_blocks(choice, input)
         self.choice = self._prepare(choice) if machine.cc is None else self._load(choice)
         machine.synchronize()  # what was set to zero may be used on any stream from here on
 
@@ -129,8 +132,11 @@ class Plan:
         require_place(target, self._out_bytes, source, self._a_bytes)
         if stream is None:
             stream = stream_of(a) if self._stream is None else self._stream
+        handle = self._handle_of(stream)
+        if self._in_blocks:
+            api.require_sums_on_gpu(a, self._machine, handle)
         zeros, workspace = self._work_in
-        self._template(source, target, self._packed, zeros, workspace, self._handle_of(stream))
+        self._template(source, target, self._packed, zeros, workspace, handle)
         return None
 
     # --- on a GPU ---
@@ -171,6 +177,8 @@ class Plan:
         ):
             if require_matrix(name, x, False, (dtype,))[:2] != shape:
                 raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+        if self._in_blocks:
+            api.require_sums_in_blocks(a)
         self._a[...] = a
         for launch in self._launches:
             self._machine.run(launch)

@@ -111,6 +111,13 @@ class FakeGpu:
     def synchronize(self) -> None:
         pass
 
+    def on(self, stream: Any) -> FakeGpu:
+        return self
+
+    def is_captured(self) -> bool:
+        """As its arrays cannot be fetched."""
+        return True
+
     def load(self, launch: Launch) -> launcher.Loaded:
         """`steps.api.launcher.load`, but nothing is compiled."""
         arguments = launcher.parameters(signature_of(launch.args), launch.args)

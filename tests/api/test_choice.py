@@ -6,12 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import steps
-from qformats import FILE_FORMATS, WEIGHT_FORMATS
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
 from reference import Problem
-from steps import find, ladder, registry
+from steps import find, gemm, ladder, pack, registry
 from steps.api import choice
 from steps.api import tuning_table as tuning
 from steps.api.choice import (
@@ -452,3 +453,26 @@ def test_a_plan_on_a_gpu_tells_how_it_is_launched(gpu: FakeGpu) -> None:
     problem = Problem(3, 5, 96, "q4_0")
     plan = steps.gemm.plan(3, steps.pack(problem.blocks, step=1, machine=gpu))
     assert plan.choice.configuration == "1x1 blocks of 256 threads"
+
+
+@pytest.mark.parametrize("step", [15, 16])
+def test_a_k_that_integer_sums_do_not_hold_is_refused(step: int) -> None:
+    """127 * 128 K < 2^31. Exact steps take any K, so what only allows less exact ones gets them."""
+    most = find(step).most_k
+    assert most == 132096
+    assert most * 127 * 128 < 2**31 <= (most + 32) * 127 * 128
+    blocks = np.zeros((1, most // 32 + 1), FORMATS["q4_0"].dtype)
+    machine = Simulator()
+    calls = (
+        lambda: gemm(np.zeros((1, most + 32), np.float32), blocks, step=step, machine=machine),
+        lambda: gemm.plan(1, blocks, step=step, machine=machine),
+        lambda: pack(blocks, step=step, machine=machine),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="int32, which holds 132096 of them, and K=132128"):
+            call()
+    accuracy = find(step).accuracy
+    for k, wanted in ((most, accuracy), (most + 32, "exact")):
+        assert packings("q4_0", (9, 0), accuracy, k)[-1].accuracy == wanted
+        packed = pack(blocks[:, : k // 32], accuracy=accuracy, machine=machine)
+        assert packed.steps[-1].accuracy == wanted

@@ -178,15 +178,21 @@ def test_sums_that_blocks_cannot_hold_are_refused_at_each_call(gpu, monkeypatch)
     """Steps 2 to 4: A is fetched and looked at, also where the product is known."""
     values = np.ones((M, K), np.float32)
     monkeypatch.setattr(api, "_as_numba", lambda array: array)
-    monkeypatch.setattr(FakeGpu, "on", lambda self, stream: self, raising=False)
+    monkeypatch.setattr(FakeGpu, "is_captured", lambda self: False)
     monkeypatch.setattr(FakeGpu, "host", lambda self, array: values, raising=False)
     handle = pack(BLOCKS, step=2, machine=gpu)
     gemm(numbas(), handle)
+    run = gemm.plan(M, handle)  # type: ignore[attr-defined]
+    out = device_array((M, N), np.float32, 1 << 45)
+    run(numbas(), out)
     gpu.launched.clear()
     values[1] = 3000
-    with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
-        gemm(numbas(), handle)
+    for call in (lambda: gemm(numbas(), handle), lambda: run(numbas(), out)):
+        with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
+            call()
     assert gpu.launched == []
+    values[1, 5] = np.nan  # makes its row NaN, which hides nothing
+    gemm(numbas(), handle)
 
 
 def test_threads_may_share_packed_weights(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
