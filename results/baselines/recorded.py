@@ -1,8 +1,9 @@
 """Figures of others that were measured in another run: `results/baselines/*.json`.
 
-Each file names the GPU, what was measured, when and by which protocol; figures of another GPU say
-nothing here. llama.cpp's of an H200 are those of `results.baselines.llama_cpp` with a CUDA build of
-llama-cpp-python; formats that it was not measured in come from a build of ggml alone.
+Each file names the baseline, the GPU, what was measured, when and by which protocol; figures of
+another GPU say nothing here. llama.cpp's of an H200 are those of `results.baselines.llama_cpp` with
+a CUDA build of llama-cpp-python; formats that it was not measured in come from a build of ggml
+alone. Humming's of an H200 are those of its W4A16 kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def recorded(
     formats: Iterable[str] | None = None,
     folder: Path = FOLDER,
 ) -> tuple[Peer, ...]:
-    """The figures of this very GPU, in the files' order; `shapes` and `formats` keep only those,
-    None keeps all. RecordError for a file without its provenance."""
+    """The figures of this very GPU, in the files' order; `shapes` and `formats` (of the baseline's
+    weights) keep only those, None keeps all. RecordError for a file without its provenance."""
     wanted_shapes = None if shapes is None else set(shapes)
     wanted_formats = None if formats is None else set(formats)
     peers = []
@@ -40,7 +41,7 @@ def recorded(
             source = f"{data['peer']}; {data['date']}; {data['protocol']} ({path.name})"
             peers += [
                 Peer(
-                    peer="ggml",
+                    peer=data["baseline"],
                     format=row["format"],
                     M=row["M"],
                     N=row["N"],

@@ -3,10 +3,13 @@
 GPU time is that of whole calls in CUDA graphs, weights rotated as everywhere: casts, memsets and
 activation passes are in it. Theirs is a product with the weights dequantized, in the same loop:
 
-    gemm.plan     float32 or float16    torch.matmul in float16, of A and W rounded beforehand
-    QuantLinear   any dtype             torch.nn.functional.linear in that dtype
+    gemm.plan     torch.matmul in float16, of A and W rounded beforehand
+    QuantLinear   a torch.nn.Linear of its dtype
 
-Host time is what one eager call takes its thread, the GPU not being waited for.
+Two sets of calls are measured. `TABLED` has a few M in all formats, with the host's time for one
+eager call, for which the GPU is not waited; Humming's layers are in the same loops where its
+package is installed. `SWEEP` has every other M up to `SWEPT`, in one format: together they show
+time against M.
 """
 
 from __future__ import annotations
@@ -15,22 +18,24 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from qformats import FORMATS
+from qformats import FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES, nmse
 from reference.product import unquantized
 from reference.sampling import sample
+from results.baselines import humming
 from results.measure.loop import Contestant, ratio, round_robin
-from results.measure.products import Data
+from results.measure.products import THREADS, Data
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
-from results.record.schema import AsCalled, Run
+from results.record.schema import AsCalled, Peer, Run
 from steps.api.choice import (
     Choice,
     choose,
@@ -44,14 +49,25 @@ from steps.components.activations.layouts import reading_of
 from steps.contract import Shape, Size, Work
 
 FORMAT: Final = "q4_0"
-TOKENS: Final = (1, 8, 16, 32, 64, 128, 512, 4096)
-SHAPES: Final[tuple[Size, ...]] = tuple(
-    (m, n, k) for n, k in dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES) for m in TOKENS
-)
-BUDGET: Final = Budget(warm_seconds=0.2, seconds=1.0)
-LOOP_SECONDS: Final = 4.0  # of one shape, about, with all that the host does
+"""Of plans, of float32 and of the sweep."""
+TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+SWEPT: Final = 128
+WEIGHTS: Final = tuple(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
+"""(N, K)."""
 
-COMPARED: Final = 2**14
+BUDGET: Final = Budget(replay_seconds=1.5e-3, warm_seconds=0.2, seconds=0.8)
+SWEEP_REPLAY: Final = 7e-4
+"""Seconds of a graph in the sweep, whose start is then 1 % of it."""
+TOGETHER: Final = 16
+"""M of the sweep in one loop: neighbours are compared with each other."""
+
+CALL_SECONDS: Final = 0.08
+SWEEP_SECONDS: Final = 0.03
+WEIGHTS_SECONDS: Final = 6.0
+"""About what a call takes in its loop, with all that the host does, and what the weights of one
+(N, K) take in all formats."""
+
+COMPARED: Final = 2**11
 NMSE_LIMIT: Final = 1e-2
 """Against the product with the dequantized weights: the least exact way adds 1e-3 (requantized
 weights, bfloat16 sums), and a wrong call has errors of the size of C."""
@@ -62,20 +78,21 @@ DRAINS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of calling: an API, the accuracy asked for, and the dtype of A and C."""
+    """A way of calling: an API, the accuracy asked for, the dtype of A and C, the format of W."""
 
     api: str
     accuracy: str
     dtype: str
+    format: str = FORMAT
 
     def choice(self, size: Size, machine: Any) -> Choice:
         """The step that this call chooses here."""
-        shape, input = Shape(*size), self.dtype
+        shape, input, name = Shape(*size), self.dtype, self.format
         if self.api == "gemm.plan":
-            return choose(FORMAT, shape, machine, accuracy=self.accuracy, output=input, input=input)
-        packed = [step.pack.__name__ for step in packings(FORMAT, machine.cc, self.accuracy)]
+            return choose(name, shape, machine, accuracy=self.accuracy, output=input, input=input)
+        packed = [step.pack.__name__ for step in packings(name, machine.cc, self.accuracy)]
         cast_us = torch_cast_us(shape)
-        return choose_packed(FORMAT, shape, packed, machine, self.accuracy, input, cast_us)
+        return choose_packed(name, shape, packed, machine, self.accuracy, input, cast_us)
 
     def wanted(self, size: Size, machine: Any) -> tuple[Work, Size, str, str]:
         """What it launches, for `compile_ahead`: (work, M N K, dtype of C, dtype of A)."""
@@ -84,21 +101,35 @@ class Way:
         return choice.work, size, written_dtype(choice.step, self.dtype), reads
 
     def __str__(self) -> str:
-        return f"{self.api} {self.accuracy} {self.dtype}"
-
-
-WAYS: Final = (
-    Way("gemm.plan", "exact", "float32"),
-    Way("gemm.plan", "exact", "float16"),
-    Way("QuantLinear", "exact", "float32"),
-    Way("QuantLinear", "exact", "float16"),
-    Way("QuantLinear", "exact", "bfloat16"),
-    Way("QuantLinear", "fast", "float16"),
-)
+        return f"{self.api} {self.accuracy} {self.dtype} {self.format}"
 
 
 Call = tuple[Size, Way]
 """A row that is to be measured."""
+
+LAYERS: Final = tuple(
+    Way("QuantLinear", accuracy, dtype, name)
+    for name in WEIGHT_FORMATS
+    for dtype in ("float16", "bfloat16")
+    for accuracy in ("exact", "fast")
+)
+WAYS: Final = (
+    *(Way("gemm.plan", "exact", dtype) for dtype in ("float32", "float16", "bfloat16")),
+    Way("QuantLinear", "exact", "float32"),
+    *LAYERS,
+)
+SWEEP_WAYS: Final = tuple(way for way in LAYERS if way.format == FORMAT and way.dtype == "float16")
+
+TABLED: Final[tuple[Call, ...]] = tuple(
+    ((m, n, k), way) for n, k in WEIGHTS for m in TOKENS for way in WAYS
+)
+SWEEP: Final[tuple[Call, ...]] = tuple(
+    ((m, n, k), way)
+    for n, k in WEIGHTS
+    for m in range(1, SWEPT + 1)
+    if m not in TOKENS
+    for way in SWEEP_WAYS
+)
 
 
 def missing(calls: Iterable[Call], run: Run, machine: Any) -> list[Call]:
@@ -108,10 +139,34 @@ def missing(calls: Iterable[Call], run: Run, machine: Any) -> list[Call]:
 
     def fresh(size: Size, way: Way) -> bool:
         step = way.choice(size, machine).step.number
-        key = (way.api, way.accuracy, way.dtype, FORMAT, size)
+        key = (way.api, way.accuracy, way.dtype, way.format, size)
         return (key, step, now(way.api, step)) in good
 
     return [call for call in calls if not fresh(*call)]
+
+
+def in_loops(calls: Iterable[Call]) -> list[list[Call]]:
+    """By the weights: a loop for each M that is tabled, then the sweep, some M at a time."""
+    by_size: dict[Size, list[Call]] = {}
+    for call in calls:
+        by_size.setdefault(call[0], []).append(call)
+    loops = []
+    for weights in sorted({size[1:] for size in by_size}):
+        sizes = sorted(size for size in by_size if size[1:] == weights)
+        loops += [by_size[size] for size in sizes if size[0] in TOKENS]
+        swept = [size for size in sizes if size[0] not in TOKENS]
+        for first in range(0, len(swept), TOGETHER):
+            together = swept[first : first + TOGETHER]
+            loops.append([call for size in together for call in by_size[size]])
+    return loops
+
+
+def seconds(calls: Iterable[Call]) -> float:
+    """Seconds that measuring takes, about, without compiling."""
+    calls = list(calls)
+    of_weights = WEIGHTS_SECONDS * len({size[1:] for size, _ in calls})
+    each = (CALL_SECONDS if size[0] in TOKENS else SWEEP_SECONDS for size, _ in calls)
+    return of_weights + sum(each)
 
 
 class Calls:
@@ -123,86 +178,139 @@ class Calls:
         self.torch, self.data, self.machine = torch, data, machine
         self.stopwatch = stopwatch
         self.captures = TorchCaptures(stopwatch)
-        self.blocks = data.blocks(FORMAT)
-        self.slots = slots_for(self.blocks.nbytes, stopwatch.l2_bytes)
-        self.w = FORMATS[FORMAT].dequantize(self.blocks)
-        self._layers: dict[str, list[Any]] = {}
-        self._packed: dict[Any, list[Any]] = {}
+        self._a: dict[tuple[int, str], Any] = {}
+        self._layers: dict[tuple[str, str], list[Any]] = {}
+        self._packed: dict[tuple[Any, str], list[Any]] = {}
         self._theirs: dict[str, list[Any]] = {}
+        self._humming: dict[str, list[Any]] = {}
+
+    def prepare(self, ways: Iterable[Way]) -> None:
+        """Quantize and pack what these need, on several cores."""
+        ways = list(ways)
+        layers = {(way.format, way.accuracy) for way in ways if way.api == "QuantLinear"}
+        with ThreadPoolExecutor(THREADS) as pool:
+            _ = self.data.w  # drawn once, before the threads ask for it
+            list(pool.map(self.data.blocks, {way.format for way in ways}))
+            list(pool.map(lambda key: self.layers(*key), layers))
 
     def a(self, m: int, dtype: str) -> Any:
-        host = self.torch.from_numpy(np.array(self.data.a("float32")[:m]))
-        return host.to("cuda", getattr(self.torch, dtype))
+        """The same tensor for all who multiply it."""
+        if (m, dtype) not in self._a:
+            host = self.torch.from_numpy(np.array(self.data.a("float32")[:m]))
+            self._a[m, dtype] = host.to("cuda", getattr(self.torch, dtype))
+        return self._a[m, dtype]
 
-    def layers(self, accuracy: str) -> list[Any]:
+    def layers(self, format_name: str, accuracy: str) -> list[Any]:
         """QuantLinear with each copy of the weights."""
         from steps.nn.linear import QuantLinear
 
-        if accuracy not in self._layers:
-            first = QuantLinear.from_blocks(self.blocks, accuracy=accuracy).to("cuda")
-            more = [copy.deepcopy(first) for _ in range(self.slots - 1)]
-            self._layers[accuracy] = [first, *more]
-        return self._layers[accuracy]
+        key = format_name, accuracy
+        if key not in self._layers:
+            blocks = self.data.blocks(format_name)
+            first = QuantLinear.from_blocks(blocks, accuracy=accuracy).to("cuda")
+            more = [copy.deepcopy(first) for _ in range(self._slots(blocks.nbytes) - 1)]
+            self._layers[key] = [first, *more]
+        return self._layers[key]
 
     def packed(self, work: Work) -> list[Any]:
         """What `pack` makes, with each copy of the weights."""
         from steps import pack
 
-        if work.step.pack not in self._packed:
-            first = pack(self.blocks, step=work.step.number, machine=self.machine)
+        key = work.step.pack, work.format
+        if key not in self._packed:
+            blocks = self.data.blocks(work.format)
+            first = pack(blocks, step=work.step.number, machine=self.machine)
             copies = [
                 replace(first, arrays=tuple(map(self.stopwatch.duplicate, first.arrays)))
-                for _ in range(self.slots - 1)
+                for _ in range(self._slots(blocks.nbytes) - 1)
             ]
-            self._packed[work.step.pack] = [first, *copies]
-        return self._packed[work.step.pack]
+            self._packed[key] = [first, *copies]
+        return self._packed[key]
 
     def theirs(self, dtype: str) -> list[Any]:
-        """Dequantized weights for torch, each copy."""
+        """torch.nn.Linear with each copy of the dequantized weights. Their values do not change
+        its time, so all formats share it."""
         if dtype not in self._theirs:
-            first = self.torch.from_numpy(self.w).to("cuda", getattr(self.torch, dtype))
-            slots = slots_for(first.nbytes, self.stopwatch.l2_bytes)
-            self._theirs[dtype] = [first, *(first.clone() for _ in range(slots - 1))]
+            linear, parameter = self.torch.nn.Linear, self.torch.nn.Parameter
+            values = self.torch.from_numpy(self._dequantized).to("cuda", getattr(self.torch, dtype))
+            made = []
+            for _ in range(self._slots(values.nbytes)):
+                one = linear(self.data.k, self.data.n, bias=False, device="meta")
+                one.weight = parameter(values.clone(), requires_grad=False)
+                made.append(one)
+            self._theirs[dtype] = made
         return self._theirs[dtype]
 
-    def release(self) -> None:
-        self._layers, self._packed, self._theirs = {}, {}, {}
-        release()
+    @property
+    def _dequantized(self) -> np.ndarray:
+        values: np.ndarray = FORMATS[FORMAT].dequantize(self.data.blocks(FORMAT))
+        return values
+
+    def meant(self, format_name: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """The product with the dequantized weights, float64[rows, columns]."""
+        w = FORMATS[format_name].dequantize(self.data.blocks(format_name)[columns])
+        return unquantized(self.data.a("float32")[rows], w)
 
     def ours(self, way: Way, m: int) -> tuple[list[Callable[[], Any]], int]:
         """(a call with each copy of the weights, the step chosen)."""
         a = self.a(m, way.dtype)
+        choice = way.choice((m, self.data.n, self.data.k), self.machine)
         if way.api == "QuantLinear":
-            layers = self.layers(way.accuracy)
-            step = way.choice((m, self.data.n, self.data.k), self.machine).step.number
-            return [partial(layer, a) for layer in layers], step
+            from steps.nn.operator import reserve_counters
+
+            layers = self.layers(way.format, way.accuracy)
+            # each capture takes some, and without a reserve it would hold a memset
+            reserve_counters(layers[0].device)
+            return [partial(layer, a) for layer in layers], choice.step.number
         from steps import gemm
 
-        choice = way.choice((m, self.data.n, self.data.k), self.machine)
         out = a.new_full((m, self.data.n), float("nan"))
         calls: list[Callable[[], Any]] = []
-        step = 0
         for packed in self.packed(choice.work):
             options: dict[str, Any] = {"step": choice.step.number, "family": choice.family}
             options |= {"dtype": way.dtype, "input": way.dtype}
             plan = gemm.plan(m, packed, machine=self.machine, **options)  # type: ignore[attr-defined]
-            step = plan.choice.step.number
             calls.append(partial(_called, plan, a, out))
-        return calls, step
+        return calls, choice.step.number
 
     def torchs(self, way: Way, m: int) -> list[Callable[[], Any]]:
         """The same by torch."""
         if way.api == "QuantLinear":
-            a, linear = self.a(m, way.dtype), self.torch.nn.functional.linear
-            return [partial(linear, a, w) for w in self.theirs(way.dtype)]
+            a = self.a(m, way.dtype)
+            return [partial(linear, a) for linear in self.theirs(way.dtype)]
         a, matmul = self.a(m, "float16"), self.torch.matmul
         out = a.new_empty((m, self.data.n))
-        return [partial(matmul, a, w.T, out=out) for w in self.theirs("float16")]
+        return [partial(matmul, a, one.weight.T, out=out) for one in self.theirs("float16")]
+
+    def hummings(self, name: str, m: int) -> list[Callable[[], Any]]:
+        """The same by a layer of Humming, which quantizes the dequantized weights."""
+        if name not in self._humming:
+            values = self.torch.from_numpy(self._dequantized).to("cuda", self.torch.float16)
+            slots = self._slots(values.numel() // 2)
+            self._humming[name] = [humming.layer(name, values) for _ in range(slots)]
+        a = self.a(m, "float16")
+        return [partial(layer, a) for layer in self._humming[name]]
+
+    def _slots(self, nbytes: int) -> int:
+        return slots_for(nbytes, self.stopwatch.l2_bytes)
+
+    def end_loop(self) -> None:
+        """Forget the operands of a loop."""
+        self._a.clear()
+        release()
+
+    def release(self) -> None:
+        """Forget the weights too."""
+        self._layers, self._packed, self._theirs, self._humming = {}, {}, {}, {}
+        self.end_loop()
 
 
 def _called(plan: Any, a: Any, out: Any) -> Any:
     plan(a, out)
     return out
+
+
+Measured = tuple[list[AsCalled], list[Peer]]
 
 
 def measure(
@@ -212,92 +320,150 @@ def measure(
     budget: Budget = BUDGET,
     report: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
-) -> Iterator[list[AsCalled]]:
-    """The rows of one shape after another; `say` hears of a call that is wrong or fails."""
-    by_size: dict[Size, list[Way]] = {}
-    for size, way in wanted:
-        by_size.setdefault(size, []).append(way)
+) -> Iterator[Measured]:
+    """The rows of one loop after another, and Humming's figures beside them; `say` hears of a call
+    that is wrong or fails."""
+    wanted = list(wanted)
+    schemes: tuple[str, ...] = tuple(humming.SCHEMES)
+    if wanted and (why := humming.why_not()):
+        say(f"Humming is not measured: {why}")
+        schemes = ()
     calls: Calls | None = None
-    for (m, n, k), ways in sorted(by_size.items(), key=lambda item: (item[0][1:], item[0][0])):
-        report(f"calls at M={m} N={n} K={k}")
+    for loop in in_loops(wanted):
+        (m, n, k), _ = loop[0]
+        last = loop[-1][0][0]
+        report(f"calls at M={m} N={n} K={k}" if m == last else f"calls at M={m}-{last} N={n} K={k}")
         if calls is None or (calls.data.n, calls.data.k) != (n, k):
             if calls is not None:
                 calls.release()
-            calls = Calls(Data(max(TOKENS), n, k), stopwatch, machine)
+            own = [call for call in wanted if call[0][1:] == (n, k)]
+            calls = Calls(Data(max(size[0] for size, _ in own), n, k), stopwatch, machine)
+            calls.prepare(way for _, way in own)
         try:
-            rows = _loop(calls, m, ways, budget, say)
+            yield _loop(calls, loop, schemes, budget, say)
         except Exception as error:
             if fatal(error):
                 raise
-            say(f"calls at {(m, n, k)} were not measured: {type(error).__name__}: {error}")
-            rows = []
-        yield rows
-        release()
+            say(f"calls at M={m} N={n} K={k} were not measured: {type(error).__name__}: {error}")
+        calls.end_loop()
     if calls is not None:
         calls.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A call in a loop: both contestants, and one eager call of each."""
+
+    size: Size
+    way: Way
+    step: int
+    ours: Contestant
+    theirs: Contestant
+    eager: tuple[Callable[[], Any], Callable[[], Any]]
+
+
 def _loop(
-    calls: Calls, m: int, ways: Sequence[Way], budget: Budget, say: Callable[[str], None]
-) -> list[AsCalled]:
-    """All ways at one shape in one loop."""
-    torch, data, now = calls.torch, calls.data, remembered(called_hash)
-    size = (m, data.n, data.k)
-    rows, columns = sample(m, data.n, COMPARED)
-    meant = unquantized(data.a("float32")[rows], calls.w[columns])
-    entered: list[tuple[Way, int, Contestant, Contestant, tuple[Any, Any]]] = []
-    theirs: dict[tuple[bool, str], tuple[Contestant, Any]] = {}
+    calls: Calls,
+    wanted: Sequence[Call],
+    schemes: Sequence[str],
+    budget: Budget,
+    say: Callable[[str], None],
+) -> Measured:
+    """All ways at one M, or those of a few M of the sweep, in one loop."""
+    now, swept = remembered(called_hash), wanted[0][0][0] not in TOKENS
+    if swept:
+        budget = replace(budget, replay_seconds=SWEEP_REPLAY)
+    entered: list[Entered] = []
+    torchs: dict[tuple[int, str, str], tuple[Contestant, Any]] = {}
+    with calls.torch.no_grad():
+        for size, way in wanted:
+            try:
+                m = size[0]
+                own, step = calls.ours(way, m)
+                ours = _contestant(calls, own, m, way.format, NMSE_LIMIT, budget)
+                key = (m, way.api, way.dtype if way.api == "QuantLinear" else "float16")
+                if key not in torchs:
+                    others = calls.torchs(way, m)
+                    rival = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
+                    torchs[key] = rival, others[0]
+                theirs, eager = torchs[key]
+                entered.append(Entered(size, way, step, ours, theirs, (own[0], eager)))
+            except Exception as error:
+                if fatal(error):
+                    raise
+                say(f"{way} at {size} was not measured: {type(error).__name__}: {error}")
+        size = wanted[0][0]
+        beside = {} if swept else _hummings(calls, size, schemes, budget, say)
+        every = [one for each in entered for one in (each.ours, each.theirs)]
+        round_robin(calls.stopwatch, [*dict.fromkeys(every), *beside.values()], budget)
+        rows = [_row(one, swept, calls.torch.cuda.synchronize) for one in entered]
+    rows = [replace(row, source_hash=now(row.api, row.step)) for row in rows]
+    return rows, [humming.peer(name, size, one.timing.us) for name, one in beside.items()]
 
-    def contestant(own: Sequence[Callable[[], Any]]) -> Contestant:
-        result = calls.captures.warm_up(own[0])
-        got = result[torch.from_numpy(rows).cuda()][:, torch.from_numpy(columns).cuda()]
-        error = nmse(got.double().cpu().numpy(), meant)
-        if not torch.isfinite(result).all() or not error <= NMSE_LIMIT:
-            raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {NMSE_LIMIT:.0e}")
-        return Contestant(calls.captures, lambda slot: (own[slot],), len(own), budget)
 
-    for way in ways:
+def _contestant(
+    calls: Calls,
+    own: Sequence[Callable[[], Any]],
+    m: int,
+    format_name: str,
+    limit: float,
+    budget: Budget,
+) -> Contestant:
+    """It takes part if its first result is right."""
+    torch = calls.torch
+    rows, columns = sample(m, calls.data.n, COMPARED)
+    result = calls.captures.warm_up(own[0])
+    got = result[torch.from_numpy(rows).cuda()][:, torch.from_numpy(columns).cuda()]
+    error = nmse(got.double().cpu().numpy(), calls.meant(format_name, rows, columns))
+    if not torch.isfinite(result).all() or not error <= limit:
+        raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {limit:.0e}")
+    return Contestant(calls.captures, lambda slot: (own[slot],), len(own), budget)
+
+
+def _hummings(
+    calls: Calls,
+    size: Size,
+    schemes: Sequence[str],
+    budget: Budget,
+    say: Callable[[str], None],
+) -> dict[str, Contestant]:
+    """Humming's contestants at a size, by scheme."""
+    found = {}
+    for name in schemes:
         try:
-            own, step = calls.ours(way, m)
-            ours = contestant(own)
-            key = (True, way.dtype) if way.api == "QuantLinear" else (False, "float16")
-            if key not in theirs:
-                others = calls.torchs(way, m)
-                theirs[key] = contestant(others), others[0]
-            entered.append((way, step, ours, theirs[key][0], (own[0], theirs[key][1])))
+            own = calls.hummings(name, size[0])
+            limit = humming.NMSE_LIMIT
+            found[name] = _contestant(calls, own, size[0], FORMAT, limit, budget)
         except Exception as error:
             if fatal(error):
                 raise
-            say(f"{way} at {size} was not measured: {type(error).__name__}: {error}")
-
-    every = dict.fromkeys(one for _, _, ours, other, _ in entered for one in (ours, other))
-    round_robin(calls.stopwatch, list(every), budget)
-    found = []
-    for way, step, ours, other, eager in entered:
-        timing, x = ours.timing, ratio(other, ours)
-        assert x is not None
-        found.append(
-            AsCalled(
-                api=way.api,
-                accuracy=way.accuracy,
-                dtype=way.dtype,
-                format=FORMAT,
-                M=m,
-                N=data.n,
-                K=data.k,
-                step=step,
-                us=timing.us,
-                p20_us=timing.p20_us,
-                p80_us=timing.p80_us,
-                cublas_us=other.timing.us,
-                x_cublas=x,
-                host_us=host_us(eager[0], torch.cuda.synchronize),
-                torch_host_us=host_us(eager[1], torch.cuda.synchronize),
-                rounds=timing.rounds,
-                source_hash=now(way.api, step),
-            )
-        )
+            say(f"{name} at {size} was not measured: {type(error).__name__}: {error}")
     return found
+
+
+def _row(one: Entered, swept: bool, drain: Callable[[], None]) -> AsCalled:
+    way, (m, n, k), timing = one.way, one.size, one.ours.timing
+    x = ratio(one.theirs, one.ours)
+    assert x is not None
+    host: list[float | None] = [None if swept else host_us(call, drain) for call in one.eager]
+    return AsCalled(
+        api=way.api,
+        accuracy=way.accuracy,
+        dtype=way.dtype,
+        format=way.format,
+        M=m,
+        N=n,
+        K=k,
+        step=one.step,
+        us=timing.us,
+        p20_us=timing.p20_us,
+        p80_us=timing.p80_us,
+        cublas_us=one.theirs.timing.us,
+        x_cublas=x,
+        host_us=host[0],
+        torch_host_us=host[1],
+        rounds=timing.rounds,
+    )
 
 
 def host_us(call: Callable[[], Any], drain: Callable[[], None]) -> float:

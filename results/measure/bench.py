@@ -550,14 +550,15 @@ def loop_seconds(wanted: Sequence[Wanted], budget: Budget) -> float:
 
 def estimate(
     loops: Sequence[tuple[Size, Sequence[Wanted]]],
-    calls: int,
+    launched: Iterable[tuple[Work, Size, str, str]],
     budget: Budget,
     cores: int,
-    call_seconds: float,
+    apart: float = 0.0,
 ) -> float:
-    """Seconds of a bench, about. calls: loops of `as_called`, each of `call_seconds`."""
+    """Seconds of a bench, about. launched: all that is compiled (`Wanted.launched`). apart: seconds
+    of what is measured in other loops."""
     wanted = [one for _, own in loops for one in own]
-    kernels = {(*one.key[:3], one.input, one.output, one.size[0] > FEW_TOKENS) for one in wanted}
+    kernels = {(str(work), *dtypes, size[0] > FEW_TOKENS) for work, size, *dtypes in launched}
     device = sum(loop_seconds(own, budget) for _, own in loops)
     host = PRODUCT_SECONDS * len(wanted) + LOOP_SECONDS * len(loops)
-    return device + host + COMPILE_SECONDS * len(kernels) / cores + calls * call_seconds
+    return device + host + COMPILE_SECONDS * len(kernels) / cores + apart

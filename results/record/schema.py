@@ -113,7 +113,7 @@ class Row:
 class Peer:
     """The same product by someone else. `same_run` is false for figures recorded elsewhere."""
 
-    peer: str  # "cublas_fp16", "ggml", ...
+    peer: str  # "cublas_fp16", "ggml", "humming_w4a16", ...
     format: str
     M: int
     N: int
@@ -142,9 +142,9 @@ class AsCalled:
     """What a caller gets: one call of an API, tensor in to tensor out, beside torch's.
 
     `us` is GPU time per call, casts, memsets and activation pass included; `cublas_us` is
-    torch.matmul (for QuantLinear torch.nn.functional.linear) with dequantized weights in the same
-    loop; `x_cublas` is the median over the rounds of theirs over ours. `host_us` and
-    `torch_host_us` are the host's time for one eager call.
+    torch.matmul (for QuantLinear a torch.nn.Linear of the same dtype) with dequantized weights in
+    the same loop; `x_cublas` is the median over the rounds of theirs over ours. `host_us` and
+    `torch_host_us` are the host's time for one eager call, null in a row of the sweep.
     """
 
     api: str  # "gemm.plan" or "QuantLinear"
@@ -160,8 +160,8 @@ class AsCalled:
     p80_us: float
     cublas_us: float
     x_cublas: float
-    host_us: float
-    torch_host_us: float
+    host_us: float | None
+    torch_host_us: float | None
     rounds: int
     commit: str | None = None
     utc: str | None = None
@@ -170,6 +170,12 @@ class AsCalled:
     @property
     def shape(self) -> Size:
         return self.M, self.N, self.K
+
+    @property
+    def swept(self) -> bool:
+        """Whether it belongs to the sweep over every M (results.measure.as_called), and not to the
+        M that are tabled."""
+        return self.host_us is None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -303,11 +309,8 @@ def total_below_kernel(row: Row) -> str | None:
 def to_json(run: Run) -> str:
     """The file's text: one record per line, so that a diff of two runs can be read."""
 
-    def line(record: Any) -> str:
-        return json.dumps(plain(asdict(record)), allow_nan=False, ensure_ascii=False)
-
     def lines(records: Iterable[Any]) -> str:
-        text = ",\n".join("  " + line(record) for record in records)
+        text = ",\n".join("  " + _line(record) for record in records)
         return f"[\n{text}\n ]" if text else "[]"
 
     env = json.dumps(plain(asdict(run.env)), allow_nan=False, ensure_ascii=False, indent=2)
@@ -317,6 +320,12 @@ def to_json(run: Run) -> str:
         f' "rows": {lines(run.rows)},\n "peers": {lines(run.peers)},\n'
         f' "as_called": {lines(run.as_called)}\n}}\n'
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _line(record: Any) -> str:
+    """Remembered, as a bench writes all records after every loop."""
+    return json.dumps(plain(asdict(record)), allow_nan=False, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
@@ -435,8 +444,9 @@ def validate(run: Run) -> None:
         if peer.us <= 0 or min(peer.shape) < 1:
             raise RecordError(f"peers[{i}] ({peer.peer}): time and shape must be positive")
     for i, call in enumerate(run.as_called):
-        measured = (call.us, call.cublas_us, call.x_cublas, call.host_us, call.torch_host_us)
-        if min(*measured, call.rounds, *call.shape) <= 0:
+        measured = (call.us, call.cublas_us, call.x_cublas, call.rounds, *call.shape)
+        host = [us for us in (call.host_us, call.torch_host_us) if us is not None]
+        if min(*measured, *host) <= 0:
             raise RecordError(f"as_called[{i}] ({call.api}): times and shape must be positive")
     kinds: tuple[tuple[str, tuple[Row | Peer | AsCalled, ...]], ...] = (
         ("rows", run.rows),

@@ -11,14 +11,16 @@ from typing import Final
 
 from results.record.schema import Row, Run, Size
 from results.render import charts
-from results.render.charts import called, error, roofline
+from results.render.charts import called, error, roofline, tokens
 from results.render.charts.ladder import DECODE
 from results.render.query import (
     BASELINES,
+    CLIFF,
     LLAMA_CPP,
     UNITS,
     Panel,
     baseline_us,
+    cliffs,
     dims,
     in_order,
     ladder,
@@ -26,6 +28,7 @@ from results.render.query import (
     of_one_dtype,
     percent,
     ratio,
+    tabled,
     timed,
 )
 
@@ -91,7 +94,7 @@ def ladder_caption(run: Run) -> Caption:
 
 def called_caption(run: Run) -> Caption:
     figures, every = [], []
-    for _, n, k in in_order((1, one.N, one.K) for one in run.as_called):
+    for _, n, k in in_order((1, one.N, one.K) for one in tabled(run)):
         for label, points in called.curves(run, n, k):
             if label == called.LINES[0][3]:
                 every += [x for _, x in points]
@@ -102,6 +105,23 @@ def called_caption(run: Run) -> Caption:
         "What a caller gets",
         "Tensor in to tensor out, beside cuBLAS float16 in the same loop. " + sentence([seen]),
         "Times as fast as cuBLAS float16, against tokens: " + sentence(figures),
+    )
+
+
+def tokens_caption(run: Run) -> Caption:
+    figures = []
+    for n, k in tokens.sizes(run):
+        for label, points in tokens.curves(run, n, k):
+            told = ", ".join(f"M={m} {number(us)}" for m, us in points if m in (1, points[-1][0]))
+            figures.append(f"{label} at {n} x {k}: {told}")
+    found = cliffs(run)
+    worst = [ratio(more.us / one.us) + f" from M={one.M}" for one, more in found[:1]]
+    seen = f"one token more takes at most {worst[0]} as long" if worst else ""
+    none = f"nowhere does one token more take more than {CLIFF:g} times as long"
+    return Caption(
+        "Time of a call against its tokens",
+        "Every number of tokens, beside cuBLAS float16. " + sentence([seen or none]),
+        "Microseconds at the first and the last: " + sentence(figures),
     )
 
 
@@ -163,6 +183,7 @@ def _ends(values: Sequence[float], written: Callable[[float], str]) -> str:
 CAPTIONS: Final[Mapping[str, Callable[[Run], Caption]]] = {
     "ladder": ladder_caption,
     "as_called": called_caption,
+    "tokens": tokens_caption,
     "error": error_caption,
     "roofline": roofline_caption,
 }

@@ -11,17 +11,21 @@ from results.record.schema import AsCalled, Environment, Row, Run, Size
 from results.record.store import headline, read, runs
 from results.render import charts
 from results.render.arguments import NOTHING
+from results.render.charts import tokens
 from results.render.markdown import grid, link
 from results.render.query import (
     ABSENT,
     BASELINES,
+    CLIFF,
     CUBLAS,
+    LAYERS,
     LLAMA_CPP,
     UNITS,
     baseline,
     baseline_us,
     called,
     cell,
+    cliffs,
     dims,
     formats,
     in_order,
@@ -29,6 +33,9 @@ from results.render.query import (
     number,
     percent,
     ratio,
+    span,
+    sweep,
+    tabled,
     timed,
     tops,
     when,
@@ -46,12 +53,16 @@ beside it; nobody edits it. README.md says how it is measured.
 CALLS: Final = (
     ("gemm.plan", "exact", "float32"),
     ("gemm.plan", "exact", "float16"),
+    ("gemm.plan", "exact", "bfloat16"),
     ("QuantLinear", "exact", "float32"),
     ("QuantLinear", "exact", "float16"),
     ("QuantLinear", "exact", "bfloat16"),
     ("QuantLinear", "fast", "float16"),
+    ("QuantLinear", "fast", "bfloat16"),
 )
-"""The columns of the summary: (api, accuracy, dtype of A and C)."""
+"""The columns of calls: (api, accuracy, dtype of A and C)."""
+COMPARED: Final = tuple(kind for kind in CALLS if kind[0] == "QuantLinear" and kind[2] != "float32")
+"""Those that are told of all formats at once."""
 
 
 def page(root: Path = ROOT) -> str:
@@ -84,6 +95,7 @@ def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
             lines += [f"![{name}](charts/{name}.svg)", ""]
     for title, made in (
         ("What a caller gets", _calls(run, stale)),
+        ("Every number of tokens", _swept(run, stale)),
         ("Each step at its home shapes", _homes(run, stale)),
         ("The last step of each branch at every shape", _everywhere(run, stale)),
         ("Baselines", _baselines(run)),
@@ -104,12 +116,57 @@ def _mark(one: Row | AsCalled, stale: Keys) -> str:
 
 
 def _calls(run: Run, stale: Keys) -> list[str]:
-    if not run.as_called:
+    calls = tabled(run)
+    if not calls:
         return []
-    name = main_format(run.as_called)
-    columns = [each for each in CALLS if any(_kind(one) == each for one in run.as_called)]
+    text = [
+        "GPU time of one call in us, tensor in to tensor out, casts and passes included; then how "
+        "many times as fast as torch with dequantized weights in the same loop. The dtype is that "
+        "of A and C; llama.cpp has float32, Humming float16.",
+        "",
+        *_least(calls),
+    ]
+    for name in formats(calls):
+        text += ["", f"#### {name.upper()}", "", *_of_format(run, name, stale)]
+    name = main_format(calls)
+    for kind in CALLS:
+        own = [one for one in calls if _kind(one) == kind and one.format == name]
+        if own:
+            title = f"#### {_kind_name(kind)}, {name.upper()}, in detail"
+            text += ["", title, "", *_call_lines(own, stale)]
+    return text
+
+
+def _least(calls: Sequence[AsCalled]) -> list[str]:
+    """A line per M: the least ratio over all N x K, a range where formats differ."""
+    kinds = [kind for kind in COMPARED if any(_kind(one) == kind for one in calls)]
     lines = []
-    for size in in_order(one.shape for one in run.as_called):
+    for m in sorted({one.M for one in calls}):
+        cells = []
+        for kind in kinds:
+            own = [one for one in calls if _kind(one) == kind and m == one.M]
+            worst = (min(c.x_cublas for c in own if c.format == name) for name in formats(own))
+            cells.append(span(worst))
+        lines.append([str(m), *cells])
+    head = ["M", *map(_kind_name, kinds)]
+    return [
+        "The least over all N x K, from the format where it is least to the one where it is most:",
+        "",
+        *grid(head, "r" * len(head), lines),
+    ]
+
+
+def _of_format(run: Run, name: str, stale: Keys) -> list[str]:
+    """A line per size: every way of calling in one format, beside the baselines."""
+    calls = [one for one in tabled(run) if one.format == name]
+    columns = [each for each in CALLS if any(_kind(one) == each for one in calls)]
+    sizes = in_order(one.shape for one in calls)
+    others = {LLAMA_CPP: BASELINES[LLAMA_CPP]} | (
+        LAYERS if name == main_format(tabled(run)) else {}
+    )
+    known = [one for one in others if any(baseline_us(run, one, name, size) for size in sizes)]
+    lines = []
+    for size in sizes:
         own = [called(run, *each, size, name) for each in columns]
         theirs = next((one.cublas_us for one in own if one and one.dtype == "float16"), None)
         lines.append(
@@ -120,44 +177,67 @@ def _calls(run: Run, stale: Keys) -> list[str]:
                     for one in own
                 ),
                 cell(theirs),
-                cell(baseline_us(run, LLAMA_CPP, name, size)),
+                *(cell(baseline_us(run, other, name, size)) for other in known),
             ]
         )
-    head = ["M", "N", "K", *map(_kind_name, columns), BASELINES[CUBLAS], BASELINES[LLAMA_CPP]]
-    text = [
-        f"GPU time of one call in us, tensor in to tensor out, casts and passes included, in "
-        f"{name.upper()}; then how many times as fast as torch with dequantized weights in the "
-        "same loop. The dtype is that of A and C; llama.cpp has float32.",
-        "",
-        *grid(head, "r" * len(head), lines),
-    ]
-    for each in columns:
-        own_rows = [one for one in run.as_called if _kind(one) == each]
-        text += ["", f"#### {_kind_name(each)}", "", *_call_lines(own_rows, stale)]
-    return text
+    head = ["M", "N", "K", *map(_kind_name, columns), BASELINES[CUBLAS]]
+    head += [others[other] for other in known]
+    return grid(head, "r" * len(head), lines)
 
 
 def _call_lines(calls: Sequence[AsCalled], stale: Keys) -> list[str]:
     """With the spread, the host's time and the step that was chosen."""
     order = {size: i for i, size in enumerate(in_order(one.shape for one in calls))}
-    head = ["format", "M", "N", "K", "us", "20-80 %", "torch us", "x torch"]
+    head = ["M", "N", "K", "us", "20-80 %", "torch us", "x torch"]
     head += ["host us", "torch host us", "step", "rounds"]
     lines = [
         [
-            one.format.upper() + _mark(one, stale),
             *map(str, one.shape),
-            number(one.us),
+            number(one.us) + _mark(one, stale),
             f"{number(one.p20_us)}-{number(one.p80_us)}",
             number(one.cublas_us),
             ratio(one.x_cublas),
-            number(one.host_us),
-            number(one.torch_host_us),
+            cell(one.host_us),
+            cell(one.torch_host_us),
             str(one.step),
             str(one.rounds),
         ]
         for one in sorted(calls, key=lambda one: order[one.shape])
     ]
-    return grid(head, "l" + "r" * (len(head) - 1), lines)
+    return grid(head, "r" * len(head), lines)
+
+
+def _swept(run: Run, stale: Keys) -> list[str]:
+    """Where a step is chosen at the M of the sweep, and where time jumps."""
+    drawn = tokens.sizes(run)
+    if not drawn:
+        return []
+    old = any(one.swept and one.key in stale for one in run.as_called)
+    lines = []
+    for n, k in drawn:
+        for accuracy, label, _ in tokens.LINES:
+            own = sweep(run, accuracy, n, k)
+            told = (f"{step} (M={low}-{high})" for step, low, high in tokens.stretches(own))
+            lines.append([label, f"{n} x {k}", ", ".join(told)])
+    found = cliffs(run)
+    jumps = [
+        f"- {_kind_name(_kind(one))}, {one.format.upper()}, N x K = {one.N} x {one.K}: M={one.M} "
+        f"{number(one.us)} us with step {one.step}, M={more.M} {number(more.us)} us with step "
+        f"{more.step}, {ratio(more.us / one.us)}"
+        for one, more in found
+    ]
+    most = f"{CLIFF:g} times"
+    return [
+        f"Time against M is drawn in tokens.svg{f' {STALE}' * old}. The step that was chosen:",
+        "",
+        *grid(["", "N x K", "steps"], "lll", lines),
+        "",
+        f"One token more takes more than {most} as long here:"
+        if found
+        else f"Nowhere does one token more take more than {most} as long.",
+        *([""] if found else []),
+        *jumps,
+    ]
 
 
 def _kind(one: AsCalled) -> tuple[str, str, str]:
@@ -300,6 +380,7 @@ def _baselines(run: Run) -> list[str]:
     names = [
         name for name in names if any(p.peer == LLAMA_CPP and p.format == name for p in run.peers)
     ]
+    layers = [name for name in LAYERS if any(p.peer == name for p in run.peers)]
     lines = []
     for size in in_order(peer.shape for peer in run.peers):
         theirs = baseline(run, CUBLAS, "f16", size)
@@ -309,18 +390,21 @@ def _baselines(run: Run) -> list[str]:
                 cell(theirs.us if theirs else None),
                 cell(theirs.tflops if theirs else None),
                 *(cell(baseline_us(run, LLAMA_CPP, name, size)) for name in names),
+                *(cell(baseline_us(run, name, "", size)) for name in layers),
             ]
         )
     head = ["M", "N", "K", BASELINES[CUBLAS], "TFLOPS"]
     head += [f"{BASELINES[LLAMA_CPP]} {name.upper()}" for name in names]
+    head += [LAYERS[name] for name in layers]
+    labels = BASELINES | LAYERS
     sources = dict.fromkeys(
-        f"- {BASELINES.get(peer.peer, peer.peer)}: {peer.source}"
+        f"- {labels.get(peer.peer, peer.peer)}: {peer.source}"
         + ("" if peer.same_run else ". From another run on the same GPU model")
         for peer in run.peers
     )
     return [
         "Microseconds. cuBLAS: the kernel alone, both operands already float16. llama.cpp: from "
-        "float32 A to float32 C.",
+        "float32 A to float32 C. Humming: a layer called, from float16 A to float16 C.",
         "",
         *grid(head, "r" * len(head), lines),
         "",

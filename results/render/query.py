@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from results.baselines.humming import SCHEMES, W4A8, W4A16
 from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
 from steps.contract import BRANCHES
 
@@ -17,6 +18,11 @@ MAIN_FORMAT: Final = "q4_0"
 CUBLAS: Final = "cublas_fp16"
 LLAMA_CPP: Final = "ggml"
 BASELINES: Final = {CUBLAS: "cuBLAS float16", LLAMA_CPP: "llama.cpp"}
+"""Beside every step."""
+LAYERS: Final = {W4A16: "Humming W4A16", W4A8: "Humming W4A8"}
+"""Beside what a caller gets: layers called with float16 A and C."""
+WEIGHTS: Final = {CUBLAS: "f16"} | {name: weights for name, (weights, *_) in SCHEMES.items()}
+"""The one weight format of some baselines, which stand beside every format of ours."""
 UNITS: Final = {
     "fp32": "float32 multiply-add",
     "int32": "int32 multiply-add",
@@ -69,9 +75,9 @@ def in_order(sizes: Iterable[Size]) -> list[Size]:
 
 
 def baseline(run: Run, name: str, format_name: str, size: Size) -> Peer | None:
-    """A baseline's figure for the same work. cuBLAS float16 stands beside every format."""
-    wanted = "f16" if name == CUBLAS else format_name
-    return next((p for p in run.peers if p.key == (name, wanted, size)), None)
+    """A baseline's figure for the same work (`WEIGHTS`)."""
+    key = name, WEIGHTS.get(name, format_name), size
+    return next((p for p in run.peers if p.key == key), None)
 
 
 def baseline_us(run: Run, name: str, format_name: str, size: Size) -> float | None:
@@ -85,6 +91,42 @@ def called(
     """What a caller gets at a size."""
     key = (api, accuracy, dtype, format_name, size)
     return next((one for one in run.as_called if one.key == key), None)
+
+
+def tabled(run: Run) -> list[AsCalled]:
+    """The calls at the M that are tabled: those of the sweep are drawn."""
+    return [one for one in run.as_called if not one.swept]
+
+
+def sweep(run: Run, accuracy: str, n: int, k: int) -> list[AsCalled]:
+    """A float16 QuantLinear in the format of the sweep, by M, up to the tabled M that may follow
+    the last one that was swept."""
+    swept = [one for one in run.as_called if one.swept]
+    last = max((one.M for one in swept), default=-1)
+    own = ("QuantLinear", accuracy, "float16", main_format(swept))
+    found = [
+        one
+        for one in run.as_called
+        if (one.api, one.accuracy, one.dtype, one.format) == own
+        and one.shape == (min(one.M, last + 1), n, k)
+    ]
+    return sorted(found, key=lambda one: one.M)
+
+
+CLIFF: Final = 1.15
+"""One more token is to take at most so many times as long."""
+
+
+def cliffs(run: Run, most: float = CLIFF) -> list[tuple[AsCalled, AsCalled]]:
+    """Where one token more takes longer than `most` times: (the call at M, that at M + 1) of the
+    same API, accuracy, dtypes, format, N and K; the worst first."""
+    at = {one.key: one for one in run.as_called}
+    pairs = [
+        (one, more)
+        for one in run.as_called
+        if (more := at.get((*one.key[:-1], (one.M + 1, one.N, one.K)))) and more.us > most * one.us
+    ]
+    return sorted(pairs, key=lambda pair: pair[0].us / pair[1].us)
 
 
 # ------------------------------------------------------------------------------------- the ladder

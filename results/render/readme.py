@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from results.baselines.humming import W4A16
 from results.record import ROOT
 from results.record.schema import Run, Size
 from results.record.store import headline, read
@@ -21,6 +22,7 @@ from results.render.query import (
     ABSENT,
     BASELINES,
     CUBLAS,
+    LAYERS,
     LLAMA_CPP,
     Rung,
     baseline,
@@ -32,6 +34,7 @@ from results.render.query import (
     main_format,
     percent,
     ratio,
+    tabled,
     when,
 )
 from results.render.staleness import STALE, STALE_NOTE, Keys, stale_keys
@@ -81,8 +84,9 @@ def _rung(rung: Rung, stale: Keys) -> list[str]:
 
 
 def called_table(run: Run, source: str, stale: Keys = ()) -> str:
-    """What a caller of QuantLinear gets, beside cuBLAS float16 and llama.cpp, in microseconds."""
-    name = main_format(run.as_called)
+    """What a caller of QuantLinear gets, in microseconds, beside cuBLAS float16, llama.cpp and,
+    where it was measured, Humming's W4A16."""
+    name = main_format(tabled(run))
     found = {
         (accuracy, size): one
         for accuracy in ("exact", "fast")
@@ -92,6 +96,7 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> str:
     if not found:
         return NOTHING
     others = {size: baseline(run, LLAMA_CPP, name, size) for size in CALLED}
+    layers = {size: peer for size in CALLED if (peer := baseline(run, W4A16, name, size))}
     lines = []
     for size in CALLED:
         exact, fast = found.get(("exact", size)), found.get(("fast", size))
@@ -107,6 +112,7 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> str:
                 ),
                 cell(beside.cublas_us if beside else None),
                 cell(theirs.us if theirs else None),
+                *([cell(layers[size].us if size in layers else None)] if layers else []),
             ]
         )
     above = (
@@ -117,9 +123,12 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> str:
     if known:
         elsewhere = "" if all(one.same_run for one in known) else ", from another run"
         above += f" {BASELINES[LLAMA_CPP]}: float32 in and out{elsewhere}."
-    notes = [STALE_NOTE] if any(one.key in stale for one in found.values()) else []
-    head = ("tokens", "N x K", "this project", "fast", BASELINES[CUBLAS], BASELINES[LLAMA_CPP])
-    return "\n".join([above, *notes, "", *grid(head, "rlrrrr", lines)])
+    another_run = not all(one.same_run for one in layers.values())
+    notes = [f"{LAYERS[W4A16]}: from another run."] if another_run else []
+    notes += [STALE_NOTE] if any(one.key in stale for one in found.values()) else []
+    head = ["tokens", "N x K", "this project", "fast", BASELINES[CUBLAS], BASELINES[LLAMA_CPP]]
+    head += [LAYERS[W4A16]] if layers else []
+    return "\n".join([above, *notes, "", *grid(head, "rl" + "r" * (len(head) - 2), lines)])
 
 
 TABLES: Final[dict[str, Callable[[Run, str, Keys], str]]] = {

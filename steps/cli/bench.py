@@ -10,6 +10,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
+from results.baselines import humming
 from results.measure import as_called
 from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
@@ -36,7 +37,7 @@ def bench(args: Namespace) -> int:
     path: Path = args.out or store.path_for(env)
     run = benching.begin(path, env, ladder())
     wanted = rows_of(args, gpu.cc)
-    calls = calls_of(args, gpu)
+    calls = calls_of(args)
     if not args.fresh:
         wanted = benching.missing(wanted, run)
         calls = as_called.missing(calls, run, gpu)
@@ -70,6 +71,8 @@ def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
     """The rows of the matrix that are asked for; of a shape that the matrix does not have, all
     works."""
     formats = formats_of(args.format)
+    if args.only not in (None, "steps"):
+        return []
     works = select(steps_of(args.steps), formats, args.scheme, cc)
     named = {(work.step.number, work.family, work.format) for work in works}
     found = [
@@ -84,21 +87,25 @@ def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
     return [one for work in works for one in benching.wanted_of(work, size)]
 
 
-def calls_of(args: Namespace, gpu: Any) -> list[as_called.Call]:
+def calls_of(args: Namespace) -> list[as_called.Call]:
     """The calls that are asked for: none where steps are named, or there is no torch."""
     from results.measure.torch_graphs import torch_version
 
-    asked = as_called.FORMAT in formats_of(args.format) and not args.scheme
-    if args.steps and "all" not in args.steps:
-        asked = False
-    if not asked or args.no_baselines:
+    sets = {"calls": as_called.TABLED, "sweep": as_called.SWEEP}
+    formats = formats_of(args.format)
+    found = [
+        (size, way)
+        for name, calls in sets.items()
+        if args.only in (None, name)
+        for size, way in calls
+        if way.format in formats and _asked(args, size)
+    ]
+    if args.scheme or args.no_baselines or (args.steps and "all" not in args.steps):
         return []
-    if torch_version() is None:
+    if found and torch_version() is None:
         remark("what a caller gets is not measured: there is no torch with a GPU")
         return []
-    return [
-        (size, way) for size in as_called.SHAPES if _asked(args, size) for way in as_called.WAYS
-    ]
+    return found
 
 
 def _asked(args: Namespace, size: Size) -> bool:
@@ -115,31 +122,30 @@ def _measured(
 ) -> str | None:
     """The CUDA error that ended it, if one did. All that is finished is in the file, however it
     ends."""
-    loops = benching.in_loops(wanted)
-    sizes = len({size for size, _ in calls})
-    budget, of_calls, cores = benching.Budget(), as_called.BUDGET, cpu_count() or 1
-    seconds = benching.estimate(loops, sizes, budget, cores, as_called.LOOP_SECONDS)
+    loops, of_calls = benching.in_loops(wanted), as_called.BUDGET
+    count = len(loops) + len(as_called.in_loops(calls))
+    called = [way.wanted(size, gpu) for size, way in calls]
+    launched = [*called, *(one.launched for one in wanted)]
+    budget, cores, apart = benching.Budget(), cpu_count() or 1, as_called.seconds(calls)
+    seconds = benching.estimate(loops, launched, budget, cores, apart)
     if args.seconds:
         factor = min(args.seconds / seconds, 1.0)
         budget, of_calls = budget.scaled(factor), of_calls.scaled(factor)
-        seconds = benching.estimate(loops, sizes, budget, cores, as_called.LOOP_SECONDS)
+        seconds = benching.estimate(loops, launched, budget, cores, apart)
     remark(
-        f"{len(wanted)} rows and {len(calls)} calls in {len(loops) + sizes} loops: about "
+        f"{len(wanted)} rows and {len(calls)} calls in {count} loops: about "
         f"{max(1, round(seconds / 60))} min"
     )
-    compile_ahead(
-        [*(way.wanted(size, gpu) for size, way in calls), *(one.launched for one in wanted)],
-        gpu,
-        remark,
-    )
+    compile_ahead(launched, gpu, remark)
     broken = None
     try:
         measuring = Bench.here(budget, remark, not args.no_baselines)
         recorder.limits = measuring.limits
-        with table.progress(len(loops) + sizes) as progress:
+        with table.progress(count) as progress:
             rest = (measuring.machine, measuring.stopwatch, of_calls, progress, remark)
-            for rows in as_called.measure(calls, *rest):
-                recorder.add(as_called=rows)
+            beside = humming.figures(recorder.env.gpu, {size for size, _ in calls})
+            for rows, peers in as_called.measure(calls, *rest):
+                recorder.add(as_called=rows, peers=[*beside, *peers])
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
                 recorder.add(found, peers)
     except Exception as error:

@@ -63,14 +63,18 @@ SHAPES = tuple(
 TBPS = 4.26
 COMMIT, UTC = "0123abcd", "2026-01-02T03:04:05Z"
 CALLED = (
-    # api, accuracy, dtype of A and C, step, share of its step's speed
+    # api, accuracy, dtype of A and C, step for many tokens, share of its step's speed
     ("gemm.plan", "exact", "float32", 14, 0.9),
     ("QuantLinear", "exact", "float32", 14, 0.85),
     ("QuantLinear", "exact", "float16", 14, 0.92),
     ("QuantLinear", "exact", "bfloat16", 14, 0.8),
     ("QuantLinear", "fast", "float16", 15, 0.93),
+    ("QuantLinear", "fast", "bfloat16", 15, 0.9),
 )
-CALLED_TOKENS = (1, 8, 16, 32, 64, 128, 512, 4096)
+CALLED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+SWEPT = 48
+FEW = 16
+"""Calls choose step 18 up to this M."""
 
 
 def cublas_us(m: int, n: int, k: int) -> float:
@@ -155,18 +159,23 @@ def make_row(
     )
 
 
-def make_call(called, shape: tuple[int, int, int]) -> AsCalled:
+def make_call(
+    called, shape: tuple[int, int, int], name: str = "q4_0", wobble: float = 1.0
+) -> AsCalled:
+    """Of the sweep where its M is not tabled."""
     api, accuracy, dtype, step, share = called
+    m, n, k = shape
+    step = 18 if m <= FEW else step
     entry = next(one for one in LADDER if one[0] == step)
     theirs = cublas_us(*shape)
-    row = make_row(entry, "q4_0", shape, 1.0)
+    row = make_row(entry, name, shape, wobble)
     us = (row.total_us or 0.0) / share
-    m, n, k = shape
+    tabled = m in CALLED_TOKENS
     return AsCalled(
         api=api,
         accuracy=accuracy,
         dtype=dtype,
-        format="q4_0",
+        format=name,
         M=m,
         N=n,
         K=k,
@@ -176,13 +185,53 @@ def make_call(called, shape: tuple[int, int, int]) -> AsCalled:
         p80_us=us * 1.01,
         cublas_us=theirs,
         x_cublas=theirs / us,
-        host_us=6.0 if api == "gemm.plan" else 40.0,
-        torch_host_us=8.0,
+        host_us=(6.0 if api == "gemm.plan" else 40.0) if tabled else None,
+        torch_host_us=8.0 if tabled else None,
         rounds=30,
         commit=COMMIT,
         utc=UTC,
         source_hash=f"{step:012x}",
     )
+
+
+def make_calls(sizes, formats) -> tuple[AsCalled, ...]:
+    """Layers in 16 bits in all formats, the others in the first; every M of the sweep in that."""
+    first = formats[0]
+    swept = [m for m in range(1, SWEPT + 1) if m not in CALLED_TOKENS]
+    found = []
+    for called in CALLED:
+        api, _, dtype, *_ = called
+        layers = api == "QuantLinear" and dtype != "float32"
+        for i, name in enumerate(formats if layers else [first]):
+            tokens = [*CALLED_TOKENS]
+            if api == "QuantLinear" and dtype == "float16" and name == first:
+                tokens += swept
+            found += [
+                make_call(called, (m, n, k), name, 1 + 0.02 * i) for n, k in sizes for m in tokens
+            ]
+    return tuple(found)
+
+
+def make_layers(sizes) -> list[Peer]:
+    """Humming's figures, of another run."""
+    return [
+        Peer(
+            peer=name,
+            format=weights,
+            M=m,
+            N=n,
+            K=k,
+            us=factor * max(3.0 + n * k / 4e6, 2 * m * n * k / 600e6),
+            same_run=False,
+            source=f"invented {name}",
+        )
+        for name, weights, factor in (
+            ("humming_w4a16", "int4_group32", 1.0),
+            ("humming_w4a8", "int4_row", 0.8),
+        )
+        for n, k in sizes
+        for m in CALLED_TOKENS
+    ]
 
 
 def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool = True) -> Run:
@@ -195,13 +244,8 @@ def make_run(shapes=SHAPES, formats=tuple(FORMATS), ladder=LADDER, peers: bool =
         for output in (("float32", "float16") if entry[0] in IN_HALF else ("float32",))
     )
     sizes = dict.fromkeys((n, k) for _, n, k in shapes)
-    calls = tuple(
-        make_call(called, (m, n, k))
-        for called in (CALLED if peers else ())
-        for n, k in sizes
-        for m in CALLED_TOKENS
-    )
-    others = []
+    calls = make_calls(sizes, formats) if peers else ()
+    others = make_layers(sizes) if peers else []
     for m, n, k in shapes if peers else ():
         operations = 2 * m * n * k
         others.append(

@@ -3,6 +3,7 @@ clock with NumPy in torch's place."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference.product import unquantized
+from results.baselines import humming
 from results.measure import as_called
-from results.measure.as_called import SHAPES, WAYS, Way, host_us, missing
+from results.measure.as_called import SWEEP, TABLED, WAYS, Way, host_us, in_loops, missing
 from results.measure.protocol import Budget
 from results.record import provenance
 from results.record.schema import AsCalled, Environment, Run
@@ -22,30 +26,65 @@ H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
 QUICK = Budget(
     replay_seconds=1e-3, warm_seconds=0.0, seconds=0.0, min_rounds=3, max_rounds=3, slow_rounds=1
 )
-CALLS = [(size, way) for size in SHAPES for way in WAYS]
+SIZES = {(4096, 4096), (4096, 14336), (14336, 4096)}
 
 
-def test_calls_are_of_three_sizes_of_weights_from_one_token_to_4096() -> None:
-    assert len(SHAPES) == 24
-    assert {(n, k) for _, n, k in SHAPES} == {(4096, 4096), (4096, 14336), (14336, 4096)}
-    assert {m for m, _, _ in SHAPES} == {1, 8, 16, 32, 64, 128, 512, 4096}
-    assert {str(way) for way in WAYS} == {
-        "gemm.plan exact float32",
-        "gemm.plan exact float16",
-        "QuantLinear exact float32",
-        "QuantLinear exact float16",
-        "QuantLinear exact bfloat16",
-        "QuantLinear fast float16",
+def test_layers_are_tabled_in_all_formats_and_both_16_bit_dtypes() -> None:
+    tabled = {(way.accuracy, way.dtype, way.format, size) for size, way in TABLED if is_layer(way)}
+    for name in WEIGHT_FORMATS:
+        for dtype in ("float16", "bfloat16"):
+            for accuracy in ("exact", "fast"):
+                for n, k in SIZES:
+                    for m in (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096):
+                        assert (accuracy, dtype, name, (m, n, k)) in tabled
+    assert {str(way) for way in WAYS if not is_layer(way) or way.dtype == "float32"} == {
+        "gemm.plan exact float32 q4_0",
+        "gemm.plan exact float16 q4_0",
+        "gemm.plan exact bfloat16 q4_0",
+        "QuantLinear exact float32 q4_0",
     }
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+def is_layer(way: Way) -> bool:
+    return way.api == "QuantLinear"
+
+
+def test_with_the_sweep_every_m_up_to_128_is_measured_once() -> None:
+    calls = [*TABLED, *SWEEP]
+    assert len(set(calls)) == len(calls)
+    for accuracy in ("exact", "fast"):
+        way = Way("QuantLinear", accuracy, "float16", "q4_0")
+        for n, k in SIZES:
+            ms = {m for (m, *nk), one in calls if one == way and tuple(nk) == (n, k)}
+            assert set(range(1, 129)) <= ms
+
+
+def test_a_loop_is_of_one_tabled_m_or_of_neighbours_in_the_sweep() -> None:
+    loops = in_loops(reversed([*TABLED, *SWEEP]))
+    assert sorted(map(str, (call for loop in loops for call in loop))) == sorted(
+        map(str, [*TABLED, *SWEEP])
+    )
+    weights = [loop[0][0][1:] for loop in loops]
+    assert weights == sorted(weights), "weights are packed once"
+    for loop in loops:
+        ms = [size[0] for size, _ in loop]
+        if ms[0] in as_called.TOKENS:
+            assert set(ms) == {ms[0]}
+            assert len(loop) == len(WAYS)
+        else:
+            assert ms == sorted(ms)
+            assert len(set(ms)) <= as_called.TOGETHER
+            assert not set(ms) & set(as_called.TOKENS)
+    assert in_loops([]) == []
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.format in ("q4_0", "q8_0")], ids=str)
 @pytest.mark.parametrize("m", [1, 512])
 def test_what_is_compiled_is_what_the_call_launches(way: Way, m: int) -> None:
     work, size, output, input = way.wanted((m, 4096, 4096), H200)
     choice = way.choice(size, H200)
-    assert (work.step, work.family, work.format) == (choice.step, choice.family, "q4_0")
-    assert choice.step.supports("q4_0", work.family, H200.cc, output) is None
+    assert (work.step, work.family, work.format) == (choice.step, choice.family, way.format)
+    assert choice.step.supports(way.format, work.family, H200.cc, output) is None
     reads, writes = inputs(choice.step, choice.family), choice.step.outputs
     assert input == (way.dtype if way.dtype in reads else "float32")
     assert output == (way.dtype if way.dtype in writes else "float32")
@@ -61,7 +100,7 @@ def row(size: Any, way: Way, **changes: Any) -> AsCalled:
         api=way.api,
         accuracy=way.accuracy,
         dtype=way.dtype,
-        format="q4_0",
+        format=way.format,
         M=m,
         N=n,
         K=k,
@@ -80,7 +119,7 @@ def row(size: Any, way: Way, **changes: Any) -> AsCalled:
 
 
 def test_only_calls_that_are_missing_or_stale_are_measured() -> None:
-    four = CALLS[:4]
+    four = list(TABLED[:4])
     rows = (
         row(*four[0]),
         row(*four[1], source_hash="0" * 12),
@@ -137,76 +176,138 @@ class Tensor:
 
 
 class FakeCalls:
-    """Both sides by NumPy; `costs` are the seconds of a call by who it is."""
+    """Both sides by NumPy."""
 
     def __init__(self, data: Any, stopwatch: Any, machine: Any) -> None:
         self.torch = SimpleNamespace(
             from_numpy=Tensor,
             isfinite=lambda x: Tensor(np.isfinite(x.values)),
             cuda=SimpleNamespace(synchronize=lambda: None),
+            no_grad=nullcontext,
         )
         self.data, self.stopwatch, self.machine = data, stopwatch, machine
-        self.w = as_called.FORMATS["q4_0"].dequantize(data.blocks("q4_0"))
         self.captures = SimpleNamespace(capture=stopwatch.capture, warm_up=lambda call: call())
-        self.made: list[Any] = []
+        made.append(self)
+        self.prepared: list[Way] = []
+        self.rivals: list[tuple[int, str]] = []
+        self.released = 0
 
-    def _product(self, who: str, m: int, off: float = 0.0) -> Any:
-        a = self.data.a("float32")[:m]
+    def prepare(self, ways: Any) -> None:
+        self.prepared += ways
+
+    def _w(self, name: str) -> np.ndarray:
+        return FORMATS[name].dequantize(self.data.blocks(name))
+
+    def _product(self, who: str, m: int, name: str, off: float = 0.0) -> Any:
+        a, w = self.data.a("float32")[:m], self._w(name)
 
         def call() -> Tensor:
-            return Tensor(a @ self.w.T + off)
+            return Tensor(a @ w.T + off)
 
         call.who = who  # type: ignore[attr-defined]
         return call
 
+    def meant(self, name: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return unquantized(self.data.a("float32")[rows], self._w(name)[columns])
+
     def ours(self, way: Way, m: int) -> tuple[list[Any], int]:
         off = 9.0 if way.dtype == "bfloat16" else 0.0
-        return [self._product(str(way), m, off)] * 3, 10
+        return [self._product(f"{way} {m}", m, way.format, off)] * 3, 10
 
     def torchs(self, way: Way, m: int) -> list[Any]:
-        self.made.append(str(way))
-        return [self._product("torch", m)] * 2
+        self.rivals.append((m, way.dtype if is_layer(way) else "plan"))
+        return [self._product("torch", m, "q4_0")] * 2
+
+    def hummings(self, name: str, m: int) -> list[Any]:
+        return [self._product(name, m, "q4_0", 9.0 if name == humming.W4A8 else 0.0)] * 2
+
+    def end_loop(self) -> None:
+        self.released += 1
 
     def release(self) -> None:
         pass
 
 
-def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def cost(call: Any) -> float:
-        return 3e-3 if call.who == "torch" else 1e-3 if "fast" in call.who else 2e-3
+made: list[FakeCalls] = []
 
-    watch = FakeStopwatch(cost=cost, simulated=False)
+
+def cost(call: Any) -> float:
+    """Seconds of a call by who makes it."""
+    if call.who.startswith("humming"):
+        return 4e-3
+    return 3e-3 if call.who == "torch" else 1e-3 if "fast" in call.who else 2e-3
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> FakeStopwatch:
+    made.clear()
     monkeypatch.setattr(as_called, "Calls", FakeCalls)
     monkeypatch.setattr(as_called, "TOKENS", (2, 4))
-    monkeypatch.setattr(as_called, "release", lambda: None)
+    monkeypatch.setattr(humming, "why_not", lambda: None)
+    return FakeStopwatch(cost=cost, simulated=False)
+
+
+def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
+    watch: FakeStopwatch,
+) -> None:
     said: list[str] = []
     heard: list[str] = []
+    ways = [way for way in WAYS if way.format in ("q4_0", "q8_0")]
     sizes = [(2, 8, 64), (4, 8, 64)]
-    loops = list(
-        as_called.measure(
-            [(size, way) for size in sizes for way in WAYS],
-            H200,
-            watch,
-            QUICK,
-            heard.append,
-            said.append,
-        )
-    )
+    wanted = [(size, way) for size in sizes for way in ways]
+    loops = list(as_called.measure(wanted, H200, watch, QUICK, heard.append, said.append))
     assert heard == ["calls at M=2 N=8 K=64", "calls at M=4 N=8 K=64"]
-    assert [len(rows) for rows in loops] == [5, 5]
-    for rows, size in zip(loops, sizes, strict=True):
-        assert {one.shape for one in rows} == {size}
+    right = [way for way in ways if way.dtype != "bfloat16"]
+    for (rows, peers), size in zip(loops, sizes, strict=True):
+        assert {(one.api, one.accuracy, one.dtype, one.format) for one in rows} == {
+            (way.api, way.accuracy, way.dtype, way.format) for way in right
+        }
         for one in rows:
+            assert one.shape == size
+            assert not one.swept
             assert one.us == pytest.approx(1000 if one.accuracy == "fast" else 2000)
             assert one.cublas_us == pytest.approx(3000)
             assert one.x_cublas == pytest.approx(3.0 if one.accuracy == "fast" else 1.5)
             assert one.rounds == 3
-            assert min(one.host_us, one.torch_host_us) > 0
+            assert min(one.host_us or 0, one.torch_host_us or 0) > 0
             assert one.source_hash == provenance.called_hash(one.api, 10)
-    assert len(said) == 2
-    assert said[0].startswith("QuantLinear exact bfloat16 at (2, 8, 64) was not measured: ")
-    assert "NMSE" in said[0]
+        (beside,) = peers
+        assert (beside.peer, beside.format) == (humming.W4A16, "int4_group32")
+        assert (beside.shape, beside.us, beside.same_run) == (size, pytest.approx(4000), True)
+    (calls,) = made
+    assert set(calls.prepared) == set(ways), "once for both loops"
+    assert calls.released == 2
+    wrong = 2 * (len(ways) - len(right)) + 2
+    assert len(said) == wrong
+    assert said[0].startswith("gemm.plan exact bfloat16 q4_0 at (2, 8, 64) was not measured: ")
+    assert all("NMSE" in one for one in said)
     counted = max(watch.rounds, key=len)
-    assert len(counted) == 5 + 3, "torch once for both plans, and once for each dtype of layers"
+    assert len(counted) == len(right) + 3 + 1, "torch once for plans and once for each dtype"
+
+
+def test_the_sweep_has_several_m_in_a_loop_and_no_host_time(watch: FakeStopwatch) -> None:
+    wanted = [((m, 8, 64), way) for m in (1, 3, 5, 6) for way in as_called.SWEEP_WAYS]
+    heard: list[str] = []
+    ((rows, peers),) = as_called.measure(wanted, H200, watch, QUICK, heard.append)
+    assert heard == ["calls at M=1-6 N=8 K=64"]
+    assert [(one.M, one.accuracy) for one in rows] == [
+        (size[0], way.accuracy) for size, way in wanted
+    ]
+    assert all(one.swept and one.torch_host_us is None for one in rows)
+    assert all(one.x_cublas == pytest.approx(3e-3 / (one.us * 1e-6)) for one in rows)
+    assert made[0].rivals == [(1, "float16"), (3, "float16"), (5, "float16"), (6, "float16")]
+    assert peers == []
+    assert len(max(watch.rounds, key=len)) == len(wanted) + 4
+
+
+def test_without_its_package_humming_is_one_sentence(
+    watch: FakeStopwatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(humming, "why_not", lambda: "it is not installed")
+    said: list[str] = []
+    wanted = [((m, 8, 64), WAYS[0]) for m in (2, 4)]
+    loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
+    assert [peers for _, peers in loops] == [[], []]
+    assert said == ["Humming is not measured: it is not installed"]
+    assert list(as_called.measure([], H200, watch, QUICK, say=said.append)) == []
+    assert len(said) == 1

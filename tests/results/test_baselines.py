@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES
-from results.baselines import cublas, recorded
+from results.baselines import cublas, humming, recorded
 from results.measure import torch_graphs
 from results.record.schema import RecordError, Run, in_order
 
@@ -35,7 +39,9 @@ def test_every_shape_of_the_matrix_has_a_recorded_figure() -> None:
 def test_no_figure_is_recorded_twice() -> None:
     found = recorded.recorded("NVIDIA H200")
     assert len({peer.key for peer in found}) == len(found) > 100
-    assert {peer.format for peer in found} <= {*WEIGHT_FORMATS, *FILE_FORMATS, "f16"}
+    of_ggml = {peer.format for peer in found if peer.peer == "ggml"}
+    assert of_ggml <= {*WEIGHT_FORMATS, *FILE_FORMATS, "f16"}
+    assert {peer.format for peer in found} == {*of_ggml, "int4_group32"}
     from results.record.schema import Environment
 
     in_order(Run(env=Environment(), peers=found))
@@ -44,6 +50,71 @@ def test_no_figure_is_recorded_twice() -> None:
 def test_another_gpu_has_no_recorded_figures() -> None:
     assert recorded.recorded("NVIDIA GeForce RTX 5070") == ()
     assert recorded.recorded(None) == ()
+
+
+def test_hummings_recorded_figures_are_those_of_its_w4a16_layer() -> None:
+    found = humming.figures("NVIDIA H200", [(128, 4096, 14336), (77, 4096, 4096)])
+    (one,) = found
+    assert (one.peer, one.us, one.same_run) == (humming.W4A16, 31.66, False)
+    for part in ("humming-kernels 0.1.19", "2026-11-22", "float16 A to float16 C"):
+        assert part in one.source
+    assert humming.figures("NVIDIA H100 80GB HBM3", [(128, 4096, 14336)]) == ()
+
+
+def test_humming_is_called_as_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layer by a stand-in, whose signature is that of humming-kernels 0.1.19."""
+
+    class Layer:
+        def __init__(
+            self,
+            shape_n: int,
+            shape_k: int,
+            weight_config: Any,
+            input_config: Any,
+            torch_dtype: Any,
+        ) -> None:
+            self.told = (shape_n, shape_k, weight_config, input_config, torch_dtype)
+            self.did: list[Any] = []
+
+        def cuda(self) -> Layer:
+            self.did.append("cuda")
+            return self
+
+        def load_from_unquantized(self, weights: Any) -> None:
+            self.did.append(weights)
+
+        def transform(self) -> None:
+            self.did.append("transform")
+
+    package = ModuleType("humming.layer")
+    package.HummingLayer = Layer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "humming", ModuleType("humming"))
+    monkeypatch.setitem(sys.modules, "humming.layer", package)
+    weights = SimpleNamespace(shape=(6, 64), dtype="float16")
+    a16, a8 = (humming.layer(name, weights) for name in (humming.W4A16, humming.W4A8))
+    grouped = {"dtype": "int4", "group_size": 32}
+    assert a16.told == (6, 64, grouped, {"dtype": "float16"}, "float16")
+    assert a8.told == (6, 64, {"dtype": "int4"}, {"dtype": "int8"}, "float16")
+    assert a16.did == ["cuda", weights, "transform"]
+
+
+def test_humming_is_absent_with_a_sentence_and_named_by_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(humming.metadata, "version", absent)
+    assert humming.why_not() == "humming-kernels is not installed"
+    monkeypatch.setattr(humming.metadata, "version", lambda name: f"9.9 of {name}")
+    assert humming.why_not() is None
+    peer = humming.peer(humming.W4A8, (2, 4, 6), 7.0)
+    assert (peer.peer, peer.format, peer.shape, peer.us) == (
+        *("humming_w4a8", "int4_row"),
+        *((2, 4, 6), 7.0),
+    )
+    assert peer.same_run
+    assert "humming-kernels 9.9 of humming-kernels" in peer.source
 
 
 def test_figures_without_provenance_are_refused(tmp_path: Path) -> None:

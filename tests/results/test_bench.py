@@ -35,6 +35,7 @@ from steps.registry import find, ladder
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
 HOPPER = (9, 0)
+H200 = SimpleNamespace(name="NVIDIA H200", cc=HOPPER, sms=132)
 QUICK = Budget(
     replay_seconds=1e-3, warm_seconds=0.0, seconds=0.0, min_rounds=3, max_rounds=3, slow_rounds=1
 )
@@ -334,11 +335,15 @@ def test_the_headline_comes_first_and_home_shapes_before_the_others() -> None:
 
 def test_a_whole_bench_takes_less_than_12_minutes() -> None:
     """Added up from what the budgets allow and what the host takes, on 16 cores."""
-    loops, calls = benching.in_loops(MATRIX), len(set(as_called.SHAPES))
-    seconds = benching.estimate(loops, calls, Budget(), 16, as_called.LOOP_SECONDS)
+    loops, calls = benching.in_loops(MATRIX), [*as_called.TABLED, *as_called.SWEEP]
+    launched = [one.launched for one in MATRIX]
+    launched += [way.wanted(size, H200) for size, way in calls]
+    apart = as_called.seconds(calls)
+    seconds = benching.estimate(loops, launched, Budget(), 16, apart)
     assert 200 < seconds < 12 * 60
-    half = benching.estimate(loops, calls, Budget().scaled(0.5), 16, as_called.LOOP_SECONDS)
-    assert half < seconds
+    assert benching.estimate(loops, launched, Budget().scaled(0.5), 16, apart) < seconds
+    assert 80 < apart < 150
+    assert as_called.seconds(as_called.SWEEP) < 45
     device = sum(benching.loop_seconds(own, Budget()) for _, own in loops)
     assert device < 180
 
@@ -456,6 +461,7 @@ def asked(**changes: Any) -> Any:
         "fresh": False,
         "seconds": None,
         "no_baselines": True,
+        "only": None,
         "json": False,
         "out": None,
     }
@@ -473,6 +479,35 @@ def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
     assert command.rows_of(asked(steps=["5"], scheme="W8A8"), HOPPER) == [
         w for w in MATRIX if w.work.step.number == 5 and w.work.format == "q8_0"
     ]
+
+
+def test_calls_are_those_of_the_set_the_formats_and_the_shape_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from results.measure import torch_graphs
+
+    version: list[str | None] = ["9.9"]
+    monkeypatch.setattr(torch_graphs, "torch_version", lambda: version[0])
+
+    def calls(**changes: Any) -> list[as_called.Call]:
+        return command.calls_of(asked(no_baselines=False, **changes))
+
+    tabled, sweep = list(as_called.TABLED), list(as_called.SWEEP)
+    assert calls() == tabled + sweep
+    assert calls(only="calls") == tabled
+    assert calls(only="sweep") == sweep
+    assert calls(only="steps") == []
+    assert {way.format for _, way in calls(format=["q5_1"])} == {"q5_1"}
+    assert {size for size, _ in calls(m=8, n=4096, k=4096)} == {(8, 4096, 4096)}
+    assert calls(steps=["4"]) == calls(scheme="W4A16") == []
+    assert calls(steps=["all"]) == tabled + sweep
+    assert command.calls_of(asked(no_baselines=True)) == []
+    assert command.rows_of(asked(only="sweep"), HOPPER) == []
+    assert command.rows_of(asked(only="steps"), HOPPER) == list(MATRIX)
+    assert capsys.readouterr().err == ""
+    version[0] = None
+    assert calls() == []
+    assert "there is no torch with a GPU" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ from dataclasses import replace
 import matplotlib as mpl
 import pytest
 
+from results.baselines.humming import W4A16
 from results.record import store
 from results.record.schema import Environment, Run
 from results.render import captions, charts, query
 from results.render.charts import __main__ as command
-from results.render.charts import called, error, ladder, roofline, style
+from results.render.charts import called, error, ladder, roofline, style, tokens
 from steps.contract import BRANCHES
-from tests.results.synthetic_run import FORMATS, LADDER, make_run
+from tests.results.synthetic_run import CALLED_TOKENS, FEW, FORMATS, LADDER, SWEPT, make_run
 
-NAMES = {"ladder", "as_called", "error", "roofline"}
+NAMES = {"ladder", "as_called", "tokens", "error", "roofline"}
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +122,74 @@ def test_the_decode_panel_counts_the_weights_of_its_format(run) -> None:
 
 def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
     curves = dict(called.curves(run, 4096, 14336))
-    assert set(curves) == {"QuantLinear", "QuantLinear, fast", "gemm.plan, float32", "llama.cpp"}
+    assert set(curves) == {
+        *("QuantLinear", "QuantLinear, fast", "gemm.plan, float32", "llama.cpp"),
+        *query.LAYERS.values(),
+    }
+    assert [m for m, _ in curves["QuantLinear"]] == list(CALLED_TOKENS), "no M of the sweep"
     one = query.called(run, "QuantLinear", "exact", "float16", (512, 4096, 14336))
     assert one is not None
     assert dict(curves["QuantLinear"])[512] == one.x_cublas
     theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", (512, 4096, 14336))
     assert dict(curves["llama.cpp"])[512] == one.cublas_us / (theirs or 0)
+    layer = query.baseline_us(run, W4A16, "q4_0", (512, 4096, 14336))
+    assert dict(curves["Humming W4A16"])[512] == one.cublas_us / (layer or 0)
     text = text_of(files["as_called.svg"])
     assert "cuBLAS float16" in text
     assert all(f"{n} x {k}" in text for n, k in ((4096, 4096), (4096, 14336), (14336, 4096)))
+
+
+def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, files) -> None:
+    assert tokens.sizes(run) == [(4096, 4096), (4096, 14336), (14336, 4096)]
+    curves = dict(tokens.curves(run, 4096, 14336))
+    assert set(curves) == {
+        "QuantLinear",
+        "QuantLinear, fast",
+        "cuBLAS float16",
+        *query.LAYERS.values(),
+    }
+    for label in ("QuantLinear", "QuantLinear, fast", "cuBLAS float16"):
+        assert [m for m, _ in curves[label]] == list(range(1, SWEPT + 1))
+    one = query.called(run, "QuantLinear", "fast", "float16", (33, 4096, 14336))
+    assert one is not None
+    assert dict(curves["QuantLinear, fast"])[33] == one.us
+    assert dict(curves["cuBLAS float16"])[33] == one.cublas_us
+    layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
+    assert dict(curves["Humming W4A16"])[32] == layer
+    calls = query.sweep(run, "fast", 4096, 14336)
+    assert tokens.stretches(calls) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
+    assert tokens.stretches([]) == []
+    text = text_of(files["tokens.svg"]).split("\n")
+    assert [text.count(step) for step in ("14", "15", "18")] == [3, 3, 6]
+
+
+def test_the_sweep_ends_with_the_tabled_m_that_follows_it(run) -> None:
+    few = tuple(one for one in run.as_called if not one.swept or one.M < 16)
+    calls = query.sweep(replace(run, as_called=few), "exact", 4096, 4096)
+    assert [one.M for one in calls] == list(range(1, 17))
+    none = tuple(query.tabled(run))
+    assert query.sweep(replace(run, as_called=none), "exact", 4096, 4096) == []
+    assert "tokens" not in charts.plans(replace(run, as_called=none))
+    assert "as_called" in charts.plans(replace(run, as_called=none))
+
+
+def test_cliffs_are_where_one_token_more_takes_too_long(run) -> None:
+    calls = query.sweep(run, "exact", 4096, 4096)
+    flat = tuple(replace(one, us=10.0 * 1.15**0.99**one.M) for one in calls)
+    assert query.cliffs(replace(run, as_called=flat)) == []
+
+    def at(m: int) -> float:
+        return 10.0 if m < 20 else 11.6 if m < 30 else 13.6
+
+    jumps = tuple(replace(one, us=at(one.M)) for one in calls)
+    found = query.cliffs(replace(run, as_called=jumps))
+    assert [(one.M, more.M) for one, more in found] == [(29, 30), (19, 20)], "the worst first"
+    assert [(one.us, more.us) for one, more in found] == [(11.6, 13.6), (10.0, 11.6)]
+    assert query.cliffs(replace(run, as_called=jumps), most=1.2) == []
+    gap = tuple(one for one in jumps if one.M not in (20, 29))
+    assert query.cliffs(replace(run, as_called=gap)) == [], "M and M + 1 must both be there"
+    other = tuple(replace(one, dtype="bfloat16") if one.M == 20 else one for one in jumps)
+    assert [one.M for one, _ in query.cliffs(replace(run, as_called=other))] == [29]
 
 
 def test_the_error_of_the_product_shows_what_requantizing_costs(run, files) -> None:
@@ -243,7 +303,7 @@ def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypa
     found = charts.drifts(newer, out)
     assert "error.svg is missing: run `make charts`" in found[0]
     assert "old.svg shows what no run holds: remove it" in " ".join(found)
-    assert sum("shows another state of the run" in one for one in found) == 3
+    assert sum("shows another state of the run" in one for one in found) == len(NAMES) - 1
     assert command.main([str(path), "--out", str(out)]) == 0
     assert charts.drifts(newer, out) == [], "what no run holds is removed"
     assert charts.drifts(None, out) != []
@@ -262,6 +322,14 @@ def test_captions_hold_the_figures_of_their_charts(run) -> None:
     for _, points in called.curves(run, 4096, 4096):
         for _, x in points:
             assert query.ratio(x) in said["as_called"].figures
+    for _, points in tokens.curves(run, 4096, 4096):
+        assert query.number(points[-1][1]) in said["tokens"].figures
+    none = "nowhere does one token more take more than 1.15 times as long"
+    assert none in said["tokens"].finding
+    jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
+    other = captions.chart_captions(replace(run, as_called=jump))["tokens"].finding
+    assert none not in other
+    assert "x from M=32 as long" in other
     for row in roofline.rows_of(run):
         assert query.number(row.tflops or 0) in said["roofline"].figures
     assert "fast steps" in said["error"].finding

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from results.baselines.humming import W4A16
 from results.record import store
 from results.record.provenance import source_hash
 from results.record.schema import Environment, Row, Run
@@ -70,7 +71,7 @@ def test_generated_lines_of_the_readme_are_short(tree, run) -> None:
     assert max(map(len, text.splitlines())) < WIDEST
     for make in readme.TABLES.values():
         (_, *_), *_ = table = lines_of(make(run, "results/nvidia-h200/run.json", stale))
-        assert all(len(line) == 6 for line in table)
+        assert {len(line) for line in table} <= {6, 7}
 
 
 def test_a_digit_changed_by_hand_is_one_sentence(tree) -> None:
@@ -208,7 +209,7 @@ def test_stale_steps_are_marked(tree, run) -> None:
 # --- what a caller gets ---------------------------------------------------------------------------
 
 
-def test_what_a_caller_gets_is_float16_beside_both_baselines(run) -> None:
+def test_what_a_caller_gets_is_float16_beside_the_baselines(run) -> None:
     lines = [cells(line) for line in lines_of(readme.called_table(run, "r.json"))]
     assert [int(line[0]) for line in lines] == [size[0] for size in readme.CALLED]
     for size, line in zip(readme.CALLED, lines, strict=True):
@@ -219,16 +220,19 @@ def test_what_a_caller_gets_is_float16_beside_both_baselines(run) -> None:
         assert exact is not None
         assert fast is not None
         theirs = query.baseline_us(run, query.LLAMA_CPP, "q4_0", size)
-        times = (exact.us, fast.us, exact.cublas_us, theirs)
+        layer = query.baseline_us(run, W4A16, "q4_0", size)
+        times = (exact.us, fast.us, exact.cublas_us, theirs, layer)
         assert line[2:] == [query.cell(us) for us in times]
 
 
 def test_llama_cpp_of_another_run_and_missing_figures_are_said(run) -> None:
-    first, *_ = readme.called_table(run, "r.json").splitlines()
+    first, second, *_ = readme.called_table(run, "r.json").splitlines()
     assert first.endswith("llama.cpp: float32 in and out, from another run.")
+    assert second == "Humming W4A16: from another run."
     here = tuple(replace(peer, same_run=True) for peer in run.peers)
-    first, *_ = readme.called_table(replace(run, peers=here), "r.json").splitlines()
+    first, second, *_ = readme.called_table(replace(run, peers=here), "r.json").splitlines()
     assert first.endswith("llama.cpp: float32 in and out.")
+    assert second == ""
     exact = tuple(one for one in run.as_called if one.accuracy == "exact")
     lines = lines_of(readme.called_table(replace(run, as_called=exact, peers=()), "r.json"))
     assert all(cells(line)[3] == cells(line)[5] == "-" for line in lines)
@@ -260,7 +264,30 @@ def test_results_are_reproducible_and_hold_every_row_at_home(tree, run) -> None:
 def test_results_hold_what_a_caller_gets_the_tops_and_the_baselines(tree, run) -> None:
     text = complete.page(tree)
     calls = text.split("### What a caller gets")[1].split("\n### ")[0]
-    assert calls.count("\n| Q4_0 (stale) |") == len(run.as_called)
+    heads = [line.strip("# ") for line in calls.splitlines() if line.startswith("####")]
+    assert heads == [
+        *("Q4_0", "Q5_1"),
+        "gemm.plan float32, Q4_0, in detail",
+        *(f"QuantLinear {dtype}, Q4_0, in detail" for dtype in ("float32", "float16", "bfloat16")),
+        *(f"QuantLinear {dtype}, fast, Q4_0, in detail" for dtype in ("float16", "bfloat16")),
+    ]
+    tabled = query.tabled(run)
+    assert len(tabled) < len(run.as_called)
+    for name in ("q4_0", "q5_1"):
+        own = [one for one in tabled if one.format == name]
+        table = calls.split(f"#### {name.upper()}\n")[1].split("\n####")[0]
+        assert len(lines_of(table)) == len({one.shape for one in own})
+        for one in own:
+            assert f"| {query.number(one.us)}, {query.ratio(one.x_cublas)} (stale) |" in table
+        assert ("Humming W4A16" in table) == (name == "q4_0")
+    least = calls.split("#### ")[0]
+    own = [one for one in tabled if one.M == 512 and one.dtype == "bfloat16"]
+    exact = [
+        min(o.x_cublas for o in own if (o.format, o.accuracy) == (name, "exact"))
+        for name in ("q4_0", "q5_1")
+    ]
+    (line,) = (cells(line) for line in lines_of(least) if cells(line)[0] == "512")
+    assert line[2] == query.span(exact)
     tops = text.split("### The last step of each branch at every shape")[1].split("\n### ")[0]
     assert [line for line in tops.splitlines() if line.startswith("####")] == [
         "#### Step 10, float32",
@@ -279,6 +306,28 @@ def test_results_hold_what_a_caller_gets_the_tops_and_the_baselines(tree, run) -
     assert len(lines_of(others)) == len({peer.shape for peer in run.peers})
     assert "- llama.cpp: invented. From another run on the same GPU model" in others
     assert "- dp4a: 125 T operations/s" in text
+
+
+def test_results_hold_the_sweep_and_say_where_time_jumps(tree, run) -> None:
+    def section() -> str:
+        return complete.page(tree).split("### Every number of tokens")[1].split("\n### ")[0]
+
+    assert "drawn in tokens.svg (stale)" in section()
+    assert "| QuantLinear | 4096 x 4096 | 18 (M=1-16), 14 (M=17-48) |" in section()
+    assert "| QuantLinear, fast | 14336 x 4096 | 18 (M=1-16), 15 (M=17-48) |" in section()
+    assert "Nowhere does one token more take more than 1.15 times as long." in section()
+    path = tree / "results" / "nvidia-h200" / "run.json"
+    jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
+    store.write(replace(run, as_called=jump), path)
+    found = query.cliffs(store.read(path))
+    assert found
+    assert "One token more takes more than 1.15 times as long here:" in section()
+    lines = [line for line in section().splitlines() if line.startswith("- ")]
+    assert len(lines) == len(found)
+    assert all(": M=32 " in line and ", M=33 " in line for line in lines)
+    none = replace(run, as_called=tuple(query.tabled(run)))
+    store.write(none, path)
+    assert "### Every number of tokens" not in complete.page(tree)
 
 
 def test_results_have_a_section_per_gpu_the_largest_first(tree, run) -> None:

@@ -4,6 +4,7 @@
 
     ladder.svg      each step at its home shape, a panel per branch, cuBLAS and llama.cpp as lines
     as_called.svg   what a caller gets, times as fast as cuBLAS float16, against tokens
+    tokens.svg      its time at every number of tokens, and the step that was chosen
     error.svg       the error of the product, then of the kernel
     roofline.svg    the last step of each branch under the limits measured on this GPU
 
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Final
 
 from results.record import ROOT
 from results.record.schema import Run, to_json
-from results.render.charts import called, error, ladder, roofline
+from results.render.charts import called, error, ladder, roofline, tokens
 from results.render.charts.style import STYLE
 from results.render.query import ladder as panels_of
+from results.render.query import tabled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,8 +41,10 @@ def plans(run: Run) -> dict[str, Callable[[Run], Figure]]:
     made: dict[str, Callable[[Run], Figure]] = {}
     if panels_of(run):
         made["ladder"] = ladder.draw
-    if run.as_called:
+    if tabled(run):
         made["as_called"] = called.draw
+    if tokens.sizes(run):
+        made["tokens"] = tokens.draw
     if error.rungs(run):
         made["error"] = error.draw
     if roofline.rows_of(run):

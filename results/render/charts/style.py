@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Run
-from results.render.query import CUBLAS, LLAMA_CPP
+from results.render.query import CUBLAS, LAYERS, LLAMA_CPP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,7 @@ FORMAT_MARKERS: Final = dict(
     zip(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), ("o", "s", "^", "v", "D"), strict=True)
 )
 BASELINE_COLORS: Final = {CUBLAS: "#3d3d3d", LLAMA_CPP: "#7a3e9d"}
+LAYER_COLORS: Final = dict(zip(LAYERS.values(), (PINK, YELLOW), strict=True))
 BASELINE_DASHES: Final[dict[str, Any]] = {CUBLAS: (0, (5, 2)), LLAMA_CPP: (0, (1.5, 1.5))}
 
 STYLE: Final[dict[Any, Any]] = {
@@ -88,6 +89,25 @@ def plain_log(axis: Any) -> None:
 
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x < 1e4 else f"{x:.0e}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def named_ends(axes: Any, ends: Sequence[tuple[float, str, Any]], gap: float) -> None:
+    """Each line by its name beside its right end. ends: (height in axes, name, colour); names are
+    at least `gap` apart."""
+    heights = spread([end for end, _, _ in ends], gap)
+    for (end, label, color), y in zip(ends, heights, strict=True):
+        axes.annotate(
+            label,
+            xy=(1, end),
+            xycoords="axes fraction",
+            xytext=(1.045, y),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9.5,
+            color=color,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "relpos": (0, 0.5)},
+            annotation_clip=False,
+        )
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
