@@ -2,11 +2,14 @@
 summary, and processes that share the tests begin with the longest."""
 
 import gc
+import os
 
 import pytest
 
 from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
 from tests.api.fake_gpu import gpu  # noqa: F401 - a fixture
+
+os.environ["LADDER_CACHE"] = "off"  # the suite compiles what it tests, and leaves nothing behind
 
 # Numba makes millions of objects and few circles: looking for circles after every 700 new objects
 # takes a tenth of the time.

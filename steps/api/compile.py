@@ -1,10 +1,13 @@
 """Machine code without a GPU or a driver: what a launch does, up to loading the code.
 
-`machine_code(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to
-LTO-IR), nvJitLink (to a cubin, with ptxas's report) and nvdisasm, as a launch on such a GPU would,
-with the options of the dispatcher (`max_registers`, `launch_bounds`, `fastmath` ...). Numba asks
-the driver for the device at two places on the way. While `machine_code` runs, and only then, both
-get the architecture that was asked for, so that a process with a GPU may do this too.
+`compile_kernel(kernel, signature, arch)` runs a `@cuda.jit` kernel through Numba, libNVVM (to
+LTO-IR) and nvJitLink (to a cubin), with the options of the dispatcher (`max_registers`,
+`launch_bounds`, `fastmath` ...). `compiled` asks the cache first (`steps.api.kernel_cache`), as
+launches do. `machine_code` adds what people read: PTX, ptxas's report, nvdisasm's listing.
+
+Numba asks the driver for the device at two places on the way. While a kernel is compiled, and only
+then, both get the architecture that was asked for, so that a process with a GPU may compile for
+another.
 """
 
 import re
@@ -18,18 +21,20 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from cuda import pathfinder
 from numba.cuda import codegen, dispatcher, types
 from numba.cuda.core import sigutils
+from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.cudadrv import driver
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import Purpose, typeof
 
+from steps.api import kernel_cache
 from steps.api.dry_run import Placeholder
+from steps.api.kernel_cache import CompiledKernel
 from steps.instructions.tensor_map import PARAMETER_WORDS, TensorMap
 from steps.simulator.twins import INSTRUCTIONS
 
@@ -81,6 +86,28 @@ def machine_code(kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a") -
         raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
     argument_types, _ = sigutils.normalize_signature(signature)
     return _machine_code(kernel, tuple(argument_types), arch)
+
+
+def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
+    """The machine code that a launch loads: what the cache has, else compiled now and kept there.
+
+    Raises what the compiler raises.
+    """
+    with global_compiler_lock:
+        found = kernel_cache.find(kernel, signature, arch)
+        if found is None:
+            found = compile_kernel(kernel, signature, arch)
+            kernel_cache.store(kernel, signature, arch, found)
+    return found
+
+
+def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
+    """The same, whatever the cache has."""
+    cc = capability(arch)
+    with _pretending_to_be(cc):
+        made = dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
+        cubin = made._codelibrary.get_cubin(cc=cc)
+    return CompiledKernel(made.entry_name, bytes(cubin.code), made.cooperative)
 
 
 @lru_cache(maxsize=512)
@@ -147,6 +174,11 @@ def capability(arch: str) -> tuple[int, int, str]:
     return int(match[1]), int(match[2]), match[3]
 
 
+def architecture(cc: tuple[int, int]) -> str:
+    """ "sm_90a" of (9, 0): what Numba compiles for on such a GPU."""
+    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+
+
 def disassemble(cubin: bytes) -> str:
     """nvdisasm's listing of a cubin."""
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
@@ -170,13 +202,18 @@ def opcodes(sass: str) -> Counter:
 
 @contextmanager
 def _pretending_to_be(cc: tuple[int, int, str]) -> Iterator[None]:
-    """Answer numba-cuda's two questions about the current device with `cc`; not thread-safe."""
+    """Answer numba-cuda's two questions about the current device with `cc`, while no other thread
+    compiles."""
     device = SimpleNamespace(id=0, compute_capability=cc[:2])
-    with (
-        mock.patch.object(dispatcher, "get_current_device", return_value=device),
-        mock.patch.object(codegen.CUDACodeLibrary, "_ensure_cc", lambda self, asked: asked or cc),
-    ):
-        yield
+    library = codegen.CUDACodeLibrary
+    with global_compiler_lock:
+        asked, ensure = dispatcher.get_current_device, library._ensure_cc
+        dispatcher.get_current_device = lambda: device
+        library._ensure_cc = lambda self, given: given or cc
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device, library._ensure_cc = asked, ensure
 
 
 class _ReportingLinker(driver._Linker):

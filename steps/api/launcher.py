@@ -21,14 +21,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from cuda.bindings import driver
+from cuda.core import ObjectCode
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import CudaAPIError
 
-from steps.api.compile import signature_of
+from steps.api.compile import architecture, compiled, signature_of
 from steps.api.dry_run import Placeholder
 from steps.api.encode_map import EncodedMap
+from steps.api.kernel_cache import CompiledKernel
 from steps.contract import Launch
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 
@@ -39,7 +41,8 @@ OVERLAP_CC: Final = (9, 0)
 """The first compute capability that has programmatic dependent launch; others run in order."""
 
 _thread = threading.local()
-_allowed: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # kernel -> device -> bytes
+_on_gpus: WeakKeyDictionary[CompiledKernel, dict[int, Any]] = WeakKeyDictionary()  # by device
+_allowed: WeakKeyDictionary[CompiledKernel, dict[int, int]] = WeakKeyDictionary()  # bytes by device
 
 
 class Loaded:
@@ -134,14 +137,25 @@ def load(source: Launch) -> Loaded:
                 f"{argument.shape}: a GPU reads its own memory, so copy it there (Gpu.array)"
             )
     signature = signature_of(source.args)
-    compiled = source.kernel.compile(signature)
-    kernel = compiled._codelibrary.get_cufunc()
+    arch = architecture(cuda.get_current_device().compute_capability)
+    code = compiled(source.kernel, signature, arch)
+    kernel = _on_gpu(code)
     # Otherwise the driver loads code at its first launch, which a capture may not survive.
     error, function = driver.cuKernelGetFunction(kernel.handle)
     _must(error, f"loading {source.kernel.__name__}")
-    _allow_shared(compiled, kernel, source)
-    config = _config(source, compiled.cooperative)
+    _allow_shared(code, kernel, source)
+    config = _config(source, code.cooperative)
     return Loaded(source, function, config, parameters(signature, source.args))
+
+
+def _on_gpu(code: CompiledKernel) -> Any:
+    """The kernel in the current context, loaded once in each."""
+    context = cuda.current_context()
+    loaded = _on_gpus.setdefault(code, {})
+    if context.device.id not in loaded:
+        module = context.create_module_image(ObjectCode.from_cubin(code.cubin))
+        loaded[context.device.id] = module.get_function(code.name)
+    return loaded[context.device.id]
 
 
 def _config(source: Launch, cooperative: bool) -> Any:
@@ -230,7 +244,7 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _allow_shared(compiled: Any, kernel: Any, source: Launch) -> None:
+def _allow_shared(code: CompiledKernel, kernel: Any, source: Launch) -> None:
     """Raise the kernel's limit of dynamic shared memory, once for each size that needs it.
 
     Above 48 KB in all a launch fails with CUDA_ERROR_INVALID_VALUE until the function's attribute
@@ -240,7 +254,7 @@ def _allow_shared(compiled: Any, kernel: Any, source: Launch) -> None:
     if kernel.attrs.shared + size <= DEFAULT_SHARED_BYTES:
         return
     device = cuda.get_current_device().id
-    allowed = _allowed.setdefault(compiled, {})
+    allowed = _allowed.setdefault(code, {})
     if size <= allowed.get(device, 0):
         return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -1,9 +1,8 @@
 """Kernels compiled before a long run begins, by all cores.
 
 Compiling one takes seconds, five sixths of them in Numba's front end, which is Python and uses one
-core; a bench of five formats launches some 250 kernels. So other processes compile them, and hand
-over what Numba would keep of a kernel in a cache on a disk. Nothing is kept from run to run, so
-nothing can be out of date.
+core; a bench of five formats launches some 250 kernels. So other processes compile those that the
+cache (`steps.api.kernel_cache`) does not have, keep them there and hand them over.
 
 A process that compiles makes the launch anew, in a dry run, from a recipe, and does not touch the
 GPU: it is told what launches depend on. A kernel that fails to compile there is compiled where it
@@ -13,14 +12,16 @@ is launched, as without this file.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, Final
 
+from steps.api import kernel_cache
+from steps.api.compile import architecture, compile_kernel, signature_of
 from steps.api.dry_run import launches
+from steps.api.kernel_cache import CompiledKernel
 from steps.contract import Launch, Size, Work, multiprocessors, pretend, shared_memory
 from steps.registry import find
 
@@ -41,32 +42,35 @@ def compile_ahead(
     gpu: Any,
     say: Callable[[str], None],
     processes: int | None = None,
+    *,
+    fewest: int = FEWEST,
+    report: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
     """Compile the kernels of some products for a GPU (its `cc`) and return how many were compiled.
 
-    processes : how many compile; by default one for each core. Fewer than `FEWEST` kernels are left
-                to whoever launches them.
+    processes : how many compile; by default one for each core.
+    fewest    : fewer kernels than this are left to whoever launches them.
     say       : is called with a sentence about those that failed.
+    report    : is called with how many kernels are compiled, of how many.
     """
-    from numba.cuda.dispatcher import _Kernel
-
+    arch = architecture(gpu.cc)
     found = _kernels(wanted, gpu.cc)
     processes = min(processes or len(os.sched_getaffinity(0)), len(found))
-    if len(found) < FEWEST or processes < 2:
+    if len(found) < fewest or processes < 2:
         return 0
-    facts = architecture(gpu.cc), multiprocessors(), shared_memory()
+    facts = arch, multiprocessors(), shared_memory()
     spawn = get_context("spawn")  # a process with a CUDA context must not be forked
     count, why = 0, ""
     with ProcessPoolExecutor(processes, spawn, _begin, facts) as pool:
         jobs = {pool.submit(_compiled, recipe): key for key, recipe in found.items()}
         try:
             for job in as_completed(jobs):
-                kernel, signature = jobs[job]
                 try:
-                    kernel.add_overload(_Kernel._rebuild(**pickle.loads(job.result())), signature)
+                    kernel_cache.store(*jobs[job], arch, job.result())
                     count += 1
                 except Exception as error:  # in the other process, of any type
                     why = f"{type(error).__name__}: {error}"
+                report(count, len(found))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -89,22 +93,15 @@ def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, A
             continue
         for i, (launch, signature) in enumerate(launches):
             recipe = (work.step.number, work.family, work.format, size, output, input, i)
-            if signature not in launch.kernel.overloads:
-                found.setdefault((launch.kernel, signature), recipe)
-    return found
-
-
-def architecture(cc: tuple[int, int]) -> str:
-    """ "sm_90a" of (9, 0): what Numba compiles for on such a GPU."""
-    return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
+            found.setdefault((launch.kernel, signature), recipe)
+    arch = architecture(cc)
+    return {key: recipe for key, recipe in found.items() if not kernel_cache.find(*key, arch)}
 
 
 def _launches(
     work: Work, size: Size, output: str, input: str = "float32"
 ) -> Iterator[tuple[Launch, Any]]:
     """Each launch of a product, made in a dry run, and what its kernel is compiled for."""
-    from steps.api.compile import signature_of
-
     before, own = launches(work, size, output=output, input=input)
     for launch in (*before, own):
         yield launch, signature_of(launch.args)
@@ -122,17 +119,8 @@ def _begin(arch: str, sms: int, shared_bytes: int) -> None:
     pretend(sms, shared_bytes)
 
 
-def _compiled(recipe: Recipe) -> bytes:
-    """What Numba keeps of the compiled kernel, pickled."""
-    from numba.cuda.dispatcher import _Kernel
-
-    from steps.api.compile import _pretending_to_be, capability
-
+def _compiled(recipe: Recipe) -> CompiledKernel:
     number, family, format_name, size, output, input, index = recipe
     work = Work(find(number), family, format_name)
     launch, signature = list(_launches(work, size, output, input))[index]
-    cc = capability(_arch)
-    with _pretending_to_be(cc):
-        kernel = _Kernel(launch.kernel.py_func, signature, **launch.kernel.targetoptions)
-        kernel._codelibrary.get_cubin(cc=cc)
-        return pickle.dumps(kernel._reduce_states())
+    return compile_kernel(launch.kernel, signature, _arch)

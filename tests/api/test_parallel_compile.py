@@ -13,12 +13,19 @@ import pytest
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
 from reference import BENCH_SHAPES, Problem
 from steps import contract
-from steps.api import choice, dry_run, parallel_compile
+from steps.api import choice, dry_run, kernel_cache, parallel_compile
+from steps.api import compile as compiling
 from steps.api.choice import choose_packed
-from steps.api.compile import disassemble, machine_code, opcodes, signature_of
+from steps.api.compile import (
+    architecture,
+    disassemble,
+    machine_code,
+    opcodes,
+    signature_of,
+)
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
-from steps.api.parallel_compile import architecture, compile_ahead
+from steps.api.parallel_compile import compile_ahead
 from steps.checks.select import select
 from steps.components.activations.rows import row_rounder
 from steps.contract import Shape, Work, array_dtype
@@ -36,39 +43,37 @@ def forgotten() -> Any:
     for work in select((find(1), find(2)), ["q4_0"]):
         for launch, _ in parallel_compile._launches(work, SIZE, "float32"):
             kernels[launch.kernel.__name__] = launch.kernel
-    before = {name: dict(kernel.overloads) for name, kernel in kernels.items()}
-    for kernel in kernels.values():
-        kernel.overloads.clear()
+    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels.values()}
     yield kernels
-    for name, kernel in kernels.items():
-        kernel.overloads.clear()
-        kernel.overloads.update(before[name])
+    kernel_cache._known.update(before)
 
 
 def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_compile, "FEWEST", 3)
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     works = select((find(1), find(2)), ["q4_0"])
     said: list[str] = []
-    assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, said.append) == 3
+    wanted = [(work, SIZE, "float32") for work in works]
+    steps: list[tuple[int, int]] = []
+    report = lambda *done: steps.append(done)  # noqa: E731
+    assert compile_ahead(wanted, HOPPER, said.append, fewest=3, report=report) == 3
     assert said == []
+    assert steps == [(1, 3), (2, 3), (3, 3)]
     for work in works:
         before, own = dry_run.launches(work, SIZE)
         for launch in (*before, own):
             signature = signature_of(launch.args)
-            made = launch.kernel.overloads[signature]
-            assert launch.kernel.compile(signature) is made, "nothing is compiled again"
-            cubin = made._codelibrary.get_cubin(cc=(9, 0, "a")).code
+            made = kernel_cache._known[launch.kernel][signature, "sm_90a"]
+            assert made is kernel_cache.find(launch.kernel, signature, "sm_90a")
             here = machine_code(launch.kernel, signature, "sm_90a")
-            assert opcodes(disassemble(bytes(cubin))) == here.instructions
-    assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, said.append) == 0
+            assert opcodes(disassemble(made.cubin)) == here.instructions
+            assert made.name.encode() in made.cubin
+    assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0, "all of it is known"
 
 
 @pytest.mark.gpu
 def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_compile, "FEWEST", 1)
     gpu, size, step = Gpu(), (40, 68, 288), find(14)
     for factory in (sys.modules[step.launch.__module__].kernel, row_rounder):
         factory.cache_clear()  # what other tests have compiled
@@ -77,40 +82,36 @@ def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPa
     # this step, whatever the table of this GPU says of so small a product
     monkeypatch.setattr(choice, "ladder", lambda: (step,))
     wanted = [(Work(step, "A16", "q4_0"), size, output) for output in step.outputs]
-    assert compile_ahead(wanted, gpu, print, 2) == 1 + len(step.outputs), "and the pass"
+    assert compile_ahead(wanted, gpu, print, 2, fewest=1) == 1 + len(step.outputs), "and the pass"
+    monkeypatch.setattr(compiling, "compile_kernel", None)  # nothing is compiled here
     for output in step.outputs:
         chosen = choose_packed("q4_0", Shape(*size), [step.pack.__name__], gpu)
         made = LaunchTemplate(chosen, types, output=output)
         assert made.choice.step is step
-        for one in made.loaded:
-            found = one.source.kernel.overloads[signature_of(one.source.args)]
-            assert found._type_annotation is None, "it was not compiled here"
 
 
 def test_what_another_process_cannot_compile_is_said(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_compile, "FEWEST", 1)
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     unknown = Work(replace(find(2), number=99), "A8", "q4_0")
     said: list[str] = []
-    assert compile_ahead([(unknown, SIZE, "float32")], HOPPER, said.append) == 0
+    assert compile_ahead([(unknown, SIZE, "float32")], HOPPER, said.append, fewest=1) == 0
     (sentence,) = said
     assert sentence.startswith(
         "2 kernels were not compiled by other processes: ValueError: there is no step 99"
     )
-    assert not any(kernel.overloads for kernel in forgotten.values())
+    assert not any(kernel_cache._known.get(kernel) for kernel in forgotten.values())
 
 
 @pytest.mark.parametrize(("fewest", "cores"), [(4, 2), (1, 1)])
 def test_few_kernels_or_one_core_are_no_reason_to_start_processes(
     forgotten: Any, fewest: int, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_compile, "FEWEST", fewest)
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(parallel_compile, "ProcessPoolExecutor", None)
-    works = select((find(1), find(2)), ["q4_0"])
-    assert compile_ahead([(w, SIZE, "float32") for w in works], HOPPER, print) == 0
+    wanted = [(work, SIZE, "float32") for work in select((find(1), find(2)), ["q4_0"])]
+    assert compile_ahead(wanted, HOPPER, print, fewest=fewest) == 0
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
