@@ -72,6 +72,7 @@ def plan(
     step, family, accuracy : as for `steps.gemm`; the choice is made now, `plan.choice` tells it.
     stream  : where every call is queued, see `steps.gemm`; by default the current stream of the
               library of `a`.
+    machine : where to multiply, see `steps.gemm`.
 
     Raises what `steps.gemm` does. Kernels that were not used before are compiled, in seconds.
     """
