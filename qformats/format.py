@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qformats.blocks import BLOCK, BlockDtype
+from qformats.threads import in_parts
 
 Floats = NDArray[np.float32]
 Blocks = NDArray[np.void]
@@ -23,6 +24,8 @@ Sum = Literal["codes", "values"]
 F16_MAX: Final = 65504.0
 HALF: Final = BLOCK // 2
 RUN: Final = 1024  # blocks of 32 worked on at once: 128 KiB of float32, which stays in a core's L2
+
+RUNS_OF_A_THREAD: Final = 32  # 4 MiB of float32
 
 
 class Packed(NamedTuple):
@@ -208,11 +211,15 @@ class Format(ABC):
         rows = x.reshape(-1, BLOCK)
         shape = (*x.shape[:-1], x.shape[-1] // BLOCK)
         blocks: Blocks = np.empty(len(rows), self.dtype)
-        with np.errstate(all="ignore"):
-            for first in range(0, len(rows), RUN):
-                stop = min(first + RUN, len(rows))
-                columns = np.ascontiguousarray(rows[first:stop].T)
-                self._encode(Run(columns, blocks[first:stop], self.name, first, shape), s)
+
+        def encode(first: int, stop: int) -> None:
+            with np.errstate(all="ignore"):
+                for at in range(first, stop, RUN):
+                    run = slice(at, min(at + RUN, stop))
+                    columns = np.ascontiguousarray(rows[run].T)
+                    self._encode(Run(columns, blocks[run], self.name, at, shape), s)
+
+        in_parts(encode, len(rows), RUNS_OF_A_THREAD * RUN)
         return blocks.reshape(shape)
 
     def _require(self, blocks: Blocks) -> None:

@@ -36,6 +36,7 @@ from qformats.repack import (
     matrix_format,
     row_tiles,
 )
+from qformats.threads import by_rows
 
 INTEGER_ZERO: Final = 128
 """The unsigned byte that stands for 0 until the highest bits are flipped."""
@@ -71,6 +72,7 @@ def integer_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
     return w.astype(np.int8).reshape(len(blocks), -1), grid.factor
 
 
+@by_rows
 def integer_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """Blocks [N, K//32] as packed tiles of 16 rows x 128 K, and the scale of each row: (packed,
     row_scales).

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from qformats.codec import BLOCK, FILE_FORMATS, Blocks, Floats
 from qformats.repack.fields import KNOWN, matrix_format
 from qformats.storage import PackedFormat, StorageFormat, storage_format, to_storage_format
+from qformats.threads import by_rows
 
 TILE_ROWS, TILE_K = 16, 128
 """A fragment-packed tile: the rows of an mma's A operand, and four blocks along K."""
@@ -60,6 +61,7 @@ MINIMUM_SCALE = 2.0**-15
 them as finely as the weights that they are added to."""
 
 
+@by_rows
 def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """Blocks [N, K//32] as fragment-packed tiles of 16 rows x 128 K, laid out as `mma.m16n8k32`
     takes its A, and the row scales for a kernel's sums: (packed, row_scales).

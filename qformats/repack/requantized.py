@@ -18,6 +18,7 @@ from qformats.repack.fragments import (
     pack_tiles,
     row_tiles,
 )
+from qformats.threads import by_rows
 
 BYTE_SCALE = 2.0**-13
 
@@ -30,6 +31,7 @@ CENTRE = {"q4_0": 8, "q5_0": 16}
 """The code of 0, in formats that have neither minima nor signed codes."""
 
 
+@by_rows
 def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """`tiles` for kernels that make int8 weights, and one scale per row: (packed, row_scales).
 

@@ -1,0 +1,51 @@
+"""Rows of a matrix on several cores: NumPy lets other threads run while it computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+ROWS: Final = 512
+"""Of a part of a matrix: whole groups of packed tiles, and some MB of a core's cache."""
+
+T = TypeVar("T")
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def in_parts(work: Callable[[int, int], T], count: int, size: int) -> list[T]:
+    """work(first, stop) for 0 .. count in parts of `size`, in order; the error of the first part
+    that has one. One part, or one core, needs no threads."""
+    firsts = range(0, count, size)
+    workers = min(cores(), len(firsts))
+    if workers < 2:
+        return [work(first, min(first + size, count)) for first in firsts]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda first: work(first, min(first + size, count)), firsts))
+
+
+def by_rows(pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A packing of blocks [N, K//32] whose arrays are those of its first `ROWS` rows, then those of
+    the next, and so on: the same arrays, made part by part."""
+
+    @wraps(pack)
+    def packed(blocks: Any) -> Any:
+        if blocks.ndim != 2 or len(blocks) <= ROWS:
+            return pack(blocks)
+        try:
+            parts = in_parts(lambda first, stop: pack(blocks[first:stop]), len(blocks), ROWS)
+        except ValueError:  # it numbers the rows of a part: the whole has the same error
+            return pack(blocks)
+        return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+    return packed

@@ -1,0 +1,102 @@
+"""Rows on several cores: the same bits as on one, and the same errors."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from qformats import (
+    FILE_FORMATS,
+    FORMATS,
+    WEIGHT_FORMATS,
+    quantize,
+    threads,
+)
+from qformats import (
+    format as format_module,
+)
+from qformats.integer_scales import integer_tiles
+from qformats.repack import byte_tiles, tiles
+
+WRITTEN = [name for name in (*WEIGHT_FORMATS, *FILE_FORMATS) if FORMATS[name].written]
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores, and parts of so few rows that a small matrix has several."""
+    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(threads, "ROWS", 128)
+    monkeypatch.setattr(format_module, "RUNS_OF_A_THREAD", 1)
+
+
+def matrix(n: int, k: int) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal((n, k), dtype=np.float32)
+
+
+def random_blocks(name: str, n: int, k: int) -> np.ndarray:
+    """Blocks of random bytes with finite scales, for formats that are only read, too."""
+    fmt, rng = FORMATS[name], np.random.default_rng(4)
+    count = n * k // fmt.elements
+    made = rng.integers(0, 256, count * fmt.block_bytes, np.uint8).view(fmt.dtype)
+    for field in ("d", "m", "dmin"):
+        if field in fmt.dtype.names and fmt.dtype[field] == np.float16:
+            made[field] = rng.uniform(1e-3, 1, count).astype(np.float16)
+    if name == "mxfp4":
+        made["e"] = rng.integers(100, 130, count)
+    return made.reshape(n, -1)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_quantizing_on_several_cores_gives_the_bits_of_one(name: str, four: None) -> None:
+    x = matrix(300, 256)
+    parts = quantize(x, name)
+    rows = np.concatenate([quantize(x[i : i + 1], name) for i in range(len(x))])
+    assert parts.tobytes() == rows.tobytes()
+
+
+PACKINGS = [
+    *((pack, name) for pack in (tiles, byte_tiles) for name in (*WEIGHT_FORMATS, *FILE_FORMATS)),
+    *((integer_tiles, name) for name in WEIGHT_FORMATS),
+]
+
+
+@pytest.mark.parametrize(("pack", "name"), PACKINGS)
+def test_packing_on_several_cores_gives_the_bits_of_one(pack, name: str, four: None) -> None:
+    blocks = random_blocks(name, 300, 512)
+    parts, whole = pack(blocks), pack.__wrapped__(blocks)
+    assert len(parts) == len(whole)
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)
+
+
+def test_the_first_error_is_the_one_that_is_raised(four: None) -> None:
+    x = matrix(300, 256)
+    x[200, 5], x[50, 3] = np.nan, np.inf
+    with pytest.raises(ValueError, match=r"x is inf at element 3 of block \(50, 0\)"):
+        quantize(x, "q4_0")
+
+
+def test_an_error_names_the_row_of_the_whole(four: None) -> None:
+    blocks = random_blocks("mxfp4", 300, 64)
+    blocks["e"][260, 1] = 250
+    with pytest.raises(ValueError, match=r"^block 1 of row 260 has a scale of 2\^122"):
+        tiles(blocks)
+
+
+def test_parts_are_in_order_and_on_as_many_threads_as_there_are_cores(four: None) -> None:
+    seen: set[int] = set()
+    together = threading.Barrier(4, timeout=30)
+
+    def work(first: int, stop: int) -> tuple[int, int]:
+        seen.add(threading.get_ident())
+        together.wait()
+        return first, stop
+
+    assert threads.in_parts(work, 40, 10) == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert len(seen) == 4
+    here = threads.in_parts(lambda *_: threading.get_ident(), 10, 10)
+    assert here == [threading.get_ident()], "one part needs no thread"
+    assert threads.in_parts(lambda *part: part, 0, 10) == []
+    assert threads.in_parts(lambda *part: part, 5, 2) == [(0, 2), (2, 4), (4, 5)]
