@@ -43,7 +43,7 @@ from steps.components.epilogue.write import write_sums
 from steps.components.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
 from steps.components.split_k_reduction import count_block_arrival
 from steps.components.stream_k import scheduler, work_rate
-from steps.components.stream_k_tiles import BLOCKS_PER_SM, tiling
+from steps.components.stream_k_tiles import BLOCKS_PER_SM, least_shared_bytes, tiling
 from steps.components.unpack.codes import tile_format
 from steps.components.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors
@@ -221,9 +221,10 @@ def launch(
 ) -> Launch:  # fmt: skip
     bm, _, blocks, shared_tiles = tiling(fmt, shape, multiprocessors())
     stages, ring_bytes = ring_stages(fmt, bm, BLOCKS_PER_SM[bm], STAGES)
+    shared_bytes = max(ring_bytes, least_shared_bytes(blocks, multiprocessors()))
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, work_rate(shared_tiles, steps, blocks), *scratch)
-    return Launch(kernel(fmt, bm, stages), (blocks,), (THREADS,), args, ring_bytes, overlap=True)
+    return Launch(kernel(fmt, bm, stages), (blocks,), (THREADS,), args, shared_bytes, overlap=True)
 
 
 STEP = Step(

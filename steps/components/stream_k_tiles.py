@@ -13,7 +13,7 @@ from qformats import Format
 from qformats.repack import TILE_K
 from steps.components.shared_stage import BN, stage_layout
 from steps.components.stream_k import schedules
-from steps.contract import Shape, ceil_div
+from steps.contract import Shape, ceil_div, shared_memory
 
 BLOCKS_PER_SM: Final = {64: 2, 32: 2, 16: 4}
 """Tokens of a tile -> thread blocks on an SM: as many as their registers allow."""
@@ -62,3 +62,12 @@ def tiling(fmt: Format, shape: Shape, sms: int) -> tuple[int, int, int, int]:
             if cycles < least:
                 least, best = cycles, (bm, tiles, blocks, shared_tiles)
     return best
+
+
+def least_shared_bytes(blocks: int, sms: int) -> int:
+    """Shared memory of a thread block, such that an SM holds no more than its even part of
+    `blocks`. An overlapping launch begins while some SMs are free and others still work for the
+    launch before: with more places, the free ones would take the blocks of the others too."""
+    places = ceil_div(blocks, sms)
+    kept = 1024  # of each block's place, by the SM
+    return (shared_memory() + kept) // (places + 1) - kept + 16

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from numba import cuda, int32
 
-from qformats import FORMATS
+from qformats import FORMATS, WEIGHT_FORMATS
+from steps.api.dry_run import launches
 from steps.components.stream_k import MOST_CONTRIBUTORS, scheduler, schedules, work_rate
 from steps.components.stream_k_tiles import BLOCKS_PER_SM, tiling
-from steps.contract import Shape, ceil_div
+from steps.contract import Shape, Work, ceil_div, multiprocessors, shared_memory
+from steps.registry import find as find_step
 from steps.simulator.launch import simulate
 
 BN, BM = 128, 16
@@ -143,3 +147,15 @@ def test_any_shape_has_tiles(sms: int) -> None:
                 assert 1 <= blocks <= sms * BLOCKS_PER_SM[bm]
                 assert blocks <= tiles or shared_tiles == tiles
                 work_rate(shared_tiles, ceil_div(k, 128), blocks)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_an_sm_has_room_for_its_even_part_of_the_blocks_and_for_no_more(name: str) -> None:
+    """Else an overlapping launch, whose blocks come while others still work, is uneven."""
+    of_an_sm = shared_memory() + 1024
+    for m, (n, k) in itertools.product((1, 8, 128, 512), ((4096, 4096), (14336, 4096), (64, 64))):
+        _, launch = launches(Work(find_step(10), "A8", name), (m, n, k))
+        (blocks,), own = launch.grid, launch.shared_bytes + 1024
+        assert launch.shared_bytes <= shared_memory()
+        even = ceil_div(blocks, multiprocessors())
+        assert even * own <= of_an_sm < (even + 1) * own, (m, n, k)
