@@ -6,12 +6,12 @@ What is new
     two *consumer* warpgroups multiply. Each stage has two mbarriers: `full` (its copies have
     arrived) and `empty` (all consumers are done with it). Producer and consumers meet nowhere else:
 
-        stage         0     1     2     3     0     1     2     3
-        producer    [load][load][load][load] waits[load] waits[load] ...
-        full               *     *     *     *        *           *
+        stage         0     1     2     3     0           1            2
+        producer    [load][load][load][load][load] waits[load] waits [load] ...
+        full              *     *     *     *     *           *            *
         consumer 0         [multiply   ][multiply   ][multiply   ][multiply   ] ...
         consumer 1           [multiply   ][multiply   ][multiply   ][multiply   ] ...
-        empty                              *            *            *
+        empty                             *            *            *            *
 
     A copy is one instruction for kilobytes. The weights of a stage lie in one piece of memory: one
     bulk copy. The tokens are two boxes of 64 K, which the copy engine cuts out of row-major A by a

@@ -168,7 +168,8 @@ def kernel(
                 wait_full(memory, stage, parity)
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
-                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)  # 64 K each
+                # products in turn: lower, lower1, upper, upper1 (64 K each; 1: the second half's)
+                lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
                 if halves == 2:
                     lower1 = load(memory, at + half_bytes, lane, 0)
                     acc1 = wait_for_all_but_one(acc1)

@@ -7,16 +7,13 @@ Shared memory holds a few *stages*, which are used in turn. Each stage has two m
     empty[stage]    complete when every consumer has finished with the stage
 
 The producer waits for `empty` before it fills a stage, a consumer waits for `full` before it reads
-one. They meet nowhere else, so the producer runs ahead by as many stages as there are:
+one. They meet nowhere else, so the producer runs ahead by as many stages as there are. With four:
 
-    stage               0     1     2     3     0     1     2     3     0
-    producer fills      [ ]   [ ]   [ ]   [ ]   waits [ ]   [ ]   ...
-    full[stage]            *     *     *     *     .     .     *     *
-    consumers read         [     ][     ][     ][     ][     ][     ][ ...
-    empty[stage]                 *      *      *      *      *      *
-
-    round               0     0     0     0     1     1     1     1     2
-    parity              0     0     0     0     1     1     1     1     0
+    step                           0  1  2  3  4  5  6  7  8  ...
+    stage                          0  1  2  3  0  1  2  3  0
+    parity                         0  0  0  0  1  1  1  1  0     of the round through the ring
+    producer waits until step      -  -  -  -  0  1  2  3  4     has been read: `empty`
+    a consumer waits until step    0  1  2  3  4  5  6  7  8     has arrived: `full`
 
 A barrier completes once in each round through the ring. A wait names the round by its *parity*, 0
 or 1: a thread is never more than one round from the barrier, so one bit tells them apart. The
