@@ -125,12 +125,9 @@ class Product(nn.Module):
 
     def template(self, m: int, input: str = "float16") -> LaunchTemplate:
         """The launches for m tokens; `input` is how x comes, where the step can read it so."""
-        size, device = (m, self.n, self.k), next(iter(self.packed.values()))[0].device
-        with torch.cuda.device(device):
-            return operator.template(
-                *(self.format, size, self.packed, self.accuracy, device, self.output, input),
-                free_cast=True,
-            )
+        w = operator.Weights(self.format, self.n, self.k, self.accuracy, self.packed)
+        with torch.cuda.device(w.device):
+            return operator.template(w, m, self.output, input, free_cast=True)
 
     def input_dtype(self, m: int) -> Any:
         """The dtype that x must have for m tokens. In float16, values beyond 65504 become infinite,

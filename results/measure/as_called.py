@@ -36,14 +36,7 @@ from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Peer, Run
-from steps.api.choice import (
-    Choice,
-    choose,
-    choose_packed,
-    packings,
-    torch_cast_us,
-    written_dtype,
-)
+from steps.api.choice import Choice, choose, choose_uncast, packings, written_dtype
 from steps.checks.run import fatal
 from steps.components.activations.layouts import reading_of
 from steps.contract import Shape, Size, Work
@@ -91,8 +84,7 @@ class Way:
         if self.api == "gemm.plan":
             return choose(name, shape, machine, accuracy=self.accuracy, output=input, input=input)
         packed = [step.pack.__name__ for step in packings(name, machine.cc, self.accuracy)]
-        cast_us = torch_cast_us(shape)
-        return choose_packed(name, shape, packed, machine, self.accuracy, input, cast_us)
+        return choose_uncast(name, shape, packed, machine, self.accuracy, input)
 
     def wanted(self, size: Size, machine: Any) -> tuple[Work, Size, str, str]:
         """What it launches, for `compile_ahead`: (work, M N K, dtype of C, dtype of A)."""

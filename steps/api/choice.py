@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from qformats.storage import nearest_weight_format
 from steps.api import tuning_table as tuning
@@ -140,12 +140,32 @@ def choose_packed(
     accuracy: str = "exact",
     input: str = "float32",
     cast_us: float | None = None,
+    output: str = "float32",
 ) -> Choice:
     """`choose` among the steps that read one of the packings that are there, by their names."""
     names = set(packed)
     among = [one for one in ladder() if one.pack.__name__ in names]
     options: dict[str, Any] = {"accuracy": accuracy, "input": input, "cast_us": cast_us}
-    return choose(format_name, shape, machine, among=among, **options)
+    return choose(format_name, shape, machine, among=among, output=output, **options)
+
+
+def choose_uncast(
+    format_name: str,
+    shape: Shape,
+    packed: Iterable[str],
+    machine: Any,
+    accuracy: str = "exact",
+    dtype: str = "float32",
+) -> Choice:
+    """`choose_packed` for A and C of one dtype, by a step that reads and writes it. Where the GPU
+    has none it is one of float32, and the caller casts."""
+    rest = format_name, shape, tuple(packed), machine, accuracy
+    try:
+        return choose_packed(*rest, dtype, output=dtype)
+    except ValueError:
+        if dtype == "float32":
+            raise
+        return choose_packed(*rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,19 +272,6 @@ def packings(
     less exact ones where these are allowed and read another packing. k: as for `supporting`."""
     exact, lowest = (packing_step(format_name, None, cc, each, k) for each in ("exact", accuracy))
     return (exact,) if lowest.pack is exact.pack else (exact, lowest)
-
-
-H200_CAST_US: Final = 2.8
-"""Microseconds by which a cast before a product makes the two longer, however small A is: half of
-what float16 x and y took more than float32 ones at M=1, where each had a cast."""
-
-H200_CAST_BYTES: Final = 4e6
-"""Bytes that a cast reads and writes in a microsecond."""
-
-
-def torch_cast_us(shape: Shape) -> float:
-    """Microseconds in which torch makes float32 of A in 16 bits before a product, about (H200)."""
-    return H200_CAST_US + 6 * shape.m * shape.k / H200_CAST_BYTES
 
 
 def written_dtype(step: Step, wanted: str) -> str:

@@ -173,6 +173,8 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
         bfloat16, ValueError for another K or device."""
+        if not torch.compiler.is_compiling() and (held := self._directly(x)) is not None:
+            return operator.multiply(x, self._parameters["bias"], held)
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
@@ -194,6 +196,24 @@ class QuantLinear(nn.Module):
             self.out_features,
             self.in_features,
         )
+
+    def _directly(self, x: Tensor) -> operator.Weights | None:
+        """The packed weights where the product needs no operator of torch: on the GPU, without a
+        gradient, and not looked on (`operator.runs_at_once`). What does not fit is the operator's,
+        which refuses it."""
+        held = self._on_gpu()
+        if held is None or "bias" not in self._parameters:  # it may be computed by a property
+            return None
+        bias = self._parameters["bias"]
+        if torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            return None
+        there = x.get_device() == held.device and x.dtype in operator.NAMES
+        fits = there and x.ndim and x.shape[-1] == held.k
+        if bias is not None and bias.get_device() != held.device:
+            return None
+        return held if fits and operator.runs_at_once(x) else None
 
     def dequantize(self) -> Tensor:
         """The weights, float32 [N, K], on the layer's device: a new tensor at each call."""
@@ -227,11 +247,10 @@ class QuantLinear(nn.Module):
         """Which step multiplies x [m, K] of a dtype on this GPU, and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
-        size, name = (m, self.out_features, self.in_features), operator.NAMES[dtype]
-        rest = self.packed, self.accuracy, self.device, name, name
+        held, name = self._on_gpu(), operator.NAMES[dtype]
+        assert held is not None
         with torch.cuda.device(self.device):
-            made = operator.template(self.format, size, *rest)
-        return str(made.choice)
+            return str(operator.template(held, m, name, name).choice)
 
     def extra_repr(self) -> str:
         fast = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
@@ -241,6 +260,22 @@ class QuantLinear(nn.Module):
         )
 
     # --- memory ---
+
+    _held: operator.Weights | None = None
+
+    def _on_gpu(self) -> operator.Weights | None:
+        """The packed weights as `operator.multiply` takes them; None on a CPU."""
+        held = self._held
+        if held is None or held.first is not self._buffers.get("weights_0"):
+            if not self.packings:
+                return None
+            size = self.format, self.out_features, self.in_features
+            held = self._held = operator.Weights(*size, self.accuracy, self.packed)
+        return held
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the addresses of its arrays, which a copy has elsewhere."""
+        return {name: value for name, value in self.__dict__.items() if name != "_held"}
 
     def _arrays(self, kind: str) -> list[Tensor]:
         """The buffers of one of `KINDS`, in order."""
@@ -258,7 +293,7 @@ class QuantLinear(nn.Module):
             return
         self.blocks = self._on_host(torch.device("cpu"))
         cc = operator.capability(device)
-        steps = packings(self.format, cc, self.accuracy)
+        steps = packings(self.format, cc, self.accuracy, self.in_features)
         host = operator.host_blocks(self.blocks, FORMATS[self.format])
         for kind, step in zip(KINDS, steps, strict=False):
             for i, array in enumerate(step.pack(host)):
@@ -289,9 +324,34 @@ class QuantLinear(nn.Module):
             self.blocks = same if same.dtype == torch.uint8 else self.blocks
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        here = self.device
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Blocks whose scales are not finite are an error of `load_state_dict`, and not loaded."""
+        here, given = self.device, state_dict.get(prefix + BLOCKS)
+        if given is not None and given.shape == self.blocks.shape and not given.is_meta:
+            try:
+                blocks = given.to("cpu", torch.uint8).contiguous()
+                weight_format(operator.host_blocks(blocks, FORMATS[self.format]))
+            except ValueError as error:
+                error_msgs.append(f"{prefix}{BLOCKS}: {error}")
+                return
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
         if self.packings:
             self._move(here)
 

@@ -1,15 +1,16 @@
 """The quantized product as operators of torch: `torch.ops.quantized_gemm.linear` and `.product`.
 
 They are to blocks what `torch.nn.functional.linear` is to a float matrix;
-`steps.nn.linear.QuantLinear` calls them. torch.compile sees one node whose shape and dtype it knows
-without running it. `linear` has a gradient; `product` is the same without one, and takes torch half
-the time to call.
+torch.compile sees one node whose shape and dtype it knows without running it. `linear` has a
+gradient; `product` is the same without one. `steps.nn.linear.QuantLinear` calls them, but where
+nothing is compiled, traced or differentiated: there it calls `multiply`, which takes the host less
+time.
 
 On a GPU a call consists of
 
 * the one or two launches of a step: one where it reads `x` as it is;
-* a copy of `x` where it is not contiguous, where it does not begin at a multiple of 16 bytes, or as
-  float32 where the step does not read its dtype;
+* a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
+  float32 on a GPU that has no step which reads its dtype (before compute capability 8.0);
 * one kernel of torch for a bias, or for a dtype that the step does not write.
 
 A workspace is torch's and of the current stream. So calls on several streams do not meet, and what
@@ -29,8 +30,9 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.api.choice import choose_packed, torch_cast_us
+from steps.api.choice import choose_packed, choose_uncast
 from steps.api.dry_run import ArrayType
+from steps.api.kept import Kept
 from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import ALIGNMENT, stream_of
 from steps.components.activations.layouts import GATED
@@ -43,10 +45,16 @@ except ModuleNotFoundError as missing:
         "steps.nn.linear needs torch, an extra of this project: pip install torch", name="torch"
     ) from missing
 
-from torch import Tensor
+from torch import _C, Tensor
+from torch.nn import Parameter
 
 NAMES: Final = {getattr(torch, name): name for name in FLOATS}
 """The dtypes that activations may have, and their names."""
+
+DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
+
+PLAIN: Final = (Tensor, Parameter)
+"""Classes of tensors whose operators torch runs as they are; others may do more."""
 
 TEMPLATES: Final = 512
 """Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
@@ -90,30 +98,7 @@ def _on_cpu(
 def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) -> Tensor:
     weights, fast, packings, accuracy, format, n, k = rest
     _require(x, k)
-    shape = (*x.shape[:-1], n)
-    if not (m := x.numel() // k):
-        return x.new_empty(shape)
-    packed = by_packing(packings, weights, fast)
-    input = NAMES[x.dtype]
-    output = input if bias is None else "float32"
-    with torch.cuda.device(x.device):
-        made = template(format, (m, n, k), packed, accuracy, x.device, output, input)
-        a = _readable(x, getattr(torch, made.reads))
-        y = a.new_empty(shape, dtype=getattr(torch, made.writes))
-        stream = stream_of(a)
-        zeros = counters(made.zeroed, a, stream) if made.zeroed else y
-        workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else y
-        arrays = [array.data_ptr() for array in packed[made.packing]]
-        made(a.data_ptr(), y.data_ptr(), arrays, zeros.data_ptr(), workspace.data_ptr(), stream)
-        return _finished(y, x, bias)
-
-
-def _readable(x: Tensor, dtype: Any) -> Tensor:
-    """x as kernels read it: contiguous, of this dtype, in 16 bits at a multiple of 16 bytes."""
-    if x.dtype is not dtype:
-        return x.to(dtype, memory_format=torch.contiguous_format)
-    a = x.contiguous()
-    return a.clone() if a.data_ptr() % ALIGNMENT and dtype is not torch.float32 else a
+    return multiply(x, bias, Weights(format, n, k, accuracy, by_packing(packings, weights, fast)))
 
 
 def _shape_of(x: Tensor, *rest: Any) -> Tensor:
@@ -192,52 +177,80 @@ def by_packing(
     return dict(zip(packings.split(), (weights, fast), strict=False))
 
 
-_templates: dict[tuple[Any, ...], LaunchTemplate] = {}  # the one used last at the end
+class Weights:
+    """Packed weights [N, K] as `multiply` takes them: their arrays, of one GPU, stay where they
+    are. packed: name of a packing -> its arrays."""
+
+    __slots__ = ("accuracy", "addresses", "device", "first", "format", "k", "key", "n", "packed")
+
+    def __init__(
+        self, format: str, n: int, k: int, accuracy: str, packed: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        self.format, self.n, self.k, self.accuracy, self.packed = format, n, k, accuracy, packed
+        self.addresses = {
+            name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()
+        }
+        self.first = next(iter(packed.values()))[0]
+        self.device = self.first.get_device()
+        self.key = (format, n, k, accuracy, self.device, *packed)
+
+
+def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
+    """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in the dtype of x.
+
+    It is `product` without what torch does before it. x [..., K] is there too, in one of `NAMES`.
+    """
+    if w.device != current_device():
+        with torch.cuda.device(w.device):
+            return multiply(x, bias, w)
+    shape = (*x.shape[:-1], w.n)
+    if not (m := x.numel() // w.k):
+        return x.new_empty(shape)
+    input = NAMES[x.dtype]
+    made = template(w, m, input if bias is None else "float32", input)
+    a = _readable(x, DTYPES[made.reads])
+    y = a.new_empty(shape, dtype=DTYPES[made.writes])
+    stream = stream_of(a)
+    zeros = counters(made.zeroed, a, stream).data_ptr() if made.zeroed else 0
+    workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else None
+    at = 0 if workspace is None else workspace.data_ptr()
+    made(a.data_ptr(), y.data_ptr(), w.addresses[made.packing], zeros, at, stream)
+    return y if bias is None and y.dtype is x.dtype else _finished(y, x, bias)
+
+
+def _readable(x: Tensor, dtype: Any) -> Tensor:
+    """x as kernels read it: contiguous, of this dtype, in 16 bits at a multiple of 16 bytes."""
+    if x.dtype is not dtype:
+        return x.to(dtype, memory_format=torch.contiguous_format)
+    a = x if x.is_contiguous() else x.contiguous()
+    return a.clone() if a.data_ptr() % ALIGNMENT and dtype is not torch.float32 else a
+
+
+_templates: Kept[LaunchTemplate] = Kept(TEMPLATES)
 
 
 def template(
-    format_name: str,
-    size: tuple[int, int, int],
-    packed: Mapping[str, Sequence[Tensor]],
-    accuracy: str,
-    device: Any,
-    output: str = "float32",
-    input: str = "float32",
-    free_cast: bool = False,
+    w: Weights, m: int, output: str = "float32", input: str = "float32", free_cast: bool = False
 ) -> LaunchTemplate:
-    """The launches of (M, N, K) on a device, which is the current one. Kernels not used before are
-    compiled and loaded.
+    """The launches for m tokens on the weights' device, which is the current one. Kernels not used
+    before are compiled and loaded.
 
-    packed : name of a packing -> its arrays.
     output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
     free_cast : whether x in float32 would take no longer to be made.
     RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (format_name, size, *packed, accuracy, device, output, input, free_cast)
-    made = _templates.pop(key, None)
-    if made is None:
-        made = _loaded(format_name, Shape(*size), packed, accuracy, output, input, free_cast)
-        if len(_templates) >= TEMPLATES:
-            _templates.pop(next(iter(_templates)), None)
-    _templates[key] = made
-    return made
+    key = (w.key, m, output, input, free_cast)
+    made = _templates.get(key)
+    return made or _templates.put(key, _loaded(w, m, output, input, free_cast))
 
 
-def _loaded(
-    format_name: str,
-    shape: Shape,
-    packed: Mapping[str, Sequence[Tensor]],
-    accuracy: str,
-    output: str,
-    input: str,
-    free_cast: bool,
-) -> LaunchTemplate:
-    dtype = "float16" if input == GATED else input
-    cast_us = 0.0 if free_cast else torch_cast_us(shape)
+def _loaded(w: Weights, m: int, output: str, input: str, free_cast: bool) -> LaunchTemplate:
+    shape, dtype = Shape(m, w.n, w.k), "float16" if input == GATED else input
     with _loading_allowed():
         try:
-            choice = choose_packed(format_name, shape, packed, _machine(), accuracy, dtype, cast_us)
-            arrays = packed[choice.step.pack.__name__]
+            rest = w.format, shape, w.packed, _machine(), w.accuracy, dtype
+            choice = choose_packed(*rest, 0.0) if free_cast else choose_uncast(*rest)
+            arrays = w.packed[choice.step.pack.__name__]
             return LaunchTemplate(choice, array_types(arrays), output=output, input=input)
         except (TypeError, ValueError):
             raise  # no step can do this
@@ -245,8 +258,8 @@ def _loaded(
             if not torch.cuda.is_current_stream_capturing():
                 raise
             raise RuntimeError(
-                f"kernels for {shape.m} tokens could not be loaded while a CUDA graph is captured: "
-                f"multiply {shape.m} tokens once before the capture ({error})"
+                f"kernels for {m} tokens could not be loaded while a CUDA graph is captured: "
+                f"multiply {m} tokens once before the capture ({error})"
             ) from error
 
 
@@ -266,11 +279,12 @@ _counters: dict[tuple[Any, int, int], Tensor] = {}
 _taking = threading.Lock()
 
 
-def reserve_counters(device: Any) -> None:
-    """Set zeros aside on a device that has few left. It waits for the GPU then."""
+def reserve_counters(device: Any, least: int = RESERVE // 2) -> None:
+    """Set zeros aside on a device that has less than `least` bytes of them left. It waits for the
+    GPU then."""
     with _taking:
-        if device not in _reserves or len(_reserves[device]) < RESERVE // 2:
-            _reserves[device] = torch.zeros(RESERVE, dtype=torch.uint8, device=device)
+        if device not in _reserves or len(_reserves[device]) < least:
+            _reserves[device] = torch.zeros(max(RESERVE, least), dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)
 
 
@@ -279,15 +293,18 @@ def counters(size: int, like: Tensor, stream: int) -> Tensor:
 
     Launches of a stream run one after another, so all of them share counters. What is captured into
     a graph may run beside them: the launches of a stream in a capture have counters that nothing
-    else ever gets. They are in memory that is set to zero in the call where the reserve is used up.
+    else ever gets. A capture that finds the reserve used up sets memory to zero in its graph.
     """
-    key = (like.device, stream, _capture_of(stream))
+    capture = _capture_of(stream)
+    key = (like.device, stream, capture)
     found = _counters.get(key)
     if found is not None and len(found) >= size:
         return found
     taken = COUNTERS
     while taken < size:
         taken *= 2
+    if not capture:
+        reserve_counters(like.device, taken)
     with _taking:
         left = _reserves.get(like.device)
         if left is not None and len(left) >= taken:
@@ -305,6 +322,24 @@ def _capture_of(stream: int) -> int:
 
     _, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
     return int(number)
+
+
+def current_device() -> int:
+    """The number of the GPU that launches go to."""
+    return int(torch._C._cuda_getDevice())
+
+
+def runs_at_once(x: Tensor) -> bool:
+    """Whether torch would do nothing with `product` of x but run it: nothing that traces, records
+    or transforms operators looks on. torch.compile is not asked for here."""
+    return (
+        type(x) in PLAIN
+        and not _C._len_torch_dispatch_stack()
+        and not _C._len_torch_function_stack()
+        and _C._functorch.peek_interpreter_stack() is None
+        and _C._get_tracing_state() is None
+        and not x.is_neg()
+    )
 
 
 def capability(device: Any) -> tuple[int, int]:

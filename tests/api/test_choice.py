@@ -18,10 +18,10 @@ from steps.api import tuning_table as tuning
 from steps.api.choice import (
     Choice,
     choose,
+    choose_uncast,
     launch_configuration,
     packing_step,
     packings,
-    torch_cast_us,
 )
 from steps.api.machines import Simulator
 from steps.api.tuning_table import Entry, Tuning
@@ -29,6 +29,7 @@ from steps.components.activations.layouts import (
     by_family,
     float16_rows,
     float32_quantized_inside,
+    inputs,
 )
 from steps.contract import ACCURACIES, Launch, Shape, Step
 from tests.api.fake_gpu import FakeGpu
@@ -187,9 +188,22 @@ def test_a_cast_counts(tuned: Any, both_families: Any) -> None:
     assert both(chosen(input="bfloat16", cast_us=5.5)) == (14, "A16")
     assert "cast" not in chosen(input="float16", cast_us=4.5).why
     assert both(chosen(cast_us=4.5)) == (98, "A8"), "float32 is not cast"
-    large, small = (torch_cast_us(Shape(m, 4096, 4096)) for m in (4096, 1))
-    assert small < 3
-    assert 15 < large < 40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_nothing_is_cast_where_a_step_reads_and_writes_the_dtype(dtype: str) -> None:
+    """Before compute capability 8.0 no step does, and the caller casts."""
+    packed = ["tiles", "byte_tiles"]
+    for cc in ((8, 0), (8, 9), (9, 0)):
+        gpu = FakeGpu(cc=cc)
+        for m in (1, 4, 17, 512):
+            found = choose_uncast("q4_0", Shape(m, 4096, 4096), packed, gpu, "exact", dtype)
+            assert dtype in inputs(found.step, found.family)
+            assert dtype in found.step.outputs
+    old = choose_uncast("q4_0", Shape(1, 64, 64), ["k_outermost"], FakeGpu(cc=(7, 5)), dtype=dtype)
+    assert old.step.outputs == ("float32",)
+    with pytest.raises(ValueError, match="no step can do this"):
+        choose_uncast("q4_0", Shape(1, 64, 64), ["tiles"], FakeGpu(cc=(7, 5)), dtype=dtype)
 
 
 def test_a_family_that_was_never_measured_waits(tuned: Any, both_families: Any) -> None:
