@@ -2,7 +2,8 @@
 
 A thread block has an SM to itself and stays there, tile after tile (`steps.components.stream_k`),
 so its cycles can be added up beforehand. The steps differ in what 128 K of a tile cost. The
-constants here were measured on an H200; steps 14 to 16 use them, and step 14 teaches the tiles.
+constants here were measured on an H200. Step 14 teaches the tiles; step 13 takes its stage's cycles
+from here, steps 15 and 16 theirs and all else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ H200_COPIED_BYTES: Final = 40
 """Bytes that an SM's copies get from the L2 in a cycle."""
 
 H200_INT8_COPIED_BYTES: Final = 50
-"""The same where tokens are int8."""
+"""The same where tokens are int8: what step 15 was seen to get with weights of 8 bits."""
 
 INT8_MOST_K: Final = (2**31 - 1) // (128 * 127) // BLOCK * BLOCK
 """The largest K whose products of int8, weights -128 to 127 and tokens -127 to 127, an int32 sum
@@ -57,8 +58,9 @@ TileConfiguration = tuple[Tile, int, int, int]
 
 
 def float16_stage_cycles(bits: int, bn: int, bm: int) -> int:
-    """Cycles of 128 K of a tile with weights of so many bits: of the tensor cores; of a warp that
-    unpacks weights and issues products, most of them latencies; of 40 bytes a cycle from the L2."""
+    """Cycles of 128 K of a tile with weights of so many bits, the longest of three: of the tensor
+    cores; of a warp that unpacks weights and issues products, mostly latencies; of 40 bytes a cycle
+    from the L2."""
     unpack = {5: 24, 6: 32}.get(bits, 20)  # instructions that make 16 x 16 weights
     copied = (bn * bits // 8 + 2 * bm) * TILE_K // H200_COPIED_BYTES
     cycles = max(bn * bm // 16, bn * (35 * unpack + 10 * bm // 3) // 128, copied)
@@ -67,8 +69,8 @@ def float16_stage_cycles(bits: int, bn: int, bm: int) -> int:
 
 def int8_stage_cycles(tile_bytes: int, instructions: int, bn: int, bm: int) -> int:
     """The same for int8 weights and tokens, with packed tiles of so many bytes: of the tensor
-    cores; of the `instructions` of a warp, of two a scheduler, which issue one in two cycles; of 50
-    bytes a cycle from the L2, which step 15 was seen to get with weights of 8 bits."""
+    cores; of the `instructions` of a warp, where the two of a scheduler together issue one in two
+    cycles; of 50 bytes a cycle from the L2."""
     copied = (bn // TILE_ROWS * tile_bytes + bm * TILE_K) // H200_INT8_COPIED_BYTES
     return max(bn * max(bm, 32) // 32, 4 * instructions, copied)
 

@@ -1,6 +1,6 @@
 """The codes, scale and offset of a block: device functions of each weight format.
 
-Step 2 teaches this; steps 3 and 4 use it.
+Step 2 teaches this; steps 3 to 6 use it.
 
 `device_format("q5_1")` gives the same five names for every weight format, so that one kernel
 factory, which captures them, serves all five:
