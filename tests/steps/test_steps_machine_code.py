@@ -262,39 +262,60 @@ def no_wgmma_loses_its_weights(code: MachineCode) -> None:
     assert written_too_early(loop) == []
 
 
+Call = tuple[str, str]
+"""dtypes of A and C"""
+
+
 def wgmma_tiles() -> Iterator[pytest.param]:
+    """(step, tile, format, calls): every tile in every format, for one of the calls in turn; in one
+    format for all of them, and added up in slices. The loop is of a tile, a format and what weights
+    are unpacked to; the end, of a tile and the dtypes."""
     for number in (14, 15, 16):
         step = steps.find(number)
-        for tile in sys.modules[step.launch.__module__].TILES:
-            for name in WEIGHT_FORMATS:
+        for i, tile in enumerate(sys.modules[step.launch.__module__].TILES):
+            for j, name in enumerate(WEIGHT_FORMATS):
+                calls: list[Call] = [(output, output) for output in step.outputs]
+                if step.families[-1] == "A16":
+                    calls += [("float16", output) for output in step.outputs if output != "float16"]
+                slices = name == in_turn(number + i)
+                if not slices:
+                    calls = [calls[(i + j) % len(step.outputs)]]
                 label = f"step{number}-{name}-{tile[0]}x{tile[1]}"
                 marks = (group(step), pytest.mark.slow)
-                yield pytest.param(step, tile, name, id=label, marks=marks)
+                yield pytest.param(step, tile, name, calls, slices, id=label, marks=marks)
 
 
 def one_tile_a_block() -> Iterator[pytest.param]:
-    for step in (steps.find(12), steps.find(13)):
-        for tokens in (16, 32, 64, 128):
-            for name in (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k"):
+    """(step, tokens, format, calls): every tile in every format, in one of two steps that multiply
+    alike, for one of the calls in turn; in one format for all of them."""
+    names = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k")
+    for i, tokens in enumerate((16, 32, 64, 128)):
+        for j, name in enumerate(names):
+            for step in (steps.find(12), steps.find(13)):
+                calls: list[Call] = [(output, output) for output in step.outputs]
+                calls.append(("float16", "float32"))
+                if j != (2 * i + step.number) % len(names):
+                    if (i + j + step.number) % 2:
+                        continue
+                    calls = [calls[(i + j // 2) % len(step.outputs)]]
                 label = f"step{step.number}-{name}-{tokens}"
                 marks = (group(step), pytest.mark.slow)
-                yield pytest.param(step, tokens, name, id=label, marks=marks)
+                yield pytest.param(step, tokens, name, calls, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("step", "tokens", "name"), list(one_tile_a_block()))
+@pytest.mark.parametrize(("step", "tokens", "name", "calls"), list(one_tile_a_block()))
 def test_every_tile_of_steps_12_and_13(
-    step: Step, tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
+    step: Step, tokens: int, name: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing in local memory, as many blocks an SM as it says, and C of 16 bits by stmatrix; in
-    float16, in bfloat16, and from float32, where token scales are multiplied too."""
+    """Nothing in local memory, as many blocks an SM as it says, and C of 16 bits by stmatrix; from
+    float32, where token scales are multiplied too."""
     module, blocks = sys.modules[step.launch.__module__], 1
     if step.number == 12:
         blocks = module.TILES[tokens]
         monkeypatch.setattr(module, "TILES", {tokens: blocks})
     else:
         monkeypatch.setattr(module, "TOKENS", (tokens,))
-    calls = {(output, output) for output in step.outputs} | {("float32", "float16")}
-    for source, output in sorted(calls):
+    for source, output in calls:
         work = Work(step, step.families[-1], name)
         _, own = dry_run(work, (tokens, 128, 256), output=output, input=source)
         code = compiled(own, NEWEST)
@@ -306,34 +327,38 @@ def test_every_tile_of_steps_12_and_13(
         no_wgmma_loses_its_weights(code)
 
 
-@pytest.mark.parametrize(("step", "tile", "name"), list(wgmma_tiles()))
+@pytest.mark.parametrize(("step", "tile", "name", "calls", "slices"), list(wgmma_tiles()))
 def test_every_tile_of_wgmma(
-    step: Step, tile: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+    step: Step,
+    tile: tuple[int, int],
+    name: str,
+    calls: list[Call],
+    slices: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """C and A in float32 and in float16: a block with more tiles than one, so that one warpgroup is
-    before the other, as in large products; in one format also a tile added up in slices."""
+    """A block with more tiles than one, so that one warpgroup is before the other, as in large
+    products; with `slices`, also a tile added up in them, for one of the calls."""
     module = sys.modules[step.launch.__module__]
-    configurations = [(tile, 2, 1, 0)]
-    if name == in_turn(step.number):
-        configurations.append((tile, 1, 4, 1))
-    for configuration in configurations:
+    size = (2 * tile[1], tile[0], 512)
+    launches = [((tile, 2, 1, 0), call) for call in calls]
+    if slices:
+        launches.append(((tile, 1, 4, 1), calls[tile[1] // 16 % len(calls)]))
+    for configuration, (source, output) in launches:
         monkeypatch.setattr(module, "tiling", lambda *_, chosen=configuration: chosen)
-        for output in step.outputs:
-            for source in {output, "float16"}:
-                work, size = Work(step, step.families[-1], name), (2 * tile[1], tile[0], 512)
-                _, own = dry_run(work, size, output=output, input=source)
-                code = compiled(own, NEWEST)
-                assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
-                assert code.warnings == ()
-                assert code.registers * math.prod(own.block) <= REGISTERS
-                no_wgmma_loses_its_weights(code)
+        work = Work(step, step.families[-1], name)
+        _, own = dry_run(work, size, output=output, input=source)
+        code = compiled(own, NEWEST)
+        assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
+        assert code.warnings == ()
+        assert code.registers * math.prod(own.block) <= REGISTERS
+        no_wgmma_loses_its_weights(code)
 
 
-@pytest.mark.parametrize("tokens", [128, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [128, 256])
 @pytest.mark.parametrize(
     ("number", "name"),
     [
-        pytest.param(n, name, marks=() if name == in_turn(n) else pytest.mark.slow)
+        pytest.param(n, name, marks=(group(steps.find(n)), pytest.mark.slow))
         for n in (15, 16)
         for name in WEIGHT_FORMATS
     ],
