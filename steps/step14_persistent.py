@@ -111,15 +111,15 @@ def kernel(
 
     @cuda.jit(launch_bounds=(consumers + WARPGROUP, 1))
     def w4a16_persistent(
-        a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived
+        a_map, w, row_scales, token_scales, c, steps, tiles_c, schedule, partials, arrived
     ):  # fmt: skip
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
-        a[M, K], steps of 128 K, tiles_c of them, rate: stream_k.work_rate."""
+        a[M, K], steps of 128 K, tiles_c tiles of C, schedule of stream_k.work_rate."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
         a = tensor_map_address(a_map)
         N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
-        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        steps, shared_tiles, rate = int32(steps), int32(schedule[0]), schedule[1]
         tiles_n = int32(uint32(N + bn - 1) // uint32(bn))
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         if t == 0:

@@ -117,14 +117,15 @@ def kernel(
         return acc
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
-    def w4a8_wgmma(a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.byte_tiles, a_map of int8
-        a[M, K], steps of 128 K, tiles_c of them, rate: stream_k.work_rate."""
+    def w4a8_wgmma(
+        a_map, w, row_scales, token_scales, c, steps, tiles_c, schedule, partials, arrived
+    ):  # fmt: skip
+        """c[M, N] = a @ dequantize(w)[N, K]^T; w of byte_tiles, a_map of int8 a[M, K]."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
         a = tensor_map_address(a_map)
         N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
-        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        steps, shared_tiles, rate = int32(steps), int32(schedule[0]), schedule[1]
         tiles_n = int32(uint32(N + BN - 1) // uint32(BN))
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         if t == 0:
@@ -175,8 +176,7 @@ def kernel(
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # Then the registers of the product before the last are free. The compiler moves all
-                # of the unpacking above this wait, but for the instructions that write them.
+                # a wait for free registers: all of the unpacking but its last step comes before it
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)

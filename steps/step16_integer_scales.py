@@ -118,7 +118,7 @@ def kernel(
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
     def w4a8_integer_scales(
-        a_map, w, row_scales, token_scales, c, steps, tiles_c, rate, partials, arrived
+        a_map, w, row_scales, token_scales, c, steps, tiles_c, schedule, partials, arrived
     ):  # fmt: skip
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.integer_scales.integer_tiles; else as
         in step 15."""
@@ -126,7 +126,7 @@ def kernel(
         a = tensor_map_address(a_map)
         N, t = int32(c.shape[1]), int32(cuda.threadIdx.x)
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
-        steps, shared_tiles, rate = int32(steps), int32(rate[0]), rate[1]
+        steps, shared_tiles, rate = int32(steps), int32(schedule[0]), schedule[1]
         tiles_n = int32(uint32(N + BN - 1) // uint32(BN))
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         if t == 0:
@@ -177,8 +177,7 @@ def kernel(
                 at = weights + stage * w_bytes + warp * packed_tile
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # Then the registers of the product before the last are free. The compiler moves all
-                # of the unpacking above this wait, but for the instructions that write them.
+                # a wait for free registers: all of the unpacking but its last step comes before it
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
