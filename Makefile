@@ -40,7 +40,7 @@ need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit
 
 .DEFAULT_GOAL := help
 .PHONY: help setup list ladder check test bench tune charts report decoder doctor diff ptx sass profile \
-        sanitize pitfalls lint docs-check clean clean-venv
+        sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
 	@echo 'make <target>, such as: make ladder, make step4 FORMAT=q4_0, make sass STEP=4 ARCH=sm_80'
@@ -105,6 +105,12 @@ profile: $(READY) ## Nsight Compute on one launch of STEP=
 sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
 		$(if $(SCHEME),--scheme '$(SCHEME)') $(TYPE) $(if $(TOOL),--tool $(TOOL))
+
+warm: $(READY) ## compile what GGUF=model.gguf, or N= K= [FORMAT= M= DTYPE=], needs, on all cores
+	@$(PY) -m steps warm $(DATA) $(TYPE) $(if $(GGUF),--gguf '$(GGUF)')
+
+cache: $(READY) ## the compiled kernels kept on disk (CLEAR=1: remove them)
+	@$(PY) -m steps cache $(if $(CLEAR),--clear)
 
 pitfalls: $(READY) ## the museum of known bugs, and what catches each
 	@$(PY) -m steps pitfalls

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 from steps.api.kernel_key import key_of
 
 VARIABLE: Final = "LADDER_CACHE"
-MOST_BYTES: Final = 512 << 20
+MOST_BYTES: Final = 500_000_000
 _MAGIC: Final = b"quantized-gemm-ladder kernel 1 "
 _SUFFIX: Final = ".kernel"
 _UNFINISHED: Final = ".unfinished"

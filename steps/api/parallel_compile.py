@@ -54,7 +54,7 @@ def compile_ahead(
     report    : is called with how many kernels are compiled, of how many.
     """
     arch = architecture(gpu.cc)
-    found = _kernels(wanted, gpu.cc)
+    found = missing_kernels(wanted, gpu.cc)
     processes = min(processes or len(os.sched_getaffinity(0)), len(found))
     if len(found) < fewest or processes < 2:
         return 0
@@ -80,8 +80,13 @@ def compile_ahead(
     return count
 
 
-def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
-    """What to compile, each kernel and signature once, and how another process finds it."""
+def missing_kernels(
+    wanted: Iterable[Wanted], cc: tuple[int, int]
+) -> dict[tuple[Any, Any], Recipe]:
+    """What is not in the cache, each kernel and signature once, and how another process makes it.
+
+    Products that cannot be launched are left out: it is reported where they are.
+    """
     found: dict[tuple[Any, Any], Recipe] = {}
     for work, size, output, *rest in wanted:
         input = rest[0] if rest else "float32"
@@ -89,7 +94,7 @@ def _kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, A
             continue
         try:
             launches = list(_launches(work, size, output, input))
-        except Exception:  # it is reported where the product is launched
+        except Exception:  # of any type
             continue
         for i, (launch, signature) in enumerate(launches):
             recipe = (work.step.number, work.family, work.format, size, output, input, i)

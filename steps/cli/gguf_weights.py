@@ -143,13 +143,18 @@ def _require_no_other(args: Namespace) -> None:
         )
 
 
-def _found(path: Path, name: str) -> Tensor:
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """`qformats.gguf_file.tensors`; UsageError for a file that is not sound."""
     from qformats.gguf_file import GGUFError, tensors
 
     try:
-        known = tensors(path)
+        return tensors(path)
     except GGUFError as error:
         raise UsageError(str(error)) from None
+
+
+def _found(path: Path, name: str) -> Tensor:
+    known = tensors_of(path)
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=3)

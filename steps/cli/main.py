@@ -146,7 +146,7 @@ def _parser() -> Parser:
     dtype.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
-        help="of C, and of A where the step reads it (default float32; `run` times all)",
+        help="of C, and of A where the step reads it (default float32; `run` and `warm`: all)",
     )
 
     file = Parser(add_help=False)
@@ -230,6 +230,32 @@ def _parser() -> Parser:
         _data(),
         steps="*",
     )
+
+    one = command(
+        "warm",
+        "warm:warm",
+        "compile what a model or a product needs into the cache, on all cores",
+        dtype,
+        as_json,
+    )
+    one.add_argument("--gguf", type=Path, metavar="FILE", help="the weights of this model")
+    one.add_argument("--n", type=_positive, metavar="N", help="or weights [N, K]: output features")
+    one.add_argument("--k", type=_positive, metavar="K", help="input features, a multiple of 32")
+    one.add_argument("--format", action="append", default=[], metavar="F", help="of these weights")
+    one.add_argument(
+        "--m", type=_positive, nargs="+", metavar="M", help="tokens (default: 1 to 4096)"
+    )
+    one.add_argument(
+        "--accuracy",
+        choices=("exact", "fast", "coarse"),
+        default="exact",
+        help="of the products (default exact)",
+    )
+    one.add_argument(
+        "--arch", type=_architecture, help="for another GPU than this machine's, such as sm_90a"
+    )
+    one = command("cache", "cache:cache", "the compiled kernels kept on disk", as_json)
+    one.add_argument("--clear", action="store_true", help="remove them")
 
     one = command("diff", "listing:diff", "what a step's file changes in its parent's", steps="1")
     one.add_argument("--against", type=_positive, metavar="STEP", help="compare with this step")

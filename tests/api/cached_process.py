@@ -1,7 +1,8 @@
-"""A process of its own for test_kernel_cache.py: asks for a kernel of step 1 and says on stdout how
-many kernels Numba compiled for it, and a digest of its machine code, as JSON.
+"""A process of its own for test_kernel_cache.py: loads a launch of step 1 as a process with a GPU
+does, and prints as JSON how many kernels Numba compiled for it, the CPU seconds that it took after
+all imports, and the name and a digest of what the driver would have got.
 
-    python -m tests.api.cached_process [ARCH] [--when FILE]
+    python -m tests.api.cached_process [CC] [--when FILE]
 
 With --when it imports all it needs, then waits until that file is there.
 """
@@ -11,22 +12,36 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from numba.cuda import dispatcher
 
-import steps.instructions  # noqa: F401  (before numba.cuda)
-from steps.api.compile import compiled, signature_of
+from steps.api import launcher
 from steps.api.dry_run import launches
 from steps.contract import Work
 from steps.registry import find
 
 
+def pretend_gpu(cc: tuple[int, int], loaded: list[Any]) -> None:
+    """Let `launcher.load` find a GPU; `loaded` is what it would load there."""
+
+    def on_gpu(code: Any) -> Any:
+        loaded.append(code)
+        return SimpleNamespace(handle=0, attrs=SimpleNamespace(shared=0))
+
+    device = SimpleNamespace(compute_capability=cc, id=0)
+    launcher.cuda = SimpleNamespace(get_current_device=lambda: device)
+    launcher.driver.cuKernelGetFunction = lambda handle: (0, handle)
+    launcher._on_gpu = on_gpu
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("arch", nargs="?", default="sm_90a")
+    parser.add_argument("cc", nargs="?", default="9.0")
     parser.add_argument("--when", type=Path)
     asked = parser.parse_args()
-    counted = []
+    counted, loaded = [], []
 
     class Counted(dispatcher._Kernel):
         def __init__(self, *args, **options):
@@ -34,12 +49,17 @@ def main() -> None:
             super().__init__(*args, **options)
 
     dispatcher._Kernel = Counted
-    _, own = launches(Work(find(1), "A16", "q4_0"), (1, 64, 256))
+    major, minor = map(int, asked.cc.split("."))
+    pretend_gpu((major, minor), loaded)
     while asked.when and not asked.when.exists():
         time.sleep(0.005)
-    code = compiled(own.kernel, signature_of(own.args), asked.arch)
+    began = time.process_time()
+    _, own = launches(Work(find(1), "A16", "q4_0"), (1, 64, 256))
+    launcher.load(own)
+    seconds = time.process_time() - began
+    (code,) = loaded
     digest = hashlib.sha256(code.cubin).hexdigest()
-    print(json.dumps({"compiled": len(counted), "name": code.name, "cubin": digest}))
+    print(json.dumps([len(counted), seconds, code.name, digest]))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,25 @@ def test_comments_of_every_file_are_those_of_the_language() -> None:
         assert code_only(source) == code_only(without_comments(source)), path
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        "if x:\n    pass\nelse:\n    {}",
+        "try:\n    pass\nexcept E:\n    {}",
+        "try:\n    pass\nfinally:\n    {}",
+        "match x:\n    case 1:\n        {}",
+        "class C:\n    async def f(self):\n        for x in y:\n            {}",
+        "with x:\n    while y:\n        {}",
+    ],
+)
+def test_imports_in_any_statement_are_found(around: str, tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    (folder / "first.py").write_text("x = 1\n")
+    (folder / "step07_idea.py").write_text(around.format("from steps.first import x") + "\n")
+    assert set(import_closure([STEP], tmp_path)) == {STEP, "steps.first"}
+
+
 def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()

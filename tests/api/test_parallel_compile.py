@@ -154,15 +154,15 @@ def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
 def test_what_a_gpu_cannot_run_is_not_compiled_for_it() -> None:
     works = select((find(14),), ["q4_0"])
     wanted = [(works[0], (512, 4096, 4096), "float32")]
-    assert len(parallel_compile._kernels(wanted, (9, 0))) == 2
-    assert parallel_compile._kernels(wanted, (8, 0)) == {}
+    assert len(parallel_compile.missing_kernels(wanted, (9, 0))) == 2
+    assert parallel_compile.missing_kernels(wanted, (8, 0)) == {}
     assert [architecture(cc) for cc in ((7, 5), (8, 9), (9, 0))] == ["sm_75", "sm_89", "sm_90a"]
 
 
 def test_each_kernel_is_compiled_once() -> None:
     works = select((find(1), find(2), find(3)), ["q4_0"])
     wanted = [(work, size, "float32") for work in works for size in BENCH_SHAPES]
-    found = parallel_compile._kernels(wanted, (9, 0))
+    found = parallel_compile.missing_kernels(wanted, (9, 0))
     assert len(found) == 5, "of three steps, one of them of two families, and one pass"
     assert len({kernel for kernel, _ in found}) == 5
 

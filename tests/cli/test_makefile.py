@@ -97,6 +97,10 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             ["decoder", "BENCH=1", "OUT=there.json"],
             "python -m results.decoder --check --bench --json 'there.json'",
         ),
+        (["warm", "GGUF=model.gguf"], "python -m steps warm --gguf 'model.gguf'"),
+        (["warm", "N=64", "K=256", "DTYPE=float16"], "warm --n '64' --k '256' --dtype 'float16'"),
+        (["cache"], "python -m steps cache"),
+        (["cache", "CLEAR=1"], "python -m steps cache --clear"),
         (["docs-check"], "python -m results.render.tables --check"),
     ],
 )

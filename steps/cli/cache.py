@@ -1,0 +1,62 @@
+"""The command `cache`: the compiled kernels that are kept on disk, and how to be rid of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+
+from results.render import text as table
+from steps.api import kernel_cache
+from steps.api.kernel_cache import MOST_BYTES, VARIABLE, Entry
+
+
+def cache(args: Namespace) -> int:
+    """Shows what is kept, by kernel and architecture; with --clear, removes it."""
+    folder = kernel_cache.cache_folder()
+    if folder is None:
+        print(json.dumps({"folder": None}) if args.json else f"off: {VARIABLE} says so")
+        return 0
+    removed = kernel_cache.clear(folder) if args.clear else 0
+    found = sorted(kernel_cache.entries(folder), key=lambda one: (one.key["kernel"], -one.used))
+    nbytes = sum(one.nbytes for one in found)
+    if args.json:
+        facts = {"folder": str(folder), "removed": removed, "bytes": nbytes, "most": MOST_BYTES}
+        print(json.dumps(facts | {"kernels": [_described(one) for one in found]}, indent=1))
+    elif args.clear:
+        print(f"removed {removed} files from {folder}")
+    elif not found:
+        print(f"no compiled kernels in {folder}")
+    else:
+        table.show(_table(found, f"{len(found)} compiled kernels in {folder}"))
+        print(f"{_megabytes(nbytes)} of {_megabytes(MOST_BYTES)} at most; {VARIABLE} moves it")
+    return 0
+
+
+def _described(one: Entry) -> dict[str, object]:
+    return {"file": one.path.name, "bytes": one.nbytes, "used": _time(one.used), **one.key}
+
+
+def _table(found: Sequence[Entry], title: str) -> table.Table:
+    """A line for each kernel and architecture."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for one in found:
+        groups.setdefault((one.key["kernel"], one.key["arch"]), []).append(one)
+    lines = [
+        (name, arch, str(len(own)), _megabytes(sum(one.nbytes for one in own)), _time(own[0].used))
+        for (name, arch), own in groups.items()
+    ]
+    columns = (
+        *(table.Column("kernel", words=True), table.Column("for", words=True)),
+        *map(table.Column, ("variants", "size", "last used")),
+    )
+    return table.Table(columns, tuple(map(table.Line, lines)), title)
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

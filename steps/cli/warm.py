@@ -1,0 +1,126 @@
+"""The command `warm`: compiles the kernels of a model or a product before they are needed."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, Final
+
+from qformats import FILE_FORMATS, WEIGHT_FORMATS
+from results.render import text as table
+from steps.api.choice import choose, choose_uncast, packings, written_dtype
+from steps.api.compile import architecture, capability, compiled
+from steps.api.kernel_cache import VARIABLE, cache_folder
+from steps.api.parallel_compile import Wanted, compile_ahead, missing_kernels
+from steps.checks.select import UsageError
+from steps.cli.arguments import formats_of, machines
+from steps.cli.gguf_weights import tensors_of
+from steps.cli.run import remark
+from steps.contract import FLOATS, H200_SMS, Shape
+
+TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(192, 513, 64), 768, 1024, 2048, 4096)
+"""The M whose kernels are compiled where --m names none. Products of other M share them; where one
+does not, its kernel is compiled when it is first launched."""
+
+Weights = tuple[str, int, int]
+"""Format, N, K."""
+
+
+def warm(args: Namespace) -> int:
+    """Compiles, on all cores, what `gemm` and `QuantLinear` launch; 1 if a kernel failed."""
+    if cache_folder() is None:
+        raise UsageError(f"compiled kernels are not kept: {VARIABLE} is off")
+    began, gpu, weights = time.monotonic(), _gpu(args), _weights(args)
+    tokens, dtypes = args.m or TOKENS, (args.dtype,) if args.dtype else FLOATS
+    wanted = list(products(weights, tokens, dtypes, args.accuracy, gpu))
+    if not wanted:
+        raise UsageError(f"no step multiplies {weights[0][0]} on {gpu.name}")
+    missing, failed = missing_kernels(wanted, gpu.cc), []
+    with table.progress(len(missing)) as progress:
+
+        def report(done: int, of: int) -> None:
+            progress("kernels compiled", done)
+
+        report(0, len(missing))
+        count = compile_ahead(wanted, gpu, remark, report=report)
+        for kernel, signature in missing_kernels(wanted, gpu.cc):  # few, or one core
+            try:
+                compiled(kernel, signature, architecture(gpu.cc))
+                count += 1
+            except Exception as error:  # of Numba and the linker, of many types
+                failed.append(f"{kernel.__name__}: {' '.join(str(error).split())}")
+            report(count, len(missing))
+    seconds = time.monotonic() - began
+    if args.json:
+        facts = {"folder": str(cache_folder()), "for": architecture(gpu.cc), "compiled": count}
+        facts |= {"failed": failed, "seconds": round(seconds, 1), "weights": weights}
+        print(json.dumps(facts))
+    else:
+        for sentence in failed:
+            remark(sentence)
+        print(
+            f"compiled {count} kernels for {architecture(gpu.cc)} in {seconds:.0f} s; the others "
+            f"were in {cache_folder()}"
+        )
+    return 1 if failed else 0
+
+
+def _gpu(args: Namespace) -> Any:
+    """The current GPU; with --arch one of that architecture with the SMs of an H200."""
+    if args.arch:
+        try:
+            cc = capability(args.arch)[:2]
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return SimpleNamespace(name=args.arch, cc=cc, sms=H200_SMS)
+    _, machine, _ = machines("gpu")
+    return machine(0)
+
+
+def _weights(args: Namespace) -> list[Weights]:
+    """What --gguf holds, or --format, --n and --k name, each once."""
+    if args.gguf is None:
+        if args.n is None or args.k is None:
+            raise UsageError("name a model with --gguf, or weights with --n and --k")
+        if args.k % 32:
+            raise UsageError(
+                f"K={args.k} is not a multiple of the block of 32: use {args.k // 32 * 32 + 32}"
+            )
+        return [(name, args.n, args.k) for name in formats_of(args.format)]
+    if args.format or args.n or args.k:
+        raise UsageError("--format, --n and --k contradict --gguf: a file has its own")
+    taken = (*WEIGHT_FORMATS, *FILE_FORMATS)
+    found = {
+        (one.type, *one.shape)
+        for one in tensors_of(args.gguf).values()
+        if one.type in taken and len(one.shape) == 2
+    }
+    if not found:
+        raise UsageError(f"{args.gguf} has no matrix in one of {', '.join(taken)}")
+    return sorted(found)
+
+
+def products(
+    weights: Iterable[Weights],
+    tokens: Iterable[int],
+    dtypes: Iterable[str],
+    accuracy: str,
+    gpu: Any,
+) -> Iterator[Wanted]:
+    """The products by the steps that `gemm` chooses for blocks and for packed weights, and
+    `QuantLinear` for its packings."""
+    for name, n, k in weights:
+        packed = [step.pack.__name__ for step in packings(name, gpu.cc, accuracy)]
+        for m in tokens:
+            for dtype in dtypes:
+                rest = name, Shape(m, n, k)
+                kind: dict[str, Any] = {"output": dtype, "input": dtype, "accuracy": accuracy}
+                choices = [choose_uncast(*rest, packed, gpu, accuracy, dtype)]
+                with suppress(ValueError):  # no step reads and writes this dtype here
+                    choices.append(choose(*rest, gpu, **kind))
+                for choice in choices:
+                    yield choice.work, (m, n, k), written_dtype(choice.step, dtype), dtype

@@ -1,0 +1,150 @@
+"""`python -m steps warm` and `cache`: kernels compiled before they are needed, and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import quantize
+from steps.api import compile as compiling
+from steps.api import kernel_cache, parallel_compile
+from steps.api.choice import choose_uncast, packings
+from steps.api.kernel_cache import CompiledKernel
+from steps.cli import main as cli
+from steps.cli import warm
+from steps.contract import Shape
+from tests.cli.typed import typed
+from tests.formats.test_gguf_file import write
+
+FORMATS = ("q4_0", "q8_0")
+HOPPER = SimpleNamespace(name="sm_90a", cc=(9, 0), sms=132)
+SMALL = ["--n", "64", "--k", "256", "--format", "q4_0", "--m", "1", "--dtype", "float32"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(kernel_cache, "_known", type(kernel_cache._known)())
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(kernel, architecture) of what was compiled, here; no compiler runs."""
+    asked: list[tuple[str, str]] = []
+
+    def compile_kernel(kernel: Any, signature: Any, arch: str) -> CompiledKernel:
+        asked.append((kernel.__name__, arch))
+        return CompiledKernel("entry", b"cubin", False)
+
+    monkeypatch.setattr(compiling, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0})
+    return asked
+
+
+@pytest.mark.slow
+def test_what_is_warm_is_not_compiled_again(folder: Path) -> None:
+    command = ("warm", *SMALL, "--arch", "sm_80", "--json")
+    first = typed(*command)
+    assert first.stderr == "", "no progress in a pipe"
+    facts = json.loads(first.stdout)
+    assert facts["compiled"] == len(list(folder.glob("*.kernel"))) > 0
+    assert (facts["for"], facts["failed"]) == ("sm_80", [])
+    assert facts["weights"] == [["q4_0", 64, 256]]
+    assert json.loads(typed(*command).stdout)["compiled"] == 0
+    shown = json.loads(typed("cache", "--json").stdout)
+    assert len(shown["kernels"]) == facts["compiled"]
+    assert {one["arch"] for one in shown["kernels"]} == {"sm_80"}
+
+
+def test_a_model_of_a_file_is_warmed(folder: Path, made: Any, tmp_path: Path, capsys: Any) -> None:
+    w = np.ones((64, 256), np.float32)
+    matrices = {name: (name, quantize(w, name).view(np.uint8).reshape(64, -1)) for name in FORMATS}
+    more = {"again": matrices["q4_0"], "norm": ("f32", np.ones(256, np.float32))}
+    path = write(tmp_path / "model.gguf", {**matrices, **more})
+    assert cli.main(["warm", "--gguf", str(path), "--m", "1", "64", "--arch", "sm_90a"]) == 0
+    assert {arch for _, arch in made} == {"sm_90a"}
+    assert len(made) == len(list(folder.iterdir()))
+    assert capsys.readouterr().out.startswith(f"compiled {len(made)} kernels for sm_90a in ")
+    for name in FORMATS:
+        packed = [step.pack.__name__ for step in packings(name, (9, 0), "exact")]
+        for dtype in ("float32", "float16", "bfloat16"):
+            size = Shape(64, 64, 256)
+            work = choose_uncast(name, size, packed, HOPPER, "exact", dtype).work
+            wanted = [(work, (64, 64, 256), dtype, dtype)]
+            assert parallel_compile.missing_kernels(wanted, (9, 0)) == {}
+    assert cli.main(["warm", "--gguf", str(path), "--m", "1", "64", "--arch", "sm_90a"]) == 0
+    assert capsys.readouterr().out.startswith("compiled 0 kernels")
+
+
+def test_few_tokens_stand_for_all() -> None:
+    """Every kernel of a model's products at any M up to 512 is among those of `TOKENS`."""
+
+    def kernels(tokens: Any) -> set[Any]:
+        weights = [("q4_0", n, k) for n, k in ((4096, 4096), (1024, 4096), (4096, 14336))]
+        wanted = warm.products(weights, tokens, ["float16"], "exact", HOPPER)
+        return set(parallel_compile.missing_kernels(wanted, (9, 0)))
+
+    assert kernels(range(1, 513, 5)) <= kernels(warm.TOKENS)
+
+
+def test_a_kernel_that_fails_is_said(folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    def compile_kernel(*_: Any) -> CompiledKernel:
+        raise RuntimeError("ptxas\nfailed")
+
+    monkeypatch.setattr(compiling, "compile_kernel", compile_kernel)
+    assert cli.main(["warm", *SMALL, "--arch", "sm_80"]) == 1
+    printed = capsys.readouterr()
+    assert ": ptxas failed\n" in printed.err
+    assert printed.out.startswith("compiled 0 kernels for sm_80 in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--arch", "sm_90a"], "name a model with --gguf, or weights with --n and --k"),
+        (["--arch", "sm_90a", "--n", "64"], "name a model with --gguf, or weights with"),
+        (["--arch", "sm_90a", "--n", "64", "--k", "40"], "K=40 is not a multiple .* use 64"),
+        (["--arch", "sm_90a", "--gguf", "x", "--n", "64"], "--format, --n and --k contradict"),
+        (["--arch", "sm_90a", "--gguf", "nowhere.gguf"], "No such file"),
+        (["--arch", "sm_60", *SMALL], "it must be sm_75 or a later one"),
+    ],
+)
+def test_what_cannot_be_warmed_is_one_sentence(
+    arguments: list[str], sentence: str, folder: Path, capsys: Any
+) -> None:
+    assert cli.main(["warm", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(sentence, error)
+
+
+def test_without_a_cache_nothing_is_warmed(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv(kernel_cache.VARIABLE, "off")
+    assert cli.main(["warm", *SMALL, "--arch", "sm_80"]) == 2
+    assert "compiled kernels are not kept: LADDER_CACHE is off" in capsys.readouterr().err
+    assert cli.main(["cache"]) == 0
+    assert capsys.readouterr().out == "off: LADDER_CACHE says so\n"
+    assert cli.main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"folder": None}
+
+
+def test_the_cache_is_shown_and_cleared(folder: Path, made: Any, capsys: Any) -> None:
+    assert cli.main(["cache"]) == 0
+    assert capsys.readouterr().out == f"no compiled kernels in {folder}\n"
+    assert cli.main(["warm", *SMALL, "--arch", "sm_80"]) == 0
+    capsys.readouterr()
+    assert cli.main(["cache"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(made)} compiled kernels in {folder}" in shown
+    for name, arch in made:
+        assert any(name in line and arch in line for line in shown.splitlines())
+    assert cli.main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"removed {len(made)} files from {folder}\n"
+    assert list(folder.iterdir()) == []
