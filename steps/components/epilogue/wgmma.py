@@ -56,14 +56,15 @@ def finish_wgmma_tile(
     scaled: bool,
     kind: Any = float32,
 ) -> tuple[Any, int]:
-    """(finish, the first byte of dynamic shared memory behind what it uses from `first_byte` on, a
-    multiple of 128). C is of dtype `output`: "float32", "float16" or "bfloat16".
+    """(finish, end): the device function, and the byte of dynamic shared memory behind what it uses
+    from `first_byte` on, both multiples of 128. C is of dtype `output`: "float32", "float16" or
+    "bfloat16".
 
     finish(acc, half, tile_id, m0, n0, first_contributor, last_contributor, partial_slot,
            destination)
-        the end of a tile, or of a part of it (`steps.components.stream_k`), for its two or three
-        `warpgroups`, with 64 features each and up to ACC_HALF_TOKENS tokens: an *accumulator
-        half*. A tile of 256 features or tokens has two of them.
+        the end of one *accumulator half* of a tile, or of a part of its K: 64 features for each of
+        its two or three `warpgroups`, and up to ACC_HALF_TOKENS tokens. A tile of 256 features or
+        tokens has two halves.
 
     acc         : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     first_contributor, last_contributor, partial_slot: `Scheduler.contributors`. The first is the
@@ -82,7 +83,7 @@ def finish_wgmma_tile(
     tokens, warpgroups_n = min(bm, ACC_HALF_TOKENS), warpgroups(bn)
     width = warpgroups_n * WGMMA_ROWS
     # the halves of a tile lie side by side along the features, or one after the other along tokens
-    halves, side = bn // width * (bm // tokens), bn > width
+    halves, side_by_side = bn // width * (bm // tokens), bn > width
     n_acc = tokens // 2  # sums of a half that a thread holds
     slice_sums, slice_tokens = n_acc // slices, tokens // slices
     in_flight = LOADS_IN_FLIGHT // max(halves, warpgroups_n - 1)
@@ -109,9 +110,9 @@ def finish_wgmma_tile(
 
     @cuda.jit(device=True, forceinline=True)
     def count_arrivals(arrived, counter, others, contribution, earlier_arrivals, warpgroup, t):
-        """At each slice: how many arrived earlier is in shared memory then."""
+        """Count this block at each slice; how many arrived earlier goes to shared memory."""
         barrier_sync(1 + warpgroup, WARPGROUP)
-        if t < slices:  # fences of these hold for all whom the barriers order before and after
+        if t < slices:  # their fences serve all threads, which the barriers order around them
             fence()
             polls = int32(H200_POLLS if slices > 1 and t == contribution else 0)
             earlier = poll_and_count_arrival(arrived, counter + t, others, polls)
@@ -159,8 +160,8 @@ def finish_wgmma_tile(
         warpgroup, t = int32(cuda.threadIdx.x >> 7), int32(cuda.threadIdx.x & (WARPGROUP - 1))
         # shuffled, so that nothing of this is kept in registers from one half to the next
         others = int32(shfl(int32(last_contributor - first_contributor), 0))
-        m = int32(shfl(m0, 0) + (0 if side else half * tokens))
-        n = int32(shfl(n0, 0) + warpgroup * WGMMA_ROWS + (half * width if side else 0))
+        m = int32(shfl(m0, 0) + (0 if side_by_side else half * tokens))
+        n = int32(shfl(n0, 0) + warpgroup * WGMMA_ROWS + (half * width if side_by_side else 0))
         u = load_rows(row_scales, n)
         spread(x, acc)
         own_slice, complete = int32(0), others == 0
