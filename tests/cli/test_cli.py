@@ -100,7 +100,10 @@ def test_diff_is_against_the_parent() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "marks"),
-    [("ptx", [".visible .entry", ".target sm_80"]), ("sass", ["EXIT", ".text.", "/*0000*/"])],
+    [
+        ("ptx", [".visible .entry", ".target sm_80"]),
+        pytest.param("sass", ["EXIT", ".text.", "/*0000*/"], marks=pytest.mark.slow),
+    ],
 )
 def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
     done = typed(kind, "2", "--arch", "8.0", "--format", "q4_0")
@@ -112,6 +115,7 @@ def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
         assert mark in done.stdout
 
 
+@pytest.mark.slow
 def test_machine_code_as_json_and_of_the_activation_pass() -> None:
     done = typed("sass", "2", "--activations", "--json")
     data = json.loads(done.stdout)
@@ -121,6 +125,7 @@ def test_machine_code_as_json_and_of_the_activation_pass() -> None:
     assert "EXIT" in data["sass"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_machine_code_of_a_dtype(dtype: str, capsys) -> None:
     """What is made of weights: float16, or bfloat16. A of 16 bits has no pass."""

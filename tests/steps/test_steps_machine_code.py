@@ -154,7 +154,14 @@ def test_the_kernels_of_large_products_too(work: Work, size: Size) -> None:
         no_wgmma_loses_its_weights(code)
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@group(steps.find(4))
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("q4_0", "q4_1") else pytest.param(n, marks=pytest.mark.slow)
+        for n in WEIGHT_FORMATS
+    ],
+)
 def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
     """b2 for blocks of 18, 22 and 34 bytes (a 4-byte load would fault), b4 for 20 and 24."""
     wanted = "b4" if FORMATS[name].block_bytes % 4 == 0 else "b2"
@@ -167,6 +174,7 @@ def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
     assert code.count("LDG.E") == 1 + halves + (words if wanted == "b4" else 0), code.instructions
 
 
+@group(steps.find(4))
 def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
     """Step 4 multiplies 32 elements with 16 IMAD; nothing else in it accumulates a chain of two."""
     code = own_code(steps.find(4), "A8", "q4_0", "sm_90a")

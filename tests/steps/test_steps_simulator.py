@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -84,7 +85,8 @@ EDGES = (
 )
 
 
-@pytest.mark.parametrize("turn", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [0, 2])
 @pytest.mark.parametrize(("number", "shape"), EDGES)
 def test_a_tile_edge_in_both_directions(
     number: int, shape: tuple[int, int, int], turn: int
@@ -116,7 +118,13 @@ READS_16_BITS = [
 
 
 @pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(READS_16_BITS, shift=2))
-def test_inputs_of_16_bits(step: Step, family: Family, name: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "distribution"),
+    [((9, 37, 96), "llm"), pytest.param((20, 136, 288), "integer", marks=pytest.mark.slow)],
+)
+def test_inputs_of_16_bits(
+    step: Step, family: Family, name: str, shape: tuple[int, int, int], distribution: str
+) -> None:
     """A as a caller has it, with no pass where nothing is quantized, and C in the same dtype where
     the step writes it. Ragged, and beyond the first stage."""
     inputs = ["float16"]
@@ -124,12 +132,11 @@ def test_inputs_of_16_bits(step: Step, family: Family, name: str) -> None:
         inputs.append("bfloat16")
     for order, input in enumerate(inputs):
         output = input if input in step.outputs else "float32"
-        for shape, distribution in (((9, 37, 96), "llm"), ((20, 136, 288), "integer")):
-            problem = Problem(*shape, name, distribution, input=input)
-            if family == "A16":
-                assert step.activations(family, problem.given, Simulator()).launches == ()
-            found = verify(step, family, problem, RemembersPasses(order), dtype=output)
-            assert found.ok, f"{input}: {found.verdict}"
+        problem = Problem(*shape, name, distribution, input=input)
+        if family == "A16":
+            assert step.activations(family, problem.given, Simulator()).launches == ()
+        found = verify(step, family, problem, RemembersPasses(order), dtype=output)
+        assert found.ok, f"{input}: {found.verdict}"
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
@@ -207,14 +214,21 @@ SHARED_WORK = (
 )
 
 
+def _size(work: tuple[Any, ...]) -> int:
+    return math.prod(work[2])
+
+
 def shared_work() -> Iterator[pytest.param]:
     """Each in one format in three orders of lanes, and in another format in one, with C in float16
-    where the step writes it: who waits for whom is the same in all formats."""
+    where the step writes it: who waits for whom is the same in all formats. `make test QUICK=1`
+    runs the smallest product of each step."""
+    by_size = sorted(SHARED_WORK, key=_size, reverse=True)
+    smallest = {number: shape for number, _, shape, _ in by_size}
     for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
         for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), (5, 5))):
             label = f"step{number:02d}-{i}-{name}"
-            first = i == 0 or SHARED_WORK[i - 1][0] != number
-            marks = () if first and len(set(orders)) == 1 else (pytest.mark.slow,)
+            quick = shape == smallest[number] and len(set(orders)) == 1
+            marks = () if quick else (pytest.mark.slow,)
             yield pytest.param(number, sms, shape, constants, name, orders, id=label, marks=marks)
 
 
@@ -253,6 +267,7 @@ def test_work_shared_by_few_sms(
         np.testing.assert_array_equal(machine.host(prepared.out), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [15, 16])
 def test_integer_sums_are_the_same_however_work_is_cut(
     number: int, monkeypatch: pytest.MonkeyPatch
