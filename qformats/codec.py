@@ -225,7 +225,8 @@ class Q8_1(_Signed):
     dtype = block_q8_1
 
     def quantize(self, x: Floats, s: Sum = "codes") -> Blocks:
-        """As `Format.quantize`; `s` chooses the definition of the block's sum."""
+        """As `Format.quantize`; `s` chooses the definition of the block's sum, ValueError where it
+        is neither of the two."""
         if s not in ("codes", "values"):
             raise ValueError(f's is "codes" or "values", not {s!r}')
         return self._quantize(x, s)
@@ -273,13 +274,21 @@ def format_of(blocks: Blocks | BlockDtype) -> Format:
 
 
 def quantize(x: Floats, name: str) -> Blocks:
-    """Blocks of x in the named format: `FORMATS[name].quantize(x)`."""
+    """Blocks of x in the named format, bit for bit as ggml's reference makes them.
+
+    x       : float32 [..., K], C-contiguous, K a multiple of 32; finite values.
+    name    : one of `FORMATS` that is written: not a K-quant.
+
+    Returns structured[..., K//32] of the format's dtype. Raises what `Format.quantize` does, and
+    ValueError for an unknown name.
+    """
     return format_named(name).quantize(x)
 
 
 def dequantize(blocks: Blocks) -> Floats:
     """Values, float32[..., K], of blocks, structured[..., K//32] or, of K-quants, [..., K//256].
 
-    The blocks' dtype says which format they are of.
+    The blocks' dtype says which format they are of. Raises TypeError where it is none, ValueError
+    where there are no blocks.
     """
     return format_of(blocks).dequantize(blocks)

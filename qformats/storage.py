@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qformats.blocks import BLOCK, BlockDtype
-from qformats.codec import FORMATS, Blocks, Format, format_of
+from qformats.codec import FILE_FORMATS, Blocks, Format, format_named, format_of
 
 GROUP: Final = 16
 """Elements that share a scale in Q2_K, Q3_K and Q6_K: the K of one mma of float16."""
@@ -93,8 +93,8 @@ _STORED_AS: Final = {
 
 @cache
 def storage_format_named(name: str) -> StorageFormat:
-    """The storage format of this name."""
-    return _PACKED.get(name) or FORMATS[name]
+    """The storage format of this name, or ValueError."""
+    return _PACKED.get(name) or format_named(name)
 
 
 def nearest_weight_format(name: str) -> str:
@@ -126,9 +126,15 @@ class StoredWeights:
 def stored_weights(blocks: Blocks) -> StoredWeights:
     """Blocks [N, K/32] or [N, K/256] of a file format as fragment-packed tiles hold them.
 
-    Scales and offsets of K-quants are rounded to 11 bits, halves to even. NaN and Inf stay.
+    Scales and offsets of K-quants are rounded to 11 bits, halves to even. NaN and Inf stay. Raises
+    TypeError for blocks of no file format, ValueError for a scale above `LARGEST_SCALE`.
     """
     fmt = format_of(blocks)
+    if fmt.name not in FILE_FORMATS:
+        raise TypeError(
+            f"stored_weights takes blocks of {', '.join(FILE_FORMATS)}, and these are {fmt.name}: "
+            f"fragment-packed tiles hold their values as they are"
+        )
     if fmt.name == "mxfp4" and (wrong := fmt.scale(blocks) > LARGEST_SCALE).any():
         n, b = (int(i) for i in np.argwhere(wrong)[0])
         e = int(blocks["e"][n, b])
@@ -155,8 +161,9 @@ def _rounded(x: NDArray[np.float64]) -> NDArray[np.float64]:
 def to_storage_format(
     blocks: Blocks,
 ) -> tuple[Blocks, NDArray[np.float64], NDArray[np.float64] | None]:
-    """(blocks [N, K/32] of the storage format, without scales; their scales and minima, float64
-    [N, K/32] or [N, K/32, 2])."""
+    """Blocks [N, K/32] or [N, K/256] of a file format -> (blocks [N, K/32] of its storage format,
+    without scales; their scales and minima, float64 [N, K/32] or [N, K/32, 2]; None where there are
+    no minima). Raises what `stored_weights` does."""
     weights, stored_as = stored_weights(blocks), storage_format(format_of(blocks))
     n, k = weights.levels.shape
     made: Blocks = np.zeros((n, k // BLOCK), stored_as.dtype)

@@ -43,8 +43,14 @@ INT8_OPERANDS: Final = {"int8": "int8", "integers": "int8 and integer scales"}
 def nmse(x: Array, ref: Array) -> float:
     """sum (x - ref)^2 / sum ref^2 in float64; 0 for 0 against 0, inf for anything else against 0.
 
+    x, ref: NumPy arrays of numbers of one shape; ValueError for two shapes, and for no elements.
     inf as well where either holds a NaN or Inf: no such thing may pass for a small error.
     """
+    if x.shape != ref.shape or not x.size:  # NumPy would spread one of them over the other
+        raise ValueError(
+            f"x and ref must have one shape and an element at least, got {list(x.shape)} and "
+            f"{list(ref.shape)}"
+        )
     x, ref = x.astype(np.float64), ref.astype(np.float64)
     if not (np.isfinite(x).all() and np.isfinite(ref).all()):
         return math.inf
@@ -81,15 +87,19 @@ def roundings(family: str, k: int, operands: str = "f32") -> int:
 def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array:
     """The largest |error| a right kernel can make in each output, float64 of magnitude's shape.
 
+    family     "A16" or "A8"
+    magnitude  float64[M, N], sum |t_i| of the terms of each output: `magnitude_a16`, `magnitude_a8`
+    operands   what kernels round their operands to first: "f32" (to nothing), "f16", "bf16"; "int8"
+               and "integers" for `Tokens` and `CoarseTokens`; "f16_weights" and "bf16_weights"
+               where weights alone are rounded, with the magnitude of `magnitude_half`
+
     With n roundings of unit u on every term (`roundings`), the computed sum is
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
-    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|, and sum |t_i| is `magnitude`
-    (`magnitude_a16`, `magnitude_a8`).
-    Operands rounded first (f16, bf16; A16 only) add their own two roundings, 2 v + v^2, or one for
-    weights alone (f16_weights and bf16_weights, whose magnitude is `magnitude_half`).
+    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|. Operands rounded first (A16
+    only) add their own two roundings, 2 v + v^2, or one where weights alone are rounded.
 
     It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
-    of n, not like n. That is what NMSE is for.
+    of n, not like n. That is what NMSE is for. Raises ValueError for an unknown family or operands.
     """
     v, count, u = _rounding(operands)
     n = roundings(family, k, operands)
@@ -186,7 +196,9 @@ def limits(
     operands: str = "f32",
     outputs: tuple[int, int] | None = None,
 ) -> Limits:
-    """The limits of one family on one problem, of which outputs = (rows, columns) are compared."""
+    """The limits of one family on one problem, of which outputs = (rows, columns) are compared, by
+    default all of [M, N]. `operands` as of `bound`; ValueError for an unknown family or operands.
+    """
     known_family(family)
     rows, columns = outputs or (problem.m, problem.n)
     kernel, why_kernel = _kernel_limit(family, problem.k, operands, rows * columns)
@@ -273,6 +285,7 @@ def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[flo
 
 
 def known_family(family: str) -> None:
+    """ValueError where a family is none of `FAMILIES`."""
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}: use one of {', '.join(FAMILIES)}")
 

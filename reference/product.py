@@ -12,6 +12,9 @@ The activations are those of `reference.operands`. Of `Halves` and `Bfloats` A i
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
 sums: K * 2^-53 relative to the magnitudes, 2^29 times below float32's.
+
+Blocks are structured [N, K/32], of K-quants [N, K/256]. All raise TypeError for what are no blocks
+and ValueError for what are no matrices of one K.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def unquantized(a: Array, w: Array) -> Array:
-    """A @ W^T of float32[M, K] and float32[N, K], in float64[M, N]."""
+    """A @ W^T of floats [M, K] and [N, K], in float64[M, N]."""
+    if a.ndim != 2 or w.ndim != 2 or a.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"a must be [M, K] and w [N, K] with the same K, got {list(a.shape)} and "
+            f"{list(w.shape)}"
+        )
     a = a.astype(np.float64)
     c = np.empty((a.shape[0], w.shape[0]))
     for part in pieces(w.shape[0], w.shape[1]):
@@ -38,8 +46,8 @@ def unquantized(a: Array, w: Array) -> Array:
 
 
 def same_operands_a16(a: Array, blocks: Array) -> Array:
-    """A[M, K] of floats times the dequantized blocks[N, K/32], in float64[M, N]."""
-    _same_k(a.shape[1], blocks)
+    """A[M, K] of floats times the dequantized blocks, in float64[M, N]."""
+    _same_k(a, blocks)
     fmt, a = format_of(blocks), a.astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in pieces(blocks.shape[0], a.shape[1]):
@@ -52,7 +60,7 @@ def same_operands_half(a: Array, blocks: Array) -> Array:
     file formats those of `qformats.storage`. Not rounded to float16. float64[M, N]."""
     if format_of(blocks).name not in FILE_FORMATS:
         return same_operands_a16(a, blocks)
-    _same_k(a.shape[1], blocks)
+    _same_k(a, blocks)
     a = a.astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in pieces(blocks.shape[0], a.shape[1]):
@@ -68,7 +76,7 @@ def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
     well as one that dequantizes each weight first (whose terms |a * w| are never larger). `stored`:
     of the weights as fragment-packed tiles hold them, see `same_operands_half`.
     """
-    _same_k(a.shape[1], blocks)
+    _same_k(a, blocks)
     a = np.abs(a).astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in pieces(blocks.shape[0], a.shape[1]):
@@ -82,7 +90,7 @@ def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
 def least_half(blocks: Array) -> Array:
     """What a weight may be off by however small it is, float64[N], where it is rounded to float16.
 
-    A row of blocks[N, K/32] is scaled so that its largest |d| is float16 2^-9 at least, and its
+    A row of the blocks is scaled so that its largest |d| is float16 2^-9 at least, and its
     largest |m| 2^14 where that would overflow. There weight and minimum are rounded to multiples of
     2^-24 at worst, by 2^-24 both together: 2^-15 of the largest |d|, 2^-24 of the largest |m|.
     """
@@ -128,7 +136,7 @@ def magnitude_a8(q81: Q81, blocks: Array) -> Array:
 
 def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
     """(same_operands_a8, magnitude_a8): the weights are made float64 once for both."""
-    _same_k(q81.q.shape[1], blocks)
+    _same_k(q81.q, blocks)
     values, sums = q81.values(), q81.s.astype(np.float64)
     sizes, of_sums = np.abs(values), np.abs(sums)
     same = np.empty((values.shape[0], blocks.shape[0]))
@@ -149,7 +157,7 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
 
 def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
     """(the product of these int8 with those of their `weights`, sum |terms|), float64[M, N]."""
-    _same_k(tokens.q.shape[1], blocks)
+    _same_k(tokens.q, blocks)
     values = tokens.values()
     same = np.empty((values.shape[0], blocks.shape[0]))
     size = np.empty_like(same)
@@ -184,10 +192,10 @@ def _spread(offset: Array, k: int) -> Array:
     return np.repeat(offset, k // offset.shape[1], axis=1)
 
 
-def _same_k(k: int, blocks: Array) -> None:
+def _same_k(a: Array, blocks: Array) -> None:
     size = format_of(blocks).elements
-    if blocks.ndim != 2 or blocks.shape[1] * size != k:
+    if a.ndim != 2 or blocks.ndim != 2 or blocks.shape[1] * size != a.shape[1]:
         raise ValueError(
-            f"activations of K={k} need weight blocks of shape [N, {k // size}], "
-            f"got {list(blocks.shape)}"
+            f"a must be [M, K] and the blocks [N, K/{size}] with the same K, got {list(a.shape)} "
+            f"and {list(blocks.shape)}"
         )

@@ -9,6 +9,7 @@ from gguf.quants import dequantize as gguf_dequantize
 
 from qformats import FILE_FORMATS, FORMATS, dequantize, format_of, quantize
 from qformats.format import RUN, Packed
+from qformats.storage import storage_format_named, stored_weights
 from tests.formats.scalar_codec import E2M1, IQ4_NL, QUANTIZE
 
 K_QUANTS = tuple(name for name in FILE_FORMATS if name.endswith("_k"))
@@ -253,3 +254,12 @@ def test_error_of_normal_weights(name, least, most):
     x = np.random.default_rng(0).standard_normal((4096, 32)).astype(np.float32)
     error = np.square(x.astype(np.float64) - dequantize(quantize(x, name))).sum()
     assert least < error / np.square(x.astype(np.float64)).sum() < most
+
+
+def test_storage_is_of_file_formats() -> None:
+    blocks = quantize(np.ones((1, 32), np.float32), "q4_1")
+    with pytest.raises(TypeError, match=r"takes blocks of mxfp4.* q6_k, and these are q4_1"):
+        stored_weights(blocks)
+    assert storage_format_named("c6").bits == 6
+    with pytest.raises(ValueError, match="no format is called 'c7'"):
+        storage_format_named("c7")

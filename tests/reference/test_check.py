@@ -265,6 +265,11 @@ def test_nmse_of_special_cases() -> None:
     for bad in (math.nan, math.inf):
         spoiled = np.array([[1, bad], [1, 1]])
         assert nmse(spoiled, one) == nmse(one, spoiled) == nmse(spoiled, spoiled) == math.inf
+    for other in (np.ones(2), one[:0]):  # NumPy would spread one, and sum nothing of the other
+        with pytest.raises(ValueError, match=r"got \[2, 2\] and \["):
+            nmse(one, other)
+    with pytest.raises(ValueError, match=r"got \[0, 2\] and \[0, 2\]"):
+        nmse(one[:0], one[:0])
 
 
 @given(st.integers(0, 16), st.integers(0, 39), st.floats(width=32))

@@ -291,12 +291,17 @@ def test_q81_refuses_what_it_is_not() -> None:
 
 def test_products_refuse_operands_of_different_k() -> None:
     blocks = Problem(1, 4, 96, "q4_0").blocks
-    with pytest.raises(
-        ValueError, match=r"K=64 need weight blocks of shape \[N, 2\], got \[4, 3\]"
-    ):
-        same_operands_a16(np.zeros((1, 64), np.float32), blocks)
-    with pytest.raises(ValueError, match="K=64"):
-        same_operands_a8(Q81.of_values(np.zeros((1, 64), np.float32)), blocks)
+    both = r"\[M, K\] and the blocks \[N, K/32\] with the same K, got \[1, 64\] and \[4, 3\]"
+    a = np.zeros((1, 64), np.float32)
+    with pytest.raises(ValueError, match=both):
+        same_operands_a16(a, blocks)
+    with pytest.raises(ValueError, match=both):
+        same_operands_a8(Q81.of_values(a), blocks)
+    with pytest.raises(ValueError, match=r"got \[64\] and \[4, 3\]"):
+        same_operands_a16(a[0], blocks)
+    for w in (np.zeros((4, 96), np.float32), np.zeros(64, np.float32)):
+        with pytest.raises(ValueError, match=r"w \[N, K\] with the same K, got \[1, 64\] and"):
+            unquantized(a, w)
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 2**18))
