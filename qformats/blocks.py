@@ -83,7 +83,7 @@ _LAYOUTS: Final[dict[str, tuple[BlockDtype, int, dict[str, int]]]] = {
 
 
 def offsets(dtype: BlockDtype) -> dict[str, int]:
-    """The byte at which each field of a block begins, in memory order."""
+    """The byte at which each field of a block begins, in memory order; TypeError without fields."""
     if dtype.fields is None:
         raise TypeError(f"{dtype} has no fields; a block dtype is expected")
     return {name: dtype.fields[name][1] for name in dtype.names or ()}

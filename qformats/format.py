@@ -118,6 +118,9 @@ class Format(ABC):
     only read. For every format, and exactly in float32,  value = scale * level + offset,  where a
     level is the code itself, or what the format's table `codebook` holds for it.
 
+    What takes blocks, structured[..., K//elements] of any strides, raises TypeError for another
+    dtype and ValueError where there are none.
+
     Instances hold no data; two of the same class are equal. Use those in `FORMATS`.
     """
 
@@ -145,7 +148,7 @@ class Format(ABC):
         return self._quantize(x)
 
     def dequantize(self, blocks: Blocks) -> Floats:
-        """Values, float32[..., K], of blocks, structured[..., K//elements] (any strides).
+        """Values, float32[..., K], of blocks.
 
         A scale or minimum that is inf or NaN in the blocks is passed on, as ggml does.
         """

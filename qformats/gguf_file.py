@@ -81,7 +81,8 @@ class Tensor:
         return np.asarray(self._raw).view(dtype)
 
     def values(self) -> Floats:
-        """The content in float32[..., K]: a view of the file for f32, else a new array."""
+        """The content in float32[..., K]: a view of the file for f32, else a new array. GGUFError
+        for other types than `READABLE`."""
         array = self.array
         if self.type in FORMATS:
             return FORMATS[self.type].dequantize(array)

@@ -90,6 +90,8 @@ def _weight_format(
 
 
 def matrix_format(taker: str, blocks: Blocks, known: tuple[str, ...] = WEIGHT_FORMATS) -> Format:
+    """The format of a matrix of blocks [N, K//elements]. TypeError where it is none of `known`,
+    ValueError for another number of dimensions and for an empty matrix; both name `taker`."""
     if blocks.ndim != 2:
         raise ValueError(
             f"{taker} takes a matrix of blocks [N, K//32], got {blocks.ndim} dimensions"
@@ -111,7 +113,8 @@ def _as_half(value: Floats, what: str) -> NDArray[np.float16]:
 
 
 def as_bytes(blocks: Blocks) -> tuple[NDArray[np.uint8]]:
-    """The blocks as they lie in memory, uint8[blocks * block_bytes]; nothing is copied."""
+    """Blocks [..., K//elements] as they lie in memory, uint8[blocks * block_bytes]; nothing is
+    copied where they are C-contiguous. TypeError for what are no blocks of `KNOWN` formats."""
     fmt = _weight_format(blocks, "as_bytes", KNOWN)
     return (np.ascontiguousarray(blocks).view(np.uint8).reshape(blocks.size * fmt.block_bytes),)
 
