@@ -4,9 +4,9 @@ fields.py         codes, scales and offsets apart; K outermost (steps 1 to 6)
 fragments.py      fragment-packed tiles of 16 rows x 128 K, as tensor cores take them (from step 7)
 requantized.py    the same of weights requantized to int8 (from step 15)
 
-`k_outermost`, `tiles`, `byte_tiles` and `byte_weights` take a matrix of blocks, structured[N, K//32]
-or, of K-quants, [N, K//256]. They raise TypeError for blocks of a format that they do not take, and
-ValueError for what is no matrix.
+`k_outermost`, `tiles`, `byte_tiles` and `byte_weights` take a matrix of blocks, structured
+[N, K//32] or, of K-quants, [N, K//256]. They raise TypeError for blocks of a format that they do
+not take, and ValueError for what is no matrix.
 """
 
 from qformats.repack.fields import (
