@@ -90,7 +90,13 @@ class Activations:
 
 
 class Machine(Protocol):
-    """Where launches run: `steps.api.machines.Gpu` or `steps.api.machines.Simulator`."""
+    """Where launches run: `steps.api.machines.Gpu` or `steps.api.machines.Simulator`.
+
+    array : a C-contiguous copy of a NumPy array on the machine.
+    empty : a new array there, whose content is anything.
+    host  : the content of an array there as NumPy, after all launches before.
+    run   : queue a launch; launches run in their order.
+    """
 
     name: str
 

@@ -80,12 +80,16 @@ class Gpu:
     """Runs kernels on the current CUDA device, and copies, on one stream.
 
     `stream`: 0, the default stream; a handle; or a stream of Numba, cuda.core, torch or CuPy.
+    RuntimeError where there is no GPU.
     """
 
     def __init__(self, stream: Any = 0) -> None:
         reason = why_no_gpu()
         if reason is not None:
-            raise RuntimeError(f"no CUDA GPU can be used here: {reason}")
+            raise RuntimeError(
+                f"no CUDA GPU can be used here: {reason}; "
+                "machine=steps.api.machines.Simulator() needs none, and is slow"
+            )
         device = cuda.get_current_device()
         name = device.name
         self.name = name.decode() if isinstance(name, bytes) else str(name)
