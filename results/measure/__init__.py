@@ -1,11 +1,12 @@
 """How kernels are timed.
 
-protocol.py       the regime, the GPU behind it, and what a time may be at least
-loop.py           the loop: contestants take turns, round by round
-products.py       data, launches and checks of a product that is timed
-bench.py          what is measured in which order, and what is left as it is
-as_called.py      what a caller gets: gemm.plan and QuantLinear beside torch, at every M up to 128
-torch_graphs.py   calls of torch as contestants
-tune.py           totals at many M, by which gemm chooses
-limits.py         what this GPU can do at most
+protocol.py             the regime, the GPU behind it, and what a time may be at least
+loop.py                 the loop: contestants take turns, round by round
+products.py             data, launches and checks of a product that is timed
+bench.py                what is measured in which order, and what is left as it is
+as_called.py            what a caller gets: gemm.plan and QuantLinear beside torch
+transformers_llama.py   a whole model of torch, quantized, beside its own bfloat16
+torch_graphs.py         calls of torch as contestants
+tune.py                 totals at many M, by which gemm chooses
+limits.py               what this GPU can do at most
 """

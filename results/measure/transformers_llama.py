@@ -1,0 +1,268 @@
+"""A llama of transformers by `quantize_model`, beside its bfloat16: what a user of a model gets.
+
+    python -m results.measure.transformers_llama [--json]     # --json: into results/<gpu>/
+
+Weights are random, in the shapes of Llama 3.2 1B. The sides are the model in bfloat16 and copies of
+it after `quantize_model`; bfloat16 has the dequantized weights, so that logits can be compared.
+Everything is called as its documentation says, and timed by the host's clock, which is what a user
+waits for:
+
+    prefill            model(ids, logits_to_keep=1), eager
+    decode             model.generate, greedy, eager: a short prompt and then `STEPS` tokens
+    decode, compiled   the same with cache_implementation="static", which compiles the model with
+                       torch.compile(mode="reduce-overhead")
+
+Rounds take turns, and medians are reported. Where a side's logits are wrong, nothing is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import WEIGHT_FORMATS
+from results.measure.products import THREADS
+from results.record import model_rows, store
+from results.record.environment import environment, finished
+from results.record.model_rows import ModelRow, ModelRun
+
+LLAMA_3_2_1B: Final[Mapping[str, Any]] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
+BASELINE: Final = "bfloat16"
+PROMPT: Final = 512
+FEW: Final = 16  # tokens of the prompt before decoding
+STEPS: Final = 64
+ROUNDS: Final = {"prefill": 15, "decode": 5, "decode, compiled": 9}
+WRONG: Final = 0.1
+"""Logits whose root mean square differs more than this from those of bfloat16, relative to their
+own, are not those of this model: rounding to bfloat16 and int8 comes to a few per cent."""
+
+Call = Callable[[], Any]
+
+
+def models(format_name: str, config: Mapping[str, Any], device: Any) -> tuple[dict[str, Any], dict]:
+    """(side -> model, what quantizing and packing took)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from steps.nn.linear import QuantLinear, quantize_model
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        baseline = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).eval()
+    sides, facts = {BASELINE: baseline}, {}
+    for accuracy, name in (("exact", format_name), ("fast", f"{format_name}, fast")):
+        model = copy.deepcopy(baseline).cpu()
+        begin = time.perf_counter()
+        quantize_model(model, format_name, accuracy=accuracy)
+        quantized = time.perf_counter()
+        sides[name] = model.to(device)
+        _wait(device)
+        facts[f"quantize_model s, {name}"] = quantized - begin
+        facts[f'.to("cuda") s, {name}'] = time.perf_counter() - quantized
+    layers = {
+        name: one
+        for name, one in sides[format_name].named_modules()
+        if isinstance(one, QuantLinear)
+    }
+    with ThreadPoolExecutor(THREADS) as pool:
+        values = dict(zip(layers, pool.map(QuantLinear.dequantize, layers.values()), strict=True))
+    for name, value in values.items():
+        baseline.get_submodule(name).weight.data.copy_(value)
+    return sides, facts
+
+
+def calls(model: Any, case: str, device: Any) -> Call:
+    """What a round of a case does."""
+    import torch
+
+    tokens = PROMPT if case == "prefill" else FEW
+    ids = torch.arange(tokens, device=device)[None] * 31 % model.config.vocab_size
+    if case == "prefill":
+        return partial(model, ids, logits_to_keep=1)
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+    options |= {"min_new_tokens": STEPS, "max_new_tokens": STEPS}
+    if case == "decode, compiled":
+        options["cache_implementation"] = "static"
+    return partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
+
+
+class WrongLogits(Exception):
+    """A quantized model is not the one that it was made of."""
+
+
+def differences(logits: Mapping[str, Any]) -> dict[str, float]:
+    """Of each side from `BASELINE`: root mean square of the difference over that of the logits."""
+    theirs, facts = logits[BASELINE].float(), {}
+    for name in [name for name in logits if name != BASELINE]:
+        off = float(
+            ((logits[name].float() - theirs).square().mean() / theirs.square().mean()).sqrt()
+        )
+        facts[f"rms difference of logits, {name}"] = off
+        if not off <= WRONG:
+            raise WrongLogits(
+                f"the logits of {name} differ by {off:.3g} of their root mean square from those of "
+                f"{BASELINE}, the bound is {WRONG}: nothing more was timed"
+            )
+    return facts
+
+
+def timed(call: Call, wait: Call) -> tuple[float, Any]:
+    """(seconds from a call to the end of its last kernel, what it returned)."""
+    wait()
+    begin = time.perf_counter()
+    got = call()
+    wait()
+    return time.perf_counter() - begin, got
+
+
+def in_turn(sides: Mapping[str, Call], rounds: int, wait: Call) -> dict[str, list[float]]:
+    """Seconds in each round, by side; sides take turns in beginning one. Two calls of each come
+    first and do not count."""
+    names = list(sides)
+    for name in 2 * names:
+        sides[name]()
+    took: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            took[name].append(timed(sides[name], wait)[0])
+    return took
+
+
+def rows(
+    case: str, tokens: int, first: Mapping[str, float], took: Mapping[str, Sequence[float]]
+) -> list[ModelRow]:
+    """A row for each side of a case."""
+    found = []
+    for side, times in took.items():
+        p20, median, p80 = (float(x) * 1e3 for x in np.quantile(times, [0.2, 0.5, 0.8]))
+        pairs = zip(took[BASELINE], times, strict=True)
+        found.append(
+            ModelRow(
+                case=case,
+                side=side,
+                ms=median,
+                p20_ms=p20,
+                p80_ms=p80,
+                tokens_per_s=tokens / median * 1e3,
+                x_bfloat16=statistics.median(theirs / ours for theirs, ours in pairs),
+                rounds=len(times),
+                first_s=first[side],
+            )
+        )
+    return found
+
+
+def measure(
+    format_name: str = "q4_0",
+    config: Mapping[str, Any] = LLAMA_3_2_1B,
+    device: str = "cuda",
+    say: Callable[[str], None] = print,
+) -> tuple[list[ModelRow], dict[str, float]]:
+    """(rows, facts). WrongLogits where a side's are; of a case that fails, a sentence."""
+    import torch
+
+    with torch.no_grad():
+        sides, facts = models(format_name, config, device)
+        wait, found = partial(_wait, device), []
+        for case, rounds in ROUNDS.items():
+            # at one token "fast" selects the steps that exact layers do
+            own = sides if case == "prefill" else {n: sides[n] for n in (BASELINE, format_name)}
+            work = {name: calls(model, case, device) for name, model in own.items()}
+            try:
+                begun = {name: timed(call, wait) for name, call in work.items()}
+                if case == "prefill":
+                    logits = {name: got.logits for name, (_, got) in begun.items()}
+                    facts |= differences(logits)
+                took = in_turn(work, rounds, wait)
+            except WrongLogits:
+                raise
+            except Exception as error:  # of the compiler, of any type
+                say(f"{case} was not measured: {type(error).__name__}: {error}")
+                continue
+            first = {name: taken for name, (taken, _) in begun.items()}
+            title = f"{case}, {PROMPT} tokens" if case == "prefill" else f"{case}, batch 1"
+            new = rows(title, PROMPT if case == "prefill" else STEPS, first, took)
+            for one in new:
+                say(line(one))
+            found += new
+    return found, facts
+
+
+def _wait(device: Any) -> None:
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def line(one: ModelRow) -> str:
+    """A row in a sentence."""
+    return (
+        f"{one.case}: {one.side} {one.ms:.3g} ms, {one.tokens_per_s:,.0f} tokens/s, "
+        f"{one.x_bfloat16:.2f}x of {BASELINE}, first call {one.first_s:.1f} s"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="results.measure.transformers_llama")
+    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="q4_0")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help=f"write the results there (default results/<gpu>/{model_rows.NAME})",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as missing:
+        print(f"{missing.name} is not installed: pip install torch transformers", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("torch finds no CUDA GPU: nothing is measured", file=sys.stderr)
+        return 2
+    env = environment()
+    try:
+        found, facts = measure(options.format)
+    except WrongLogits as error:
+        print(error, file=sys.stderr)
+        return 1
+    run = ModelRun(
+        env=finished(env),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        model="Llama 3.2 1B, random weights",
+        format=options.format,
+        facts=facts,
+        rows=found,
+    )
+    if options.json is not None:
+        default = store.path_for(env).with_name(model_rows.NAME)
+        print(model_rows.write(run, default if options.json == Path() else options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
