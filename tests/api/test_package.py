@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import steps
+from steps.api import machines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +43,9 @@ def test_help_names_every_argument(call: object) -> None:
     said = {name for line in lines for name in line.split(", ")}
     assert said == set(inspect.signature(call).parameters)
     assert "\nRaises " in text
+
+
+def test_without_a_gpu_the_error_names_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "why_no_gpu", lambda: "no driver")
+    with pytest.raises(RuntimeError, match=r"used here: no driver; machine=steps.api.machines.Sim"):
+        machines.Gpu()

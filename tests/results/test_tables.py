@@ -135,6 +135,13 @@ def test_nothing_measured_yet_passes_only_where_that_is_said(tmp_path, capsys) -
     assert said.err == ""
 
 
+def test_a_folder_without_a_readme_is_refused(tmp_path, capsys) -> None:
+    """Such as where the project is installed."""
+    with pytest.raises(SystemExit):
+        tables.main(["--root", str(tmp_path)])
+    assert f"{tmp_path} has no README.md: name a checkout with --root" in capsys.readouterr().err
+
+
 def test_command_line(tree, capsys) -> None:
     assert tables.main(["--root", str(tree)]) == 0
     assert "README.md" in capsys.readouterr().out
