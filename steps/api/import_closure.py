@@ -16,7 +16,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Final
 
@@ -45,9 +45,10 @@ def import_closure(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]
     """Modules and all that they import, by name."""
     found: dict[str, Path] = {}
     waiting = list(modules)
+    path_of = cache(partial(module_path, root=root))
     while waiting:
         module = waiting.pop()
-        path = None if module in found else module_path(module, root)
+        path = None if module in found else path_of(module)
         if path is None:
             continue
         found[module] = path
@@ -55,7 +56,7 @@ def import_closure(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]
             whole = f"{base}.{name}" if name else base
             if base.split(".")[0] not in ROOMS or f"{whole}.".startswith(f"{NEVER_ON_A_GPU}."):
                 continue
-            waiting.append(whole if whole in found or module_path(whole, root) else base)
+            waiting.append(whole if path_of(whole) else base)
     return found
 
 

@@ -23,6 +23,8 @@ from steps.api.compile import compiled
 from steps.api.import_closure import ROOT
 from steps.api.kernel_cache import CompiledKernel, cache_folder, clear, entries
 from steps.api.kernel_key import key_of
+from steps.api.launcher import load
+from steps.contract import Launch
 
 SIGNATURE = (types.Array(float32, 1, "C"),)
 ARCH = "sm_90a"
@@ -92,6 +94,17 @@ def test_what_is_kept_is_what_a_launch_needs(folder: Path) -> None:
     assert here.name.encode() in here.cubin, "the entry's symbol"
     offline = compiling.machine_code(kernel, SIGNATURE, ARCH)
     assert compiling.opcodes(compiling.disassemble(here.cubin)) == offline.instructions
+
+
+@pytest.mark.gpu
+def test_a_kernel_of_the_disk_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = make(1), cuda.to_device(np.zeros(1, np.float32))
+    launch = Launch(kernel, (1,), (1,), (x,))
+    load(launch)()
+    kernel_cache._known.pop(kernel)
+    monkeypatch.setattr(compiling, "compile_kernel", None)  # nothing is compiled
+    load(launch)()
+    assert x.copy_to_host()[0] == 2
 
 
 def in_process(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.Popen[str]:

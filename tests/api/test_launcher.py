@@ -13,6 +13,7 @@ from numba import cuda
 from steps.api import encode_map, launcher
 from steps.api.compile import signature_of
 from steps.api.dry_run import Placeholder
+from steps.api.kernel_cache import CompiledKernel
 from steps.api.launcher import load, parameters, stream_handle
 from steps.contract import Launch
 from steps.instructions import TensorMap
@@ -215,6 +216,23 @@ def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPat
     with pytest.raises(Exception, match="kernel was not launched: CUDA_ERROR_INVALID_VALUE") as one:
         loaded()
     assert type(one.value).__name__ == "CudaAPIError", "as steps.checks.run.fatal knows it"
+
+
+def test_code_is_loaded_once_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def context(number: int) -> Any:
+        def create_module_image(image: Any) -> Any:
+            loaded.append((number, image.code))
+            return SimpleNamespace(get_function=lambda name: (number, name))
+
+        device = SimpleNamespace(id=number)
+        return SimpleNamespace(device=device, create_module_image=create_module_image)
+
+    loaded: list[tuple[int, bytes]] = []
+    code = CompiledKernel("entry", b"cubin", False)
+    for number in (0, 1, 0, 1):
+        monkeypatch.setattr(cuda, "current_context", lambda number=number: context(number))
+        assert launcher._on_gpu(code) == (number, "entry")
+    assert loaded == [(0, b"cubin"), (1, b"cubin")]
 
 
 @pytest.mark.parametrize(("cc", "attributes"), [((9, 0), 1), ((8, 9), 0)])
