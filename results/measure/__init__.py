@@ -5,6 +5,7 @@ loop.py                 the loop: contestants take turns, round by round
 products.py             data, launches and checks of a product that is timed
 bench.py                what is measured in which order, and what is left as it is
 as_called.py            what a caller gets: gemm.plan and QuantLinear beside torch
+host_time.py            the host's time for an eager call, beside torch's own
 transformers_llama.py   a whole model of torch, quantized, beside its own bfloat16
 torch_graphs.py         calls of torch as contestants
 tune.py                 totals at many M, by which gemm chooses

@@ -45,16 +45,22 @@ except ModuleNotFoundError as missing:
         "steps.nn.linear needs torch, an extra of this project: pip install torch", name="torch"
     ) from missing
 
-from torch import _C, Tensor
+from torch import Tensor
 from torch.nn import Parameter
+
+try:
+    from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import peek_interpreter_stack
+except ImportError:  # another torch, which may look on in other ways: `runs_at_once` says no
+    PLAIN: tuple[Any, ...] = ()
+else:
+    PLAIN = (Tensor, Parameter)
+"""Classes of tensors whose operators torch runs as they are; others may do more."""
 
 NAMES: Final = {getattr(torch, name): name for name in FLOATS}
 """The dtypes that activations may have, and their names."""
 
 DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
-
-PLAIN: Final = (Tensor, Parameter)
-"""Classes of tensors whose operators torch runs as they are; others may do more."""
 
 TEMPLATES: Final = 512
 """Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
@@ -298,7 +304,7 @@ def counters(size: int, like: Tensor, stream: int) -> Tensor:
     capture = _capture_of(stream)
     key = (like.device, stream, capture)
     found = _counters.get(key)
-    if found is not None and len(found) >= size:
+    if found is not None and found.numel() >= size:
         return found
     taken = COUNTERS
     while taken < size:
@@ -334,10 +340,10 @@ def runs_at_once(x: Tensor) -> bool:
     or transforms operators looks on. torch.compile is not asked for here."""
     return (
         type(x) in PLAIN
-        and not _C._len_torch_dispatch_stack()
-        and not _C._len_torch_function_stack()
-        and _C._functorch.peek_interpreter_stack() is None
-        and _C._get_tracing_state() is None
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and peek_interpreter_stack() is None
+        and _get_tracing_state() is None
         and not x.is_neg()
     )
 

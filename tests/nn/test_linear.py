@@ -11,6 +11,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from steps.api.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 from steps.simulator.launch import simulate
 from tests.api.fake_gpu import FakeGpu, encode
+from tests.api.test_gemm_on_device import MOST_US, python_us
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
@@ -502,7 +504,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_operator, "_reserves", {})
     monkeypatch.setattr(torch_operator, "_counters", {})
-    fresh = torch.Tensor.new_empty
+    fresh = fake.new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor,
         "new_empty",
@@ -762,6 +764,7 @@ def test_a_call_asks_torch_for_no_more_than_it_needs(
 
 def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) -> None:
     """To `multiply`, where nobody looks on: the operators are for all others."""
+    host.runs = False
     x, bias = tensor(2, K), nn.Parameter(tensor(N))
     layer, trained = uploaded(blocks_of()), uploaded(blocks_of(), bias)
     called: list[str] = []
@@ -787,12 +790,31 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
         assert calls(lambda: pickle.loads(pickle.dumps(layer))(x)) == ["multiply"]
         with Asked():
             assert calls(lambda: layer(x)) == ["product"]
-        assert calls(lambda: torch.vmap(layer)(x)) == ["product"]
-        assert calls(lambda: torch.jit.trace(layer, x, check_trace=False)) == ["product"]
+        called.clear()
+        with pytest.raises(RuntimeError, match="Batching rule not implemented for quantized_gemm"):
+            torch.vmap(layer)(x)
+        assert called == ["product"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit.trace goes out of use
+            assert calls(lambda: torch.jit.trace(layer, x, check_trace=False)) == ["product"]
         assert calls(lambda: layer(x.as_subclass(type("Own", (torch.Tensor,), {})))) == ["product"]
         for wrong in (tensor(2, K + 32), torch.tensor(1.0), torch.ones(2, K, dtype=torch.int8)):
             with pytest.raises((TypeError, ValueError), match="x must "):
                 layer(wrong)
+
+
+def test_an_eager_call_takes_the_host_little_time(host: Any, monkeypatch: Any) -> None:
+    """Python's work alone, as in tests/api/test_gemm_on_device.py; nn.Linear takes 21 us at least
+    on the host of an H100, driver and all."""
+    monkeypatch.setattr(launcher.driver, "cuLaunchKernelEx", lambda *_: (0,))
+    monkeypatch.setattr(torch.Tensor, "new_empty", host.new_empty)
+    with torch.no_grad():
+        for m in (1, 512):
+            for dtype in DTYPES:
+                layer, x = uploaded(blocks_of()), tensor(m, K, dtype=dtype)
+                us = python_us(lambda: layer(x))  # noqa: B023
+                print(f"M={m} {dtype}: {us:.1f} us")
+                assert us < MOST_US
 
 
 def test_a_copy_of_a_layer_multiplies_with_its_own_arrays(host: Any) -> None:
