@@ -41,6 +41,7 @@ from steps.checks.run import fatal
 from steps.components.activations.layouts import reading_of
 from steps.contract import Shape, Size, Work
 
+DEVICE: Final = "cuda"
 FORMAT: Final = "q4_0"
 """Of plans, of float32 and of the sweep."""
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
@@ -189,7 +190,7 @@ class Calls:
         """The same tensor for all who multiply it."""
         if (m, dtype) not in self._a:
             host = self.torch.from_numpy(np.array(self.data.a("float32")[:m]))
-            self._a[m, dtype] = host.to("cuda", getattr(self.torch, dtype))
+            self._a[m, dtype] = host.to(DEVICE, getattr(self.torch, dtype))
         return self._a[m, dtype]
 
     def layers(self, format_name: str, accuracy: str) -> list[Any]:
@@ -199,7 +200,7 @@ class Calls:
         key = format_name, accuracy
         if key not in self._layers:
             blocks = self.data.blocks(format_name)
-            first = QuantLinear.from_blocks(blocks, accuracy=accuracy).to("cuda")
+            first = QuantLinear.from_blocks(blocks, accuracy=accuracy).to(DEVICE)
             more = [copy.deepcopy(first) for _ in range(self._slots(blocks.nbytes) - 1)]
             self._layers[key] = [first, *more]
         return self._layers[key]
@@ -224,7 +225,7 @@ class Calls:
         its time, so all formats share it."""
         if dtype not in self._theirs:
             linear, parameter = self.torch.nn.Linear, self.torch.nn.Parameter
-            values = self.torch.from_numpy(self._dequantized).to("cuda", getattr(self.torch, dtype))
+            values = self.torch.from_numpy(self._dequantized).to(DEVICE, getattr(self.torch, dtype))
             made = []
             for _ in range(self._slots(values.nbytes)):
                 one = linear(self.data.k, self.data.n, bias=False, device="meta")
@@ -277,7 +278,7 @@ class Calls:
     def hummings(self, name: str, m: int) -> list[Callable[[], Any]]:
         """The same by a layer of Humming, which quantizes the dequantized weights."""
         if name not in self._humming:
-            values = self.torch.from_numpy(self._dequantized).to("cuda", self.torch.float16)
+            values = self.torch.from_numpy(self._dequantized).to(DEVICE, self.torch.float16)
             slots = self._slots(values.numel() // 2)
             self._humming[name] = [humming.layer(name, values) for _ in range(slots)]
         a = self.a(m, "float16")
@@ -405,7 +406,8 @@ def _contestant(
     torch = calls.torch
     rows, columns = sample(m, calls.data.n, COMPARED)
     result = calls.captures.warm_up(own[0])
-    got = result[torch.from_numpy(rows).cuda()][:, torch.from_numpy(columns).cuda()]
+    at = [torch.from_numpy(each).to(DEVICE) for each in (rows, columns)]
+    got = result[at[0]][:, at[1]]
     error = nmse(got.double().cpu().numpy(), calls.meant(format_name, rows, columns))
     if not torch.isfinite(result).all() or not error <= limit:
         raise RuntimeError(f"it is wrong: NMSE {error:.1e}, the limit is {limit:.0e}")

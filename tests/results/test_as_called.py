@@ -163,10 +163,10 @@ class Tensor:
             return Tensor(self.values[index])
         return Tensor(self.values[at.values])
 
-    def cuda(self) -> Tensor:
+    def to(self, *_: Any) -> Tensor:
         return self
 
-    cpu = double = cuda
+    cpu = double = to
 
     def numpy(self) -> np.ndarray:
         return self.values.astype(np.float64)
@@ -311,3 +311,32 @@ def test_without_its_package_humming_is_one_sentence(
     assert said == ["Humming is not measured: it is not installed"]
     assert list(as_called.measure([], H200, watch, QUICK, say=said.append)) == []
     assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where layers multiply dequantized weights."""
+    pytest.importorskip("torch")
+    from steps.nn import operator
+
+    watch = FakeStopwatch(simulated=False, l2_bytes=30_000)
+
+    class Captures:
+        def __init__(self, stopwatch: FakeStopwatch) -> None:
+            self.capture = stopwatch.capture
+
+        def warm_up(self, call: Any) -> Any:
+            return call()
+
+    monkeypatch.setattr(as_called, "DEVICE", "cpu")
+    monkeypatch.setattr(as_called, "TorchCaptures", Captures)
+    monkeypatch.setattr(as_called, "release", lambda: None)
+    monkeypatch.setattr(operator, "reserve_counters", lambda _: None)
+    monkeypatch.setattr(as_called, "host_us", lambda call, _: call() is None or 1.0)
+    ways = [way for way in WAYS if is_layer(way) and way.format in ("q4_0", "q5_1")]
+    wanted = [((2, 128, 256), way) for way in ways]
+    wanted += [((m, 128, 256), way) for m in (3, 5) for way in as_called.SWEEP_WAYS]
+    said: list[str] = []
+    loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
+    assert [len(rows) for rows, _ in loops] == [len(ways), 4]
+    assert [one for one in said if not one.startswith("Humming")] == []
