@@ -11,6 +11,8 @@
 #   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL=   are passed on to the commands
 #   DTYPE=          step%, ladder, check, ptx, sass, profile, sanitize: of C, and of A where a step
 #                   reads it: float32, float16 or bfloat16
+#   ONLY=           bench: steps (the matrix), calls (what a caller gets), sweep (that at every M up
+#                   to 128)
 #   LONG=1          step%, ladder, check: a line for each format
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
@@ -66,7 +68,8 @@ test: $(READY) ## all tests, no GPU needed: 9 minutes on two cores (QUICK=1: 2, 
 	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
-	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \
+		$(if $(OUT),--out '$(OUT)')
 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
 	@$(PY) -m steps tune $(STEP) $(DATA)
