@@ -28,6 +28,9 @@ from steps.api.kernel_key import key_of
 
 VARIABLE: Final = "LADDER_CACHE"
 MOST_BYTES: Final = 500_000_000
+FACTS: Final = {"key", "name", "cooperative"}
+"""What a file says of its kernel, in a line before the cubin."""
+
 _MAGIC: Final = b"quantized-gemm-ladder kernel 1 "
 _SUFFIX: Final = ".kernel"
 _UNFINISHED: Final = ".unfinished"
@@ -106,10 +109,15 @@ def entries(folder: Path) -> Iterator[Entry]:
 
 def clear(folder: Path) -> int:
     """Remove all files of the cache; how many. OSError where they cannot be removed."""
-    found = [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]
+    found = _files(folder)
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the cache, whatever they hold."""
+    return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]
 
 
 def _place(folder: Path, key: dict[str, Any]) -> Path:
@@ -136,8 +144,12 @@ def _checked(path: Path) -> tuple[dict[str, Any], bytes] | None:
         return None
     if digest != _digest(rest):
         return None
-    facts, _, cubin = rest.partition(b"\n")
-    return json.loads(facts), cubin
+    line, _, cubin = rest.partition(b"\n")
+    try:
+        facts = json.loads(line)
+    except ValueError:
+        return None
+    return (facts, cubin) if isinstance(facts, dict) and facts.keys() >= FACTS else None
 
 
 def _digest(rest: bytes) -> bytes:
@@ -170,7 +182,7 @@ def _write(folder: Path, key: dict[str, Any], code: CompiledKernel) -> None:
 def _prune(folder: Path) -> None:
     """Remove the files that were used least recently, as far as there are too many bytes."""
     found = []
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in _files(folder):
         with suppress(OSError):  # another process has removed it
             state = path.stat()
             found.append((state.st_mtime, state.st_size, path))

@@ -36,6 +36,7 @@ PACKAGES: Final = (
     "nvidia-nvjitlink-cu12",
     "nvidia-cuda-nvdisasm",
     "greenlet",
+    "platformdirs",
     "rich",
     "matplotlib",
     "gguf",

@@ -46,8 +46,8 @@ def warm(args: Namespace) -> int:
             progress("kernels compiled", done)
 
         report(0, len(missing))
-        count = compile_ahead(wanted, gpu, remark, report=report)
-        for kernel, signature in missing_kernels(wanted, gpu.cc):  # few, or one core
+        count = compile_ahead(wanted, gpu, remark, fewest=2, report=report)
+        for kernel, signature in missing_kernels(wanted, gpu.cc):  # one, or on one core, or failed
             try:
                 compiled(kernel, signature, architecture(gpu.cc))
                 count += 1

@@ -171,6 +171,9 @@ def damaged(data: bytes, how: str) -> bytes:
         return data + b"\0"
     if how == "another program's":
         return b'{"name": "entry1"}\n' + data.partition(b"\n")[2]
+    if how.startswith("another version's"):
+        rest = b"not JSON\ncubin" if how.endswith("format") else b'{"name": "entry1"}\ncubin'
+        return kernel_cache._digest(rest) + b"\n" + rest
     lengths = {"empty": 0, "cut in the digest": 60, "cut in the facts": 300, "cut at its end": -1}
     return data[: lengths[how]]
 
@@ -180,6 +183,7 @@ def damaged(data: bytes, how: str) -> bytes:
     [
         *("empty", "cut in the digest", "cut in the facts", "cut at its end", "more at its end"),
         *("a flipped byte of the cubin", "a flipped byte of the facts", "another program's"),
+        *("another version's format", "another version's facts"),
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(

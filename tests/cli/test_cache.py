@@ -99,6 +99,7 @@ def test_a_kernel_that_fails_is_said(folder: Path, monkeypatch: Any, capsys: Any
         raise RuntimeError("ptxas\nfailed")
 
     monkeypatch.setattr(compiling, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0})
     assert cli.main(["warm", *SMALL, "--arch", "sm_80"]) == 1
     printed = capsys.readouterr()
     assert ": ptxas failed\n" in printed.err
