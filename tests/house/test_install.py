@@ -23,7 +23,7 @@ RIGHT = """
 from qformats import dequantize
 
 right = a.astype(np.float64) @ dequantize(blocks).T.astype(np.float64)
-assert nmse(c, right) < 1e-4, "two roundings of 8 bits"
+assert nmse(c, right) < 1e-4, "more than activations of 8 bits lose"
 assert np.array_equal(machine.host(out), c)
 """
 FACTS_OF_FILES = """
