@@ -107,6 +107,31 @@ def test_a_kernel_of_the_disk_runs(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert x.copy_to_host()[0] == 2
 
 
+FIRST_PRODUCT = """
+import time
+import numpy as np
+from qformats import quantize
+from steps import gemm
+a, w = np.ones((64, 1024), np.float32), quantize(np.ones((512, 1024), np.float32), "q4_0")
+began = time.perf_counter()
+gemm(a, w)
+print(time.perf_counter() - began)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_first_product_of_a_process_is_there_in_half_a_second(folder: Path) -> None:
+    """With the CUDA context that it makes; the first of these processes compiles."""
+    command = [sys.executable, "-c", FIRST_PRODUCT]
+    seconds = [
+        float(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+        for _ in range(4)
+    ]
+    assert len(list(folder.iterdir())) > 0
+    assert min(seconds[1:]) < 0.5, seconds
+
+
 def in_process(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     variables = {**os.environ, "PYTHONPATH": str(root), **environment}
     command = [sys.executable, "-m", "tests.api.cached_process", *arguments]
