@@ -1,7 +1,8 @@
 """Activations as kernels are given them: Q8_1, 16-bit floats, or int8 with one scale per token.
 
 `Q81`, `Halves`, `Bfloats`, `Tokens` and `CoarseTokens` hold the very bits that a kernel multiplied,
-and check their types and shapes. `of_values` is the recipe of each.
+and check their types and shapes. `of_values` is the recipe of each; it raises ValueError for what
+is no matrix [M, K].
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class Q81:
 
     @classmethod
     def of_values(cls, a: Array, s: str = "codes") -> Q81:
-        """Quantize float32[M, K] as ggml's reference does, but keep d and s in float32.
+        """Quantize float32[M, K], K a multiple of 32, as ggml's reference does, but keep d and s in
+        float32.
 
         s = "codes" is d * sum(q); s = "values" is the sum of the raw a (llama.cpp on CUDA).
         """
+        _require_matrix(a, BLOCK)
         if s not in ("codes", "values"):
             raise ValueError(f"s must be 'codes' or 'values', got {s!r}")
         planes = zip(*(_quantized(a[part], s) for part in pieces(*a.shape)), strict=True)
@@ -103,6 +106,7 @@ class Halves:
         inverse; one that holds a NaN or an infinity, by 2^-114. Float16[M, K] is taken as it is,
         h = a, with factors of 1.
         """
+        _require_matrix(a)
         if a.dtype == np.float16:
             return cls(a, np.ones(len(a), np.float32))
         largest = np.abs(a.astype(np.float64)).max(axis=1)
@@ -144,6 +148,7 @@ class Bfloats:
     @classmethod
     def of_values(cls, a: Array) -> Bfloats:
         """Round float32[M, K]; what is bfloat16 already stays what it is."""
+        _require_matrix(a)
         return cls(rounded_to_bfloat16(a))
 
     def rows(self, pick: Pick) -> Bfloats:
@@ -180,6 +185,7 @@ class Tokens:
     @classmethod
     def of_values(cls, a: Array) -> Tokens:
         """Quantize float32[M, K] as Q8_1 is, a row for a block."""
+        _require_matrix(a)
         planes = zip(*(_codes(a[part]) for part in pieces(*a.shape)), strict=True)
         q, d = (np.concatenate(each) for each in planes)
         return cls(q, d)
@@ -210,6 +216,11 @@ class CoarseTokens(Tokens):
     def weights(self, blocks: Array) -> tuple[Array, Array]:
         """As `Tokens.weights`."""
         return integer_weights(blocks)
+
+
+def _require_matrix(a: Array, multiple: int = 1) -> None:
+    if a.ndim != 2 or not a.size or a.shape[1] % multiple:
+        raise ValueError(f"a must be [M, K] with K % {multiple} == 0, got {list(a.shape)}")
 
 
 def _codes(x: Array) -> tuple[Array, Array]:

@@ -3,6 +3,8 @@ field come out (NMSE of each format, by ggml's recipes, on uniform and on normal
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,10 @@ from reference import (
     GOLDEN,
     GPU_CHECK_SHAPES,
     Q81,
+    Bfloats,
+    Halves,
     Problem,
+    Tokens,
     magnitude_a8,
     magnitude_a16,
     nmse,
@@ -287,6 +292,16 @@ def test_q81_refuses_what_it_is_not() -> None:
         Q81(q[:, :33], d, d)
     with pytest.raises(ValueError, match="'sum'"):
         Q81.of_values(np.zeros((1, 32), np.float32), "sum")
+
+
+@pytest.mark.parametrize("kind", [Q81, Halves, Bfloats, Tokens])
+def test_recipes_refuse_what_is_no_matrix(kind: type[Q81 | Halves | Bfloats | Tokens]) -> None:
+    for shape in ((64,), (0, 64), (1, 2, 64)):
+        with pytest.raises(ValueError, match=re.escape(f"== 0, got {list(shape)}")):
+            kind.of_values(np.zeros(shape, np.float32))
+    if kind is Q81:
+        with pytest.raises(ValueError, match=r"K % 32 == 0, got \[2, 48\]"):
+            kind.of_values(np.zeros((2, 48), np.float32))
 
 
 def test_products_refuse_operands_of_different_k() -> None:
