@@ -200,7 +200,7 @@ def test_what_may_be_too_wide_scrolls_in_a_box_with_a_name(each: Page) -> None:
 def test_charts_say_in_words_and_figures_what_they_show(invented: Page) -> None:
     each = invented
     pictures = [given for tag, given in each.tags if tag == "svg"]
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     for given in pictures:
         assert given["role"] == "img"
         title, description = given["aria-labelledby"].split()
@@ -209,7 +209,7 @@ def test_charts_say_in_words_and_figures_what_they_show(invented: Page) -> None:
         said = re.search(rf'id="{description}"[^>]*>([^<]+)<', each.html)
         assert said
         assert re.search(r"\d", said[1])
-    assert each.html.count("<figcaption>") == 4
+    assert each.html.count("<figcaption>") == 5
 
 
 # --- what stands in it ----------------------------------------------------------------------------
