@@ -225,12 +225,14 @@ def _require_matrix(a: Array, multiple: int = 1) -> None:
 
 def _codes(x: Array) -> tuple[Array, Array]:
     """q int8[..., K] and d = amax / 127, float32[...], of float32[..., K]. A NaN or infinity among
-    the K is their d, and all their codes are 0."""
+    the K is their d, and all their codes are 0, as where 1 / d overflows."""
     x = np.asarray(x, dtype=np.float32)
     d = np.abs(x).max(axis=-1) / np.float32(127)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
-    scaled = np.where(np.isfinite(d)[..., None], x, np.float32(0)) * inverse[..., None]
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / d
+    known = np.isfinite(d) & np.isfinite(inverse)
+    inverse = np.where(known, inverse, np.float32(0))
+    scaled = np.where(known[..., None], x, np.float32(0)) * inverse[..., None]
     # roundf: halves away from zero. |scaled| <= 127.5 - ulp, and floor(|x| + 0.5) in float64
     # cannot round up by accident as it could in float32.
     q = np.sign(scaled) * np.floor(np.abs(scaled.astype(np.float64)) + 0.5)

@@ -66,8 +66,9 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # of scales against minima: a power of two, exact; the end multiplies by MINIMUM_SCALE
-    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)
+    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
+    # row scale: a large A overflows nothing on the way.
+    unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages chunks of one token"
     words_a, floats_a = CHUNKS * bm * 4, BLOCKS * bm
@@ -85,7 +86,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     def multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, d, d8, m, m8):
         """One block of K; d, m: words with the scale and minimum of row g, d8, m8: of row g + 8."""
         w, w8 = of_block(d, block) * unit, of_block(d8, block) * unit
-        z, z8 = of_block(m, block), of_block(m8, block)
+        z, z8 = of_block(m, block) * unit_of_minima, of_block(m8, block) * unit_of_minima
         for j in range(columns):
             # --- shared -> registers: word t of token g lies at 4 g + t
             first = (2 * block * bm + j * TOKENS) * 4 + lane
@@ -166,7 +167,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
-                    c[token, feature] = acc[j, i] * (row_scales[feature] * float32(MINIMUM_SCALE))
+                    c[token, feature] = acc[j, i] * row_scales[feature]
 
     return w4a8_mma_int8
 

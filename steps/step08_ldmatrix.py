@@ -38,7 +38,7 @@ from typing import Any, Final
 from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
-from qformats.repack import CHUNK, MINIMUM_SCALE, TILE_K, tiles
+from qformats.repack import CHUNK, TILE_K, tiles
 from steps.components.activations.layouts import q8_1_mma_order
 from steps.components.epilogue.write import write_sums
 from steps.components.shared_stage import BN, THREADS, stage_copies, stage_layout
@@ -73,7 +73,7 @@ def kernel(fmt: Format) -> Any:
     wt = warp_tile(fmt, BM)
     load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
     load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, COLUMNS, MINIMUM_SCALE)
+    write = write_sums(ROW_TILES, COLUMNS)
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def w4a8_ldmatrix(w, row_scales, qa, ds, c, steps):

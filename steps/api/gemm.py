@@ -264,7 +264,7 @@ def require_sums_in_blocks(a: np.ndarray) -> None:
     FORMATS["q8_1"].quantize(np.where(finite, a, np.float32(0)))
 
 
-def require_sums_on_gpu(a: Any, machine: Gpu, stream: int) -> None:
+def require_sums_on_gpu(a: Any, machine: Any, stream: int) -> None:
     """The same of an array on the GPU, which is fetched. In a stream that is captured into a CUDA
     graph nothing can be: overflows are infinite or NaN there."""
     where = machine.on(stream)

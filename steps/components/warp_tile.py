@@ -83,9 +83,9 @@ def warp_tile(fmt: Format, bm: int) -> WarpTile:
     codes_at, d_at, s_at, slot = layout.codes_at, layout.d_at, layout.s_at, s_slot(bm)
     load, fragments = tile.load, tile.fragments
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # Packed tiles hold scales and minima in different units, and the end multiplies all sums by
-    # that of the minima. The ratio is a power of two: exact.
-    unit = float32(HALF_SCALE / MINIMUM_SCALE / tile.code_scale)
+    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
+    # row scale: a large A overflows nothing on the way.
+    unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
     columns = bm // 8  # mma side by side along the tokens
 
     @cuda.jit(device=True, forceinline=True)
@@ -140,8 +140,8 @@ def warp_tile(fmt: Format, bm: int) -> WarpTile:
         group, quad = lane >> 2, lane & 3
         for i in range(ROW_TILES):
             m_at = weights_at + i * tile_bytes + minima_at + 16 * group + 2 * quad
-            m0 = as_bits(half_to_float(load_u16(stage, m_at)))
-            m8 = as_bits(half_to_float(load_u16(stage, m_at + 8)))
+            m0 = as_bits(half_to_float(load_u16(stage, m_at)) * unit_of_minima)
+            m8 = as_bits(half_to_float(load_u16(stage, m_at + 8)) * unit_of_minima)
             for j in range(columns):
                 s = load_f32(stage, at + s_at + 4 * slot(quad, 8 * j + group))
                 upper = as_bits(s) & uint32(TF32)

@@ -86,7 +86,7 @@ def test_numbers_less_their_offsets_are_the_levels(name: str, kind: str) -> None
     # half, step, term, g, t, (a0, a1, a2, a3), the two numbers of a register
     found = values.astype(np.float64).reshape(2, 4, numbers.terms, 8, 4, 4, 2)
     offsets = np.array(numbers.offsets, np.float64)  # step, term, register
-    found = (found - offsets[:, :, None, None, :, None]).sum(axis=2)
+    found = (found / numbers.unit - offsets[:, :, None, None, :, None]).sum(axis=2)
     # register 2 e + r: row g + 8 r, k = 16 step + 8 e + 2 t + i
     found = found.reshape(2, 4, 8, 4, 2, 2, 2).transpose(5, 2, 0, 1, 4, 3, 6)
     levels = levels_of(blocks, name)[:, :TILE_K]

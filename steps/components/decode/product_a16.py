@@ -56,9 +56,13 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
     columns = min(2, tokens)  # of a lane; a single token is in all columns
     n_b, n_codes = 4 * groups, 2 * terms
-    sum_of_a = word_of(MINIMUM_SCALE / HALF_SCALE, kind)
+    unit = numbers.unit
+    sum_of_a = MINIMUM_SCALE / HALF_SCALE * unit
     constants = tuple(
-        tuple(sum_of_a if minimum and r % 2 else word_of(-x, kind) for r, x in enumerate(registers))
+        tuple(
+            word_of(sum_of_a if minimum and r % 2 else -x * unit, kind)
+            for r, x in enumerate(registers)
+        )
         for of_step in numbers.offsets
         for registers in of_step
     )
@@ -170,4 +174,4 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
             multiply_block(acc, words, d, m, smem, at, offsets, 1)
             half = int32(half + 1)
 
-    return Product(4 * PAIR * groups, HALF_SCALE, places, multiply)
+    return Product(4 * PAIR * groups, HALF_SCALE / unit, places, multiply)

@@ -43,7 +43,9 @@ def product_a8(name: str, tokens: int) -> Product:
     groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
     columns = min(2, tokens)  # of a lane; a single token is in all columns
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    minimum_scale = float32(MINIMUM_SCALE * tile.code_scale / HALF_SCALE)  # against the scales'
+    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
+    # row scale: a large A overflows nothing on the way.
+    unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
 
     @cuda.jit(device=True, forceinline=True)
     def times(u, odd, b0, b1):
@@ -91,10 +93,10 @@ def product_a8(name: str, tokens: int) -> Product:
             for column in range(columns):
                 at = a_scales + offsets[1 + 2 * j + column] + SCALE_BYTES * here * odd
                 if minimum:
-                    e[j, column], x = load_f32x2(smem, at)
-                    s[j, column] = x * minimum_scale
+                    x, y = load_f32x2(smem, at)
+                    e[j, column], s[j, column] = x * unit, y * unit_of_minima
                 else:
-                    e[j, column] = load_f32(smem, at)
+                    e[j, column] = load_f32(smem, at) * unit
         for r in range(PAIR):
             for j in range(groups):
                 i, k = 4 * (groups * r + j), 2 * (j if groups == 2 else odd)
@@ -129,4 +131,4 @@ def product_a8(name: str, tokens: int) -> Product:
             multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)
             multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 1)
 
-    return Product(4 * PAIR * groups, HALF_SCALE / tile.code_scale, places, multiply)
+    return Product(4 * PAIR * groups, 1.0, places, multiply)

@@ -14,15 +14,14 @@ from steps.instructions import load_f32, store_f32
 
 
 @cache
-def write_sums(rows: int, columns: int, scale: float) -> Any:
+def write_sums(rows: int, columns: int) -> Any:
     """write(c, m0, n0, lane, acc, row_scales): the sums of a warp, `rows` x `columns` mma of 16
     features x 8 tokens, to c, float32 [M, N], from token m0 and feature n0 on; nothing beyond the
     edges.
 
     acc       : float32 [4 * rows * columns], of this lane: of each mma tokens m, m + 1 of feature
                 n, then of feature n + 8.
-    row_scales: float32, one for each feature, as many as whole fragment-packed tiles have; all sums
-                are multiplied by `scale` besides.
+    row_scales: float32, one for each feature, as many as whole fragment-packed tiles have.
     """
     features = 2 * rows  # of a lane
 
@@ -33,7 +32,7 @@ def write_sums(rows: int, columns: int, scale: float) -> Any:
         # The compiler keeps a load behind the stores above it, so all loads are issued first.
         scales = cuda.local.array(features, float32)
         for i in range(features):
-            scales[i] = load_f32(row_scales, n + 8 * i) * float32(scale)
+            scales[i] = load_f32(row_scales, n + 8 * i)
         for j in range(columns):
             for odd in range(2):
                 token = int32(m + 8 * j + odd)

@@ -3,16 +3,18 @@
 The float16 numbers from 1024 to 2047 are 1 apart, so their ten lowest bits are an integer:
 
     sign exponent significand                         bfloat16 has seven bits:
-      0   11001   0000000000    1024                    0 10000110 0000000    128
-      0   11001   000000nnnn    1024 + n, n at bit 0    0 10000110 000nnnn    128 + n
+      0   11001   0000000000    1024                    0 01101110 0000000    128 * 2^-24
+      0   11001   000000nnnn    1024 + n, n at bit 0    0 01101110 000nnnn    (128 + n) * 2^-24
       0   10101   00nnnn0000      64 + n, n at bit 4: from 64 to 127 float16 numbers are 1/16 apart
 
 So (word & mask) ^ bits, one LOP3, picks two codes of a word and puts the number around them; codes
 that are stored as two's complement have their highest bit flipped in the same instruction. All
 these numbers are in units of one code, and sums of their products with A may share an accumulator.
+In bfloat16 a unit is 2^-24, what a scale of packed tiles lacks (`qformats.repack.HALF_SCALE`): it
+has the exponents of a float32, and so may A have. Sums of A times 128 could overflow.
 What the offsets add is to be taken off (`steps.components.decode.product_a16`). In bfloat16 a code
 has to be at bit 0, which takes a shift more, and one of 8 bits is the sum of two numbers, 128 + its
-lower four bits and 2048 + 16 times the upper ones.
+lower four bits and 2048 + 16 times the upper ones, in units.
 
 `steps.components.unpack.halves`, in contrast, multiplies each code with its scale. Here the scale
 is left to the sum of a block, and nothing is rounded. Step 17 teaches this.
@@ -26,6 +28,7 @@ from typing import Any, Final
 
 from numba import cuda, uint32
 
+from qformats.repack import HALF_SCALE
 from qformats.storage import PackedFormat, storage_format_named
 from steps.components.unpack.codes import shifted
 from steps.components.unpack.storage_formats import LAST, last_pair
@@ -36,15 +39,18 @@ STEPS: Final = 4
 
 AROUND: Final = {
     "float16": {0: 0x6400, 3: 0x5800, 4: 0x5400, 5: 0x5000},
-    "bfloat16": {0: 0x4300},
+    "bfloat16": {0: 0x3700},
 }
 """The bits of a number around a code that begins at this bit."""
 
-OFFSET: Final = {0x6400: 1024, 0x5800: 128, 0x5400: 64, 0x5000: 32, 0x4300: 128, 0x4500: 2048}
-"""What these numbers are without a code."""
+UNIT: Final = {"float16": 1.0, "bfloat16": HALF_SCALE}
+"""The number of a code of 1."""
 
-SIXTEEN_TIMES: Final = 0x4500
-"""Around a code at bit 0 the bfloat16 number 2048 + 16 times the code."""
+OFFSET: Final = {0x6400: 1024, 0x5800: 128, 0x5400: 64, 0x5000: 32, 0x3700: 128, 0x3900: 2048}
+"""What these numbers are without a code, in units."""
+
+SIXTEEN_TIMES: Final = 0x3900
+"""Around a code at bit 0 the bfloat16 number 2048 + 16 times the code, in units."""
 
 ZERO: Final = {"q4_0": 8, "q5_0": 16, "q8_0": 128}
 """The code, taken as unsigned, of a weight of 0 in the formats that have no minimum."""
@@ -61,13 +67,15 @@ class OffsetNumbers:
     fragments(words, step, term) -> (a0, a1, a2, a3)
         of `mma_m16n8k16_f16` or `_bf16`, for step 0 to 3 of 16 K of a half of a packed tile, whose
         words are those of `TileFormat.load`
-    offsets[step][term]: of each of the four registers, by how much its numbers exceed the levels
-        that the scale multiplies
+    offsets[step][term]: of each of the four registers, by how many units its numbers exceed the
+        levels that the scale multiplies
+    unit  : the number of a code of 1
     """
 
     terms: int
     fragments: Any
     offsets: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    unit: float
 
 
 def both(bits: int) -> int:
@@ -139,7 +147,7 @@ def offset_numbers(name: str, kind: str) -> OffsetNumbers:
         )
 
     of_steps = [OFFSET[high if step & 1 else low] + zero for step in range(STEPS)]
-    return OffsetNumbers(1, fragments, tuple(((x, x, x, x),) for x in of_steps))
+    return OffsetNumbers(1, fragments, tuple(((x, x, x, x),) for x in of_steps), UNIT[kind])
 
 
 def _eight_bits_in_two(zero: int) -> OffsetNumbers:
@@ -162,7 +170,7 @@ def _eight_bits_in_two(zero: int) -> OffsetNumbers:
         )
 
     of_terms = tuple((x, x, x, x) for x in (OFFSET[low], OFFSET[high] + zero))
-    return OffsetNumbers(2, fragments, (of_terms,) * STEPS)
+    return OffsetNumbers(2, fragments, (of_terms,) * STEPS, UNIT["bfloat16"])
 
 
 def _three_in_sixteen_bits(zero: int, kind: str) -> OffsetNumbers:
@@ -191,4 +199,4 @@ def _three_in_sixteen_bits(zero: int, kind: str) -> OffsetNumbers:
     of_steps = [
         (offset(n), offset(n + 1), offset(n + 2), offset(n + 3)) for n in range(0, 4 * STEPS, 4)
     ]
-    return OffsetNumbers(1, fragments, tuple((registers,) for registers in of_steps))
+    return OffsetNumbers(1, fragments, tuple((registers,) for registers in of_steps), UNIT[kind])
