@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +66,7 @@ NMSE_LIMIT: Final = 1e-2
 """Against the product with the dequantized weights: the least exact way adds 1e-3 (requantized
 weights, bfloat16 sums), and a wrong call has errors of the size of C."""
 
-DRAINED: Final = 20  # eager calls between two waits, each timed by itself
+DRAINED: Final = 10  # eager calls between two waits, each timed by itself
 DRAINS: Final = 5
 
 
@@ -389,7 +389,9 @@ def _loop(
         beside = {} if swept else _hummings(calls, size, schemes, budget, say)
         every = [one for each in entered for one in (each.ours, each.theirs)]
         round_robin(calls.stopwatch, [*dict.fromkeys(every), *beside.values()], budget)
-        rows = [_row(one, swept, calls.torch.cuda.synchronize) for one in entered]
+        eager = {} if swept else dict.fromkeys(call for one in entered for call in one.eager)
+        host = {call: host_us(call, calls.torch.cuda.synchronize) for call in eager}
+        rows = [_row(one, host) for one in entered]
     rows = [replace(row, source_hash=now(row.api, row.step)) for row in rows]
     return rows, [humming.peer(name, size, one.timing.us) for name, one in beside.items()]
 
@@ -435,11 +437,10 @@ def _hummings(
     return found
 
 
-def _row(one: Entered, swept: bool, drain: Callable[[], None]) -> AsCalled:
+def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
     way, (m, n, k), timing = one.way, one.size, one.ours.timing
     x = ratio(one.theirs, one.ours)
     assert x is not None
-    host: list[float | None] = [None if swept else host_us(call, drain) for call in one.eager]
     return AsCalled(
         api=way.api,
         accuracy=way.accuracy,
@@ -454,8 +455,8 @@ def _row(one: Entered, swept: bool, drain: Callable[[], None]) -> AsCalled:
         p80_us=timing.p80_us,
         cublas_us=one.theirs.timing.us,
         x_cublas=x,
-        host_us=host[0],
-        torch_host_us=host[1],
+        host_us=host.get(one.eager[0]),
+        torch_host_us=host.get(one.eager[1]),
         rounds=timing.rounds,
     )
 
