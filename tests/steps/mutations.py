@@ -14,7 +14,7 @@ the work of few SMs in `tests.steps.test_steps_simulator`), the quick ones first
 those that reach the call.
 
     .venv/bin/python -m tests.steps.mutations              writes results/worklog/mutations.md
-    .venv/bin/python -m tests.steps.mutations 13 17        prints those of some steps
+    .venv/bin/python -m tests.steps.mutations 13 17        writes the rows of these steps anew
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class Case:
     def __str__(self) -> str:
         others = "".join(f", {name} = {shown(value)}" for name, value in self.constants)
         to = "" if self.output == "float32" else f" to {self.output}"
-        few = "" if self.sms is None else f", {self.sms} SMs"
+        few = "" if self.sms is None else f", {self.sms} SM{'s' * (self.sms > 1)}"
         return f"{'x'.join(map(str, self.shape))} {self.format}{to}{few}{others}"
 
 
@@ -496,7 +496,7 @@ def cases_of(number: int) -> tuple[Case, ...]:
         if one == number and math.prod(shape) < LARGE
     ]
     work += MORE_WORK.get(number, ())
-    if hasattr(own, "STAGES"):
+    if any(hasattr(sys.modules[name], "STAGES") for name in modules):
         work.append((1, RING, "float32", {"STAGES": 2}))
     for sms, shape, output, constants in work:
         given, family = tuple(constants.items()), step.families[-1]
@@ -689,21 +689,16 @@ class Outcome:
 
 def tried(site: Site, number: int) -> Outcome:
     """The step with the mutation on the cases that reach it, until something notices."""
-    reached = False
     with mutant(site, number) as (step, modules):
         compiles = site.called == "wgmma_wait"
         for i, case in reach_of(number).cases_at(site):
-            reached, found = True, None
+            found = None
             with as_in(case, modules):
                 if compiles and math.prod(case.shape) > SMALL:
                     compiles, found = False, noticed_in_machine_code(site, step, number, case)
                 found = found or noticed(site, step, number, case, ORDERS[i % len(ORDERS)])
             if found:
                 return found
-    if not reached:  # another step's kernel may be made of it too
-        for one in steps.ladder():
-            if one.number > number and site in device_sites(one.number):
-                return tried(site, one.number)
     return Outcome(site, number)
 
 
@@ -745,11 +740,14 @@ def noticed_in_machine_code(site: Site, step: Step, number: int, case: Case) -> 
 
 # --- what nothing notices -------------------------------------------------------------------------
 
-THREE_GROUPS: Final = "two groups of wgmma in flight become three: ptxas has registers for them"
+COVERED: Final = (
+    "the next wait covers its group before a stage is released or a sum is read; until then three "
+    "groups run instead of two, in order, and ptxas gives their weights registers of their own"
+)
 
 EQUIVALENT: Final[dict[Key, str]] = {
     ("step14_persistent", "w4a16_persistent", f"wait_for_all_but_one({acc})", turn, "left out"): (
-        THREE_GROUPS
+        COVERED
     )
     for acc, turn in (("acc1", 1), ("acc1", 2), ("acc", 3))
 }
@@ -777,34 +775,45 @@ def stale() -> list[Key]:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A page with a row for each mutation."""
-    noticed_by = Counter(outcome.by or "nothing, and rightly" for outcome in outcomes)
+def row(outcome: Outcome) -> str:
+    site = outcome.site
+    where = f"{site.path.stem}.{site.function}"
+    by = outcome.by or f"nothing: {EQUIVALENT.get(site.key, 'NOT NOTICED')}"
+    return f"| {outcome.number} | {where} | `{site.text}` | {site.kind} | {by} | {outcome.on} |"
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of each row of the table."""
+    return [line[2:-2].split(" | ") for line in re.findall(r"(?m)^\| \d+ \|.*", page)]
+
+
+def table(rows: Iterable[str]) -> str:
+    """The page with these rows, by step."""
+    in_order = sorted(rows, key=lambda one: int(one[2:].split(" ", 1)[0]))
+    noticed_by = Counter(cells[4].split(":")[0] for cells in rows_of("\n".join(in_order)))
     summary = ", ".join(f"{by} {count}" for by, count in noticed_by.most_common())
-    rows = [
-        f"| {outcome.number} | {outcome.site.path.stem}.{outcome.site.function} "
-        f"| `{outcome.site.text}` | {outcome.site.kind} "
-        f"| {outcome.by or EQUIVALENT.get(outcome.site.key, 'NOTHING')} | {outcome.on} |"
-        for outcome in outcomes
-    ]
-    return HEAD.format(count=len(outcomes), summary=summary) + "\n".join(rows) + "\n"
+    return HEAD.format(count=len(in_order), summary=summary) + "\n".join(in_order) + "\n"
 
 
 HEAD: Final = """# Mutations: what notices a synchronization that is missing or wrong
 
-Written by `.venv/bin/python -m tests.steps.mutations`; `tests/steps/test_mutations.py` tries the
-same on every run of `make test`. Each row is one change of the source: a barrier, fence, arrival
-or wait left out, a wait for the other parity, a copy to another stage, an mbarrier of another
-number of arrivals. A step's rows are those of its kernel, and of components and activation passes
-that no step before it uses.
+Each row is one change of the source, tried alone and without a GPU: a barrier, fence, arrival or
+wait is left out, a wait names the other parity, a copy or a barrier is of another stage, a stage
+does not advance, an mbarrier takes one arrival more or less. A step's rows are those of its own
+kernel and of the components and activation passes that no step before it uses.
 
 {count} mutations, noticed by: {summary}.
 
 - **race**: the simulator finds two accesses, one of them a store, that nothing orders.
 - **misuse**: an instruction is used as it must not be (arrivals, registers, accumulators).
 - **deadlock**, **barrier divergence**: no thread can go on.
-- **wrong result**, **guard band**: the check of C.
+- **wrong result**, **out of range**: the check of C, or of an address.
 - **machine code**: ptxas remarks, or registers that a running wgmma still reads are written.
+- **nothing**: the row says why no result changes.
+
+`tests/steps/test_mutations.py` tries them all, `make test QUICK=1` a tenth of them.
+`.venv/bin/python -m tests.steps.mutations` writes this page; with numbers of steps behind it, it
+writes their rows anew.
 
 | step | where | call | mutation | noticed by | on |
 |--:|:--|:--|:--|:--|:--|
@@ -812,21 +821,24 @@ that no step before it uses.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Tries all mutations and writes the table; or prints the outcomes of some steps."""
-    outcomes = []
-    for number in [int(each) for each in arguments] or [step.number for step in steps.ladder()]:
+    """Tries the mutations of all steps, or of some, and writes their rows of the table."""
+    wrong, rows = [], []
+    numbers = [int(each) for each in arguments] or [step.number for step in steps.ladder()]
+    if arguments:
+        kept = re.findall(r"(?m)^\| \d+ \|.*", TABLE.read_text(encoding="utf-8"))
+        rows += [each for each in kept if int(each.split()[1]) not in numbers]
+    for number in numbers:
         for site in own_sites(number):
             begun = time.process_time()
             outcome = tried(site, number)
-            outcomes.append(outcome)
+            rows.append(row(outcome))
             by, seconds = outcome.by or "NOTHING", time.process_time() - begun
-            print(f"{seconds:5.2f} s  step {outcome.number:2}  {by}: {site}  [{outcome.on}]")
+            print(f"{seconds:5.2f} s  step {number:2}  {by}: {site}  [{outcome.on}]")
             print(f"         {outcome.said[:250]}", flush=True)
-    if not arguments:
-        TABLE.write_text(table(outcomes), encoding="utf-8")
-        print(f"wrote {TABLE.relative_to(ROOT)}")
-    wrong = [said for outcome in outcomes if (said := problem_with(outcome))]
-    print("\n".join(wrong))
+            if said := problem_with(outcome):
+                wrong.append(said)
+    TABLE.write_text(table(rows), encoding="utf-8")
+    print(f"wrote {TABLE.relative_to(ROOT)}", *wrong, sep="\n")
     return 1 if wrong else 0
 
 

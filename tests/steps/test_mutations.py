@@ -38,6 +38,19 @@ def test_every_equivalent_mutation_is_still_there() -> None:
     assert mutations.stale() == []
 
 
+def test_the_table_in_the_worklog_lists_them() -> None:
+    """`python -m tests.steps.mutations` with the numbers of the steps that changed mends it."""
+    page = mutations.TABLE.read_text(encoding="utf-8")
+    listed = [tuple(cells[:4]) for cells in mutations.rows_of(page)]
+    rows = [
+        mutations.row(Outcome(site, step.number))
+        for step in steps.ladder()
+        for site in mutations.own_sites(step.number)
+    ]
+    assert listed == [tuple(cells[:4]) for cells in mutations.rows_of("\n".join(rows))]
+    assert "NOT NOTICED" not in page
+
+
 @pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.number > 1])
 def test_every_step_with_shared_memory_has_some(number: int) -> None:
     """The engine finds them without being told; in a step that it does not understand, none."""
