@@ -29,6 +29,8 @@ from results.render.query import (
     dims,
     formats,
     in_order,
+    jump,
+    kind_name,
     main_format,
     number,
     percent,
@@ -133,7 +135,7 @@ def _calls(run: Run, stale: Keys) -> list[str]:
     for kind in CALLS:
         own = [one for one in calls if _kind(one) == kind and one.format == name]
         if own:
-            title = f"#### {_kind_name(kind)}, {name.upper()}, in detail"
+            title = f"#### {kind_name(kind)}, {name.upper()}, in detail"
             text += ["", title, "", *_call_lines(own, stale)]
     return text
 
@@ -149,7 +151,7 @@ def _least(calls: Sequence[AsCalled]) -> list[str]:
             worst = (min(c.x_cublas for c in own if c.format == name) for name in formats(own))
             cells.append(span(worst))
         lines.append([str(m), *cells])
-    head = ["M", *map(_kind_name, kinds)]
+    head = ["M", *map(kind_name, kinds)]
     return [
         "The least over all N x K, from the format where it is least to the one where it is most:",
         "",
@@ -181,7 +183,7 @@ def _of_format(run: Run, name: str, stale: Keys) -> list[str]:
                 *(cell(baseline_us(run, other, name, size)) for other in known),
             ]
         )
-    head = ["M", "N", "K", *map(_kind_name, columns), BASELINES[CUBLAS]]
+    head = ["M", "N", "K", *map(kind_name, columns), BASELINES[CUBLAS]]
     head += [others[other] for other in known]
     return grid(head, "r" * len(head), lines)
 
@@ -221,12 +223,7 @@ def _swept(run: Run, stale: Keys) -> list[str]:
             told = (f"{step} (M={low}-{high})" for step, low, high in tokens.stretches(own))
             lines.append([label, f"{n} x {k}", ", ".join(told)])
     found = cliffs(run)
-    jumps = [
-        f"- {_kind_name(_kind(one))}, {one.format.upper()}, N x K = {one.N} x {one.K}: M={one.M} "
-        f"{number(one.us)} us with step {one.step}, M={more.M} {number(more.us)} us with step "
-        f"{more.step}, {ratio(more.us / one.us)}"
-        for one, more in found
-    ]
+    jumps = [f"- {jump(one, more)}" for one, more in found]
     most = f"{CLIFF:g} times"
     return [
         f"Time against M is drawn in tokens.svg{f' {STALE}' * old}. The step that was chosen:",
@@ -273,11 +270,6 @@ def _model(path: Path) -> list[str]:
 
 def _kind(one: AsCalled) -> tuple[str, str, str]:
     return one.api, one.accuracy, one.dtype
-
-
-def _kind_name(kind: tuple[str, str, str]) -> str:
-    api, accuracy, dtype = kind
-    return f"{api} {dtype}" + ("" if accuracy == "exact" else f", {accuracy}")
 
 
 # ------------------------------------------------------------------------------------ the steps

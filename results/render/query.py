@@ -129,6 +129,21 @@ def cliffs(run: Run, most: float = CLIFF) -> list[tuple[AsCalled, AsCalled]]:
     return sorted(pairs, key=lambda pair: pair[0].us / pair[1].us)
 
 
+def kind_name(kind: tuple[str, str, str]) -> str:
+    """ "QuantLinear float16, fast", of (api, accuracy, dtype of A and C)."""
+    api, accuracy, dtype = kind
+    return f"{api} {dtype}" + ("" if accuracy == "exact" else f", {accuracy}")
+
+
+def jump(one: AsCalled, more: AsCalled) -> str:
+    """One of `cliffs` in words."""
+    return (
+        f"{kind_name((one.api, one.accuracy, one.dtype))}, {one.format.upper()}, N x K = {one.N} x "
+        f"{one.K}: M={one.M} {number(one.us)} us with step {one.step}, M={more.M} "
+        f"{number(more.us)} us with step {more.step}, {ratio(more.us / one.us)}"
+    )
+
+
 # ------------------------------------------------------------------------------------- the ladder
 
 

@@ -17,6 +17,7 @@ from results.measure.bench import Bench, Recorder, Wanted
 from results.record import store
 from results.record.environment import environment
 from results.record.schema import Peer, Size
+from results.render import query
 from results.render import text as table
 from steps.api.parallel_compile import compile_ahead
 from steps.checks.run import fatal
@@ -64,6 +65,8 @@ def bench(args: Namespace) -> int:
     ]
     for sentence in [*said, *([f"the run ended early: {broken}"] if broken else [])]:
         remark(sentence)
+    for one, more in query.cliffs(recorder.run) if calls else ():
+        remark(f"time jumps: {query.jump(one, more)}")
     return 1 if said or broken else 0
 
 
