@@ -31,6 +31,10 @@ COMPILERS: Final = (
 )
 """The packages that make machine code of Python."""
 
+OTHERS: Final = frozenset({"numba", "llvmlite", "numpy", *sys.stdlib_module_names})
+"""Packages whose functions and classes are told by their names: their versions are in the key. An
+installed project lies beside them."""
+
 
 def key_of(kernel: Any, signature: tuple[Any, ...], arch: str) -> dict[str, Any] | None:
     """Everything that the machine code depends on, as JSON holds it; None for a kernel that cannot
@@ -60,7 +64,7 @@ def _code_of(modules: frozenset[str]) -> str:
 
 
 @cache
-def _is_in_project(module: str) -> bool:
+def _has_file(module: str) -> bool:
     return module_path(module) is not None
 
 
@@ -128,7 +132,7 @@ class _Captured:
 
     def _function(self, function: Any) -> str:
         name = self._name(function)
-        if function.__module__ not in self.modules:  # of a package, which its version tells
+        if function.__module__ not in self.modules:
             return name
         if id(function) in self._numbers:
             return f"#{self._numbers[id(function)]}"
@@ -148,8 +152,8 @@ class _Captured:
     def _name(self, one: Any) -> str:
         """The name of a function or class; _Unknown where its code is in no known file."""
         module = one.__module__
-        if _is_in_project(module):
+        if module.split(".")[0] not in OTHERS:
+            if not _has_file(module):
+                raise _Unknown(module)
             self.modules.add(module)
-        elif module.split(".")[0] not in {"numba", "llvmlite", "numpy", *sys.stdlib_module_names}:
-            raise _Unknown(module)
         return f"{module}.{one.__qualname__}"

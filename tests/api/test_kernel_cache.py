@@ -407,6 +407,14 @@ def test_numbas_settings_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None
     assert key(make(1)) != before
 
 
+def test_an_installed_project_has_the_keys_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files of NumPy and Numba lie in the same folder."""
+    kernel = make((np.float32, json.dumps, cuda.jit))
+    before = key(kernel)
+    monkeypatch.setattr(kernel_key, "_has_file", lambda module: True)
+    assert key(kernel) == before
+
+
 def test_a_kernel_that_cannot_be_told_from_others_is_not_kept(
     folder: Path, made: list[str]
 ) -> None:
