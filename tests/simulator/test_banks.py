@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
@@ -329,9 +330,22 @@ def test_no_tile_of_steps_14_to_16_has_any(
     assert counter.conflicts == 0, counter.report()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
-@pytest.mark.parametrize("family", ["A8", "A16"])
-@pytest.mark.parametrize(("number", "name"), in_every_format(17, 18))
+def decoding() -> list[pytest.param]:
+    """(step, format, family, tokens): one format with each number of tokens, the others with one in
+    turn; `make test QUICK=1` runs one number of tokens."""
+    found = []
+    for number, (i, family), (j, name) in itertools.product(
+        (17, 18), enumerate(("A8", "A16")), enumerate(WEIGHT_FORMATS)
+    ):
+        in_all = name == in_turn(number)
+        for k, tokens in enumerate((1, 3, 8, 16)):
+            if in_all or k == (number + i + j) % 4:
+                marks = () if in_all and tokens == 3 else pytest.mark.slow
+                found.append(pytest.param(number, name, family, tokens, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("number", "name", "family", "tokens"), decoding())
 def test_decoding_has_no_conflicts(number: int, name: str, family: Family, tokens: int) -> None:
     """Where it quantizes, too, and where sums are stored and added up."""
     counter = _counted(number, Problem(tokens, 128, 512, name), family=family)
