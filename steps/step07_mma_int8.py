@@ -66,8 +66,8 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
     load, fragments, minimum = tile.load, tile.fragments, tile.minimum
     tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
-    # row scale: a large A overflows nothing on the way.
+    # Packed tiles hold scales and minima in units of their own. With these factors the sums are C
+    # but for the row scale, so nothing overflows on the way where A is large.
     unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages chunks of one token"

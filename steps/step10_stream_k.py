@@ -221,6 +221,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     bm, _, blocks, shared_tiles = tiling(fmt, shape, multiprocessors())
     stages, ring_bytes = ring_stages(fmt, bm, BLOCKS_PER_SM[bm], STAGES)
+    # at least so much that an SM holds its even part of the blocks and no more
     shared_bytes = max(ring_bytes, least_shared_bytes(blocks, multiprocessors()))
     steps = ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, work_rate(shared_tiles, steps, blocks), *scratch)

@@ -83,8 +83,8 @@ def warp_tile(fmt: Format, bm: int) -> WarpTile:
     codes_at, d_at, s_at, slot = layout.codes_at, layout.d_at, layout.s_at, s_slot(bm)
     load, fragments = tile.load, tile.fragments
     mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
-    # row scale: a large A overflows nothing on the way.
+    # Packed tiles hold scales and minima in units of their own. With these factors the sums are C
+    # but for the row scale, so nothing overflows on the way where A is large.
     unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
     columns = bm // 8  # mma side by side along the tokens
 

@@ -31,6 +31,7 @@ from numba import cuda, uint32
 from qformats.repack import HALF_SCALE
 from qformats.storage import PackedFormat, storage_format_named
 from steps.components.unpack.codes import shifted
+from steps.components.unpack.halves import FIFTH_BITS
 from steps.components.unpack.storage_formats import LAST, last_pair
 from steps.instructions import and_xor, select_bits
 
@@ -54,9 +55,6 @@ SIXTEEN_TIMES: Final = 0x3900
 
 ZERO: Final = {"q4_0": 8, "q5_0": 16, "q8_0": 128}
 """The code, taken as unsigned, of a weight of 0 in the formats that have no minimum."""
-
-FIFTH_BITS: Final = 0x00180018
-"""Of two codes at bit 3 the lowest, of two codes at bit 0 the highest."""
 
 
 @dataclass(frozen=True, slots=True)
