@@ -109,15 +109,10 @@ def entries(folder: Path) -> Iterator[Entry]:
 
 def clear(folder: Path) -> int:
     """Remove all files of the cache; how many. OSError where they cannot be removed."""
-    found = _files(folder)
+    found = [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)
-
-
-def _files(folder: Path) -> list[Path]:
-    """Those of the cache, whatever they hold."""
-    return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]
 
 
 def _place(folder: Path, key: dict[str, Any]) -> Path:
@@ -165,6 +160,8 @@ def _write(folder: Path, key: dict[str, Any], code: CompiledKernel) -> None:
         try:
             beside.write_bytes(_digest(rest) + b"\n" + rest)
             beside.replace(path)
+        except FileNotFoundError:  # another process has cleared the folder
+            pass
         finally:
             beside.unlink(missing_ok=True)
         _prune(folder)
@@ -182,7 +179,7 @@ def _write(folder: Path, key: dict[str, Any], code: CompiledKernel) -> None:
 def _prune(folder: Path) -> None:
     """Remove the files that were used least recently, as far as there are too many bytes."""
     found = []
-    for path in _files(folder):
+    for path in folder.glob(f"*{_SUFFIX}"):
         with suppress(OSError):  # another process has removed it
             state = path.stat()
             found.append((state.st_mtime, state.st_size, path))

@@ -249,6 +249,21 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_kernel(
     assert list(folder.iterdir()) == []
 
 
+def test_a_folder_that_is_cleared_while_it_is_written_is_no_warning(
+    folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def cleared(self: Path, data: bytes) -> None:
+        write(self, data)
+        assert clear(folder) == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", cleared)
+        assert compiled(make(1), SIGNATURE, ARCH).name == "entry1"
+    assert list(folder.iterdir()) == []
+
+
 # --- where ----------------------------------------------------------------------------------------
 
 
