@@ -152,6 +152,8 @@ class Step:
         alternatives of one promise are joined by "|".
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`. A may have
         those that `steps.components.activations.layouts.inputs` names.
+    adds_bias: whether `launch` takes a bias [N], of any dtype of `FLOATS`, behind the packed
+        weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
     accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
@@ -180,6 +182,7 @@ class Step:
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
     outputs: tuple[str, ...] = ("float32",)
+    adds_bias: bool = False
     min_cc: tuple[int, int] = (7, 5)
     max_cc: tuple[int, int] | None = None
     accuracy: Accuracy = "exact"

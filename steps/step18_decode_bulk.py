@@ -62,15 +62,17 @@ from steps.instructions import (
 
 
 @cache
-def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any:
-    """The kernel of a storage format. kind, output: dtypes of A and C; scaled: tokens have
-    scales."""
+def kernel(
+    name: str, how: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
+) -> Any:
+    """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
+    may be None; scaled: tokens have scales."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
     places, multiply, n_acc = product.places, product.multiply, product.sums
-    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output)
+    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
@@ -101,7 +103,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
             copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
-    def decode_bulk(w, row_scales, a, a_scales, c, sizes):
+    def decode_bulk(w, row_scales, a, a_scales, c, sizes, bias):
         """c[M, N] = a @ dequantize(w)[N, K]^T, with the arguments of step 17."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
@@ -198,7 +200,7 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 
         # --- the sums of all warps along K to C
         cuda.syncthreads()
-        write(smem, sums, row_scales_at, c, a_scales, own_scale, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, own_scale, bias, m0, here, first, end, t)
 
     return decode_bulk
 
@@ -206,12 +208,15 @@ def kernel(name: str, how: Variant, kind: str, output: str, scaled: bool) -> Any
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    stored_as, (packed, row_scales, *bias) = storage_format(fmt), weights
+    a, *scales = activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
     found = tile_configuration(stored_as, shape, family, quantized)
-    run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled)
+    of_bias = dtype_name(bias[0]) if bias else None
+    run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled, of_bias)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k))
+    added = bias[0] if bias else row_scales
+    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), added)
     block = (32 * found.variant.warps,)
     return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
 
@@ -230,6 +235,7 @@ STEP = Step(
     most_tokens=MOST_TOKENS,
     invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS"), "A16": ("HMMA.16816.F32", "UBLKCP", "SYNCS")},

@@ -29,6 +29,7 @@ from steps.api.dry_run import (
 )
 from steps.api.operands import require_grid
 from steps.components.activations.layouts import reading_of
+from steps.contract import array_dtype
 
 
 class LaunchTemplate:
@@ -38,6 +39,7 @@ class LaunchTemplate:
     packing : name of the packing that its weights have.
     reads   : how A comes: "float32", "float16", "bfloat16" or "gated".
     writes  : dtype of C.
+    adds_bias : whether a bias is one of the weights that a call brings, behind the packed ones.
     zeroed  : bytes of counters, which are zero between calls; 0 for a step without.
     nbytes  : bytes of a workspace; 0 where nothing needs it.
     loaded  : the launches of a call, in order.
@@ -50,18 +52,23 @@ class LaunchTemplate:
         *,
         output: str = "float32",
         input: str = "float32",
+        bias: str | None = None,
     ) -> None:
         """Compile and load the kernels of `choice` on the current GPU.
 
         weights : (shape, dtype) of each array of the packed weights.
         output, input : of C and A, where the step can write and read them; else float32, or for
                   "gated" float16.
+        bias    : dtype of a bias [N] that C is to have, if the step adds one (`Step.adds_bias`).
         ValueError for a product with more thread blocks than CUDA launches.
         """
         from steps.api.launcher import load
 
         shape, memory = choice.shape, DryRun()
         self.packing = choice.step.pack.__name__
+        self.adds_bias = bias is not None and choice.step.adds_bias
+        if bias is not None and self.adds_bias:
+            weights = (*weights, ((shape.n,), array_dtype(bias)))
         self.writes = written_dtype(choice.step, output)
         self.reads = reading_of(choice.step, input, choice.family)[1]
         before, own = launches(

@@ -11,7 +11,7 @@ On a GPU a call consists of
 * the one or two launches of a step: one where it reads `x` as it is;
 * a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
   float32 on a GPU that has no step which reads its dtype (before compute capability 8.0);
-* one kernel of torch for a bias, or for a dtype that the step does not write.
+* one kernel of torch for a bias that the step does not add, or for a dtype that it does not write.
 
 A workspace is torch's and of the current stream. So calls on several streams do not meet, and what
 is captured into a CUDA graph lies in the pool of that graph. Counters are kept from call to call
@@ -212,15 +212,25 @@ def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
     shape = (*x.shape[:-1], w.n)
     if not (m := x.numel() // w.k):
         return x.new_empty(shape)
-    input = NAMES[x.dtype]
-    made = template(w, m, input if bias is None else "float32", input)
+    input, of_bias = NAMES[x.dtype], None
+    if bias is not None:
+        if bias.shape != (w.n,) or bias.get_device() != w.device:
+            raise ValueError(
+                f"bias must have shape [{w.n}] and be on GPU {w.device} as x is, got "
+                f"{list(bias.shape)} on {bias.device}"
+            )
+        bias = bias if bias.dtype in NAMES else bias.to(torch.float32)
+        bias, of_bias = bias.contiguous(), NAMES[bias.dtype]
+    made = template(w, m, input, input, bias=of_bias)
     a = _readable(x, DTYPES[made.reads])
     y = a.new_empty(shape, dtype=DTYPES[made.writes])
     stream = stream_of(a)
     zeros = counters(made.zeroed, a, stream).data_ptr() if made.zeroed else 0
     workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else None
-    at = 0 if workspace is None else workspace.data_ptr()
-    made(a.data_ptr(), y.data_ptr(), w.addresses[made.packing], zeros, at, stream)
+    at, arrays = 0 if workspace is None else workspace.data_ptr(), w.addresses[made.packing]
+    if bias is not None and made.adds_bias:
+        arrays, bias = (*arrays, bias.data_ptr()), None
+    made(a.data_ptr(), y.data_ptr(), arrays, zeros, at, stream)
     return y if bias is None and y.dtype is x.dtype else _finished(y, x, bias)
 
 
@@ -236,28 +246,39 @@ _templates: Kept[LaunchTemplate] = Kept(TEMPLATES)
 
 
 def template(
-    w: Weights, m: int, output: str = "float32", input: str = "float32", free_cast: bool = False
+    w: Weights,
+    m: int,
+    output: str = "float32",
+    input: str = "float32",
+    free_cast: bool = False,
+    bias: str | None = None,
 ) -> LaunchTemplate:
     """The launches for m tokens on the weights' device, which is the current one. Kernels not used
     before are compiled and loaded.
 
     output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
     free_cast : whether x in float32 would take no longer to be made.
+    bias : dtype of a bias. Where the step does not add it, y is float32, for the caller to add it.
     RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (w.key, m, output, input, free_cast)
+    key = (w.key, m, output, input, free_cast, bias)
     made = _templates.get(key)
-    return made or _templates.put(key, _loaded(w, m, output, input, free_cast))
+    return made or _templates.put(key, _loaded(w, m, output, input, free_cast, bias))
 
 
-def _loaded(w: Weights, m: int, output: str, input: str, free_cast: bool) -> LaunchTemplate:
+def _loaded(
+    w: Weights, m: int, output: str, input: str, free_cast: bool, bias: str | None
+) -> LaunchTemplate:
     shape, dtype = Shape(m, w.n, w.k), "float16" if input == GATED else input
     with _loading_allowed():
         try:
             rest = w.format, shape, w.packed, _machine(), w.accuracy, dtype
             choice = choose_packed(*rest, 0.0) if free_cast else choose_uncast(*rest)
             arrays = w.packed[choice.step.pack.__name__]
-            return LaunchTemplate(choice, array_types(arrays), output=output, input=input)
+            if bias is not None and not choice.step.adds_bias:
+                bias, output = None, "float32"  # so that the sum is rounded once
+            types = array_types(arrays)
+            return LaunchTemplate(choice, types, output=output, input=input, bias=bias)
         except (TypeError, ValueError):
             raise  # no step can do this
         except Exception as error:  # Numba and the driver have many types for it

@@ -21,6 +21,7 @@ from numba import cuda, float32, int32, int64, uint16, uint32
 
 from qformats.repack import TILE_ROWS
 from steps.components.decode.product import PAIR
+from steps.components.epilogue.bias import LOAD_BIAS
 from steps.instructions import (
     float_to_half,
     floats_to_bfloats,
@@ -40,10 +41,10 @@ class FinalSum:
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
     token_scale(token_scales, m0, M, t) -> own_scale
         a thread: that of the token of its outputs, loaded before there is time to wait for it
-    write(smem, sums, row_scales_at, c, token_scales, own_scale, m0, here, first, end, t)
+    write(smem, sums, row_scales_at, c, token_scales, own_scale, bias, m0, here, first, end, t)
         all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
         the sums of the first warp along K, bytes from one to the next); row_scales_at: the byte
-        of the row scales, float32, of the block's features
+        of the row scales, float32, of the block's features; bias [N], which is added
     """
 
     store: Any
@@ -53,10 +54,18 @@ class FinalSum:
 
 @cache
 def final_sum(
-    tokens: int, warps: int, warps_k: int, scale: float, scaled: bool, output: str
+    tokens: int,
+    warps: int,
+    warps_k: int,
+    scale: float,
+    scaled: bool,
+    output: str,
+    of_bias: str | None,
 ) -> FinalSum:
     """The device functions, for capture in a kernel factory. scale: of all outputs; scaled: whether
-    tokens have scales; output: the dtype of C, "float32", "float16" or "bfloat16"."""
+    tokens have scales; output: the dtype of C, "float32", "float16" or "bfloat16"; of_bias: that of
+    the bias, or None for no bias."""
+    biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, 32 * warps
     in_half, in_bfloat = output == "float16", output == "bfloat16"
     groups, columns = max(1, tokens // 8), min(2, tokens)
@@ -90,7 +99,9 @@ def final_sum(
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def write(smem, sums, row_scales_at, c, token_scales, own_scale, m0, here, first, end, t):
+    def write(
+        smem, sums, row_scales_at, c, token_scales, own_scale, bias, m0, here, first, end, t
+    ):  # fmt: skip
         M, N = int32(c.shape[0]), int32(c.shape[1])
         i, stop = t, int32(int32(end - first) * tile_sums)
         while i < stop:
@@ -105,6 +116,8 @@ def final_sum(
             n = int32(first * TILE_ROWS + feature)
             if token < here and n < N:
                 total = total * row_scale * own_scale  # the scales alone may underflow
+                if biased:
+                    total += load_bias(bias, n)
                 at = int64(m0 + token) * N + n
                 if in_half:
                     store_u16(c, at, float_to_half(total))
