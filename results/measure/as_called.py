@@ -50,13 +50,15 @@ WEIGHTS: Final = tuple(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
 """(N, K)."""
 
 BUDGET: Final = Budget(replay_seconds=1.5e-3, warm_seconds=0.2, seconds=0.8)
+SWEEP_SHARE: Final = 0.5
 SWEEP_REPLAY: Final = 7e-4
-"""Seconds of a graph in the sweep, whose start is then 1 % of it."""
+"""The share of the budget that the sweep has, and the seconds of its graphs: their start is 1 % of
+them."""
 TOGETHER: Final = 16
 """M of the sweep in one loop: neighbours are compared with each other."""
 
-CALL_SECONDS: Final = 0.08
-SWEEP_SECONDS: Final = 0.03
+CALL_SECONDS: Final = 0.12
+SWEEP_SECONDS: Final = 0.055
 WEIGHTS_SECONDS: Final = 6.0
 """About what a call takes in its loop, with all that the host does, and what the weights of one
 (N, K) take in all formats."""
@@ -365,7 +367,7 @@ def _loop(
     """All ways at one M, or those of a few M of the sweep, in one loop."""
     now, swept = remembered(called_hash), wanted[0][0][0] not in TOKENS
     if swept:
-        budget = replace(budget, replay_seconds=SWEEP_REPLAY)
+        budget = replace(budget.scaled(SWEEP_SHARE), replay_seconds=SWEEP_REPLAY)
     entered: list[Entered] = []
     torchs: dict[tuple[int, str, str], tuple[Contestant, Any]] = {}
     with calls.torch.no_grad():

@@ -343,7 +343,7 @@ def test_a_whole_bench_takes_less_than_12_minutes() -> None:
     assert 200 < seconds < 12 * 60
     assert benching.estimate(loops, launched, Budget().scaled(0.5), 16, apart) < seconds
     assert 80 < apart < 150
-    assert as_called.seconds(as_called.SWEEP) < 45
+    assert as_called.seconds(as_called.SWEEP) < 60
     device = sum(benching.loop_seconds(own, Budget()) for _, own in loops)
     assert device < 180
 
