@@ -84,6 +84,11 @@ INSTRUCTIONS: Final = (
 FACTORIES: Final = ("cp_async_wait", "wgmma_wait", "setmaxnreg_inc", "setmaxnreg_dec")
 """What they return synchronizes."""
 
+WAITS: Final = ("cp_async_wait", "wgmma_wait")
+"""Factories that take a number of groups, the newest, which are not waited for."""
+
+LATER: Final = "one group later"
+
 STAGE: Final = re.compile(r"stage|previous|s|slot|base")
 """Names of a stage: its number, or the first of its bytes."""
 
@@ -110,7 +115,7 @@ class Site:
     column: int
     text: str
     called: str  # the instruction, or the function that consists of them
-    kind: str  # "left out", "other stage", "same stage", "other parity", "one arrival more"
+    kind: str  # "left out", "other stage", "same stage", "other parity", LATER, ...
     turn: int = 1  # 2 for the second one with this text in its function, and so on
 
     @property
@@ -218,12 +223,14 @@ def sites(path: Path) -> tuple[Site, ...]:
 def sites_in(tree: ast.Module, path: Path) -> tuple[Site, ...]:
     known = aliases(tree)
     found: dict[tuple[int, int, str], Site] = {}
-    for function in device_functions(tree):
+    hosts = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    for function in (*device_functions(tree), *hosts):
         for node in ast.walk(function):
             for called, kind, _ in changes(node, known):
                 place: Place = node.lineno, node.col_offset  # type: ignore[attr-defined]
                 site = Site(path, function.name, *place, ast.unparse(node), called, kind)
-                found.setdefault((*place, kind), site)
+                if is_device_code(function) or kind == LATER:
+                    found.setdefault((*place, kind), site)
     seen: Counter[tuple[str, str, str]] = Counter()
     in_order = []
     for site in sorted(found.values(), key=lambda site: (site.line, site.column, site.kind)):
@@ -251,13 +258,15 @@ def changes(node: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, str, as
 
 
 def changes_of_call(node: ast.Call, known: dict[str, str]) -> Iterator[tuple[str, str, ast.expr]]:
-    called = called_name(node, known)
-    if called is None and ast.unparse(node.func) != BARRIER_OF_STAGE:
-        return
+    called, name = called_name(node, known), ast.unparse(node.func)
 
     def with_argument(i: int, value: ast.expr) -> ast.Call:
         return ast.Call(node.func, [*node.args[:i], value, *node.args[i + 1 :]], node.keywords)
 
+    if name in WAITS:
+        yield name, LATER, with_argument(0, ast.BinOp(node.args[0], ast.Add(), ast.Constant(1)))
+    if called is None and name != BARRIER_OF_STAGE:
+        return
     for i, argument in enumerate(node.args):
         if is_named(argument, STAGE):
             yield called or "", "other stage", with_argument(i, flipped(argument))
@@ -625,12 +634,24 @@ def device_sites(number: int) -> tuple[Site, ...]:
                 text, first = inspect.getsourcelines(function)
                 path = Path(function.__code__.co_filename)
                 lines[path].update(range(first, first + len(text)))
+    factories = {path: factories_of(path, lines[path]) for path in lines}
     return tuple(
         site
         for name in sorted(needed(f"steps.{step.name}"))
         for site in sites(path_of(name))
         if site.line in lines[site.path]
+        or (site.kind == LATER and site.function in factories.get(site.path, ()))
     )
+
+
+def factories_of(path: Path, lines: set[int]) -> set[str]:
+    """The functions of a file that these lines are inside of."""
+    return {
+        each.name
+        for each in tree_of(path).body
+        if isinstance(each, ast.FunctionDef)
+        and not lines.isdisjoint(range(each.lineno, (each.end_lineno or each.lineno) + 1))
+    }
 
 
 def functions_of(function: Any) -> set[Any]:
@@ -745,11 +766,19 @@ COVERED: Final = (
     "groups run instead of two, in order, and ptxas gives their weights registers of their own"
 )
 
+EMPTY: Final = (
+    "the newest group is empty: a ring has two stages at least, and whatever is still to be copied "
+    "is issued a whole ring before the end"
+)
+
 EQUIVALENT: Final[dict[Key, str]] = {
-    ("step14_persistent", "w4a16_persistent", f"wait_for_all_but_one({acc})", turn, "left out"): (
-        COVERED
-    )
-    for acc, turn in (("acc1", 1), ("acc1", 2), ("acc", 3))
+    **{
+        ("step14_persistent", "w4a16_persistent", f"wait_for_all_but_one({acc})", i, "left out"): (
+            COVERED
+        )
+        for acc, i in (("acc1", 1), ("acc1", 2), ("acc", 3))
+    },
+    ("step17_decode", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
 }
 """Mutations that change no result, by `Site.key`, and why. One that is noticed after all, or that
 no step has any more, fails the test."""
@@ -798,9 +827,10 @@ def table(rows: Iterable[str]) -> str:
 HEAD: Final = """# Mutations: what notices a synchronization that is missing or wrong
 
 Each row is one change of the source, tried alone and without a GPU: a barrier, fence, arrival or
-wait is left out, a wait names the other parity, a copy or a barrier is of another stage, a stage
-does not advance, an mbarrier takes one arrival more or less. A step's rows are those of its own
-kernel and of the components and activation passes that no step before it uses.
+wait is left out, a wait names the other parity or leaves one group more under way, a copy or a
+barrier is of another stage, a stage does not advance, an mbarrier takes one arrival more or less. A
+step's rows are those of its own kernel and of the components and activation passes that no step
+before it uses.
 
 {count} mutations, noticed by: {summary}.
 

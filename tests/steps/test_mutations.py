@@ -135,6 +135,7 @@ def test_sites_and_their_mutations() -> None:
     assert told == [
         ("put", "left out", "ring"),
         ("put", "other stage", "mbarrier_arrive(ring, empty + 8 * (stage ^ 1))"),
+        ("factory", "one group later", "wait_full, wait = (ring.wait_full, wgmma_wait(1 + 1))"),
         ("kernel", "left out", "None"),
         ("kernel", "left out", "memory"),
         ("kernel", "one arrival less", "mbarrier_init(memory, 0, consumers - 1)"),
