@@ -6,8 +6,7 @@ What is new
     tile after tile. That makes room for four changes, each of a few lines:
 
     1. The ring never drains: the producers go on to the next tile while consumers write C.
-    2. Consumers are *staggered*: the first warpgroup begins two stages before the others. While it
-       ends a tile the others still multiply, and the other way round.
+    2. Consumers are *staggered*, by two stages: while one ends a tile the others still multiply.
     3. The *stream-K* scheduler of step 10 shares out the tiles that would leave SMs idle.
     4. *Programmatic launch*: a block lets the next launch begin (griddepcontrol_launch_dependents)
        and waits for the one before (griddepcontrol_wait) as late as it can. Weights do not depend
@@ -21,10 +20,10 @@ What is new
     Tiles grow to 256 features: two *accumulator halves* of 64 for each warpgroup. They need 25
     bytes a cycle from the L2 instead of 41. Tiles of 192, of three warpgroups, fill some N better.
 Why it should help
-    At (512,4096,4096) an SM has one tile, and only change 4 counts: weights arrive while the launch
-    before ends, 2 to 3 us of 30. Expect 27.6 us, 1.1x. At (4096,4096,4096) step 13 pays 3 us of
-    ends in each of 8 rounds: expect 209 us, 1.15x. With 128 tokens four blocks share each of 32
-    tiles: expect 12.5 us, 1.3x.
+    With 128 tokens step 13 has too few tiles of 128 x 128 for 132 SMs, and takes tiles of 32
+    tokens, which unpack every weight four times. Here four blocks share a tile: expect 12.1 us at
+    (128,4096,4096), 1.3x, and 2x at K=14336. Elsewhere blocks of step 13 hide most of this from
+    each other: 4 % at (4096,4096,4096), 2 % at (512,4096,4096), where only change 4 counts.
 What it costs
     Scratch memory for partial sums. Shares depend on the number of SMs, and so do the last bits.
 Machine code
@@ -235,6 +234,7 @@ STEP = Step(
     branch="float16",
     families=("A16",),
     parents={"A16": 13},
+    homes=((128, 4096, 4096), (128, 4096, 14336)),  # where whole tiles leave SMs idle
     unit={"A16": "tensor_fp16"},
     pack=tiles,
     activations=float16_rows,
