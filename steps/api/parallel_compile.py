@@ -20,21 +20,31 @@ from typing import Any, Final
 
 from steps.api import kernel_cache
 from steps.api.compile import architecture, compile_kernel, signature_of
-from steps.api.dry_run import launches
+from steps.api.dry_run import launches, packed_types
 from steps.api.kernel_cache import CompiledKernel
-from steps.contract import Launch, Size, Work, multiprocessors, pretend, shared_memory
+from steps.contract import (
+    Launch,
+    Size,
+    Work,
+    array_dtype,
+    multiprocessors,
+    pretend,
+    shared_memory,
+)
 from steps.registry import find
 
 FEWEST: Final = 8
 """Kernels from which on other processes, which take seconds to start, save time."""
 
-Wanted = tuple[Work, Size, str] | tuple[Work, Size, str, str]
-"""(work, (M, N, K), dtype of C, how A comes): the last as `steps.api.dry_run.launches` has it,
-float32 if it is left out."""
+Wanted = (
+    tuple[Work, Size, str] | tuple[Work, Size, str, str] | tuple[Work, Size, str, str, str | None]
+)
+"""(work, (M, N, K), dtype of C, how A comes, dtype of a bias): A as `steps.api.dry_run.launches`
+has it, float32 if it is left out; a bias only for a step that adds one."""
 
-Recipe = tuple[int, Any, str, Size, str, str, int]
-"""(step, family, format, (M, N, K), dtype of C, how A comes, index of the launch): what another
-process needs to make a kernel."""
+Recipe = tuple[int, Any, str, Size, str, str, str | None, int]
+"""(step, family, format, (M, N, K), dtype of C, how A comes, dtype of a bias, index of the launch):
+what another process needs to make a kernel."""
 
 
 def compile_ahead(
@@ -80,34 +90,37 @@ def compile_ahead(
     return count
 
 
-def missing_kernels(
-    wanted: Iterable[Wanted], cc: tuple[int, int]
-) -> dict[tuple[Any, Any], Recipe]:
+def missing_kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
     """What is not in the cache, each kernel and signature once, and how another process makes it.
 
     Products that cannot be launched are left out: it is reported where they are.
     """
     found: dict[tuple[Any, Any], Recipe] = {}
     for work, size, output, *rest in wanted:
-        input = rest[0] if rest else "float32"
+        input = (rest[0] if rest else None) or "float32"
+        bias = rest[1] if len(rest) == 2 else None
         if work.step.supports(work.format, work.family, cc, output):
             continue
         try:
-            launches = list(_launches(work, size, output, input))
+            launches = list(_launches(work, size, output, input, bias))
         except Exception:  # of any type
             continue
         for i, (launch, signature) in enumerate(launches):
-            recipe = (work.step.number, work.family, work.format, size, output, input, i)
+            of_step = work.step.number, work.family, work.format
+            recipe = (*of_step, size, output, input, bias, i)
             found.setdefault((launch.kernel, signature), recipe)
     arch = architecture(cc)
     return {key: recipe for key, recipe in found.items() if not kernel_cache.find(*key, arch)}
 
 
 def _launches(
-    work: Work, size: Size, output: str, input: str = "float32"
+    work: Work, size: Size, output: str, input: str = "float32", bias: str | None = None
 ) -> Iterator[tuple[Launch, Any]]:
     """Each launch of a product, made in a dry run, and what its kernel is compiled for."""
-    before, own = launches(work, size, output=output, input=input)
+    weights = packed_types(work.step.pack, work.format)
+    if bias:
+        weights = (*weights, ((size[1],), array_dtype(bias)))
+    before, own = launches(work, size, output=output, input=input, weights=weights)
     for launch in (*before, own):
         yield launch, signature_of(launch.args)
 
@@ -125,7 +138,7 @@ def _begin(arch: str, sms: int, shared_bytes: int) -> None:
 
 
 def _compiled(recipe: Recipe) -> CompiledKernel:
-    number, family, format_name, size, output, input, index = recipe
+    number, family, format_name, size, output, input, bias, index = recipe
     work = Work(find(number), family, format_name)
-    launch, signature = list(_launches(work, size, output, input))[index]
+    launch, signature = list(_launches(work, size, output, input, bias))[index]
     return compile_kernel(launch.kernel, signature, _arch)

@@ -242,6 +242,7 @@ def _parser() -> Parser:
     one.add_argument("--n", type=_positive, metavar="N", help="or weights [N, K]: output features")
     one.add_argument("--k", type=_positive, metavar="K", help="input features, a multiple of 32")
     one.add_argument("--format", action="append", default=[], metavar="F", help="of these weights")
+    one.add_argument("--bias", action="store_true", help="of a layer with a bias")
     one.add_argument(
         "--m", type=_positive, nargs="+", metavar="M", help="tokens (default: 1 to 4096)"
     )

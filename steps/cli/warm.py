@@ -26,8 +26,8 @@ TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(192, 513, 64), 768, 1
 """The M whose kernels are compiled where --m names none. Products of other M share them; where one
 does not, its kernel is compiled when it is first launched."""
 
-Weights = tuple[str, int, int]
-"""Format, N, K."""
+Weights = tuple[str, int, int, bool]
+"""Format, N, K, and whether a layer with these weights has a bias."""
 
 
 def warm(args: Namespace) -> int:
@@ -90,13 +90,13 @@ def _weights(args: Namespace) -> list[Weights]:
             raise UsageError(
                 f"K={args.k} is not a multiple of the block of 32: use {args.k // 32 * 32 + 32}"
             )
-        return [(name, args.n, args.k) for name in formats_of(args.format)]
-    if args.format or args.n or args.k:
-        raise UsageError("--format, --n and --k contradict --gguf: a file has its own")
-    taken = (*WEIGHT_FORMATS, *FILE_FORMATS)
+        return [(name, args.n, args.k, args.bias) for name in formats_of(args.format)]
+    if args.format or args.n or args.k or args.bias:
+        raise UsageError("--format, --n, --k and --bias contradict --gguf: a file has its own")
+    taken, tensors = (*WEIGHT_FORMATS, *FILE_FORMATS), tensors_of(args.gguf)
     found = {
-        (one.type, *one.shape)
-        for one in tensors_of(args.gguf).values()
+        (one.type, *one.shape, f"{name.removesuffix('.weight')}.bias" in tensors)
+        for name, one in tensors.items()
         if one.type in taken and len(one.shape) == 2
     }
     if not found:
@@ -113,14 +113,20 @@ def products(
 ) -> Iterator[Wanted]:
     """The products by the steps that `gemm` chooses for blocks and for packed weights, and
     `QuantLinear` for its packings."""
-    for name, n, k in weights:
+    for name, n, k, biased in weights:
         packed = [step.pack.__name__ for step in packings(name, gpu.cc, accuracy)]
         for m in tokens:
             for dtype in dtypes:
-                rest = name, Shape(m, n, k)
+                rest, size = (name, Shape(m, n, k)), (m, n, k)
                 kind: dict[str, Any] = {"output": dtype, "input": dtype, "accuracy": accuracy}
-                choices = [choose_uncast(*rest, packed, gpu, accuracy, dtype)]
+                layer = choose_uncast(*rest, packed, gpu, accuracy, dtype)
+                choices = [layer]
                 with suppress(ValueError):  # no step reads and writes this dtype here
                     choices.append(choose(*rest, gpu, **kind))
-                for choice in choices:
-                    yield choice.work, (m, n, k), written_dtype(choice.step, dtype), dtype
+                for one in choices:
+                    yield one.work, size, written_dtype(one.step, dtype), dtype
+                if biased and layer.step.adds_bias:
+                    for bias in {dtype, "float32"}:
+                        yield layer.work, size, written_dtype(layer.step, dtype), dtype, bias
+                elif biased:  # the layer adds it to float32
+                    yield layer.work, size, "float32", dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def test_what_is_warm_is_not_compiled_again(folder: Path) -> None:
     facts = json.loads(first.stdout)
     assert facts["compiled"] == len(list(folder.glob("*.kernel"))) > 0
     assert (facts["for"], facts["failed"]) == ("sm_80", [])
-    assert facts["weights"] == [["q4_0", 64, 256]]
+    assert facts["weights"] == [["q4_0", 64, 256, False]]
     assert json.loads(typed(*command).stdout)["compiled"] == 0
     shown = json.loads(typed("cache", "--json").stdout)
     assert len(shown["kernels"]) == facts["compiled"]
@@ -83,11 +84,30 @@ def test_a_model_of_a_file_is_warmed(folder: Path, made: Any, tmp_path: Path, ca
     assert capsys.readouterr().out.startswith("compiled 0 kernels")
 
 
+def test_layers_with_a_bias_have_kernels_of_their_own(tmp_path: Path) -> None:
+    w = quantize(np.ones((64, 256), np.float32), "q4_0").view(np.uint8).reshape(64, -1)
+    biased = {"q.weight": ("q4_0", w), "q.bias": ("f32", np.ones(64, np.float32))}
+    path = write(tmp_path / "model.gguf", biased)
+    args = Namespace(gguf=path, format=[], n=None, k=None, bias=False)
+    assert warm._weights(args) == [("q4_0", 64, 256, True)]
+    packed = [step.pack.__name__ for step in packings("q4_0", (9, 0), "exact")]
+    for m in (1, 64):
+        step = choose_uncast("q4_0", Shape(m, 64, 256), packed, HOPPER, dtype="float16").step
+        plain, more = (
+            list(warm.products([("q4_0", 64, 256, bias)], [m], ["float16"], "exact", HOPPER))
+            for bias in (False, True)
+        )
+        biases = {one[4:] for one in more} - {()}
+        assert biases == ({("float16",), ("float32",)} if step.adds_bias else set())
+        kernels = (parallel_compile.missing_kernels(one, (9, 0)) for one in (plain, more))
+        assert set(next(kernels)) < set(next(kernels))
+
+
 def test_few_tokens_stand_for_all() -> None:
     """Every kernel of a model's products at any M up to 512 is among those of `TOKENS`."""
 
     def kernels(tokens: Any) -> set[Any]:
-        weights = [("q4_0", n, k) for n, k in ((4096, 4096), (1024, 4096), (4096, 14336))]
+        weights = [("q4_0", n, k, True) for n, k in ((4096, 4096), (1024, 4096), (4096, 14336))]
         wanted = warm.products(weights, tokens, ["float16"], "exact", HOPPER)
         return set(parallel_compile.missing_kernels(wanted, (9, 0)))
 
@@ -112,7 +132,10 @@ def test_a_kernel_that_fails_is_said(folder: Path, monkeypatch: Any, capsys: Any
         (["--arch", "sm_90a"], "name a model with --gguf, or weights with --n and --k"),
         (["--arch", "sm_90a", "--n", "64"], "name a model with --gguf, or weights with"),
         (["--arch", "sm_90a", "--n", "64", "--k", "40"], "K=40 is not a multiple .* use 64"),
-        (["--arch", "sm_90a", "--gguf", "x", "--n", "64"], "--format, --n and --k contradict"),
+        (
+            ["--arch", "sm_90a", "--gguf", "x", "--n", "64"],
+            "--n, --k and --bias contradict",
+        ),
         (["--arch", "sm_90a", "--gguf", "nowhere.gguf"], "No such file"),
         (["--arch", "sm_60", *SMALL], "it must be sm_75 or a later one"),
     ],
