@@ -41,7 +41,7 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check test bench tune charts report decoder doctor diff ptx sass profile \
+.PHONY: help setup list ladder check fuzz test bench tune charts report decoder doctor diff ptx sass profile \
         sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -63,6 +63,10 @@ list: $(READY) ## the steps, their branches and home shapes
 
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
 	@$(PY) -m steps check $(STEP) $(TOLD)
+
+fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED=], or one CASE=
+	@$(PY) -m steps fuzz $(STEP) $(if $(SECONDS),--seconds '$(SECONDS)') \
+		$(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)')
 
 test: $(READY) ## all tests, no GPU needed: 9 minutes on two cores (QUICK=1: 2, one format a step)
 	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')

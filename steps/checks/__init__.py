@@ -6,4 +6,5 @@ A *work* is one step in one activation family on one weight format: a cell of ev
     cases     the problems: shapes, distributions, lane orders
     run       every case of every work on a machine, and what came of them
     verify    one step on one problem
+    fuzz      random products, by one line each (fuzz_cases)
 """

@@ -109,14 +109,20 @@ def verify(
     A comes as `problem.input`, C is written as `dtype`."""
     a, blocks = problem.given, problem.blocks
     prepared = prepare(step, family, problem.format, a, blocks, machine, q81, dtype)
-    before = step.pack(blocks)
     c = multiply(prepared, machine)
-    for array, kept in zip(prepared.weights, before, strict=True):
+    require_unchanged(prepared, machine, step, a, blocks)
+    return check(c, problem, family, operands(prepared, machine))
+
+
+def require_unchanged(
+    prepared: Prepared, machine: Machine, step: Step, a: np.ndarray, blocks: np.ndarray
+) -> None:
+    """RuntimeError if a product has changed its weights or its activations."""
+    for array, kept in zip(prepared.weights, step.pack(blocks), strict=True):
         if machine.host(array).tobytes() != kept.tobytes():
             raise RuntimeError(f"step {step.number} changed its weights")
     if machine.host(prepared.a).tobytes() != a.tobytes():
         raise RuntimeError(f"step {step.number} changed its activations")
-    return check(c, problem, family, operands(prepared, machine))
 
 
 def operands(prepared: Prepared, machine: Machine) -> Q81 | Halves | Bfloats | Tokens | None:

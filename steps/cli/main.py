@@ -223,6 +223,11 @@ def _parser() -> Parser:
         "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/run.json)"
     )
 
+    one = command("fuzz", "fuzz:fuzz", "random products, checked and repeated", steps="*")
+    one.add_argument("--seconds", type=_positive, default=60, help="how long (default 60)")
+    one.add_argument("--seed", type=_seed, help="of the cases (default: another each time)")
+    one.add_argument("--case", metavar="LINE", help="this one alone, as a failure names it")
+
     command(
         "tune",
         "tune:tune",

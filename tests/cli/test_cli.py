@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from steps.api.dry_run import launches
+from steps.checks import fuzz
 from steps.checks.select import UsageError, select
 from steps.cli import arguments
 from steps.cli import main as cli
@@ -149,6 +150,22 @@ def test_steps_are_checked_in_a_dtype(dtype: str, capsys) -> None:
 
 NMSE_IN = {"float16": (5e-8, 1.0), "bfloat16": (1e-5, 0.9)}
 """Of C rounded to 11 bits and to 8: (about, and how far off it may be as a share of that)."""
+
+
+def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
+    """And its line repeats it."""
+    assert cli.main(["fuzz", "1", "2", "--seconds", "1", "--seed", "3"]) == 0
+    told = capsys.readouterr().out
+    assert re.fullmatch(r"\d+ products on the simulator in \d+ s, SEED=3: none wrong\n", told)
+    line = "step=1 family=A16 format=q4_0 m=2 n=5 k=32"
+    assert cli.main(["fuzz", "--case", line]) == 0
+    monkeypatch.setattr(fuzz, "complaints", lambda case, machine: ["all of it is wrong"])
+    assert cli.main(["fuzz", "--case", line]) == 1
+    told = capsys.readouterr().out
+    assert "1 case on the simulator" in told
+    assert "all of it is wrong\n  again: make fuzz" in told
+    assert cli.main(["fuzz", "--case", re.search(r'CASE="(.*)"', told)[1]]) == 1
+    assert cli.main(["fuzz", "--case", "step=0"]) == 2
 
 
 def test_pitfalls_has_a_command_line_of_its_own() -> None:

@@ -68,6 +68,8 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         ),
         (["ladder", "LONG=1"], "python -m steps ladder --long"),
         (["check", "LONG=1", "STEP=2"], "python -m steps check 2 --long"),
+        (["fuzz", "SECONDS=9", "SEED=3"], "python -m steps fuzz --seconds '9' --seed '3'"),
+        (["fuzz", "STEP=2", "CASE=step=2 m=1"], "python -m steps fuzz 2 --case 'step=2 m=1'"),
         (
             ["step12", "GGUF=a model.gguf", "TENSOR=blk.0.ffn_up.weight", "M=512"],
             "python -m steps run 12 --m '512' --gguf 'a model.gguf' --tensor 'blk.0.ffn_up.weight'",

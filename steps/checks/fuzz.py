@@ -1,0 +1,379 @@
+"""Runs random products (`steps.checks.fuzz_cases`) and says what is wrong with them.
+
+Of each case
+
+    refusals    what the API must refuse is refused in a sentence with the number
+    memory      nothing is written outside C, and weights and A are unchanged
+    rows        a row of A with a NaN is NaN in C, one with an infinity is not finite, and neither
+                disturbs other rows; a finite one is finite wherever its sums can be
+    errors      finite rows, those of each kind by themselves, satisfy `reference.check`; and are no
+                further from the product of A with the weights than the accuracy asked for allows
+    repeats     the same product again, by the step, `gemm`, a plan or a graph, has the same bits
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from qformats import FORMATS, format_of
+from reference import Check, Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
+from steps.api.gemm import gemm, pack
+from steps.api.operands import ARRAYS
+from steps.api.plan import plan
+from steps.checks.fuzz_cases import FuzzCase, GivenProblem
+from steps.checks.run import fatal
+from steps.checks.verify import multiply, operands, prepare, require_unchanged
+from steps.components.activations.layouts import q8_1_blocks, reading_of
+from steps.contract import Step
+from steps.registry import find
+
+if TYPE_CHECKING:
+    from steps.api.machines import Gpu, Simulator
+
+MachineOf = Callable[[int], "Gpu | Simulator"]
+
+LARGEST: Final = {"float32": 2.0**128, "float16": 65504.0, "bfloat16": 2.0**128}
+"""Of C, by its dtype. Sums that may come to an eighth of it are promised to be finite."""
+
+LEAST: Final = 1e-30
+"""Rows whose largest |a| is below it are only promised not to grow: scales get subnormal."""
+
+ERRORS: Final = {"exact": 1e-6, "fast": 1e-2, "coarse": 1e-1}
+"""The error of a row against the product of A with the weights, as a share of sum a^2 w^2."""
+
+A8_ERROR: Final = 2e-3
+"""The same of exact steps that quantize A to Q8_1."""
+
+LEAST_OF_C: Final = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}
+"""By which an output may be off however small it is: half of the least step of its dtype."""
+
+LEAST_IN_BLOCKS: Final = 127 * 2.0**-25
+"""By which a value of A may be off where its block has a scale in float16."""
+
+ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Unit roundoff of C and A, by dtype."""
+
+
+def fuzz(
+    some: Iterable[FuzzCase],
+    machine: MachineOf,
+    seconds: float,
+    report: Callable[[FuzzCase, list[str]], None],
+) -> int:
+    """Runs cases for so long, at least one; tells `report` of those with complaints. Returns how
+    many cases it ran. After an error of the GPU that ends its context there are no more."""
+    stop, count = time.monotonic() + seconds, 0
+    for case in some:
+        found, lost = _complaints(case, machine)
+        count += 1
+        if found:
+            report(case, found)
+        if lost or time.monotonic() >= stop:
+            break
+    return count
+
+
+def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
+    try:
+        return complaints(case, machine(case.order)), False
+    except Exception as error:  # a kernel may fail in any way
+        return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
+
+
+def complaints(case: FuzzCase, machine: Gpu | Simulator) -> list[str]:
+    """One sentence for each thing that is wrong with a case."""
+    step, problem = find(case.step), case.problem()
+    a, blocks = problem.given, problem.blocks
+    if numbers := refused(case, step, problem):
+        return _refusals(case, a, blocks, machine, numbers)
+    prepared = prepare(step, case.family, case.format, a, blocks, machine, dtype=case.c)
+    c = np.array(multiply(prepared, machine))
+    require_unchanged(prepared, machine, step, a, blocks)
+    found = _wrong_rows(case, step, problem, c, operands(prepared, machine))
+    for again in _repeats(case, a, blocks, machine):
+        if not np.array_equal(_floats(again), _floats(c), equal_nan=True):
+            where = np.argwhere(~_same(_floats(again), _floats(c)))[0]
+            found.append(f"via {case.via} C has other bits, the first at {tuple(map(int, where))}")
+    return found
+
+
+# --- what must be refused -------------------------------------------------------------------------
+
+
+def refused(case: FuzzCase, step: Step, problem: Problem) -> tuple[str, ...]:
+    """The numbers that the sentence of a refusal must hold; none where nothing is refused."""
+    if step.most_k is not None and case.k > step.most_k:
+        return str(case.k), str(step.most_k)
+    if _in_blocks(case, step):
+        finite = np.isfinite(problem.a).all(axis=1)
+        try:
+            if finite.any():
+                FORMATS["q8_1"].quantize(problem.a[finite])
+        except ValueError:
+            return ("65504",)
+    return ()
+
+
+def _in_blocks(case: FuzzCase, step: Step) -> bool:
+    """Whether A is kept in 36-byte blocks, with scales and sums in float16."""
+    return reading_of(step, case.a, case.family)[0] is q8_1_blocks
+
+
+def _refusals(
+    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator, numbers: Any
+) -> list[str]:
+    """What `gemm`, a plan and, for K, `pack` have let pass."""
+    options: dict[str, Any] = {"step": case.step, "machine": machine}
+    calls: dict[str, Callable[[], Any]] = {
+        "gemm": lambda: _by_gemm(case, a, blocks, machine),
+        "plan": lambda: _by_plan(case, a, blocks, machine, graph=False),
+    }
+    if numbers != ("65504",):
+        calls["pack"] = lambda: pack(blocks, **options)
+    if _refused_by_gemm(case, machine):
+        del calls["gemm"]  # which says another thing
+    found = []
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            if not all(number in str(error) for number in numbers):
+                found.append(f"{name} refuses it without {' and '.join(numbers)}: {error}")
+        else:
+            found.append(f"{name} does not refuse it, as it must for {' and '.join(numbers)}")
+    return found
+
+
+# --- the rows of C --------------------------------------------------------------------------------
+
+
+def _wrong_rows(
+    case: FuzzCase, step: Step, problem: Problem, c: np.ndarray, used: Any
+) -> list[str]:
+    values, found = _floats(c), []
+    for kind in sorted(set(case.kinds)):
+        rows = np.flatnonzero([case.kind_of(m) == kind for m in range(case.m)])
+        if not rows.size:
+            continue
+        part = values[rows]
+        if kind in ("nan", "inf"):
+            right = np.isnan(part) if kind == "nan" else ~np.isfinite(part)
+            if not right.all():
+                m, n = (int(i) for i in np.argwhere(~right)[0])
+                found.append(
+                    f"{np.count_nonzero(~right)} of {part.size} outputs of rows with {kind} hide "
+                    f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
+                )
+            continue
+        if case.rows == "plain" and case.weights == "drawn":
+            verdict = check(c, problem, case.family, used)
+            found += [] if verdict.ok else [verdict.verdict]
+        found += _wrong_kind(case, step, problem, c, used, rows)
+    return found
+
+
+def _wrong_kind(
+    case: FuzzCase, step: Step, problem: Problem, c: np.ndarray, used: Any, rows: np.ndarray
+) -> list[str]:
+    """What is wrong with rows of one finite kind."""
+    kind, a = case.kind_of(int(rows[0])), problem.a[rows]
+    x, part = a.astype(np.float64), _floats(c)[rows]
+    size, wanted = magnitude_a16(x, problem.blocks), same_operands_a16(x, problem.blocks)
+    finite_sums = size < LARGEST[case.c] / 8
+    if (wrong := finite_sums & ~np.isfinite(part)).any():
+        m, n = (int(i) for i in np.argwhere(wrong)[0])
+        return [
+            f"{np.count_nonzero(wrong)} of {part.size} outputs of {kind} rows are not finite, the "
+            f"first at ({rows[m]}, {n}): got {part[m, n]}, expected {wanted[m, n]:.9g}"
+        ]
+    kept = finite_sums.all(axis=1)
+    rows, a, x, part = rows[kept], a[kept], x[kept], part[kept]
+    size, wanted = size[kept], wanted[kept]
+    if not rows.size:
+        return []
+    largest = np.abs(x).max(axis=1)
+    if (largest[largest > 0] < LEAST).any():
+        if (np.abs(part) > 2 * size + LEAST).any():
+            return [f"{kind} rows have outputs of {np.abs(part).max():.3g}, larger than their sums"]
+        return []
+    found = []
+    if case.rows != "plain" or case.weights != "drawn":
+        verdict = _checked(case, problem, c[rows], a, used, rows)
+        coarse = np.mean(wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2  # each output has its bound
+        right = verdict.ok or (coarse and verdict.failures == ("nmse",))
+        found += [] if right else [f"{kind} rows are {verdict.verdict}"]
+    return found + _far_off(case, step, problem.blocks, x, part, wanted, rows)
+
+
+def _checked(
+    case: FuzzCase, problem: Problem, c: np.ndarray, a: np.ndarray, used: Any, rows: np.ndarray
+) -> Check:
+    own = GivenProblem(a, problem.blocks, problem.input)
+    return check(c, own, case.family, None if used is None else used.rows(rows))
+
+
+def _far_off(
+    case: FuzzCase,
+    step: Step,
+    blocks: np.ndarray,
+    x: np.ndarray,
+    part: np.ndarray,
+    wanted: np.ndarray,
+    rows: np.ndarray,
+) -> list[str]:
+    """Whether rows are further from x @ weights than they may be: an error that is one of the
+    operands, which `check` takes as they are."""
+    weights = format_of(blocks).dequantize(blocks).astype(np.float64)
+    energy = (x**2) @ (weights**2).T
+    allowed = ERRORS[step.accuracy]
+    if case.family == "A8" and step.accuracy == "exact":
+        allowed = A8_ERROR
+    elif case.family == "A16":
+        allowed += 4 * ROUNDED[case.a] ** 2
+    permitted = allowed * energy + _of_scales(x, blocks) + ROUNDED[case.c] ** 2 * wanted**2
+    if _in_blocks(case, step):
+        permitted += LEAST_IN_BLOCKS**2 * (weights**2).sum(axis=1)
+    permitted += LEAST_OF_C[case.c] ** 2
+    few = 1 + 30 / part.shape[1]
+    permitted, error = few * permitted.sum(axis=1) + 2.0**-50, ((part - wanted) ** 2).sum(axis=1)
+    if (error <= permitted).all():
+        return []
+    m = int(np.argmax(error / permitted))
+    whole = max(energy[m].sum(), 1e-300)
+    return [
+        f"row {rows[m]} ({case.kind_of(int(rows[m]))}) is off by {error[m] / whole:.2g} of "
+        f"sum a^2 w^2, and {permitted[m] / whole:.2g} is allowed"
+    ]
+
+
+def _of_scales(x: np.ndarray, blocks: np.ndarray) -> Any:
+    """What rounding the scales and minima of K-quants to float16 may cost each output: 2^-11 of the
+    part that is multiplied by one, see `qformats.storage`."""
+    fmt = format_of(blocks)
+    if fmt.written:
+        return 0.0
+    scale, offset = fmt.scale(blocks).astype(np.float64), fmt.offset(blocks).astype(np.float64)
+    levels = fmt.levels(blocks).reshape(*scale.shape, fmt.group)
+    found = np.zeros((len(x), len(blocks)))
+    for g, part in enumerate(np.split(x, scale.shape[1], axis=1)):
+        found += (part @ (levels[:, g] * scale[:, g, None]).T) ** 2
+        found += np.outer(part.sum(axis=1), offset[:, g]) ** 2
+    return 2.0**-22 * found
+
+
+# --- the same again -------------------------------------------------------------------------------
+
+
+def _repeats(
+    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator
+) -> list[np.ndarray]:
+    """C of the same product, made in the way that the case names."""
+    if case.via == "step":
+        step = find(case.step)
+        prepared = prepare(step, case.family, case.format, a, blocks, machine, dtype=case.c)
+        return [np.array(multiply(prepared, machine))]
+    if case.via == "gemm":
+        if _refused_by_gemm(case, machine):
+            return []
+        return [_by_gemm(case, a, blocks, machine)]
+    return _by_plan(case, a, blocks, machine, graph=case.via == "graph")
+
+
+def _refused_by_gemm(case: FuzzCase, machine: Gpu | Simulator) -> bool:
+    """Whether A has a NaN or infinity and is NumPy's, where it costs little to look."""
+    return machine.cc is None and bool({"nan", "inf"} & {case.kind_of(m) for m in range(case.m)})
+
+
+def _by_gemm(
+    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator
+) -> np.ndarray:
+    options: dict[str, Any] = {"step": case.step, "family": case.family, "dtype": case.c}
+    if machine.cc is None:
+        return np.array(gemm(a, blocks, machine=machine, **options))
+    shape = case.m, case.n
+    at, out = _on_gpu(a, case.offset, case.a), _on_gpu(np.empty(shape, ARRAYS[case.c]), case.offset)
+    gemm(at, blocks, out=out, machine=machine, stream=_stream(case), **options)
+    return _fetched(out)
+
+
+def _by_plan(
+    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator, graph: bool
+) -> list[np.ndarray]:
+    """Of two calls: the second finds the workspace as the first has left it."""
+    run = plan(
+        case.m, blocks, dtype=case.c, input=case.a, step=case.step, family=case.family,
+        machine=machine,
+    )  # fmt: skip
+    empty = np.full((case.m, case.n), 0x7F, np.uint8).astype(ARRAYS[case.c])
+    outs = [empty.copy(), empty.copy()]
+    if machine.cc is None:
+        for out in outs:
+            run(a, out)
+        return outs
+    at, outs = _on_gpu(a, case.offset, case.a), [_on_gpu(out, case.offset) for out in outs]
+
+    def calls(stream: Any) -> None:
+        for out in outs:
+            run(at, out, stream=stream)
+
+    if graph:
+        _replayed(calls)
+    else:
+        calls(_stream(case))
+    return [_fetched(out) for out in outs]
+
+
+def _replayed(calls: Callable[[Any], None]) -> None:
+    """Captured into a CUDA graph, which is launched twice."""
+    from cuda.core import Device
+
+    device = Device()
+    device.set_current()
+    builder, stream = device.create_graph_builder(), device.create_stream()
+    builder.begin_building()
+    calls(builder)
+    builder.end_building()
+    graph = builder.complete()
+    graph.launch(stream)
+    graph.launch(stream)
+    stream.sync()
+
+
+def _stream(case: FuzzCase) -> Any:
+    from numba import cuda
+
+    return cuda.stream() if case.stream else None
+
+
+def _on_gpu(host: np.ndarray, offset: int, dtype: str = "bytes") -> Any:
+    """On the GPU, `offset` elements of a float32 A behind an aligned address, of others chunks of
+    16 bytes."""
+    from numba import cuda
+
+    first = offset if dtype == "float32" else offset * 16 // host.itemsize
+    padded = np.zeros(first + host.size, host.dtype)
+    padded[first:] = host.reshape(-1)
+    there = cuda.to_device(padded)
+    cuda.synchronize()  # it may be read on any stream
+    return there[first:].reshape(host.shape)
+
+
+def _fetched(array: Any) -> np.ndarray:
+    from numba import cuda
+
+    cuda.synchronize()
+    host: np.ndarray = array.copy_to_host()
+    return host
+
+
+def _floats(c: np.ndarray) -> np.ndarray:
+    """C as floats: of bfloat16 its values."""
+    return bfloat16_values(c) if c.dtype == np.uint16 else c
+
+
+def _same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.asarray((x == y) | (np.isnan(x) & np.isnan(y)))

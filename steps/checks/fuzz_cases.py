@@ -1,0 +1,229 @@
+"""Random products for the fuzzer: what a case is, the line that names it, and how cases are drawn.
+
+A line holds all that a case is made of, so a failure is repeated by
+`python -m steps fuzz --case "<line>"` on any machine that can run the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS, WEIGHT_FORMATS
+from reference import PrequantizedProblem, Problem
+from reference.bfloat16 import rounded_to_bfloat16
+from steps.checks.cases import require_depth
+from steps.checks.select import ALL_FORMATS, UsageError, select
+from steps.components.activations.layouts import inputs
+from steps.contract import Family, Step
+from steps.registry import find
+
+ROWS: Final = ("plain", "nan", "inf", "zeros", "ones", "small", "tiny", "large")
+"""Kinds of rows of A: as drawn; with one NaN, one infinity; all zero; all the same; times 1e-7,
+1e-38; with a largest value between 1e30 and 1e35."""
+
+WEIGHTS: Final = ("drawn", "most")
+"""Kinds of weights: of a `Problem`; or with every code at its most."""
+
+VIA: Final = ("step", "gemm", "plan", "graph")
+"""How a product is repeated: the step's own launches, `gemm`, a plan, a plan in a CUDA graph."""
+
+DATA: Final = ("normal", "uniform", "llm", "integer")
+
+LARGE: Final = {"float32": (30.0, 35.0), "float16": (3.0, 4.8), "bfloat16": (30.0, 35.0)}
+"""Powers of ten between which the largest value of a "large" row is, by the dtype of A."""
+
+DEEP: Final = 160_000
+"""A K that is a multiple of all blocks and beyond what an int32 sum of int8 products holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FuzzCase:
+    """One product. `rows`: kinds of ROWS, joined by commas; row m of A is of kind m, in turns.
+
+    a, c: dtypes of A and C. offset: elements (of A in 16 bits: chunks of eight) by which A begins
+    behind an aligned address, and chunks of 16 bytes by which C does, and stream: whether a stream
+    of its own is used; both where a GPU repeats the product. order: of the simulator's lanes.
+    """
+
+    step: int
+    family: Family
+    format: str
+    m: int
+    n: int
+    k: int
+    a: str = "float32"
+    c: str = "float32"
+    data: str = "normal"
+    rows: str = "plain"
+    weights: str = "drawn"
+    via: str = "step"
+    offset: int = 0
+    stream: int = 0
+    order: int = 0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @classmethod
+    def parse(cls, line: str) -> FuzzCase:
+        """The case of a line; UsageError for one that names no case."""
+        known = {one.name: one for one in fields(cls)}
+        found: dict[str, Any] = {}
+        for word in line.split():
+            name, _, value = word.partition("=")
+            if name not in known or not value:
+                raise UsageError(f"{word!r} is none of {'=, '.join(known)}=")
+            whole = known[name].type == "int"
+            if whole and not value.removeprefix("-").isdigit():
+                raise UsageError(f"{word!r} is not a whole number")
+            found[name] = int(value) if whole else value
+        missing = [
+            name for name in ("step", "family", "format", "m", "n", "k") if name not in found
+        ]
+        if missing:
+            raise UsageError(f"the case lacks {', '.join(missing)}")
+        one = cls(**found)
+        one._require()
+        return one
+
+    def _require(self) -> None:
+        try:
+            step = find(self.step)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if why := step.supports(self.format, self.family, None, self.c):
+            raise UsageError(why)
+        require_depth(self.format, self.k)
+        for name, known in (
+            ("a", inputs(step, self.family)),
+            ("data", DATA),
+            ("weights", WEIGHTS),
+            ("via", VIA),
+        ):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)} is none of {', '.join(known)}")
+        if wrong := set(self.kinds) - set(ROWS):
+            raise UsageError(f"rows={', '.join(wrong)} is none of {', '.join(ROWS)}")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of rows, in turns."""
+        return tuple(self.rows.split(","))
+
+    def kind_of(self, m: int) -> str:
+        """The kind of a row."""
+        return self.kinds[m % len(self.kinds)]
+
+    def problem(self) -> Problem:
+        """The product: a `Problem`, or one with other rows or weights."""
+        drawn = Problem(self.m, self.n, self.k, self.format, self.data, self.seed, self.a)
+        if self.kinds == ("plain",) and self.weights == "drawn":
+            return drawn
+        blocks = drawn.blocks if self.weights == "drawn" else _most(self.format, self.n, self.k)
+        return GivenProblem(self._activations(drawn.a.astype(np.float32)), blocks, self.a)
+
+    def _activations(self, x: np.ndarray) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, self.m, self.k])
+        for m in range(self.m):
+            kind, at = self.kind_of(m), rng.integers(self.k)
+            if kind == "nan":
+                x[m, at] = np.nan
+            elif kind == "inf":
+                x[m, at] = rng.choice([np.inf, -np.inf])
+            elif kind == "zeros":
+                x[m] = 0
+            elif kind == "ones":
+                x[m] = rng.choice([1.0, -0.37, 100.0])
+            elif kind == "small":
+                x[m] *= np.float32(1e-7)
+            elif kind == "tiny":
+                x[m] *= np.float32(1e-38)
+            elif kind == "large":
+                largest = 10.0 ** rng.uniform(*LARGE[self.a])
+                x[m] *= np.float32(largest / max(1e-3, float(np.abs(x[m]).max())))
+        return rounded_to_bfloat16(x) if self.a == "bfloat16" else x.astype(self.a)
+
+
+class GivenProblem(PrequantizedProblem):
+    """A product of an A and blocks that are there; a: float32 or float16, or float32 of bfloat16's
+    numbers."""
+
+    def __init__(self, a: np.ndarray, blocks: np.ndarray, input: str) -> None:
+        super().__init__(len(a), blocks, input=input)
+        self.__dict__["a"] = a
+
+
+def _most(name: str, n: int, k: int) -> np.ndarray:
+    """Blocks whose weights are all as large as their codes can make them, and all alike."""
+    return FORMATS[name].quantize(np.full((n, k), -0.125, np.float32))
+
+
+def cases(
+    seed: int, steps: Sequence[Step], cc: tuple[int, int] | None, alike: int
+) -> Iterator[FuzzCase]:
+    """Cases without end, small ones where there is no GPU (`cc`). As many as `alike` follow each
+    other that differ in data, shape and calls alone, so that a GPU has less to compile."""
+    select(steps, ALL_FORMATS, None, cc)  # there is one at least
+    rng = np.random.default_rng(seed)
+    while True:
+        step = steps[int(rng.integers(len(steps)))]
+        family = step.families[int(rng.integers(len(step.families)))]
+        name = step.formats[int(rng.integers(len(step.formats)))]
+        output = step.outputs[int(rng.integers(len(step.outputs)))]
+        if step.supports(name, family, cc, output) is not None:
+            continue
+        reads = inputs(step, family)
+        work = FuzzCase(
+            step.number, family, name, 1, 1, 1, reads[int(rng.integers(len(reads)))], output
+        )
+        for _ in range(alike):
+            yield _drawn(rng, work, cc is None)
+
+
+def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCase:
+    size = FORMATS[work.format].elements
+    if simulated:
+        m, n = _log(rng, 1, 40), _log(rng, 1, 140)
+        k = size * _log(rng, 1, max(1, 288 // size))
+        while m * n * k > SIMULATED_LIMIT:
+            m, n = max(1, m // 2), max(1, n // 2)
+    else:
+        m, n = _log(rng, 1, 600), _log(rng, 1, 5000)
+        k = size * _log(rng, 1, max(1, min(16384, GPU_WEIGHTS // n, GPU_WEIGHTS // m) // size))
+    if rng.random() < 0.02 and (not simulated or find(work.step).accuracy != "exact"):
+        m, n, k = min(m, 4), min(n, 8), DEEP
+    plain = rng.random() < 0.4
+    weights = "most" if rng.random() < 0.1 and work.format in WEIGHT_FORMATS else "drawn"
+    some = rng.choice(ROWS, size=rng.integers(1, 5))
+    via = VIA[int(rng.integers(3 if simulated else 4))]
+    return replace(
+        work,
+        m=m,
+        n=n,
+        k=k,
+        data=str(rng.choice(DATA[:3] if not plain or weights == "most" else DATA)),
+        rows="plain" if plain else ",".join(some),
+        weights=weights,
+        via="step" if simulated and rng.random() < 0.5 else via,
+        offset=0 if simulated else int(rng.integers(4)),
+        stream=0 if simulated else int(rng.integers(2)),
+        order=int(rng.integers(-1, 3)) if simulated else 0,
+        seed=int(rng.integers(10**6)),
+    )
+
+
+SIMULATED_LIMIT: Final = 2**13
+"""The most M * N * K of a case in the simulator: about a second."""
+
+GPU_WEIGHTS: Final = 2**21
+"""The most weights, and the most values of A, of a case on a GPU: the host multiplies them, too."""
+
+
+def _log(rng: np.random.Generator, low: int, high: int) -> int:
+    """From low to high, small ones as likely as large ones."""
+    return int(np.exp(rng.uniform(np.log(low), np.log(high + 0.999))))
