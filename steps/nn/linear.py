@@ -11,9 +11,9 @@ torch is an extra of this project; in `steps` only this module and `steps.nn.ope
 
 Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
 memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
-the host when the layer is moved there (some tenths of a second for 4096 x 4096) and have the size
-of the blocks, N and K rounded up to 128; with `accuracy="fast"` or "coarse" there is a second
-packing. So a layer in q4_0 takes 4.5 bits per weight on a GPU, 9 where it is not exact.
+the host, on all cores, when the layer is moved there, and have the size of the blocks, N and K
+rounded up to 128; with `accuracy="fast"` or "coarse" there is a second packing. So a layer in q4_0
+takes 4.5 bits per weight on a GPU, 9 where it is not exact.
 
 Products. On a GPU the layer selects the step from M at each call, as `steps.gemm` does, and keeps
 the launches of the 512 shapes used last. The first call with a new M lays its launches out, and
@@ -52,10 +52,10 @@ class QuantLinear(nn.Module):
     """y[..., N] = x[..., K] @ dequantize(blocks)^T + bias, in the dtype of x.
 
     x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
-    contiguous, and cast where the step does not read its dtype. Sums and the bias are float32, and
-    are rounded once. On a GPU steps multiply float16 and bfloat16 as they are, round float32 to
-    float16, or round x to int8 with a scale per 32 values (per token where `accuracy` is "fast" or
-    "coarse", see `steps.gemm`).
+    contiguous. Sums are float32, the bias is added to them, and they are rounded once. On a GPU of
+    compute capability 8.0 or later steps read x and write y as they are: they multiply float16 and
+    bfloat16 themselves, round float32 to float16 or, with a scale per 32 values, to int8; where
+    `accuracy` is "fast" or "coarse" they round x to int8 with a scale per token (see `steps.gemm`).
 
     x has a gradient, computed with the dequantized weights as if x had not been rounded. It
     dequantizes them on the CPU at each call, which is slow. The weights have no gradient.

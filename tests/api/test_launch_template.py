@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,12 +15,12 @@ import pytest
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
 from steps import find, gemm, pack
-from steps.api.choice import choose, choose_packed, packings
-from steps.api.dry_run import WORKSPACE, ZEROED, DryRun
+from steps.api.choice import choose, choose_packed, choose_uncast, packings
+from steps.api.dry_run import WORKSPACE, ZEROED, DryRun, launches
 from steps.api.launch_template import LaunchTemplate
 from steps.api.launcher import mapped
 from steps.components.activations.layouts import inputs
-from steps.contract import Activations, Launch, Shape, dtype_name
+from steps.contract import FLOATS, Activations, Launch, Shape, dtype_name
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from tests.api.fake_gpu import FakeGpu, device_array, encoded
@@ -113,6 +114,26 @@ def test_arrays_lie_side_by_side_in_the_memory_of_the_call(gpu: FakeGpu) -> None
     used = {v - workspace for _, _, values in gpu.launched for v in values if MEMORY <= v < HERE}
     assert used == {*starts, zeros - workspace}
     assert (made.zeroed, made.nbytes) == (-(-counters // 256) * 256, end)
+
+
+@pytest.mark.parametrize("gpu_name", ["NVIDIA H200", "an untuned GPU"])
+@pytest.mark.parametrize("accuracy", ["exact", "fast"])
+def test_how_many_launches_a_product_is(gpu: FakeGpu, gpu_name: str, accuracy: str) -> None:
+    """A and C of one dtype: one, but a pass of its own for float32 where it is rounded for many
+    tokens, and for what quantizes A to int8 with a scale per token. No dtype needs a cast."""
+    gpu.name = gpu_name
+    for name in ("q4_0", "q5_1", "q8_0"):
+        packed = [step.pack.__name__ for step in packings(name, gpu.cc, accuracy)]
+        for (n, k), m, dtype in itertools.product(
+            ((4096, 4096), (4096, 14336), (14336, 4096)), (1, 2, 16, 17, 128, 4096), FLOATS
+        ):
+            rest = name, Shape(m, n, k), packed, gpu, accuracy, dtype
+            choice = choose_uncast(*rest)
+            assert dtype in inputs(choice.step, choice.family)
+            before, _ = launches(choice.work, (m, n, k), output=dtype, input=dtype)
+            exact = choice.step.accuracy == "exact"
+            one_launch = exact and (dtype != "float32" or m <= 2)
+            assert len(before) <= (0 if one_launch else 1), choice
 
 
 def test_nothing_is_asked_for_where_nothing_needs_it(gpu: FakeGpu) -> None:
