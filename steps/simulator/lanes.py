@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from steps.simulator.errors import SimulatorError
-from steps.simulator.ordering import TICK, Elsewhere, Gathered, Order
+from steps.simulator.ordering import TICK, Elsewhere, Epoch, Gathered, Order
 from steps.simulator.shared_memory import SharedMemory
 
 WARP = 32
@@ -71,11 +71,11 @@ class Block:
         self.registers: dict[int, tuple[str, int]] = {}  # warpgroup -> its setmaxnreg: "inc" or
         # "dec", registers per thread
         self.lanes: list[Lane] = []
-        nothing = [0] * self.order.slots
+        epoch = Epoch([0] * self.order.slots)
         for first in range(0, len(threads), WARP):
             warp = Warp(first // WARP, min(WARP, len(threads) - first))
             for i in range(first, first + warp.size):
-                self.lanes.append(Lane(self, warp, i, threads[i], nothing))
+                self.lanes.append(Lane(self, warp, i, threads[i], epoch))
 
     def check_end(self) -> None:
         """What may be left when all threads have exited."""
@@ -132,12 +132,14 @@ class Lane:
 
     __slots__ = (
         "access",
+        "bit",
         "block",
         "code",
         "commits",
         "copies",
         "done",
         "elsewhere",
+        "epoch",
         "fenced",
         "greenlet",
         "groups",
@@ -153,13 +155,16 @@ class Lane:
         "warp",
     )
 
-    def __init__(self, block: Block, warp: Warp, index: int, thread: Dim3, known: list[int]):
+    def __init__(self, block: Block, warp: Warp, index: int, thread: Dim3, epoch: Epoch):
         self.block, self.warp, self.index, self.thread = block, warp, index, thread
         # What orders its accesses (`steps.simulator.ordering`): its slot and clock, the slot of its
-        # loads, what it knows of other slots, what it alone knows besides, and of other blocks.
+        # loads, what it knows of other slots, what it alone knows besides, and of other blocks; its
+        # bit in a set of threads, and those that its loads are one with.
         self.access = TICK | index
         self.loads = index + block.order.threads
-        self.known = known
+        self.bit = 1 << index
+        self.known = epoch.known
+        self.epoch: Epoch | None = epoch
         self.own: dict[int, int] = {}
         self.elsewhere: Elsewhere | None = None
         self.greenlet: Any = None

@@ -24,7 +24,7 @@ An *access* is a clock and a slot in one number. Lists are shared by many thread
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Block = Any  # of steps.simulator.lanes, which imports this module
@@ -36,6 +36,49 @@ WARP = 32
 _REMEMBERED = 512  # merged lists: most waits of a warp merge the same two
 
 Known = list[int]
+
+
+class Epoch:
+    """Loads of threads while they know the same: what one may load, all may.
+
+    The clock of each of them is one more than what `known` says of its loads, or it is `clock`, of
+    a thread that is alone in it. Sets of threads are integers, with a bit for each.
+    """
+
+    __slots__ = ("_seen", "_seen_by", "clock", "known")
+
+    def __init__(self, known: Known, clock: int = 0):
+        self.known, self.clock = known, clock
+        self._seen_by, self._seen = known, 0  # threads whose loads are in that list
+
+    def unseen(self, lane: Lane, threads: int) -> int:
+        """The load of one of these threads that did not come before what `lane` does now, or 0."""
+        known = lane.known
+        if self._seen_by is not known:
+            self._seen_by, self._seen = known, 0
+        rest = threads & ~(self._seen | lane.bit)
+        while rest:
+            bit = rest & -rest
+            slot = lane.block.order.threads + bit.bit_length() - 1
+            clock = self.clock or self.known[slot] + 1
+            if known[slot] < clock:
+                return clock << SLOT_BITS | slot
+            self._seen |= bit
+            rest ^= bit
+        return 0
+
+
+class WarpgroupLoads:
+    """Loads of a `wgmma`: an access of each of its warps. In place of an `Epoch`."""
+
+    __slots__ = ("accesses",)
+
+    def __init__(self, accesses: Sequence[int]):
+        self.accesses = accesses
+
+    def unseen(self, lane: Lane, threads: int) -> int:
+        """The one that did not come before what `lane` does now, or 0."""
+        return next((access for access in self.accesses if not knows(lane, access)), 0)
 
 
 class Elsewhere:
@@ -94,7 +137,7 @@ class Order:
         self.proxied = Gathered()  # and fence_proxy_async to asynchronous operations
         self.names: dict[int, str] = {}  # of the slots of mbarriers
         self.sites: dict[int, Any] = {}  # access of an asynchronous operation -> where it was made
-        self._memory: dict[tuple[int, int], tuple[Known, Known, Known]] = {}
+        self._memory: dict[tuple[int, int], tuple[Known, Known, Epoch]] = {}
 
     def new_slot(self, name: str) -> int:
         """A slot for one more mbarrier."""
@@ -118,27 +161,29 @@ class Order:
                 lane.own = {}
             if lane.elsewhere is not None:
                 elsewhere = _both(elsewhere, lane.elsewhere)
+        epoch = Epoch(known)
         for lane in lanes:
-            lane.known, lane.elsewhere = known, elsewhere
+            lane.known, lane.elsewhere, lane.epoch = known, elsewhere, epoch
             lane.access += TICK
 
     def take_loads(self, lanes: list[Lane]) -> None:
         """A `wgmma` of a warp: each lane knows afterwards what any of them has loaded."""
-        changed: dict[int, tuple[Known, Known]] = {}
+        changed: dict[int, tuple[Known, Epoch]] = {}
         for lane in lanes:
             if id(lane.known) not in changed:
                 known = lane.known.copy()
                 for each in lanes:
                     known[each.loads] = max(known[each.loads], each.access >> SLOT_BITS)
-                changed[id(lane.known)] = lane.known, known
+                changed[id(lane.known)] = lane.known, Epoch(known)
         for lane in lanes:
-            lane.known = changed[id(lane.known)][1]
+            lane.epoch = changed[id(lane.known)][1]
+            lane.known = lane.epoch.known
             lane.access += TICK
 
     def arrive(self, lane: Lane, at: Gathered) -> None:
         """Who waits there will know what this thread knows now."""
         at.add(lane)
-        lane.access += TICK
+        _advance(lane)
 
     def learn(self, lane: Lane, known: Known, elsewhere: Elsewhere | None = None) -> None:
         """The thread has waited for those who knew that."""
@@ -147,8 +192,11 @@ class Order:
         if found is None:
             if len(self._memory) > _REMEMBERED:
                 self._memory.clear()
-            found = self._memory[key] = lane.known, known, _joined((lane.known, known))
-        lane.known = found[2]
+            found = self._memory[key] = lane.known, known, Epoch(_joined((lane.known, known)))
+        epoch = found[2]
+        lane.known = epoch.known
+        is_next = lane.access >> SLOT_BITS == lane.known[lane.loads] + 1
+        lane.epoch = epoch if is_next else None
         if elsewhere is not None:
             lane.elsewhere = _both(lane.elsewhere, elsewhere)
 
@@ -159,12 +207,12 @@ class Order:
         elsewhere = lane.elsewhere
         if elsewhere is not None and elsewhere.read:
             lane.elsewhere = Elsewhere(_merged(elsewhere.seen, elsewhere.read), {})
-        lane.access += TICK
+        _advance(lane)
 
     def fence_proxy(self, lane: Lane) -> None:
         """`fence_proxy_async`: what the thread knows, asynchronous operations see."""
         self.proxied.add(lane)
-        lane.access += TICK
+        _advance(lane)
 
     def atomic(self, lane: Lane, counter: dict[int, Known]) -> None:
         """An atomic: `counter` is what those knew who came before. Blocks read it on the next
@@ -180,7 +228,7 @@ class Order:
         before.pop(self.block, None)
         if before:
             lane.elsewhere = Elsewhere(elsewhere.seen, _merged(elsewhere.read, before))
-        lane.access += TICK
+        _advance(lane)
 
     def waited_for_launches(self, lane: Lane) -> None:
         """`griddepcontrol_wait`."""
@@ -204,17 +252,33 @@ class Order:
         return f"a wgmma of warp {slot - self.first_warp}{where}"
 
 
+def _advance(lane: Lane) -> None:
+    """The next clock of a thread."""
+    lane.access += TICK
+    lane.epoch = None
+
+
+def epoch_alone(lane: Lane) -> Epoch:
+    """An epoch of the thread alone."""
+    if lane.epoch is None or not lane.epoch.clock:
+        lane.epoch = Epoch(lane.known, lane.access >> SLOT_BITS)
+    return lane.epoch
+
+
 def knows(lane: Lane, access: int) -> bool:
     """Whether an access of the same block came before what the thread does now."""
-    slot, clock = access & SLOT, access >> SLOT_BITS
+    slot = access & SLOT
     if access < 0:  # a cp_async under way
         return False
-    if slot == lane.index or slot == lane.loads:
+    if slot == lane.index or slot == lane.loads or holds(lane.known, access):
         return True
-    known = lane.known
-    if slot < len(known) and known[slot] >= clock:
-        return True
-    return lane.own.get(slot, 0) >= clock
+    return lane.own.get(slot, 0) >= access >> SLOT_BITS
+
+
+def holds(known: Known, access: int) -> bool:
+    """Whether a list says that the access came before."""
+    slot = access & SLOT
+    return access >= 0 and slot < len(known) and known[slot] >= access >> SLOT_BITS
 
 
 def _joined(lists: Iterable[Known]) -> Known:

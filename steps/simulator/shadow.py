@@ -8,73 +8,84 @@ from its issue to its wait. `steps.simulator.ordering` knows what is ordered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from steps.simulator.errors import Race
-from steps.simulator.ordering import SLOT, SLOT_BITS, Block, Lane, knows
+from steps.simulator.ordering import (
+    SLOT,
+    SLOT_BITS,
+    Block,
+    Lane,
+    WarpgroupLoads,
+    epoch_alone,
+    holds,
+    knows,
+)
 
-_MANY = -1  # loads of several threads: see `Shadow.readers`
+Loads = dict[Any, int]
+"""Epoch or WarpgroupLoads -> threads."""
+_NOBODY: Loads = {}
+
+_WIDEST = 4  # bits: 16 bytes are the widest access of a thread
 
 
 class Shadow:
-    """Of one allocation: an access or 0 for each unit of 4 bytes, or fewer once fewer are stored.
+    """Of one allocation: what stored to each unit of 16 bytes last, and what loaded it since. Units
+    become smaller, all of them, once a thread loads or stores fewer bytes.
 
     A store overwrites both: what it was ordered after, later accesses are too.
     """
 
-    __slots__ = ("atomics", "bits", "block", "loaded", "name", "readers", "stored")
+    __slots__ = ("atomics", "bits", "block", "loaded", "name", "stored")
 
     def __init__(self, block: Block, name: str, size: int):
         self.block, self.name = block, name
-        self.bits = 2
+        self.bits = _WIDEST
         units = -(-size >> self.bits)
-        self.stored = [0] * units
-        self.loaded = [0] * units  # or _MANY
-        self.readers: dict[int, dict[int, int]] = {}  # unit -> slot -> clock
-        self.atomics: dict[int, dict[int, int]] = {}  # the same, since the last store
+        self.stored = [0] * units  # an access, or 0
+        self.loaded: list[Loads] = [_NOBODY] * units  # _NOBODY, or a dictionary of its own
+        self.atomics: dict[int, dict[int, int]] = {}  # unit -> slot -> clock, since the last store
 
     # --- threads
     def load(self, lane: Lane, at: int, size: int) -> None:
         """A thread loads these bytes."""
-        bits, mine, stored, loaded = self.bits, lane.access, self.stored, self.loaded
-        access, before = mine - lane.index + lane.loads, mine
-        if self.atomics:
-            self._require_atomics_known(lane, at, size, "a load of")
-        for i in range(at >> bits, (at + size - 1 >> bits) + 1):
-            last = stored[i]
-            if last != before:
-                if last and not knows(lane, last):
-                    raise self._loads(last, i)
-                before = last
-            last = loaded[i]
-            if last != access:
-                if last == _MANY:
-                    self.readers[i][access & SLOT] = access >> SLOT_BITS
-                elif last == 0 or knows(lane, last):
-                    loaded[i] = access
-                else:
-                    loaded[i] = _MANY
-                    self.readers[i] = {
-                        last & SLOT: last >> SLOT_BITS,
-                        access & SLOT: access >> SLOT_BITS,
-                    }
+        units = self._units(at, size)
+        loaded, epoch, bit = self.loaded, lane.epoch, lane.bit
+        for i in units:
+            loads = loaded[i]
+            if epoch in loads:
+                loads[epoch] |= bit
+            else:
+                self._first_load(lane, i)
+                epoch = lane.epoch
+
+    def _first_load(self, lane: Lane, i: int) -> None:
+        """The first load of unit i in an epoch since the last store. Others in it need not be
+        checked: their threads know as much."""
+        epoch, last = lane.epoch or epoch_alone(lane), self.stored[i]
+        if last and not holds(lane.known, last):
+            if not knows(lane, last):
+                raise self._loads(last, i)
+            epoch = epoch_alone(lane)
+        if i in self.atomics:
+            self._require_atomics_known(lane, i, "a load of")
+            epoch = epoch_alone(lane)
+        if self.loaded[i] is _NOBODY:
+            self.loaded[i] = {}
+        self.loaded[i][epoch] = lane.bit
 
     def store(self, lane: Lane, at: int, size: int) -> Race | None:
         """A thread stores these bytes. An error unless all bytes are the same as before: threads
         may store one value side by side."""
-        if size < 1 << self.bits or at & (1 << self.bits) - 1:
-            self._refine(at, size)
         return self._overwrite(lane, at, size, lane.access)
 
     def _overwrite(self, lane: Lane, at: int, size: int, access: int) -> Race | None:
-        bits, stored, loaded = self.bits, self.stored, self.loaded
+        units = self._units(at, size)
+        stored, loaded = self.stored, self.loaded
         mine, before, found = lane.access, 0, None
-        if self.atomics:
-            self._require_atomics_known(lane, at, size, "a store to")
-            for i in range(at >> bits, -(-(at + size) >> bits)):
-                self.atomics.pop(i, None)
-        for i in range(at >> bits, -(-(at + size) >> bits)):
+        for i in units:
             last = stored[i]
             if last != before:
                 if last != mine and not knows(lane, last):
@@ -84,51 +95,48 @@ class Shadow:
                 before = last
             if loaded[i]:
                 self._require_loads_known(lane, i, "a store to")
-                loaded[i] = 0
+                loaded[i] = _NOBODY
+            if i in self.atomics:
+                self._require_atomics_known(lane, i, "a store to")
+                del self.atomics[i]
             stored[i] = access
         return found
 
     def atomic(self, lane: Lane, at: int, size: int) -> None:
         """A thread changes these bytes, and so do others: their atomics need no order."""
-        for i in range(at >> self.bits, -(-(at + size) >> self.bits)):
+        for i in self._units(at, size):
             if self.stored[i] and not knows(lane, self.stored[i]):
                 raise self._stores("an atomic on", self.stored[i], "stores to", i)
-            if self.loaded[i]:
-                self._require_loads_known(lane, i, "an atomic on")
-                self.loaded[i] = 0
+            self._require_loads_known(lane, i, "an atomic on")
+            self.loaded[i] = _NOBODY
             self.atomics.setdefault(i, {})[lane.index] = lane.access >> SLOT_BITS
 
-    def _require_atomics_known(self, lane: Lane, at: int, size: int, doing: str) -> None:
-        for i in range(at >> self.bits, -(-(at + size) >> self.bits)):
-            for slot, clock in self.atomics.get(i, {}).items():
-                access = clock << SLOT_BITS | slot
-                if not knows(lane, access):
-                    raise self._stores(doing, access, "changes by an atomic", i)
+    def _require_atomics_known(self, lane: Lane, i: int, doing: str) -> None:
+        """All who changed unit i before."""
+        for slot, clock in self.atomics[i].items():
+            access = clock << SLOT_BITS | slot
+            if not knows(lane, access):
+                raise self._stores(doing, access, "changes by an atomic", i)
 
     def _require_loads_known(self, lane: Lane, i: int, doing: str) -> None:
         """All who loaded unit i before."""
-        if self.loaded[i] != _MANY:
-            if not knows(lane, self.loaded[i]):
-                raise self._stores(doing, self.loaded[i], "loads", i)
-            return
-        for slot, clock in self.readers.pop(i).items():
-            access = clock << SLOT_BITS | slot
-            if not knows(lane, access):
+        for epoch, threads in self.loaded[i].items():
+            if access := epoch.unseen(lane, threads):
                 raise self._stores(doing, access, "loads", i)
 
-    def _refine(self, at: int, size: int) -> None:
-        """Units as small as this store needs."""
+    def _units(self, at: int, size: int) -> range:
+        """Those that an access is of; they are as small as it needs from now on."""
         bits = self.bits
-        while bits and (size < 1 << bits or at & (1 << bits) - 1):
-            bits -= 1
+        if size < 1 << bits or at & (1 << bits) - 1:
+            while bits and (size < 1 << bits or at & (1 << bits) - 1):
+                bits -= 1
+            self._refine(bits)
+        return range(at >> bits, -(-(at + size) >> bits))
+
+    def _refine(self, bits: int) -> None:
         finer = 1 << self.bits - bits
         self.stored = [access for access in self.stored for _ in range(finer)]
-        self.loaded = [access for access in self.loaded for _ in range(finer)]
-        self.readers = {
-            finer * i + j: readers.copy()
-            for i, readers in self.readers.items()
-            for j in range(finer)
-        }
+        self.loaded = [loads and loads.copy() for loads in self.loaded for _ in range(finer)]
         self.atomics = {
             finer * i + j: slots.copy() for i, slots in self.atomics.items() for j in range(finer)
         }
@@ -147,22 +155,18 @@ class Shadow:
 
     def begin_copy(self, lane: Lane, at: int, size: int, access: int) -> None:
         """A bulk copy, issued by the thread, stores to these bytes: an access of its mbarrier."""
-        first, end = at >> self.bits, -(-(at + size) >> self.bits)
-        stored, loaded = self.stored[first:end], self.loaded[first:end]
+        units = self._units(at, size)
+        first, end = units.start, units.stop
+        stored = self.stored[first:end]
         for last in set(stored):
             if not knows(lane, last):
                 raise self._stores("a copy to", last, "stores to", first + stored.index(last))
             if last & SLOT < self.block.order.threads and last and not self._proxied(last):
                 raise self._unfenced("a copy to", last, first + stored.index(last))
-        for last in set(loaded):
-            if last == _MANY:
-                for i in range(first, end):
-                    if self.loaded[i] == _MANY:
-                        self._require_loads_known(lane, i, "a copy to")
-            elif last and not knows(lane, last):
-                raise self._stores("a copy to", last, "loads", first + loaded.index(last))
+        for i in range(first, end):
+            self._require_loads_known(lane, i, "a copy to")
         self.stored[first:end] = [access] * (end - first)
-        self.loaded[first:end] = [0] * (end - first)
+        self.loaded[first:end] = [_NOBODY] * (end - first)
 
     def load_async(
         self, lanes: Sequence[Lane], places: np.ndarray, accesses: Sequence[int]
@@ -179,16 +183,11 @@ class Shadow:
             if last & SLOT < self.block.order.threads and not self._proxied(last):
                 i = next(i for i in units if stored[i] == last)
                 raise self._unfenced("a wgmma of", last, i)
-        readers = {access & SLOT: access >> SLOT_BITS for access in accesses}
+        loads = WarpgroupLoads(accesses)
         for i in units:
-            last = loaded[i]
-            if last == _MANY:
-                self.readers[i].update(readers)
-                continue
-            loaded[i] = _MANY
-            self.readers[i] = readers.copy()
-            if last:
-                self.readers[i][last & SLOT] = last >> SLOT_BITS
+            if loaded[i] is _NOBODY:
+                loaded[i] = {}
+            loaded[i][loads] = 0
 
     def _proxied(self, access: int) -> bool:
         """Whether a fence_proxy_async followed it."""

@@ -52,20 +52,28 @@ class SharedArray(CheckedArray):
     def __getitem__(self, key):
         if type(key) is int:
             if 0 <= key < self._length:
-                itemsize = self.itemsize
-                self._shadow.load(_RUN.current.lane, self._from + key * itemsize, itemsize)
+                self._load(self._from + key * self.itemsize)
                 return self._item(key)
         elif type(key) is tuple and len(key) == 2 == self.ndim:
             (i, j), (rows, columns) = key, self.shape
             if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
                 row, column = self._strides
-                place = self._from + i * row + j * column
-                self._shadow.load(_RUN.current.lane, place, self.itemsize)
+                self._load(self._from + i * row + j * column)
                 return self._item(key)
         value = super().__getitem__(key)
         if not isinstance(value, CheckedArray):  # a part of it, of which nothing is read yet
             self._shadow.load(_RUN.current.lane, *self._place(key))
         return value
+
+    def _load(self, at: int) -> None:
+        """A thread loads the element there. Most of the time others have, who know the same."""
+        shadow, lane, itemsize = self._shadow, _RUN.current.lane, self.itemsize
+        if itemsize == 1 << shadow.bits:
+            loads = shadow.loaded[at >> shadow.bits]
+            if lane.epoch in loads:
+                loads[lane.epoch] |= lane.bit
+                return
+        shadow.load(lane, at, itemsize)
 
     def __setitem__(self, key, value) -> None:
         self._checked(key)

@@ -31,6 +31,7 @@ from steps.instructions import (
     shfl_xor,
     store_u16,
     store_u32,
+    store_u32x4,
     wgmma_commit,
     wgmma_fence,
     wgmma_s8,
@@ -103,6 +104,69 @@ def shuffle(t):
 @cuda.jit(device=True)
 def device_fence(t):
     fence()
+
+
+def test_who_loads_its_own_store_does_not_order_it_for_others():
+    """All have passed the same barrier and know the same, but for what each did since."""
+
+    @cuda.jit
+    def kernel(out):
+        stage = cuda.shared.array(64, int32)
+        t = cuda.threadIdx.x
+        cuda.syncthreads()
+        if t == 0:
+            stage[5] = 1
+            out[0] = stage[5]
+        elif t == 33:
+            out[33] = stage[5]
+
+    found(kernel, r"byte 20 of stage, .*thread (0|33)")
+
+
+def test_a_store_is_after_all_that_load_even_between_two_arrivals():
+    """Threads load once before and once after they arrive at a barrier that the storing thread
+    waits for: of the second load it knows nothing."""
+
+    def make(right):
+        @cuda.jit
+        def kernel(out):
+            stage = cuda.shared.array(4, int32)
+            t = cuda.threadIdx.x
+            if t == 63:
+                stage[1] = 1
+            cuda.syncthreads()
+            if t < 32:
+                out[t] = stage[1]
+                barrier_arrive(1, 64)
+                if not right:
+                    out[t] = stage[1]
+            else:
+                barrier_sync(1, 64)
+                if t == 63:
+                    stage[1] = 2
+
+        return kernel
+
+    both(make, "byte 4 of stage")
+
+
+def test_wide_stores_and_narrow_loads():
+    """Words of one store of 16 bytes are watched one by one."""
+
+    def make(right):
+        @cuda.jit
+        def kernel(out):
+            stage = cuda.shared.array(64, uint32, alignment=16)
+            t = cuda.threadIdx.x
+            if t < 16:
+                store_u32x4(stage, 4 * t, t, t, t, t)
+            cuda.syncthreads()
+            out[t] = stage[t]
+            stage[t if right else t ^ 1] = t
+
+        return kernel
+
+    both(make, "of stage")
 
 
 @pytest.mark.parametrize("orders", [block_barrier, warp_barrier, named_barrier])
