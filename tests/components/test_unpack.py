@@ -112,10 +112,8 @@ def test_the_safe_load_of_each_field() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "q5_1" else pytest.mark.slow) for n in WEIGHT_FORMATS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_single_block_dot_products(name: str, data: st.DataObject) -> None:
