@@ -63,6 +63,9 @@ WEIGHTS_SECONDS: Final = 6.0
 """About what a call takes in its loop, with all that the host does, and what the weights of one
 (N, K) take in all formats."""
 
+COUNTERS: Final = 1 << 22
+"""Bytes: 8 KB for each of some 200 captures of a loop, twice over."""
+
 COMPARED: Final = 2**11
 NMSE_LIMIT: Final = 1e-2
 """Against the product with the dequantized weights: the least exact way adds 1e-3 (requantized
@@ -188,6 +191,13 @@ class Calls:
             list(pool.map(self.data.blocks, {way.format for way in ways}))
             list(pool.map(lambda key: self.layers(*key), layers))
 
+    def begin_loop(self) -> None:
+        """Set zeros aside for the counters of all captures: one that finds none would hold a
+        memset."""
+        from steps.nn.operator import reserve_counters
+
+        reserve_counters(self.torch.empty(0, device=DEVICE).device, COUNTERS)
+
     def a(self, m: int, dtype: str) -> Any:
         """The same tensor for all who multiply it."""
         if (m, dtype) not in self._a:
@@ -251,11 +261,7 @@ class Calls:
         a = self.a(m, way.dtype)
         choice = way.choice((m, self.data.n, self.data.k), self.machine)
         if way.api == "QuantLinear":
-            from steps.nn.operator import reserve_counters
-
             layers = self.layers(way.format, way.accuracy)
-            # each capture takes some, and without a reserve it would hold a memset
-            reserve_counters(layers[0].device)
             return [partial(layer, a) for layer in layers], choice.step.number
         from steps import gemm
 
@@ -368,6 +374,7 @@ def _loop(
     now, swept = remembered(called_hash), wanted[0][0][0] not in TOKENS
     if swept:
         budget = replace(budget.scaled(SWEEP_SHARE), replay_seconds=SWEEP_REPLAY)
+    calls.begin_loop()
     entered: list[Entered] = []
     torchs: dict[tuple[int, str, str], tuple[Contestant, Any]] = {}
     with calls.torch.no_grad():

@@ -190,7 +190,7 @@ class FakeCalls:
         made.append(self)
         self.prepared: list[Way] = []
         self.rivals: list[tuple[int, str]] = []
-        self.released = 0
+        self.begun = self.released = 0
 
     def prepare(self, ways: Any) -> None:
         self.prepared += ways
@@ -220,6 +220,9 @@ class FakeCalls:
 
     def hummings(self, name: str, m: int) -> list[Any]:
         return [self._product(name, m, "q4_0", 9.0 if name == humming.W4A8 else 0.0)] * 2
+
+    def begin_loop(self) -> None:
+        self.begun += 1
 
     def end_loop(self) -> None:
         self.released += 1
@@ -276,7 +279,7 @@ def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
         assert (beside.shape, beside.us, beside.same_run) == (size, pytest.approx(4000), True)
     (calls,) = made
     assert set(calls.prepared) == set(ways), "once for both loops"
-    assert calls.released == 2
+    assert calls.begun == calls.released == 2
     wrong = 2 * (len(ways) - len(right)) + 2
     assert len(said) == wrong
     assert said[0].startswith("gemm.plan exact bfloat16 q4_0 at (2, 8, 64) was not measured: ")
@@ -331,7 +334,8 @@ def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(as_called, "DEVICE", "cpu")
     monkeypatch.setattr(as_called, "TorchCaptures", Captures)
     monkeypatch.setattr(as_called, "release", lambda: None)
-    monkeypatch.setattr(operator, "reserve_counters", lambda _: None)
+    reserved: list[Any] = []
+    monkeypatch.setattr(operator, "reserve_counters", lambda *asked: reserved.append(asked))
     monkeypatch.setattr(as_called, "host_us", lambda call, _: call() is None or 1.0)
     ways = [way for way in WAYS if is_layer(way) and way.format in ("q4_0", "q5_1")]
     wanted = [((2, 128, 256), way) for way in ways]
@@ -339,4 +343,5 @@ def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
     assert [len(rows) for rows, _ in loops] == [len(ways), 4]
+    assert [(str(device), size) for device, size in reserved] == 2 * [("cpu", as_called.COUNTERS)]
     assert [one for one in said if not one.startswith("Humming")] == []
