@@ -19,9 +19,11 @@ checks what may differ (the arrays' layout and addresses), and launches. What ke
 besides is kept for each stream, so a call that is captured into a CUDA graph should be a plan's.
 
 All arguments are checked before a launch, and an error leaves `out` as it was. Values on the GPU
-are not checked for NaN and infinity, as that would cost a pass over them. The one exception are the
-steps that keep activations in 36-byte blocks, whose float16 sums can overflow: for them `a` is
-fetched and checked. No such step is chosen for its speed.
+are not checked for NaN and infinity, as that would cost a pass over them: a NaN makes its row of C
+NaN, an infinity makes it NaN or infinite, in every step, and other rows are what they are without
+it. The one exception are the steps that keep activations in 36-byte blocks, whose float16 scales
+and sums can overflow: for them `a` is fetched and checked, and values below 4e-6 may count as 0. No
+such step is chosen for its speed.
 """
 
 from __future__ import annotations
@@ -170,7 +172,8 @@ def gemm(
               Q8_0; where a few channels of `a` are 20 times the others, 50 % to that of Q4_0.
               "coarse" also allows steps that approximate block scales by small integers: on normal
               data it adds 12 % to the error of Q4_0, 17 % to Q4_1, 76 % to Q5_0 and 93 % to Q5_1.
-              Neither is ever used unless it is asked for, here, by `step` or in `pack`.
+              Neither is ever used unless it is asked for, here, by `step` or in `pack`; nor for K
+              beyond 132096, more than their integer sums hold.
     machine : where to multiply; by default the current GPU.
     stream  : where to queue the work: a stream of Numba, cuda.core, torch or CuPy, or a handle. By
               default the current stream of the library of `a` (torch, CuPy), else the default

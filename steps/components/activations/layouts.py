@@ -46,7 +46,9 @@ def float32_rows(family: Family, a: Any, machine: Machine) -> Activations:
 
 def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
     """A8: ggml's 36-byte Q8_1 blocks, uint8[M * K/32 * 36], with s = d * sum(q): four to six times
-    as accurate as the sum of the raw values in formats with a minimum."""
+    as accurate as the sum of the raw values in formats with a minimum. d and s are float16: a value
+    may be off by 127 * 2^-25, so that a block below 4e-6 throughout is 0, and beyond 65504 they
+    overflow, which `steps.gemm` and plans refuse."""
     m, k = a.shape
     blocks = machine.empty((m * ceil_div(k, BLOCK) * BLOCK_Q8_1,), np.uint8)
     launch = Launch(q8_1_quantizer("blocks"), *q8_1_grid(m, k), (a, blocks))
