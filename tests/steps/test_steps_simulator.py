@@ -117,10 +117,20 @@ READS_16_BITS = [
 ]
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(READS_16_BITS, shift=2))
+def inputs_of_16_bits() -> Iterator[pytest.param]:
+    """(work, shape, distribution): a ragged shape in every format, and in two formats one that goes
+    beyond the first stage."""
+    for work in slow_unless_in_turn(READS_16_BITS, shift=2):
+        step, _, name = work.values
+        yield pytest.param(*work.values, (9, 37, 96), "llm", id=work.id, marks=work.marks)
+        if name in (in_turn(step.number), in_turn(step.number + 3)):
+            label = f"{work.id}-stages"
+            values = (*work.values, (20, 136, 288), "integer")
+            yield pytest.param(*values, id=label, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("shape", "distribution"),
-    [((9, 37, 96), "llm"), pytest.param((20, 136, 288), "integer", marks=pytest.mark.slow)],
+    ("step", "family", "name", "shape", "distribution"), list(inputs_of_16_bits())
 )
 def test_inputs_of_16_bits(
     step: Step, family: Family, name: str, shape: tuple[int, int, int], distribution: str
