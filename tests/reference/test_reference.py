@@ -404,3 +404,21 @@ def test_activation_error_and_the_two_sums(distribution: str, codes: float, valu
 
 def test_distributions_are_all_tested_here() -> None:
     assert {*RANDOM, "integer", "golden"} == set(DISTRIBUTIONS)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_spoils_its_own_block_or_token(bad: float) -> None:
+    """Its d is NaN or infinite and its codes are 0; nothing warns."""
+    a = np.ones((2, 96), np.float32)
+    a[1, 40] = bad
+    q81, tokens = Q81.of_values(a), Tokens.of_values(a)
+    assert np.isfinite(q81.d).tolist() == [[True, True, True], [True, False, True]]
+    assert np.isnan(q81.s[1, 1])
+    assert np.isfinite(tokens.d).tolist() == [True, False]
+    assert not q81.q[1, 32:64].any()
+    assert not tokens.q[1].any()
+    assert (q81.q[0] == 127).all()
+
+
+def test_a_scale_without_an_inverse_has_codes_of_zero() -> None:
+    assert not Q81.of_values(np.full((1, 32), 1e-38, np.float32) * np.float32(1e-3)).q.any()
