@@ -67,6 +67,7 @@ def a_site(number: int = 7) -> Site:
     return next(site for site in mutations.own_sites(number) if site.called == "syncthreads")
 
 
+@pytest.mark.slow
 def test_a_change_that_changes_nothing_is_not_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What notices all mutations may notice anything."""
     site = a_site()
