@@ -238,7 +238,8 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
     tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
     assert [one.dtype for one in kept] == [torch.float32] * 2
     products = 5  # queries, keys and values are one, as are gate and up
-    assert len(kernels.launched) == 3 * products, "so few tokens need no pass"
+    names = [name for name, *_ in kernels.launched if name != "gated_to_rows"]
+    assert len(names) == 3 * products, "so few tokens need no pass but that which computes gates"
     right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
     found = torch.cat(kept).double().numpy()
     assert 1e-4 < checks.relative(found, right) < checks.BOUND["exact"]
@@ -263,7 +264,7 @@ def test_a_workspace_is_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
 
 
 def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None:
-    """What the function between the products makes, else, up to float16; for one token by that."""
+    """What the function between the products makes, else, up to float16."""
     k, n, rng, called = 96, 20, np.random.default_rng(0), []
     product = step_products("cpu")(bench.random_blocks("q4_0", n, k, rng), False)
 
@@ -276,12 +277,11 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     assert called == []
     assert "gated_to_rows" in [name for name, *_ in kernels.launched]
     assert checks.relative(*(x.double().numpy() for x in (found, product(gate(y, y.dtype))))) < 1e-3
-    one = product.after_swiglu(y[:1], gate)
-    assert called == [torch.float16, product.input_dtype(1)]
-    assert torch.equal(one, product(operations.PLAIN.swiglu(y[:1], product.input_dtype(1))))
     fast = step_products("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
+    called.clear()
     found = fast.after_swiglu(y, gate)
-    assert called[2:] == [torch.float16], "which finds each token's largest first"
+    in_pass = fast.template(65, GATED).reads == GATED  # not in that of int8 with a scale per token
+    assert called == ([] if in_pass else [torch.float16])
     assert torch.equal(found, fast(operations.PLAIN.swiglu(y, torch.float16)))
 
 
