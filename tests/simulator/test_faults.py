@@ -35,7 +35,7 @@ from steps.api.machines import Simulator
 from steps.components.activations.layouts import decode
 from steps.contract import Family, Machine, Shape, Step
 from tests.api.test_gemm import OnDevice, Untouched
-from tests.steps.works import REQUANTIZED, WORKS
+from tests.steps.works import REQUANTIZED, WORKS, slow_unless_in_turn
 
 MACHINE = Simulator()
 K = 64
@@ -181,7 +181,7 @@ def keeps_sums_in_half(step: Step, family: Family) -> bool:
 # --- every step, in the simulator -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
 def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     step: Step, family: Family, name: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     require_near(c, family, a, blocks, half, step.accuracy)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
 def test_weights_may_be_any_view(step: Step, family: Family, name: str) -> None:
     """Non-contiguous, unaligned, backwards, read-only: packing copies."""
     blocks = Problem(4, 6, 2 * K, name).blocks
