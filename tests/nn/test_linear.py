@@ -21,7 +21,7 @@ import pytest
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
-from steps.api import encode_map, launcher
+from steps.api import encode_map, launcher, tuning_table
 from steps.api.compile import signature_of
 from steps.api.kept import Kept
 from steps.api.machines import Simulator
@@ -632,8 +632,11 @@ def test_torch_compile_takes_the_packings_along(host: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("accuracy", ["exact", "fast"])
-def test_x_of_16_bits_goes_to_the_kernel_as_it_is(host: Any, dtype: Any, accuracy: str) -> None:
+def test_x_of_16_bits_goes_to_the_kernel_as_it_is(
+    host: Any, dtype: Any, accuracy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One launch, and y of its dtype; where int8 is made of x, a launch before it."""
+    monkeypatch.setattr(tuning_table, "known", lambda: ())  # the highest step that is allowed
     blocks, x = blocks_of(), tensor(70, K, dtype=dtype)
     layer = uploaded(blocks, accuracy=accuracy)
     made = template_of(layer, 70, output=NAMES[dtype], input=NAMES[dtype])
