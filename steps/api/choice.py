@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qformats.storage import nearest_weight_format
@@ -79,11 +79,15 @@ def choose(
     accuracy     : "fast" also considers fast steps, "coarse" fast and coarse ones.
     input        : the dtype of A, which the step reads as it is ...
     cast_us      : ... or as float32 that the caller makes of it, in so many microseconds.
+    shape.invariant : up to `Step.most_tokens` tokens the highest step that heeds it, whatever the
+                   table says: which step it is must not depend on M either.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
     known_accuracy(accuracy)
     asked = Asked(format_name, family, cc, output, input, cast_us, shape.k)
+    if shape.invariant and (found := _invariant(asked, shape, among, step)):
+        return found
     if step is not None:
         one = find(step)
         if why := asked.why_not(one):
@@ -130,6 +134,31 @@ def choose(
     elif cc is not None:
         why += "; no tuning table covers this GPU (run make tune)"
     return Choice(best, of_family, format_name, shape, why)
+
+
+def _invariant(
+    asked: Asked, shape: Shape, among: Sequence[Step] | None, step: int | None
+) -> Choice | None:
+    """The choice where a row must have the same bits at every M; None for too many tokens."""
+    known = [one for one in ladder() if one.invariant]
+    if shape.m > max(one.most_tokens or 0 for one in known):
+        return None
+    possible = ladder() if among is None else among
+    found = [
+        (one, of_family)
+        for one in known
+        for of_family in one.invariant
+        if one in possible and step in (None, one.number)
+        if asked.family in (None, of_family) and not replace(asked, family=of_family).why_not(one)
+    ]
+    if not found:
+        raise ValueError(
+            f"rows of {asked.format} have the same bits at every M in {step_numbers(known)} alone, "
+            f"in family {known[-1].invariant[0]}, and these cannot be taken here"
+        )
+    best, of_family = found[-1]
+    why = f"a row has the same bits at every M up to {best.most_tokens} there"
+    return Choice(best, of_family, asked.format, shape, why)
 
 
 def choose_packed(

@@ -115,6 +115,7 @@ def launches(
     output: str = "float32",
     input: str = "float32",
     weights: Sequence[ArrayType] | None = None,
+    invariant: bool = False,
     machine: DryRun | None = None,
 ) -> tuple[tuple[Launch, ...], Launch]:
     """(launches of the activation pass, the step's own launch) of one product, on placeholders.
@@ -124,9 +125,10 @@ def launches(
               it so, A is what `steps.components.activations.layouts.reading_of` says.
     weights : types of the packed arrays; by default those of a few weights, whose dtypes are right
               and whose shapes no launch looks at.
+    invariant : see `steps.contract.Shape`.
     machine : adds up the memory that is asked for.
     """
-    m, n, k = size
+    (m, n, k), shape = size, Shape(*size, invariant)
     step, machine = work.step, machine or DryRun()
     make, _, (columns, dtype) = reading_of(step, input, work.family)
     a = Placeholder(A, (m, columns * k), array_dtype(dtype))
@@ -138,7 +140,7 @@ def launches(
     )
     activations = make(work.family, a, machine)
     own = step.prepare(
-        machine, FORMATS[work.format], work.family, Shape(m, n, k), packed, activations.arrays, out
+        machine, FORMATS[work.format], work.family, shape, packed, activations.arrays, out
     )
     return activations.launches, own
 

@@ -148,6 +148,7 @@ def gemm(
     dtype: Any = np.float32,
     family: Family | None = None,
     accuracy: Accuracy | None = None,
+    invariant: bool = False,
     machine: Gpu | Simulator | None = None,
     stream: Any = None,
     explain: bool = False,
@@ -174,6 +175,9 @@ def gemm(
               data it adds 12 % to the error of Q4_0, 17 % to Q4_1, 76 % to Q5_0 and 93 % to Q5_1.
               Neither is ever used unless it is asked for, here, by `step` or in `pack`; nor for K
               beyond 132096, more than their integer sums hold.
+    invariant : up to M=16 a row of C has the same bits whatever M is and whatever the other rows
+              are, as whoever verifies drafted tokens needs. Such products are of the highest decode
+              step and of family A16, and may take longer. ValueError where there is none.
     machine : where to multiply; by default the current GPU.
     stream  : where to queue the work: a stream of Numba, cuda.core, torch or CuPy, or a handle. By
               default the current stream of the library of `a` (torch, CuPy), else the default
@@ -185,7 +189,7 @@ def gemm(
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
-    key = _key(a, step, dtype, family, accuracy)
+    key = _key(a, step, dtype, family, accuracy, invariant)
     if key and type(w) is Packed and machine in (None, w.machine) and not explain:
         known = w.calls.get(key)
         if known is not None:
@@ -210,7 +214,8 @@ def gemm(
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = choice_for(fmt, Shape(m, n, k), w, where, step, family, output, accuracy, input)
+    shape = Shape(m, n, k, invariant)
+    choice = choice_for(fmt, shape, w, where, step, family, output, accuracy, input)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if on_device:
         call = _Call(choice, weights, input, output)

@@ -77,6 +77,7 @@ class LaunchTemplate:
             output=self.writes,
             input=input,
             weights=weights,
+            invariant=shape.invariant,
             machine=memory,
         )
         for launch in (*before, own):

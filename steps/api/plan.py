@@ -59,6 +59,7 @@ def plan(
     step: int | None = None,
     family: Family | None = None,
     accuracy: Accuracy | None = None,
+    invariant: bool = False,
     stream: Any = None,
     machine: Gpu | Simulator | None = None,
 ) -> Plan:
@@ -69,7 +70,8 @@ def plan(
               file; or what `steps.pack` made of them, which many plans may share.
     dtype   : of `out`, see `steps.gemm`: float32, float16 or bfloat16.
     input   : the dtype of `a`, likewise.
-    step, family, accuracy : as for `steps.gemm`; the choice is made now, `plan.choice` tells it.
+    step, family, accuracy, invariant : as for `steps.gemm`; the choice is made now, `plan.choice`
+              tells it.
     stream  : where every call is queued, see `steps.gemm`; by default the current stream of the
               library of `a`.
     machine : where to multiply, see `steps.gemm`.
@@ -83,7 +85,7 @@ def plan(
     where = api.machine_for(machine, w)
     floats = float_name(dtype), float_name(input, "input")
     choice = api.choice_for(
-        fmt, Shape(int(m), n, k), w, where, step, family, floats[0], accuracy, floats[1]
+        fmt, Shape(int(m), n, k, invariant), w, where, step, family, floats[0], accuracy, floats[1]
     )
     packed = w if isinstance(w, api.Packed) else api.pack(w, step=choice.step.number, machine=where)
     return Plan(choice, packed, where, stream, *floats)

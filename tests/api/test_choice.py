@@ -490,3 +490,24 @@ def test_a_k_that_integer_sums_do_not_hold_is_refused(step: int) -> None:
         assert packings("q4_0", (9, 0), accuracy, k)[-1].accuracy == wanted
         packed = pack(blocks[:, : k // 32], accuracy=accuracy, machine=machine)
         assert packed.steps[-1].accuracy == wanted
+
+
+# --- the same bits at every M ---------------------------------------------------------------------
+
+
+def test_an_invariant_product_is_of_one_step_whatever_the_table_says(tuned: Any) -> None:
+    tuned(table(entry(1, s2A8=3.0, s18A8=4.0), entry(16, s14A16=1.0, s18A16=9.0)))
+    for m in (1, 2, 9, 16):
+        found = choose("q4_0", Shape(m, 4096, 4096, True), H200)
+        assert (found.step.number, found.family) == (18, "A16")
+        assert "same bits at every M up to 16" in str(found)
+    assert choose("q4_0", Shape(16, 4096, 4096), H200).step.number == 14
+    assert choose("q4_0", Shape(17, 4096, 4096, True), H200).step.number == 14, "no promise there"
+
+
+def test_an_invariant_product_that_no_step_can_do_is_refused() -> None:
+    few = Shape(2, 4096, 4096, True)
+    for options in ({"family": "A8"}, {"step": 7}, {"among": [find(15)]}):
+        with pytest.raises(ValueError, match="the same bits at every M in steps 17 and 18 alone"):
+            choose("q4_0", few, H200, **options)
+    assert choose("q4_0", few, H200, step=17).step.number == 17

@@ -444,3 +444,18 @@ def test_on_a_gpu(name: str) -> None:
     out = cuda.device_array((33, 66), np.float32)
     assert api.gemm(on_device, handle, out=out) is out
     np.testing.assert_array_equal(out.copy_to_host(), c)
+
+
+def test_a_row_of_an_invariant_product_has_the_same_bits_at_every_m() -> None:
+    """On its own, in a plan, and whatever the other rows are."""
+    problem, machine = Problem(5, 40, 288, "q4_0", input="float16"), Simulator()
+    w = steps.pack(problem.blocks, machine=machine)
+    a = problem.given
+    every = steps.gemm(a, w, invariant=True)
+    for m in (1, 3):
+        assert np.array_equal(steps.gemm(a[:m], w, invariant=True), every[:m])
+        others = np.concatenate([a[:m], 7 * a[m:]])
+        assert np.array_equal(steps.gemm(others, w, invariant=True)[:m], every[:m])
+        out = np.empty((m, 40), np.float32)
+        steps.plan(m, w, input="float16", invariant=True)(np.ascontiguousarray(a[:m]), out)
+        assert np.array_equal(out, every[:m])
