@@ -42,7 +42,7 @@ need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit
 
 .DEFAULT_GOAL := help
 .PHONY: help setup list ladder check fuzz test bench tune charts report decoder doctor diff ptx sass profile \
-        sanitize warm cache pitfalls lint docs-check clean clean-venv
+        counters sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
 	@echo 'make <target>, such as: make ladder, make step4 FORMAT=q4_0, make sass STEP=4 ARCH=sm_80'
@@ -108,6 +108,9 @@ sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)
 	@$(PY) -m steps profile $(STEP) $(DATA) $(TYPE)
+
+counters: $(READY) ## Nsight Compute on the launches of a bench (or STEP=), into results/<gpu>/ncu.json
+	@$(PY) -m steps counters $(STEP) $(if $(FORMAT),--format '$(FORMAT)') $(if $(OUT),--out '$(OUT)')
 
 sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \

@@ -289,6 +289,16 @@ def _parser() -> Parser:
     one.add_argument("--out", type=Path, metavar="PATH", help="write ncu's report there")
 
     one = command(
+        "counters",
+        "counters:counters",
+        "Nsight Compute's counters of the launches of a bench, into results/<gpu>/ncu.json",
+        steps="*",
+    )
+    one.add_argument("--format", action="append", default=[], metavar="F", help="default q4_0")
+    one.add_argument("--out", type=Path, metavar="PATH", help="the file")
+    one.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
+
+    one = command(
         "sanitize", "tools:sanitize", "Compute Sanitizer over the checks", dtype, steps="*"
     )
     one.add_argument(

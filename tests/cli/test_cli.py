@@ -230,6 +230,7 @@ def test_bad_requests_get_one_sentence(arguments: list[str], said: str, capsys) 
         (["check", "1", "--machine", "gpu"], "no CUDA GPU can be used here"),
         (["bench"], "no CUDA GPU can be used here"),
         (["profile", "4"], "no CUDA GPU can be used here"),
+        (["counters", "4"], "no CUDA GPU can be used here"),
         (["sanitize"], "no CUDA GPU can be used here"),
         (["launch", "1"], "no CUDA GPU can be used here"),
     ],

@@ -78,6 +78,7 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["check", "STEP=12", "DTYPE=float16"], "python -m steps check 12 --dtype 'float16'"),
         (["sass", "STEP=12", "DTYPE=bfloat16"], "--arch 'sm_90a' --dtype 'bfloat16'"),
         (["profile", "STEP=12", "DTYPE=float16"], "steps profile 12 --dtype 'float16'"),
+        (["counters", "STEP=12"], "python -m steps counters 12"),
         (["sanitize", "DTYPE=float16"], "python -m steps sanitize --dtype 'float16'"),
         (["diff", "STEP=5"], "python -m steps diff 5"),
         (["sass", "STEP=4", "ARCH=sm_80"], "python -m steps sass 4 --arch 'sm_80'"),
