@@ -53,6 +53,11 @@ def product_a8(name: str, tokens: int) -> Product:
         return mma(u[i], u[i + 1], u[i + 2], u[i + 3], b0, b1, zero, zero, zero, zero)
 
     @cuda.jit(device=True, forceinline=True)
+    def by(unit, scales):
+        """Scales in C's unit. Those of a tiny A would lose bits: a float32 is 1e-38 or more."""
+        return scales[0] * unit, scales[1] * unit
+
+    @cuda.jit(device=True, forceinline=True)
     def add_scaled(acc, first, v, d, m, e, s):
         """acc += the sums of a block, with scales and minima of rows g and g + 8, and scales and
         sums of A of the lane's tokens."""
@@ -93,20 +98,20 @@ def product_a8(name: str, tokens: int) -> Product:
             for column in range(columns):
                 at = a_scales + offsets[1 + 2 * j + column] + SCALE_BYTES * here * odd
                 if minimum:
-                    x, y = load_f32x2(smem, at)
-                    e[j, column], s[j, column] = x * unit, y * unit_of_minima
+                    e[j, column], s[j, column] = load_f32x2(smem, at)
                 else:
-                    e[j, column] = load_f32(smem, at) * unit
+                    e[j, column] = load_f32(smem, at)
         for r in range(PAIR):
             for j in range(groups):
                 i, k = 4 * (groups * r + j), 2 * (j if groups == 2 else odd)
-                b0, upper = b[k], of_block(d[r], odd, 1)
+                b0, upper = b[k], by(unit, of_block(d[r], odd, 1))
                 if apart:
                     v = times(u[r], odd, b0, uint32(0))
-                    add_scaled(acc, i, v, of_block(d[r], odd, 0), upper, e[j], s[j])
+                    add_scaled(acc, i, v, by(unit, of_block(d[r], odd, 0)), upper, e[j], s[j])
                     b0 = uint32(0)
                 v = times(u[r], odd, b0, b[k + 1])
-                add_scaled(acc, i, v, upper, of_block(m[r], odd, 1), e[j], s[j])
+                minima = by(unit_of_minima, of_block(m[r], odd, 1))
+                add_scaled(acc, i, v, upper, minima, e[j], s[j])
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
