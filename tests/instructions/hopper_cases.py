@@ -381,13 +381,14 @@ def specialised_expected(w, a):
 
 BOX_TOKENS, RAGGED = 24, (37, 104)  # M and K end within a box
 BOX = BOX_TOKENS * BOX_K * 2  # bytes
+BEFORE = 16  # columns before the first; a box of bytes that began 8 before it stopped an H200
 BOXES = 2  # along K, and as many along M
 ALL_OF_K = BOXES * BOX
 
 
 @cuda.jit
 def boxes_kernel(a_map, out):
-    """The box of each block, as it lies in shared memory: block (x, y) brings columns 64 x - 8 and
+    """The box of each block, as it lies in shared memory: block (x, y) brings columns 64 x - 16 and
     rows 24 y - 3 on."""
     stage = cuda.shared.array(BOX, uint8, alignment=1024)
     full = cuda.shared.array(1, np.uint64)
@@ -401,7 +402,7 @@ def boxes_kernel(a_map, out):
     cuda.syncthreads()
     if t == 0:
         mbarrier_arrive_expect(full, 0, BOX)
-        tensor_copy(stage, 0, a, BOX_K * x - 8, BOX_TOKENS * y - 3, full, 0)
+        tensor_copy(stage, 0, a, BOX_K * x - BEFORE, BOX_TOKENS * y - 3, full, 0)
     mbarrier_wait(full, 0, 0)
     for i in range(t, BOX // 16, 32):
         v = load_u32x4(stage, 16 * i)
@@ -410,7 +411,7 @@ def boxes_kernel(a_map, out):
 
 def boxes_expected(a_map):
     wide = a_map.box[1]
-    a = np.pad(a_map.array, ((3, BOX_TOKENS), (8, wide)))
+    a = np.pad(a_map.array, ((3, BOX_TOKENS), (BEFORE, wide)))
     out = np.empty((BOXES, BOXES, BOX_TOKENS, 8, wide // 8), a.dtype)
     for y in range(BOXES):
         for x in range(BOXES):
