@@ -68,7 +68,7 @@ fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEE
 	@$(PY) -m steps fuzz $(STEP) $(if $(SECONDS),--seconds '$(SECONDS)') \
 		$(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)')
 
-test: $(READY) ## all tests, no GPU needed: 9 minutes on two cores (QUICK=1: 2, one format a step)
+test: $(READY) ## all tests, no GPU needed: half an hour on two cores (QUICK=1: 8 minutes, one format a step)
 	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
