@@ -386,8 +386,8 @@ def _loop(
                 key = (m, way.api, way.dtype if way.api == "QuantLinear" else "float16")
                 if key not in torchs:
                     others = calls.torchs(way, m)
-                    rival = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
-                    torchs[key] = rival, others[0]
+                    other = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
+                    torchs[key] = other, others[0]
                 theirs, eager = torchs[key]
                 entered.append(Entered(size, way, step, ours, theirs, (own[0], eager)))
             except Exception as error:

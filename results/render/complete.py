@@ -220,7 +220,7 @@ def _swept(run: Run, stale: Keys) -> list[str]:
     for n, k in drawn:
         for accuracy, label, _ in tokens.LINES:
             own = sweep(run, accuracy, n, k)
-            told = (f"{step} (M={low}-{high})" for step, low, high in tokens.stretches(own))
+            told = (f"{step} (M={low}-{high})" for step, low, high in tokens.ranges_of_steps(own))
             lines.append([label, f"{n} x {k}", ", ".join(told)])
     found = cliffs(run)
     jumps = [f"- {jump(one, more)}" for one, more in found]

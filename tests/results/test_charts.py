@@ -157,8 +157,8 @@ def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, fil
     layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
     assert dict(curves["Humming W4A16"])[32] == layer
     calls = query.sweep(run, "fast", 4096, 14336)
-    assert tokens.stretches(calls) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
-    assert tokens.stretches([]) == []
+    assert tokens.ranges_of_steps(calls) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
+    assert tokens.ranges_of_steps([]) == []
     text = text_of(files["tokens.svg"]).split("\n")
     assert [text.count(step) for step in ("14", "15", "18")] == [3, 3, 6]
 

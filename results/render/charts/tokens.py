@@ -27,7 +27,7 @@ LINES: Final = (
 )
 """(accuracy, how it is named and drawn)."""
 PANEL: Final = 1.75
-STRIP: Final = 0.17  # the steps of one line
+BAR: Final = 0.17  # the steps of one line
 LEFT, RIGHT = 0.68, 1.62
 BELOW: Final = 0.34  # tick labels
 
@@ -49,7 +49,7 @@ def curves(run: Run, n: int, k: int) -> list[tuple[str, list[tuple[int, float]]]
     return [(label, points) for label, points in found if points]
 
 
-def stretches(calls: Sequence[AsCalled]) -> list[tuple[int, int, int]]:
+def ranges_of_steps(calls: Sequence[AsCalled]) -> list[tuple[int, int, int]]:
     """(step, the first M it was chosen for, the last) from left to right."""
     groups = (list(own) for _, own in groupby(calls, key=lambda one: one.step))
     return [(own[0].step, own[0].M, own[-1].M) for own in groups]
@@ -58,7 +58,7 @@ def stretches(calls: Sequence[AsCalled]) -> list[tuple[int, int, int]]:
 def draw(run: Run) -> Figure:
     drawn = sizes(run)
     format_name = main_format(one for one in run.as_called if one.swept).upper()
-    own_height = PANEL + len(LINES) * STRIP + BELOW + 0.3
+    own_height = PANEL + len(LINES) * BAR + BELOW + 0.3
     height = style.HEAD + len(drawn) * own_height + 0.42
     figure = style.new_figure(
         height,
@@ -105,16 +105,16 @@ def _panel(figure: Figure, run: Run, n: int, k: int, top: float, last: bool) -> 
     style.named_ends(axes, ends, 0.17 / PANEL)
     below = top + PANEL + 0.05
     for accuracy, _, color in LINES:
-        strip = style.box(figure, LEFT, below, across, STRIP)
-        _strip(strip, stretches(sweep(run, accuracy, n, k)), color, end)
-        below += STRIP
-    strip.set_xticks(ticks, [str(m) for m in ticks])
+        bar = style.box(figure, LEFT, below, across, BAR)
+        _bar(bar, ranges_of_steps(sweep(run, accuracy, n, k)), color, end)
+        below += BAR
+    bar.set_xticks(ticks, [str(m) for m in ticks])
     if last:
-        strip.set_xlabel("M, tokens", fontsize=9.5)
+        bar.set_xlabel("M, tokens", fontsize=9.5)
 
 
-def _strip(axes: Any, found: Sequence[tuple[int, int, int]], color: str, end: int) -> None:
-    """A bar for each stretch of M with one step, and its number where there is room."""
+def _bar(axes: Any, found: Sequence[tuple[int, int, int]], color: str, end: int) -> None:
+    """A bar for each range of M with one step, and its number where there is room."""
     axes.set_xlim(0, end)
     axes.set_ylim(0, 1)
     axes.set_yticks([])
