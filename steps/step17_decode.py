@@ -51,7 +51,7 @@ from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, async_copy
 from steps.components.decode.final_sum import final_sum
 from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
+from steps.components.decode.product_a8 import SCALES, product_a8
 from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
@@ -62,8 +62,6 @@ from steps.instructions import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait,
-    griddepcontrol_launch_dependents,
-    griddepcontrol_wait,
 )
 
 
@@ -74,11 +72,12 @@ def kernel(
     """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
     may be None; scaled: tokens have scales."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
+    warps_k = how.warps_k
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
     places, multiply, n_acc = product.places, product.multiply, product.sums
-    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
+    end_of = final_sum(tokens, warps, warps_k, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
@@ -112,7 +111,6 @@ def kernel(
         those of a `TileConfiguration`; bias [N] is added, if there is one."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
-        griddepcontrol_launch_dependents()
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
@@ -121,11 +119,14 @@ def kernel(
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, _ = part
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        step, scales_step = int32(TILE_K * a_rows if a8 else ROW_BYTES), int32(SCALES * a_rows)
+        own_a = int32(a_at + k_part * k_tiles * step)
+        own_scales = int32(a_at + (warps_k * step + k_part * scales_step) * k_tiles)
+        row_scales_at, sums = int32(sizes[4]), (int32(sizes[5]), int32(sizes[6]))
         ring = int32(warp * (stages * slot_bytes))
         ring_end = int32(ring + stages * slot_bytes)
 
-        # --- the first weights, and row scales: they do not depend on the launch before this one
+        # --- the first weights, and row scales
         first_walk = start(pair, part)
         walk, i = first_walk, t
         for s in range(prefetched):
@@ -133,11 +134,8 @@ def kernel(
         while i < (end - first) * (TILE_ROWS // 4):
             cp_async_16(smem, row_scales_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
             i = int32(i + 32 * warps)
-        griddepcontrol_wait()
 
         # --- A and the other slots. A and all that was issued before it are one group of cp.async
-        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
-        own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
         elif in_slots:
@@ -211,7 +209,7 @@ def launch(
     added = bias[0] if bias else row_scales
     args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), added)
     block = (32 * found.variant.warps,)
-    return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
+    return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared)
 
 
 STEP = Step(

@@ -66,6 +66,10 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         for of_step in numbers.offsets
         for registers in of_step
     )
+    distinct = tuple(dict.fromkeys(constants))
+    which = tuple(distinct.index(registers) for registers in constants)
+    low, high = distinct[0], distinct[-1]
+    held = len(distinct) <= 2 and groups == 1  # in registers, if there are enough
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -74,14 +78,18 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         return multiply_16(a[0], a[1], a[2], a[3], b[i], b[i + 1], v[0], v[1], v[2], v[3])
 
     @cuda.jit(device=True, forceinline=True)
-    def offset_sums(z, b, step, part, more):
+    def offset_sums(z, b, offsets, step, part, more):
         """z = what the numbers of a step exceed, times A; `more`: of another step too."""
         for j in range(groups):
             v = float32(0), float32(0), float32(0), float32(0)
             if more:
                 v = z[j, 0], z[j, 1], z[j, 2], z[j, 3]
             for term in range(terms):
-                v = mma(constants[terms * step + term], b, j, part, v)
+                i = terms * step + term
+                if held:
+                    v = mma(offsets[2] if which[i] else offsets[1], b, j, part, v)
+                else:
+                    v = mma(constants[i], b, j, part, v)
             z[j, 0], z[j, 1], z[j, 2], z[j, 3] = v
 
     @cuda.jit(device=True, forceinline=True)
@@ -108,12 +116,27 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
                 acc[first + 2 + column] += m[1] * z[2 + column]
 
     @cuda.jit(device=True, forceinline=True)
+    def in_registers(x, here):
+        """Four constants as registers that stay: those that it knows the compiler makes anew each
+        time that they are used, four instructions for a fragment. It does not know that `here` is
+        at most 16, and that these bits of it are 0."""
+        return (
+            uint32(x[0] ^ uint32(here >> 28)),
+            uint32(x[1] ^ uint32(here >> 29)),
+            uint32(x[2] ^ uint32(here >> 30)),
+            uint32(x[3] ^ uint32(here >> 31)),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
     def places(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i: 8 K of token r, from 8i on. Tokens that there are not
-        are the last one again."""
+        are the last one again. Then the tiles of constants."""
         first = min(int32(lane & 7), int32(here - 1)) * pitch
         second = min(int32((lane & 7) + 8), int32(here - 1)) * pitch
-        return int32(first + 16 * (lane >> 3)), int32(second + 16 * (lane >> 3))
+        first, second = int32(first + 16 * (lane >> 3)), int32(second + 16 * (lane >> 3))
+        if not held:
+            return ((first, second),)
+        return (first, second), in_registers(low, here), in_registers(high, here)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_block(acc, words, d, m, smem, a, offsets, odd):
@@ -121,11 +144,11 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         b, z = cuda.local.array(n_b, uint32), cuda.local.array((groups, 4), float32)
         codes, step = cuda.local.array((n_codes, 4), uint32), 2 * odd
         for j in range(groups):
-            at, i = a + offsets[j] + BLOCK_BYTES * odd, 4 * j
+            at, i = a + offsets[0][j] + BLOCK_BYTES * odd, 4 * j
             b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
         if not apart:
-            offset_sums(z, b, step, 0, False)
-            offset_sums(z, b, step + 1, 1, True)
+            offset_sums(z, b, offsets, step, 0, False)
+            offset_sums(z, b, offsets, step + 1, 1, True)
             for r in range(PAIR):
                 make_numbers(codes, 0, words[r], step)
                 make_numbers(codes, terms, words[r], step + 1)
@@ -137,7 +160,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
                     add_scaled(acc, 4 * (groups * r + j), v, z[j], d32, m32)
         else:
             for part in range(2):
-                offset_sums(z, b, step + part, part, False)
+                offset_sums(z, b, offsets, step + part, part, False)
                 for r in range(PAIR):
                     make_numbers(codes, 0, words[r], step + part)
                     d16, m16 = of_block(d[r], odd, part), of_block(m[r], odd, part)

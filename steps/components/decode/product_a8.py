@@ -17,7 +17,7 @@ from numba import cuda, float32, int32, uint32
 from qformats import BLOCK
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE
 from steps.components.decode.block_scales import block_scales
-from steps.components.decode.product import PAIR, Product
+from steps.components.decode.product import BLOCKS, PAIR, Product
 from steps.components.unpack.storage_formats import tile_format
 from steps.instructions import (
     ldmatrix_x4,
@@ -28,6 +28,7 @@ from steps.instructions import (
 )
 
 SCALE_BYTES = 8  # of a block of a token: d and s
+SCALES = BLOCKS * SCALE_BYTES  # of a packed tile of a token, in bytes
 
 
 @cache
