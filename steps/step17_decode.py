@@ -51,18 +51,14 @@ from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, async_copy
 from steps.components.decode.final_sum import final_sum
 from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALES, product_a8
+from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
 from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
 from steps.components.decode.walk import pair_walk
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
-from steps.instructions import (
-    cp_async_16,
-    cp_async_commit,
-    cp_async_wait,
-)
+from steps.instructions import cp_async_16, cp_async_commit, cp_async_wait
 
 
 @cache
@@ -72,12 +68,12 @@ def kernel(
     """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
     may be None; scaled: tokens have scales."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
-    warps_k = how.warps_k
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
-    places, multiply, n_acc = product.places, product.multiply, product.sums
-    end_of = final_sum(tokens, warps, warps_k, product.scale, scaled, output, of_bias)
+    places, multiply, finish = product.places, product.multiply, product.finish
+    n_acc = product.sums
+    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
@@ -119,10 +115,7 @@ def kernel(
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, _ = part
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        step, scales_step = int32(TILE_K * a_rows if a8 else ROW_BYTES), int32(SCALES * a_rows)
-        own_a = int32(a_at + k_part * k_tiles * step)
-        own_scales = int32(a_at + (warps_k * step + k_part * scales_step) * k_tiles)
-        row_scales_at, sums = int32(sizes[4]), (int32(sizes[5]), int32(sizes[6]))
+        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring = int32(warp * (stages * slot_bytes))
         ring_end = int32(ring + stages * slot_bytes)
 
@@ -136,6 +129,8 @@ def kernel(
             i = int32(i + 32 * warps)
 
         # --- A and the other slots. A and all that was issued before it are one group of cp.async
+        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
         elif in_slots:
@@ -185,6 +180,7 @@ def kernel(
                     slot = ring
             low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
             to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
+            finish(acc)
             store_sums(acc, smem, to, lane, low, high)
             pair = int32(pair + PAIR * warps_n)
 

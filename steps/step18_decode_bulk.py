@@ -41,7 +41,7 @@ from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, bulk_copies
 from steps.components.decode.final_sum import final_sum
 from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALES, product_a8
+from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
 from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
@@ -68,19 +68,19 @@ def kernel(
     """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
     may be None; scaled: tokens have scales."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
-    warps_k = how.warps_k
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
-    places, multiply, n_acc = product.places, product.multiply, product.sums
-    end_of = final_sum(tokens, warps, warps_k, product.scale, scaled, output, of_bias)
+    places, multiply, finish = product.places, product.multiply, product.finish
+    n_acc = product.sums
+    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a, zero_tail = copies.size, copies.issue, copies.zero_tail
-    kept, bars_at, bar_of_a = how.place == "kept", how.bars_at, how.bars_at + 8 * warps * stages
+    bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, bar, w, walk, part, a, rows, more_bytes, lane):
@@ -101,8 +101,7 @@ def kernel(
         """Issue copies of the tile of A that lies beside these packed tiles, if A is in slots."""
         if in_slots and walk[4] < part[1]:
             to = int32(slot + weights)
-            to_scales, k_tile = int32(to + TILE_K * rows[2]), walk[3]
-            copy_a(smem, to, to_scales, pitch, bar, a, a_scales, rows, k_tile, 1, lane, 32)
+            copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def decode_bulk(w, row_scales, a, a_scales, c, sizes, bias):
@@ -118,20 +117,14 @@ def kernel(
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, all_k_tiles = part
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        step, scales_step = int32(TILE_K * a_rows if a8 else ROW_BYTES), int32(SCALES * a_rows)
-        scales_at, last_k_tile = int32(a_at + warps_k * k_tiles * step), int32(all_k_tiles - 1)
-        own_a = int32(a_at + k_part * k_tiles * step)
-        own_scales = int32(scales_at + k_part * k_tiles * scales_step)
-        row_scales_at, sums = int32(sizes[4]), (int32(sizes[5]), int32(sizes[6]))
-        ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * (8 * stages))
+        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
+        bar_of_a = int32(bars_at + k_part * warps_n * bars_of_warp + 8 * stages)
 
         # --- the first weights, and row scales: they do not depend on the launch before this one
         if lane == 0:
-            for s in range(stages):
+            for s in range(stages + 1):
                 mbarrier_init(smem, bars + 8 * s, 1)
-            if kept and warp == 0:
-                mbarrier_init(smem, bar_of_a, 1)
-                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, 0, all_k_tiles))
             fence_mbarrier_init()
         cuda.syncwarp()
         first_walk = start(pair, part)
@@ -145,27 +138,27 @@ def kernel(
         if in_slots:
             to = int32(ring + weights)
             for _ in range(stages):
-                zero_tail(smem, to, pitch, a, rows, last_k_tile, lane)
+                zero_tail(smem, to, pitch, a, rows, int32(all_k_tiles - 1), 1, lane)
                 to = int32(to + slot_bytes)
             fence_proxy_async()
             cuda.syncwarp()
-        elif kept:
-            if warp == 0:
-                zero_tail(smem, a_at + last_k_tile * step, pitch, a, rows, last_k_tile, lane)
-            cuda.syncthreads()  # all warps wait at one mbarrier
+        elif warps_n > 1:  # a warp will wait at the mbarrier of another
+            cuda.syncthreads()
         griddepcontrol_wait()
 
         # --- A and the other slots
+        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
-        else:
-            i = int32(warp + warps * lane)  # the first threads are of different warps
-            copy_a(
-                smem, a_at, scales_at, pitch, bar_of_a, a, a_scales, rows, 0, all_k_tiles,
-                i, 32 * warps,
-            )  # fmt: skip
+        elif count > 0 and warp % warps_n == 0:
+            zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
+            copy_a(smem, own_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0, count, lane)
+            cuda.syncwarp()
+            if lane == 0:
+                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
         for s in range(prefetched, stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
@@ -177,11 +170,9 @@ def kernel(
                     load(x, a, k0, i, lane)
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
-        elif kept:
+        elif not in_slots and count > 0:
             mbarrier_wait(smem, bar_of_a, 0)
-        if a8 and kept and here < M:  # what threads have stored of A
-            cuda.syncthreads()
-        cuda.syncwarp()
+        cuda.syncwarp()  # what lanes have stored of A
         own_scale = token_scale(a_scales, m0, M, t)
 
         # --- the stream
@@ -205,6 +196,7 @@ def kernel(
                     s, parity = int32(0), int32(parity ^ 1)
             low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
             to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
+            finish(acc)
             store_sums(acc, smem, to, lane, low, high)
             pair = int32(pair + PAIR * warps_n)
 

@@ -1,8 +1,8 @@
 """A to shared memory as it is: by `cp.async`, lane by lane (step 17), or by bulk copies (step 18).
 
-All of A is copied once, and stays, or a warp copies a tile of 128 K with each tile of weights.
-Where A ends inside the last tile, zeros follow: the weights have scales of 0 there, and what lies
-behind A could be Inf or NaN.
+A warp copies tiles of 128 K: all of its part of K once, which stays, or one tile with each tile of
+weights. Where A ends inside the last tile, zeros follow: the weights have scales of 0 there, and
+what lies behind A could be Inf or NaN.
 
     float16 A, row-major           token 0 | 128 K of tile 0 | tile 1 | ... | 16 bytes
                                    token 1 | ...
@@ -81,14 +81,13 @@ def async_copy(family: Family, tokens: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BulkCopies:
-    """Device functions; arguments as of `async_copy`, for `count` tiles from `k_tile` on.
+    """Device functions of a warp; arguments as of `async_copy`, for `count` tiles from `k_tile` on.
 
     size(a, rows, k_tile, count) -> bytes of the copies
-    issue(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, i, n)
-        n threads, 32 or more, of which this is number i, issue copies that report to the mbarrier
-        at byte `bar`; a barrier of them must follow
-    zero_tail(smem, to, pitch, a, rows, k_tile, lane)
-        a warp: zeros behind the end of A, where it ends inside this tile
+    issue(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane)
+        issues copies that report to the mbarrier at byte `bar`
+    zero_tail(smem, to, pitch, a, rows, k_tile, count, lane)
+        zeros behind the end of A, where it ends inside these tiles
     """
 
     size: Any
@@ -110,18 +109,20 @@ def bulk_copies(family: Family) -> BulkCopies:
         return int32(rows[2] * row_bytes(a, k_tile, count))
 
     @cuda.jit(device=True, forceinline=True)
-    def issue_a16(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, i, n):
+    def issue_a16(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane):
         _, m0, here = rows
-        if i < here:
-            source = int64(m0 + i) * a.shape[1] + k_tile * TILE_K
-            bulk_copy(smem, to + i * pitch, a, source, row_bytes(a, k_tile, count), smem, bar)
+        if lane < here:
+            source = int64(m0 + lane) * a.shape[1] + k_tile * TILE_K
+            bulk_copy(smem, to + lane * pitch, a, source, row_bytes(a, k_tile, count), smem, bar)
 
     @cuda.jit(device=True, forceinline=True)
-    def zero_tail_a16(smem, to, pitch, a, rows, k_tile, lane):
-        zero, at = uint32(0), int32(row_bytes(a, k_tile, 1) + CHUNK * lane)
-        if at < ROW_BYTES:
+    def zero_tail_a16(smem, to, pitch, a, rows, k_tile, count, lane):
+        zero, size = uint32(0), row_bytes(a, k_tile, count)
+        if size < count * ROW_BYTES:
             for token in range(rows[2]):
-                store_u32x4(smem, to + token * pitch + at, zero, zero, zero, zero)
+                at = int32(size + CHUNK * lane)  # less than 32 chunks are missing
+                if at < count * ROW_BYTES:
+                    store_u32x4(smem, to + token * pitch + at, zero, zero, zero, zero)
 
     @cuda.jit(device=True, forceinline=True)
     def size_a8(a, rows, k_tile, count):
@@ -130,31 +131,33 @@ def bulk_copies(family: Family) -> BulkCopies:
         return int32(count * here * with_scales)
 
     @cuda.jit(device=True, forceinline=True)
-    def issue_a8(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, i, n):
+    def issue_a8(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane):
         """All tokens are one piece of memory. Some of them are one piece for 16 K, and their
-        scales, which are not aligned for bulk copies, are loaded and stored."""
+        scales, which are not aligned for bulk copies, are copied lane by lane: a barrier of the
+        warp must follow before they are read."""
         M, m0, here = rows
         first, scales = int64(k_tile * CHUNKS) * M, int64(k_tile * BLOCKS) * M
         if here == M:
-            if i == 0:
+            if lane == 0:
                 size = int32(count * here * TILE_K)
                 bulk_copy(smem, to, a, first * CHUNK, size, smem, bar)
                 size = int32(count * here * (BLOCKS * SCALE_BYTES))
                 bulk_copy(smem, scales_to, a_scales, 2 * scales, size, smem, bar)
         else:
-            size, chunk = int32(here * CHUNK), i
-            while chunk < count * CHUNKS:
-                source = (first + int64(chunk) * M + m0) * CHUNK
-                bulk_copy(smem, to + chunk * size, a, source, size, smem, bar)
-                chunk = int32(chunk + n)
+            size, i = int32(here * CHUNK), lane
             while i < count * (BLOCKS * here):
                 source = 2 * (scales + int64(i // here) * M + m0 + i % here)
                 x, y = load_f32x2(a_scales, source)
                 store_f32x2(smem, scales_to + SCALE_BYTES * i, x, y)
-                i = int32(i + n)
+                i = int32(i + 32)
+            i = int32(0)
+            while i < count * CHUNKS and lane == 0:
+                source = (first + int64(i) * M + m0) * CHUNK
+                bulk_copy(smem, to + i * size, a, source, size, smem, bar)
+                i = int32(i + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def zero_tail_a8(smem, to, pitch, a, rows, k_tile, lane):
+    def zero_tail_a8(smem, to, pitch, a, rows, k_tile, count, lane):
         pass  # prequantized A is whole tiles
 
     if family == "A16":

@@ -32,9 +32,12 @@ class Product:
     multiply(acc, smem, weights, a, a_scales, offsets, here, lane)
         acc += the packed tiles at byte `weights` times the 128 K of A at byte `a`, whose scales
         begin at byte `a_scales`
+    finish(acc)
+        acc = the sums, from what `multiply` has left in the lanes
     """
 
     sums: int
     scale: float
     places: Any
     multiply: Any
+    finish: Any

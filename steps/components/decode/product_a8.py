@@ -17,7 +17,7 @@ from numba import cuda, float32, int32, uint32
 from qformats import BLOCK
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE
 from steps.components.decode.block_scales import block_scales
-from steps.components.decode.product import BLOCKS, PAIR, Product
+from steps.components.decode.product import PAIR, Product
 from steps.components.unpack.storage_formats import tile_format
 from steps.instructions import (
     ldmatrix_x4,
@@ -25,10 +25,10 @@ from steps.instructions import (
     load_f32x2,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    shfl_xor,
 )
 
 SCALE_BYTES = 8  # of a block of a token: d and s
-SCALES = BLOCKS * SCALE_BYTES  # of a packed tile of a token, in bytes
 
 
 @cache
@@ -137,4 +137,40 @@ def product_a8(name: str, tokens: int) -> Product:
             multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)
             multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 1)
 
-    return Product(4 * PAIR * groups, 1.0, places, multiply)
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_one(acc, smem, weights, a, a_scales, offsets, here, lane):
+        """Of one token, which is in all columns: lane t of a quad keeps the sums of block t, and
+        only these are scaled."""
+        v_of, b = cuda.local.array((PAIR, 2), int32), cuda.local.array(4, uint32)
+        quad = int32(lane & 3)
+        for half in range(2):
+            b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, a + offsets[0] + 4 * CHUNK * half)
+            for r in range(PAIR):
+                u = fragments(load(smem, weights + r * tile_bytes, lane, half))
+                for odd in range(2):
+                    v = times(u, odd, b[2 * odd], b[2 * odd + 1])
+                    own = quad == 2 * half + odd
+                    v_of[r, 0] = v[0] if own or half + odd == 0 else v_of[r, 0]
+                    v_of[r, 1] = v[2] if own or half + odd == 0 else v_of[r, 1]
+        e, s = load_f32x2(smem, a_scales + SCALE_BYTES * quad)
+        for r in range(PAIR):
+            at, half, odd = weights + r * tile_bytes, int32(quad >> 1), int32(quad & 1)
+            d = by(unit, of_block(load_scales(smem, at + scales_at, lane, half), odd, 1))
+            acc[4 * r] += float32(v_of[r, 0]) * (d[0] * e)
+            acc[4 * r + 2] += float32(v_of[r, 1]) * (d[1] * e)
+            if minimum:
+                words = load_scales(smem, at + minima_at, lane, half)
+                m = by(unit_of_minima, of_block(words, odd, 1))
+                acc[4 * r] += m[0] * s
+                acc[4 * r + 2] += m[1] * s
+
+    one = tokens == 1 and not apart
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(acc):
+        if one:
+            for r in range(0, 4 * PAIR, 2):
+                acc[r] += shfl_xor(acc[r], 1)
+                acc[r] += shfl_xor(acc[r], 2)
+
+    return Product(4 * PAIR * groups, 1.0, places, multiply_one if one else multiply, finish)

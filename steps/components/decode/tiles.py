@@ -6,7 +6,7 @@ share K; where their sums would take too much shared memory, some of them share 
 instead (`warps_n`). A is best copied once and kept; where it does not fit, each tile of weights
 brings its tile of A into the same slot of the ring.
 
-    ring: [warp][slot][weights of a pair, (A)] | mbarriers | A | row scales | sums
+    ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
 
 Step 17 teaches this. Constants that begin with H200 were measured on one.
 """
@@ -49,7 +49,8 @@ H200_SEVERAL_PAIRS: Final = 3
 """The same for one token of float16, where a warp has several pairs of row tiles."""
 
 H200_PREFETCHED: Final = 2
-"""Slots issued before A, where a warp has more than `H200_FEW` in all, else 1: A queues behind."""
+"""Slots issued before A of one token, where they are many, else 1: A queues behind. Many are more
+than `H200_FEW` in a row of A16, and those of several rows where the warp quantizes A."""
 
 H200_FEW: Final = 4
 
@@ -69,8 +70,8 @@ ALONE: Final = 116 * 1024
 """Bytes with which a block has an SM to itself: of two blocks each would get half."""
 
 Place = Literal["kept", "in_slots", "quantized"]
-"""How A comes to shared memory: copied once and kept; a tile of it with each tile of weights, in
-the slots of the ring; or quantized, by each warp its part of K, and kept."""
+"""How a warp's part of A comes to shared memory: copied once and kept; a tile of it with each tile
+of weights, in the slots of the ring; or quantized by the warp, and kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Variant:
     warps     : of a thread block; `warps_n` of them lie along N, the others along K
     stages    : slots of a warp's ring; `prefetched` of them are issued before A
     slot_bytes: of a slot: the packed tiles of a pair of row tiles, and A where it lies there
-    ahead     : blocks of A that a lane loads a part of at a time, where the warp quantizes them
+    ahead     : blocks of A that a lane has a part of at a time, where the warp quantizes them
     """
 
     family: Family
@@ -101,13 +102,13 @@ class Variant:
 
     @property
     def bars_at(self) -> int:
-        """The byte where the mbarriers begin: one for each slot, and one for A."""
+        """The byte where the mbarriers begin: one for each slot, and one for each warp's A."""
         return self.warps * self.stages * self.slot_bytes
 
     @property
     def a_at(self) -> int:
         """The byte where A begins."""
-        return self.bars_at + ceil_div(8 * (self.warps * self.stages + 1), 128) * 128
+        return self.bars_at + ceil_div(8 * self.warps * (self.stages + 1), 128) * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class TileConfiguration:
 
     k_tiles, row_tiles: packed tiles along K of a warp; row tiles of a thread block
     pitch        : bytes from token to token of float16 A
+    part_bytes   : of a warp's part of A
     row_scales_at: the byte where row scales begin
     sums_at, sums_stride: where the sums begin, and bytes from one warp along K to the next
     shared       : bytes of a thread block
@@ -125,6 +127,7 @@ class TileConfiguration:
     k_tiles: int
     row_tiles: int
     pitch: int
+    part_bytes: int
     row_scales_at: int
     sums_at: int
     sums_stride: int
@@ -133,8 +136,8 @@ class TileConfiguration:
     def sizes(self, k: int) -> tuple[int, ...]:
         """What a kernel is told of them: packed tiles of a row of `k` first."""
         return (
-            ceil_div(k, TILE_K), self.k_tiles, self.row_tiles, self.pitch, self.row_scales_at,
-            self.sums_at, self.sums_stride,
+            ceil_div(k, TILE_K), self.k_tiles, self.row_tiles, self.pitch, self.part_bytes,
+            self.row_scales_at, self.sums_at, self.sums_stride,
         )  # fmt: skip
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
@@ -214,22 +217,25 @@ def _configuration(
 ) -> TileConfiguration:  # fmt: skip
     """That of such a work, in as much shared memory as it needs."""
     tokens, pairs, kept = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n), place != "in_slots"
-    rows = tokens if place == "quantized" else min(shape.m, tokens)
-    a_tiles = warps // warps_n * k_tiles if kept else 1
+    rows, a_tiles = tokens if place == "quantized" else min(shape.m, tokens), k_tiles if kept else 1
     pitch = ROW_BYTES * a_tiles + PAD
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
     slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (0 if kept else a_bytes)
     ahead = min(H200_AHEAD, ceil_div(k_tiles * BLOCKS * tokens, SIDE_BY_SIDE))
-    much = k_tiles * pairs > H200_FEW and (place == "quantized" or tokens == 1)
+    if place == "quantized":
+        many = pairs > 1
+    else:
+        many = kept and tokens == pairs == 1 and k_tiles > H200_FEW
     variant = Variant(
-        family, tokens, warps, warps_n, stages, H200_PREFETCHED if kept and much else 1, place,
+        family, tokens, warps, warps_n, stages, H200_PREFETCHED if many else 1, place,
         slot_bytes, ahead if place == "quantized" else 1,
     )  # fmt: skip
-    row_scales_at = variant.a_at + (a_bytes if kept else 0)
+    part_bytes = a_bytes if kept else 0
+    row_scales_at = variant.a_at + variant.warps_k * part_bytes
     sums_at, sums_stride = row_scales_at + 4 * TILE_ROWS * row_tiles, row_tiles * sum_bytes(shape.m)
     shared = sums_at + variant.warps_k * sums_stride
     if pairs == warps_n == 1:  # a warp stores no sums before it has read all of its ring
         sums_at, sums_stride, shared = 0, stages * slot_bytes, sums_at
     return TileConfiguration(
-        variant, k_tiles, row_tiles, pitch, row_scales_at, sums_at, sums_stride, shared
+        variant, k_tiles, row_tiles, pitch, part_bytes, row_scales_at, sums_at, sums_stride, shared
     )
