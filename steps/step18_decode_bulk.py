@@ -78,6 +78,7 @@ def kernel(
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
+    whole = how.place == "kept" and not a8 and tokens == 1  # all of A is one piece of memory
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a, zero_tail = copies.size, copies.issue, copies.zero_tail
     bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
@@ -119,7 +120,10 @@ def kernel(
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
         row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
-        bar_of_a = int32(bars_at + k_part * warps_n * bars_of_warp + 8 * stages)
+        # A comes as a whole, or in the parts of the warps along K: for which, and which K tiles
+        a_part, k0_a, count_a = (int32(0), int32(0), all_k_tiles) if whole else (k_part, k0, count)
+        to_a, a_warp = int32(a_at + a_part * sizes[4]), int32(a_part * warps_n)
+        bar_of_a = int32(bars_at + a_warp * bars_of_warp + 8 * stages)
 
         # --- the first weights, and row scales: they do not depend on the launch before this one
         if lane == 0:
@@ -142,7 +146,7 @@ def kernel(
                 to = int32(to + slot_bytes)
             fence_proxy_async()
             cuda.syncwarp()
-        elif warps_n > 1:  # a warp will wait at the mbarrier of another
+        elif warps_n > 1 or whole:  # a warp will wait at the mbarrier of another
             cuda.syncthreads()
         griddepcontrol_wait()
 
@@ -153,12 +157,12 @@ def kernel(
             load(x, a, k0, 0, lane)
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
-        elif count > 0 and warp % warps_n == 0:
-            zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
-            copy_a(smem, own_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0, count, lane)
+        elif count_a > 0 and warp == a_warp:
+            zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
+            copy_a(smem, to_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0_a, count_a, lane)
             cuda.syncwarp()
             if lane == 0:
-                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
+                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
         for s in range(prefetched, stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)

@@ -65,7 +65,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     distinct = tuple(dict.fromkeys(constants))
     which = tuple(distinct.index(registers) for registers in constants)
     low, high = distinct[0], distinct[-1]
-    held = len(distinct) <= 2 and groups == 1  # in registers, if there are enough
+    held = len(distinct) <= 2 and tokens == 1  # in registers: with eight tokens that is slower
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):

@@ -218,7 +218,7 @@ def _configuration(
     """That of such a work, in as much shared memory as it needs."""
     tokens, pairs, kept = columns(shape.m), ceil_div(row_tiles, PAIR * warps_n), place != "in_slots"
     rows, a_tiles = tokens if place == "quantized" else min(shape.m, tokens), k_tiles if kept else 1
-    pitch = ROW_BYTES * a_tiles + PAD
+    pitch = ROW_BYTES * a_tiles + (PAD if rows > 1 else 0)
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
     slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (0 if kept else a_bytes)
     ahead = min(H200_AHEAD, ceil_div(k_tiles * BLOCKS * tokens, SIDE_BY_SIDE))
