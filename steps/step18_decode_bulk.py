@@ -124,6 +124,7 @@ def kernel(
         a_part, k0_a, count_a = (int32(0), int32(0), all_k_tiles) if whole else (k_part, k0, count)
         to_a, a_warp = int32(a_at + a_part * sizes[4]), int32(a_part * warps_n)
         bar_of_a = int32(bars_at + a_warp * bars_of_warp + 8 * stages)
+        copies_a = count_a > 0 and warp == a_warp
 
         # --- the first weights, and row scales: they do not depend on the launch before this one
         if lane == 0:
@@ -146,8 +147,13 @@ def kernel(
                 to = int32(to + slot_bytes)
             fence_proxy_async()
             cuda.syncwarp()
-        elif warps_n > 1 or whole:  # a warp will wait at the mbarrier of another
-            cuda.syncthreads()
+        elif not quantized:
+            if copies_a:
+                zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
+                if lane == 0:
+                    mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
+            if warps_n > 1 or whole:  # a warp will wait at the mbarrier of another
+                cuda.syncthreads()
         griddepcontrol_wait()
 
         # --- A and the other slots
@@ -157,12 +163,8 @@ def kernel(
             load(x, a, k0, 0, lane)
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
-        elif count_a > 0 and warp == a_warp:
-            zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
+        elif copies_a:
             copy_a(smem, to_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0_a, count_a, lane)
-            cuda.syncwarp()
-            if lane == 0:
-                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
         for s in range(prefetched, stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
