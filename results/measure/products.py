@@ -326,7 +326,7 @@ class Product:
         first = launch(copies[0], out)
         machine.run(first)
         shared.stopwatch.wait()
-        self.row = replace(self.row, pack_us=self.packed.pack_us, **resources(first))
+        self.row = replace(self.row, pack_us=self.packed.pack_us, **resources(machine, first))
         self._c: Any = machine.host(out)
         shared.multiplied(self.activations)
         self._out = shared.nan_filled(self.row.output)

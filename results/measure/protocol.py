@@ -150,26 +150,13 @@ def impossible(kernel_us: float, floor: float | None) -> str | None:
     )
 
 
-def resources(launch: Any) -> dict[str, Any]:
-    """Registers, local memory and shared memory of a compiled kernel, null where it cannot say.
-
-    Local memory counts as spilled: no step keeps an array there on purpose.
-    """
-
-    def ask(name: str) -> int | None:
-        try:
-            answer = getattr(launch.kernel, name)()
-        except Exception:  # not compiled for a GPU, or a dispatcher without the question
-            return None
-        values = list(answer.values()) if isinstance(answer, dict) else [answer]
-        return int(max(values)) if values else None
-
-    static = ask("get_shared_mem_per_block")
-    return {
-        "registers": ask("get_regs_per_thread"),
-        "spill_bytes": ask("get_local_mem_per_thread"),
-        "smem_bytes": None if static is None else static + launch.shared_bytes,
-    }
+def resources(machine: Any, launch: Any) -> dict[str, Any]:
+    """Registers, local memory and shared memory of a launch's kernel, null where the machine cannot
+    say. Local memory counts as spilled: no step keeps an array there on purpose."""
+    if hasattr(machine, "resources"):
+        found: dict[str, Any] = machine.resources(launch)
+        return found
+    return dict.fromkeys(("registers", "spill_bytes", "smem_bytes"))
 
 
 # ------------------------------------------------------------------------------------------ the GPU

@@ -53,12 +53,21 @@ class Loaded:
     (`put_mapped`). `source` keeps the arrays of the launch alive. One host thread at a time.
     """
 
-    __slots__ = ("_at", "_config", "_function", "_map", "_pointers", "arguments", "source")
+    __slots__ = (
+        "_at",
+        "_config",
+        "_function",
+        "_map",
+        "_pointers",
+        "arguments",
+        "kernel",
+        "source",
+    )
 
     def __init__(
-        self, source: Launch, function: Any, config: Any, arguments: Sequence[np.generic]
+        self, source: Launch, kernel: Any, function: Any, config: Any, arguments: Sequence[Any]
     ) -> None:
-        self.source = source
+        self.source, self.kernel = source, kernel
         count = len(arguments)
         self.arguments = (ctypes.c_uint64 * count)()
         for i, argument in enumerate(arguments):
@@ -82,6 +91,16 @@ class Loaded:
             raise CudaAPIError(
                 error, f"{self.source.kernel.__name__} was not launched: {error.name}"
             )
+
+    def resources(self) -> dict[str, int]:
+        """Registers of a thread, bytes of its local memory, and shared memory of a block."""
+        found = self.kernel.attrs
+        shared_bytes = found.shared + self.source.shared_bytes
+        return {
+            "registers": found.regs,
+            "spill_bytes": found.local,
+            "smem_bytes": shared_bytes,
+        }
 
     def within(self, start: int, size: int) -> list[tuple[int, int]]:
         """(index, offset) of each argument that is an address in the `size` bytes at `start`, those
@@ -145,7 +164,7 @@ def load(source: Launch) -> Loaded:
     _must(error, f"loading {source.kernel.__name__}")
     _allow_shared(code, kernel, source)
     config = _config(source, code.cooperative)
-    return Loaded(source, function, config, parameters(signature, source.args))
+    return Loaded(source, kernel, function, config, parameters(signature, source.args))
 
 
 def _on_gpu(code: CompiledKernel) -> Any:

@@ -132,6 +132,10 @@ class Gpu:
     def run(self, launch: Launch) -> None:
         load(launch)(self.stream)
 
+    def resources(self, launch: Launch) -> dict[str, int]:
+        """What a launch's kernel takes: `steps.api.launcher.Loaded.resources`."""
+        return load(launch).resources()
+
     def synchronize(self) -> None:
         cuda.synchronize()
 

@@ -11,7 +11,7 @@ import pytest
 from numba import cuda
 
 from steps.api import encode_map, launcher
-from steps.api.compile import signature_of
+from steps.api.compile import architecture, machine_code, signature_of
 from steps.api.dry_run import Placeholder
 from steps.api.kernel_cache import CompiledKernel
 from steps.api.launcher import load, parameters, stream_handle
@@ -344,6 +344,20 @@ def test_a_captured_launch_runs_when_the_graph_does() -> None:
     graph.launch(stream)
     stream.sync()
     np.testing.assert_array_equal(y.copy_to_host(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_loaded_launch_knows_what_its_kernel_takes() -> None:
+    x, y, _ = operands()
+    arguments = (x, np.float32(3), np.float32(2), y)
+    loaded = load(Launch(scale_and_add, (8,), (128,), arguments, shared_bytes=512))
+    arch = architecture(cuda.get_current_device().compute_capability)
+    code = machine_code(scale_and_add, signature_of(arguments), arch)
+    assert loaded.resources() == {
+        "registers": code.registers,
+        "spill_bytes": 0,
+        "smem_bytes": code.shared_bytes + 512,
+    }
 
 
 def boxes_on_the_gpu() -> tuple[Launch, Any, np.ndarray]:

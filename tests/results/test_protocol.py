@@ -48,24 +48,14 @@ def test_faster_than_the_machine_is_a_sentence() -> None:
     assert "5 us is less than the 10 us" in why
 
 
-def test_resources_of_a_dispatcher_and_of_something_else() -> None:
-    class Kernel:
-        def get_regs_per_thread(self) -> dict[str, int]:
-            return {"a": 40, "b": 48}
+def test_resources_are_the_machines_to_say() -> None:
+    class Machine:
+        def resources(self, launch: SimpleNamespace) -> dict[str, int]:
+            return {"registers": 48, "spill_bytes": 0, "smem_bytes": 1024 + launch.shared_bytes}
 
-        def get_local_mem_per_thread(self) -> int:
-            return 0
-
-        def get_shared_mem_per_block(self) -> int:
-            return 1024
-
-    assert protocol.resources(SimpleNamespace(kernel=Kernel(), shared_bytes=256)) == {
-        "registers": 48,
-        "spill_bytes": 0,
-        "smem_bytes": 1280,
-    }
-    none = protocol.resources(SimpleNamespace(kernel=None, shared_bytes=0))
-    assert set(none.values()) == {None}
+    launch = SimpleNamespace(shared_bytes=256)
+    assert protocol.resources(Machine(), launch)["smem_bytes"] == 1280
+    assert set(protocol.resources(object(), launch).values()) == {None}
 
 
 class Device:
