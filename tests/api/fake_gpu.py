@@ -122,7 +122,7 @@ class FakeGpu:
         """`steps.api.launcher.load`, but nothing is compiled."""
         arguments = launcher.parameters(signature_of(launch.args), launch.args)
         config = SimpleNamespace(hStream=None)
-        return launcher.Loaded(launch, (self, launch), config, arguments)
+        return launcher.Loaded(launch, None, (self, launch), config, arguments)
 
 
 def record_launch(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:

@@ -122,7 +122,7 @@ print(time.process_time() - began)
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_the_first_product_of_a_process_is_there_in_half_a_second(folder: Path) -> None:
-    """With the CUDA context that it makes; the first of these processes compiles. Of the processor's
+    """With the CUDA context that it makes; the first of these compiles. Of the processor's
     time: other tests may run beside this one."""
     command = [sys.executable, "-c", FIRST_PRODUCT]
     seconds = [
