@@ -211,7 +211,8 @@ def test_configurations_fit_any_gpu(
         warps_k, in_slots = how.warps // how.warps_n, how.place == "in_slots"
         rows = how.tokens if quantized else min(m, how.tokens)
         a_tiles = 1 if in_slots else found.k_tiles
-        of_a = rows * (256 * a_tiles + 16) if family == "A16" else 160 * rows * a_tiles
+        pad = 16 if rows > 1 else 0
+        of_a = rows * (256 * a_tiles + pad) if family == "A16" else 160 * rows * a_tiles
         slot = 2 * tile_format(name).tile_bytes + (of_a if in_slots else 0)
         need = how.warps * (how.stages * (slot + 8) + 8) + (0 if in_slots else warps_k * of_a)
         need += 64 * found.row_tiles
