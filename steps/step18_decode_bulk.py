@@ -1,30 +1,32 @@
-"""Step 18: decode on Hopper - bulk copies: few instructions before the weights arrive, few after.
+"""Step 18: decode on Hopper - weights are asked for while the launch before still runs.
 
 What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
     one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way: a
-    token's part of K is one copy. This is what a warp does before its first product:
+    token's part of K is one copy, and all of A where there is a single token.
+    That is short enough to be done early. Weights do not depend on the launch before this one. So a
+    thread block asks for the first of them as soon as it has an SM, and only then waits for that
+    launch to end. This is what a warp does before its first product:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
 
-    The order is that of step 17, and so are the parts of the warps, the product and the final sum.
     A queues behind all that was issued before it: so that is one slot, or two where a warp has
-    many. The other slots follow A.
+    many. The other slots follow A. The parts of the warps, the product and the final sum are those
+    of step 17.
 Why it should help
-    A launch of 10 us has 18000 cycles. Instructions before the stream run once in each warp, must
-    themselves come from memory, and nothing is multiplied meanwhile. Step 17 has some 620 of them,
-    most of them to issue copies. Here there are 90 fewer, and one lane issues instead of 32. 33 MB
-    at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9 us, 1.17
-    times faster.
+    A launch of 10 us has 18000 cycles. Between two launches of step 17 memory waits: for the last
+    sums, for the next thread blocks, for their first instructions, and for the first weights. Here
+    the last two happen while other SMs still work. 33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until
+    A and the first weights are here, expect 8.9 us, 1.17 times faster.
 What it costs
     Hopper or later.
 Machine code
     UBLKCP of weights before ACQBULK, which waits for the launch before; HMMA or IMMA; in the loop
     no barrier but SYNCS.
 Prerequisites
-    Steps 17 (the ring, the files of components.decode) and 13 (bulk copies, mbarriers).
-    components.decode.copies has A by bulk copies.
+    Steps 17 (the ring, the files of components.decode), 13 (bulk copies, mbarriers), 14 (launches
+    that overlap). components.decode.copies has A by bulk copies.
 """
 
 from __future__ import annotations
@@ -232,7 +234,7 @@ def launch(
 STEP = Step(
     number=18,
     name="step18_decode_bulk",
-    title="decode on Hopper: bulk copies, few instructions before",
+    title="decode on Hopper: bulk copies, weights before the launch before ends",
     branch="decode",
     families=("A8", "A16"),
     parents={"A8": 17, "A16": 17},
