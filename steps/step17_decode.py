@@ -19,7 +19,7 @@ What is new
     functions of the kernel, and the files of components.decode that have them:
 
         own_part, start, advance   the packed tiles that a warp reads, in order   walk
-        places, multiply           two packed tiles times 128 K of A              product_a16
+        places, multiply, finish   two packed tiles times 128 K of A              product_a16
         copy; load, quantize       A to shared memory                             copies; quantize
         store_sums, write          sums of all warps, added up, to C              final_sum
 Why it should help
