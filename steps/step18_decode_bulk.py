@@ -4,16 +4,14 @@ What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
     one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way: a
     token's part of K is one copy, and all of A where there is a single token.
-    That is short enough to be done early. Weights do not depend on the launch before this one. So a
-    thread block asks for the first of them as soon as it has an SM, and only then waits for that
-    launch to end. This is what a warp does before its first product:
+    That is short enough to be done early. Weights do not depend on the launch before: a thread
+    block asks for them as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
 
-    A queues behind all that was issued before it: so that is one slot, or two where a warp has
-    many. The other slots follow A. The parts of the warps, the product and the final sum are those
-    of step 17.
+    A queues behind what was issued before it: one slot, or two where a warp has many. All else is
+    as in step 17.
 Why it should help
     A launch of 10 us has 18000 cycles. Between two launches of step 17 memory waits: for the last
     sums, for the next thread blocks, for their first instructions, and for the first weights. Here
@@ -73,8 +71,8 @@ def kernel(
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
-    places, multiply, finish = product.places, product.multiply, product.finish
-    n_acc = product.sums
+    places, multiply = product.places, product.multiply
+    finish, n_acc = product.finish, product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
