@@ -1,15 +1,21 @@
 """What all tests share: `gpu` tests are skipped where there is no GPU, with the reason in the
 summary, and processes that share the tests begin with the longest."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 import pytest
 
 from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
 from tests.api.fake_gpu import gpu  # noqa: F401 - a fixture
 
-os.environ["LADDER_CACHE"] = "off"  # the suite compiles what it tests, and leaves nothing behind
+# The suite compiles what it tests, each kernel once for all processes, and leaves nothing behind.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["LADDER_CACHE"] = tempfile.mkdtemp(prefix="ladder-tests-")
+    atexit.register(shutil.rmtree, os.environ["LADDER_CACHE"], ignore_errors=True)
 
 # Numba makes millions of objects and few circles: looking for circles after every 700 new objects
 # takes a tenth of the time.

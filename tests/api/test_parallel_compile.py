@@ -36,6 +36,11 @@ HOPPER = SimpleNamespace(cc=(9, 0))
 SIZE = (1, 64, 256)
 
 
+@pytest.fixture(autouse=True)
+def nothing_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LADDER_CACHE", "off")
+
+
 @pytest.fixture
 def forgotten() -> Any:
     """Kernels by name, as nobody has compiled them before or will have after."""
