@@ -1,11 +1,11 @@
-"""Step 18: decode on Hopper - weights are asked for while the launch before still runs.
+"""Step 18: decode on Hopper - bulk copies, and launches that overlap.
 
 What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
     one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way: a
     token's part of K is one copy, and all of A where there is a single token.
     That is short enough to be done early. Weights do not depend on the launch before: a thread
-    block asks for them as soon as it has an SM, and only then waits for that launch to end:
+    block issues their copies as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
@@ -13,10 +13,10 @@ What is new
     A queues behind what was issued before it: one slot, or two where a warp has many. All else is
     as in step 17.
 Why it should help
-    A launch of 10 us has 18000 cycles. Between two launches of step 17 memory waits: for the last
-    sums, for the next thread blocks, for their first instructions, and for the first weights. Here
-    the last two happen while other SMs still work. 33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until
-    A and the first weights are here, expect 8.9 us, 1.17 times faster.
+    Between two launches of step 17 memory waits: for the last sums, for new thread blocks, their
+    first instructions and the first weights. Here the last two happen while other SMs still work.
+    33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9
+    us, 1.17 times faster.
 What it costs
     Hopper or later.
 Machine code
@@ -232,7 +232,7 @@ def launch(
 STEP = Step(
     number=18,
     name="step18_decode_bulk",
-    title="decode on Hopper: bulk copies, weights before the launch before ends",
+    title="decode on Hopper: bulk copies, launches that overlap",
     branch="decode",
     families=("A8", "A16"),
     parents={"A8": 17, "A16": 17},
