@@ -4,6 +4,9 @@ One mma multiplies 16 rows of weights, 32 K and eight tokens: a block. Its integ
 float32, times the scale of the weights' block and that of A's. Where 16 K have scales of their own,
 the lower and the upper half of a block are two mma, each with zeros for the other half of A.
 
+A single token is in all eight columns, so the four lanes of a quad have the same sums. Each then
+scales those of another block of K, a quarter of the work, and at the end the quad adds up.
+
 A lies as `steps.components.activations.layouts.q8_1_mma_order` has it: codes [16 K][token][16],
 scales and sums [32 K][token][2]. Step 7 teaches the mma, step 17 this use of it.
 """
