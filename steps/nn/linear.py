@@ -64,6 +64,8 @@ class QuantLinear(nn.Module):
     out_features : N, at least 1.
     format       : a name of `qformats.FORMATS` that kernels multiply.
     accuracy     : "exact", "fast" or "coarse", see `steps.gemm`.
+    invariant    : whether, up to 16 tokens, a row of y has the same bits on a GPU whatever the
+                   number of tokens and whatever the other rows are, see `steps.gemm`.
     device, dtype : where the layer lies, and the dtype of the bias.
 
     A new layer holds zeros, for `load_state_dict`; `from_float`, `from_blocks` and `from_gguf` make
@@ -80,6 +82,7 @@ class QuantLinear(nn.Module):
         *,
         format: str = "q4_0",
         accuracy: str = "exact",
+        invariant: bool = False,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -87,6 +90,7 @@ class QuantLinear(nn.Module):
         fmt = _kernel_format(format)
         self.in_features, self.out_features = in_features, out_features
         self.format, self.accuracy = fmt.name, known_accuracy(accuracy)
+        self.invariant = bool(invariant)
         self.packings = ""
         if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
@@ -103,7 +107,13 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def from_float(
-        cls, source: Any, format: str, *, bias: Any = None, accuracy: str = "exact"
+        cls,
+        source: Any,
+        format: str,
+        *,
+        bias: Any = None,
+        accuracy: str = "exact",
+        invariant: bool = False,
     ) -> QuantLinear:
         """Quantize a torch.nn.Linear, or a float matrix [N, K], tensor or array, of any dtype.
 
@@ -128,12 +138,18 @@ class QuantLinear(nn.Module):
                 f"weights {list(weight.shape)} are on the meta device, without values: load them"
             )
         values = weight.to("cpu", torch.float32).contiguous().numpy()
-        layer = cls.from_blocks(quantize(values, fmt.name), bias, accuracy=accuracy)
+        blocks = quantize(values, fmt.name)
+        layer = cls.from_blocks(blocks, bias, accuracy=accuracy, invariant=invariant)
         return layer.to(weight.device)
 
     @classmethod
     def from_blocks(
-        cls, blocks: np.ndarray, bias: Any = None, *, accuracy: str = "exact"
+        cls,
+        blocks: np.ndarray,
+        bias: Any = None,
+        *,
+        accuracy: str = "exact",
+        invariant: bool = False,
     ) -> QuantLinear:
         """Make a layer of blocks [N, K/32], of K-quants [N, K/256], on the CPU; blocks are copied.
 
@@ -143,7 +159,13 @@ class QuantLinear(nn.Module):
         fmt = weight_format(blocks)
         n, blocks_k = blocks.shape
         layer = cls(
-            blocks_k * fmt.elements, n, False, format=fmt.name, accuracy=accuracy, device="cpu"
+            blocks_k * fmt.elements,
+            n,
+            False,
+            format=fmt.name,
+            accuracy=accuracy,
+            invariant=invariant,
+            device="cpu",
         )
         operator.host_blocks(layer.blocks, fmt)[...] = blocks
         if bias is not None:
@@ -156,7 +178,9 @@ class QuantLinear(nn.Module):
         return layer
 
     @classmethod
-    def from_gguf(cls, tensor: Any, bias: Any = None, *, accuracy: str = "exact") -> QuantLinear:
+    def from_gguf(
+        cls, tensor: Any, bias: Any = None, *, accuracy: str = "exact", invariant: bool = False
+    ) -> QuantLinear:
         """Make a layer of a `qformats.gguf_file.Tensor` [N, K], on the CPU; bias may be another.
 
         Blocks are copied as they are, in the file's order of rows. Raises ValueError for a type
@@ -168,7 +192,7 @@ class QuantLinear(nn.Module):
                 'QuantLinear.from_float(tensor.values(), "q8_0") quantizes it again'
             )
         bias = bias.values() if hasattr(bias, "values") and hasattr(bias, "type") else bias
-        return cls.from_blocks(tensor.array, bias, accuracy=accuracy)
+        return cls.from_blocks(tensor.array, bias, accuracy=accuracy, invariant=invariant)
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
@@ -195,6 +219,7 @@ class QuantLinear(nn.Module):
             self.format,
             self.out_features,
             self.in_features,
+            self.invariant,
         )
 
     def _directly(self, x: Tensor) -> operator.Weights | None:
@@ -253,10 +278,11 @@ class QuantLinear(nn.Module):
             return str(operator.template(held, m, name, name).choice)
 
     def extra_repr(self) -> str:
-        fast = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
+        options = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
+        options += ", invariant=True" if self.invariant else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, format={self.format}{fast}"
+            f"bias={self.bias is not None}, format={self.format}{options}"
         )
 
     # --- memory ---
@@ -270,7 +296,8 @@ class QuantLinear(nn.Module):
             if not self.packings:
                 return None
             size = self.format, self.out_features, self.in_features
-            held = self._held = operator.Weights(*size, self.accuracy, self.packed)
+            packed, invariant = self.packed, self.invariant
+            held = self._held = operator.Weights(*size, self.accuracy, packed, invariant)
         return held
 
     def __getstate__(self) -> dict[str, Any]:
@@ -427,6 +454,7 @@ def quantize_model(
     skip: Iterable[str] = ("lm_head",),
     *,
     accuracy: str = "exact",
+    invariant: bool = False,
 ) -> Report:
     """Replace every torch.nn.Linear in a model, in place, by a QuantLinear on the same device.
 
@@ -435,7 +463,7 @@ def quantize_model(
              in full or some successive parts of it: "lm_head" matches "lm_head" and
              "model.lm_head", "mlp" all layers in modules of that name, "layers.0" those of the
              first layer. With *, ? or [ it is a pattern for the whole name: "*.down_proj".
-    accuracy : of all layers, see `steps.gemm`.
+    accuracy, invariant : of all layers, see `QuantLinear`.
 
     These layers are left alone too, and reported with the reason: those whose K is not a multiple
     of 32; subclasses of Linear, which may do more; those with hooks, which would be lost; and those
@@ -474,7 +502,9 @@ def quantize_model(
         layer = layers.get(key := (memory, id(one.linear.bias)))
         if layer is None:
             try:
-                layer = QuantLinear.from_float(one.linear, fmt.name, accuracy=accuracy)
+                layer = QuantLinear.from_float(
+                    one.linear, fmt.name, accuracy=accuracy, invariant=invariant
+                )
             except ValueError as error:
                 raise ValueError(f"{one.names[0]}: {error}") from error
             layers[key] = layer.train(one.linear.training)

@@ -81,6 +81,7 @@ def _on_cpu(
     format: str,
     n: int,
     k: int,
+    invariant: bool = False,
 ) -> Tensor:
     """y[..., N] = x[..., K] @ dequantize(W)[N, K]^T + bias[N], in the dtype of x.
 
@@ -89,7 +90,7 @@ def _on_cpu(
                on any device.
     weights, fast : on a GPU the arrays of the one or two packings that `packings` names, such as
                "tiles" or "tiles byte_tiles".
-    accuracy : see `steps.gemm`.
+    accuracy, invariant : see `steps.gemm`.
     Raises TypeError for another dtype of x, ValueError for a last dimension that is not K.
     """
     _require(x, k)
@@ -102,13 +103,14 @@ def _on_cpu(
 
 # This and `_shape_of` take the arguments of `_on_cpu`, in their order.
 def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) -> Tensor:
-    weights, fast, packings, accuracy, format, n, k = rest
+    weights, fast, packings, accuracy, format, n, k, *invariant = rest
     _require(x, k)
-    return multiply(x, bias, Weights(format, n, k, accuracy, by_packing(packings, weights, fast)))
+    packed = by_packing(packings, weights, fast)
+    return multiply(x, bias, Weights(format, n, k, accuracy, packed, *invariant))
 
 
 def _shape_of(x: Tensor, *rest: Any) -> Tensor:
-    *_, n, k = rest
+    n, k = rest[7:9]
     _require(x, k)
     return x.new_empty((*x.shape[:-1], n))
 
@@ -148,7 +150,7 @@ def _shape_of_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) ->
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _x, bias, blocks, weights, fast, *_, format_name, _n, k = inputs
+    _x, bias, blocks, weights, fast, _packings, _accuracy, format_name, _n, k, _invariant = inputs
     if ctx.needs_input_grad[0]:
         if blocks is None:
             raise ValueError("a gradient with respect to x needs the blocks: pass them too")
@@ -167,7 +169,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
     weights, fast = ([None] * count for count in ctx.arrays)
-    return of_x, of_bias, None, weights, fast, *(None,) * 5
+    return of_x, of_bias, None, weights, fast, *(None,) * 6
 
 
 linear.register_autograd(_gradients, setup_context=_remember)
@@ -185,20 +187,30 @@ def by_packing(
 
 class Weights:
     """Packed weights [N, K] as `multiply` takes them: their arrays, of one GPU, stay where they
-    are. packed: name of a packing -> its arrays."""
+    are. packed: name of a packing -> its arrays. accuracy, invariant: see `steps.gemm`."""
 
-    __slots__ = ("accuracy", "addresses", "device", "first", "format", "k", "key", "n", "packed")
+    __slots__ = (
+        *("accuracy", "addresses", "device", "first", "format", "invariant", "k", "key", "n"),
+        "packed",
+    )
 
     def __init__(
-        self, format: str, n: int, k: int, accuracy: str, packed: Mapping[str, Sequence[Tensor]]
+        self,
+        format: str,
+        n: int,
+        k: int,
+        accuracy: str,
+        packed: Mapping[str, Sequence[Tensor]],
+        invariant: bool = False,
     ) -> None:
         self.format, self.n, self.k, self.accuracy, self.packed = format, n, k, accuracy, packed
+        self.invariant = invariant
         self.addresses = {
             name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()
         }
         self.first = next(iter(packed.values()))[0]
         self.device = self.first.get_device()
-        self.key = (format, n, k, accuracy, self.device, *packed)
+        self.key = (format, n, k, accuracy, invariant, self.device, *packed)
 
 
 def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
@@ -269,7 +281,7 @@ def template(
 def _loaded(
     w: Weights, m: int, output: str, input: str, free_cast: bool, bias: str | None
 ) -> LaunchTemplate:
-    shape, dtype = Shape(m, w.n, w.k), "float16" if input == GATED else input
+    shape, dtype = Shape(m, w.n, w.k, w.invariant), "float16" if input == GATED else input
     with _loading_allowed():
         try:
             rest = w.format, shape, w.packed, _machine(), w.accuracy, dtype
