@@ -40,6 +40,7 @@ from numba import cuda, float32, int32, uint8, uint32
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
 from steps.components.activations.layouts import q8_1_mma_order
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.write import write_sums
 from steps.components.shared_stage import BN, THREADS, stage_copies, stage_layout
 from steps.components.unpack.codes import tile_format
@@ -66,17 +67,17 @@ def copy_4(stage, to, array, offset):
 
 
 @cache
-def kernel(fmt: Format) -> Any:
+def kernel(fmt: Format, of_bias: str | None) -> Any:
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
     minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
     first_source, next_source, copy_weights, copy_tokens = stage_copies(fmt, BM, copy_16, copy_4)
     wt = warp_tile(fmt, BM)
     load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
     load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, COLUMNS)
+    write = write_sums(ROW_TILES, COLUMNS, of_bias)
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
-    def w4a8_ldmatrix(w, row_scales, qa, ds, c, steps):
+    def w4a8_ldmatrix(w, row_scales, bias, qa, ds, c, steps):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
         stage = cuda.shared.array(stage_bytes, uint8, alignment=128)
@@ -124,7 +125,7 @@ def kernel(fmt: Format) -> Any:
             multiply(acc, a, b_odd, x, scales, 3)
             cuda.syncthreads()
             source = next_source(source, M)
-        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales)
+        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)
 
     return w4a8_ldmatrix
 
@@ -133,8 +134,9 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, BM))
+    of_bias, weights = bias_operand(weights)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(kernel(fmt), grid, (THREADS,), args)
+    return Launch(kernel(fmt, of_bias), grid, (THREADS,), args)
 
 
 STEP = Step(
@@ -148,6 +150,7 @@ STEP = Step(
     pack=tiles,
     activations=q8_1_mma_order,
     launch=launch,
+    adds_bias=True,
     min_cc=(8, 0),
     contains={"A8": ("IMMA.16832", "LDSM.16.M88.4", "LDG.E.128", "STS.128", "BAR.SYNC")},
     forbids={"A8": ("IDP", "LDGSTS")},

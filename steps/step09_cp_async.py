@@ -38,6 +38,7 @@ from numba import cuda, float32, int32, uint8, uint32
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
 from steps.components.activations.layouts import q8_1_mma_order
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.write import write_sums
 from steps.components.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
 from steps.components.unpack.codes import tile_format
@@ -54,7 +55,7 @@ STAGES: Final = 4  # of the ring, at most: more hide nothing further
 
 
 @cache
-def kernel(fmt: Format, stages: int) -> Any:
+def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
     """The kernel with a ring of `stages`, two at least."""
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
     minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
@@ -64,11 +65,11 @@ def kernel(fmt: Format, stages: int) -> Any:
     wt = warp_tile(fmt, BM)
     load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
     load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, COLUMNS)
+    write = write_sums(ROW_TILES, COLUMNS, of_bias)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
-    def w4a8_cp_async(w, row_scales, qa, ds, c, steps):
+    def w4a8_cp_async(w, row_scales, bias, qa, ds, c, steps):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
         ring = cuda.shared.array(0, uint8, alignment=128)
@@ -135,7 +136,7 @@ def kernel(fmt: Format, stages: int) -> Any:
             multiply(acc, a, b_odd, x, scales, 3)
             load_weights(a, ring, stage + weights_at, lane, 0)
             load_scales(scales, ring, stage + weights_at, lane)
-        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales)
+        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)
 
     return w4a8_cp_async
 
@@ -145,8 +146,9 @@ def launch(
 ) -> Launch:
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, BM))
     stages, ring_bytes = ring_stages(fmt, BM, BLOCKS_PER_SM, STAGES)
+    of_bias, weights = bias_operand(weights)
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(kernel(fmt, stages), grid, (THREADS,), args, ring_bytes)
+    return Launch(kernel(fmt, stages, of_bias), grid, (THREADS,), args, ring_bytes)
 
 
 STEP = Step(
@@ -160,6 +162,7 @@ STEP = Step(
     pack=tiles,
     activations=q8_1_mma_order,
     launch=launch,
+    adds_bias=True,
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDGDEPBAR", "BAR.SYNC")},
     forbids={"A8": ("STS", "IDP")},

@@ -39,6 +39,7 @@ from numba import cuda, float32, int32, uint8, uint32
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
 from steps.components.activations.layouts import q8_1_mma_order
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.write import write_sums
 from steps.components.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
 from steps.components.split_k_reduction import count_block_arrival
@@ -64,7 +65,7 @@ IN_FLIGHT: Final = 64  # registers for partial sums that are being loaded
 
 
 @cache
-def kernel(fmt: Format, bm: int, stages: int) -> Any:
+def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
     """The kernel for tiles of `bm` tokens and a ring of `stages`."""
     columns, n_b = bm // 8, bm // 4
     n_acc = 4 * ROW_TILES * columns
@@ -76,7 +77,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
     wt = warp_tile(fmt, bm)
     load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
     load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, columns)
+    write = write_sums(ROW_TILES, columns, of_bias)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
     find = scheduler(BN, bm)
     first_work, next_work = find.first_work, find.next_work
@@ -109,7 +110,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                         acc[r] += loaded[i * n_acc + r]
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM[bm]))
-    def w4a8_stream_k(w, row_scales, qa, ds, c, steps, schedule, partials, arrived):
+    def w4a8_stream_k(w, row_scales, bias, qa, ds, c, steps, schedule, partials, arrived):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
         ring = cuda.shared.array(0, uint8, alignment=128)
@@ -137,8 +138,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                 acc[i] = 0
 
             # --- multiply, as in step 9
-            source = first_source(t, m0, n0, k0, steps, M)
-            ahead = source
+            ahead = source = first_source(t, m0, n0, k0, steps, M)
             for step in range(stages):
                 if step < count:
                     copy_weights(ring, step * stage_bytes + 16 * t, w, ahead)
@@ -201,7 +201,7 @@ def kernel(fmt: Format, bm: int, stages: int) -> Any:
                     if t == 0:
                         arrived[tile_id] = 0  # for the next launch
             if complete:
-                write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales)
+                write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)
             cuda.syncthreads()  # all have read the ring
             tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
 
@@ -223,9 +223,10 @@ def launch(
     stages, ring_bytes = ring_stages(fmt, bm, BLOCKS_PER_SM[bm], STAGES)
     # at least so much that an SM holds its even part of the blocks and no more
     shared_bytes = max(ring_bytes, least_shared_bytes(blocks, multiprocessors()))
-    steps = ceil_div(shape.k, TILE_K)
+    of_bias, weights = bias_operand(weights)
+    run, steps = kernel(fmt, bm, stages, of_bias), ceil_div(shape.k, TILE_K)
     args = (*weights, *activations, out, steps, work_rate(shared_tiles, steps, blocks), *scratch)
-    return Launch(kernel(fmt, bm, stages), (blocks,), (THREADS,), args, shared_bytes, overlap=True)
+    return Launch(run, (blocks,), (THREADS,), args, shared_bytes, overlap=True)
 
 
 STEP = Step(
@@ -240,6 +241,7 @@ STEP = Step(
     pack=tiles,
     activations=q8_1_mma_order,
     launch=launch,
+    adds_bias=True,
     scratch=scratch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "BAR.SYNC", "MEMBAR")},

@@ -45,6 +45,7 @@ from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.mma import finish_mma_tile, stage_sums
 from steps.components.mma_tiles import BN, TILES, scratch_arrays, tiling
 from steps.components.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
@@ -72,10 +73,11 @@ MMA: Final = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}  # by 
 #     features 64..127      warp 1       warp 3       features 64..127   warp 1     warp 3
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int
-) -> tuple[Any, int]:
-    """(kernel for A of this kind, C of dtype `output`, tiles of `bm` tokens, and a ring of
-    `stages`; threads of a block)"""
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
+    stages: int,
+) -> tuple[Any, int]:  # fmt: skip
+    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    of `bm` tokens, and a ring of `stages`; threads of a block)"""
     form, mma = float_format(fmt.name, kind), MMA[kind]
     tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
@@ -89,7 +91,7 @@ def kernel(
     stage_bytes, last_stage = 2 * box + weight_bytes, (stages - 1) * (2 * box + weight_bytes)
     copy_tokens, copy_weights = copy_row_tile(bm, threads), copy_packed_tiles(weight_bytes, threads)
     stage_warp = stage_sums(ROW_TILES, columns, BN)
-    finish = finish_mma_tile(BN, bm, warps_k, threads, output, scaled)
+    finish = finish_mma_tile(BN, bm, warps_k, threads, output, scaled, of_bias)
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     @cuda.jit(device=True, forceinline=True)
@@ -122,7 +124,7 @@ def kernel(
                 acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = x
 
     @cuda.jit(launch_bounds=(threads, blocks))
-    def w4a16_mma(w, row_scales, a, token_scales, c, steps, partials, arrived):
+    def w4a16_mma(w, row_scales, a, token_scales, bias, c, steps, partials, arrived):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w of qformats.repack.tiles."""
         ring = cuda.shared.array(0, uint8, alignment=1024)
         sums = cuda.shared.array(0, float32, alignment=1024)  # the same memory, when K is done
@@ -188,7 +190,8 @@ def kernel(
         stage_warp(sums, acc, warp_k * bm + first, column * WARP, lane)
         cuda.syncthreads()
         tile = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
-        finish(sums, c, m0, n0, row_scales, token_scales, split, splits, tile, partials, arrived)
+        scales_and_bias = row_scales, token_scales, bias
+        finish(sums, c, m0, n0, *scales_and_bias, split, splits, tile, partials, arrived)
 
     return w4a16_mma, threads
 
@@ -201,14 +204,17 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, *scales) = storage_format(fmt), activations
     scaled = bool(scales)  # A came as float32, and was rounded to float16 in a pass of its own
     bm, splits, ring = tiling(stored_as, shape)
-    run, threads = kernel(stored_as, dtype_name(a), dtype_name(out), scaled, bm, ring.stages)
+    run, threads = kernel(
+        stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm, ring.stages
+    )
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm), splits)
     token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
-    args = (packed, row_scales, a, token_scales, out, ceil_div(shape.k, TILE_K), *scratch)
-    return Launch(run, grid, (threads,), args, ring.shared_bytes)
+    operands, steps = (packed, row_scales, a, token_scales, bias, out), ceil_div(shape.k, TILE_K)
+    return Launch(run, grid, (threads,), (*operands, steps, *scratch), ring.shared_bytes)
 
 
 STEP = Step(
@@ -225,6 +231,7 @@ STEP = Step(
     scratch=scratch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     min_cc=(8, 0),
     contains={"A16": ("HMMA.16816.F32", "HFMA2", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "MEMBAR")},
     forbids={"A16": ("IMMA", "I2FP", "FFMA")},

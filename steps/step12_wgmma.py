@@ -49,6 +49,7 @@ from qformats import BLOCK, Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.half_tile import WARPGROUP, store_float_tile, store_half_tile
 from steps.components.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
 from steps.components.unpack.bfloats import float_format
@@ -94,9 +95,12 @@ def bytes_of_stage(fmt: StorageFormat, bm: int) -> int:
 
 
 @cache
-def kernel(fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int) -> Any:
-    """The kernel for A of this kind, C of dtype `output`, tiles of `bm` tokens, and a ring of
-    `stages`."""
+def kernel(
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
+    stages: int,
+) -> Any:  # fmt: skip
+    """The kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    of `bm` tokens, and a ring of `stages`."""
     form, wgmma = float_format(fmt.name, kind), WGMMA[kind]
     tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
@@ -106,8 +110,10 @@ def kernel(fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, st
     copy_weights = copy_packed_tiles(TILE_GROUP * tile_bytes, THREADS)
     no_sums = zeros_f32(bm // 2)
     wait_for_copies, wait_for_products = cp_async_wait(stages - 2), wgmma_wait(0)
-    floats = output == "float32"
-    store = store_float_tile(bm, scaled) if floats else store_half_tile(bm, 0, scaled, output)
+    if output == "float32":
+        store = store_float_tile(bm, scaled, of_bias)
+    else:
+        store = store_half_tile(bm, 0, scaled, of_bias, output)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, ring, weights, lane, half, b):
@@ -125,7 +131,7 @@ def kernel(fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, st
         return acc
 
     @cuda.jit(launch_bounds=(THREADS, TILES[bm]))
-    def w4a16_wgmma(w, row_scales, a, token_scales, c, steps):
+    def w4a16_wgmma(w, row_scales, a, token_scales, bias, c, steps):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w of qformats.repack.tiles."""
         ring = cuda.shared.array(0, uint8, alignment=ALIGNMENT)
         t = int32(cuda.threadIdx.x)
@@ -155,7 +161,7 @@ def kernel(fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, st
             free, base = base, int32(base + stage_bytes if base < last_stage else 0)
 
         cuda.syncthreads()  # nobody reads the ring any more: what follows may use its memory
-        store(acc, c, m0, n0 + warp // 4 * WGMMA_ROWS, row_scales, token_scales)
+        store(acc, c, m0, n0 + warp // 4 * WGMMA_ROWS, row_scales, token_scales, bias)
 
     return w4a16_wgmma
 
@@ -181,15 +187,16 @@ def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int]:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, *scales) = storage_format(fmt), activations
     scaled = bool(scales)  # A came as float32, and was rounded to float16 in a pass of its own
     bm, stages = tiling(stored_as, shape)
-    run = kernel(stored_as, dtype_name(a), dtype_name(out), scaled, bm, stages)
+    run = kernel(stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm, stages)
     # Consecutive blocks share the tokens of a tile. The weights, which all rows of tiles read, are
     # small enough to stay in the L2.
     grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm))
     token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
-    args = (packed, row_scales, a, token_scales, out, ceil_div(shape.k, TILE_K))
+    args = (packed, row_scales, a, token_scales, bias, out, ceil_div(shape.k, TILE_K))
     return Launch(run, grid, (THREADS,), args, stages * bytes_of_stage(stored_as, bm))
 
 
@@ -206,6 +213,7 @@ STEP = Step(
     launch=launch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A16": ("HGMMA", "HFMA2", "LDGSTS.E.BYPASS.128")},

@@ -53,6 +53,7 @@ from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components.activations.layouts import float16_rows
+from steps.components.epilogue.bias import bias_operand
 from steps.components.epilogue.half_tile import (
     WARPGROUP,
     half_tile_bytes,
@@ -100,10 +101,11 @@ assert BN == CONSUMERS * 64, "a wgmma has 64 features"
 
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, bm: int, stages: int
-) -> tuple[Any, int]:
-    """(kernel for A of this kind, C of dtype `output`, tiles of `bm` tokens and a ring of `stages`;
-    its shared memory in bytes)"""
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
+    stages: int,
+) -> tuple[Any, int]:  # fmt: skip
+    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    of `bm` tokens and a ring of `stages`; its shared memory in bytes)"""
     form = half_stage(fmt.name, kind)
     load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
     # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
@@ -117,9 +119,10 @@ def kernel(
     wait_full, release = ring.wait_full, ring.release
     end = ceil_div(ring.end, 128) * 128
     if output == "float32":
-        store, end_bytes = store_float_tile(bm, scaled), 0
+        store, end_bytes = store_float_tile(bm, scaled, of_bias), 0
     else:
-        store, end_bytes = store_half_tile(bm, end, scaled, output), CONSUMERS * half_tile_bytes(bm)
+        store = store_half_tile(bm, end, scaled, of_bias, output)
+        end_bytes = CONSUMERS * half_tile_bytes(bm)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
     no_sums = zeros_f32(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
@@ -163,7 +166,7 @@ def kernel(
                 return wait_for_all(acc)
 
     @cuda.jit(launch_bounds=((CONSUMERS + 1) * WARPGROUP, 1))
-    def w4a16_specialized(a_map, w, row_scales, token_scales, c, steps):
+    def w4a16_specialized(a_map, w, row_scales, token_scales, bias, c, steps):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
         a[M, K], steps of 128 K."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
@@ -182,7 +185,7 @@ def kernel(
             inc_registers()
             acc = consume(memory, warp, lane, int32(steps))
             n0 = int32(group * BN + warp // 4 * 64)
-            store(acc, c, m0, n0, row_scales, token_scales)
+            store(acc, c, m0, n0, row_scales, token_scales, bias)
 
     return w4a16_specialized, end + end_bytes
 
@@ -201,15 +204,16 @@ def tile_tokens(fmt: StorageFormat, shape: Shape) -> int:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, *scales) = storage_format(fmt), activations
     scaled, bm, stages = bool(scales), tile_tokens(stored_as, shape), STAGES
-    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), scaled, bm)
+    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm)
     while make(stages)[1] > shared_memory():
         stages -= 1
     run, shared_bytes = make(stages)
     token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
     steps = ceil_div(shape.k, TILE_K)
-    args = (TensorMap(a, (bm, BOX_K)), packed, row_scales, token_scales, out, steps)
+    args = (TensorMap(a, (bm, BOX_K)), packed, row_scales, token_scales, bias, out, steps)
     grid = ceil_div(shape.n, BN), ceil_div(shape.m, bm)
     return Launch(run, grid, ((CONSUMERS + 1) * WARPGROUP,), args, shared_bytes)
 
@@ -227,6 +231,7 @@ STEP = Step(
     launch=launch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG")},

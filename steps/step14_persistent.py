@@ -46,8 +46,8 @@ from qformats.repack import KNOWN, TILE_K, tiles
 from qformats.storage import StorageFormat, storage_format
 from steps.components import wgmma_tiles
 from steps.components.activations.layouts import float16_rows
-from steps.components.epilogue.half_tile import WARPGROUP
-from steps.components.epilogue.wgmma import WGMMA_ROWS, finish_wgmma_tile, warpgroups
+from steps.components.epilogue.bias import bias_operand
+from steps.components.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
 from steps.components.ring import mbarrier_ring
 from steps.components.stage_copies import box_copies, weight_copies
 from steps.components.stream_k import scheduler
@@ -79,14 +79,13 @@ STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hid
 
 @cache
 def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, tile: wgmma_tiles.Tile, slices: int,
-    stages: int, stagger: int,
+    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None,
+    tile: wgmma_tiles.Tile, slices: int, stages: int, stagger: int,
 ) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of this kind, C of dtype `output`, tiles (features, tokens), shared ones added
-    up in `slices`, a ring of `stages`, and the first warpgroup `stagger` of them before the others;
-    its shared memory in bytes)"""
-    (bn, bm), groups = tile, warpgroups(tile[0])
-    form = half_stage(fmt.name, kind)
+    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    (features, tokens), shared ones added up in `slices`, a ring of `stages`, and the first
+    warpgroup `stagger` of them before the others; its shared memory in bytes)"""
+    (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name, kind)
     load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
     consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
     halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
@@ -95,11 +94,10 @@ def kernel(
     a_bytes, weights = 2 * box_bytes, stages * 2 * box_bytes
     copy_weights, copy_boxes = weight_copies(bn, packed_tile), box_copies(bm)
     ring = mbarrier_ring(stages, weights + stages * w_bytes)
-    make_ring, next_stage = ring.make, ring.next_stage
-    wait_empty, expect, full = ring.wait_empty, ring.expect, ring.full
-    wait_full, release = ring.wait_full, ring.release
+    make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
+    expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
     end = ceil_div(ring.end, 128) * 128
-    finish, shared_bytes = finish_wgmma_tile(tile, end, output, slices, scaled)
+    finish, shared_bytes = finish_wgmma_tile(tile, end, output, slices, scaled, of_bias)
     find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
@@ -110,7 +108,7 @@ def kernel(
 
     @cuda.jit(launch_bounds=(consumers + WARPGROUP, 1))
     def w4a16_persistent(
-        a_map, w, row_scales, token_scales, c, steps, tiles_c, schedule, partials, arrived
+        a_map, w, row_scales, token_scales, bias, c, steps, tiles_c, schedule, partials, arrived
     ):  # fmt: skip
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of qformats.repack.tiles, a_map of float16
         a[M, K], steps of 128 K, tiles_c tiles of C, schedule of stream_k.work_rate."""
@@ -155,14 +153,13 @@ def kernel(
                 others_begin = int32(min(stagger, count) - 1)
             else:
                 barrier_sync(stagger_barrier, consumers)
-        previous, destination = int32(0), (row_scales, token_scales, c, partials, arrived)
+        previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
             first = last = slot = int32(0)
             if count < steps:  # blocks first to last share the tile
                 first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
-            acc, acc1 = no_sums(), no_sums()  # of the first accumulator half and of the second
-            step = int32(0)
+            acc, acc1, step = no_sums(), no_sums(), int32(0)  # of both accumulator halves
             while True:
                 wait_full(memory, stage, parity)
                 at = weights + stage * w_bytes + warp * packed_tile
@@ -218,12 +215,14 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    stored_as, (packed, row_scales), (a, *scales) = storage_format(fmt), weights, activations
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, *scales) = storage_format(fmt), activations
     chosen = tiling(stored_as, shape)
     tile, slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
     token_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), bool(scales), tile, slices)
-    operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, out
+    kinds = dtype_name(a), dtype_name(out), bool(scales), of_bias
+    make = partial(kernel, stored_as, *kinds, tile, slices)
+    operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, bias, out
     return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
 
@@ -242,6 +241,7 @@ STEP = Step(
     scratch=scratch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither
     contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},

@@ -43,8 +43,8 @@ from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, byte_storage_format, byte_tiles
 from steps.components import wgmma_tiles
 from steps.components.activations.layouts import int8_rows
-from steps.components.epilogue.half_tile import WARPGROUP
-from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, finish_wgmma_tile
+from steps.components.epilogue.bias import bias_operand
+from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
 from steps.components.ring import mbarrier_ring
 from steps.components.stream_k import scheduler
 from steps.components.unpack.int8 import byte_format
@@ -83,10 +83,10 @@ INSTRUCTIONS: Final = {4: 152, 5: 183, 8: 68}  # of a warp and 128 K, by bits: s
 
 @cache
 def kernel(
-    format_name: str, output: str, bm: int, slices: int, stages: int, stagger: int
+    name: str, output: str, of_bias: str | None, bm: int, slices: int, stages: int, stagger: int
 ) -> tuple[Any, int]:
     """(kernel for tiles of `bm` tokens; its shared memory in bytes); else as in step 14."""
-    form = byte_format(format_name)
+    form = byte_format(name)
     words, scales, fragments, packed_tile = form.words, form.scales, form.fragments, form.tile_bytes
     a_bytes, w_bytes = TILE_K * bm, TILE_GROUP * packed_tile
     weights = stages * a_bytes  # in shared memory, behind the tokens of all stages
@@ -94,7 +94,7 @@ def kernel(
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
     end = ceil_div(ring.end, 128) * 128
-    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, int32)
+    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, of_bias, int32)
     half_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
     find, no_sums = scheduler(BN, bm), zeros_i32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
@@ -118,7 +118,7 @@ def kernel(
 
     @cuda.jit(launch_bounds=(CONSUMERS + WARPGROUP, 1))
     def w4a8_wgmma(
-        a_map, w, row_scales, token_scales, c, steps, tiles_c, schedule, partials, arrived
+        a_map, w, row_scales, token_scales, bias, c, steps, tiles_c, schedule, partials, arrived
     ):  # fmt: skip
         """c[M, N] = a @ dequantize(w)[N, K]^T; w of byte_tiles, a_map of int8 a[M, K]."""
         memory = cuda.shared.array(0, uint8, alignment=1024)
@@ -164,7 +164,7 @@ def kernel(
                 other_begins = int32(min(stagger, count) - 1)
             else:
                 barrier_sync(3, CONSUMERS)
-        previous = int32(0)
+        previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
             first = last = slot = int32(0)
@@ -194,10 +194,9 @@ def kernel(
             acc = wait_for_all(acc)
             if lane == 0:
                 release(memory, previous)
-            to = row_scales, token_scales, c, partials, arrived
-            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, to)
+            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, destination)
             if bm > ACC_HALF_TOKENS:
-                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, to)
+                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, destination)
             tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
 
     return w4a8_wgmma, shared_bytes
@@ -217,12 +216,12 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
     scratch: tuple,
 ) -> Launch:  # fmt: skip
-    (packed, row_scales), (a, token_scales) = weights, activations
-    stored_as = byte_storage_format(fmt)
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, token_scales) = byte_storage_format(fmt), activations
     chosen = tiling(stored_as, shape)
     bm, slices = chosen[0][1], wgmma_tiles.reduction_slices(chosen)
-    make = partial(kernel, stored_as.name, dtype_name(out), bm, slices)
-    operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, out
+    make = partial(kernel, stored_as.name, dtype_name(out), of_bias, bm, slices)
+    operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, bias, out
     return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
 
@@ -240,6 +239,7 @@ STEP = Step(
     scratch=scratch,
     formats=KNOWN,
     outputs=("float32", "float16", "bfloat16"),
+    adds_bias=True,
     accuracy="fast",
     most_k=wgmma_tiles.INT8_MOST_K,
     min_cc=(9, 0),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 import steps
-from qformats import FORMATS
+from qformats import FORMATS, dequantize
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from steps.api.compile import machine_code, signature_of
@@ -26,7 +29,7 @@ def works() -> Iterator[pytest.param]:
     for step in ADDING:
         for family in step.families:
             for i, of_bias in enumerate(FLOATS):
-                output = FLOATS[(i + step.number) % len(FLOATS)]
+                output = step.outputs[(i + step.number) % len(step.outputs)]
                 label = f"step{step.number}-{family}-{of_bias}-to-{output}"
                 yield pytest.param(step, family, of_bias, output, id=label)
 
@@ -39,28 +42,60 @@ def floats(array: np.ndarray) -> np.ndarray:
     return bfloat16_values(array) if array.dtype == np.uint16 else array.astype(np.float32)
 
 
+def multiplied(
+    step: Step, family: Family, problem: Problem, bias: tuple[np.ndarray, ...], output: str
+) -> tuple[np.ndarray, int, int]:
+    """(C in the simulator, launches before the step's own, thread blocks of its own)"""
+    machine, shape = Simulator(), Shape(problem.m, problem.n, problem.k)
+    weights = tuple(map(machine.array, (*step.pack(problem.blocks), *bias)))
+    out = machine.empty((shape.m, shape.n), array_dtype(output))
+    made = step.activations(family, machine.array(problem.a), machine)
+    own = step.prepare(machine, FORMATS[FORMAT], family, shape, weights, made.arrays, out)
+    for launch in (*made.launches, own):
+        machine.run(launch)
+    return machine.host(out), len(made.launches), math.prod(own.grid)
+
+
 @pytest.mark.parametrize(("step", "family", "of_bias", "output"), list(works()))
 def test_a_bias_is_added_and_the_sum_rounded_once(
     step: Step, family: Family, of_bias: str, output: str
 ) -> None:
-    problem, machine = Problem(M, N, K, FORMAT), Simulator()
+    problem = Problem(M, N, K, FORMAT)
     bias = of(np.linspace(-300, 300, N, dtype=np.float32), of_bias)
-    packed = tuple(machine.array(array) for array in step.pack(problem.blocks))
-
-    def product(weights: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, int]:
-        out = machine.empty((M, N), array_dtype(dtype))
-        made = step.activations(family, machine.array(problem.a), machine)
-        shape = Shape(M, N, K)
-        own = step.prepare(machine, FORMATS[FORMAT], family, shape, weights, made.arrays, out)
-        for launch in (*made.launches, own):
-            machine.run(launch)
-        return machine.host(out), len(made.launches)
-
-    plain, passes = product(packed, "float32")
-    biased, same = product((*packed, machine.array(bias)), output)
+    plain, passes, _ = multiplied(step, family, problem, (), "float32")
+    biased, same, _ = multiplied(step, family, problem, (bias,), output)
     assert same == passes
     np.testing.assert_array_equal(biased, of(plain + floats(bias), output), strict=True)
     assert np.abs(floats(biased) - plain).max() > 100, "the bias is not lost"
+
+
+SHARED: Final = {
+    10: ((17, 20, 416), None),
+    11: ((17, 20, 416), None),
+    14: ((40, 20, 160), ((128, 64), 1, 2, 1)),  # each block adds up a slice of the tile
+    15: ((17, 20, 160), ((128, 32), 1, 2, 1)),  # the last to arrive adds up all of it
+    16: ((40, 20, 160), ((128, 64), 1, 2, 1)),
+}
+"""Products, and the tiling, in which two thread blocks or more share the one tile of C along K."""
+
+
+@pytest.mark.parametrize("number", SHARED)
+def test_blocks_that_share_a_tile_add_a_bias_once(number: int, monkeypatch: Any) -> None:
+    """Of integers: sums are exact in any order, so C is right to the bit."""
+    (m, n, k), tiling = SHARED[number]
+    step, of_bias = steps.find(number), FLOATS[number % len(FLOATS)]
+    assert {one.number for one in ADDING if one.scratch is not None} == set(SHARED)
+    if tiling is not None:
+        monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: tiling)
+    problem, family = Problem(m, n, k, FORMAT, "integer", seed=number), step.families[-1]
+    bias = of(np.arange(n, dtype=np.float32) * 8 - 60, of_bias)
+    plain, _, _ = multiplied(step, family, problem, (), "float32")
+    biased, _, blocks = multiplied(step, family, problem, (bias,), "float32")
+    assert blocks > 1, "K is shared out"
+    np.testing.assert_array_equal(biased, plain + floats(bias), strict=True)
+    if step.accuracy == "exact":
+        exact = problem.a.astype(np.float64) @ dequantize(problem.blocks).astype(np.float64).T
+        np.testing.assert_array_equal(plain, exact)
 
 
 @pytest.mark.slow
@@ -78,5 +113,5 @@ def test_a_bias_costs_no_local_memory_and_few_instructions(step: Step) -> None:
         plain, biased = codes
         assert biased.count("LDG") > plain.count("LDG")
         more = sum(biased.instructions.values()) - sum(plain.instructions.values())
-        assert more < 60, "of some 1500; fewer where the compiler unrolls the end less"
-        assert biased.registers <= max(plain.registers, 128)
+        assert more <= 80, "of some 1500; fewer where the compiler unrolls the end less"
+        assert biased.registers <= max(plain.registers + 4, 128), "launch bounds leave them"

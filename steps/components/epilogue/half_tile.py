@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from steps.components.epilogue.bias import bias_of
 from steps.instructions import (
     barrier_sync,
     floats_to_bfloats,
@@ -56,11 +57,19 @@ def half_tile_bytes(tokens: int, staged_tokens: int = STAGED_TOKENS) -> int:
     return 2 * ROW * min(tokens, staged_tokens)
 
 
-@cuda.jit(device=True, forceinline=True)
-def load_row_scales(row_scales, n):
-    """Those of features n and n + 8; of features beyond the matrix, some other."""
-    last = int32(row_scales.size - 1)
-    return load_f32(row_scales, min(n, last)), load_f32(row_scales, min(int32(n + 8), last))
+@cache
+def load_two_features(of_bias: str | None) -> Any:
+    """load(row_scales, bias, n) -> u: the row scales of features n and n + 8, then their biases; of
+    features beyond the matrix, some other."""
+    load_bias, _ = bias_of(of_bias)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(row_scales, bias, n):
+        last, m = int32(row_scales.size - 1), int32(n + 8)
+        u, v = load_f32(row_scales, min(n, last)), load_f32(row_scales, min(m, last))
+        return u, v, load_bias(bias, n), load_bias(bias, m)
+
+    return load
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -77,22 +86,28 @@ def scale_tokens(x, tokens, token_scales, m, M):
 
 @cache
 def store_halves(
-    tokens: int, first_byte: int, area_bytes: int, output: str, staged_tokens: int = STAGED_TOKENS
+    tokens: int,
+    first_byte: int,
+    area_bytes: int,
+    output: str,
+    of_bias: str | None,
+    staged_tokens: int = STAGED_TOKENS,
 ) -> Any:
-    """store(x, c, m0, n0, u, v): the sums of a warpgroup, times the row scales, to C, whose dtype
-    is `output`, "float16" or "bfloat16"; nothing beyond the edges.
+    """store(x, c, m0, n0, u): the sums of a warpgroup, times the row scales, plus the bias of dtype
+    `of_bias`, if that is not None, to C, whose dtype is `output`, "float16" or "bfloat16"; nothing
+    beyond the edges.
 
     x         : float32, a thread's sums of 64 features x `tokens` tokens, as `spread` puts the
                 accumulators of `wgmma` there; a multiple of 16 tokens.
     m0, n0    : the first token and the first feature of this warpgroup.
-    u, v      : of this thread's two features, `load_row_scales`.
+    u         : of this thread's two features, `load_two_features`.
     first_byte: of dynamic shared memory, a multiple of 128. Warpgroup i of the block uses
                 half_tile_bytes(tokens, staged_tokens) from first_byte + i * area_bytes on, and the
                 named barrier 1 + i. When it returns, others may still be loading.
 
     The address of C is a multiple of 16.
     """
-    staged, pair = min(tokens, staged_tokens), PAIRS[output]
+    staged, pair, (_, add) = min(tokens, staged_tokens), PAIRS[output], bias_of(of_bias)
     buffer_bytes = ROW * staged
 
     @cuda.jit(device=True, forceinline=True)
@@ -107,7 +122,7 @@ def store_halves(
                     store_u16(c, offset + i, uint32(y[i // 2]) >> uint32(16 * (i & 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def store(x, c, m0, n0, u, v):
+    def store(x, c, m0, n0, u):
         buffers = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
         M, N = int32(c.shape[0]), int32(c.shape[1])
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
@@ -131,10 +146,10 @@ def store_halves(
                 stmatrix_x4_trans(
                     buffers,
                     destination + buffer + j * ROW,
-                    pair(x[r] * u, x[r + 1] * u),
-                    pair(x[r + 2] * v, x[r + 3] * v),
-                    pair(x[r + 4] * u, x[r + 5] * u),
-                    pair(x[r + 6] * v, x[r + 7] * v),
+                    pair(add(x[r] * u[0], u[2]), add(x[r + 1] * u[0], u[2])),
+                    pair(add(x[r + 2] * u[1], u[3]), add(x[r + 3] * u[1], u[3])),
+                    pair(add(x[r + 4] * u[0], u[2]), add(x[r + 5] * u[0], u[2])),
+                    pair(add(x[r + 6] * u[1], u[3]), add(x[r + 7] * u[1], u[3])),
                 )
             barrier_sync(1 + warpgroup, WARPGROUP)
             for j in range(0, staged, 16):
@@ -147,43 +162,46 @@ def store_halves(
 
 
 @cache
-def store_half_tile(tokens: int, first_byte: int, scaled: bool, output: str = "float16") -> Any:
-    """store(acc, c, m0, n0, row_scales, token_scales): `store_halves` of a tile whose warpgroups
-    all end together, with one area of `half_tile_bytes` behind the other.
+def store_half_tile(
+    tokens: int, first_byte: int, scaled: bool, of_bias: str | None, output: str
+) -> Any:
+    """store(acc, c, m0, n0, row_scales, token_scales, bias): `store_halves` of a tile whose
+    warpgroups all end together, with one area of `half_tile_bytes` behind the other.
 
     acc         : the accumulators of `wgmma`, all there: float32.
     row_scales  : float32, one for each feature.
     token_scales: float32 [M], one for each token; not read unless `scaled`.
+    bias        : [N] of dtype `of_bias`, which is added; not read where that is None.
     """
-    n_acc = tokens // 2
-    store_sums = store_halves(tokens, first_byte, half_tile_bytes(tokens), output)
+    n_acc, load_features = tokens // 2, load_two_features(of_bias)
+    store_sums = store_halves(tokens, first_byte, half_tile_bytes(tokens), output, of_bias)
 
     @cuda.jit(device=True, forceinline=True)
-    def store(acc, c, m0, n0, row_scales, token_scales):
+    def store(acc, c, m0, n0, row_scales, token_scales, bias):
         x = cuda.local.array(n_acc, float32)
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
-        u, v = load_row_scales(row_scales, int32(n0 + (t >> 5) * 16 + (t >> 2 & 7)))
+        u = load_features(row_scales, bias, int32(n0 + (t >> 5) * 16 + (t >> 2 & 7)))
         spread(x, acc)
         if scaled:
             scale_tokens(x, tokens, token_scales, int32(m0 + 2 * (t & 3)), int32(c.shape[0]))
-        store_sums(x, c, m0, n0, u, v)
+        store_sums(x, c, m0, n0, u)
 
     return store
 
 
 @cache
-def store_float_tile(tokens: int, scaled: bool) -> Any:
-    """store(acc, c, m0, n0, row_scales, token_scales): the same in float32, without shared memory
-    and without a barrier."""
-    n_acc = tokens // 2
+def store_float_tile(tokens: int, scaled: bool, of_bias: str | None) -> Any:
+    """store(acc, c, m0, n0, row_scales, token_scales, bias): the same in float32, without shared
+    memory and without a barrier."""
+    n_acc, load_features, (_, add) = tokens // 2, load_two_features(of_bias), bias_of(of_bias)
 
     @cuda.jit(device=True, forceinline=True)
-    def store(acc, c, m0, n0, row_scales, token_scales):
+    def store(acc, c, m0, n0, row_scales, token_scales, bias):
         x = cuda.local.array(n_acc, float32)
         M, N = int32(c.shape[0]), int32(c.shape[1])
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         m, n = int32(m0 + 2 * (t & 3)), int32(n0 + (t >> 5) * 16 + (t >> 2 & 7))
-        u, v = load_row_scales(row_scales, n)
+        u = load_features(row_scales, bias, n)
         spread(x, acc)
         if scaled:
             scale_tokens(x, tokens, token_scales, m, M)
@@ -193,9 +211,9 @@ def store_float_tile(tokens: int, scaled: bool) -> Any:
                 r, at = 4 * j + i, offset + i * int64(N)
                 if m + (8 * j + i) < M:
                     if n < N:
-                        store_f32(c, at, x[r] * u)
+                        store_f32(c, at, add(x[r] * u[0], u[2]))
                     if n + 8 < N:
-                        store_f32(c, at + 8, x[r + 2] * v)
+                        store_f32(c, at + 8, add(x[r + 2] * u[1], u[3]))
             offset += stride
 
     return store

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint32
 
+from steps.components.epilogue.bias import bias_of
 from steps.components.epilogue.half_tile import PAIRS
 from steps.components.split_k_reduction import count_block_arrival
 from steps.instructions import (
@@ -88,9 +89,16 @@ def write_four(output: str) -> Any:
 
 @cache
 def finish_mma_tile(
-    features: int, tokens: int, warps_k: int, threads: int, output: str, scaled: bool
+    features: int,
+    tokens: int,
+    warps_k: int,
+    threads: int,
+    output: str,
+    scaled: bool,
+    of_bias: str | None,
 ) -> Any:
-    """finish(sums, c, m0, n0, row_scales, token_scales, split, splits, tile_id, partials, arrived):
+    """finish(sums, c, m0, n0, row_scales, token_scales, bias, split, splits, tile_id, partials,
+           arrived):
     the end of a kernel, for all threads of a block. C is of dtype `output`: "float32", "float16" or
     "bfloat16".
 
@@ -98,6 +106,7 @@ def finish_mma_tile(
     m0, n0      : the tile's first token and feature.
     row_scales  : float32, one for each feature, as many as whole fragment-packed tiles have.
     token_scales: float32 [M], one for each token; not read unless `scaled`.
+    bias        : [N] of dtype `of_bias`, which is added; not read where that is None.
     split       : the share of K these are the sums of, of `splits`. With more than one share the
                   blocks of a tile store partial sums in `partials`, float32 [tiles, splits, tokens,
                   features]. The last to arrive, by the counter `arrived`, int32 [tiles], adds them
@@ -105,9 +114,10 @@ def finish_mma_tile(
     """
     write, width = write_four(output), features // 4
     pitch, size = features + PAD, features * tokens
+    load_bias, add_bias = bias_of(of_bias)
 
     @cuda.jit(device=True, forceinline=True)
-    def write_scaled(c, m, n, row_scales, token_scales, x):
+    def write_scaled(c, m, n, row_scales, token_scales, bias, x):
         M, N = c.shape
         if m < M and n < N:
             u = load_f32x4(row_scales, n)
@@ -115,11 +125,17 @@ def finish_mma_tile(
             if scaled:
                 v = token_scales[m]
                 y = y[0] * v, y[1] * v, y[2] * v, y[3] * v
+            y = (
+                add_bias(y[0], load_bias(bias, n)),
+                add_bias(y[1], load_bias(bias, n + 1)),
+                add_bias(y[2], load_bias(bias, n + 2)),
+                add_bias(y[3], load_bias(bias, n + 3)),
+            )
             write(c, int64(m) * N + n, N - n, y)
 
     @cuda.jit(device=True, forceinline=True)
     def finish(
-        sums, c, m0, n0, row_scales, token_scales, split, splits, tile_id, partials, arrived
+        sums, c, m0, n0, row_scales, token_scales, bias, split, splits, tile_id, partials, arrived
     ):  # fmt: skip
         t = int32(cuda.threadIdx.x)
         before = cuda.shared.array(1, int32)  # how many of the tile's blocks arrived before this
@@ -130,7 +146,7 @@ def finish_mma_tile(
                 y = load_f32x4(sums, (group * tokens + m) * pitch + n)
                 x = x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]
             if splits == 1:
-                write_scaled(c, m0 + m, n0 + n, row_scales, token_scales, x)
+                write_scaled(c, m0 + m, n0 + n, row_scales, token_scales, bias, x)
             else:
                 offset = (int64(tile_id) * splits + split) * size + 4 * i
                 store_f32x4(partials, offset, x[0], x[1], x[2], x[3])
@@ -144,7 +160,8 @@ def finish_mma_tile(
                 for other in range(splits):
                     y = load_f32x4(partials, (int64(tile_id) * splits + other) * size + 4 * i)
                     x = x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]
-                write_scaled(c, m0 + i // width, n0 + i % width * 4, row_scales, token_scales, x)
+                m, n = m0 + i // width, n0 + i % width * 4
+                write_scaled(c, m, n, row_scales, token_scales, bias, x)
             if t == 0:
                 arrived[tile_id] = 0  # for the next launch
 

@@ -18,10 +18,11 @@ from typing import Any, Final
 
 from numba import cuda, float32, int32, int64
 
+from steps.components.epilogue.bias import bias_of
 from steps.components.epilogue.half_tile import (
     WARPGROUP,
     half_tile_bytes,
-    load_row_scales,
+    load_two_features,
     store_halves,
 )
 from steps.components.epilogue.mma import PAD
@@ -74,33 +75,39 @@ class SumsToC:
     n are the first token and feature.
 
     thread_tokens: how many tokens' scales a thread needs
-    load_row_scales(row_scales, n) -> u, those of this thread's features
+    load_features(row_scales, bias, n) -> u, the row scales of this thread's features, their biases
     load_token_scales(v, token_scales, m, M)
         v = those of its tokens, a local array
     store(x, u, v, c, m, n)
-        the sums, times their scales, to C; nothing beyond the edges. x is a local array, in which
-        `spread` has put the accumulators of `wgmma`.
+        the sums, times their scales, plus the bias, to C; nothing beyond the edges. x is a local
+        array, in which `spread` has put the accumulators of `wgmma`.
     """
 
     thread_tokens: int
-    load_row_scales: Any
+    load_features: Any
     load_token_scales: Any
     store: Any
 
 
 @cache
 def _to_half(
-    tokens: int, first_byte: int, area_bytes: int, staged: int, output: str, scaled: bool
+    tokens: int,
+    first_byte: int,
+    area_bytes: int,
+    staged: int,
+    output: str,
+    scaled: bool,
+    of_bias: str | None,
 ) -> SumsToC:
     """To 16 bits. A thread holds tokens 2t, 2t + 1 of each 8, of features g and g + 8 of a warp's
     16, with t = lane & 3, g = lane >> 2. For areas see `store_halves`."""
-    n_acc, thread_tokens = tokens // 2, tokens // 4
-    store_area = store_halves(tokens, first_byte, area_bytes, output, staged)
+    n_acc, thread_tokens, load_two = tokens // 2, tokens // 4, load_two_features(of_bias)
+    store_area = store_halves(tokens, first_byte, area_bytes, output, of_bias, staged)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_rows(row_scales, n):
+    def load_features(row_scales, bias, n):
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
-        return load_row_scales(row_scales, int32(n + (t >> 5) * 16 + (t >> 2 & 7)))
+        return load_two(row_scales, bias, int32(n + (t >> 5) * 16 + (t >> 2 & 7)))
 
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(v, token_scales, m, M):
@@ -119,17 +126,20 @@ def _to_half(
                 y[r] *= v[r // 4 * 2 + r % 2]
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         barrier_sync(1 + warpgroup, WARPGROUP)  # nobody loads from the area any more
-        store_area(y, c, m, n, u[0], u[1])
+        store_area(y, c, m, n, u)
 
-    return SumsToC(thread_tokens, load_rows, load_tokens, store)
+    return SumsToC(thread_tokens, load_features, load_tokens, store)
 
 
 @cache
-def _to_float(tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: bool) -> SumsToC:
+def _to_float(
+    tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: bool, of_bias: str | None
+) -> SumsToC:
     """To float32. Transposed, a thread holds four neighbouring features of tokens m, m + 8 ..."""
     staged, thread_tokens = min(tokens, STAGED_FLOATS), tokens // 8
     load_four = load_f32x4 if kind == float32 else load_i32x4
     store_one = store_f32 if kind == float32 else store_u32
+    load_bias, add = bias_of(of_bias)
 
     @cuda.jit(device=True, forceinline=True)
     def transpose(x):
@@ -153,9 +163,12 @@ def _to_float(tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: 
                 x[r], x[r + 1], x[r + 2], x[r + 3] = load_four(sums, load_base + j * PITCH)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_rows(row_scales, n):
+    def load_features(row_scales, bias, n):
         own = int32(n + (cuda.threadIdx.x & 15) * 4)
-        return load_f32x4(row_scales, min(own, int32(row_scales.size - 4)))
+        u = load_f32x4(row_scales, min(own, int32(row_scales.size - 4)))
+        b0, b1 = load_bias(bias, own), load_bias(bias, own + 1)
+        b2, b3 = load_bias(bias, own + 2), load_bias(bias, own + 3)
+        return u[0], u[1], u[2], u[3], b0, b1, b2, b3
 
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(v, token_scales, m, M):
@@ -177,28 +190,39 @@ def _to_float(tokens: int, first_byte: int, area_bytes: int, kind: Any, scaled: 
             y2, y3 = float32(x[r + 2]) * u[2], float32(x[r + 3]) * u[3]
             if scaled:
                 y0, y1, y2, y3 = y0 * v[i], y1 * v[i], y2 * v[i], y3 * v[i]
+            y0, y1, y2, y3 = add(y0, u[4]), add(y1, u[5]), add(y2, u[6]), add(y3, u[7])
             there = int32(N - feature if token + 8 * i < M else 0)
             write_four(c, offset, there, (y0, y1, y2, y3))
             offset += stride
 
-    return SumsToC(thread_tokens, load_rows, load_tokens, store)
+    return SumsToC(thread_tokens, load_features, load_tokens, store)
 
 
 @cache
 def sums_to_c(
-    tokens: int, warpgroups: int, first_byte: int, output: str, kind: Any, scaled: bool, slices: int
+    tokens: int,
+    warpgroups: int,
+    first_byte: int,
+    output: str,
+    kind: Any,
+    scaled: bool,
+    of_bias: str | None,
+    slices: int,
 ) -> tuple[SumsToC, SumsToC, int]:
     """(for the sums of `tokens` tokens, for a slice of them, the byte behind the areas, which begin
-    at `first_byte`). The sums are of `kind`, float32 or int32; C is of dtype `output`."""
+    at `first_byte`). The sums are of `kind`, float32 or int32; C is of dtype `output`, the bias of
+    `of_bias`."""
     sizes = tokens, tokens // slices
     if output == "float32":
         area = 4 * PITCH * min(tokens, STAGED_FLOATS)
-        whole, part = (_to_float(size, first_byte, area, kind, scaled) for size in sizes)
+        whole, part = (_to_float(size, first_byte, area, kind, scaled, of_bias) for size in sizes)
         return whole, part, first_byte + warpgroups * area
     for staged in STAGED_HALVES:
         area = half_tile_bytes(tokens, staged)
         end = first_byte + warpgroups * area
         if end + 4 * warpgroups * slices <= shared_memory():
             break
-    whole, part = (_to_half(size, first_byte, area, staged, output, scaled) for size in sizes)
+    whole, part = (
+        _to_half(size, first_byte, area, staged, output, scaled, of_bias) for size in sizes
+    )
     return whole, part, end

@@ -54,6 +54,7 @@ def finish_wgmma_tile(
     output: str,
     slices: int,
     scaled: bool,
+    of_bias: str | None,
     kind: Any = float32,
 ) -> tuple[Any, int]:
     """(finish, end): the device function, and the byte of dynamic shared memory behind what it uses
@@ -69,15 +70,16 @@ def finish_wgmma_tile(
     acc         : the accumulators of `wgmma`, all there, of this `kind`: float32 or int32.
     first_contributor, last_contributor, partial_slot: `Scheduler.contributors`. The first is the
                   last where these are the sums of all K.
-    destination : (row_scales, token_scales, c, partials, arrived): float32, one for each feature;
-                  float32 [M], one for each token, not read unless `scaled`; C; partial sums, of
-                  `kind` [blocks, 2, bn, bm]; counters, int32 [tiles, bn / 64 slices], left at zero.
+    destination : (row_scales, token_scales, bias, c, partials, arrived): float32, one for each
+                  feature; float32 [M], one for each token, not read unless `scaled`; [N] of dtype
+                  `of_bias`, not read where that is None; C; partial sums, of `kind` [blocks, 2, bn,
+                  bm]; counters, int32 [tiles, bn / 64 slices], left at zero.
 
     The blocks that share a tile store their partial sums in `partials`. A half is divided into
     `slices`, some of its tokens each. The last block to arrive at a slice adds it up, in the order
     of K. With several slices a block counts itself at its own slice only when all others are there,
     or after H200_POLLS polls. So blocks that finish together add up side by side, and no block
-    waits for one that may not have begun.
+    waits for one that may not have begun. Whoever writes to C adds the bias: once.
     """
     bn, bm = tile
     tokens, warpgroups_n = min(bm, ACC_HALF_TOKENS), warpgroups(bn)
@@ -94,11 +96,11 @@ def finish_wgmma_tile(
     # memory, and three warpgroups have few registers
     keep_own = slice_sums <= 16 and warpgroups_n == 2
     end, slice_end, areas_end = sums_to_c(
-        tokens, warpgroups_n, first_byte, output, kind, scaled, slices
+        tokens, warpgroups_n, first_byte, output, kind, scaled, of_bias, slices
     )
     arrivals_at = areas_end // 4
     end_byte = (areas_end + 4 * warpgroups_n * slices + 127) // 128 * 128
-    thread_tokens, load_rows = end.thread_tokens, end.load_row_scales
+    thread_tokens, load_features = end.thread_tokens, end.load_features
     load_tokens, store_sums = end.load_token_scales, end.store
     load_slice_tokens, store_slice = slice_end.load_token_scales, slice_end.store
     load, store = (load_f32x4, store_f32x4) if kind == float32 else (load_i32x4, store_u32x4)
@@ -152,7 +154,7 @@ def finish_wgmma_tile(
     def finish(
         acc, half, tile_id, m0, n0, first_contributor, last_contributor, partial_slot, destination
     ):
-        row_scales, token_scales, c, partials, arrived = destination
+        row_scales, token_scales, bias, c, partials, arrived = destination
         earlier_arrivals = cuda.shared.array(0, int32, alignment=128)  # the dynamic shared memory
         x, own_sums = cuda.local.array(n_acc, kind), cuda.local.array(slice_sums, kind)
         v = cuda.local.array(thread_tokens, float32)
@@ -162,7 +164,7 @@ def finish_wgmma_tile(
         others = int32(shfl(int32(last_contributor - first_contributor), 0))
         m = int32(shfl(m0, 0) + (0 if side_by_side else half * tokens))
         n = int32(shfl(n0, 0) + warpgroup * WGMMA_ROWS + (half * width if side_by_side else 0))
-        u = load_rows(row_scales, n)
+        u = load_features(row_scales, bias, n)
         spread(x, acc)
         own_slice, complete = int32(0), others == 0
         if others > 0:
