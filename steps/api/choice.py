@@ -68,6 +68,7 @@ def choose(
     accuracy: str = "exact",
     input: str = "float32",
     cast_us: float | None = None,
+    biased: bool = False,
 ) -> Choice:
     """The step for a product of this format and shape on a machine (its `name`, `cc`, `sms`).
 
@@ -79,13 +80,14 @@ def choose(
     accuracy     : "fast" also considers fast steps, "coarse" fast and coarse ones.
     input        : the dtype of A, which the step reads as it is ...
     cast_us      : ... or as float32 that the caller makes of it, in so many microseconds.
+    biased       : only steps that add a bias (`Step.adds_bias`).
     shape.invariant : up to `Step.most_tokens` tokens the highest step that heeds it, whatever the
                    table says: which step it is must not depend on M either.
     ValueError with a step's own reason where there is none.
     """
     cc: tuple[int, int] | None = machine.cc
     known_accuracy(accuracy)
-    asked = Asked(format_name, family, cc, output, input, cast_us, shape.k)
+    asked = Asked(format_name, family, cc, output, input, cast_us, shape.k, biased)
     if shape.invariant and (found := _invariant(asked, shape, among, step)):
         return found
     if step is not None:
@@ -208,6 +210,7 @@ class Asked:
     input: str = "float32"
     cast_us: float | None = None
     k: int | None = None
+    biased: bool = False
 
     def reads(self, step: Step, family: Family) -> bool:
         """Whether it reads A as it is."""
@@ -233,6 +236,9 @@ class Asked:
             known = one_of(inputs(step, family))
             where = f" in family {family}" if step.families[1:] else ""
             why = f"step {step.number} reads A as {known}{where}, not {self.input}"
+        if why is None and self.biased and not step.adds_bias:
+            adding = step_numbers([one for one in ladder() if one.adds_bias])
+            why = f"step {step.number} adds no bias: take one of {adding}, or add it to C yourself"
         return why
 
     def supporting(self, among: Sequence[Step] | None, accuracy: str) -> list[Step]:
@@ -248,6 +254,12 @@ class Asked:
                 refused.append(one)
             else:
                 why = reason
+        if self.biased and not found:
+            unbiased = replace(self, biased=False)
+            others = [one for one in among or ladder() if unbiased.why_not(one) is None]
+            if others:
+                add = "add" if others[1:] else "adds"
+                why = f"{step_numbers(others)} {add} no bias: add it to C yourself"
         if refused:
             best = min(refused, key=lambda one: ACCURACIES.index(one.accuracy))
             why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from qformats import FORMATS, Format
-from reference.bfloat16 import bfloat16_values
 from steps.api.choice import (
     Asked,
     Choice,
@@ -52,10 +51,12 @@ from steps.api.operands import (
     activations_facts,
     address,
     as_array,
+    bias_dtype,
     blocks_of,
     empty_beside,
     float_name,
     is_device_array,
+    require_finite,
     require_grid,
     require_out,
     require_place,
@@ -143,6 +144,7 @@ def gemm(
     a: Any,
     w: np.ndarray | Tensor | Packed,
     *,
+    bias: Any = None,
     step: int | None = None,
     out: Any = None,
     dtype: Any = np.float32,
@@ -153,12 +155,15 @@ def gemm(
     stream: Any = None,
     explain: bool = False,
 ) -> Any:
-    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T.
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N].
 
     a       : float32, float16 or bfloat16 [M, K], C-contiguous, NumPy or on the GPU, there in 16
               bits at a multiple of 16 bytes; M is at least 1.
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
+    bias    : None, or float32, float16 or bfloat16 [N], C-contiguous, of the same kind as `a`. The
+              step adds it to sums in float32, before C is rounded. ValueError for another shape,
+              and where no step that can do the rest adds one.
     step    : the number of one step. By default the fastest that was measured at such a shape on
               such a GPU (`make tune`), else the highest default step that the GPU can run.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
@@ -189,13 +194,13 @@ def gemm(
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
     options, RuntimeError without a GPU. Each is one sentence that names the numbers.
     """
-    key = _key(a, step, dtype, family, accuracy, invariant)
+    key = _key(a, step, dtype, family, accuracy, invariant, getattr(bias, "dtype", bias))
     if key and type(w) is Packed and machine in (None, w.machine) and not explain:
         known = w.calls.get(key)
         if known is not None:
-            return known(a, out, stream)
-    w, given, result = blocks_of(w), a, out
-    a, out = as_array("a", a), as_array("out", out)
+            return known(a, out, stream, bias)
+    w, given, result, added = blocks_of(w), a, out, bias
+    a, out, bias = as_array("a", a), as_array("out", out), as_array("bias", bias)
     on_device = is_device_array(a)
     m, k, input = activations_facts(a, on_device)
     fmt, n, packed_k = weights_shape(w)
@@ -205,9 +210,8 @@ def gemm(
             f"a row, K={packed_k}: they must be equal"
         )
     if not on_device:
-        finite = np.isfinite(bfloat16_values(a) if input == "bfloat16" else a)
-        if not finite.all():
-            raise ValueError(f"a has {np.count_nonzero(~finite)} values that are NaN or Inf")
+        require_finite("a", a, input)
+    of_bias = None if bias is None else bias_dtype(bias, n, on_device)
     output = float_name(dtype)
     require_out(out, a, m, n, on_device, output)
 
@@ -215,19 +219,21 @@ def gemm(
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
     shape = Shape(m, n, k, invariant)
-    choice = choice_for(fmt, shape, w, where, step, family, output, accuracy, input)
+    biased = bias is not None
+    choice = choice_for(fmt, shape, w, where, step, family, output, accuracy, input, biased)
     weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
     if on_device:
-        call = _Call(choice, weights, input, output)
+        call = _Call(choice, weights, input, output, of_bias)
         if key:
             call = weights.calls.put(key, call)
-        c = call(given, result, stream)
+        c = call(given, result, stream, added)
         return (c, call.choice) if explain else c
 
     if stream is not None:
         where = where.on(stream)
     source, target = where.array(a), where.empty((m, n), ARRAYS[output])
-    activations, own = prepare(choice, where, weights.arrays, source, target)
+    arrays = (*weights.arrays, where.array(bias)) if biased else weights.arrays
+    activations, own = prepare(choice, where, arrays, source, target)
     if uses_blocks(choice, input):
         require_sums_in_blocks(a)
     for launch in (*activations.launches, own):
@@ -242,8 +248,8 @@ def gemm(
 def prepare(
     choice: Choice, machine: Gpu | Simulator, weights: Sequence[Any], a: Any, out: Any
 ) -> tuple[Activations, Launch]:
-    """The activations and the step's own launch of a product, on arrays of the machine. ValueError
-    for more thread blocks than CUDA launches."""
+    """The activations and the step's own launch of a product, on arrays of the machine; a bias
+    stands behind the packed weights. ValueError for more thread blocks than CUDA launches."""
     step, shape = choice.step, choice.shape
     activations = step.activations(choice.family, a, machine)
     own = step.prepare(
@@ -297,44 +303,55 @@ def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
 
 
 class _Call:
-    """A product of arrays on the GPU, prepared: call it with (a, out, stream)."""
+    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias)."""
 
     __slots__ = (
-        "_a_bytes", "_a_shape", "_device", "_handle_of", "_in_blocks", "_input", "_machine",
-        "_out_bytes", "_out_shape", "_output", "_template", "_weights", "choice",
+        "_a_bytes", "_a_shape", "_bias_bytes", "_device", "_handle_of", "_in_blocks", "_input",
+        "_machine", "_of_bias", "_out_bytes", "_out_shape", "_output", "_template", "_weights",
+        "choice",
     )  # fmt: skip
 
-    def __init__(self, choice: Choice, weights: Packed, input: str, output: str) -> None:
+    def __init__(
+        self, choice: Choice, weights: Packed, input: str, output: str, of_bias: str | None
+    ) -> None:
         from steps.api.launch_template import LaunchTemplate
         from steps.api.launcher import address_of, stream_handle
 
         m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
         types = [(array.shape, array.dtype) for array in weights.arrays]
-        self._template = LaunchTemplate(choice, types, output=output, input=input)
+        self._template = LaunchTemplate(choice, types, output=output, input=input, bias=of_bias)
         self.choice, self._machine = self._template.choice, weights.machine
         self._weights = tuple(map(address_of, weights.arrays))
         self._device, self._handle_of = current_device(), stream_handle
         self._input, self._a_shape, self._a_bytes = input, (m, k), ARRAYS[input].itemsize * m * k
         self._output, self._out_shape = output, (m, n)
         self._out_bytes = ARRAYS[output].itemsize * m * n
+        self._of_bias = of_bias
+        self._bias_bytes = ARRAYS[of_bias].itemsize * n if of_bias else 0
         self._in_blocks = uses_blocks(choice, input)
 
-    def __call__(self, a: Any, out: Any, stream: Any) -> Any:
+    def __call__(self, a: Any, out: Any, stream: Any, bias: Any) -> Any:
         """C, `out` or a new array; errors as of `gemm`."""
         source = address("a", a, self._a_shape, self._device, self._input)
         require_start_of_a(source, self._input)
+        weights = self._weights
+        if self._of_bias:
+            added = address("bias", bias, self._out_shape[1:], self._device, self._of_bias)
+            weights = (*weights, added)
         if out is None:
             out = empty_beside(a, self._out_shape, self._output, self._machine)
             target = address("out", out, self._out_shape, self._device, self._output)
         else:
             target = address("out", out, self._out_shape, self._device, self._output)
             require_place(target, self._out_bytes, source, self._a_bytes)
+            if self._of_bias:
+                require_place(target, self._out_bytes, added, self._bias_bytes, "bias")
         template = self._template
         handle = self._handle_of(stream_of(a) if stream is None else stream)
         if self._in_blocks:
             require_sums_on_gpu(a, self._machine, handle)
         memory = _memory_of(self._machine, (self._device, handle), template)
-        template(source, target, self._weights, memory.zeros, memory.workspace, handle)
+        template(source, target, weights, memory.zeros, memory.workspace, handle)
         return out
 
 
@@ -388,6 +405,7 @@ def choice_for(
     output: str = "float32",
     accuracy: Accuracy | None = None,
     input: str = "float32",
+    biased: bool = False,
 ) -> Choice:
     """`steps.api.choice.choose`, among the steps that can read `w` where it is packed already."""
     among = None
@@ -396,7 +414,7 @@ def choice_for(
             raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
         among, family = w.steps, family or w.family
         if step is None and accuracy is not None:  # counts more than what w was packed for
-            asked = Asked(fmt.name, family, machine.cc, output, input, k=shape.k)
+            asked = Asked(fmt.name, family, machine.cc, output, input, k=shape.k, biased=biased)
             asked.supporting(among, accuracy)
         accuracy = accuracy or w.accuracy
     return choose(
@@ -409,6 +427,7 @@ def choice_for(
         output=output,
         accuracy=accuracy or "exact",
         input=input,
+        biased=biased,
     )
 
 

@@ -6,6 +6,7 @@ is uint16 in all but torch (`steps.contract.dtype_name`), and a tensor of it is 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, format_of
+from reference.bfloat16 import bfloat16_values
 from steps.contract import FLOATS, Launch, array_dtype
 
 GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
@@ -92,8 +94,16 @@ def one_of(names: Sequence[str]) -> str:
 def require_matrix(
     name: str, x: Any, on_device: bool, wanted: Sequence[str] = ("float32",)
 ) -> tuple[int, int, str]:
-    """(rows, columns, dtype) of a 2-dimensional C-contiguous array of one of the dtypes `wanted`;
-    TypeError for another dtype or no array, ValueError for other shapes and strides."""
+    """(rows, columns, dtype) of a 2-dimensional C-contiguous array, see `require_array`."""
+    (rows, columns), found = require_array(name, x, on_device, wanted, 2)
+    return rows, columns, found
+
+
+def require_array(
+    name: str, x: Any, on_device: bool, wanted: Sequence[str], dimensions: int
+) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) of a C-contiguous array of so many dimensions and of one of the dtypes
+    `wanted`; TypeError for another dtype or no array, ValueError for other shapes and strides."""
     if not on_device and not isinstance(x, np.ndarray):
         raise TypeError(
             f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
@@ -104,11 +114,12 @@ def require_matrix(
     found = name_of(dtype)
     if found not in wanted:
         raise TypeError(f"{name} must be {one_of(wanted)}, got {found}")
-    if len(shape) != 2:
-        raise ValueError(f"{name} must have 2 dimensions, got {len(shape)}: its shape is {shape}")
+    if len(shape) != dimensions:
+        many = "1 dimension" if dimensions == 1 else f"{dimensions} dimensions"
+        raise ValueError(f"{name} must have {many}, got {len(shape)}: its shape is {shape}")
     strides = facts.get("strides")
-    contiguous = (shape[1] * dtype.itemsize, dtype.itemsize)
-    if strides is not None and 0 not in shape and tuple(strides) != contiguous:
+    contiguous = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(dimensions)]
+    if strides is not None and 0 not in shape and list(strides) != contiguous:
         ok = all(s == c or e == 1 for s, c, e in zip(strides, contiguous, shape, strict=True))
         if not ok:
             raise ValueError(
@@ -120,7 +131,7 @@ def require_matrix(
             f"{name} begins {past} bytes past a multiple of {dtype.itemsize}, and a GPU reads "
             f"{found} only at such multiples: make an aligned copy"
         )
-    return shape[0], shape[1], found
+    return shape, found
 
 
 def blocks_of(w: Any) -> Any:
@@ -193,15 +204,35 @@ def require_out(out: Any, a: Any, m: int, n: int, on_device: bool, dtype: str = 
     require_place(start, ARRAYS[dtype].itemsize * m * n, facts["data"][0], size_of_a)
 
 
+def bias_dtype(bias: Any, n: int, on_device: bool) -> str:
+    """The dtype by name of a bias [n]; TypeError or ValueError where no kernel can add it."""
+    if is_device_array(bias) != on_device:
+        raise TypeError(f"bias must be {('a NumPy array', 'on the GPU')[on_device]}, as a is")
+    shape, name = require_array("bias", bias, on_device, FLOATS, 1)
+    if shape != (n,):
+        raise ValueError(f"bias must have shape [N] = [{n}], got {list(shape)}")
+    if not on_device:
+        require_finite("bias", bias, name)
+    return name
+
+
+def require_finite(name: str, x: np.ndarray, dtype: str) -> None:
+    """ValueError for NaN and infinity in an array of the host."""
+    finite = np.isfinite(bfloat16_values(x) if dtype == "bfloat16" else x)
+    if not finite.all():
+        raise ValueError(f"{name} has {np.count_nonzero(~finite)} values that are NaN or Inf")
+
+
 def _read_only(m: int, n: int) -> ValueError:
     return ValueError(f"out [{m}, {n}] is read-only: C needs an array that may be written")
 
 
-def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
-    """ValueError unless an output of `size` bytes may be written at `start` on a GPU."""
-    if start < of_a + size_of_a and of_a < start + size:
+def require_place(start: int, size: int, read: int, size_read: int, name: str = "a") -> None:
+    """ValueError unless an output of `size` bytes may be written at `start` on a GPU, where kernels
+    read an array of that name."""
+    if start < read + size_read and read < start + size:
         raise ValueError(
-            f"out ({size} bytes at {start:#x}) overlaps a ({size_of_a} bytes at {of_a:#x}): a "
+            f"out ({size} bytes at {start:#x}) overlaps {name} ({size_read} bytes at {read:#x}): a "
             "kernel would overwrite what it still reads, so use an array of its own"
         )
     if start % ALIGNMENT:
@@ -215,7 +246,7 @@ def require_place(start: int, size: int, of_a: int, size_of_a: int) -> None:
 def address(
     name: str,
     x: Any,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     device: int = 0,
     dtype: str = "float32",
 ) -> int:
@@ -244,12 +275,12 @@ def address(
         raise TypeError(
             f"{name} must be on the GPU (with __cuda_array_interface__), got {type(x).__name__}"
         )
-    if require_matrix(name, x, True, (dtype,))[:2] != shape:
+    if require_array(name, x, True, (dtype,), len(shape))[0] != shape:
         have = x.__cuda_array_interface__["shape"]
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(have)}")
     facts = x.__cuda_array_interface__["data"]
     if name == "out" and facts[1]:
-        raise _read_only(*shape)
+        raise _read_only(*shape[:2])
     return int(facts[0])
 
 

@@ -36,8 +36,11 @@ from steps.api.launch_template import LaunchTemplate
 from steps.api.operands import (
     ARRAYS,
     address,
+    as_array,
+    bias_dtype,
     blocks_of,
     float_name,
+    is_device_array,
     require_matrix,
     require_place,
     require_start_of_a,
@@ -54,6 +57,7 @@ def plan(
     m: int,
     w: np.ndarray | Tensor | api.Packed,
     *,
+    bias: Any = None,
     dtype: Any = np.float32,
     input: Any = np.float32,
     step: int | None = None,
@@ -68,6 +72,8 @@ def plan(
     m       : tokens of each call, at least 1.
     w       : blocks [N, K/32], of K-quants [N, K/256], of a dtype of `qformats`; a tensor of a
               file; or what `steps.pack` made of them, which many plans may share.
+    bias    : None, or float32, float16 or bfloat16 [N], which every call adds, see `steps.gemm`: a
+              NumPy array, which is uploaded now, or one on the GPU, which calls read where it lies.
     dtype   : of `out`, see `steps.gemm`: float32, float16 or bfloat16.
     input   : the dtype of `a`, likewise.
     step, family, accuracy, invariant : as for `steps.gemm`; the choice is made now, `plan.choice`
@@ -84,11 +90,18 @@ def plan(
     fmt, n, k = api.weights_shape(w)
     where = api.machine_for(machine, w)
     floats = float_name(dtype), float_name(input, "input")
+    shape, biased, given = Shape(int(m), n, k, invariant), bias is not None, as_array("bias", bias)
+    on_device = is_device_array(given)
+    of_bias = bias_dtype(given, n, on_device) if biased else None
+    if on_device and where.cc is None:
+        raise TypeError(f"bias is on a GPU and the machine is the {where.name}: pass a NumPy array")
     choice = api.choice_for(
-        fmt, Shape(int(m), n, k, invariant), w, where, step, family, floats[0], accuracy, floats[1]
+        fmt, shape, w, where, step, family, floats[0], accuracy, floats[1], biased
     )
     packed = w if isinstance(w, api.Packed) else api.pack(w, step=choice.step.number, machine=where)
-    return Plan(choice, packed, where, stream, *floats)
+    if biased and not on_device:
+        bias = where.array(given)
+    return Plan(choice, packed, where, stream, *floats, bias=bias, of_bias=of_bias)
 
 
 class Plan:
@@ -102,6 +115,8 @@ class Plan:
         stream: Any = None,
         output: str = "float32",
         input: str = "float32",
+        bias: Any = None,
+        of_bias: str | None = None,
     ) -> None:
         m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
         self._machine, self._stream = machine, stream
@@ -109,7 +124,7 @@ class Plan:
         self._a_shape, self._out_shape = (m, k), (m, n)
         self._a_bytes = ARRAYS[input].itemsize * m * k
         self._out_bytes = ARRAYS[output].itemsize * m * n
-        self._weights = weights
+        self._weights, self._bias, self._of_bias = weights, bias, of_bias
         self._in_blocks = api.uses_blocks(choice, input)
         self.choice = self._prepare(choice) if machine.cc is None else self._load(choice)
         machine.synchronize()  # what was set to zero may be used on any stream from here on
@@ -118,7 +133,7 @@ class Plan:
         return f"Plan({self.choice})"
 
     def __call__(self, a: Any, out: Any, *, stream: Any = None) -> None:
-        """Queue out[:] = a @ dequantize(W)^T; returns before it is done.
+        """Queue out[:] = a @ dequantize(W)^T + bias; returns before it is done.
 
         a      : [M, K] of the plan's input, C-contiguous, on the GPU; in 16 bits at a multiple of
                  16 bytes.
@@ -133,6 +148,8 @@ class Plan:
         target = address("out", out, self._out_shape, self._device, self._output)
         require_start_of_a(source, self._input)
         require_place(target, self._out_bytes, source, self._a_bytes)
+        if self._of_bias:
+            require_place(target, self._out_bytes, self._packed[-1], self._bias_bytes, "bias")
         if stream is None:
             stream = stream_of(a) if self._stream is None else self._stream
         handle = self._handle_of(stream)
@@ -151,13 +168,19 @@ class Plan:
         self._handle_of, self._device = stream_handle, api.current_device()
         weights = self._weights.arrays
         types = [(array.shape, array.dtype) for array in weights]
-        template = LaunchTemplate(choice, types, output=self._output, input=self._input)
+        template = LaunchTemplate(
+            choice, types, output=self._output, input=self._input, bias=self._of_bias
+        )
         zeros = (
             self._machine.array(np.zeros(template.zeroed, np.uint8)) if template.zeroed else None
         )
         workspace = self._machine.empty((template.nbytes,), np.uint8) if template.nbytes else None
         self._template, self._memory = template, (zeros, workspace)
         self._packed = tuple(map(address_of, weights))
+        if self._of_bias:
+            n = self._out_shape[1:]
+            self._packed += (address("bias", self._bias, n, self._device, self._of_bias),)
+            self._bias_bytes = ARRAYS[self._of_bias].itemsize * n[0]
         self._work_in = [0 if array is None else address_of(array) for array in self._memory]
         return template.choice
 
@@ -168,6 +191,8 @@ class Plan:
         self._a = self._machine.empty(self._a_shape, ARRAYS[self._input])
         self._out = self._machine.empty(self._out_shape, ARRAYS[self._output])
         weights = self._weights.arrays
+        if self._bias is not None:
+            weights = (*weights, self._bias)
         activations, own = api.prepare(choice, self._machine, weights, self._a, self._out)
         self._launches = (*activations.launches, own)
         return replace(choice, configuration=launch_configuration(own))
