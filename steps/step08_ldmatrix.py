@@ -68,6 +68,7 @@ def copy_4(stage, to, array, offset):
 
 @cache
 def kernel(fmt: Format, of_bias: str | None) -> Any:
+    """The kernel for a bias of dtype `of_bias` or none."""
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
     minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
     first_source, next_source, copy_weights, copy_tokens = stage_copies(fmt, BM, copy_16, copy_4)

@@ -56,7 +56,7 @@ STAGES: Final = 4  # of the ring, at most: more hide nothing further
 
 @cache
 def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
-    """The kernel with a ring of `stages`, two at least."""
+    """The kernel with a ring of `stages`, two at least, for a bias of dtype `of_bias` or none."""
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
     minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
     ring_bytes = stages * stage_bytes

@@ -66,7 +66,7 @@ IN_FLIGHT: Final = 64  # registers for partial sums that are being loaded
 
 @cache
 def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
-    """The kernel for tiles of `bm` tokens and a ring of `stages`."""
+    """The kernel for tiles of `bm` tokens, a ring of `stages`, a bias of `of_bias` or none."""
     columns, n_b = bm // 8, bm // 4
     n_acc = 4 * ROW_TILES * columns
     tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, bm).stage_bytes

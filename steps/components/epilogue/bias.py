@@ -1,8 +1,8 @@
-"""The bias of a layer, added to sums before they are rounded to the dtype of C. Step 17 teaches
-this; the ends of steps 8 to 16 use it too.
+"""The bias of a layer, added to sums before they are rounded to the dtype of C, by whichever block
+writes them. So a layer with a bias takes no launch more. The ends of steps 8 to 18 use this.
 
-A kernel without a bias has the machine code that it would have without this file: `add` returns
-its argument then.
+A kernel for a product without a bias is compiled without one: `add` returns its argument then, and
+nothing of this is left in machine code.
 """
 
 from __future__ import annotations
