@@ -11,7 +11,8 @@ On a GPU a call consists of
 * the one or two launches of a step: one where it reads `x` as it is;
 * a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
   float32 on a GPU that has no step which reads its dtype (before compute capability 8.0);
-* one kernel of torch for a bias that the step does not add, or for a dtype that it does not write.
+* one kernel of torch for a bias that the step does not add (1 to 7), or for a dtype that it does
+  not write.
 
 A workspace is torch's and of the current stream. So calls on several streams do not meet, and what
 is captured into a CUDA graph lies in the pool of that graph. Counters are kept from call to call

@@ -525,7 +525,7 @@ def multiplied(layer: Any, x: Any) -> Any:
     """What the operator's kernel for CUDA makes of it."""
     return torch_operator._on_gpu(
         x, layer.bias, None, layer._arrays("weights"), layer._arrays("fast"), layer.packings,
-        layer.accuracy, layer.format, layer.out_features, layer.in_features,
+        layer.accuracy, layer.format, layer.out_features, layer.in_features, layer.invariant,
     )  # fmt: skip
 
 
@@ -569,6 +569,17 @@ def test_a_bias_of_many_tokens_takes_no_launch_more(host, m, accuracy, dtype, la
     )  # fmt: skip
     np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted, strict=True)
     assert len(host.launched) == launches
+
+
+def test_an_invariant_layer_gives_a_row_the_same_bits_at_every_m(host: Any) -> None:
+    layer = QuantLinear.from_blocks(blocks_of("q4_0", k=1024), invariant=True)
+    layer._move(torch.device("cuda"))
+    x = tensor(16, 1024).to(torch.float16)
+    assert "invariant=True" in repr(layer)
+    whole = multiplied(layer, x)
+    for m in (1, 3):
+        assert template_of(layer, m, input="float16").choice.shape.invariant
+        assert torch.equal(multiplied(layer, x[:m]), whole[:m])
 
 
 def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
