@@ -20,11 +20,9 @@ Why it should help
 What it costs
     Hopper or later.
 Machine code
-    UBLKCP of weights before ACQBULK, which waits for the launch before; HMMA or IMMA; in the loop
-    no barrier but SYNCS.
+    UBLKCP of weights before ACQBULK, the wait; HMMA or IMMA; in the loop no barrier but SYNCS.
 Prerequisites
-    Steps 17 (the ring, the files of components.decode), 13 (bulk copies, mbarriers), 14 (launches
-    that overlap). components.decode.copies has A by bulk copies.
+    Steps 17, 13 (bulk copies, mbarriers) and 14 (launches that overlap); components.decode.copies.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     distinct = tuple(dict.fromkeys(constants))
     which = tuple(distinct.index(registers) for registers in constants)
     low, high = distinct[0], distinct[-1]
-    held = len(distinct) <= 2 and tokens == 1  # in registers: with eight tokens that is slower
+    stay = len(distinct) <= 2 and tokens == 1  # in registers: with eight tokens that is slower
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -82,7 +82,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
                 v = z[j, 0], z[j, 1], z[j, 2], z[j, 3]
             for term in range(terms):
                 i = terms * step + term
-                if held:
+                if stay:
                     v = mma(offsets[2] if which[i] else offsets[1], b, j, part, v)
                 else:
                     v = mma(constants[i], b, j, part, v)
@@ -135,7 +135,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         first = min(int32(lane & 7), int32(here - 1)) * pitch
         second = min(int32((lane & 7) + 8), int32(here - 1)) * pitch
         first, second = int32(first + 16 * (lane >> 3)), int32(second + 16 * (lane >> 3))
-        if not held:
+        if not stay:
             return ((first, second),)
         return (first, second), in_registers(low, here), in_registers(high, here)
 
