@@ -6,14 +6,15 @@ offsets add is taken off in the same accumulator: products of A with a tile of c
 negative offsets, are what the products with the codes begin with. All rows of them are equal, so
 they serve every row tile of the warp.
 
-             constants                            codes of a row tile
-             K 0..15          K 16..31            K 0..15        K 16..31
-             -(1024 + zero)   -(64 + zero)        1024 + code    64 + code
+                     constants                            codes of a row tile
+                 K 0..15          K 16..31            K 0..15        K 16..31
+    rows g       -(1024 + zero)   -(64 + zero)        1024 + code    64 + code
+    rows g + 8   the same, or 512 with minima         1024 + code    64 + code
 
     z = constants * A           v = z + codes * A          sum += scale * v (+ minimum * sum of A)
 
-Where a format has minima, another tile of constants adds up A, times the ratio of the units of
-minima and scales. The terms that cancel are up to 130 times as large as the result; in
+Where a format has minima, rows g + 8 of the constants add up A instead, times the ratio of the
+units of minima and scales. The terms that cancel are up to 130 times as large as the result; in
 float32 that costs a hundredth of what rounding A to float16 costs. Step 17 teaches this.
 """
 
@@ -56,16 +57,20 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
     columns = min(2, tokens)  # of a lane; a single token is in all columns
     n_b, n_codes = 4 * groups, 2 * terms
     unit = numbers.unit
-    ones = (word_of(MINIMUM_SCALE / HALF_SCALE * unit, kind),) * 4  # that add up A
+    sum_of_a = MINIMUM_SCALE / HALF_SCALE * unit
     constants = tuple(
-        tuple(word_of(-x * unit, kind) for x in registers)
+        tuple(
+            word_of(sum_of_a if minimum and r % 2 else -x * unit, kind)
+            for r, x in enumerate(registers)
+        )
         for of_step in numbers.offsets
         for registers in of_step
     )
     distinct = tuple(dict.fromkeys(constants))
     which = tuple(distinct.index(registers) for registers in constants)
     low, high = distinct[0], distinct[-1]
-    stay = len(distinct) <= 2 and tokens == 1  # in registers: with eight tokens that is slower
+    # in registers: minima leave none, and with eight tokens it is slower
+    stay = len(distinct) <= 2 and tokens == 1 and not minimum
 
     @cuda.jit(device=True, forceinline=True)
     def mma(a, b, j, part, v):
@@ -89,16 +94,6 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
             z[j, 0], z[j, 1], z[j, 2], z[j, 3] = v
 
     @cuda.jit(device=True, forceinline=True)
-    def sums_of_a(total, b, part, more):
-        """total = the sums of A of part 0 or 1 of a block; `more`: of the other part too."""
-        for j in range(groups):
-            v = float32(0), float32(0), float32(0), float32(0)
-            if more:
-                v = total[j, 0], total[j, 1], total[j, 2], total[j, 3]
-            v = mma(ones, b, j, part, v)
-            total[j, 0], total[j, 1], total[j, 2], total[j, 3] = v
-
-    @cuda.jit(device=True, forceinline=True)
     def make_numbers(a, first, words, step):
         """The numbers of a step to a[first], a[first + 1] ..., by terms."""
         for term in range(terms):
@@ -107,14 +102,19 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
                 a[first + term, i] = x[i]
 
     @cuda.jit(device=True, forceinline=True)
-    def add_scaled(acc, first, v, total, d, m):
+    def beginning_with(z):
+        """What sums of codes begin with: where there are minima all rows take that of rows g."""
+        return (z[0], z[1], z[0], z[1]) if minimum else (z[0], z[1], z[2], z[3])
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_scaled(acc, first, v, z, d, m):
         """acc += the sums of a block, with scales and minima of rows g and g + 8."""
         for column in range(columns):
             acc[first + column] += d[0] * v[column]
             acc[first + 2 + column] += d[1] * v[2 + column]
             if minimum:
-                acc[first + column] += m[0] * total[column]
-                acc[first + 2 + column] += m[1] * total[column]
+                acc[first + column] += m[0] * z[2 + column]
+                acc[first + 2 + column] += m[1] * z[2 + column]
 
     @cuda.jit(device=True, forceinline=True)
     def in_registers(x, here):
@@ -144,38 +144,32 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
         """acc += the first or the second block of 64 K, whose A begins at byte `a`."""
         b, z = cuda.local.array(n_b, uint32), cuda.local.array((groups, 4), float32)
         codes, step = cuda.local.array((n_codes, 4), uint32), 2 * odd
-        total = cuda.local.array((groups, 4), float32)
         for j in range(groups):
             at, i = a + offsets[0][j] + BLOCK_BYTES * odd, 4 * j
             b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
         if not apart:
             offset_sums(z, b, offsets, step, 0, False)
             offset_sums(z, b, offsets, step + 1, 1, True)
-            if minimum:
-                sums_of_a(total, b, 0, False)
-                sums_of_a(total, b, 1, True)
             for r in range(PAIR):
                 make_numbers(codes, 0, words[r], step)
                 make_numbers(codes, terms, words[r], step + 1)
                 d32, m32 = of_block(d[r], odd, 0), of_block(m[r], odd, 0)
                 for j in range(groups):
-                    v = z[j, 0], z[j, 1], z[j, 2], z[j, 3]
+                    v = beginning_with(z[j])
                     for i in range(2 * terms):
                         v = mma(codes[i], b, j, i // terms, v)
-                    add_scaled(acc, 4 * (groups * r + j), v, total[j], d32, m32)
+                    add_scaled(acc, 4 * (groups * r + j), v, z[j], d32, m32)
         else:
             for part in range(2):
                 offset_sums(z, b, offsets, step + part, part, False)
-                if minimum:
-                    sums_of_a(total, b, part, False)
                 for r in range(PAIR):
                     make_numbers(codes, 0, words[r], step + part)
                     d16, m16 = of_block(d[r], odd, part), of_block(m[r], odd, part)
                     for j in range(groups):
-                        v = z[j, 0], z[j, 1], z[j, 2], z[j, 3]
+                        v = beginning_with(z[j])
                         for i in range(terms):
                             v = mma(codes[i], b, j, part, v)
-                        add_scaled(acc, 4 * (groups * r + j), v, total[j], d16, m16)
+                        add_scaled(acc, 4 * (groups * r + j), v, z[j], d16, m16)
 
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
