@@ -259,6 +259,18 @@ def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
         assert np.array_equal(rows, bits[16][:m]), m
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_rows_of_an_invariant_product_on_a_gpu(name: str) -> None:
+    """Through the front door, where 16 tokens have fewer warps along K than one."""
+    problem = Problem(16, 7168, 2048, name, "normal", input="float16")
+    a, w = problem.given, steps.pack(problem.blocks)
+    whole = steps.gemm(a, w, invariant=True)
+    for m in range(1, 16):
+        rows = steps.gemm(a[:m], w, invariant=True)
+        assert np.array_equal(rows, whole[:m]), m
+
+
 def rows_of(step: Step, problem: Problem, shape: Shape) -> np.ndarray:
     """C of the first `shape.m` tokens of a problem, of a simulated launch."""
     machine, fmt = RemembersPasses(), FORMATS[problem.format]
