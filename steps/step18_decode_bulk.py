@@ -44,6 +44,7 @@ from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
 from steps.components.decode.walk import pair_walk
+from steps.components.epilogue.bias import bias_operand
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
 from steps.instructions import (
@@ -214,15 +215,13 @@ def kernel(
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    stored_as, (packed, row_scales, *bias) = storage_format(fmt), weights
-    a, *scales = activations
+    of_bias, (packed, row_scales, bias) = bias_operand(weights)
+    stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
     found = tile_configuration(stored_as, shape, family, quantized)
-    of_bias = dtype_name(bias[0]) if bias else None
     run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled, of_bias)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
-    added = bias[0] if bias else row_scales
-    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), added)
+    args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
     block = (32 * found.variant.warps,)
     return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
 

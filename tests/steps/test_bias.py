@@ -113,5 +113,7 @@ def test_a_bias_costs_no_local_memory_and_few_instructions(step: Step) -> None:
         plain, biased = codes
         assert biased.count("LDG") > plain.count("LDG")
         more = sum(biased.instructions.values()) - sum(plain.instructions.values())
-        assert more <= 80, "of some 1500; fewer where the compiler unrolls the end less"
-        assert biased.registers <= max(plain.registers + 4, 128), "launch bounds leave them"
+        most = 80 if step.number == 8 else 59  # measured: only step 8 takes more than 59
+        assert more <= most, "of some 1500; fewer where the compiler unrolls the end less"
+        spare = 4 if step.number == 11 else 0  # below what its launch bounds leave it
+        assert biased.registers <= max(plain.registers + spare, 128)
