@@ -262,7 +262,7 @@ def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_rows_of_an_invariant_product_on_a_gpu(name: str) -> None:
-    """Through the front door, where 16 tokens have fewer warps along K than one."""
+    """Of `gemm`, where 16 tokens have fewer warps along K than one."""
     problem = Problem(16, 7168, 2048, name, "normal", input="float16")
     a, w = problem.given, steps.pack(problem.blocks)
     whole = steps.gemm(a, w, invariant=True)
