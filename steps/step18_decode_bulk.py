@@ -79,7 +79,8 @@ def kernel(
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     whole = how.place == "kept" and not a8 and tokens == 1  # all of A is one piece of memory
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
-    size_of_a, copy_a, zero_tail = copies.size, copies.issue, copies.zero_tail
+    size_of_a, copy_a = copies.size, copies.issue
+    has_tail, zero_tail = copies.has_tail, copies.zero_tail
     bars_at, bars_of_warp = how.bars_at, 8 * (stages + 1)  # one for each slot, and one for A
 
     @cuda.jit(device=True, forceinline=True)
@@ -125,7 +126,7 @@ def kernel(
         bar_of_a = int32(bars_at + a_warp * bars_of_warp + 8 * stages)
         copies_a = count_a > 0 and warp == a_warp
 
-        # --- the first weights, and row scales: they do not depend on the launch before this one
+        # --- the first weights: they do not depend on the launch before this one
         if lane == 0:
             for s in range(stages + 1):
                 mbarrier_init(smem, bars + 8 * s, 1)
@@ -137,25 +138,16 @@ def kernel(
             more = scale_bytes if s == 0 and warp == 0 else int32(0)
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             walk = issue(smem, slot, bar, w, walk, part, a, rows, more, lane)
-        if t == 0:
-            bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
-        if in_slots:
+        if in_slots and has_tail(a):
             to = int32(ring + weights)
             for _ in range(stages):
                 zero_tail(smem, to, pitch, a, rows, int32(all_k_tiles - 1), 1, lane)
                 to = int32(to + slot_bytes)
             fence_proxy_async()
             cuda.syncwarp()
-        elif not quantized:
-            if copies_a:
-                zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
-                if lane == 0:
-                    mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
-            if warps_n > 1 or whole:  # a warp will wait at the mbarrier of another
-                cuda.syncthreads()
         griddepcontrol_wait()
 
-        # --- A and the other slots
+        # --- A, before anything else
         own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
@@ -163,11 +155,17 @@ def kernel(
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
         elif copies_a:
+            if lane == 0:
+                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
             copy_a(smem, to_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0_a, count_a, lane)
+
+        # --- the other slots and row scales
         for s in range(prefetched, stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
             walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
+        if t == 0:
+            bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
         if quantized:
             i = int32(0)
             while i < count * (BLOCKS * tokens):
@@ -175,8 +173,13 @@ def kernel(
                     load(x, a, k0, i, lane)
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
-        elif not in_slots and count > 0:
-            mbarrier_wait(smem, bar_of_a, 0)
+        elif not in_slots:
+            if copies_a:
+                zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
+            if warps_n > 1 or whole:  # the mbarrier, and the zeros, may be another warp's
+                cuda.syncthreads()
+            if count > 0:
+                mbarrier_wait(smem, bar_of_a, 0)
         cuda.syncwarp()  # what lanes have stored of A
         own_scale = token_scale(a_scales, m0, M, t)
 

@@ -86,12 +86,14 @@ class BulkCopies:
     size(a, rows, k_tile, count) -> bytes of the copies
     issue(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane)
         issues copies that report to the mbarrier at byte `bar`
+    has_tail(a) -> whether A ends inside a tile
     zero_tail(smem, to, pitch, a, rows, k_tile, count, lane)
         zeros behind the end of A, where it ends inside these tiles
     """
 
     size: Any
     issue: Any
+    has_tail: Any
     zero_tail: Any
 
 
@@ -114,6 +116,10 @@ def bulk_copies(family: Family) -> BulkCopies:
         if lane < here:
             source = int64(m0 + lane) * a.shape[1] + k_tile * TILE_K
             bulk_copy(smem, to + lane * pitch, a, source, row_bytes(a, k_tile, count), smem, bar)
+
+    @cuda.jit(device=True, forceinline=True)
+    def has_tail_a16(a):
+        return int32(a.shape[1]) % TILE_K != 0
 
     @cuda.jit(device=True, forceinline=True)
     def zero_tail_a16(smem, to, pitch, a, rows, k_tile, count, lane):
@@ -157,9 +163,13 @@ def bulk_copies(family: Family) -> BulkCopies:
                 i = int32(i + 1)
 
     @cuda.jit(device=True, forceinline=True)
+    def has_tail_a8(a):
+        return False  # prequantized A is whole tiles
+
+    @cuda.jit(device=True, forceinline=True)
     def zero_tail_a8(smem, to, pitch, a, rows, k_tile, count, lane):
-        pass  # prequantized A is whole tiles
+        pass
 
     if family == "A16":
-        return BulkCopies(size_a16, issue_a16, zero_tail_a16)
-    return BulkCopies(size_a8, issue_a8, zero_tail_a8)
+        return BulkCopies(size_a16, issue_a16, has_tail_a16, zero_tail_a16)
+    return BulkCopies(size_a8, issue_a8, has_tail_a8, zero_tail_a8)
