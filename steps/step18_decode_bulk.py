@@ -77,7 +77,6 @@ def kernel(
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance = walks.own_part, walks.start, walks.advance
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
-    whole = how.place == "kept" and not a8 and tokens == 1  # all of A is one piece of memory
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a = copies.size, copies.issue
     has_tail, zero_tail = copies.has_tail, copies.zero_tail
@@ -120,11 +119,9 @@ def kernel(
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
         row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
-        # A comes as a whole, or in the parts of the warps along K: for which, and which K tiles
-        a_part, k0_a, count_a = (int32(0), int32(0), all_k_tiles) if whole else (k_part, k0, count)
-        to_a, a_warp = int32(a_at + a_part * sizes[4]), int32(a_part * warps_n)
-        bar_of_a = int32(bars_at + a_warp * bars_of_warp + 8 * stages)
-        copies_a = count_a > 0 and warp == a_warp
+        # of the warps with the same part of K, the first copies A
+        a_warp = int32(k_part * warps_n)
+        copies_a, bar_of_a = warp == a_warp, int32(bars_at + a_warp * bars_of_warp + 8 * stages)
 
         # --- the first weights: they do not depend on the launch before this one
         if lane == 0:
@@ -154,10 +151,10 @@ def kernel(
             load(x, a, k0, 0, lane)
         elif in_slots:
             issue_a(smem, ring, bars, first_walk, part, pitch, a, a_scales, rows, lane)
-        elif copies_a:
+        elif copies_a and count > 0:
             if lane == 0:
-                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0_a, count_a))
-            copy_a(smem, to_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0_a, count_a, lane)
+                mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
+            copy_a(smem, own_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0, count, lane)
 
         # --- the other slots and row scales
         for s in range(prefetched, stages):
@@ -174,9 +171,9 @@ def kernel(
                 quantize(smem, own_a, own_scales, x, a, k0, count, i, lane)
                 i = int32(i + ahead * SIDE_BY_SIDE)
         elif not in_slots:
-            if copies_a:
-                zero_tail(smem, to_a, pitch, a, rows, k0_a, count_a, lane)
-            if warps_n > 1 or whole:  # the mbarrier, and the zeros, may be another warp's
+            if copies_a and count > 0:
+                zero_tail(smem, own_a, pitch, a, rows, k0, count, lane)
+            if warps_n > 1:  # the mbarrier, and the zeros, may be another warp's
                 cuda.syncthreads()
             if count > 0:
                 mbarrier_wait(smem, bar_of_a, 0)

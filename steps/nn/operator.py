@@ -170,7 +170,9 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
     weights, fast = ([None] * count for count in ctx.arrays)
-    return of_x, of_bias, None, weights, fast, *(None,) * 6
+    # torch leaves out last arguments that are their defaults, and wants no gradient of them
+    constants = (None,) * (len(ctx.needs_input_grad) - 5)
+    return of_x, of_bias, None, weights, fast, *constants
 
 
 linear.register_autograd(_gradients, setup_context=_remember)

@@ -3,8 +3,8 @@
 Weights are read once. So every multiprocessor should read equally many, with enough of them in
 flight. A thread block takes some row tiles of C and all of K: no partial sums leave it. Its warps
 share K; where their sums would take too much shared memory, some of them share the row tiles
-instead (`warps_n`). A is best copied once and kept; where it does not fit, each tile of weights
-brings its tile of A into the same slot of the ring.
+instead (`warps_n`). A is copied once and kept where several pairs of row tiles need it. Where one
+does, or A does not fit, each tile of weights brings its tile of A into the same slot of the ring.
 
     ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
 
@@ -40,19 +40,14 @@ WARPS: Final = (16, 8, 4)
 """Of a thread block, the first that fit; 16 leave each thread 128 registers."""
 
 H200_STAGES: Final = {
-    "A8": {1: 4, 2: 4, 4: 4, 8: 4, 16: 4},
-    "A16": {1: 4, 2: 4, 4: 3, 8: 2, 16: 2},
+    "A8": {1: 4, 2: 3, 4: 3, 8: 2, 16: 2},
+    "A16": {1: 2, 2: 2, 4: 2, 8: 2, 16: 2},
 }
-"""Slots of a warp's ring at most, by tokens: more in flight do not arrive sooner."""
-
-H200_SEVERAL_PAIRS: Final = 3
-"""The same for one token of float16, where a warp has several pairs of row tiles."""
+"""Slots of a warp's ring at most, by tokens: more in flight do not arrive sooner, and A queues
+behind those of all SMs."""
 
 H200_PREFETCHED: Final = 2
-"""Slots issued before A of one token, where they are many, else 1: A queues behind. Many are more
-than `H200_FEW` in a row of A16, and those of several rows where the warp quantizes A."""
-
-H200_FEW: Final = 4
+"""Slots issued before A where a warp quantizes it and has several pairs of row tiles, else 1."""
 
 H200_AHEAD: Final = 4
 """Blocks of A that a lane has a part of at a time, at most, where the warp quantizes them."""
@@ -187,21 +182,19 @@ def tile_configuration(
         warps_k = warps // warps_n
         if warps_n > min(warps, ceil_div(row_tiles, PAIR)) or parts not in (None, warps_k):
             continue
+        if place == "kept" and row_tiles <= PAIR:
+            continue
         if warps_k * row_tiles * sum_bytes(shape.m) > SUMS:
             continue
         k_tiles = ceil_div(ceil_div(shape.k, TILE_K), warps_k)
         pairs = ceil_div(row_tiles, PAIR * warps_n)
         most = H200_STAGES[family][columns(shape.m)]
-        if family == "A16" and shape.m == 1 and pairs > 1:
-            most = H200_SEVERAL_PAIRS
         most = max(2, min(most, k_tiles * pairs))
         for stages in range(most, 1, -1):
             found = _configuration(
                 fmt, shape, family, place, warps, warps_n, stages, k_tiles, row_tiles
             )
-            # what a warp reads once is kept only where that takes nothing from the ring
-            wanted = place != "kept" or pairs > 1 or stages == most
-            if wanted and found.shared <= room:
+            if found.shared <= room:
                 return replace(found, shared=max(found.shared, min(ALONE, room)))
     raise ValueError(f"{room} bytes of shared memory are too few for M={shape.m} N={shape.n}")
 
@@ -222,10 +215,7 @@ def _configuration(
     a_bytes = rows * pitch if family == "A16" else a_tiles * a8_tile_bytes(rows)
     slot_bytes = PAIR * tile_format(fmt.name).tile_bytes + (0 if kept else a_bytes)
     ahead = min(H200_AHEAD, ceil_div(k_tiles * BLOCKS * tokens, SIDE_BY_SIDE))
-    if place == "quantized":
-        many = pairs > 1
-    else:
-        many = kept and tokens == pairs == 1 and k_tiles > H200_FEW
+    many = place == "quantized" and pairs > 1
     variant = Variant(
         family, tokens, warps, warps_n, stages, H200_PREFETCHED if many else 1, place,
         slot_bytes, ahead if place == "quantized" else 1,
