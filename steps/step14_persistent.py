@@ -72,7 +72,7 @@ from steps.instructions import (
 
 # (features, tokens) of a tile of C: 192 are of three warpgroups, for N that leave SMs idle
 # otherwise, and 256 read the least for what they multiply
-TILES: Final = (*((128, bm) for bm in (16, 32, 64, 128)), (192, 128), (256, 128))
+TILES: Final = (*((128, bm) for bm in wgmma_tiles.TOKENS), (192, 128), (256, 128))
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
 

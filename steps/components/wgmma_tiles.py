@@ -47,8 +47,12 @@ H200_L2_BYTES: Final = 24
 UNEVEN: Final = 6
 """A sixth more where blocks share tiles in unequal parts: some come late (H200)."""
 
-SLICED_TOKENS: Final = 64
-"""Tokens of a tile from which on slices pay off (H200)."""
+SLICED_TOKENS: Final = 48
+"""Tokens of a tile from which on slices pay off: more than 32 (H200)."""
+
+TOKENS: Final = tuple(range(16, 129, 16))
+"""Tokens of a tile. Products of up to 128 are one row of tiles, and what a tile has too many is
+multiplied for nothing: with powers of two alone, 65 tokens would take 1.7 times as long as 64."""
 
 Tile = tuple[int, int]
 """(features, tokens) of C."""
@@ -90,7 +94,8 @@ def fewest_cycles(
             if shared_tiles:  # partial sums go to the L2 and come back
                 contributors = ceil_div(blocks, shared_tiles)
                 slices = reduction_slices(((bn, bm), total, blocks, shared_tiles))
-                loads = ceil_div(contributors, slices)
+                # some blocks add up more slices than others
+                loads = ceil_div(contributors * ceil_div(slices, contributors), slices)
                 cycles += H200_HAND_OVER + (loads + 1) * bn * bm * 4 // H200_L2_BYTES
             if shared_tiles and blocks % shared_tiles:
                 cycles += cycles // UNEVEN
@@ -102,11 +107,14 @@ def fewest_cycles(
 def reduction_slices(configuration: TileConfiguration) -> int:
     """The number of slices of a shared tile, which its blocks add up side by side
     (`steps.components.epilogue.wgmma`). More than one where the blocks do equal parts, and so
-    finish together, and where adding up takes longer than polling the arrival counter."""
+    finish together, and where adding up takes longer than polling the arrival counter. Slices are
+    of whole sixteen tokens: where as many as there are blocks do not divide the tile, more do."""
     (_, bm), _, blocks, shared_tiles = configuration
     if not shared_tiles or blocks % shared_tiles or bm < SLICED_TOKENS:
         return 1
-    return min(4, 1 << (blocks // shared_tiles).bit_length() - 1)
+    sixteens = min(bm, ACC_HALF_TOKENS) // 16
+    wanted = min(4, sixteens, 1 << (blocks // shared_tiles).bit_length() - 1)
+    return next(slices for slices in range(wanted, sixteens + 1) if sixteens % slices == 0)
 
 
 def scratch_arrays(

@@ -58,7 +58,11 @@ def test_scratch_arrays_for_partial_sums() -> None:
         (128, 3, 0, 1),  # nothing is shared
         (128, 3, 2, 1),  # ranges that end at different times
         (32, 8, 2, 1),  # few sums
+        (48, 8, 2, 3),
         (64, 4, 2, 2),
+        (80, 8, 2, 5),  # whole sixteens: one of the four blocks adds up two
+        (96, 4, 2, 2),
+        (112, 4, 2, 7),
         (128, 6, 2, 2),  # the third block has none of its own
         (128, 8, 2, 4),
         (256, 16, 2, 4),

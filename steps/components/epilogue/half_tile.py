@@ -20,6 +20,7 @@ chunks of a token, which eight lanes load together.
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from typing import Any, Final
 
 from numba import cuda, float32, int32, int64, uint8, uint32
@@ -107,7 +108,7 @@ def store_halves(
 
     The address of C is a multiple of 16.
     """
-    staged, pair, (_, add) = min(tokens, staged_tokens), PAIRS[output], bias_of(of_bias)
+    staged, pair, (_, add) = gcd(tokens, staged_tokens), PAIRS[output], bias_of(of_bias)
     buffer_bytes = ROW * staged
 
     @cuda.jit(device=True, forceinline=True)
