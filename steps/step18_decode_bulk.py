@@ -2,16 +2,16 @@
 
 What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
-    one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way: a
-    token's part of K is one copy, and all of A where there is a single token.
+    one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way, a
+    copy for each token.
     That is short enough to be done early. Weights do not depend on the launch before: a thread
     block issues their copies as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
 
-    A queues behind what was issued before it: one slot, or two where a warp has many. All else is
-    as in step 17.
+    Without A there is no product, and A queues behind all that any SM has asked for before. So one
+    slot goes before it, and a ring has few. All else is as in step 17.
 Why it should help
     Between two launches of step 17 memory waits: for the last sums, for new thread blocks, their
     first instructions and the first weights. Here the last two happen while other SMs still work.
