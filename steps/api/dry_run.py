@@ -103,6 +103,8 @@ class DryRun:
     def _placeholder(
         self, region: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Placeholder:
+        if not math.prod(shape):
+            return Placeholder(0, shape, dtype)  # nothing lies nowhere
         made = Placeholder(region + self._used[region], shape, dtype)
         self._used[region] += -(-made.size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return made

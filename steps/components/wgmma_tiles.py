@@ -121,12 +121,14 @@ def scratch_arrays(
     configuration: TileConfiguration, kind: type[np.generic]
 ) -> tuple[tuple[tuple[int, ...], Any], ...]:
     """`Step.scratch`: two tiles of partial sums, of this `kind`, for each block that shares some;
-    int32, an arrival counter for each slice of 64 features of an accumulator half."""
+    int32, an arrival counter for each slice of 64 features of an accumulator half. Nothing where no
+    tile is shared: a caller allocates what is asked for at every call."""
     (bn, bm), total, blocks, shared_tiles = configuration
+    if not shared_tiles:
+        return ((0,), kind), ((0,), np.int32)
     counters = total * bn // WGMMA_ROWS * ceil_div(bm, ACC_HALF_TOKENS)
     counters *= reduction_slices(configuration)
-    partials = 2 * blocks * bn * bm if shared_tiles else 4
-    return ((partials,), kind), ((counters,), np.int32)
+    return ((2 * blocks * bn * bm,), kind), ((counters,), np.int32)
 
 
 def launch_of(

@@ -16,11 +16,15 @@ import steps.instructions  # noqa: F401  (before numba.cuda)
 from steps.api import encode_map, launcher
 from steps.api import gemm as gemm_api
 from steps.api.compile import signature_of
+from steps.api.dry_run import Placeholder
 from steps.contract import Launch
 
 
 def device_array(shape: tuple[int, ...], dtype: Any, address: int, strides: Any = None) -> Any:
-    """A Numba device array at an address where nothing is."""
+    """A Numba device array at an address where nothing is; one without items takes a GPU to make,
+    so a placeholder stands for it."""
+    if not np.prod(shape):
+        return Placeholder(0, shape, np.dtype(dtype))
     from cuda.bindings.driver import CUdeviceptr
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
     from numba.cuda.cudadrv.driver import MemoryPointer

@@ -14,7 +14,7 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
-from steps import find, gemm, pack
+from steps import find, gemm, pack, step14_persistent
 from steps.api.choice import choose, choose_packed, choose_uncast, packings
 from steps.api.dry_run import WORKSPACE, ZEROED, DryRun, launches
 from steps.api.launch_template import LaunchTemplate
@@ -49,8 +49,14 @@ def template(
     return LaunchTemplate(choice, packed[choice.step.pack.__name__], **options)
 
 
+@pytest.fixture
+def shared_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks share each tile of step 14, and need partial sums and counters."""
+    monkeypatch.setattr(step14_persistent, "tiling", lambda *_: ((128, 128), 3, 6, 3))
+
+
 def template_of_14(gpu: FakeGpu, m: int, input: str = "float32") -> LaunchTemplate:
-    """That of a step with partial sums and counters, whatever a table says."""
+    """That of a step with scratch memory, whatever a table says."""
     choice = choose("q4_0", Shape(m, N, K), gpu, step=14, input=input)
     return LaunchTemplate(choice, packed_types("q4_0", [choice.step])["tiles"], input=input)
 
@@ -98,7 +104,9 @@ def test_zeros_come_first_and_memory_is_apart() -> None:
         memory.array(np.ones(1))
 
 
-def test_arrays_lie_side_by_side_in_the_memory_of_the_call(gpu: FakeGpu) -> None:
+def test_arrays_lie_side_by_side_in_the_memory_of_the_call(
+    gpu: FakeGpu, shared_tiles: None
+) -> None:
     shape, fmt = Shape(300, N, K), FORMATS["q4_0"]
     made = template_of_14(gpu, 300)
     own, family = made.choice.step, made.choice.family
@@ -137,8 +145,8 @@ def test_how_many_launches_a_product_is(gpu: FakeGpu, gpu_name: str, accuracy: s
 
 
 def test_nothing_is_asked_for_where_nothing_needs_it(gpu: FakeGpu) -> None:
-    """Float16 A is read where it lies: no rounded rows, no scales; step 12 has no counters. Partial
-    sums are not asked for as zeros, the counters of the blocks that store them are."""
+    """Float16 A is read where it lies: no rounded rows, no scales; step 12 has no counters, and
+    step 14 none where no blocks share a tile."""
     of_12 = LaunchTemplate(
         choose("q4_0", Shape(1, N, K), gpu, step=12, input="float16"),
         packed_types("q4_0", [find(12)])["tiles"],
@@ -146,6 +154,13 @@ def test_nothing_is_asked_for_where_nothing_needs_it(gpu: FakeGpu) -> None:
         output="float16",
     )
     assert (of_12.zeroed, of_12.nbytes, len(of_12.loaded)) == (0, 0, 1)
+    of_14 = template_of_14(gpu, 300, "float16")
+    assert (of_14.zeroed, of_14.nbytes, len(of_14.loaded)) == (0, 0, 1)
+
+
+def test_counters_are_asked_for_as_zeros_and_partial_sums_are_not(
+    gpu: FakeGpu, shared_tiles: None
+) -> None:
     many = {input: template_of_14(gpu, 300, input) for input in ("float32", "float16", "bfloat16")}
     assert [len(made.loaded) for made in many.values()] == [2, 1, 1]
     partials, counters = many["float16"].choice.step.scratch(

@@ -14,7 +14,7 @@ import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits
-from steps import gemm, ladder, pack
+from steps import gemm, ladder, pack, step14_persistent
 from steps.api.dry_run import REGION
 from steps.api.machines import Simulator
 from steps.api.plan import Plan
@@ -258,8 +258,11 @@ def test_a_of_16_bits_begins_at_a_multiple_of_16_bytes(step, name, gpu, torch) -
     assert gpu.launched == []
 
 
-def test_memory_is_allocated_where_something_needs_it(gpu: FakeGpu) -> None:
-    """Float16 A needs no rows and scales of its own, step 12 no counters."""
+def test_memory_is_allocated_where_something_needs_it(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float16 A needs no rows and scales of its own, step 12 no counters, and step 14 none where no
+    blocks share a tile."""
     allocated = []
     for name in ("empty", "array"):
         original = getattr(gpu, name)
@@ -276,6 +279,9 @@ def test_memory_is_allocated_where_something_needs_it(gpu: FakeGpu) -> None:
     gemm.plan(M, handle, step=12)
     assert allocated == ["empty"], "the rows and their scales, side by side"
     allocated.clear()
+    gemm.plan(M, handle, step=14, input="float16", dtype="float16")
+    assert allocated == []
+    monkeypatch.setattr(step14_persistent, "tiling", lambda *_: ((128, 16), 2, 2, 2))
     gemm.plan(M, handle, step=14, input="float16")
     assert allocated == ["array", "empty"], "counters, partial sums"
 
