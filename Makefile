@@ -69,7 +69,9 @@ fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEE
 		$(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)')
 
 test: $(READY) ## all tests, no GPU needed: half an hour on two cores (QUICK=1: 8 minutes, one format a step)
-	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder $(if $(QUICK),-m 'not slow')
+	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder \
+		-m 'not alone$(if $(QUICK), and not slow)'
+	@$(PY) -m pytest -m 'alone$(if $(QUICK), and not slow)'
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
 	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \

@@ -239,6 +239,7 @@ def silent(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return gpu
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("m", [1, 512])
 @pytest.mark.parametrize("input", ["float32", "float16", "bfloat16"])
 def test_a_repeated_call_takes_the_host_little_time(silent, torch, input: str, m: int) -> None:

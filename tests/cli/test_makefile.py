@@ -88,8 +88,10 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             ["sanitize", "STEP=4", "TOOL=memcheck racecheck"],
             "python -m steps sanitize 4 --tool memcheck racecheck",
         ),
-        (["test"], "python -m pytest -n auto --dist loadgroup --no-loadscope-reorder"),
-        (["test", "QUICK=1"], "loadgroup --no-loadscope-reorder -m 'not slow'"),
+        (["test"], "loadgroup --no-loadscope-reorder -m 'not alone'"),
+        (["test"], "python -m pytest -m 'alone'"),
+        (["test", "QUICK=1"], "loadgroup --no-loadscope-reorder -m 'not alone and not slow'"),
+        (["test", "QUICK=1"], "python -m pytest -m 'alone and not slow'"),
         (["report"], "python -m results.render.page"),
         (["report", "OUT=there.html"], "python -m results.render.page --out 'there.html'"),
         (

@@ -167,6 +167,7 @@ def test_other_alignments(tmp_path, alignment):
         assert found[name].offset % alignment == 0
 
 
+@pytest.mark.alone
 def test_the_metadata_are_stepped_over(tmp_path):
     """A large vocabulary costs a walk over its strings and no objects: those take gguf seconds."""
     entries = 20_000

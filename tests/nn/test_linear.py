@@ -836,6 +836,7 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
                 layer(wrong)
 
 
+@pytest.mark.alone
 def test_an_eager_call_takes_the_host_little_time(host: Any, monkeypatch: Any) -> None:
     """Python's work alone, as in tests/api/test_gemm_on_device.py; nn.Linear takes 21 us at least
     on the host of an H100, driver and all."""
