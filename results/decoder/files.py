@@ -1,27 +1,46 @@
-"""A llama of a GGUF file: configuration, weights as products take them, vocabulary.
+"""A model of a GGUF file: configuration, weights as products take them, vocabulary.
 
-The names of keys and tensors are those of ggml's `docs/gguf.md` and of the `gguf` package. Rows of
-attn_q and attn_k are in the order of ggml's "normal" rotary embedding, in which neighbours form a
-pair: converters write them so, and `operations.rotary` reads them so.
+The names of keys and tensors are those of ggml's `docs/gguf.md` and of the `gguf` package. In the
+"normal" rotary embedding of ggml neighbours form a pair, and converters write rows of a llama's
+attn_q and attn_k so. In its "neox" one, Qwen's, value i turns with value i + rotated/2. Scores are
+sums over the values of a head, in any order: rows of the second order are put in the first when
+they are read, so that `operations.rotary` knows one order.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
+from results.decoder import rotary
 from steps.registry import ladder
 
 TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
 """Types of matrices that the kernels multiply."""
+
+
+class Architecture(NamedTuple):
+    """pairs: ggml's name for the order of rotary pairs. head_norms: whether heads are normed."""
+
+    pairs: str
+    head_norms: bool = False
+
+
+ARCHITECTURES: Final = {
+    "llama": Architecture("normal"),
+    "qwen2": Architecture("neox"),
+    "qwen3": Architecture("neox", head_norms=True),
+}
+"""Those that are read, all of them dense. Where a file has biases, they are added."""
 
 TINY: Final = {
     "block_count": 2,
@@ -48,11 +67,13 @@ class Model:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.keys, self.tensors = metadata(path), tensors(path)
-        if (kind := self.keys.get("general.architecture")) != "llama":
-            raise GGUFError(f"{path} has the architecture {kind!r}: only 'llama' is supported")
-        if self._key("rope.scaling.type", "none") != "none":
-            scaling = self._key("rope.scaling.type")
-            raise GGUFError(f"{path} has rope scaling {scaling!r}: only 'none' is supported")
+        self.architecture: str = self.keys.get("general.architecture", "")
+        if self.architecture not in ARCHITECTURES:
+            raise GGUFError(
+                f"{path} has the architecture {self.architecture!r}: those supported are "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        self._read: set[str] = set()
         if self._key("expert_count", 0):
             raise GGUFError(
                 f"{path} has {self._key('expert_count')} experts: only dense models are supported"
@@ -60,12 +81,15 @@ class Model:
         self.vocabulary: list[str] = self.keys.get("tokenizer.ggml.tokens", [])
 
     def _key(self, name: str, default: Any = None) -> Any:
-        value = self.keys.get(f"llama.{name}", default)
+        name = f"{self.architecture}.{name}"
+        value = self.keys.get(name, default)
         if value is None:
-            raise GGUFError(f"{self.path} lacks llama.{name}: convert the model again")
+            raise GGUFError(f"{self.path} lacks {name}: convert the model again")
+        if isinstance(value, np.ndarray):
+            raise GGUFError(f"{self.path} has another {name} in each layer: one is supported")
         return value
 
-    @property
+    @cached_property
     def config(self) -> Any:
         """A `results.decoder.model.Config`."""
         from results.decoder.model import Config
@@ -83,13 +107,38 @@ class Model:
             epsilon=self._key("attention.layer_norm_rms_epsilon"),
             base=self._key("rope.freq_base", 10000.0),
             rotated=self._key("rope.dimension_count", head),
+            scaling=self._scaling(),
+            context=self._key("context_length"),
+        )
+
+    def _scaling(self) -> rotary.Scaling:
+        """Of the rotary embedding. Without a type it is linear, and without a factor none, as in
+        llama.cpp."""
+        kind, at = self._key("rope.scaling.type", "linear"), "rope.scaling."
+        factor = self._key(f"{at}factor", self._key("rope.scale_linear", 1.0)) or 1.0
+        size = self._key(f"{at}attn_factor", 1.0)
+        if kind == "none":
+            return rotary.Scaling(magnitude=size)
+        if kind == "linear":
+            return rotary.Scaling(factor, magnitude=size)
+        if kind != "yarn":
+            raise GGUFError(
+                f"{self.path} has rope scaling {kind!r}: those supported are none, linear, yarn"
+            )
+        return rotary.Scaling(
+            factor,
+            self._key(f"{at}original_context_length", self._key("context_length")),
+            size * self._key(f"{at}yarn_attn_factor", rotary.yarn_magnitude(factor)),
+            self._key(f"{at}yarn_beta_fast", 32.0),
+            self._key(f"{at}yarn_beta_slow", 1.0),
         )
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor by name; GGUFError unless it is there, of this shape and of a readable type."""
         if name not in self.tensors:
-            raise GGUFError(f"{self.path} lacks {name}: it is not a complete llama")
+            raise GGUFError(f"{self.path} lacks {name}: it is not a complete {self.architecture}")
         found = self.tensors[name]
+        self._read.add(name)
         if shape is not None and found.shape != shape:
             raise GGUFError(
                 f"{self.path}: {name} has shape {list(found.shape)}, and the file's keys say "
@@ -102,9 +151,42 @@ class Model:
             )
         return found
 
+    def require_all_read(self) -> None:
+        """GGUFError for a tensor that nothing asked for: without it this would be another model."""
+        if left := [name for name in self.tensors if name not in self._read]:
+            raise GGUFError(
+                f"{self.path} has {left[0]}, which no {self.architecture} known here has: it is "
+                f"not supported ({len(left)} such tensors)"
+            )
+
     def vector(self, name: str, count: int) -> np.ndarray:
         """float32 [count]."""
-        return np.array(self.tensor(name, (count,)).values(), np.float32)
+        values = np.array(self.tensor(name, (count,)).values(), np.float32)
+        return self._with_pairs_together(name, values)
+
+    def bias(self, names: Sequence[str], rows: Sequence[int]) -> np.ndarray | None:
+        """The biases of some matrices side by side, float32 [N], zeros where one has none; None if
+        no one has."""
+        names = [name.removesuffix("weight") + "bias" for name in names]
+        if not any(name in self.tensors for name in names):
+            return None
+        return np.concatenate(
+            [
+                self.vector(name, n) if name in self.tensors else np.zeros(n, np.float32)
+                for name, n in zip(names, rows, strict=True)
+            ]
+        )
+
+    def _with_pairs_together(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """rows of a tensor, those of queries and keys in the "normal" order."""
+        of_heads = name.split(".")[-2].startswith(("attn_q", "attn_k"))
+        if not of_heads or ARCHITECTURES[self.architecture].pairs == "normal":
+            return rows
+        head, rotated = self.config.head_dim, self.config.rotated
+        order = np.arange(len(rows)).reshape(-1, head)
+        pairs = order[:, :rotated].reshape(-1, 2, rotated // 2).swapaxes(1, 2)
+        order[:, :rotated] = pairs.reshape(len(order), rotated)
+        return rows[order.ravel()]
 
     def matrices(
         self, names: Sequence[str], rows: Sequence[int], k: int, requantize: str | None
@@ -129,6 +211,7 @@ class Model:
                     f"{self.path}: {name} is {tensor.type} and the kernels take "
                     f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
                 )
+            array = self._with_pairs_together(name, array)
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
             else:
@@ -217,12 +300,23 @@ def load(
     residual_dtype = residual_dtype or torch.float32
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-    def vector(name: str) -> Any:
-        return torch.from_numpy(file.vector(name, config.width)).to(device, residual_dtype)
+    def vector(name: str, count: int = config.width) -> Any:
+        return torch.from_numpy(file.vector(name, count)).to(device, residual_dtype)
 
     def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
-        made = [make(one, last) for one in file.matrices(names, rows, k, requantize)]
+        matrices, bias = file.matrices(names, rows, k, requantize), file.bias(names, rows)
+        ends = np.cumsum([len(one) for one in matrices])[:-1]
+        biases = [None] * len(matrices) if bias is None else np.split(bias, ends)
+        made = [make(one, last, added) for one, added in zip(matrices, biases, strict=True)]
         return made[0] if len(made) == 1 else parts.Concatenated(made)
+
+    def head_norms(at: str) -> Any:
+        if not ARCHITECTURES[file.architecture].head_norms:
+            return None
+        of_queries, of_keys = (
+            vector(f"{at}attn_{one}_norm.weight", config.head_dim) for one in "qk"
+        )
+        return of_queries, of_keys, config.epsilon
 
     layers = []
     for i in range(config.layers):
@@ -237,19 +331,25 @@ def load(
                 vector(f"{at}ffn_norm.weight"),
                 product(gate_up, (hidden, hidden), width),
                 product([f"{at}ffn_down.weight"], (width,), hidden),
+                head_norms(at),
             )
         )
     table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
     rows = table.values() if table.type == "bf16" else table.array
     last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-    factors = file.tensors.get("rope_freqs.weight")
+    factors = None
+    if "rope_freqs.weight" in file.tensors:
+        factors = file.vector("rope_freqs.weight", config.rotated // 2)
+    norm = vector("output_norm.weight")
+    output = product([last], (config.vocabulary,), config.width, True)
+    file.require_all_read()
     return parts.Decoder(
         config,
         parts.Embedding.of(rows, device, residual_dtype, do.embedding_rows),
         layers,
-        vector("output_norm.weight"),
-        product([last], (config.vocabulary,), config.width, True),
-        frequencies=parts.rotary_frequencies(config, None if factors is None else factors.values()),
+        norm,
+        output,
+        frequencies=parts.rotary_frequencies(config, factors),
         cache_dtype=cache_dtype or torch.float16,
         operations=do,
     )
@@ -266,9 +366,13 @@ def write_tiny(
     dequantized: bool = False,
     tied: bool = False,
     architecture: str = "llama",
+    factors: np.ndarray | None = None,
     **changes: Any,
 ) -> Path:
     """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
+
+    A qwen2 has biases at queries, keys and values, a qwen3 norms of queries and keys. changes may
+    be other keys, such as {"rope.scaling.type": "yarn"}. factors: a rope_freqs.weight, float32.
 
     Its vocabulary is the 256 bytes and some words, `WORDS` in all. Weights are normal, of such a
     size that logits are a few units apart; weights of norms are near 1, in float32. dequantized:
@@ -278,11 +382,12 @@ def write_tiny(
     sizes = TINY | changes
     writer = GGUFWriter(path, architecture)
     writer.add_name(f"random, seed {seed}")
+    kinds_of_keys = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in sizes.items():
-        writer.add_uint32(f"{architecture}.{key}", value)
+        kinds_of_keys[type(value)](f"{architecture}.{key}", value)
     width, hidden = sizes["embedding_length"], sizes["feed_forward_length"]
     heads, kv_heads = sizes["attention.head_count"], sizes["attention.head_count_kv"]
-    head = width // heads
+    head = sizes.get("attention.key_length", width // heads)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     writer.add_uint32(f"{architecture}.rope.dimension_count", head)
@@ -307,17 +412,27 @@ def write_tiny(
         kind = GGMLQuantizationType[format_name.upper()]
         writer.add_tensor(name, blocks.view(np.uint8).reshape(n, -1), raw_dtype=kind)
 
-    def norm(name: str) -> None:
-        writer.add_tensor(name, 1 + rng.standard_normal(width, dtype=np.float32) / 8)
+    def norm(name: str, count: int = width) -> None:
+        writer.add_tensor(name, 1 + rng.standard_normal(count, dtype=np.float32) / 8)
 
+    def of_heads(at: str, one: str, heads: int) -> None:
+        """Queries, keys or values: matrix, and what else the architecture has."""
+        matrix(f"{at}_{one}.weight", heads * head, width)
+        if architecture == "qwen2":
+            values = rng.standard_normal(heads * head, dtype=np.float32)
+            writer.add_tensor(f"{at}_{one}.bias", values)
+        if architecture == "qwen3" and one != "v":
+            norm(f"{at}_{one}_norm.weight", head)
+
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
     embedding = rng.standard_normal((len(words), width), dtype=np.float32)
     matrix("token_embd.weight", len(words), width, 0.0, embedding)
     for i in range(sizes["block_count"]):
         norm(f"blk.{i}.attn_norm.weight")
-        matrix(f"blk.{i}.attn_q.weight", width, width)
-        matrix(f"blk.{i}.attn_k.weight", kv_heads * head, width)
-        matrix(f"blk.{i}.attn_v.weight", kv_heads * head, width)
-        matrix(f"blk.{i}.attn_output.weight", width, width)
+        for one, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True):
+            of_heads(f"blk.{i}.attn", one, count)
+        matrix(f"blk.{i}.attn_output.weight", width, heads * head)
         norm(f"blk.{i}.ffn_norm.weight")
         matrix(f"blk.{i}.ffn_gate.weight", hidden, width)
         matrix(f"blk.{i}.ffn_up.weight", hidden, width)

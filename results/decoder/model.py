@@ -1,4 +1,4 @@
-"""A llama decoder whose matrix products are this project's or torch's; all else is the same.
+"""A decoder of the llama family whose matrix products are this project's or torch's.
 
     model = files.load("model.gguf", step_products())       # or torch_products()
     tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
@@ -18,6 +18,7 @@ import numpy as np
 
 from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
+from results.decoder import rotary
 from results.decoder.operations import PLAIN, Operations
 from steps.api import parallel_compile
 from steps.api.choice import choose_packed, written_dtype
@@ -47,7 +48,8 @@ CACHE_STEP: Final = 256
 @dataclass(frozen=True, slots=True)
 class Config:
     """Sizes of a llama. head_dim: values of a head, of which the first `rotated` have a rotary
-    embedding with the frequencies' base `base`; epsilon: of the norms."""
+    embedding with the frequencies' base `base` and their `scaling`; epsilon: of the norms;
+    context: positions that the model is made for, 0 where nobody says."""
 
     layers: int
     width: int
@@ -59,6 +61,8 @@ class Config:
     epsilon: float = 1e-5
     base: float = 10000.0
     rotated: int = 0
+    scaling: rotary.Scaling = rotary.UNSCALED
+    context: int = 0
 
     @property
     def qkv(self) -> int:
@@ -98,6 +102,7 @@ class Product(nn.Module):
     packed : name of a packing -> its arrays on the GPU (`steps.api.choice.packings`).
     output : "float16": y is float16 where the step for so many tokens writes it, else float32.
     accuracy : may be changed between calls, where both packings are there.
+    bias : float32 [N] on the GPU, added to y: by the step, or, where that adds none, behind it.
     """
 
     def __init__(
@@ -109,10 +114,12 @@ class Product(nn.Module):
         workspace: Workspace,
         accuracy: str = "exact",
         output: str = "float16",
+        bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.output = workspace, accuracy, output
+        self.bias = bias
 
     def wanted(self, m: int, machine: Any, input: str = "float16") -> parallel_compile.Wanted:
         """The launches for m tokens, as `steps.api.parallel_compile` takes them."""
@@ -121,13 +128,22 @@ class Product(nn.Module):
         choice = choose_packed(
             self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, FREE_CAST_US
         )
-        return choice.work, size, written_dtype(choice.step, self.output), input
+        output, bias = written_dtype(choice.step, self.output), self._bias_dtype
+        if bias and not choice.step.adds_bias:
+            output, bias = "float32", None
+        return choice.work, size, output, input, bias
 
     def template(self, m: int, input: str = "float16") -> LaunchTemplate:
         """The launches for m tokens; `input` is how x comes, where the step can read it so."""
         w = operator.Weights(self.format, self.n, self.k, self.accuracy, self.packed)
         with torch.cuda.device(w.device):
-            return operator.template(w, m, self.output, input, free_cast=True)
+            return operator.template(
+                w, m, self.output, input, free_cast=True, bias=self._bias_dtype
+            )
+
+    @property
+    def _bias_dtype(self) -> str | None:
+        return None if self.bias is None else "float32"
 
     def input_dtype(self, m: int) -> Any:
         """The dtype that x must have for m tokens. In float16, values beyond 65504 become infinite,
@@ -148,18 +164,20 @@ class Product(nn.Module):
     def _launch(self, made: LaunchTemplate, x: Tensor) -> Tensor:
         y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
         arrays = [one.data_ptr() for one in self.packed[made.packing]]
+        if made.adds_bias and self.bias is not None:
+            arrays.append(self.bias.data_ptr())
         memory = self.workspace.of(made, x.device)
         made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.stream_of(x))
-        return y
+        return y if self.bias is None or made.adds_bias else y.add_(self.bias)
 
 
 class Plain(nn.Module):
-    """A product by torch: weights [N, K], x and y in one float dtype."""
+    """A product by torch: weights [N, K], x and y in one float dtype; bias [N] or None."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.k = weight.shape[1]
+        self.bias, self.k = bias, weight.shape[1]
 
     def input_dtype(self, m: int) -> Any:
         return self.weight.dtype
@@ -168,7 +186,7 @@ class Plain(nn.Module):
         return self(swiglu(y, self.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Concatenated(nn.Module):
@@ -186,20 +204,19 @@ class Concatenated(nn.Module):
         return torch.cat([one(x.to(one.input_dtype(len(x)))) for one in self.products], -1)
 
 
-Maker = Callable[[np.ndarray, bool], Any]
-"""(blocks [N, K/32] or float32 [N, K], whether y are the logits) -> a product."""
+Maker = Callable[[np.ndarray, bool, "np.ndarray | None"], Any]
+"""(blocks [N, K/32] or float32 [N, K], whether y are the logits, bias float32 [N] or None) -> a
+product."""
 
 
 def step_products(device: Any = "cuda", accuracy: str = "exact") -> Maker:
     """Makes products by the steps. Logits are always float32."""
     workspace = Workspace()
 
-    def make(weights: np.ndarray, last: bool) -> Product:
-        layer = QuantLinear.from_blocks(weights, accuracy=accuracy).to(device)
-        n, k = layer.out_features, layer.in_features
-        return Product(
-            layer.format, n, k, layer.packed, workspace, accuracy, "float32" if last else "float16"
-        )
+    def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Product:
+        layer = QuantLinear.from_blocks(weights, bias, accuracy=accuracy).to(device)
+        n, k, output = layer.out_features, layer.in_features, "float32" if last else "float16"
+        return Product(layer.format, n, k, layer.packed, workspace, accuracy, output, layer.bias)
 
     return make
 
@@ -207,9 +224,12 @@ def step_products(device: Any = "cuda", accuracy: str = "exact") -> Maker:
 def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
     """Makes products by torch, of the dequantized weights."""
 
-    def make(weights: np.ndarray, last: bool) -> Plain:
+    def moved(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(device, dtype)
+
+    def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Plain:
         values = format_of(weights).dequantize(weights) if weights.dtype.names else weights
-        return Plain(torch.from_numpy(np.array(values)).to(device, dtype))
+        return Plain(moved(values), None if bias is None else moved(bias))
 
     return make
 
@@ -255,7 +275,10 @@ class Embedding(nn.Module):
 
 @dataclass(slots=True)
 class Layer:
-    """The products of a layer, and the weights of its two norms, [width]."""
+    """The products of a layer, and the weights of its two norms, [width].
+
+    head_norms: weights [head_dim] of the norms of queries and of keys, and epsilon, or None.
+    """
 
     before_attention: Tensor
     qkv: Any
@@ -263,6 +286,7 @@ class Layer:
     before_hidden: Tensor
     gate_up: Any
     down: Any
+    head_norms: tuple[Tensor, Tensor, float] | None = None
 
     @property
     def products(self) -> tuple[Any, ...]:
@@ -284,9 +308,11 @@ class Cache:
         self.position = torch.zeros((), dtype=torch.int64, device=like.device)
         angles = torch.from_numpy(np.arange(length)[:, None] * frequencies.repeat(2))
         signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(frequencies))
+        size = torch.ones_like(signs)
+        size[: config.rotated or config.head_dim] = config.scaling.magnitude
         wide = torch.promote_types(like.dtype, torch.float32)
-        self.cos = angles.cos().to(like.device, wide)
-        self.sin = (angles.sin() * signs).to(like.device, wide)
+        self.cos = (angles.cos() * size).to(like.device, wide)
+        self.sin = (angles.sin() * size * signs).to(like.device, wide)
         self.batch, self.length = batch, length
 
 
@@ -385,7 +411,8 @@ class Decoder:
             else:
                 h, x = do.add_and_norm(h, y, layer.before_attention, config.epsilon, dtype)
             cached = (keys_values, cache.position, cache.cos, cache.sin)
-            x = do.attention(layer.qkv(x), *cached, config.heads, layer.out.input_dtype(m))
+            wanted = layer.out.input_dtype(m)
+            x = do.attention(layer.qkv(x), *cached, config.heads, wanted, layer.head_norms)
             y = layer.out(x)
             h, x = do.add_and_norm(
                 h, y, layer.before_hidden, config.epsilon, layer.gate_up.input_dtype(m)
@@ -399,13 +426,11 @@ class Decoder:
 
 
 def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:
-    """Radians per position for each pair of a head, float64 [head_dim/2]: base^(-2i/rotated) /
-    factors, and 0 beyond `rotated`."""
+    """Radians per position for each pair of a head, float64 [head_dim/2]: `rotary.frequencies`, and
+    0 beyond `rotated`."""
     rotated = config.rotated or config.head_dim
-    frequencies = config.base ** (-np.arange(0, rotated, 2) / rotated)
-    if factors is not None:
-        frequencies = frequencies / factors
-    return np.concatenate([frequencies, np.zeros((config.head_dim - rotated) // 2)])
+    found = rotary.frequencies(rotated, config.base, config.scaling, factors)
+    return np.concatenate([found, np.zeros((config.head_dim - rotated) // 2)])
 
 
 # --- greedy generation ----------------------------------------------------------------------------

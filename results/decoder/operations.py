@@ -63,7 +63,8 @@ def swiglu(y: Tensor, dtype: Any) -> Tensor:
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [.., D]. Pairs are neighbours, as ggml orders a llama's rows: (a, b)
-    becomes (a cos - b sin, b cos + a sin). cos is the same for both of a pair; sin is (-, +)."""
+    becomes (a cos - b sin, b cos + a sin). cos is the same for both of a pair; sin is (-, +).
+    Models of another order have their rows put in this one when they are read (`files`)."""
     return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
 
 
@@ -75,6 +76,7 @@ def attention(
     sin: Tensor,
     heads: int,
     dtype: Any,
+    head_norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """Attention of each token, [B * T, heads * D], after its key and value are put in the cache.
 
@@ -82,6 +84,8 @@ def attention(
     cache    : [B, 2 kv, L, D], written at positions `position` ... + T - 1.
     position : int64 [], on the device, so that nothing waits for it. 0 unless T is 1.
     cos, sin : [L, D] of each position, see `rotary`.
+    head_norms : weights [D] of the norm of each query and of each key, and epsilon, where a model
+                 has them: heads are normed before they are rotated.
     """
     batch, twice, length, size = cache.shape
     kv = twice // 2
@@ -90,9 +94,14 @@ def attention(
     positions = position + torch.arange(tokens, device=cache.device)
     c, s = cos[positions][:, None], sin[positions][:, None]
     # Queries by themselves: the compiler fuses their rotation with the kernel that reads them.
-    q = rotary(x[:, :, :heads], c, s)
+    q, new = x[:, :, :heads], x[:, :, heads:]
     is_key = (torch.arange(twice, device=cache.device) < kv)[:, None]
-    new = rotary(x[:, :, heads:], torch.where(is_key, c, 1), torch.where(is_key, s, 0))
+    if head_norms is not None:
+        of_queries, of_keys, epsilon = head_norms
+        q = rms_norm(q.to(cos.dtype), of_queries, epsilon, cos.dtype)
+        new = torch.where(is_key, rms_norm(new.to(cos.dtype), of_keys, epsilon, cos.dtype), new)
+    q = rotary(q, c, s)
+    new = rotary(new, torch.where(is_key, c, 1), torch.where(is_key, s, 0))
     new = new.transpose(1, 2).to(cache.dtype)
     cache[:, :, positions] = new
 

@@ -379,7 +379,7 @@ def test_words(tiny: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architecture": "gemma"}, "has the architecture 'gemma': only 'llama' is supported"),
+        ({"architecture": "gemma"}, "'gemma': those supported are llama, qwen2, qwen3"),
         ({"expert_count": 8}, "has 8 experts: only dense models"),
         (
             {"feed_forward_length": 128},
@@ -387,7 +387,7 @@ def test_words(tiny: Any) -> None:
         ),
         ({"block_count": 3}, "lacks blk.2.attn_norm.weight: it is not a complete llama"),
         ({"embedding_length": None}, "lacks llama.embedding_length"),
-        ({"rope.scaling.type": "yarn"}, r"has rope scaling 'yarn': only 'none'"),
+        ({"rope.scaling.type": "longrope"}, r"scaling 'longrope': those supported are none, lin"),
     ],
 )
 def test_what_is_no_llama(tmp_path: Any, tiny: Any, change: dict[str, Any], said: str) -> None:

@@ -1,0 +1,231 @@
+"""Logits of tiny llamas and Qwens, beside those of transformers' own models with the same weights.
+
+The models of transformers are made from their configurations, with the dequantized weights of a
+random file. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats.gguf_file import GGUFError
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+
+from results.decoder import bench, checks, files, rotary  # noqa: E402
+from results.decoder import model as parts  # noqa: E402
+from results.decoder.model import generate, step_products, torch_products  # noqa: E402
+from steps.registry import ladder  # noqa: E402
+from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: E402, F401
+from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+
+WIDE = SMALL | {"attention.key_length": 32}
+"""Heads of 32 values, four of them, of a width of 64."""
+LONG = {"context_length": 256}
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
+    """transformers' model of a file's architecture with its weights, in float64."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install transformers"
+    )
+    file = files.Model(path)
+    config, kind = file.config, file.architecture.capitalize()
+    tied = "output.weight" not in file.tensors
+    made = getattr(transformers, f"{kind}Config")(
+        vocab_size=config.vocabulary,
+        hidden_size=config.width,
+        intermediate_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.epsilon,
+        max_position_embeddings=config.context,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": config.base} | rope,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).double().eval()
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+        **{f"attn_{one}": f"self_attn.{one}_proj" for one in "qkv"},
+        **{f"attn_{one}_norm": f"self_attn.{one}_norm" for one in "qk"},
+        **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+    }
+    state = {}
+    for name, tensor in file.tensors.items():
+        *at, one, kind = name.split(".")
+        values = tensor.values().astype(np.float64)
+        if file.architecture == "llama" and one in ("attn_q", "attn_k"):
+            heads = len(values) // config.head_dim  # rows as before conversion
+            values = values.reshape(heads, config.head_dim // 2, 2, -1).swapaxes(1, 2)
+            values = values.reshape(heads * config.head_dim, -1)
+        where = f"model.layers.{at[1]}." if at else ""
+        if one != "rope_freqs":
+            state[f"{where}{names[one]}.{kind}"] = torch.from_numpy(np.array(values))
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state)
+    return model
+
+
+def llama_3_1_factors(pairs: int, base: float) -> np.ndarray:
+    """What llama.cpp's converter writes to rope_freqs.weight."""
+    scale, low, high = (LLAMA_3_1[one] for one in ("factor", "low_freq_factor", "high_freq_factor"))
+    first, found = LLAMA_3_1["original_max_position_embeddings"], []
+    for frequency in base ** (-np.arange(pairs) / pairs):
+        length = 2 * np.pi / frequency
+        if length < first / high:
+            found.append(1.0)
+        elif length > first / low:
+            found.append(scale)
+        else:
+            smooth = (first / length - low) / (high - low)
+            found.append(1 / ((1 - smooth) / scale + smooth))
+    return np.array(found)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+KEYS_OF_YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+}
+NARROW = {"beta_fast": 4.0, "beta_slow": 2.0, "attention_factor": 0.75}
+KEYS_OF_NARROW = {
+    "rope.scaling.yarn_beta_fast": 4.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+    "rope.scaling.yarn_attn_factor": 0.75,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+KEYS_OF_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({"architecture": "llama"}, {}),
+    "llama, linear": ({"architecture": "llama"} | KEYS_OF_LINEAR, LINEAR),
+    "llama, Llama 3.1": ({"architecture": "llama", "factors": llama_3_1_factors}, LLAMA_3_1),
+    "llama, yarn": ({"architecture": "llama"} | KEYS_OF_YARN, YARN),
+    "qwen2": ({"architecture": "qwen2", "tied": True}, {}),
+    "qwen2, yarn": ({"architecture": "qwen2"} | KEYS_OF_YARN, YARN),
+    "qwen3": ({"architecture": "qwen3"}, {}),
+    "qwen3, tied": ({"architecture": "qwen3", "tied": True}, {}),
+    "qwen3, narrow yarn": (
+        {"architecture": "qwen3"} | KEYS_OF_YARN | KEYS_OF_NARROW,
+        YARN | NARROW,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path: Any, case: str) -> None:
+    keys, rope = CASES[case]
+    wide = SMALL if keys["architecture"] == "qwen2" else WIDE
+    if "factors" in keys:
+        keys = keys | {"factors": keys["factors"](16, 10000.0)}
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q5_1", **wide | LONG | keys)
+    # beyond the first context of scaled ones. transformers' angles are float32: 1e-5 of them there
+    ids = checks.prompt(files.WORDS, 100)
+    theirs = of_transformers(path, rope)(torch.tensor([ids])).logits[0].numpy()
+    ours = filled(reference(path), ids)
+    assert theirs.std() > 0.5
+    assert checks.relative(ours, theirs) < 1e-5
+    if rope:
+        other = reference(path)
+        other.config = replace(other.config, scaling=rotary.UNSCALED)
+        other.frequencies = parts.rotary_frequencies(other.config)
+        assert checks.relative(filled(other, ids), theirs) > 1e-2, "scaling matters"
+
+
+@pytest.mark.parametrize("architecture", files.ARCHITECTURES)
+def test_a_token_at_a_time_is_all_at_once(tmp_path: Any, architecture: str) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture, **WIDE)
+    model, ids = reference(path), checks.prompt(files.WORDS, 7)
+    tokens, kept = generate(model, torch.tensor([ids]), 4, keep=True)
+    logits = filled(model, [*ids, *tokens[0].tolist()])[6:-1]
+    np.testing.assert_allclose(torch.cat(kept).numpy(), logits, atol=1e-9)
+
+
+def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:  # noqa: F811
+    """Of a step that adds them before it rounds, at 3 tokens and at 1."""
+    keys = SMALL | {"block_count": 1, "architecture": "qwen2"}
+    path = files.write_tiny(tmp_path / "tiny.gguf", **keys)
+    ours, ids = files.load(path, step_products("cpu")), checks.prompt(files.WORDS, 3)
+    assert ours.layers[0].qkv.template(3).adds_bias
+    assert ours.layers[0].out.bias is None
+    tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
+    right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
+    assert checks.relative(torch.cat(kept).double().numpy(), right) < checks.BOUND["exact"]
+    product = ours.layers[0].qkv
+    wanted = product.wanted(3, kernels)
+    assert wanted[2:] == ("float16", "float16", "float32"), "the same kernel, compiled ahead"
+
+
+def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
+    blocks = bench.random_blocks("q4_0", 20, 64, np.random.default_rng(0))
+    bias = np.linspace(-1, 1, 20, dtype=np.float32)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
+    added = step_products("cpu")(blocks, False, bias)
+    within = added(x)
+    step = added.template(3).choice.step
+    parts.operator._templates.clear()
+    others = [replace(one, adds_bias=False) if one is step else one for one in ladder()]
+    monkeypatch.setattr("steps.api.choice.ladder", lambda: others)
+    behind = step_products("cpu")(blocks, False, bias)
+    y = behind(x)
+    assert (within.dtype, y.dtype) == (torch.float16, torch.float32)
+    torch.testing.assert_close(y, within.float(), rtol=1e-3, atol=1e-3)
+    assert behind.wanted(3, kernels)[2:] == ("float32", "float16", None)
+
+
+def test_what_is_not_of_the_architecture_is_refused(tmp_path: Any) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture="qwen3", **SMALL)
+    file = files.Model(path)
+    file.tensors["blk.0.attn_sinks.weight"] = file.tensors["output_norm.weight"]
+    with pytest.raises(GGUFError, match=r"has blk.0.attn_sinks.weight, which no qwen3 known here"):
+        files.load(file, torch_products())
+    file = files.Model(path)
+    del file.tensors["blk.1.attn_k_norm.weight"]
+    with pytest.raises(GGUFError, match=r"lacks blk.1.attn_k_norm.weight: it is not a complete"):
+        files.load(file, torch_products())
+    file = files.Model(path)
+    file.keys["qwen3.attention.head_count_kv"] = np.array([2, 4])
+    with pytest.raises(GGUFError, match=r"has another qwen3.attention.head_count_kv in each layer"):
+        _ = file.config
+
+
+def test_frequencies() -> None:
+    """Of Llama 3 and of a yarn, by hand: four pairs, of which the first turns too often to be
+    changed and the last never does."""
+    plain = 100.0 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(rotary.frequencies(8, 100.0), plain)
+    halved = rotary.frequencies(8, 100.0, rotary.Scaling(2.0))
+    np.testing.assert_allclose(halved, plain / 2)
+    yarn = rotary.Scaling(4.0, 100, 1.0, fast=10.0, slow=2.0)
+    # pairs that turn 10 and 2 times in 100 positions: 0.40 and 1.80, so 0 and 2
+    shares = np.array([0, 0.5, 1, 1])
+    np.testing.assert_allclose(
+        rotary.frequencies(8, 100.0, yarn), plain * (1 - shares) + plain / 4 * shares
+    )
+    assert rotary.yarn_magnitude(4.0) == pytest.approx(1.138629)
+    assert rotary.yarn_magnitude(0.5) == 1
