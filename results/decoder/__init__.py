@@ -3,10 +3,11 @@
     operations.py  what lies between products: norms, rotary embedding, attention, SwiGLU
     model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
     rotary.py      frequencies of the rotary embedding, scaled as files say
-    files.py       configuration, weights and vocabulary of a GGUF file; a tiny random one to write
+    files.py       configuration and weights of a GGUF file; a tiny random one to write
+    vocabulary.py  texts to tokens and back
     checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
     __main__.py    the command line: python -m results.decoder
 
-All of it but `files` and `rotary` needs torch, an extra of this project.
+All of it but `files`, `rotary` and `vocabulary` needs torch, an extra of this project.
 """

@@ -46,7 +46,7 @@ def _parser() -> Parser:
         description="Run a llama from a GGUF file with this project's kernels.",
     )
     one.add_argument("model", nargs="?", type=Path, help="a .gguf file of the architecture llama")
-    one.add_argument("--prompt", help="text to continue (SentencePiece vocabularies)")
+    one.add_argument("--prompt", help="text to continue")
     one.add_argument(
         "--ids", type=_ids, help="tokens to continue: 1,2,3 (default: the one that begins texts)"
     )
@@ -150,7 +150,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, An
     from results.decoder import checks, files
 
     path = args.model or files.write_tiny(folder / f"tiny-{args.format}.gguf", args.format)
-    ids = args.ids or checks.prompt(len(files.Model(path).vocabulary))
+    ids = args.ids or checks.prompt(files.Model(path).config.vocabulary)
     return [
         {"file": path.name}
         | checks.against_torch(
@@ -172,7 +172,7 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
 
     name, steps = args.format, args.tokens
     if args.model is not None:
-        ids = args.ids or checks.prompt(len(files.Model(args.model).vocabulary))
+        ids = args.ids or checks.prompt(files.Model(args.model).config.vocabulary)
         return [checks.against_llama_cpp(args.model, ids, steps=steps)]
     ids = args.ids or checks.prompt(files.WORDS)
     blocks = files.write_tiny(folder / f"tiny-{name}.gguf", name)
@@ -209,7 +209,9 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     file = files.Model(args.model)
     if args.prompt is not None and args.ids is not None:
         raise ValueError("give --prompt or --ids, not both")
-    ids = args.ids or ([file.first] if args.prompt is None else file.ids(args.prompt))
+    ids = args.ids or [file.first]
+    if args.prompt is not None:
+        ids = file.vocabulary.ids(args.prompt) or ids
     if max(ids) >= file.config.vocabulary:
         raise ValueError(
             f"--ids has {max(ids)} and {args.model} has tokens 0 to {file.config.vocabulary - 1}: "
@@ -230,15 +232,16 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     prompt_ids = torch.tensor([ids], device=device)
     tokens = generate(model, prompt_ids, args.tokens)[0][0].tolist()
     took = time.perf_counter() - start
-    end = file.keys.get("tokenizer.ggml.eos_token_id")
-    shown = tokens[: tokens.index(end)] if end in tokens else tokens
-    print(file.text([*ids, *shown]) if file.vocabulary else "")
-    print(" ".join(map(str, tokens)))
+    found = {"file": args.model.name, "ids": ids, "tokens": tokens}
+    if args.prompt is not None:
+        ends = [at for at, one in enumerate(tokens) if one in file.vocabulary.ends]
+        found["text"] = file.vocabulary.text([*ids, *tokens[: min(ends, default=None)]])
+    print(found.get("text", " ".join(map(str, tokens))))
     print(
         f"{len(tokens)} tokens in {took:.2f} s, compiling and capturing included",
         file=sys.stderr,
     )
-    return {"file": args.model.name, "ids": ids, "tokens": tokens, "text": file.text(tokens)}
+    return found
 
 
 if __name__ == "__main__":

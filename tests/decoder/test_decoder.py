@@ -362,20 +362,6 @@ def test_metadata(tiny: Any) -> None:
     assert len(keys["tokenizer.ggml.token_type"]) == files.WORDS
 
 
-def test_words(tiny: Any) -> None:
-    """The tokens that llama.cpp 0.3.36's binding makes of these texts."""
-    file = files.Model(tiny)
-    assert file.ids("the w3") == [1, 259, 261, 267, 260, 259, 275]
-    assert file.ids("tin X") == [1, 259, 261, 264, 265, 259, 91]
-    assert file.ids("") == [1]
-    assert file.text([261, 267, 260, 259, 275, 3 + ord("!"), 9999]) == "the w3!<9999>"
-    file.keys["tokenizer.ggml.model"] = "gpt2"
-    file.vocabulary[:2] = ["\u0120a", "\u00e9\u0122"]
-    assert file.text([0, 1]) == " a" + b"\xe9\x80".decode(errors="replace")
-    with pytest.raises(GGUFError, match=r"vocabulary of kind 'gpt2', .* give tokens with --ids"):
-        file.ids("the")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -524,8 +510,9 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
     written = json.loads(there.read_text())
     assert written["tokens"] == tokens
     assert written["versions"]["torch"] == torch.__version__
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
     _, out, _ = said(capsys, tiny, "--reference", "--prompt", "the", "--tokens", 1)
-    assert out.startswith("<s> the")
+    assert out.startswith("the")
 
 
 @pytest.mark.parametrize(
