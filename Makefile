@@ -14,6 +14,8 @@
 #   ONLY=           bench: steps (the matrix), calls (what a caller gets), sweep (that at every M up
 #                   to 128)
 #   LONG=1          step%, ladder, check: a line for each format
+#   FILE=           check, bench, diff, ptx, sass: a file of your own, such as an exercise
+#   HINT=1 SOLUTION=1    check FILE=: the idea of the next TODO; the diff to the step
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
 
@@ -34,14 +36,15 @@ DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)')
        $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
        $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
 TYPE = $(if $(DTYPE),--dtype '$(DTYPE)')
-FILE = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
-TOLD = $(DATA) $(TYPE) $(FILE) $(if $(LONG),--long)
+WEIGHTS = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
+TOLD = $(DATA) $(TYPE) $(WEIGHTS) $(if $(LONG),--long)
+OWN = $(if $(FILE),--file '$(FILE)')
 LINTED = qformats reference results steps tests
 TYPED = qformats reference results steps
-need-step = @test -n '$(STEP)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
+need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check fuzz test bench tune charts report decoder doctor diff ptx sass profile \
+.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report decoder doctor diff ptx sass profile \
         counters sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -61,8 +64,15 @@ ladder: $(READY) ## the same for every step; with a GPU, draw build/ladder.svg
 list: $(READY) ## the steps, their branches and home shapes
 	@$(PY) -m steps list
 
-check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed
-	@$(PY) -m steps check $(STEP) $(TOLD)
+check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed; or FILE=, what is wrong with it
+	@$(PY) -m steps check $(STEP) $(OWN) $(TOLD) $(if $(HINT),--hint) $(if $(SOLUTION),--solution)
+
+exercise: $(READY) ## STEP= with holes to fill in: build/exercises/<step>.py (or OUT=)
+	$(need-step)
+	@$(PY) -m steps exercise $(STEP) $(if $(OUT),--out '$(OUT)')
+
+exercises: $(READY) ## how far the exercises are
+	@$(PY) -m steps exercises
 
 fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED=], or one CASE=
 	@$(PY) -m steps fuzz $(STEP) $(if $(SECONDS),--seconds '$(SECONDS)') \
@@ -74,7 +84,7 @@ test: $(READY) ## all tests, no GPU needed: half an hour on two cores (QUICK=1: 
 	@$(PY) -m pytest -m 'alone$(if $(QUICK), and not slow)'
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
-	@$(PY) -m steps bench $(STEP) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \
+	@$(PY) -m steps bench $(STEP) $(OWN) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \
 		$(if $(OUT),--out '$(OUT)')
 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
@@ -97,15 +107,15 @@ doctor: $(READY) ## what runs on this machine, and what is missing
 
 diff: $(READY) ## what STEP= changes in the step it grew from
 	$(need-step)
-	@$(PY) -m steps diff $(STEP)
+	@$(PY) -m steps diff $(STEP) $(OWN)
 
 ptx: $(READY) ## the PTX of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps ptx $(STEP) --arch '$(ARCH)' $(DATA) $(TYPE)
+	@$(PY) -m steps ptx $(STEP) $(OWN) --arch '$(ARCH)' $(DATA) $(TYPE)
 
 sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps sass $(STEP) --arch '$(ARCH)' $(DATA) $(TYPE)
+	@$(PY) -m steps sass $(STEP) $(OWN) --arch '$(ARCH)' $(DATA) $(TYPE)
 
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 from steps.contract import Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
+HOLE: Final = re.compile(r" *# (?P<end>end of )?hole (?P<number>\d+)$")
+"""A comment in a step's file: what an exercise leaves out begins or ends there."""
 
 
 @cache
@@ -57,3 +61,8 @@ def source(step: Step) -> list[str]:
     """The lines of its file."""
     path = Path(__file__).with_name(f"{step.name}.py")
     return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def lesson(lines: Iterable[str]) -> list[str]:
+    """Lines of a step's file without the marks of its exercise."""
+    return [line for line in lines if not HOLE.match(line)]

@@ -66,7 +66,7 @@ def one_step(texts: Sequence[str]) -> Step:
     """The only step named; UsageError for several."""
     found = steps_of(texts)
     if len(found) != 1:
-        raise UsageError("name one step, such as 4")
+        raise UsageError("name one STEP, such as 4")
     return found[0]
 
 

@@ -22,14 +22,17 @@ from results.render import text as table
 from steps.api.parallel_compile import compile_ahead
 from steps.checks.run import fatal
 from steps.checks.select import UsageError, select
-from steps.cli import report
+from steps.cli import exercises, report
 from steps.cli.arguments import formats_of, is_shape_asked, machines, shape_of, steps_of
 from steps.cli.run import remark
 from steps.registry import ladder
 
 
 def bench(args: Namespace) -> int:
-    """Rows that are missing or stale, into this GPU's run; 1 if any row failed."""
+    """Rows that are missing or stale, into this GPU's run; 1 if any row failed. Of a file of the
+    user's its time beside the step, which is not recorded."""
+    if args.file is not None:
+        return exercises.bench(args)
     if args.dist or args.seed:
         raise UsageError("a bench draws normal data of seed 0: `run` takes --dist and --seed")
     _, machine, _ = machines("gpu")

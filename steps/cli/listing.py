@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from results.render import text as table
@@ -15,10 +15,11 @@ from results.render.text import Column, Line, Table
 from steps.api.dry_run import launches
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
+from steps.cli import exercises
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
-from steps.registry import diff_base, following, ladder, parent_of, source
+from steps.registry import diff_base, following, ladder, lesson, parent_of, source
 
 _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
@@ -84,29 +85,36 @@ def _as_json(step: Step) -> dict[str, Any]:
 
 
 def diff(args: Namespace) -> int:
-    """The step's file against the one it grew from."""
+    """The step's file against the one it grew from, or a file against its step."""
+    _show_diff(exercises.diff(args) if args.file else _between_steps(args))
+    return 0
+
+
+def _between_steps(args: Namespace) -> Iterator[str]:
     step = one_step(args.steps)
     number = args.against if args.against is not None else diff_base(step)
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])
-    lines = difflib.unified_diff(
-        source(base),
-        source(step),
+    return difflib.unified_diff(
+        lesson(source(base)),
+        lesson(source(step)),
         f"steps/{base.name}.py",
         f"steps/{step.name}.py",
         n=args.lines,
     )
+
+
+def _show_diff(lines: Iterable[str]) -> None:
     for line in _coloured(lines) if _colours_wanted() else lines:
         print(line, end="")
-    return 0
 
 
 def _colours_wanted() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def _coloured(lines: Iterator[str]) -> Iterator[str]:
+def _coloured(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         colour = _COLOURS.get(line[:1])
         yield f"{colour}{line.rstrip()}\x1b[0m\n" if colour else line
@@ -128,7 +136,7 @@ def sass(args: Namespace) -> int:
 def _print_code(args: Namespace, kind: str) -> int:
     from steps.api.compile import machine_code, signature_of
 
-    work = one_work(args)
+    work = exercises.own_work(args) if args.file else one_work(args)
     shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
     before, own = launches(work, shape, output=dtype_of(args), input=input_of(args, work))

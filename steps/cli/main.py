@@ -155,6 +155,11 @@ def _parser() -> Parser:
     )
     file.add_argument("--tensor", metavar="NAME", help="the tensor in that file")
 
+    own = Parser(add_help=False)
+    own.add_argument(
+        "--file", type=Path, metavar="FILE", help="a step of your own, such as an exercise"
+    )
+
     command("list", "listing:list_steps", "the steps, their branches and home shapes", as_json)
     command(
         "run",
@@ -183,7 +188,8 @@ def _parser() -> Parser:
     one = command(
         "check",
         "run:check",
-        "check steps, time nothing",
+        "check steps, or a file of your own; time nothing",
+        own,
         _data(),
         dtype,
         file,
@@ -200,11 +206,14 @@ def _parser() -> Parser:
     )
     one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
     one.add_argument("--small", action="store_true", help="the simulator's shapes on a GPU too")
+    one.add_argument("--hint", action="store_true", help="of --file: the idea of its next TODO")
+    one.add_argument("--solution", action="store_true", help="of --file: the diff to the step")
 
     one = command(
         "bench",
         "bench:bench",
         "measure what is missing or stale of the matrix, beside cuBLAS and llama.cpp",
+        own,
         _data(),
         as_json,
         steps="*",
@@ -263,13 +272,29 @@ def _parser() -> Parser:
     one = command("cache", "cache:cache", "the compiled kernels kept on disk", as_json)
     one.add_argument("--clear", action="store_true", help="remove them")
 
-    one = command("diff", "listing:diff", "what a step's file changes in its parent's", steps="1")
+    one = command(
+        "exercise", "exercises:exercise", "a step with holes to fill in, as a file", steps="1"
+    )
+    one.add_argument(
+        "--out", type=Path, metavar="PATH", help="the file (default build/exercises/<step>.py)"
+    )
+    command("exercises", "exercises:exercises", "how far the exercises are")
+
+    text = "what a step's file changes in its parent's, or yours in a step's"
+    one = command("diff", "listing:diff", text, own, steps="*")
     one.add_argument("--against", type=_positive, metavar="STEP", help="compare with this step")
     one.add_argument("--lines", type=_seed, default=3, help="lines of context (default 3)")
 
     for name, text in (("ptx", "a kernel's PTX"), ("sass", "a kernel's machine code")):
         one = command(
-            name, f"listing:{name}", f"{text}; needs no GPU", _data(), dtype, as_json, steps="1"
+            name,
+            f"listing:{name}",
+            f"{text}; needs no GPU",
+            own,
+            _data(),
+            dtype,
+            as_json,
+            steps="*",
         )
         one.add_argument(
             "--arch",

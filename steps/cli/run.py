@@ -20,7 +20,7 @@ from steps.api.parallel_compile import Wanted, compile_ahead
 from steps.checks.cases import Case, cases
 from steps.checks.run import Outcomes, check_works, drawn, fatal
 from steps.checks.select import select, with_parents
-from steps.cli import gguf_weights, report
+from steps.cli import exercises, gguf_weights, report
 from steps.cli.arguments import (
     MachineOf,
     distribution_of,
@@ -70,6 +70,8 @@ def run(args: Namespace) -> int:
 
 def check(args: Namespace) -> int:
     """The checks alone; 1 if anything is wrong."""
+    if args.file is not None:
+        return exercises.check(args)
     steps = steps_of(args.steps)
     weights = gguf_weights.of(args, steps)
     return _checked_only(args, steps, weights, machines(args.machine), quick=args.quick)

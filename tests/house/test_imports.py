@@ -20,7 +20,7 @@ ROOMS = (
     ("steps.stepNN",),
     ("steps.registry",),
     ("steps.api",),
-    ("steps", "steps.checks", "steps.nn", "steps.pitfalls"),
+    ("steps", "steps.checks", "steps.exercises", "steps.nn", "steps.pitfalls"),
     ("results.record",),
     ("results.measure", "results.baselines"),
     ("results.render", "results.decoder", "results"),

@@ -1,0 +1,194 @@
+"""The commands of somebody who learns: `exercise`, `exercises`, and `check`, `diff`, `bench` of a
+file of their own."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Final
+
+from results.measure.beside import Beside, beside
+from results.measure.protocol import Budget
+from results.render import text as table
+from results.render.text import Column, Line, Table
+from steps.checks.select import UsageError, select
+from steps.cli.arguments import dtype_of, formats_of, home_shapes_of, machines, one_step
+from steps.cli.report import shape_text
+from steps.contract import Size, Step, Work, why_no_gpu
+from steps.exercises import progress
+from steps.exercises.check import Report, count, lines
+from steps.exercises.check import check as checked
+from steps.exercises.load import Unloadable, load
+from steps.exercises.text import Exercise, ExerciseError, make, tasks
+from steps.registry import lesson, source
+
+BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
+
+
+def exercise(args: Namespace) -> int:
+    """Write a step with holes, where no file is yet."""
+    step = one_step(args.steps)
+    path = args.out or progress.path_for(step)
+    try:
+        text = make(step)
+    except ExerciseError as error:
+        raise UsageError(str(error)) from None
+    if path.exists():
+        raise UsageError(
+            f"{path} is there, and your work may be in it: remove it, or name another file (OUT=)"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}: step {step.number}, {step.title}")
+    print(f"Fill in its {len(tasks(step.number))} TODOs, each as soon as you like, and run")
+    print(f"  make check FILE={path}")
+    return 0
+
+
+def exercises(args: Namespace) -> int:
+    """A line for each exercise: how far it is."""
+    every = tuple(progress.progress())
+    columns = (
+        Column("step"),
+        Column("idea", words=True),
+        Column("filled in"),
+        Column("state", words=True),
+    )
+    rows = tuple(
+        Line(
+            (str(one.step.number), one.step.title, f"{one.filled} of {one.holes}", one.state),
+            "good" if one.right else "bad" if one.state.startswith("wrong") else "",
+        )
+        for one in every
+    )
+    right = sum(one.right for one in every)
+    note = f"{right} of {len(every)} right. make exercise STEP=1 begins one."
+    table.show(Table(columns, rows, notes=(note,)))
+    return 0
+
+
+def opened(path: Path) -> Exercise:
+    """The file of --file; UsageError where it is none."""
+    try:
+        found = Exercise.read(path)
+        _ = found.number, found.holes
+    except ExerciseError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    return found
+
+
+def own_step(path: Path) -> tuple[Exercise, Step]:
+    """A file and the step in it; UsageError where it is not finished or cannot be imported."""
+    found = opened(path)
+    if found.unfilled:
+        raise UsageError(
+            f"TODO {found.unfilled[0]} of {path} is not filled in yet: make check FILE={path}"
+        )
+    try:
+        return found, load(*_whole(found))
+    except Unloadable as error:
+        raise UsageError(f"{path.name}:{error.line}: {error.why}") from None
+
+
+def own_work(args: Namespace) -> Work:
+    """The file of --file as a work: its last family and the first format, or those asked for."""
+    if args.steps:
+        raise UsageError("name a step or a file, not both")
+    _, step = own_step(args.file)
+    family = args.scheme or step.families[-1]
+    return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
+
+
+def _whole(found: Exercise) -> tuple[str, Path, list[int]]:
+    text, rows = found.composed(())
+    return text, found.path, rows
+
+
+def check(args: Namespace) -> int:
+    """What is right and what is wrong with a file; 1 unless all of it is right."""
+    found = opened(args.file)
+    if args.solution:
+        print("".join(solution(found)), end="")
+        return 0
+    with table.progress(0 if found.reference is None else count(found.reference)) as told:
+        report = checked(found, told)
+    progress.remember(report)
+    print(*lines(report), sep="\n")
+    if args.hint:
+        print(hint(report))
+    if report.ok and found.reference is not None and why_no_gpu() is None:
+        _show_times(args, own_step(args.file)[1], found.reference)
+    return 0 if report.ok else 1
+
+
+def hint(report: Report) -> str:
+    """The idea of the hole that is next, or wrong."""
+    number = report.exercise.number
+    if report.hole is None:
+        return "There is nothing left to hint at."
+    return f"\nTODO {report.hole}, its idea: {' '.join(tasks(number)[report.hole].hint.split())}"
+
+
+def solution(found: Exercise) -> list[str]:
+    """The diff from the file to the step."""
+    if found.reference is None:
+        raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
+    if found.holes:
+        solved, _ = found.composed(tuple(found.holes))
+    else:
+        solved = "".join(lesson(source(found.reference)))
+    after = f"steps/{found.reference.name}.py"
+    texts = (found.lines, solved.splitlines(keepends=True))
+    return list(difflib.unified_diff(*texts, str(found.path), after, n=2))
+
+
+def diff(args: Namespace) -> list[str]:
+    """The diff of `diff --file`: the step against the file."""
+    found = opened(args.file)
+    if found.reference is None:
+        raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
+    before = lesson(source(found.reference))
+    labels = f"steps/{found.reference.name}.py", str(found.path)
+    return list(difflib.unified_diff(before, found.lines, *labels, n=args.lines))
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def bench(args: Namespace) -> int:
+    """The file beside the step that it is to become, timed in turn; nothing is recorded."""
+    machines("gpu")
+    found, step = own_step(args.file)
+    if found.reference is None:
+        raise UsageError(f"the ladder has no step {found.number} to time {found.path} beside")
+    _show_times(args, step, found.reference)
+    return 0
+
+
+def _show_times(args: Namespace, step: Step, reference: Step) -> None:
+    """A line for each family, at its home shape or that of --m --n --k, in the first format."""
+    from results.measure.protocol import GpuStopwatch
+
+    _, machine, _ = machines("gpu")
+    gpu, stopwatch = machine(0), GpuStopwatch()
+    size, name = home_shapes_of(args, step)[0], formats_of(args.format)[0]
+    for family in step.families:
+        works = Work(step, family, name), Work(reference, family, name)
+        try:
+            found = beside(*works, size, gpu, stopwatch, BUDGET)
+        except ValueError as error:
+            print(f"not timed: {works[0].scheme} {name}: {error}", file=sys.stderr)
+            continue
+        print(time_line(works[0].scheme, name, size, found))
+
+
+def time_line(scheme: str, name: str, size: Size, found: Beside) -> str:
+    """ "W4A16 q4_0 512x4096x4096: yours 19673 us, the step 19650 us: 1.00x its speed"."""
+    return (
+        f"{scheme} {name} {shape_text(size)}: yours {found.ours.us:.4g} us, the step "
+        f"{found.theirs.us:.4g} us: {found.ratio:.2f}x its speed"
+    )

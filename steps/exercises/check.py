@@ -1,0 +1,208 @@
+"""Checks an exercise: smallest problem first, up to the first that fails, then which hole it is.
+
+Holes that are not filled in yet hold the step's own code meanwhile, so each hole can be checked as
+soon as it is written. A failed one is found by putting the step's own code into the others.
+"""
+
+from __future__ import annotations
+
+import linecache
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from qformats import WEIGHT_FORMATS
+from reference import GOLDEN
+from steps.checks.cases import Case
+from steps.contract import Step
+from steps.exercises.advice import bank_conflicts
+from steps.exercises.diagnose import Diagnosis, diagnose
+from steps.exercises.load import Unloadable, load
+from steps.exercises.text import Exercise, tasks
+from steps.exercises.trial import PATIENCE, Subject, Trial, attempt
+
+FIRST: Final = "q4_0"
+GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
+CASES: Final = (
+    Case((3, 5, 64), "integer", 1),
+    Case((5, 35, 96), "normal", 2, -1),
+    Case((18, 20, 96), "integer", 3, 1),
+    Case((33, 34, 32), "normal", 4, 2),
+)
+"""Of the first format, after the golden case: two blocks of K; more than a tile of 32 features;
+more tokens than the tiles for few; more than a tile of 32 both ways. Ragged, in several orders of
+the lanes."""
+
+DEEP: Final = Case((2, 3, 672), "integer", 5)
+"""More of K than a ring of four stages holds, for the steps that have one."""
+
+FIRST_WITH_STAGES: Final = 7
+OTHERS: Final = Case((2, 3, 64), "integer", 6)
+"""Of each other format, after its golden case."""
+
+TELLING: Final = CASES[0]
+"""Where one wrong number could have several causes: this has thirty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found. `wrong` is None where all that is filled in is right; `hole` the one to
+    look at: the wrong one, or the next to fill in, None where there is none; `suspected` are all
+    holes that are wrong by themselves."""
+
+    exercise: Exercise
+    cases: int = 0
+    seconds: float = 0.0
+    wrong: Diagnosis | None = None
+    hole: int | None = None
+    suspected: tuple[int, ...] = ()
+    advice: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Right, and nothing left to do."""
+        return self.wrong is None and not self.exercise.unfilled
+
+
+def subjects(step: Step) -> Iterator[Subject]:
+    """What a step is tried on, in this order: each family in Q4_0, then the other formats."""
+    deep = (DEEP,) if step.number >= FIRST_WITH_STAGES else ()
+    for family in step.families:
+        for case in (GOLDEN_CASE, *CASES, *deep):
+            yield Subject(family, FIRST, case)
+    for name in WEIGHT_FORMATS:
+        for family in step.families:
+            if name != FIRST and name in step.formats:
+                golden = (GOLDEN_CASE,) if name in GOLDEN else ()
+                yield from (Subject(family, name, case) for case in (*golden, OTHERS))
+
+
+def count(step: Step) -> int:
+    """How many problems a right step is tried on."""
+    return len(tuple(subjects(step)))
+
+
+def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) -> Report:
+    """The whole check; report: is told of each problem before it is tried."""
+    began = time.perf_counter()
+    linecache.checkcache(str(exercise.path))
+    if exercise.holes and not exercise.filled:
+        return Report(exercise, hole=exercise.unfilled[0])
+    try:
+        step = _loaded(exercise, exercise.unfilled)
+    except Unloadable as error:
+        wrong, hole = _unloadable(exercise, error)
+        return Report(exercise, wrong=wrong, hole=hole, suspected=(hole,) if hole else ())
+    cases = 0
+    for subject in subjects(step):
+        report(str(subject))
+        trial = attempt(step, subject, exercise.path, PATIENCE)
+        cases += 1
+        if not trial.ok:
+            wrong, holes = _blamed(exercise, step, trial)
+            hole = holes[0] if holes else exercise.hole_at(wrong.line)
+            return Report(exercise, cases, time.perf_counter() - began, wrong, hole, holes)
+    advice: tuple[str, ...] = ()
+    if not exercise.unfilled and exercise.reference is not None:
+        advice = tuple(bank_conflicts(step, exercise.reference, exercise.path))
+    unfilled = exercise.unfilled
+    seconds = time.perf_counter() - began
+    return Report(exercise, cases, seconds, hole=unfilled[0] if unfilled else None, advice=advice)
+
+
+def _loaded(exercise: Exercise, solved: Sequence[int]) -> Step:
+    text, rows = exercise.composed(solved)
+    return load(text, exercise.path, rows)
+
+
+def _unloadable(exercise: Exercise, error: Unloadable) -> tuple[Diagnosis, int | None]:
+    """Python refuses the file."""
+    text = linecache.getline(str(exercise.path), error.line).strip()
+    where = f"{exercise.path.name}:{error.line}" + (f" `{text}`" if text else "")
+    advice = "Python cannot read the file: mend this line, or the one above it."
+    if exercise.hole_at(error.line) is None and exercise.holes:
+        advice = "This line was not yours to change: put it back, or make the exercise anew."
+    diagnosis = Diagnosis("syntax", error.line, (f"{where}: {error.why}.", advice))
+    return diagnosis, exercise.hole_at(error.line)
+
+
+def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tuple[int, ...]]:
+    """What is wrong, and the holes that are wrong by themselves. Of several the first is diagnosed,
+    without the mistakes of the others."""
+    bad: list[tuple[int, Step, Trial]] = []
+    if len(exercise.filled) == 1:
+        bad = [(exercise.filled[0], step, trial)]
+    elif exercise.filled:
+        for hole in exercise.filled:
+            others = [number for number in exercise.holes if number != hole]
+            try:
+                alone = _loaded(exercise, others)
+            except Unloadable:
+                continue
+            found = attempt(alone, trial.subject, exercise.path, PATIENCE)
+            if not found.ok:
+                bad.append((hole, alone, found))
+    if len(bad) > 1:
+        _, step, trial = bad[0]
+
+    def larger() -> Trial:
+        subject = Subject(trial.subject.family, trial.subject.format, TELLING)
+        return attempt(step, subject, exercise.path, PATIENCE)
+
+    return diagnose(trial, step, exercise.path, larger), tuple(hole for hole, *_ in bad)
+
+
+def lines(report: Report) -> list[str]:
+    """The report as it is printed."""
+    exercise = report.exercise
+    said = []
+    if report.wrong is not None:
+        first, *others = report.wrong.sentences
+        said.append(f"wrong: {first}")
+        said += [f"  {one}" for one in others if one]
+        said += _where(report)
+        return said
+    if exercise.holes and not exercise.filled:
+        said.append(f"0 of {len(exercise.holes)} TODOs are filled in")
+    elif exercise.unfilled:
+        stand_in = "the step's own code stands in for the others"
+        filled = _todos(exercise.filled)
+        said.append(f"right so far: {filled} of {len(exercise.holes)}; {stand_in}")
+        said.append(f"  {report.cases} problems in {report.seconds:.1f} s")
+    else:
+        said.append(f"right: {report.cases} problems in {report.seconds:.1f} s")
+        said += [f"  advice: {one}" for one in report.advice]
+    if report.hole is not None:
+        todo = tasks(exercise.number)[report.hole].todo.strip().splitlines()
+        line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
+        said.append(f"next: TODO {report.hole} is not filled in yet ({line}): {todo[0]}")
+        said.append("  HINT=1 shows its idea.")
+    return said
+
+
+def _where(report: Report) -> list[str]:
+    """Where to look, and what helps."""
+    exercise, said = report.exercise, []
+    if report.hole is not None:
+        line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
+        if report.suspected and len(exercise.filled) > 1:
+            said.append(
+                f"  The mistake is in TODO {report.hole} ({line}): with the step's own code "
+                "everywhere else it is still there."
+            )
+        else:
+            said.append(f"  Look at TODO {report.hole} ({line}).")
+        if len(report.suspected) > 1:
+            said.append(f"  After it: {_todos(report.suspected[1:])}, wrong as well.")
+        said.append(f"  HINT=1 shows the idea of TODO {report.hole}, SOLUTION=1 all of the step.")
+    elif exercise.filled:
+        said.append(
+            "  Each TODO is right by itself, together they are not: compare the names and shapes "
+            "that one hands to the next."
+        )
+    return said
+
+
+def _todos(holes: Sequence[int]) -> str:
+    return "TODO " + ", ".join(map(str, holes))
