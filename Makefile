@@ -18,6 +18,9 @@
 #   HINT=1 SOLUTION=1    check FILE=: the idea of the next TODO; the diff to the step
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
+#   PROMPT= SYSTEM= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat: one question, how to answer,
+#                   tokens of an answer, drawn tokens and their seed, exact or fast products
+#   REFERENCE=1     chat, decoder: torch on the dequantized weights, on the CPU
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -44,7 +47,8 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report decoder doctor diff ptx sass profile \
+.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat \
+        decoder doctor diff ptx sass profile \
         counters sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -97,10 +101,17 @@ charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md fro
 report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=)
 	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
 
-decoder: $(READY) ## greedy tokens of a llama, GGUF=model.gguf [PROMPT= IDS= TOKENS=], or BENCH=1 (needs torch)
+chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)
+	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') --chat $(if $(PROMPT),--prompt "$$PROMPT") \
+		$(if $(SYSTEM),--system "$$SYSTEM") $(if $(TOKENS),--tokens '$(TOKENS)') \
+		$(if $(TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(TOP_P),--top-p '$(TOP_P)') \
+		$(if $(SEED),--seed '$(SEED)') $(if $(ACCURACY),--accuracy '$(ACCURACY)') \
+		$(if $(REFERENCE),--reference)
+
+decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
 	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
 		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
-		$(if $(BENCH),--check --bench) $(if $(OUT),--json '$(OUT)')
+		$(if $(BENCH),--check --bench) $(if $(REFERENCE),--reference) $(if $(OUT),--json '$(OUT)')
 
 doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor

@@ -5,6 +5,8 @@
     rotary.py      frequencies of the rotary embedding, scaled as files say
     files.py       configuration and weights of a GGUF file; a tiny random one to write
     vocabulary.py  texts to tokens and back
+    stream.py      tokens one by one: the likeliest, or drawn ones
+    chat.py        a conversation in a terminal, by the file's chat template
     checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
     __main__.py    the command line: python -m results.decoder

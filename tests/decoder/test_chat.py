@@ -1,0 +1,304 @@
+"""Chats: the template of a file, tokens as they come, and what ends an answer."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
+
+from results.decoder import checks, files  # noqa: E402
+from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.chat import Chat, Pace, Template  # noqa: E402
+from results.decoder.model import generate, torch_products  # noqa: E402
+from results.decoder.stream import Sampling, Stream  # noqa: E402
+from tests.decoder.smollm2 import smollm2  # noqa: E402
+from tests.decoder.test_decoder import SMALL, filled, reference  # noqa: E402
+from tests.decoder.test_vocabulary import byte_level, of  # noqa: E402
+
+VOCABULARY = of(byte_level("gpt-2"))
+END = byte_level("gpt-2")["eos_token_id"]
+SIMPLE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+WIDE = """\
+{%- set ns = namespace(n=0) -%}
+{% for message in messages %}
+    {% if loop.first and message['role'] != 'system' %}
+        {{- bos_token }}
+    {% endif %}
+    {% if message['role'] == 'tool' %}
+        {% continue %}
+    {% endif %}
+    {% set ns.n = ns.n + 1 %}
+{{ ns.n }} <{{ message | tojson }}>{{ eos_token if not loop.last }}
+{% endfor %}
+{%- if add_generation_prompt %}go{% endif %}
+"""
+MESSAGES = [
+    {"role": "system", "content": "Be brief, \u00e9l\u00e8ve <b>."},
+    {"role": "tool", "content": "not shown"},
+    {"role": "user", "content": 'What\'s "up"?'},
+]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+# --- templates ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [SIMPLE, WIDE, "the file's"])
+def test_messages_are_written_as_by_transformers(source: str) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install transformers"
+    )
+    if source == "the file's":
+        source = files.Model(smollm2()).keys["tokenizer.chat_template"]
+        assert "<|im_start|>assistant" in Template(source, VOCABULARY, "a").text(MESSAGES)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=VOCABULARY._tokenizer, bos_token=VOCABULARY.bos, eos_token=VOCABULARY.eos
+    )
+    for messages in (MESSAGES, MESSAGES[1:], MESSAGES[2:]):
+        assert Template(source, VOCABULARY, "a.gguf").text(messages) == theirs.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (None, "a.gguf has no chat template: give --prompt without --chat"),
+        ("{% if %}", "a.gguf: its chat template is none: "),
+        ("{{ raise_exception('only users') }}", "a.gguf: its chat template says: only users"),
+        ("{{ ''.__class__.__mro__ }}", "a.gguf: its chat template says: access to attribute"),
+        ("{{ messages.append(1) }}", "a.gguf: its chat template says: "),
+        ("{{ messages[0].x.y }}", "a.gguf: its chat template says: .* has no attribute 'x'"),
+    ],
+)
+def test_templates_that_are_refused(source: str | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Template(source, VOCABULARY, "a.gguf").text(MESSAGES)
+
+
+def test_templates_know_the_day() -> None:
+    year = Template("{{ strftime_now('%Y') }}", VOCABULARY, "a").text(MESSAGES)
+    assert 2024 < int(year) < 3000
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: Any) -> Any:
+    return reference(files.write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf", **SMALL))
+
+
+def test_a_stream_has_the_tokens_of_all_at_once(tiny: Any) -> None:
+    stream = Stream(tiny)
+    for seed, length, most in ((0, 7, 9), (1, 3, 1), (2, 520, 4), (3, 5, 6)):
+        ids = checks.prompt(files.WORDS, length, seed)
+        wanted, _ = generate(tiny, torch.tensor([ids]), most)
+        assert list(stream.tokens(ids, most)) == wanted[0].tolist()
+    assert stream._steps is not None
+    assert stream._steps.cache.length == 1024, "the one that was long enough for all of them"
+
+
+def test_drawn_tokens_have_their_probabilities() -> None:
+    shares = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
+    count = 2000
+
+    def drawn(temperature: float, top_p: float, seed: int = 0) -> np.ndarray:
+        one = Sampling(temperature, top_p, seed)
+        found: Counter[int] = Counter()
+        for _ in range(count):
+            one.draw()
+            found[int(one(shares.log()))] += 1
+        return np.array([found[i] for i in range(4)]) / count
+
+    error = 4 * 0.5 / count**0.5  # four standard deviations
+    np.testing.assert_allclose(drawn(1.0, 1.0), shares[0], atol=error)
+    np.testing.assert_allclose(drawn(1.0, 0.7), [0, 0.625, 0, 0.375], atol=error)
+    np.testing.assert_allclose(drawn(1.0, 0.81), [0, 0.526, 0.158, 0.316], atol=error)
+    squared = shares[0] ** 2 / (shares**2).sum()
+    np.testing.assert_allclose(drawn(0.5, 1.0), squared, atol=error)
+    assert drawn(1.0, 1e-6)[1] == 1, "the likeliest at least"
+    assert drawn(1e-3, 1.0)[1] == 1
+    assert (drawn(1.0, 1.0, 5) == drawn(1.0, 1.0, 5)).all()
+    assert (drawn(1.0, 1.0, 5) != drawn(1.0, 1.0, 6)).any()
+
+
+def test_the_largest_draw_is_a_token() -> None:
+    one = Sampling(1.0)
+    one._drawn.fill_(1.0)
+    assert int(one(torch.full((1, 7), 3.0))) == 6
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0, 1), (-1, 1), (1, 0), (1, 1.1), (1, np.nan)])
+def test_draws_that_cannot_be(temperature: float, top_p: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature is {temperature:g} and top-p {top_p:g}"):
+        Sampling(temperature, top_p)
+
+
+def test_a_seed_gives_an_answer(tiny: Any) -> None:
+    ids = checks.prompt(files.WORDS, 5)
+    found = [list(Stream(tiny, Sampling(1.5, 0.95, seed)).tokens(ids, 12)) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+class Told:
+    """In place of a `Stream`: answers that are known, and what was asked."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.answers, self.asked = list(answers), []
+
+    def tokens(self, ids: list[int], most: int) -> Iterator[int]:
+        self.asked.append((VOCABULARY.text(ids), most))
+        for one in self.answers.pop(0)[:most]:
+            if one is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            yield one
+
+
+def chat(told: Any, **rest: Any) -> Chat:
+    return Chat(told, VOCABULARY, Template(SIMPLE, VOCABULARY, "a"), **{"context": 500} | rest)
+
+
+def test_an_answer_ends_at_its_token_and_is_remembered() -> None:
+    hello = VOCABULARY.ids("H\u00e9llo \U0001f600.")
+    told = Told([*hello, END, *hello], hello)
+    one, said = chat(told, system="Be brief."), []
+    one.ask("Hi", said.append)
+    assert "".join(said) == "H\u00e9llo \U0001f600."
+    assert not any("\ufffd" in piece for piece in said)
+    one.ask("And?", said.append)
+    assert told.asked[1][0] == (
+        "[system] Be brief.\n[user] Hi\n[assistant] H\u00e9llo \U0001f600.\n[user] And?\n"
+        "[assistant] "
+    )
+    first, second = (500 - len(VOCABULARY.ids(text)) for text, _ in told.asked)
+    assert [most for _, most in told.asked] == [first, second], "what the context holds"
+    assert [message["role"] for message in one.messages] == ["system", *["user", "assistant"] * 2]
+
+
+def test_an_answer_has_at_most_so_many_tokens() -> None:
+    told = Told(VOCABULARY.ids("one two three"))
+    said: list[str] = []
+    pace = chat(told, most=3).ask("Count.", said.append)
+    assert len(pace.times) == 4
+    assert told.asked[0][1] == 3
+
+
+def test_control_c_ends_an_answer_alone() -> None:
+    hello = VOCABULARY.ids("Hello")
+    one, said = chat(Told([*hello, KeyboardInterrupt, *hello], hello)), []
+    one.ask("Hi", said.append)
+    assert "".join(said) == "Hello"
+    assert one.messages[-1] == {"role": "assistant", "content": "Hello"}
+    one.ask("Go on", said.append)
+    assert "".join(said) == "HelloHello"
+
+
+def test_a_conversation_that_is_too_long_is_refused() -> None:
+    one = chat(Told(), context=20)
+    with pytest.raises(ValueError, match=r"has \d+ tokens and the model's context is 20: begin an"):
+        one.ask("word " * 30, print)
+    assert one.messages == []
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_the_loop_asks_until_it_is_left(monkeypatch: Any, end: type[BaseException]) -> None:
+    typed = iter(["Hi", "  ", "Bye", end])
+
+    def line(asks: str) -> str:
+        one = next(typed)
+        if isinstance(one, str):
+            return one
+        raise one
+
+    monkeypatch.setattr(builtins, "input", line)
+    hello, told, said = VOCABULARY.ids("Hello"), [], []
+    one = chat(Told([*hello, END], hello))
+    one.loop(said.append, told.append)
+    assert "".join(said) == "Hello\nHello\n"
+    assert [message["content"] for message in one.messages] == ["Hi", "Hello", "Bye", "Hello"]
+    assert len(told) == 2
+    assert told[0].startswith(f"{len(hello) + 1} tokens, first one after 0.")
+
+
+def test_pace() -> None:
+    assert str(Pace([1.0])) == "0 tokens"
+    assert str(Pace([1.0, 1.25])) == "1 tokens, first one after 0.25 s"
+    assert str(Pace([1.0, 1.25, 3.0, 3.5, 4.0])) == (
+        "4 tokens, first one after 0.25 s, 2.0 tokens/s from the second on"
+    )
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_a_text_is_continued(tmp_path: Path, capsys: Any) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    there = tmp_path / "found.json"
+    arguments = [path, "--reference", "--prompt", "the hat", "--tokens", 5, "--json", there]
+    assert main([str(one) for one in arguments]) == 0
+    shown, written = capsys.readouterr(), json.loads(there.read_text())
+    vocabulary = files.Model(path).vocabulary
+    logits = filled(reference(path), [*written["ids"], *written["tokens"]])
+    likeliest = logits[len(written["ids"]) - 1 :].argmax(-1).tolist()
+    assert written["tokens"] == likeliest[: len(written["tokens"])]
+    assert likeliest[len(written["tokens"])] in vocabulary.ends or len(written["tokens"]) == 5
+    assert shown.out == written["text"] + "\n"
+    assert vocabulary.text([*written["ids"], *written["tokens"]]).startswith(written["text"])
+    assert "first one after" in shown.err
+
+
+def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    assert main([str(path), "--chat", "--reference"]) == 2
+    assert "tiny.gguf has no chat template: give --prompt" in capsys.readouterr().err
+
+
+def test_a_real_model_answers(capsys: Any) -> None:
+    """SmolLM2 from torch's products in float32, on the CPU."""
+    smollm2()
+    question = "What is the capital of France? One sentence."
+    assert main(["--chat", "--reference", "--prompt", question, "--tokens", "12"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "The capital of France is Paris.\n"
+    assert "8 tokens, first one after" in shown.err
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf, ready" in shown.err
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_stream_on_a_gpu(tmp_path: Path, sampled: bool) -> None:
+    """Steps from a CUDA graph, which holds the drawing too: the tokens of the same model on the
+    CPU, by products in float32."""
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    path, found = files.write_tiny(tmp_path / "tiny.gguf", **SMALL), []
+    ids = checks.prompt(files.WORDS, 7)
+    for device in ("cpu", "cuda"):
+        make = torch_products(device, torch.float32)
+        model = files.load(path, make, device=device, cache_dtype=torch.float32)
+        sampling = Sampling(0.7, 0.9, 3, device) if sampled else None
+        stream = Stream(model, sampling)
+        found.append([list(stream.tokens(ids, 20)) for _ in range(2)])
+    assert found[0] == found[1]
+    assert (found[0][0] == found[0][1]) != sampled
