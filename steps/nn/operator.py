@@ -83,6 +83,7 @@ def _on_cpu(
     n: int,
     k: int,
     invariant: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """y[..., N] = x[..., K] @ dequantize(W)[N, K]^T + bias[N], in the dtype of x.
 
@@ -92,6 +93,7 @@ def _on_cpu(
     weights, fast : on a GPU the arrays of the one or two packings that `packings` names, such as
                "tiles" or "tiles byte_tiles".
     accuracy, invariant : see `steps.gemm`.
+    wide     : y is float32 whatever x is, for sums that are not complete.
     Raises TypeError for another dtype of x, ValueError for a last dimension that is not K.
     """
     _require(x, k)
@@ -99,21 +101,23 @@ def _on_cpu(
     y = rows.new_empty((len(rows), n))
     for first, part in _dequantized(blocks, format):
         y[:, first : first + len(part)] = rows @ part.T
-    return _finished(y.reshape(*x.shape[:-1], n), x, bias)
+    return finished(y.reshape(*x.shape[:-1], n), torch.float32 if wide else x.dtype, bias)
 
 
-# This and `_shape_of` take the arguments of `_on_cpu`, in their order.
+# This and `_shape_of` take the arguments of `_on_cpu`, in their order. torch may leave out the last
+# ones where they are their defaults.
 def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) -> Tensor:
-    weights, fast, packings, accuracy, format, n, k, *invariant = rest
+    weights, fast, packings, accuracy, format, n, k, *options = rest
     _require(x, k)
     packed = by_packing(packings, weights, fast)
-    return multiply(x, bias, Weights(format, n, k, accuracy, packed, *invariant))
+    held = Weights(format, n, k, accuracy, packed, *options[:1])
+    return multiply(x, bias, held, *options[1:])
 
 
 def _shape_of(x: Tensor, *rest: Any) -> Tensor:
-    n, k = rest[7:9]
+    n, k, *options = rest[7:]
     _require(x, k)
-    return x.new_empty((*x.shape[:-1], n))
+    return x.new_empty((*x.shape[:-1], n), dtype=torch.float32 if any(options[1:]) else x.dtype)
 
 
 linear = torch.library.custom_op(
@@ -151,7 +155,7 @@ def _shape_of_gradient(gradient: Tensor, blocks: Tensor, format: str, k: int) ->
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _x, bias, blocks, weights, fast, _packings, _accuracy, format_name, _n, k, _invariant = inputs
+    _x, bias, blocks, weights, fast, _packings, _accuracy, format_name, _n, k, *_options = inputs
     if ctx.needs_input_grad[0]:
         if blocks is None:
             raise ValueError("a gradient with respect to x needs the blocks: pass them too")
@@ -216,17 +220,18 @@ class Weights:
         self.key = (format, n, k, accuracy, invariant, self.device, *packed)
 
 
-def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
+def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> Tensor:
     """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in the dtype of x.
 
     It is `product` without what torch does before it. x [..., K] is there too, in one of `NAMES`.
     """
     if w.device != current_device():
         with torch.cuda.device(w.device):
-            return multiply(x, bias, w)
+            return multiply(x, bias, w, wide)
+    dtype = torch.float32 if wide else x.dtype
     shape = (*x.shape[:-1], w.n)
     if not (m := x.numel() // w.k):
-        return x.new_empty(shape)
+        return x.new_empty(shape, dtype=dtype)
     input, of_bias = NAMES[x.dtype], None
     if bias is not None:
         if bias.shape != (w.n,) or bias.get_device() != w.device:
@@ -236,7 +241,7 @@ def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
             )
         bias = bias if bias.dtype in NAMES else bias.to(torch.float32)
         bias, of_bias = bias.contiguous(), NAMES[bias.dtype]
-    made = template(w, m, input, input, bias=of_bias)
+    made = template(w, m, NAMES[dtype], input, bias=of_bias)
     a = _readable(x, DTYPES[made.reads])
     y = a.new_empty(shape, dtype=DTYPES[made.writes])
     stream = stream_of(a)
@@ -246,7 +251,7 @@ def multiply(x: Tensor, bias: Tensor | None, w: Weights) -> Tensor:
     if bias is not None and made.adds_bias:
         arrays, bias = (*arrays, bias.data_ptr()), None
     made(a.data_ptr(), y.data_ptr(), arrays, zeros, at, stream)
-    return y if bias is None and y.dtype is x.dtype else _finished(y, x, bias)
+    return y if bias is None and y.dtype is dtype else finished(y, dtype, bias)
 
 
 def _readable(x: Tensor, dtype: Any) -> Tensor:
@@ -430,11 +435,11 @@ def _require(x: Tensor, k: int) -> None:
         raise ValueError(f"x must have shape [..., {k}], got {list(x.shape)}")
 
 
-def _finished(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """y plus bias, in the dtype of x: the sum is rounded once."""
+def finished(y: Tensor, dtype: Any, bias: Tensor | None) -> Tensor:
+    """y plus bias, in a dtype: the sum is rounded once. It may be written over y."""
     if bias is None:
-        return y if y.dtype is x.dtype else y.to(x.dtype)
-    return torch.add(y, bias, out=y if y.dtype is x.dtype else y.new_empty(y.shape, dtype=x.dtype))
+        return y if y.dtype is dtype else y.to(dtype)
+    return torch.add(y, bias, out=y if y.dtype is dtype else y.new_empty(y.shape, dtype=dtype))
 
 
 def host_blocks(blocks: Tensor, fmt: Format) -> np.ndarray:

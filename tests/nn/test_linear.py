@@ -621,6 +621,27 @@ def test_the_gpus_path_in_every_dtype(host: Any, dtype: Any, biased: bool) -> No
     assert within(multiplied(layer, x), x, blocks, bias, x_rounding=0.5 / 127)
 
 
+@pytest.mark.parametrize("m", [1, 40])
+def test_sums_that_are_not_complete_are_float32(host: Any, m: int) -> None:
+    """A layer that ranks share reads float16 and writes what is not rounded, past the operator,
+    through it and to torch.compile."""
+    blocks, x = blocks_of(), tensor(m, K, dtype=torch.float16)
+    layer = uploaded(blocks)
+    made = template_of(layer, m, input="float16", output="float32")
+    assert (made.reads, made.writes) == ("float16", "float32")
+    y = layer._product(x, wide=True)
+    assert y.dtype == torch.float32
+    assert within(y, x, blocks, x_rounding=0.5 / 127)
+    assert torch.equal(y.half(), layer._product(x))
+    arguments = (
+        *(x, None, None, layer._arrays("weights"), [], layer.packings, "exact", "q4_0", N, K),
+        *(False, True),
+    )
+    assert torch.equal(torch_operator._on_gpu(*arguments), y)
+    assert torch_operator._shape_of(*arguments).dtype == torch.float32
+    assert torch_operator._shape_of(*arguments[:-1]).dtype == torch.float16
+
+
 def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     layer = uploaded(blocks_of(), accuracy="fast")
     assert layer.packings == "tiles byte_tiles"
