@@ -7,7 +7,8 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project; in `steps` only this module and `steps.nn.operator` import it.
+torch is an extra of this project; in `steps` only this room imports it. `layer.shard(mesh, "column")`
+or "row" keeps one rank's share of the weights (`steps.nn.shard`).
 
 Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
 memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
@@ -34,6 +35,7 @@ from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
 from steps.api.choice import known_accuracy, packings
 from steps.api.operands import weight_format
 from steps.nn import operator as operator
+from steps.nn.shard import Shard, group_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,6 +93,7 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.format, self.accuracy = fmt.name, known_accuracy(accuracy)
         self.invariant = bool(invariant)
+        self.sharding: Shard | None = None
         self.packings = ""
         if in_features < 1 or out_features < 1 or in_features % fmt.elements:
             raise ValueError(
@@ -194,16 +197,85 @@ class QuantLinear(nn.Module):
         bias = bias.values() if hasattr(bias, "values") and hasattr(bias, "type") else bias
         return cls.from_blocks(tensor.array, bias, accuracy=accuracy, invariant=invariant)
 
+    def shard(
+        self,
+        mesh: Any,
+        kind: str,
+        *,
+        parts: Sequence[int] | None = None,
+        unit: int | None = None,
+        gather: bool = False,
+    ) -> QuantLinear:
+        """Keep this rank's share of the weights, in place, for tensor parallelism; returns itself.
+
+        All ranks call this with the same layer. Do it before the layer is moved to a GPU, which
+        then never holds all of it.
+
+        mesh   : a DeviceMesh of one dimension, a process group, or None for all ranks.
+        kind   : "column": the rank has some of the N features. x is whole and y is the rank's
+                 share, or whole with `gather`. "row": it has some of the K. x is the rank's share,
+                 as a "column" layer writes it, and y is the sum of all ranks', whole.
+        parts  : of "column": the sizes of matrices below each other in this one, such as (4096,
+                 1024, 1024) of queries, keys and values. Each is split by itself.
+        unit   : how many features stay together, such as those of a head. By default 1; of "row",
+                 where it is a multiple of the format's block, that block.
+
+        A bias is added to the sum once. Up to `all_reduce.ONE_SHOT` bytes of float32, sums are
+        float32 and are rounded once; larger ones are those of each rank's y in the dtype of x.
+        `in_features`, `out_features`, `weight` and `dequantize` are the rank's. A state dict is
+        whole: `state_dict` gathers it, so all ranks must call it, and `load_state_dict` takes the
+        whole one. ValueError where ranks cannot share the layer, with the numbers.
+        """
+        if self.sharding is not None:
+            raise ValueError(f"the layer is split already: {self.sharding}")
+        block = FORMATS[self.format].elements
+        n, k, least = self.out_features, self.in_features, block if kind == "row" else 1
+        unit = least if unit is None else unit
+        if unit % least:
+            raise ValueError(f"unit={unit} cuts blocks of {self.format}: use a multiple of {block}")
+        shard = Shard(group_of(mesh), kind, n, k, tuple(parts or (n,)), unit, gather)
+        here, bias = self.device, self._parameters["bias"]
+        self._buffers[BLOCKS] = shard.share(self.blocks)
+        if bias is not None:
+            own = nn.Parameter(shard.share(bias.detach()), requires_grad=bias.requires_grad)
+            self._parameters["bias"] = own
+        if kind == "column":
+            self.out_features = shard.count(shard.rank)
+        else:
+            self.in_features = shard.count(shard.rank)
+        self.sharding = shard
+        if self.packings:
+            self._move(here)
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. Raises TypeError for another dtype than float32, float16 and
         bfloat16, ValueError for another K or device."""
+        shard = self.sharding
+        if shard is None:
+            return self._product(x)
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"x must have shape [..., {self.in_features}] for this rank ({shard} of the "
+                f"{shard.n} x {shard.k} layer), got {list(x.shape)}"
+            )
+        if shard.kind == "column":
+            y = self._product(shard.input(x))
+            return shard.gathered(y) if shard.gather else y
+        few = shard.sums(self.device).is_small(x.numel() // self.in_features * self.out_features)
+        y = shard.summed(self._product(x, wide=few, biased=False))
+        bias = self.bias
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def _product(self, x: Tensor, *, wide: bool = False, biased: bool = True) -> Tensor:
+        """The product of this rank's blocks, in float32 where it is wide."""
         if not torch.compiler.is_compiling() and (held := self._directly(x)) is not None:
-            return operator.multiply(x, self._parameters["bias"], held)
+            return operator.multiply(x, self._parameters["bias"] if biased else None, held, wide)
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
             raise ValueError(f"x is on {x.device} and the layer is on {here}: move one of them")
-        bias, blocks, graded = self.bias, None, False
+        bias, blocks, graded = self.bias if biased else None, None, False
         if torch.is_grad_enabled():
             graded = x.requires_grad or (bias is not None and bias.requires_grad)
         if not x.is_cuda or (graded and x.requires_grad):
@@ -220,6 +292,7 @@ class QuantLinear(nn.Module):
             self.out_features,
             self.in_features,
             self.invariant,
+            wide,
         )
 
     def _directly(self, x: Tensor) -> operator.Weights | None:
@@ -280,6 +353,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         options = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"
         options += ", invariant=True" if self.invariant else ""
+        options += f", {self.sharding}" if self.sharding else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format}{options}"
@@ -351,6 +425,13 @@ class QuantLinear(nn.Module):
             self.blocks = same if same.dtype == torch.uint8 else self.blocks
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.sharding is not None:
+            for name in (BLOCKS, "bias"):
+                if prefix + name in destination:
+                    destination[prefix + name] = self.sharding.whole(destination[prefix + name])
+
     def _load_from_state_dict(
         self,
         state_dict: Any,
@@ -362,7 +443,21 @@ class QuantLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Blocks whose scales are not finite are an error of `load_state_dict`, and not loaded."""
-        here, given = self.device, state_dict.get(prefix + BLOCKS)
+        here = self.device
+        if (shard := self.sharding) is not None:
+            row = self.blocks.shape[1] * shard.k // self.in_features
+            state_dict = {key: one for key, one in state_dict.items() if key.startswith(prefix)}
+            for name, shape in ((BLOCKS, (shard.n, row)), ("bias", (shard.n,))):
+                if (one := state_dict.get(prefix + name)) is None:
+                    continue
+                if tuple(one.shape) != shape:
+                    error_msgs.append(
+                        f"{prefix}{name} has shape {list(one.shape)}, and the whole layer has "
+                        f"{list(shape)}: state dicts are whole where ranks share a layer"
+                    )
+                    return
+                state_dict[prefix + name] = shard.share(one)
+        given = state_dict.get(prefix + BLOCKS)
         if given is not None and given.shape == self.blocks.shape and not given.is_meta:
             try:
                 blocks = given.to("cpu", torch.uint8).contiguous()

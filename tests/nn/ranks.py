@@ -1,0 +1,50 @@
+"""Several processes that share layers over gloo, on the CPU of this machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PATIENCE = timedelta(seconds=240)
+"""How long a rank waits for the others, whose processes may start one after another."""
+
+
+def run_on_ranks(count: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """What work(*arguments) returned on each of `count` ranks. An error of a rank is raised."""
+    import torch.multiprocessing as processes
+
+    processes.spawn(_rank, (count, work, folder, arguments), count)
+    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(count)]
+
+
+def each_case(cases: list[Callable[[], None]]) -> dict[str, str]:
+    """The traceback of each case, or "" where it passed."""
+    found = {}
+    for case in cases:
+        try:
+            case()
+            found[case.__name__] = ""
+        except Exception:
+            found[case.__name__] = traceback.format_exc()
+    return found
+
+
+def _rank(rank: int, count: int, work: Any, folder: Path, arguments: tuple[Any, ...]) -> None:
+    import torch
+    from torch import distributed
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), count)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE
+    )
+    found = work(*arguments)
+    distributed.barrier()
+    (folder / f"{rank}").write_bytes(pickle.dumps(found))
+    distributed.destroy_process_group()
