@@ -7,8 +7,8 @@
     layer = QuantLinear.from_gguf(tensors("model.gguf")["blk.0.ffn_up.weight"])
     print(quantize_model(model, "q4_0", skip=("lm_head",)))     # every Linear of a model, in place
 
-torch is an extra of this project; in `steps` only this room imports it. `layer.shard(mesh, "column")`
-or "row" keeps one rank's share of the weights (`steps.nn.shard`).
+torch is an extra of this project; in `steps` only this room imports it. A layer may be shared by
+several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (`steps.nn.shard`).
 
 Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
 memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
