@@ -48,7 +48,7 @@ need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&
 
 .DEFAULT_GOAL := help
 .PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat \
-        decoder doctor diff ptx sass profile \
+        decoder doctor diff ptx sass trace profile \
         counters sanitize warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -127,6 +127,11 @@ ptx: $(READY) ## the PTX of STEP= for ARCH=; needs no GPU
 sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 	$(need-step)
 	@$(PY) -m steps sass $(STEP) $(OWN) --arch '$(ARCH)' $(DATA) $(TYPE)
+
+trace: $(READY) ## what a warp of STEP= loads and stores, lane by lane: build/trace.html [LINE= WARP=]; no GPU
+	$(need-step)
+	@$(PY) -m steps trace $(STEP) $(DATA) $(TYPE) $(if $(LINE),--line '$(LINE)') \
+		$(if $(WARP),--warp '$(WARP)') $(if $(OUT),--out '$(OUT)')
 
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)

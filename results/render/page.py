@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment as Templates
-from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from results.measure import protocol
@@ -33,6 +31,7 @@ from results.render.compiled import Compiled, Compiler, compiled
 from results.render.query import Rung, cell, dims, number, percent, ratio
 from results.render.readme import called_table
 from results.render.staleness import STALE_NOTE, Keys, stale_keys
+from results.render.templates import templates
 from steps import ladder, pitfalls
 from steps.contract import BRANCHES, Step
 from steps.pitfalls import Finding, Pitfall, right
@@ -285,32 +284,29 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
             sections.append(section(step, run, stale, log, compiler))
         say("the museum")
         exhibits = [exhibit(one, pitfalls.examine(one)) for one in museum]
-    templates = Templates(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     called = called_table(run, "run.json", stale)
-    return templates.get_template("page.html.jinja").render(
-        env=run.env,
-        measured=path is not None,
-        when=query.when([*run.rows, *run.as_called]),
-        called=markup.markdown(called, "What a caller gets"),
-        tree=tree(steps, run),
-        ladder=next((each for each in pictures if each.name == "ladder"), None),
-        charts=[each for each in pictures if each.name != "ladder"],
-        headings=HEADINGS,
-        sections=sections,
-        stale_note=markup.inline(STALE_NOTE) if stale else None,
-        exhibits=exhibits,
-        right=markup.body(inspect.getsource(right), imports=False),
-        layers=markup.markdown((inspect.getdoc(pitfalls.exhibit) or "").partition("\n\n")[2]),
-        protocol=markup.markdown(inspect.getdoc(protocol) or ""),
-        facts=complete.facts(run.env),
-        limits=complete.limits(run.env),
-        findings=log.general,
+    return (
+        templates()
+        .get_template("page.html.jinja")
+        .render(
+            env=run.env,
+            measured=path is not None,
+            when=query.when([*run.rows, *run.as_called]),
+            called=markup.markdown(called, "What a caller gets"),
+            tree=tree(steps, run),
+            ladder=next((each for each in pictures if each.name == "ladder"), None),
+            charts=[each for each in pictures if each.name != "ladder"],
+            headings=HEADINGS,
+            sections=sections,
+            stale_note=markup.inline(STALE_NOTE) if stale else None,
+            exhibits=exhibits,
+            right=markup.body(inspect.getsource(right), imports=False),
+            layers=markup.markdown((inspect.getdoc(pitfalls.exhibit) or "").partition("\n\n")[2]),
+            protocol=markup.markdown(inspect.getdoc(protocol) or ""),
+            facts=complete.facts(run.env),
+            limits=complete.limits(run.env),
+            findings=log.general,
+        )
     )
 
 

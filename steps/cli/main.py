@@ -308,6 +308,27 @@ def _parser() -> Parser:
         )
 
     one = command(
+        "trace",
+        "trace:trace",
+        "what a warp of a step loads and stores, lane by lane; needs no GPU",
+        _data(),
+        dtype,
+        as_json,
+        steps="1",
+    )
+    one.add_argument("--line", type=_positive, help="of the step's file: this line alone")
+    one.add_argument(
+        "--warp", type=_seed, help="of the block (default: the first of each warpgroup)"
+    )
+    one.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build", "trace.html"),
+        metavar="PATH",
+        help="the page of pictures (default build/trace.html)",
+    )
+
+    one = command(
         "profile", "tools:profile", "Nsight Compute on one launch", _data(), dtype, steps="1"
     )
     one.add_argument("--set", default="detailed", help="sections to collect (default detailed)")

@@ -20,6 +20,9 @@ and of a whole kernel, in the simulator:
 
 It is a model. It counts the accesses that the source makes; a compiler may merge or drop some. A
 GPU may be kinder where the halves or quarters of a warp want the same words.
+
+Global memory has no banks: there an access costs the *sectors* of 32 bytes that it touches, which
+`sectors` counts. `steps.simulator.trace` shows both, lane by lane.
 """
 
 from __future__ import annotations
@@ -32,17 +35,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
 from steps.simulator.errors import SimulatorError
-from steps.simulator.lanes import WARP, Block, Lane, Site, here, kernel_codes
+from steps.simulator.lanes import WARP, Block, Lane, Site, kernel_codes
 from steps.simulator.scheduler import now
 
 BANKS = 32
 WORD = 4  # bytes that a bank serves in a cycle
 SIZES = (1, 2, 4, 8, 16)  # bytes of one lane's access
-_APART = 1 << 32  # between the addresses given to different arrays: each begins at bank 0
+APART = 1 << 32  # between the addresses given to different arrays: each begins at bank 0
+SECTOR = 32  # bytes of global memory that the L1 cache asks the L2 for at once
 
 
 def wavefronts(addresses: Sequence[int | None], size: int) -> int:
@@ -59,9 +63,42 @@ def wavefronts(addresses: Sequence[int | None], size: int) -> int:
     return cycles
 
 
+def served(addresses: Sequence[int | None], size: int) -> list[list[list[int]]]:
+    """The words that shared memory serves: by part of the warp, by cycle. Word k is of bank k % 32.
+    A part without a lane takes no cycle."""
+    lanes = lanes_together(size)
+    parts = []
+    for first in range(0, len(addresses), lanes):
+        waiting: dict[int, list[int]] = {}  # by bank
+        own = [a for a in addresses[first : first + lanes] if a is not None]
+        for word in sorted({(a + at) // WORD for a in own for at in range(0, size, WORD)}):
+            waiting.setdefault(word % BANKS, []).append(word)
+        deepest = max(map(len, waiting.values()), default=0)
+        parts.append([[w[k] for w in waiting.values() if k < len(w)] for k in range(deepest)])
+    return parts
+
+
+def lanes_together(size: int) -> int:
+    """Lanes that shared memory serves together where each accesses `size` bytes."""
+    return BANKS * WORD // max(size, WORD)
+
+
 def without_conflicts(addresses: Sequence[int | None], size: int) -> int:
     """Cycles for the same access, were there no conflict: one for each part that it is made in."""
     return sum(1 for _ in _phases(addresses, size))
+
+
+def sectors(addresses: Sequence[int | None], size: int) -> int:
+    """Sectors of global memory that one access of a warp touches: `size` bytes at the byte address
+    of each lane. Lanes that want the same sector share it."""
+    return len(
+        {
+            sector
+            for address in addresses
+            if address is not None
+            for sector in range(address // SECTOR, (address + size - 1) // SECTOR + 1)
+        }
+    )
 
 
 def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
@@ -73,7 +110,7 @@ def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
     for address in addresses:
         if address is not None and address % size:
             raise ValueError(f"an access of {size} bytes at address {address} would fault")
-    lanes = BANKS * WORD // max(size, WORD)
+    lanes = lanes_together(size)
     for first in range(0, len(addresses), lanes):
         phase = [a for a in addresses[first : first + lanes] if a is not None]
         if phase:
@@ -97,20 +134,84 @@ class Traffic:
         return self.wavefronts - self.ideal
 
 
-class BankCounter:
-    """Counts the wavefronts of kernels simulated with `simulate(..., banks=counter)`.
+Way = tuple[tuple[int, int], ...]
+"""The place of an access in the kernel and, from function to function, the calls that led there:
+(identity of a code object, instruction), the innermost first."""
 
-    sites: place in the source -> `Traffic`; it grows with every kernel simulated.
+
+class Gatherer:
+    """Puts the accesses of single lanes together to accesses of whole warps.
 
     The simulator runs one lane at a time, so accesses of a warp are put together afterwards: those
     from one place, reached on one way through the calls, on the same visit of each lane since the
     last barrier of the block. Lanes that pass a place on different turns of a loop, with no barrier
-    between, are so taken to be there together. An atomic counts as a load and a store.
+    between, are so taken to be there together.
     """
 
     def __init__(self) -> None:
-        self.sites: dict[Site, Traffic] = {}
         self._open: dict[Block, _Open] = {}
+
+    def wants(self, lane: Lane) -> bool:
+        """Whether the accesses of this lane are gathered."""
+        return True
+
+    def complete(self, warp: int, way: Way, what: Access, addresses: list[int | None]) -> None:
+        """An access of a warp: by lane, the address or None. Those of an array begin at a multiple
+        of `APART`."""
+        raise NotImplementedError
+
+    # --- what the simulator calls
+    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
+        """An array whose accesses are gathered."""
+        return _GatheredArray(data, name, space, alignment, self)
+
+    def add(self, lane: Lane, what: Access, address: int) -> None:
+        """One lane's access at the place where the running lane is."""
+        block = lane.block
+        opened = self._open.get(block)
+        if opened is None:
+            opened = self._open[block] = _Open({}, Counter())
+        way = _way_here()
+        place = (way, what.kind, what.space, what.size)
+        visit = opened.visits[lane.index, place]
+        opened.visits[lane.index, place] += 1
+        key = (lane.index // WARP, place, visit)
+        if key not in opened.accesses:
+            opened.accesses[key] = (way, what, [None] * WARP)
+        opened.accesses[key][2][lane.index % WARP] = address
+
+    def copied(self, lane: Lane, array: str, at: int, size: int) -> None:
+        """A bulk copy to this byte of a shared array begins. It is no access of a warp."""
+
+    def close(self, blocks: Iterable[Block]) -> None:
+        """At a barrier or the end of blocks: what was begun before it is complete."""
+        for block in blocks:
+            opened = self._open.pop(block, None)
+            if opened is None:
+                continue
+            for (warp, *_), (way, what, addresses) in opened.accesses.items():
+                self.complete(warp, way, what, addresses)
+
+    def closing(self, block: Block, function: Callable) -> Callable:
+        """`function` of a barrier, called when all threads of the block have reached it."""
+
+        def closed(operands: list) -> list:
+            self.close((block,))
+            return function(operands)
+
+        return closed
+
+
+class BankCounter(Gatherer):
+    """Counts the wavefronts of kernels simulated with `simulate(..., banks=counter)`.
+
+    sites: place in the source -> `Traffic`; it grows with every kernel simulated. An atomic counts
+    as a load and a store.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: dict[Site, Traffic] = {}
 
     @property
     def wavefronts(self) -> int:
@@ -134,75 +235,51 @@ class BankCounter:
             for site, t in worst_first
         )
 
-    # --- what the simulator calls
-    def array(self, data: Any, name: str, space: str, alignment: int) -> CheckedArray:
-        """A shared array whose accesses are counted."""
-        return _CountedArray(data, name, space, alignment, self)
+    def complete(self, warp: int, way: Way, what: Access, addresses: list[int | None]) -> None:
+        traffic = self.sites.setdefault(site_of(way[0]), Traffic())
+        times = 2 if what.kind == "atomic" else 1
+        traffic.accesses += times
+        traffic.wavefronts += times * wavefronts(addresses, what.size)
+        traffic.ideal += times * without_conflicts(addresses, what.size)
 
-    def record(self, lane: Lane, address: int, size: int) -> None:
-        """One lane's access at the place where the running lane is."""
-        block = lane.block
-        opened = self._open.get(block)
-        if opened is None:
-            opened = self._open[block] = _Open({}, Counter())
-        place = (*_way_here(), size)
-        visit = opened.visits[lane.index, place]
-        opened.visits[lane.index, place] += 1
-        key = (lane.index // WARP, place, visit)
-        if key not in opened.accesses:
-            opened.accesses[key] = (here(), [None] * WARP)
-        opened.accesses[key][1][lane.index % WARP] = address
 
-    def close(self, blocks: Iterable[Block]) -> None:
-        """At a barrier or the end of blocks: what was begun before it is complete."""
-        for block in blocks:
-            opened = self._open.pop(block, None)
-            if opened is None:
-                continue
-            for (_, place, _), (site, addresses) in opened.accesses.items():
-                traffic = self.sites.setdefault(site, Traffic())
-                traffic.accesses += 1
-                traffic.wavefronts += wavefronts(addresses, place[-1])
-                traffic.ideal += without_conflicts(addresses, place[-1])
+class Access(NamedTuple):
+    """What a lane does at an address."""
 
-    def closing(self, block: Block, function: Callable) -> Callable:
-        """`function` of a barrier, called when all threads of the block have reached it."""
-
-        def closed(operands: list) -> list:
-            self.close((block,))
-            return function(operands)
-
-        return closed
+    kind: str  # "load", "store", "atomic", "cp.async", "ldmatrix" or "stmatrix"
+    array: str
+    space: str
+    size: int  # bytes
 
 
 @dataclass(slots=True)
 class _Open:
     """The accesses of one block since its last barrier."""
 
-    accesses: dict[tuple, tuple[Site, list[int | None]]]  # (warp, place, visit) -> by lane
+    accesses: dict[tuple, tuple[Way, Access, list[int | None]]]  # by (warp, place, visit)
     visits: Counter[tuple]  # (lane, place) -> so far
 
 
-class _CountedArray(CheckedArray):
-    """A shared array that tells a `BankCounter` of each access."""
+class _GatheredArray(CheckedArray):
+    """An array that tells a `Gatherer` of each access."""
 
-    __slots__ = ("_counter", "_start")
+    __slots__ = ("_gatherer", "_start")
 
-    def __init__(
-        self, data: Any, name: str, space: str, alignment: int | None, counter: BankCounter
-    ):
+    def __init__(self, data: Any, name: str, space: str, alignment: int | None, gatherer: Gatherer):
         super().__init__(data, name, space, alignment)
-        self._counter = counter
+        self._gatherer = gatherer
         if data.dtype.names:
             raise SimulatorError(f"{name} is an array of records, whose accesses are not counted")
         # Relative to its allocation: moving all lanes by a whole number of words changes no count.
-        self._start = id(owner(data)) * _APART + offset_in_allocation(data)
+        self._start = id(owner(data)) * APART + offset_in_allocation(data)
 
     def _share(self, data: Any, name: str | None = None) -> CheckedArray:
-        return _CountedArray(data, name or self.name, self.space, self.alignment, self._counter)
+        return _GatheredArray(data, name or self.name, self.space, self.alignment, self._gatherer)
 
-    def _count(self, lane: Lane, offset: int, size: int) -> None:
-        self._counter.record(lane, self._start + offset, size)
+    def _add(self, lane: Lane, kind: str, offset: int, size: int) -> None:
+        if self._gatherer.wants(lane):
+            what = Access(kind, self.name, self.space, size)
+            self._gatherer.add(lane, what, self._start + offset)
 
     def _offset(self, key: Any) -> int:
         """The byte of one element; SimulatorError where the key names more of them."""
@@ -213,31 +290,52 @@ class _CountedArray(CheckedArray):
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
-        if not isinstance(value, CheckedArray):  # a part of it, of which nothing is read yet
-            self._count(now().lane, self._offset(key), self.itemsize)
+        lane = now().lane
+        # a part of it is an array, of which nothing is read yet
+        if self._gatherer.wants(lane) and not isinstance(value, CheckedArray):
+            self._add(lane, "load", self._offset(key), self.itemsize)
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
-        self._count(now().lane, self._offset(key), self.itemsize)
+        self._add(now().lane, "store", self._offset(key), self.itemsize)
+
+    def exchange(self, index: Any, function: Callable) -> Any:
+        old = super().__getitem__(index)
+        super().__setitem__(index, function(old))
+        self._add(now().lane, "atomic", self._offset(index), self.itemsize)
+        return old
+
+    def store(self, index: int, data: Any) -> None:
+        memory, size = self.writable_bytes, len(data)
+        offset = super().locate(index, size)
+        memory[offset : offset + size] = data
+        self._add(now().lane, "store", offset, size)
 
     def locate(self, index: int, size: int, alignment: int | None = None) -> int:
         offset = super().locate(index, size, alignment)
-        self._count(now().lane, offset, size)
+        self._add(now().lane, "load", offset, size)
         return offset
 
     def begin_async_store(self, lane: Lane, offset: int, size: int) -> None:
-        self._count(lane, offset, size)
+        self._add(lane, "cp.async", offset, size)
 
     def locate_for(self, lane: int, index: int, size: int, *, stores: bool = False) -> int:
         offset = super().locate(index, size)
         warp = now().lane.index // WARP
-        self._count(now().lane.block.lanes[WARP * warp + lane], offset, size)
+        kind = "stmatrix" if stores else "ldmatrix"
+        self._add(now().lane.block.lanes[WARP * warp + lane], kind, offset, size)
         return offset
 
 
-def _way_here() -> tuple[tuple[int, int], ...]:
-    """The place in the kernel and, from function to function, the calls that led there."""
+def site_of(place: tuple[int, int]) -> Site:
+    """A place of a `Way` as a place in the source."""
+    code_id, instruction = place
+    return Site(code_id, instruction, kernel_codes[code_id])
+
+
+def _way_here() -> Way:
+    """The place where the running lane is."""
     frame: FrameType | None = sys._getframe(2)
     way = []
     while frame is not None:

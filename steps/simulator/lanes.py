@@ -198,9 +198,19 @@ class Site(NamedTuple):
         lines = self.code.co_lines()
         return next(line or 0 for a, b, line in lines if a <= self.instruction < b)
 
+    @property
+    def name(self) -> str:
+        """ "step03_shared_tiled.py:132"."""
+        return f"{Path(self.code.co_filename).name}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        """The source of the line; empty where there is no file."""
+        return linecache.getline(self.code.co_filename, self.line).strip()
+
     def __str__(self) -> str:
-        text = linecache.getline(self.code.co_filename, self.line).strip()
-        return f"{Path(self.code.co_filename).name}:{self.line}" + (f" `{text}`" if text else "")
+        text = self.text
+        return self.name + (f" `{text}`" if text else "")
 
 
 def kernel_frame(depth: int) -> FrameType:

@@ -12,7 +12,8 @@ to one place, one of them a store, that no barrier, fence or wait orders, in wha
 lanes run here (`steps.simulator.ordering`); asynchronous copies, `wgmma` and the launches before
 this one take part in them.
 
-It counts bank conflicts for a `BankCounter` (`steps.simulator.banks`).
+It counts bank conflicts for a `BankCounter` (`steps.simulator.banks`), and records what a warp does
+to memory for a `Recorder` (`steps.simulator.trace`).
 
 It does not model speed, FMA contraction, or the types Numba infers between two casts. There
 float32 * 0.1 is float64 and int64 + uint64 is float64 too, which the tests of machine code look
@@ -25,6 +26,7 @@ import inspect
 import math
 import types as python_types
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 from numba import cuda
@@ -44,9 +46,10 @@ from steps.simulator.errors import (
     Race,
     SimulatorError,
 )
-from steps.simulator.lanes import Dim3, kernel_codes
+from steps.simulator.lanes import WARP, Dim3, kernel_codes
 from steps.simulator.scheduler import Schedule
 from steps.simulator.stream import Stream
+from steps.simulator.trace import Recorder
 from steps.simulator.tracked import GlobalArray
 from steps.simulator.twins import ARGUMENTS, INSTRUCTIONS
 
@@ -73,6 +76,7 @@ def simulate(
     shared_bytes: int = 0,
     resident: int = 1,
     banks: BankCounter | None = None,
+    trace: Recorder | None = None,
     stream: Stream | None = None,
     overlap: bool = False,
 ) -> None:
@@ -85,6 +89,8 @@ def simulate(
     blocks wait for each other.
     banks: counts what the kernel's accesses cost in shared memory (`steps.simulator.banks`), and
         does not look for races there.
+    trace: records the accesses of warps of a block (`steps.simulator.trace`), does not look for
+        races, and runs that block alone.
     stream: the launches before this one; `overlap`: it may begin while they still run.
 
     Barriers are judged strictly: a `syncthreads` that some threads of the block will not reach,
@@ -109,7 +115,8 @@ def simulate(
         raise TypeError(
             f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
         )
-    arguments = tuple(_argument(a, name) for a, name in zip(args, names, strict=True))
+    seen: Callable = GlobalArray if trace is None else partial(trace.array, space="global")
+    arguments = tuple(_argument(a, name, seen) for a, name in zip(args, names, strict=True))
     mapped = {
         id(argument): GlobalArray(argument.array, name)
         for argument, name in zip(arguments, names, strict=True)
@@ -122,8 +129,13 @@ def simulate(
             if in_use := stream.in_use(array.data):
                 array.guard(in_use)
     function = _rebuilt(kernel.py_func)
-    schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, banks)
-    schedule.run(shared_bytes, resident)
+    if trace is None:
+        schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, banks)
+        schedule.run(shared_bytes, resident)
+    else:
+        _require_there(trace, grid_dim, threads)
+        schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, trace)
+        schedule.run(shared_bytes, resident, trace.block)
     if stream is not None:
         stream.ended(kernel.__name__, [(array.data, array.stored) for array in watched])
 
@@ -139,6 +151,16 @@ def _arrays(arguments: tuple) -> list[GlobalArray]:
     return found
 
 
+def _require_there(trace: Recorder, grid: Dim3, threads: int) -> None:
+    """ValueError unless the launch has the block and the warps that are to be recorded."""
+    if any(not 0 <= at < extent for at, extent in zip(trace.block, grid, strict=True)):
+        raise ValueError(f"block {trace.block} is not in a grid of {grid}: it counts from 0")
+    warps = -(-threads // WARP)
+    for warp in trace.warps or ():
+        if not 0 <= warp < warps:
+            raise ValueError(f"a block of {threads} threads has warps 0 to {warps - 1}, no {warp}")
+
+
 def _dim3(what: str, extent) -> Dim3:
     parts = (extent,) if isinstance(extent, int | np.integer) else tuple(extent)
     if not 1 <= len(parts) <= 3 or any(int(p) < 1 for p in parts):
@@ -146,12 +168,12 @@ def _dim3(what: str, extent) -> Dim3:
     return Dim3(*(int(p) for p in parts))
 
 
-def _argument(value, name: str):
-    """A kernel argument as the kernel sees it."""
+def _argument(value, name: str, array: Callable):
+    """A kernel argument as the kernel sees it; `array` makes what it sees of an array."""
     if isinstance(value, np.ndarray):
-        return GlobalArray(value, name)
+        return array(value, name)
     if isinstance(value, tuple):
-        return tuple(_argument(v, f"{name}[{i}]") for i, v in enumerate(value))
+        return tuple(_argument(v, f"{name}[{i}]", array) for i, v in enumerate(value))
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):

@@ -84,7 +84,7 @@ class Schedule:
         self.kernel, self.arguments, self.grid_dim, self.block_dim = kernel, arguments, grid, block
         self.mapped = mapped  # arrays that the kernel reads through another argument, by its id
         self.order, self.in_turn = order, order in (0, -1)
-        self.banks = banks  # a BankCounter, or None
+        self.banks = banks  # a `steps.simulator.banks.Gatherer`, or None
         self.random = random.Random(order)
         self.ready: deque[Lane] = deque()
         self.copies: list[BulkCopy] = []  # under way, in the order they were issued
@@ -97,13 +97,17 @@ class Schedule:
         # lane lives in it.
         self.idle: list = []
 
-    def run(self, shared_bytes: int, resident: int) -> None:
-        """All blocks of the grid, `resident` of them at a time."""
+    def run(
+        self, shared_bytes: int, resident: int, only: tuple[int, int, int] | None = None
+    ) -> None:
+        """All blocks of the grid, `resident` of them at a time, or only one."""
         import greenlet  # here, so that a machine that only compiles or launches needs no greenlet
 
         grid = self.grid_dim
         indices = [(x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)]
-        if self.order == -1:
+        if only is not None:
+            indices = [only]
+        elif self.order == -1:
             indices.reverse()
         elif self.order:
             self.random.shuffle(indices)
@@ -340,6 +344,8 @@ class Schedule:
                 f"a bulk copy goes where another of {other.size} bytes is under way to"
             )
         self.copies.append(copy)
+        if self.banks is not None:
+            self.banks.copied(copy.lane, copy.into.name, copy.at, copy.size)
 
     def count_at_barrier(self, number: int, threads: int, *, stay: bool) -> None:
         """Arrive at a named barrier, and wait there if `stay`."""

@@ -90,6 +90,11 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["diff", "FILE=mine.py"], "python -m steps diff --file 'mine.py'"),
         (["sass", "STEP=4", "ARCH=sm_80"], "python -m steps sass 4 --arch 'sm_80'"),
         (["ptx", "STEP=4"], "python -m steps ptx 4 --arch 'sm_90a'"),
+        (["trace", "STEP=3"], "python -m steps trace 3"),
+        (
+            ["trace", "STEP=3", "FORMAT=q5_1", "LINE=114", "WARP=4", "OUT=t.html"],
+            "steps trace 3 --format 'q5_1' --line '114' --warp '4' --out 't.html'",
+        ),
         (["sanitize"], "python -m steps sanitize"),
         (
             ["sanitize", "STEP=4", "TOOL=memcheck racecheck"],
@@ -133,7 +138,7 @@ def test_what_a_target_runs(arguments: list[str], command: str) -> None:
     assert command in would_run(*arguments)
 
 
-@pytest.mark.parametrize("target", ["diff", "ptx", "sass", "profile"])
+@pytest.mark.parametrize("target", ["diff", "ptx", "sass", "trace", "profile"])
 def test_a_target_that_needs_a_step_asks_for_it(target: str) -> None:
     done = make(target, "VENV=system", f"PYTHON={sys.executable}")
     assert done.returncode != 0
