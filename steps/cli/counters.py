@@ -46,6 +46,9 @@ WHAT: Final = (
     "below 0.05 left out."
 )
 
+CONFLICTS: Final = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared"
+"""Wavefronts lost, counted by instruction: without those lost to other accesses of the pipe."""
+
 METRICS: Final[Mapping[str, tuple[str, float]]] = {
     "duration_us": ("gpu__time_duration.sum", 1e-3),
     "sm_mhz": ("sm__cycles_elapsed.avg.per_second", 1e-6),
@@ -67,6 +70,16 @@ METRICS: Final[Mapping[str, tuple[str, float]]] = {
     ),
     "warps_active_per_sm": ("sm__warps_active.avg.per_cycle_active", 1),
     "shared_bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu.sum", 1),
+    # what `steps.simulator.trace` predicts: see tests/results/test_memory_counters.py
+    "global_load_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum", 1),
+    "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", 1),
+    "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum", 1),
+    "global_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", 1),
+    "async_copy_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_ldgsts.sum", 1),
+    "async_copy_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum", 1),
+    "shared_load_conflicts": (f"{CONFLICTS}_op_ld.sum", 1),
+    "ldmatrix_conflicts": (f"{CONFLICTS}_op_ldsm.sum", 1),
+    "shared_store_conflicts": (f"{CONFLICTS}_op_st.sum", 1),
     "dram_bytes": ("dram__bytes.sum", 1),
     "l2_bytes": ("lts__t_bytes.sum", 1),
 }
