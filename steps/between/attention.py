@@ -1,0 +1,384 @@
+"""Attention of one token of each sequence: rotary embedding, the cache, and softmax in one launch.
+
+What is new
+    Every thread has eight values of a head. The D/8 threads of a *group* have a key between them:
+    each multiplies its eight by its eight of all queries that share the key, and a butterfly adds
+    up. All threads of a group then know the scores, so each goes on alone with its eight of the
+    value: an online softmax, its largest score, sum and eight sums of values for each query, and no
+    barrier before the end. For D = 128, 16 threads and 4 queries to a key:
+
+        thread of group     0        1       ...      15
+        key of a group      0-7      8-15    ...   120-127     16 bytes each, in one row of memory
+        queries             4 x 8    4 x 8   ...    4 x 8      float32, rotated by the thread itself
+        sums of values      4 x 8    4 x 8   ...    4 x 8
+
+    Positions are split between thread blocks, kv heads and sequences. The last of a head's blocks
+    to arrive adds up what all have left (`steps.components.split_k_reduction`). How many blocks
+    have work follows from the position, which lies in memory: a CUDA graph replays at every one.
+    The new key and value need no way through memory: the group whose turn it is makes them from
+    qkv, and the first group of that block puts them into the cache besides.
+Why it should help
+    A compiled attention writes scores, shares and the rotated queries, and reads the whole length
+    of the cache whatever the position: 10.3 us of a layer. Here 0.7 us until the wait returns, 0.3
+    for the position, 0.7 for key, value and queries, which are in flight together, 0.5 for the
+    arithmetic, 0.8 for handing over partial sums: expect 3 us at 128 positions of one sequence. 16
+    sequences of 700 positions read 46 MB: 11 us.
+What it costs
+    Up to 16 partial sums of each head, and a counter for each kv head that launches leave at zero.
+Machine code
+    LDG.E.128 of keys and values, FFMA, MUFU.EX2; no local memory, no STG but of results.
+Prerequisites
+    Steps 10 (partial sums, arrival counters) and 14 (launches that overlap).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from steps.between.eight import EIGHT, OF_DTYPE
+from steps.components.activations.gated import exp2, reciprocal
+from steps.components.activations.sources import four_floats
+from steps.components.split_k_reduction import count_block_arrival
+from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
+from steps.instructions import (
+    fence,
+    floats_to_halves,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    load_f32x4,
+    load_u32x4,
+    shfl_xor,
+    store_f32x4,
+    store_u32x4,
+)
+from steps.instructions.define import GLOBAL, ptx
+
+THREADS: Final = 128  # with 128 registers each they fit beside a product of 512 threads (step 18)
+WARPS: Final = THREADS // 32
+EACH: Final = 2  # keys of a group that are in flight together
+BLOCKS_PER_SM: Final = 4  # wanted, so that an SM always has loads in flight
+MOST_SPLITS: Final = 16  # of the positions of a head
+LINE: Final = 64  # float16 of a line of the caches
+LOWEST: Final = float32(-3e38)  # below every score: where a largest one is not known yet
+MOST_QUERIES: Final = 8  # that share a key: of each a thread keeps sixteen values
+SIZES: Final = (16, 32, 64, 128, 256)
+
+
+@ptx("prefetch.global.L2 [$0];", takes=(GLOBAL,), scope="lane", memory=True)
+def prefetch(lane, array, index):
+    """Begin to load the 128 bytes around array[index] into the L2. CCTL.E.PF2."""
+    array.locate(index, array.itemsize)
+
+
+@cuda.jit(device=True, forceinline=True)
+def rotate_neighbours(x, at, c, s):
+    """Rotary embedding of x[at .. at + 7] by cos c and sin s, whose sign is (-, +): of neighbours
+    (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    for i in range(0, EIGHT, 2):
+        a, b = x[at + i], x[at + i + 1]
+        x[at + i] = a * c[i] + b * s[i]
+        x[at + i + 1] = b * c[i + 1] + a * s[i + 1]
+
+
+@cuda.jit(device=True, forceinline=True)
+def four_halves(x, at):
+    """Eight values rounded to float16, in four words."""
+    first, second = floats_to_halves(x[at], x[at + 1]), floats_to_halves(x[at + 2], x[at + 3])
+    third, fourth = floats_to_halves(x[at + 4], x[at + 5]), floats_to_halves(x[at + 6], x[at + 7])
+    return first, second, third, fourth
+
+
+@cuda.jit(device=True, forceinline=True)
+def put(x, at, values):
+    for i in range(len(values)):
+        x[at + i] = values[i]
+
+
+@cuda.jit(device=True, forceinline=True)
+def put_zeros(x, at):
+    for i in range(4):
+        x[at + i] = 0
+
+
+@cuda.jit(device=True, forceinline=True)
+def add(x, factor, values, at):
+    """x += factor * values[at .. at + 7]."""
+    y0, y1, y2, y3 = load_f32x4(values, at)
+    y4, y5, y6, y7 = load_f32x4(values, at + 4)
+    y = y0, y1, y2, y3, y4, y5, y6, y7
+    for i in range(EIGHT):
+        x[i] += factor * y[i]
+
+
+@cuda.jit(device=True, forceinline=True)
+def product(x, at, low, high):
+    """Of x[at .. at + 7] and eight values."""
+    whole = x[at] * low[0]
+    for i in range(1, 4):
+        whole += x[at + i] * low[i]
+    for i in range(4):
+        whole += x[at + 4 + i] * high[i]
+    return whole
+
+
+@cuda.jit(device=True, forceinline=True)
+def quotient(a, b):
+    """a // b of positive int32 below 2^24: there is no instruction, and Numba divides in 64 bits.
+    The approximation is off by one at most."""
+    about = int32(float32(a) * reciprocal(float32(b)))
+    rest = int32(a - about * b)
+    return int32(about + (1 if rest >= b else 0) - (1 if rest < 0 else 0))
+
+
+@cuda.jit(device=True, forceinline=True)
+def times(x, factor):
+    first = x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor
+    return first + (x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor)
+
+
+@cache
+def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
+    """The kernel for heads of `size` values, `queries` of them to a key. of_qkv, of_out: dtypes."""
+    load, store, rotate = OF_DTYPE[of_qkv].load, OF_DTYPE[of_out].store, rotate_neighbours
+    load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
+    in_group = size // EIGHT  # threads
+    of_butterfly, apart = in_group.bit_length() - 1, 5 - (in_group.bit_length() - 1)
+    groups = THREADS // in_group
+    tile = groups * EACH  # keys of a thread block at a time
+    n_q, n_s, n_kv = EIGHT * queries, EACH * queries, 4 * EACH
+    chunks, n_sums, n_states = queries * in_group, WARPS * queries * size, WARPS * queries
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    def attention(qkv, cache, position, cos, sin, scale, partials, states, arrived, out):
+        """out[B, heads * D] of qkv[B, (heads + 2 kv) * D], the heads of queries, keys and values.
+
+        cache    : float16 [B, 2 kv, L, D], keys and values; the new ones are written there.
+        position : int64 [1], theirs, below L. Those before it are read.
+        cos, sin : float32 [L, D], see `rotate_neighbours`. scale: of scores, log2(e) / sqrt(D).
+        partials, states, arrived : float32 [B * kv, splits, D * queries], [B * kv, splits,
+        2 * queries] and int32 [B * kv]. Grid: (splits, kv, B).
+        """
+        griddepcontrol_launch_dependents()
+        sums = cuda.shared.array(n_sums, float32, alignment=16)
+        tops = cuda.shared.array(n_states, float32)
+        totals = cuda.shared.array(n_states, float32)
+        before = cuda.shared.array(1, int32)
+        q, acc = cuda.local.array(n_q, float32), cuda.local.array(n_q, float32)
+        top, total = cuda.local.array(queries, float32), cuda.local.array(queries, float32)
+        k_words, v_words = cuda.local.array(n_kv, uint32), cuda.local.array(n_kv, uint32)
+        s, new = cuda.local.array(n_s, float32), cuda.local.array(EIGHT, float32)
+        t = int32(cuda.threadIdx.x)
+        lane, warp, group, part = t & 31, t >> 5, t >> of_butterfly, int32(t & (in_group - 1))
+        split, splits = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+        head, kv, b = int32(cuda.blockIdx.y), int32(cuda.gridDim.y), int32(cuda.blockIdx.z)
+        length, own = int32(cache.shape[2]), int32(b * kv + head)
+        of_token = int64(b) * qkv.shape[1] + EIGHT * part
+        keys_at = (int64(b) * (2 * kv) + head) * length * size + EIGHT * part
+        values_at = keys_at + int64(kv) * length * size
+        griddepcontrol_wait()
+        p, g = int32(position[0]), int32(0)
+        while g < queries:  # as a range this loop would not be unrolled
+            put(q, EIGHT * g, load(qkv, of_token + (head * queries + g) * size))
+            g = int32(g + 1)
+        put(new, 0, load(qkv, of_token + (kv * queries + head) * size))
+        put(acc, 0, load(qkv, of_token + (kv * queries + kv + head) * size))
+
+        # --- the positions of this thread block: first to end
+        tiles = int32(max(quotient(int32(p + tile - 1), tile), 1))
+        span = int32(quotient(int32(tiles + splits - 1), splits) * tile)
+        first = int32(split * span)
+        if split > 0 and first >= p:
+            return
+        blocks = int32(quotient(int32(max(p, 1) + span - 1), span))  # that have work
+        end = int32(min(int32(first + span), p))
+
+        ahead, stop = int32(first * size + LINE * t), int32(end * size)
+        if ahead < stop:  # what the loop below loads is on its way while queries are rotated
+            prefetch(cache, keys_at + (ahead - EIGHT * part))
+            prefetch(cache, values_at + (ahead - EIGHT * part))
+        ahead = int32(first * size + LINE * (THREADS + lane))
+
+        # --- queries, and the new key and value, which the first group adds up first
+        c = load_floats(cos, int64(p) * size + EIGHT * part)
+        r = load_floats(sin, int64(p) * size + EIGHT * part)
+        rotate(new, 0, c, r)
+        new_key, new_value = four_halves(new, 0), four_halves(acc, 0)
+        adds_new = split == 0 and group == 0
+        if adds_new:
+            store_u32x4(cache, keys_at + p * size, *new_key)
+            store_u32x4(cache, values_at + p * size, *new_value)
+        put(new, 0, four_floats(new_value[0], new_value[1]))
+        put(new, 4, four_floats(new_value[2], new_value[3]))
+        low, high = four_floats(new_key[0], new_key[1]), four_floats(new_key[2], new_key[3])
+        for g in range(queries):
+            rotate(q, EIGHT * g, c, r)
+            for i in range(EIGHT):
+                q[EIGHT * g + i] *= scale
+                acc[EIGHT * g + i] = new[i] if adds_new else float32(0)
+            score = product(q, EIGHT * g, low, high)
+            for step in range(of_butterfly):
+                score += shfl_xor(score, 1 << step)
+            top[g] = score if adds_new else LOWEST
+            total[g] = float32(1) if adds_new else float32(0)
+
+        # --- the keys before it, a tile after the other
+        while first < end:
+            key = int32(first + group)
+            k_at, v_at = keys_at + key * size, values_at + key * size
+            for j in range(EACH):
+                put_zeros(k_words, 4 * j)
+                put_zeros(v_words, 4 * j)
+                if int32(key + j * groups) < end:
+                    put(k_words, 4 * j, load_u32x4(cache, k_at + j * (groups * size)))
+                    put(v_words, 4 * j, load_u32x4(cache, v_at + j * (groups * size)))
+            if ahead < stop and warp < 2:  # a tile has 32 lines of keys and 32 of values
+                prefetch(cache, (keys_at if warp == 0 else values_at) + (ahead - EIGHT * part))
+            ahead = int32(ahead + LINE * 32)
+            for j in range(EACH):
+                low = four_floats(k_words[4 * j], k_words[4 * j + 1])
+                high = four_floats(k_words[4 * j + 2], k_words[4 * j + 3])
+                for g in range(queries):
+                    s[j * queries + g] = product(q, EIGHT * g, low, high)
+            for n in range(n_s):
+                for step in range(of_butterfly):
+                    s[n] += shfl_xor(s[n], 1 << step)
+            for j in range(EACH):
+                if int32(key + j * groups) >= end:
+                    for g in range(queries):
+                        s[j * queries + g] = -math.inf
+            for g in range(queries):
+                larger = top[g]
+                for j in range(EACH):
+                    larger = max(larger, s[j * queries + g])
+                shrink = exp2(top[g] - larger)
+                top[g], total[g] = larger, total[g] * shrink
+                for i in range(EIGHT):
+                    acc[EIGHT * g + i] *= shrink
+                for j in range(EACH):
+                    s[j * queries + g] = exp2(s[j * queries + g] - larger)
+                    total[g] += s[j * queries + g]
+            for j in range(EACH):
+                low = four_floats(v_words[4 * j], v_words[4 * j + 1])
+                high = four_floats(v_words[4 * j + 2], v_words[4 * j + 3])
+                for g in range(queries):
+                    for i in range(4):
+                        acc[EIGHT * g + i] += s[j * queries + g] * low[i]
+                    for i in range(4):
+                        acc[EIGHT * g + 4 + i] += s[j * queries + g] * high[i]
+            first = int32(first + tile)
+
+        # --- the groups of a warp, then its warps
+        for g in range(queries):
+            for step in range(apart):
+                mask = in_group << step
+                larger = max(top[g], shfl_xor(top[g], mask))
+                shrink = exp2(top[g] - larger)
+                top[g], total[g] = larger, total[g] * shrink
+                total[g] += shfl_xor(total[g], mask)
+                for i in range(EIGHT):
+                    acc[EIGHT * g + i] *= shrink
+                    acc[EIGHT * g + i] += shfl_xor(acc[EIGHT * g + i], mask)
+        if lane < in_group:
+            for g in range(queries):
+                at = int32((warp * queries + g) * size + EIGHT * part)
+                a = EIGHT * g
+                store_f32x4(sums, at, acc[a], acc[a + 1], acc[a + 2], acc[a + 3])
+                store_f32x4(sums, at + 4, acc[a + 4], acc[a + 5], acc[a + 6], acc[a + 7])
+                if part == 0:
+                    tops[warp * queries + g], totals[warp * queries + g] = top[g], total[g]
+        cuda.syncthreads()
+        of_head = int64(b) * out.shape[1] + head * (queries * size)
+        of_split = int64(own) * splits + split
+        o = t
+        while o < chunks:
+            g, at = o >> of_butterfly, EIGHT * o
+            larger = tops[g]
+            for w in range(1, WARPS):
+                larger = max(larger, tops[w * queries + g])
+            whole = float32(0)
+            for i in range(EIGHT):
+                new[i] = 0
+            for w in range(WARPS):
+                shrink = exp2(tops[w * queries + g] - larger)
+                whole += shrink * totals[w * queries + g]
+                add(new, shrink, sums, w * (queries * size) + at)
+            if blocks == 1:
+                store(out, of_head + at, times(new, reciprocal(whole)))
+            else:
+                store_floats(partials, of_split * (queries * size) + at, times(new, float32(1)))
+                if o & (in_group - 1) == 0:
+                    states[of_split * (2 * queries) + 2 * g] = larger
+                    states[of_split * (2 * queries) + 2 * g + 1] = whole
+            o = int32(o + THREADS)
+        if blocks == 1:
+            return
+
+        # --- the last of the blocks to arrive adds up all partial sums
+        count_block_arrival(arrived, own, before, t)
+        if before[0] < int32(blocks - 1):
+            return
+        fence()
+        of_head_states, of_head_sums = int64(own) * splits * (2 * queries), int64(own) * splits
+        o = t
+        while o < chunks:
+            g, at = o >> of_butterfly, EIGHT * o
+            larger = LOWEST
+            for n in range(blocks):
+                larger = max(larger, states[of_head_states + n * (2 * queries) + 2 * g])
+            whole = float32(0)
+            for i in range(EIGHT):
+                new[i] = 0
+            for n in range(blocks):
+                state = of_head_states + n * (2 * queries) + 2 * g
+                shrink = exp2(states[state] - larger)
+                whole += shrink * states[state + 1]
+                add(new, shrink, partials, (of_head_sums + n) * (queries * size) + at)
+            store(out, of_head + at, times(new, reciprocal(whole)))
+            o = int32(o + THREADS)
+        if t == 0:
+            arrived[own] = 0  # for the next launch
+
+    return attention
+
+
+def supports(heads: int, kv: int, size: int) -> bool:
+    """Whether there is a kernel for so many heads of queries and of keys, of `size` values each."""
+    return heads % kv == 0 and heads // kv <= MOST_QUERIES and size in SIZES
+
+
+def split_count(batch: int, kv: int, length: int, size: int) -> int:
+    """Thread blocks for the positions of a head, as many as fill the GPU."""
+    tile = THREADS // (size // EIGHT) * EACH
+    wanted = ceil_div(BLOCKS_PER_SM * multiprocessors(), batch * kv)
+    return max(1, min(wanted, MOST_SPLITS, ceil_div(length, tile)))
+
+
+def launch(
+    qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, out: Any, machine: Machine
+) -> Launch:
+    """The attention of one token of each sequence, see the kernel; scratch memory is of `machine`.
+
+    ValueError for heads that `supports` says no to.
+    """
+    batch, twice, length, size = cache.shape
+    kv, heads = twice // 2, out.shape[1] // size
+    if not supports(heads, kv, size):
+        raise ValueError(
+            f"attention takes heads of {', '.join(map(str, SIZES))} values, and up to "
+            f"{MOST_QUERIES} of queries to one of keys, not {heads} to {kv} of {size} values"
+        )
+    queries, splits = heads // kv, split_count(batch, kv, length, size)
+    scratch = (
+        machine.empty((batch * kv * splits * queries * size,), np.float32),
+        machine.empty((batch * kv * splits * queries * 2,), np.float32),
+        machine.array(np.zeros(batch * kv, np.int32)),
+    )
+    scale = np.float32(math.log2(math.e) / math.sqrt(size))
+    run = kernel(queries, size, dtype_name(qkv), dtype_name(out))
+    args = (qkv, cache, position, cos, sin, scale, *scratch, out)
+    return Launch(run, (splits, kv, batch), (THREADS,), args, overlap=True)
