@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from steps.api.choice import Choice, launch_configuration, written_dtype
 from steps.api.dry_run import (
@@ -30,6 +31,9 @@ from steps.api.dry_run import (
 from steps.api.operands import require_grid
 from steps.components.activations.layouts import reading_of
 from steps.contract import array_dtype
+
+if TYPE_CHECKING:
+    from steps.api.launcher import Loaded
 
 
 class LaunchTemplate:
@@ -85,20 +89,8 @@ class LaunchTemplate:
         self.choice = replace(choice, configuration=launch_configuration(own))
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
         self.loaded = [load(launch) for launch in (*before, own)]
-        operands = (A, OUT, ZEROED, WORKSPACE, *(WEIGHTS + i * REGION for i in range(len(weights))))
-        self._places = [
-            (loaded.arguments, i, which, offset)
-            for loaded in self.loaded
-            for which, operand in enumerate(operands)
-            for i, offset in loaded.within(operand, REGION)
-        ]
-        self._mapped = [
-            (loaded, which, offset)
-            for loaded in self.loaded
-            for which, operand in enumerate(operands)
-            if (offset := loaded.mapped_within(operand, REGION)) is not None
-        ]
-        self._lock = threading.Lock()
+        weights_at = (WEIGHTS + i * REGION for i in range(len(weights)))
+        self._launches = RelocatableLaunches(self.loaded, (A, OUT, ZEROED, WORKSPACE, *weights_at))
 
     def __call__(
         self,
@@ -117,11 +109,39 @@ class LaunchTemplate:
         256. Threads wait for each other. ValueError, and nothing is launched, where a kernel reads
         a through a tensor map and it is not at a multiple of 16.
         """
-        addresses = (a, out, zeros, workspace, *weights)  # in the order of `operands` above
+        self._launches((a, out, zeros, workspace, *weights), stream)
+
+
+class RelocatableLaunches:
+    """Loaded launches whose arrays are placeholders. Each call brings the addresses that they have.
+
+    operands: where the placeholders of each operand begin, multiples of `dry_run.REGION`.
+    """
+
+    def __init__(self, loaded: Sequence[Loaded], operands: Sequence[int]) -> None:
+        self._loaded = loaded
+        self._places = [
+            (one.arguments, i, which, offset)
+            for one in loaded
+            for which, operand in enumerate(operands)
+            for i, offset in one.within(operand, REGION)
+        ]
+        self._mapped = [
+            (one, which, offset)
+            for one in loaded
+            for which, operand in enumerate(operands)
+            if (offset := one.mapped_within(operand, REGION)) is not None
+        ]
+        self._lock = threading.Lock()
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Queue the launches on a stream; `addresses` are in the order of the operands. Threads
+        wait for each other. ValueError, and nothing is launched, for an address that a tensor map
+        cannot have."""
         with self._lock:
             for loaded, which, offset in self._mapped:
                 loaded.put_mapped(addresses[which] + offset)
             for arguments, i, which, offset in self._places:
                 arguments[i] = addresses[which] + offset
-            for loaded in self.loaded:
+            for loaded in self._loaded:
                 loaded(stream)

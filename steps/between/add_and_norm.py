@@ -29,51 +29,23 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from steps.between.eight import EIGHT, OF_DTYPE
+from steps.between.values import add, of, put, rsqrt
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     shfl_xor,
 )
-from steps.instructions.define import ptx
 
 WARP: Final = 32
 CHUNKS: Final = 2  # of eight values, of a thread, in rows that 1024 threads can hold so
 MOST_THREADS: Final = 1024
 
 
-@ptx("rsqrt.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def rsqrt(x):
-    """1 / sqrt(x), off by 2^-22.9 of itself at most (PTX ISA, rsqrt). MUFU.RSQ."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.float32(1) / np.sqrt(np.float32(x))
-
-
 def row_threads(width: int) -> tuple[int, int]:
     """(threads of a block, chunks of a thread) for rows of so many values."""
     threads = min(MOST_THREADS, WARP * ceil_div(width, WARP * CHUNKS * EIGHT))
     return threads, ceil_div(width, threads * EIGHT)
-
-
-@cuda.jit(device=True, forceinline=True)
-def keep(v, i, values):
-    """v[i] = values."""
-    for j in range(EIGHT):
-        v[EIGHT * i + j] = values[j]
-
-
-@cuda.jit(device=True, forceinline=True)
-def add(v, i, values):
-    for j in range(EIGHT):
-        v[EIGHT * i + j] += values[j]
-
-
-@cuda.jit(device=True, forceinline=True)
-def kept(v, i):
-    """v[i]."""
-    at = EIGHT * i
-    first = v[at], v[at + 1], v[at + 2], v[at + 3]
-    return first + (v[at + 4], v[at + 5], v[at + 6], v[at + 7])
 
 
 @cache
@@ -102,7 +74,7 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
         while i < chunks:  # as a range of two this one loop would not be unrolled
             k = int32(first + i * (8 * threads))
             if not ragged or k < width:
-                keep(w, i, load(weight, k))
+                put(w, EIGHT * i, load(weight, k))
             i = int32(i + 1)
         griddepcontrol_wait()
 
@@ -110,9 +82,10 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
         for i in range(chunks):
             k = int32(first + i * (8 * threads))
             if not ragged or k < width:
-                keep(v, i, load(h, row + k))
+                put(v, EIGHT * i, load(h, row + k))
                 if adds:
-                    add(v, i, load_y(y, row + k))
+                    from_y = load_y(y, row + k)
+                    add(v, EIGHT * i, float32(1), from_y[:4], from_y[4:])
                 for j in range(EIGHT):
                     squares += v[EIGHT * i + j] * v[EIGHT * i + j]
         for r in range(5):
@@ -129,10 +102,10 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
             k = int32(first + i * (8 * threads))
             if not ragged or k < width:
                 if adds:
-                    store(h, row + k, kept(v, i))
+                    store(h, row + k, of(v, EIGHT * i))
                 for j in range(EIGHT):
                     v[EIGHT * i + j] = v[EIGHT * i + j] * by * w[EIGHT * i + j]
-                store_x(x, row + k, kept(v, i))
+                store_x(x, row + k, of(v, EIGHT * i))
 
     return add_and_norm
 

@@ -41,19 +41,18 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from steps.between.eight import EIGHT, OF_DTYPE
+from steps.between.values import add, of, product, put, put_zeros, rounded, rsqrt
 from steps.components.activations.gated import exp2, reciprocal
 from steps.components.activations.sources import four_floats
 from steps.components.split_k_reduction import count_block_arrival
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
     fence,
-    floats_to_halves,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32x4,
     load_u32x4,
     shfl_xor,
-    store_f32x4,
     store_u32x4,
 )
 from steps.instructions.define import GLOBAL, ptx
@@ -86,47 +85,6 @@ def rotate_neighbours(x, at, c, s):
 
 
 @cuda.jit(device=True, forceinline=True)
-def four_halves(x, at):
-    """Eight values rounded to float16, in four words."""
-    first, second = floats_to_halves(x[at], x[at + 1]), floats_to_halves(x[at + 2], x[at + 3])
-    third, fourth = floats_to_halves(x[at + 4], x[at + 5]), floats_to_halves(x[at + 6], x[at + 7])
-    return first, second, third, fourth
-
-
-@cuda.jit(device=True, forceinline=True)
-def put(x, at, values):
-    for i in range(len(values)):
-        x[at + i] = values[i]
-
-
-@cuda.jit(device=True, forceinline=True)
-def put_zeros(x, at):
-    for i in range(4):
-        x[at + i] = 0
-
-
-@cuda.jit(device=True, forceinline=True)
-def add(x, factor, values, at):
-    """x += factor * values[at .. at + 7]."""
-    y0, y1, y2, y3 = load_f32x4(values, at)
-    y4, y5, y6, y7 = load_f32x4(values, at + 4)
-    y = y0, y1, y2, y3, y4, y5, y6, y7
-    for i in range(EIGHT):
-        x[i] += factor * y[i]
-
-
-@cuda.jit(device=True, forceinline=True)
-def product(x, at, low, high):
-    """Of x[at .. at + 7] and eight values."""
-    whole = x[at] * low[0]
-    for i in range(1, 4):
-        whole += x[at + i] * low[i]
-    for i in range(4):
-        whole += x[at + 4 + i] * high[i]
-    return whole
-
-
-@cuda.jit(device=True, forceinline=True)
 def quotient(a, b):
     """a // b of positive int32 below 2^24: there is no instruction, and Numba divides in 64 bits.
     The approximation is off by one at most."""
@@ -136,14 +94,15 @@ def quotient(a, b):
 
 
 @cuda.jit(device=True, forceinline=True)
-def times(x, factor):
-    first = x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor
-    return first + (x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor)
+def add_from(x, factor, values, at):
+    """x += factor * values[at .. at + 7]."""
+    add(x, 0, factor, load_f32x4(values, at), load_f32x4(values, at + 4))
 
 
 @cache
-def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
-    """The kernel for heads of `size` values, `queries` of them to a key. of_qkv, of_out: dtypes."""
+def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> Any:
+    """The kernel for heads of `size` values, `queries` of them to a key. normed: whether queries
+    and keys have a norm of their own; of_qkv, of_out: dtypes."""
     load, store, rotate = OF_DTYPE[of_qkv].load, OF_DTYPE[of_out].store, rotate_neighbours
     load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
     in_group = size // EIGHT  # threads
@@ -153,13 +112,28 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
     n_q, n_s, n_kv = EIGHT * queries, EACH * queries, 4 * EACH
     chunks, n_sums, n_states = queries * in_group, WARPS * queries * size, WARPS * queries
 
+    @cuda.jit(device=True, forceinline=True)
+    def norm(x, at, weight, offset, epsilon):
+        """x[at .. at + 7] of each thread of a group, by the root mean square of all of them."""
+        if normed:
+            squares = product(x, at, of(x, at)[:4], of(x, at)[4:])
+            for step in range(of_butterfly):
+                squares += shfl_xor(squares, 1 << step)
+            by, w = rsqrt(squares * float32(1 / size) + epsilon), load_floats(weight, offset)
+            for i in range(EIGHT):
+                x[at + i] = x[at + i] * by * w[i]
+
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
-    def attention(qkv, cache, position, cos, sin, scale, partials, states, arrived, out):
+    def attention(
+        qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
+        arrived, out,
+    ):  # fmt: skip
         """out[B, heads * D] of qkv[B, (heads + 2 kv) * D], the heads of queries, keys and values.
 
         cache    : float16 [B, 2 kv, L, D], keys and values; the new ones are written there.
         position : int64 [1], theirs, below L. Those before it are read.
         cos, sin : float32 [L, D], see `rotate_neighbours`. scale: of scores, log2(e) / sqrt(D).
+        of_queries, of_keys : float32 [D], weights of their norms.
         partials, states, arrived : float32 [B * kv, splits, D * queries], [B * kv, splits,
         2 * queries] and int32 [B * kv]. Grid: (splits, kv, B).
         """
@@ -206,8 +180,9 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
         # --- queries, and the new key and value, which the first group adds up first
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
+        norm(new, 0, of_keys, EIGHT * part, epsilon)
         rotate(new, 0, c, r)
-        new_key, new_value = four_halves(new, 0), four_halves(acc, 0)
+        new_key, new_value = rounded(new, 0), rounded(acc, 0)
         adds_new = split == 0 and group == 0
         if adds_new:
             store_u32x4(cache, keys_at + p * size, *new_key)
@@ -216,6 +191,7 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
         put(new, 4, four_floats(new_value[2], new_value[3]))
         low, high = four_floats(new_key[0], new_key[1]), four_floats(new_key[2], new_key[3])
         for g in range(queries):
+            norm(q, EIGHT * g, of_queries, EIGHT * part, epsilon)
             rotate(q, EIGHT * g, c, r)
             for i in range(EIGHT):
                 q[EIGHT * g + i] *= scale
@@ -266,10 +242,7 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
                 low = four_floats(v_words[4 * j], v_words[4 * j + 1])
                 high = four_floats(v_words[4 * j + 2], v_words[4 * j + 3])
                 for g in range(queries):
-                    for i in range(4):
-                        acc[EIGHT * g + i] += s[j * queries + g] * low[i]
-                    for i in range(4):
-                        acc[EIGHT * g + 4 + i] += s[j * queries + g] * high[i]
+                    add(acc, EIGHT * g, s[j * queries + g], low, high)
             first = int32(first + tile)
 
         # --- the groups of a warp, then its warps
@@ -286,9 +259,7 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
         if lane < in_group:
             for g in range(queries):
                 at = int32((warp * queries + g) * size + EIGHT * part)
-                a = EIGHT * g
-                store_f32x4(sums, at, acc[a], acc[a + 1], acc[a + 2], acc[a + 3])
-                store_f32x4(sums, at + 4, acc[a + 4], acc[a + 5], acc[a + 6], acc[a + 7])
+                store_floats(sums, at, of(acc, EIGHT * g))
                 if part == 0:
                     tops[warp * queries + g], totals[warp * queries + g] = top[g], total[g]
         cuda.syncthreads()
@@ -306,11 +277,14 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
             for w in range(WARPS):
                 shrink = exp2(tops[w * queries + g] - larger)
                 whole += shrink * totals[w * queries + g]
-                add(new, shrink, sums, w * (queries * size) + at)
+                add_from(new, shrink, sums, w * (queries * size) + at)
             if blocks == 1:
-                store(out, of_head + at, times(new, reciprocal(whole)))
+                by = reciprocal(whole)
+                for i in range(EIGHT):
+                    new[i] *= by
+                store(out, of_head + at, of(new, 0))
             else:
-                store_floats(partials, of_split * (queries * size) + at, times(new, float32(1)))
+                store_floats(partials, of_split * (queries * size) + at, of(new, 0))
                 if o & (in_group - 1) == 0:
                     states[of_split * (2 * queries) + 2 * g] = larger
                     states[of_split * (2 * queries) + 2 * g + 1] = whole
@@ -337,8 +311,11 @@ def kernel(queries: int, size: int, of_qkv: str, of_out: str) -> Any:
                 state = of_head_states + n * (2 * queries) + 2 * g
                 shrink = exp2(states[state] - larger)
                 whole += shrink * states[state + 1]
-                add(new, shrink, partials, (of_head_sums + n) * (queries * size) + at)
-            store(out, of_head + at, times(new, reciprocal(whole)))
+                add_from(new, shrink, partials, (of_head_sums + n) * (queries * size) + at)
+            by = reciprocal(whole)
+            for i in range(EIGHT):
+                new[i] *= by
+            store(out, of_head + at, of(new, 0))
             o = int32(o + THREADS)
         if t == 0:
             arrived[own] = 0  # for the next launch
@@ -359,9 +336,11 @@ def split_count(batch: int, kv: int, length: int, size: int) -> int:
 
 
 def launch(
-    qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, out: Any, machine: Machine
-) -> Launch:
+    qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, out: Any, machine: Machine,
+    head_norms: tuple[Any, Any, float] | None = None,
+) -> Launch:  # fmt: skip
     """The attention of one token of each sequence, see the kernel; scratch memory is of `machine`.
+    head_norms: weights [D] of the norms of queries and of keys, and epsilon.
 
     ValueError for heads that `supports` says no to.
     """
@@ -379,6 +358,8 @@ def launch(
         machine.array(np.zeros(batch * kv, np.int32)),
     )
     scale = np.float32(math.log2(math.e) / math.sqrt(size))
-    run = kernel(queries, size, dtype_name(qkv), dtype_name(out))
-    args = (qkv, cache, position, cos, sin, scale, *scratch, out)
+    *weights, epsilon = head_norms or (cos, cos, 0.0)
+    run = kernel(queries, size, head_norms is not None, dtype_name(qkv), dtype_name(out))
+    tables = cos, sin, scale, *weights, np.float32(epsilon)
+    args = (qkv, cache, position, *tables, *scratch, out)
     return Launch(run, (splits, kv, batch), (THREADS,), args, overlap=True)

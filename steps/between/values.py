@@ -1,0 +1,75 @@
+"""Values of a row that a thread has in registers: eight of them in a local array.
+
+`product`, `add` and `times` are what attention does with eight values of a head. `rsqrt` is the
+instruction of norms.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda, float32
+
+from steps.instructions import floats_to_halves
+from steps.instructions.define import ptx
+
+
+@ptx("rsqrt.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
+def rsqrt(x):
+    """1 / sqrt(x), off by 2^-22.9 of itself at most (PTX ISA, rsqrt). MUFU.RSQ."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.float32(1) / np.sqrt(np.float32(x))
+
+
+@cuda.jit(device=True, forceinline=True)
+def put(x, at, values):
+    """x[at ..] = four values, or eight."""
+    for i in range(len(values)):
+        x[at + i] = values[i]
+
+
+@cuda.jit(device=True, forceinline=True)
+def put_zeros(x, at):
+    """Four of them."""
+    for i in range(4):
+        x[at + i] = 0
+
+
+@cuda.jit(device=True, forceinline=True)
+def of(x, at):
+    """x[at .. at + 7]."""
+    y0, y1, y2, y3 = x[at], x[at + 1], x[at + 2], x[at + 3]
+    return y0, y1, y2, y3, x[at + 4], x[at + 5], x[at + 6], x[at + 7]
+
+
+@cuda.jit(device=True, forceinline=True)
+def product(x, at, low, high):
+    """Of x[at .. at + 7] and twice four values. Written out, so that no tuple is indexed at run
+    time, which would take local memory."""
+    whole = x[at] * low[0] + x[at + 1] * low[1]
+    whole += x[at + 2] * low[2]
+    whole += x[at + 3] * low[3]
+    whole += x[at + 4] * high[0]
+    whole += x[at + 5] * high[1]
+    whole += x[at + 6] * high[2]
+    return whole + x[at + 7] * high[3]
+
+
+@cuda.jit(device=True, forceinline=True)
+def add(x, at, factor, low, high):
+    """x[at .. at + 7] += factor * twice four values."""
+    x[at] += factor * low[0]
+    x[at + 1] += factor * low[1]
+    x[at + 2] += factor * low[2]
+    x[at + 3] += factor * low[3]
+    x[at + 4] += factor * high[0]
+    x[at + 5] += factor * high[1]
+    x[at + 6] += factor * high[2]
+    x[at + 7] += factor * high[3]
+
+
+@cuda.jit(device=True, forceinline=True)
+def rounded(x, at):
+    """x[at .. at + 7] rounded to float16, in four words."""
+    first, second = floats_to_halves(x[at], x[at + 1]), floats_to_halves(x[at + 2], x[at + 3])
+    third, fourth = floats_to_halves(x[at + 4], x[at + 5]), floats_to_halves(x[at + 6], x[at + 7])
+    return first, second, third, fourth
