@@ -101,9 +101,8 @@ def _parser() -> Parser:
         help="what to measure: decode,prefill",
     )  # fmt: skip
     one.add_argument(
-        "--between", choices=("plain", "compiled", "overlapped"),
-        help="how norms and attention run on a GPU (default: plain, which compiles nothing; with "
-        "--bench overlapped where torch can)",
+        "--between", choices=("kernels", "plain", "compiled", "overlapped"),
+        help="how norms and attention run on a GPU (default: this project's kernels)",
     )  # fmt: skip
     one.add_argument(
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
@@ -127,7 +126,7 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from results.decoder import operations  # without torch it raises one sentence
+    from results.decoder import between, operations  # without torch they raise one sentence
     from results.decoder.files import installed_model
 
     torch = operations.torch
@@ -145,8 +144,7 @@ def _run(args: argparse.Namespace) -> int:
             "torch finds no CUDA GPU: use one, or --reference (make: REFERENCE=1) for dequantized "
             "weights on the CPU"
         )
-    between = args.between or (None if args.bench else "plain")
-    do = operations.compiled(between, autotuned=args.bench) if on_gpu else operations.PLAIN
+    do = between.chosen(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
     env = environment()
     found: dict[str, Any] = {}
     status = 0

@@ -20,6 +20,7 @@ from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from results.decoder import rotary
 from results.decoder.operations import PLAIN, Operations
+from results.decoder.workspace import Workspace
 from steps.api import parallel_compile
 from steps.api.choice import choose_packed, written_dtype
 from steps.api.launch_template import LaunchTemplate
@@ -78,22 +79,6 @@ LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 
 
 Swiglu = Callable[["Tensor", Any], "Tensor"]
 """`operations.swiglu`."""
-
-
-class Workspace:
-    """Memory of launch templates, for one stream. Counters are zeroed once. All of it is kept for
-    good, as CUDA graphs hold the addresses."""
-
-    def __init__(self) -> None:
-        self._memory: dict[LaunchTemplate, tuple[Any, Any]] = {}
-
-    def of(self, made: LaunchTemplate, device: Any) -> tuple[int, int]:
-        """The addresses of `zeroed` bytes of zeros and of `nbytes` others."""
-        if (memory := self._memory.get(made)) is None:
-            zeros = torch.zeros(made.zeroed, dtype=torch.uint8, device=device)
-            memory = zeros, torch.empty(made.nbytes, dtype=torch.uint8, device=device)
-            self._memory[made] = memory
-        return memory[0].data_ptr(), memory[1].data_ptr()
 
 
 class Product(nn.Module):
@@ -361,7 +346,7 @@ class Decoder:
         wanted: list[parallel_compile.Wanted] = []
         before, machine = self.output.accuracy, Gpu()
         inner = [
-            (one, GATED if one is layer.down else "float16")
+            (one, GATED if one is layer.down and not self.operations.swiglu_overlaps else "float16")
             for layer in self.layers
             for one in layer.products
         ]
@@ -417,7 +402,11 @@ class Decoder:
             h, x = do.add_and_norm(
                 h, y, layer.before_hidden, config.epsilon, layer.gate_up.input_dtype(m)
             )
-            y = layer.down.after_swiglu(layer.gate_up(x), do.swiglu)
+            y = layer.gate_up(x)
+            if do.swiglu_overlaps:
+                y = layer.down(do.swiglu(y, layer.down.input_dtype(m)))
+            else:
+                y = layer.down.after_swiglu(y, do.swiglu)
         if not every and tokens > 1:
             h, y = (one.view(batch, tokens, -1)[:, -1].contiguous() for one in (h, y))
         _, x = do.add_and_norm(h, y, self.norm, config.epsilon, self.output.input_dtype(len(h)))

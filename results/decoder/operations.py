@@ -148,9 +148,12 @@ class Operations(NamedTuple):
     attention: Callable[..., Tensor] = attention
     swiglu: Callable[..., Tensor] = swiglu
     argmax_of_rows: Callable[..., Tensor] = argmax_of_rows
+    swiglu_overlaps: bool = False
+    """Whether `swiglu` overlaps with products, which the pass of a step does not."""
 
 
 PLAIN: Final = Operations("plain")
+FUNCTIONS: Final = Operations._fields[1:-1]
 OVERLAP: Final = "triton.enable_pdl"
 AUTOTUNED: Final = "coordinate_descent_tuning"
 MODES: Final = ("plain", "compiled", "overlapped")
@@ -186,4 +189,5 @@ def compiled(mode: str | None = None, autotuned: bool = False) -> Operations:
         )
         return made
 
-    return Operations(f"{mode}, autotuned" if autotuned else mode, *map(one, PLAIN[1:]))
+    made: dict[str, Any] = {name: one(getattr(PLAIN, name)) for name in FUNCTIONS}
+    return PLAIN._replace(mode=f"{mode}, autotuned" if autotuned else mode, **made)

@@ -109,6 +109,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
     of_butterfly, apart = in_group.bit_length() - 1, 5 - (in_group.bit_length() - 1)
     groups = THREADS // in_group
     tile = groups * EACH  # keys of a thread block at a time
+    resident = BLOCKS_PER_SM if queries <= 4 else 2
     n_q, n_s, n_kv = EIGHT * queries, EACH * queries, 4 * EACH
     chunks, n_sums, n_states = queries * in_group, WARPS * queries * size, WARPS * queries
 
@@ -123,7 +124,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             for i in range(EIGHT):
                 x[at + i] = x[at + i] * by * w[i]
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    @cuda.jit(launch_bounds=(THREADS, resident))
     def attention(
         qkv, cache, position, cos, sin, scale, of_queries, of_keys, epsilon, partials, states,
         arrived, out,

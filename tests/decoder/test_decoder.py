@@ -212,7 +212,7 @@ def test_autotuning_is_asked_for_and_said(monkeypatch: Any, autotuned: bool, mod
     asked: list[dict[str, bool]] = []
     monkeypatch.setattr(torch, "compile", lambda f, *, options, **rest: asked.append(options) or f)
     assert operations.compiled("compiled", autotuned).mode == mode
-    assert asked == [{operations.AUTOTUNED: True} if autotuned else {}] * len(operations.PLAIN[1:])
+    assert asked == [{operations.AUTOTUNED: True} if autotuned else {}] * len(operations.FUNCTIONS)
     assert operations.AUTOTUNED in torch._inductor.list_options()
 
 

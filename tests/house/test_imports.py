@@ -17,7 +17,7 @@ ROOMS = (
     ("steps.instructions",),
     ("steps.contract",),
     ("steps.components",),
-    ("steps.stepNN",),
+    ("steps.stepNN", "steps.between"),
     ("steps.registry",),
     ("steps.api",),
     ("steps", "steps.checks", "steps.exercises", "steps.nn", "steps.pitfalls"),

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 STEPS = Path(__file__).resolve().parents[2] / "steps"
-FILES = sorted([*STEPS.glob("step[0-9][0-9]_*.py"), *(STEPS / "components").rglob("*.py")])
+ROOMS = ("components", "between")
+FILES = sorted(
+    [
+        *STEPS.glob("step[0-9][0-9]_*.py"),
+        *(path for room in ROOMS for path in (STEPS / room).rglob("*.py")),
+    ]
+)
 INSTEAD = {
     "ask": "issue",
     "band": "fragment-packed tile",

@@ -1,0 +1,201 @@
+"""The operations between products by the kernels of `steps.between`, in place of torch's.
+
+    do = chosen("kernels")                      # an `Operations`, for a `Decoder`
+
+A launch is compiled and laid out once for each shape and dtype, as those of products are
+(`steps.api.launch_template`), and then takes addresses. It allocates nothing but its results, so it
+may run while a stream is captured. Compiled kernels are kept on disk (`steps.api.kernel_cache`).
+What no kernel takes, another `Operations` does: prompts' attention, float64, rows that are not a
+multiple of 8 values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from results.decoder import operations
+from results.decoder.operations import PLAIN, Operations
+from results.decoder.workspace import Workspace
+from steps.api.dry_run import REGION, WEIGHTS, WORKSPACE, ZEROED, DryRun, Placeholder
+from steps.api.launch_template import RelocatableLaunches
+from steps.between import add_and_norm, attention, swiglu
+from steps.between.eight import EIGHT, OF_DTYPE
+from steps.contract import Launch, Machine, array_dtype
+from steps.nn import operator as operator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = operator.torch
+
+MODE: Final = "kernels"
+LEAST_CC: Final = (8, 0)
+"""The kernels take GPUs from there on; before 9.0 a launch waits for the end of the one before."""
+ALIGNMENT: Final = 16  # bytes, of every array
+
+Make = Callable[..., Launch]
+"""(*arrays, machine) -> a launch."""
+
+
+class Template:
+    """A launch of one operation, compiled and loaded for arrays of these shapes and dtypes.
+
+    zeroed, nbytes: of the memory that a call brings, see `steps.api.launch_template`.
+    """
+
+    def __init__(self, make: Make, arrays: Sequence[Tensor]) -> None:
+        from steps.api.launcher import load
+
+        memory = DryRun()
+        places = [WEIGHTS + i * REGION for i in range(len(arrays))]
+        placeholders = [
+            Placeholder(place, tuple(one.shape) or (1,), array_dtype(name_of(one)))
+            for place, one in zip(places, arrays, strict=True)
+        ]
+        loaded = load(make(*placeholders, machine=memory))
+        self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
+        self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
+
+    def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:
+        """Queue the launch on the current stream of the arrays' device."""
+        addresses = (zeros, workspace, *(one.data_ptr() for one in arrays))
+        self._launches(addresses, operator.stream_of(arrays[0]))
+
+
+def name_of(one: Tensor) -> str:
+    """ "float32", as `steps.contract.array_dtype` takes it."""
+    return str(one.dtype).removeprefix("torch.")
+
+
+def takes(*arrays: Tensor) -> bool:
+    """Whether kernels read and write such arrays: contiguous, aligned, of 16 or 32 bits."""
+    return all(
+        one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0 and name_of(one) in OF_DTYPE
+        for one in arrays
+    )
+
+
+def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """The same of rows, where h and weight are float32."""
+    floats = h.dtype is weight.dtype is torch.float32
+    return floats and h.shape[-1] % EIGHT == 0 and takes(h, weight, *others)
+
+
+class Kernels:
+    """The functions of an `Operations`, on one stream. `instead`: what does the rest.
+
+    template: makes a `Template`, or what stands for one in tests.
+    """
+
+    def __init__(self, instead: Operations, template: Callable[..., Any] = Template) -> None:
+        self.instead, self._template = instead, template
+        self._templates: dict[Hashable, Any] = {}
+        self._workspace = Workspace()
+
+    def operations(self, mode: str = MODE) -> Operations:
+        return Operations(
+            mode,
+            self.instead.embedding_rows,
+            self.rms_norm,
+            self.add_and_norm,
+            self.attention,
+            self.swiglu,
+            self.instead.argmax_of_rows,
+            swiglu_overlaps=True,
+        )
+
+    def rms_norm(self, h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
+        x = torch.empty_like(h, dtype=dtype)
+        if not takes_rows(h, weight, x):
+            return self.instead.rms_norm(h, weight, epsilon, dtype)
+        self._launch(of_norm, (h, weight, x), epsilon)
+        return x
+
+    def add_and_norm(
+        self, h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any
+    ) -> tuple[Tensor, Tensor]:
+        """h is the residual's memory from then on: y is added in place."""
+        x = torch.empty_like(h, dtype=dtype)
+        if not takes_rows(h, weight, x, y):
+            return self.instead.add_and_norm(h, y, weight, epsilon, dtype)
+        self._launch(of_add_and_norm, (h, y, weight, x), epsilon)
+        return h, x
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        position: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        dtype: Any,
+        head_norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
+        batch, twice, _, size = cache.shape
+        *weights, epsilon = head_norms or (0.0,)
+        arrays = [qkv, cos, sin, *weights]
+        one_token = len(qkv) == batch and attention.supports(heads, twice // 2, size)
+        if not one_token or cache.dtype is not torch.float16 or not takes(*arrays):
+            rest = heads, dtype, head_norms
+            return self.instead.attention(qkv, cache, position, cos, sin, *rest)
+        y = qkv.new_empty((batch, heads * size), dtype=dtype)
+        self._launch(of_attention, (qkv, cache, position, cos, sin, y, *weights), epsilon)
+        return y
+
+    def swiglu(self, y: Tensor, dtype: Any) -> Tensor:
+        x = y.new_empty((len(y), y.shape[1] // 2), dtype=dtype)
+        if x.shape[1] % EIGHT or not takes(y, x):
+            return self.instead.swiglu(y, dtype)
+        self._launch(of_swiglu, (y, x))
+        return x
+
+    def _launch(self, make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
+        types = tuple((one.shape, one.dtype) for one in arrays)
+        key = make, types, rest, arrays[0].device
+        made = self._templates.get(key)
+        if made is None:
+            made = self._templates[key] = self._template(partial(make, *rest), arrays)
+        made(arrays, *self._workspace.of(made, arrays[0].device))
+
+
+def of_norm(epsilon: float, h: Any, weight: Any, x: Any, *, machine: Machine) -> Launch:
+    return add_and_norm.launch(h, None, weight, epsilon, x)
+
+
+def of_add_and_norm(
+    epsilon: float, h: Any, y: Any, weight: Any, x: Any, *, machine: Machine
+) -> Launch:
+    return add_and_norm.launch(h, y, weight, epsilon, x)
+
+
+def of_attention(
+    epsilon: float, qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, y: Any, *weights: Any,
+    machine: Machine,
+) -> Launch:  # fmt: skip
+    head_norms = (*weights, epsilon) if weights else None
+    return attention.launch(qkv, cache, position, cos, sin, y, machine, head_norms)
+
+
+def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
+    return swiglu.launch(y, x)
+
+
+def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
+    """The operations in a mode: "kernels" or one of `operations.MODES`; by default the kernels.
+
+    autotuned: what kernels leave to torch is compiled by Inductor with autotuning, for a bench;
+    else it is plain torch, which takes no time to compile.
+    ValueError for a mode that there is not on this GPU.
+    """
+    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CC
+    if mode == MODE and not can:
+        raise ValueError(
+            "the operations between products cannot be 'kernels' here: their kernels take a GPU of "
+            "compute capability 8.0 or later; use plain or compiled"
+        )
+    if mode != MODE and (mode or not can):
+        return operations.compiled(mode, autotuned)
+    return Kernels(operations.compiled(None, True) if autotuned else PLAIN).operations()

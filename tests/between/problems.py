@@ -1,0 +1,236 @@
+"""Problems for the kernels between products: arrays, what is right in float64, and how far off a
+result may be. Outputs lie between guard bands and begin as NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from reference.bfloat16 import bfloat16_bits, bfloat16_values
+from steps.api.machines import Simulator
+from steps.between import add_and_norm, attention, swiglu
+from steps.contract import Launch, array_dtype
+
+U: Final = 2.0**-24
+"""Half a last place of float32."""
+RSQRT: Final = 2.0**-22.9
+ROUNDING: Final = {
+    "float32": (0.0, 0.0),
+    "float16": (2.0**-11, 2.0**-25),
+    "bfloat16": (2.0**-8, 2.0**-134),
+}
+"""Of an output: of itself, and where it is subnormal."""
+GUARD: Final = 64
+
+
+def of_dtype(values: np.ndarray, name: str) -> np.ndarray:
+    """Rounded to a dtype, as arrays have it."""
+    if name == "bfloat16":
+        return np.ascontiguousarray(bfloat16_bits(values.astype(np.float32)))
+    return values.astype(name)
+
+
+def as_floats(array: np.ndarray) -> np.ndarray:
+    """float64 of an array of any of these dtypes."""
+    values = bfloat16_values(array) if array.dtype == np.uint16 else array
+    return np.asarray(values, np.float64)
+
+
+class Output:
+    """An array between guard bands, of NaN at first. `check` says that the bands are whole."""
+
+    def __init__(self, shape: tuple[int, ...], name: str) -> None:
+        dtype = array_dtype(name)
+        self._all = np.full((int(np.prod(shape)) + 2 * GUARD) * dtype.itemsize, 0xFF, np.uint8)
+        self._whole = self._all.view(dtype)
+        self.array = self._whole[GUARD:-GUARD].reshape(shape)
+
+    def check(self) -> None:
+        size = GUARD * self.array.dtype.itemsize
+        around = np.concatenate([self._all[:size], self._all[-size:]])
+        assert (around == 0xFF).all(), "a guard band changed"
+
+
+def close(found: np.ndarray, right: np.ndarray, bound: np.ndarray, name: str) -> None:
+    """Everything is within the bound and the rounding of its dtype; NaN only where it is right."""
+    relative, least = ROUNDING[name]
+    found = as_floats(found)
+    same = (found == right) | (np.isnan(found) & np.isnan(right))
+    with np.errstate(invalid="ignore"):
+        allowed = bound + relative * (np.abs(right) + bound) + least
+        off = np.abs(found - right)
+        worst = np.nanmax(np.where(same, 0, off / allowed), initial=0)
+        assert (same | (off <= allowed)).all(), f"{worst} times the bound"
+
+
+@dataclass
+class Problem:
+    """A launch and what it must do. inputs: arrays that must come back as they are."""
+
+    make: Callable[[Any], Launch]
+    check: Callable[[], None]
+    outputs: list[Output]
+    inputs: list[np.ndarray] = field(default_factory=list)
+
+    def run(self, machine: Simulator, rounds: int = 1, verify: bool = True) -> None:
+        """Launch, and launch again, one right behind the other."""
+        before = [one.copy() for one in self.inputs]
+        launch = self.make(machine)
+        for _ in range(rounds):
+            machine.run(launch)
+        for one, was in zip(self.inputs, before, strict=True):
+            assert one.tobytes() == was.tobytes(), "an input changed"
+        for output in self.outputs:
+            output.check()
+        if verify:
+            self.check()
+
+
+def norm_problem(
+    m: int, width: int, of_y: str | None, of_x: str, seed: int = 0,
+    spoil: Callable[[np.ndarray, np.ndarray | None], None] = lambda h, y: None,
+) -> Problem:  # fmt: skip
+    """h += y and its norm. spoil(h, y) changes the operands first."""
+    rng = np.random.default_rng(seed)
+    residual, x = Output((m, width), "float32"), Output((m, width), of_x)
+    h = residual.array
+    h[:] = rng.standard_normal((m, width)) * 10.0 ** rng.uniform(-3, 3, (m, 1))
+    y = of_dtype(rng.standard_normal((m, width)), of_y) if of_y else None
+    weight, epsilon = rng.standard_normal(width).astype(np.float32), 1e-5
+    spoil(h, y)
+    before = h.copy()
+
+    def check() -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            wanted = before if y is None else before + as_floats(y).astype(np.float32)
+            np.testing.assert_array_equal(h, wanted)
+            r = wanted.astype(np.float64)
+            right = r / np.sqrt((r**2).mean(-1, keepdims=True) + np.float32(epsilon)) * weight
+        threads, chunks = add_and_norm.row_threads(width)
+        depth = 8 * chunks + 5 + threads // 32 + 4
+        bound = np.abs(right) * (depth * U + RSQRT + 4 * U)
+        finite = np.isfinite(r).all(-1)
+        assert np.isnan(as_floats(x.array)[~finite][:, : width // 2]).all() or finite.all()
+        close(x.array[finite], right[finite], bound[finite], of_x)
+
+    inputs = [weight] + ([y] if y is not None else [])
+    return Problem(
+        lambda machine: add_and_norm.launch(h, y, weight, epsilon, x.array),
+        check, [residual, x], inputs,
+    )  # fmt: skip
+
+
+def swiglu_problem(
+    m: int, width: int, of_y: str, of_x: str, seed: int = 0,
+    spoil: Callable[[np.ndarray], None] = lambda y: None,
+) -> Problem:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((m, 2 * width)) * 10.0 ** rng.uniform(-4, 1.5, (m, 2 * width))
+    y, x = of_dtype(values, of_y), Output((m, width), of_x)
+    spoil(y)
+
+    def check() -> None:
+        gate, up = as_floats(y)[:, :width], as_floats(y)[:, width:]
+        with np.errstate(over="ignore", invalid="ignore"):
+            right = gate / (1 + np.exp(-gate)) * up
+            # e^-gate is off by the rounding of its exponent, which beyond 128 no float32 has
+            bound = np.abs(right) * (np.minimum(np.abs(gate), 128) * 2.0**-22 + 2.0**-20)
+            bound += 1e-36 * (1 + np.abs(up))
+        if of_x == "float16":  # which ends there
+            right = np.where(np.abs(right) >= 65520, np.copysign(np.inf, right), right)
+        close(x.array, right, bound, of_x)
+
+    return Problem(lambda machine: swiglu.launch(y, x.array), check, [x], [y])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shapes of attention: sequences, heads of queries and of keys, their size, positions."""
+
+    batch: int
+    heads: int
+    kv: int
+    size: int
+    length: int
+    position: int
+
+
+def attention_problem(
+    of: Heads, of_qkv: str = "float16", of_out: str = "float32", normed: bool = False,
+    seed: int = 0,
+    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda qkv, cache: None,
+) -> Problem:  # fmt: skip
+    """What lies behind the position in the cache is NaN. spoil(qkv, cache) changes them first."""
+    rng, p = np.random.default_rng(seed), of.position
+    qkv = of_dtype(rng.standard_normal((of.batch, (of.heads + 2 * of.kv) * of.size)), of_qkv)
+    kept, out = (
+        Output((of.batch, 2 * of.kv, of.length, of.size), "float16"),
+        Output((of.batch, of.heads * of.size), of_out),
+    )
+    cache = kept.array
+    cache[:, :, :p] = rng.standard_normal((of.batch, 2 * of.kv, p, of.size))
+    spoil(qkv, cache)
+    before = cache.copy()
+    frequencies = 10000.0 ** (-np.arange(0, of.size, 2) / of.size)
+    angles = np.arange(of.length)[:, None] * frequencies.repeat(2)
+    cos = np.cos(angles).astype(np.float32)
+    sin = (np.sin(angles) * np.tile([-1, 1], of.size // 2)).astype(np.float32)
+    weights = 1 + 0.1 * rng.standard_normal((2, of.size)).astype(np.float32)
+    head_norms = (weights[0].copy(), weights[1].copy(), 1e-6) if normed else None
+
+    def check() -> None:
+        x = as_floats(qkv).reshape(of.batch, of.heads + 2 * of.kv, of.size)
+        q, k, v = np.split(x, [of.heads, of.heads + of.kv], 1)
+        if head_norms is not None:
+            q, k = (
+                one / np.sqrt((one**2).mean(-1, keepdims=True) + np.float32(1e-6)) * weight
+                for one, weight in zip((q, k), head_norms[:2], strict=True)
+            )
+        swapped = [
+            one.reshape(*one.shape[:-1], -1, 2)[..., ::-1].reshape(one.shape) for one in (q, k)
+        ]
+        rotated = [
+            one * cos[p] + other * sin[p] for one, other in zip((q, k), swapped, strict=True)
+        ]
+        sizes = [
+            np.abs(one * cos[p]) + np.abs(other * sin[p])
+            for one, other in zip((q, k), swapped, strict=True)
+        ]
+        of_norm = (of.size + 6) * U + RSQRT if normed else 0.0
+        # the cache: the new key and value, and nothing else
+        new = cache[:, :, p].astype(np.float64)
+        close(cache[:, : of.kv, p], rotated[1], sizes[1] * (4 * U + of_norm), "float16")
+        close(cache[:, of.kv :, p], v, np.zeros_like(v), "float16")
+        others = np.delete(cache, p, 2).tobytes(), np.delete(before, p, 2).tobytes()
+        assert others[0] == others[1], "the cache changed at another position"
+        # attention over what is in the cache now
+        keys, values = (
+            np.concatenate([before[:, :, :p].astype(np.float64), new[:, :, None]], 2)[:, :, None]
+            .reshape(of.batch, 2, of.kv, 1, p + 1, of.size)
+            .swapaxes(0, 1)
+        )
+        each = of.batch, of.kv, of.heads // of.kv, 1, of.size
+        q, size_of_q = rotated[0].reshape(each), sizes[0].reshape(each)
+        with np.errstate(invalid="ignore", over="ignore"):
+            scores = (q * keys).sum(-1) / of.size**0.5
+            error = (size_of_q * np.abs(keys)).sum(-1) / of.size**0.5
+            error = error * ((of.size + 12) * U + of_norm) + np.abs(scores) * 4 * U
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            shares /= shares.sum(-1, keepdims=True)
+            right = (shares[..., None] * values).sum(-2)
+            size = (shares[..., None] * np.abs(values)).sum(-2)
+        # a share is off by the errors of its score and of the largest, and by exp2 and sums
+        relative = np.expm1(4 * error.max(-1, initial=0))[..., None] + (p + 64) * 2 * U + 2.0**-20
+        bound = (size * relative).reshape(out.array.shape)
+        close(out.array, right.reshape(out.array.shape), bound, of_out)
+
+    position = np.array([p])
+    return Problem(
+        lambda machine: attention.launch(
+            qkv, cache, position, cos, sin, out.array, machine, head_norms
+        ),
+        check, [kept, out], [qkv, position, cos, sin],
+    )  # fmt: skip

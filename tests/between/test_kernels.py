@@ -1,0 +1,161 @@
+"""The kernels between products against float64, in the simulator, in several orders of lanes."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steps.api.machines import Simulator
+from steps.between import add_and_norm, attention
+from tests.between.problems import (
+    Heads,
+    attention_problem,
+    norm_problem,
+    swiglu_problem,
+)
+
+ORDERS = (0, -1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "width"), [(1, 4096), (3, 64), (16, 96), (2, 8), (1, 264), (2, 520), (1, 1032), (3, 2048)]
+)
+def test_norms(m: int, width: int) -> None:
+    norm_problem(m, width, "float16", "float16", m).run(Simulator(ORDERS[m % 4]))
+
+
+@pytest.mark.parametrize(
+    ("of_y", "of_x"), [*product((None, "float32", "float16", "bfloat16"), ("float32", "bfloat16"))]
+)
+def test_norms_of_every_dtype(of_y: str | None, of_x: str) -> None:
+    norm_problem(2, 72, of_y, of_x).run(Simulator(1))
+
+
+def test_rows_wider_than_threads_hold_twice() -> None:
+    assert add_and_norm.row_threads(4096) == (256, 2)
+    assert add_and_norm.row_threads(16384) == (1024, 2)
+    assert add_and_norm.row_threads(20480) == (1024, 3)
+    norm_problem(1, 20480, "float16", "float16").run(Simulator())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("in_y", [False, True])
+def test_a_spoiled_row_spoils_no_other(value: float, in_y: bool) -> None:
+    def spoil(h: np.ndarray, y: np.ndarray | None) -> None:
+        assert y is not None
+        (y if in_y else h)[1, 5] = value
+
+    problem = norm_problem(3, 128, "float32", "float32", spoil=spoil)
+    problem.run(Simulator(), verify=False)
+    x = problem.outputs[1].array
+    assert np.isfinite(x[[0, 2]]).all()
+    # the squares of 1e30 are infinite: the row is zero, as it is in torch
+    assert (x[1] == 0).all() if value == 1e30 else np.isnan(x[1, 5])
+
+
+@pytest.mark.parametrize(("m", "width"), [(1, 2048), (3, 8), (16, 96), (2, 1032)])
+@pytest.mark.parametrize("of_x", ["float16", "float32"])
+def test_gates(m: int, width: int, of_x: str) -> None:
+    swiglu_problem(m, width, "float16", of_x, m).run(Simulator(ORDERS[m % 4]))
+
+
+@pytest.mark.parametrize(
+    ("of_y", "of_x"), [*product(("float32", "bfloat16"), ("float16", "float32", "bfloat16"))]
+)
+def test_gates_of_every_dtype(of_y: str, of_x: str) -> None:
+    swiglu_problem(2, 40, of_y, of_x).run(Simulator(2))
+
+
+def test_gates_at_the_ends_of_floats() -> None:
+    gates = [np.inf, -np.inf, np.nan, 1e30, -1e30, 200, -200, 0.0]
+    ups = [1, 1, 1, -2, 1, np.inf, 3, np.nan]
+
+    def spoil(y: np.ndarray) -> None:
+        y[0, :8], y[0, 8:] = gates, ups
+
+    swiglu_problem(1, 8, "float32", "float32", spoil=spoil).run(Simulator())
+
+
+POSITIONS = (0, 1, 127, 128, 700)
+SHAPES = [
+    (1, 2, 1, 64),
+    (2, 2, 2, 128),
+    (1, 4, 1, 128),
+    (1, 8, 1, 64),
+    (2, 7, 1, 16),
+    (1, 3, 1, 256),
+]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("shape", [(1, 2, 1, 64), (1, 1, 1, 128)])
+def test_attention_at_positions(shape: tuple[int, ...], position: int) -> None:
+    of = Heads(*shape, 768, position)
+    attention_problem(of).run(Simulator(ORDERS[position % 4]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_of_heads(shape: tuple[int, ...]) -> None:
+    attention_problem(Heads(*shape, 256, 65), of_out="float16").run(Simulator(3))
+
+
+@pytest.mark.parametrize(
+    ("of_qkv", "of_out", "normed"),
+    [("float32", "float16", False), ("bfloat16", "bfloat16", True), ("float16", "float32", True)],
+)
+def test_attention_of_every_dtype(of_qkv: str, of_out: str, normed: bool) -> None:
+    attention_problem(Heads(1, 4, 2, 64, 256, 90), of_qkv, of_out, normed).run(Simulator(1))
+
+
+def test_attention_again_finds_its_counters_at_zero() -> None:
+    """Of a launch that follows at once; partial sums are what the first one left."""
+    attention_problem(Heads(1, 2, 2, 64, 128, 100)).run(Simulator(2), rounds=3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
+def test_attention_in_any_number_of_splits(monkeypatch: Any, splits: int) -> None:
+    monkeypatch.setattr(attention, "split_count", lambda *_: splits)
+    for position in (31, 32, 33, 100):
+        attention_problem(Heads(1, 2, 1, 64, 128, position)).run(Simulator(splits))
+
+
+@pytest.mark.parametrize(
+    ("what", "value"), [("key", np.nan), ("value", np.nan), ("value", np.inf), ("query", np.nan)]
+)
+def test_what_is_not_a_number_stays_in_its_sequence_and_head(what: str, value: float) -> None:
+    of = Heads(2, 4, 2, 64, 256, 30)
+
+    def spoil(qkv: np.ndarray, cache: np.ndarray) -> None:
+        if what == "query":
+            qkv[1, 2 * 64 + 3] = value  # of head 2, which has the keys of head 1
+        else:
+            cache[1, 1 if what == "key" else 3, 20, 3] = value
+
+    problem = attention_problem(of, spoil=spoil)
+    problem.run(Simulator(), verify=False)
+    out = problem.outputs[1].array.reshape(2, 4, 64)
+    spoiled = ~np.isfinite(out)
+    assert spoiled[1, 2].any()
+    assert not spoiled[0].any()
+    assert not spoiled[1, :2].any()
+    if what == "query":
+        assert not spoiled[1, 3].any()
+
+
+def test_heads_that_no_kernel_takes_are_refused() -> None:
+    problem = attention_problem(Heads(1, 9, 1, 64, 256, 0))
+    with pytest.raises(ValueError, match="up to 8 of queries to one of keys, not 9 to 1 of 64"):
+        problem.make(Simulator())
+    assert not attention.supports(4, 4, 80)
+    assert not attention.supports(7, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv", "length", "splits"),
+    [(1, 8, 512, 16), (1, 8, 64, 4), (16, 8, 4096, 5), (64, 8, 4096, 2), (128, 8, 4096, 1)],
+)
+def test_splits_fill_the_gpu(batch: int, kv: int, length: int, splits: int) -> None:
+    assert attention.split_count(batch, kv, length, 128) == splits

@@ -1,0 +1,106 @@
+"""What the kernels between products promise of their machine code, compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steps.api.compile import MachineCode, machine_code, signature_of
+from steps.api.kernel_key import key_of
+from steps.api.machines import Simulator
+from steps.between import add_and_norm, swiglu
+from steps.contract import Launch
+from tests.between.problems import Heads, attention_problem, norm_problem, swiglu_problem
+
+STEP18_REGISTERS, REGISTERS = 96, 65536
+"""Of a thread of step 18 at one token (its worklog), and of an SM."""
+LLAMA = Heads(1, 32, 8, 128, 512, 128)
+
+LAUNCHES = {
+    "norm": lambda: norm_problem(1, 4096, None, "float16"),
+    "add and norm": lambda: norm_problem(1, 4096, "float16", "float16"),
+    "swiglu": lambda: swiglu_problem(1, 14336, "float16", "float16"),
+    "attention": lambda: attention_problem(LLAMA, "float16", "float16"),
+    "attention, qwen3": lambda: attention_problem(LLAMA, "float16", "float16", True),
+    "attention, 8 queries": lambda: attention_problem(Heads(1, 8, 1, 128, 256, 1)),
+    "attention, 7 queries of 64": lambda: attention_problem(Heads(1, 7, 1, 64, 256, 1)),
+}
+
+
+def launch_of(name: str) -> Launch:
+    return LAUNCHES[name]().make(Simulator())
+
+
+def compiled(name: str, arch: str = "sm_90a") -> MachineCode:
+    launch = launch_of(name)
+    return machine_code(launch.kernel, signature_of(launch.args), arch)
+
+
+def instructions(code: MachineCode) -> list[str]:
+    """The opcodes of a listing in their order."""
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code.sass)
+    assert len(found) > 50
+    return found
+
+
+@pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_no_spills_no_local_memory_no_double_precision(name: str, arch: str) -> None:
+    code = compiled(name, arch)
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert not code.count("LDL", "STL", "DADD", "DMUL", "DFMA", "F2F")
+    assert arch == "sm_80" or not code.count("CALL"), "a division of 64 bits, or of floats"
+    assert code.count("LDG.E.128") >= 2
+    assert not code.warnings
+
+
+@pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("name", ["norm", "add and norm", "swiglu", "attention"])
+def test_they_lie_beside_a_product_of_one_token(name: str) -> None:
+    """Their registers and shared memory are what step 18 leaves of an SM."""
+    code, threads = compiled(name), launch_of(name).block[0]
+    assert threads * -(-code.registers // 8) * 8 <= REGISTERS - 512 * STEP18_REGISTERS
+    assert code.shared_bytes <= 24 * 1024
+
+
+@pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_next_launch_may_begin_at_once(name: str) -> None:
+    """PREEXIT comes before the wait, and all that comes before the wait is the weight of a norm."""
+    found = instructions(compiled(name))
+    first, wait = found.index("PREEXIT"), found.index("ACQBULK")
+    assert first < wait
+    before = [one for one in found[:wait] if one.startswith(("LD", "ST", "RED", "ATOM"))]
+    loads = [one for one in before if not one.startswith("LDC")]
+    wanted = ["LDG.E.128"] * 4 if "norm" in name else []
+    assert loads == wanted
+
+
+@pytest.mark.xdist_group("between")
+def test_all_loads_of_a_norm_are_in_flight_before_the_first_sum() -> None:
+    found = instructions(compiled("add and norm"))
+    after = found[found.index("ACQBULK") :]
+    loads = [i for i, one in enumerate(after) if one.startswith("LDG")]
+    assert len(loads) == 6
+    assert loads[-1] < next(i for i, one in enumerate(after) if one.startswith("FADD"))
+    assert found.count("BAR.SYNC.DEFER_BLOCKING") == 1
+
+
+def test_the_cache_tells_the_kernels_apart() -> None:
+    """A compiled kernel is found again, and only for what it was compiled for."""
+    y, x = np.zeros((1, 64), np.float32), np.zeros((1, 32), np.float32)
+    w, half = np.zeros(64, np.float32), np.zeros((1, 64), np.float16)
+    many: list[Launch] = [
+        swiglu.launch(y, x),
+        swiglu.launch(half, x),
+        add_and_norm.launch(y, half, w, 0.1, y),
+        add_and_norm.launch(y, None, w, 0.1, y),
+        *(launch_of(name) for name in ("attention", "attention, qwen3")),
+    ]
+    keys: list[Any] = [key_of(one.kernel, signature_of(one.args), "sm_90a") for one in many]
+    assert None not in keys
+    assert len({str(key) for key in keys}) == len(many)
