@@ -97,8 +97,8 @@ def _parser() -> Parser:
         "--format", choices=WEIGHT_FORMATS, default="q4_0", help="format of random weights"
     )
     one.add_argument(
-        "--parts", type=lambda text: text.split(","), default=["decode", "prefill"],
-        help="what to measure: decode,prefill",
+        "--parts", type=_parts, default=["decode", "prefill"],
+        help="what to measure: decode,prefill (default) and between, each operation by itself",
     )  # fmt: skip
     one.add_argument(
         "--between", choices=("kernels", "plain", "compiled", "overlapped"),
@@ -117,6 +117,13 @@ def _ids(text: str) -> list[int]:
     if not words or not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of tokens like 1,2,3")
     return [int(word) for word in words]
+
+
+def _parts(text: str) -> list[str]:
+    found = text.split(",")
+    if not set(found) <= {"decode", "prefill", "between"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of decode, prefill and between")
+    return found
 
 
 def _count(text: str) -> int:
@@ -158,10 +165,13 @@ def _run(args: argparse.Namespace) -> int:
             status |= not one["right"]
             print(_sentence(one))
     if args.bench:
-        from results.decoder import bench
+        from results.decoder import bench, bench_between
 
-        found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
-        print(bench.table(found["bench"]))
+        if "between" in args.parts:
+            found["between"] = bench_between.measure(args.format)
+        if set(args.parts) & {"decode", "prefill"}:
+            found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
+            print(bench.table(found["bench"]))
     if not jobs:
         found = (_chat if args.chat else _generate)(args, do)
     if args.json:

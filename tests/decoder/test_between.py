@@ -13,8 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import between, checks, files, operations  # noqa: E402
-from results.decoder.model import generate, torch_products  # noqa: E402
+from results.decoder import bench_between, between, checks, files, operations  # noqa: E402
+from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.model import Config, generate, torch_products  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
 
@@ -127,3 +128,147 @@ def test_a_template_takes_addresses(gpu: Any, monkeypatch: Any) -> None:  # noqa
     memory = [v for v in values if 1 << 40 <= v < 1 << 42]
     assert memory == [1 << 41, memory[1], 1 << 40]
     assert memory[1] - memory[0] < made.nbytes
+
+
+def test_a_bench_leaves_out_one_operation_at_a_time(tmp_path: Any, monkeypatch: Any) -> None:
+    """Times are the calls of each graph: what is left out is the difference."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", **LLAMA)
+    model = files.load(path, torch_products(dtype=torch.float32))
+    names = {"add_and_norm": 3.0, "attention": 7.0, "swiglu": 2.0}
+    spent = [0.0]
+
+    def timed(name: str, factor: float) -> Any:
+        def run(*args: Any) -> Any:
+            spent[0] += names[name] * factor
+            return getattr(operations.PLAIN, name)(*args)
+
+        return run
+
+    sides = tuple(
+        operations.PLAIN._replace(mode=mode, **{name: timed(name, factor) for name in names})
+        for mode, factor in (("ours", 1.0), ("theirs", 2.0))
+    )
+
+    def us(works: Any, calls: int) -> list[float]:
+        found = []
+        for work in works:
+            spent[0] = 0.0
+            work()
+            found.append(spent[0] / calls)
+        return found
+
+    monkeypatch.setattr(bench_between, "_us", us)
+    monkeypatch.setattr(bench_between, "CONTEXTS", (128, 130))
+    products, *rows = bench_between._rows(model, sides, 2)
+    assert products.alone == {"kernels": 0.0, "torch": 0.0}
+    assert [(row.operation, row.context) for row in rows] == [
+        *((name, 128) for name in names), ("attention", 130),
+    ]  # fmt: skip
+    for row in rows:
+        wanted = {"kernels": names[row.operation], "torch": 2 * names[row.operation]}
+        assert row.alone == wanted
+        assert row.chain == (wanted if row.context == 128 else None)
+    assert bench_between.line(rows[1]) == (
+        "2 tokens, attention after 128: kernels 7.00 us alone, 7.00 in a chain; "
+        "torch 14.00 us alone, 14.00 in a chain"
+    )
+    assert "swiglu" in [row.operation for row in bench_between._rows(model, sides, 20)]
+
+
+def test_parts_that_there_are_not_are_refused(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--bench", "--parts", "decode,glue"])
+    assert stopped.value.code == 2
+    assert "'decode,glue' is not a list of decode, prefill and between" in capsys.readouterr().err
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda() -> Any:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("accuracy", ["exact", "fast"])
+def test_right_on_a_gpu(cuda: Any, tmp_path: Any, architecture: str, accuracy: str) -> None:
+    """A decoder with the kernels, in a CUDA graph, against torch in float64."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", architecture=architecture)
+    do = between.chosen("kernels")
+    ids = checks.prompt(files.WORDS)
+    found = checks.against_torch(path, ids, accuracy=accuracy, operations=do)
+    assert found["right"], found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 16, 512])
+def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
+    """Norms and gates beside torch's, each launched several times, with shapes of Llama 3 8B."""
+    do, plain = between.Kernels(operations.PLAIN).operations(), operations.PLAIN
+    made = torch.Generator(cuda).manual_seed(m)
+    h = torch.randn((m, 4096), device=cuda, generator=made)
+    weight = torch.rand(4096, device=cuda, generator=made)
+    gates = torch.randn((m, 2 * 14336), device=cuda, generator=made).half()
+    for _ in range(3):
+        y = torch.randn((m, 4096), device=cuda, generator=made).half()
+        wanted, x = plain.add_and_norm(h, y, weight, 1e-5, torch.float16)
+        h, found = do.add_and_norm(h, y, weight, 1e-5, torch.float16)
+        assert torch.equal(h, wanted)
+        torch.testing.assert_close(found, x, rtol=2e-3, atol=1e-6)
+        torch.testing.assert_close(
+            do.rms_norm(h, weight, 1e-5, torch.float32),
+            plain.rms_norm(h, weight, 1e-5, torch.float32), rtol=1e-5, atol=1e-6,
+        )  # fmt: skip
+        a, b = (one.swiglu(gates, torch.float16) for one in (do, plain))
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (9, 3, 64), (16, 16, 128)])
+def test_attention_on_a_gpu(cuda: Any, batch: int, shape: tuple[int, int, int]) -> None:
+    """One CUDA graph at many positions; what lies behind the position is NaN for the kernel."""
+    heads, kv, size = shape
+    do, plain = between.Kernels(operations.PLAIN).operations(), operations.PLAIN
+    made = torch.Generator(cuda).manual_seed(batch)
+    length = 4352
+    cache = torch.randn((batch, 2 * kv, length, size), device=cuda, generator=made).half()
+    angles = torch.rand((length, size // 2), device=cuda, generator=made).repeat_interleave(2, 1)
+    sign = torch.tensor([-1.0, 1.0], device=cuda).repeat(size // 2)
+    tables = angles.cos().contiguous(), (angles.sin() * sign).contiguous()
+    position = torch.zeros((), dtype=torch.int64, device=cuda)
+    features = (heads + 2 * kv) * size
+    qkv = torch.randn((batch, features), device=cuda, generator=made).half()
+    own = cache.clone()
+
+    def run(one: Any, into: Any) -> Any:
+        return one.attention(qkv, into, position, *tables, heads, torch.float32)
+
+    run(do, own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(do, own)
+    for at in (0, 1, 31, 127, 128, 700, 4095, 5):
+        position.fill_(at)
+        qkv.copy_(torch.randn((batch, features), device=cuda, generator=made))
+        own.copy_(cache)
+        own[:, :, at:] = torch.nan
+        expected = cache.clone()
+        wanted = run(plain, expected)
+        graph.replay()
+        # plain torch rounds queries and shares to float16
+        torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(own[:, :, at], expected[:, :, at], rtol=1e-3, atol=1e-4)
+        assert torch.equal(own[:, :, :at], cache[:, :, :at])
+
+
+@pytest.mark.gpu
+def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bench_between, "ROUNDS", 2)
+    monkeypatch.setattr(bench_between, "CONTEXTS", (128, 300))
+    found = bench_between.measure(config=Config(2, 256, 512, 8, 2, 32, 1000))
+    assert [row["operation"] for row in found["rows"]].count("attention") == 4
