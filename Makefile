@@ -21,6 +21,7 @@
 #   PROMPT= SYSTEM= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat: one question, how to answer,
 #                   tokens of an answer, drawn tokens and their seed, exact or fast products
 #   REFERENCE=1     chat, decoder: torch on the dequantized weights, on the CPU
+#   GPUS=2          chat, decoder: share the model among so many GPUs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -106,12 +107,13 @@ chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=
 		$(if $(SYSTEM),--system "$$SYSTEM") $(if $(TOKENS),--tokens '$(TOKENS)') \
 		$(if $(TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(TOP_P),--top-p '$(TOP_P)') \
 		$(if $(SEED),--seed '$(SEED)') $(if $(ACCURACY),--accuracy '$(ACCURACY)') \
-		$(if $(REFERENCE),--reference)
+		$(if $(REFERENCE),--reference) $(if $(GPUS),--gpus '$(GPUS)')
 
 decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
 	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
 		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
-		$(if $(BENCH),--check --bench) $(if $(REFERENCE),--reference) $(if $(OUT),--json '$(OUT)')
+		$(if $(BENCH),--check --bench) $(if $(REFERENCE),--reference) $(if $(OUT),--json '$(OUT)') \
+		$(if $(GPUS),--gpus '$(GPUS)')
 
 doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor

@@ -22,6 +22,8 @@ from qformats import WEIGHT_FORMATS
 from results.record.environment import environment, finished
 
 BEGAN: Final = time.perf_counter()
+FIRST: Final = os.environ.get("RANK", "0") == "0"
+"""Whether this is the one process, of those that torchrun starts, which says anything."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return _run(args)
+        return _run(args, sys.argv[1:] if argv is None else argv)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        if FIRST:
+            print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
@@ -108,6 +111,10 @@ def _parser() -> Parser:
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
         help="processes that compile kernels for --check and --bench (default: cores, at most 16)",
     )  # fmt: skip
+    one.add_argument(
+        "--gpus", type=_count, metavar="N",
+        help="share the model among N GPUs, a process of torchrun each (--reference: on the CPU)",
+    )  # fmt: skip
     one.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return one
 
@@ -132,7 +139,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from results.decoder import between, operations  # without torch they raise one sentence
     from results.decoder.files import installed_model
 
@@ -151,13 +158,18 @@ def _run(args: argparse.Namespace) -> int:
             "torch finds no CUDA GPU: use one, or --reference (make: REFERENCE=1) for dequantized "
             "weights on the CPU"
         )
+    ranks = _ranks(args, argv, on_gpu)
+    if not FIRST:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
     do = between.chosen(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
     env = environment()
     found: dict[str, Any] = {}
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         if args.check:
-            found["against torch on the dequantized weights"] = _check(args, do, Path(folder))
+            found["against torch on the dequantized weights"] = _check(
+                args, do, Path(folder), ranks
+            )
         if args.against_llama_cpp:
             found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
     for comparisons in found.values():
@@ -173,8 +185,8 @@ def _run(args: argparse.Namespace) -> int:
             found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
             print(bench.table(found["bench"]))
     if not jobs:
-        found = (_chat if args.chat else _generate)(args, do)
-    if args.json:
+        found = (_chat if args.chat else _generate)(args, do, ranks)
+    if args.json and FIRST:
         versions = {"torch": torch.__version__}
         if args.against_llama_cpp:
             versions["llama-cpp-python"] = metadata.version("llama-cpp-python")
@@ -183,7 +195,23 @@ def _run(args: argparse.Namespace) -> int:
     return status
 
 
-def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, Any]]:
+def _ranks(args: argparse.Namespace, argv: Sequence[str], on_gpu: bool) -> Any:
+    """The `parallel.Ranks` that share the model, or None. Where `--gpus` asks for them and this is
+    none of them, the process becomes torchrun, which starts them."""
+    from results.decoder import files, parallel
+
+    ranks = parallel.Ranks.started(on_gpu)
+    if ranks is None and args.gpus is not None:
+        if args.against_llama_cpp:
+            raise ValueError("--against-llama-cpp runs on one CPU: leave out --gpus")
+        if args.model is not None:
+            file = files.Model(args.model)
+            parallel.Share(file.config, 0, args.gpus, parallel.unit_of(file))
+        parallel.start("results.decoder", argv, args.gpus, on_gpu)
+    return ranks
+
+
+def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str, Any]]:
     from results.decoder import checks, files
 
     path = args.model or files.write_tiny(folder / f"tiny-{args.format}.gguf", args.format)
@@ -198,6 +226,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path) -> list[dict[str, An
             operations=do,
             steps=args.tokens or checks.STEPS,
             jobs=args.jobs,
+            ranks=ranks,
         )
         for accuracy in ("exact", "fast")
     ]
@@ -250,8 +279,8 @@ def _require_together(args: argparse.Namespace) -> None:
         raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
 
 
-def _stream(file: Any, args: argparse.Namespace, do: Any) -> Any:
-    """A `Stream` of the model on a GPU, or on the CPU in float32."""
+def _stream(file: Any, args: argparse.Namespace, do: Any, ranks: Any) -> Any:
+    """A `Stream` of the model on a GPU, on those of `ranks`, or on the CPU in float32."""
     from results.decoder import files
     from results.decoder.model import step_products, torch, torch_products
     from results.decoder.stream import Sampling, Stream
@@ -266,7 +295,13 @@ def _stream(file: Any, args: argparse.Namespace, do: Any) -> Any:
     else:
         make, requantize, cache = step_products(device, args.accuracy), args.requantize, None
     model = files.load(
-        file, make, requantize=requantize, device=device, cache_dtype=cache, operations=do
+        file,
+        make,
+        requantize=requantize,
+        device=device,
+        cache_dtype=cache,
+        operations=do,
+        ranks=ranks,
     )
     return Stream(model, sampling)
 
@@ -276,21 +311,22 @@ def _say(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr)
+    if FIRST:
+        print(f"[{text}]", file=sys.stderr)
 
 
-def _chat(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     from results.decoder import files
     from results.decoder.chat import Chat, Template
 
     file = files.Model(args.model)
     template = Template(file.keys.get("tokenizer.chat_template"), file.vocabulary, file.path)
-    stream = _stream(file, args, do)
+    stream = _stream(file, args, do, ranks)
     rest = {"context": file.config.context, "most": args.tokens, "system": args.system}
     chat = Chat(stream, file.vocabulary, template, **rest)
     _tell(f"{file.path.name}, ready {time.perf_counter() - BEGAN:.1f} s after the start")
     if args.prompt is None:
-        chat.loop(_say, _tell)
+        chat.loop(_say, _tell, ranks.typed if ranks else input)
     else:
         pace = chat.ask(args.prompt, _say)
         _say("\n")
@@ -298,7 +334,7 @@ def _chat(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     return {"file": args.model.name, "messages": chat.messages}
 
 
-def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+def _generate(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     """Continue a text, or tokens; these need no vocabulary."""
     from results.decoder import files
     from results.decoder.chat import Pace, answer
@@ -312,7 +348,7 @@ def _generate(args: argparse.Namespace, do: Any) -> dict[str, Any]:
             f"--ids has {max(ids)} and {args.model} has tokens 0 to {file.config.vocabulary - 1}: "
             "give tokens of its vocabulary"
         )
-    stream = _stream(file, args, do)
+    stream = _stream(file, args, do, ranks)
     found: dict[str, Any] = {"file": args.model.name, "ids": ids}
     if args.prompt is None:
         found["tokens"] = list(stream.tokens(ids, most))

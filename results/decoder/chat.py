@@ -147,17 +147,22 @@ class Chat:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         return pace
 
-    def loop(self, say: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
+    def loop(
+        self,
+        say: Callable[[str], Any],
+        tell: Callable[[str], Any],
+        read: Callable[[str], str] = input,
+    ) -> None:
         """Answer questions that are typed, until Ctrl-C or Ctrl-D instead of one.
 
-        say: shows text. tell: shows what is not the model's.
+        say: shows text. tell: shows what is not the model's. read: asks for a question.
         """
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - makes input() edit lines
         asks = ASKS if sys.stdin.isatty() else ""
         while True:
             try:
-                question = input(asks)
+                question = read(asks)
             except (EOFError, KeyboardInterrupt):
                 if asks:
                     say("\n")

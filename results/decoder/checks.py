@@ -92,8 +92,10 @@ def against_torch(
     operations: Operations = PLAIN,
     steps: int = STEPS,
     jobs: int = 1,
+    ranks: Any = None,
 ) -> dict[str, Any]:
-    """The steps on a GPU against `reference`: logits of a prompt and of `steps` tokens."""
+    """The steps on a GPU, or on those of `ranks`, against `reference`: logits of a prompt and of
+    `steps` tokens."""
     file = files.Model(path)
     ours = files.load(
         file,
@@ -101,6 +103,7 @@ def against_torch(
         requantize=requantize,
         device=device,
         operations=operations,
+        ranks=ranks,
     )
     if jobs > 1:
         ours.compile_ahead([(accuracy, 1), (accuracy, len(ids))], jobs)

@@ -164,18 +164,21 @@ class Model:
         values = np.array(self.tensor(name, (count,)).values(), np.float32)
         return self._with_pairs_together(name, values)
 
-    def bias(self, names: Sequence[str], rows: Sequence[int]) -> np.ndarray | None:
+    def bias(
+        self, names: Sequence[str], rows: Sequence[int], share: Any = None
+    ) -> np.ndarray | None:
         """The biases of some matrices side by side, float32 [N], zeros where one has none; None if
-        no one has."""
+        no one has. share: see `matrices`."""
         names = [name.removesuffix("weight") + "bias" for name in names]
         if not any(name in self.tensors for name in names):
             return None
-        return np.concatenate(
-            [
-                self.vector(name, n) if name in self.tensors else np.zeros(n, np.float32)
-                for name, n in zip(names, rows, strict=True)
-            ]
-        )
+        found = [
+            self.vector(name, n) if name in self.tensors else np.zeros(n, np.float32)
+            for name, n in zip(names, rows, strict=True)
+        ]
+        if share is not None:
+            found = [share.of(name, one) for name, one in zip(names, found, strict=True)]
+        return np.concatenate(found)
 
     def _with_pairs_together(self, name: str, rows: np.ndarray) -> np.ndarray:
         """rows of a tensor, those of queries and keys in the "normal" order."""
@@ -189,13 +192,19 @@ class Model:
         return rows[order.ravel()]
 
     def matrices(
-        self, names: Sequence[str], rows: Sequence[int], k: int, requantize: str | None
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        k: int,
+        requantize: str | None,
+        share: Any = None,
     ) -> list[np.ndarray]:
         """Blocks [N, K/32 or K/256] of matrices that multiply the same x; neighbours of one type in
         one array.
 
         requantize: the format for matrices that no kernel takes; "float32" for float32 [N, K]; by
         default they are refused.
+        share: a `results.decoder.parallel.Share`, whose parts of the matrices are returned.
         """
         found: list[np.ndarray] = []
         for name, n in zip(names, rows, strict=True):
@@ -212,6 +221,7 @@ class Model:
                     f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
                 )
             array = self._with_pairs_together(name, array)
+            array = array if share is None else share.of(name, array)
             if found and found[-1].dtype == array.dtype:
                 found[-1] = np.concatenate([found[-1], array])
             else:
@@ -248,31 +258,37 @@ def load(
     residual_dtype: Any = None,
     cache_dtype: Any = None,
     operations: Any = None,
+    ranks: Any = None,
 ) -> Any:
     """The `results.decoder.model.Decoder` of a file.
 
     make       : makes its products (`results.decoder.model.Maker`).
     requantize : see `Model.matrices`.
     residual_dtype, cache_dtype : float32 and float16 by default.
+    ranks      : the `results.decoder.parallel.Ranks` that share it; every one of them loads it.
     """
     from results.decoder import model as parts
+    from results.decoder import parallel
     from results.decoder.operations import PLAIN
 
     torch = parts.torch
     file = path if isinstance(path, Model) else Model(path)
     config, do = file.config, operations or PLAIN
     residual_dtype = residual_dtype or torch.float32
+    share = None if ranks is None else ranks.share(config, parallel.unit_of(file))
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
     def vector(name: str, count: int = config.width) -> Any:
         return torch.from_numpy(file.vector(name, count)).to(device, residual_dtype)
 
     def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
-        matrices, bias = file.matrices(names, rows, k, requantize), file.bias(names, rows)
+        matrices = file.matrices(names, rows, k, requantize, share)
+        bias = file.bias(names, rows, share)
         ends = np.cumsum([len(one) for one in matrices])[:-1]
         biases = [None] * len(matrices) if bias is None else np.split(bias, ends)
         made = [make(one, last, added) for one, added in zip(matrices, biases, strict=True)]
-        return made[0] if len(made) == 1 else parts.Concatenated(made)
+        one = made[0] if len(made) == 1 else parts.Concatenated(made)
+        return one if ranks is None else ranks.joined(one, names[0], sum(rows))
 
     def head_norms(at: str) -> Any:
         if not ARCHITECTURES[file.architecture].head_norms:
@@ -308,7 +324,7 @@ def load(
     output = product([last], (config.vocabulary,), config.width, True)
     file.require_all_read()
     return parts.Decoder(
-        config,
+        config if share is None else share.config,
         parts.Embedding.of(rows, device, residual_dtype, do.embedding_rows),
         layers,
         norm,

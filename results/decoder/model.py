@@ -88,7 +88,10 @@ class Product(nn.Module):
     output : "float16": y is float16 where the step for so many tokens writes it, else float32.
     accuracy : may be changed between calls, where both packings are there.
     bias : float32 [N] on the GPU, added to y: by the step, or, where that adds none, behind it.
+    wide : y of up to so many tokens is float32, for a sum that is not complete.
     """
+
+    wide = 0
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class Product(nn.Module):
         choice = choose_packed(
             self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, FREE_CAST_US
         )
-        output, bias = written_dtype(choice.step, self.output), self._bias_dtype
+        output, bias = written_dtype(choice.step, self._output(m)), self._bias_dtype
         if bias and not choice.step.adds_bias:
             output, bias = "float32", None
         return choice.work, size, output, input, bias
@@ -123,8 +126,11 @@ class Product(nn.Module):
         w = operator.Weights(self.format, self.n, self.k, self.accuracy, self.packed)
         with torch.cuda.device(w.device):
             return operator.template(
-                w, m, self.output, input, free_cast=True, bias=self._bias_dtype
+                w, m, self._output(m), input, free_cast=True, bias=self._bias_dtype
             )
+
+    def _output(self, m: int) -> str:
+        return "float32" if m <= self.wide else self.output
 
     @property
     def _bias_dtype(self) -> str | None:

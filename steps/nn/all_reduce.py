@@ -36,7 +36,7 @@ class AllReduce:
     """
 
     def __init__(self, group: Any, device: Any) -> None:
-        self.group, self.how = group, str(distributed.get_backend(group))
+        self.group, self.how = group, backends(group).get(device.type, "")
         self._buffer: Any = None
         if device.type == "cuda" and _near(group, device):
             self._buffer = _symmetric(group, device)
@@ -59,6 +59,12 @@ class AllReduce:
             return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, y, "sum", name)
         distributed.all_reduce(y, group=self.group)
         return y
+
+
+def backends(group: Any) -> dict[str, str]:
+    """The library that a group has for each type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = str(distributed.get_backend_config(group)).split(",")
+    return {device: name for device, _, name in (one.partition(":") for one in pairs)}
 
 
 _kept: dict[tuple[str, Any], AllReduce] = {}

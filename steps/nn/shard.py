@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from steps.nn import operator as operator
-from steps.nn.all_reduce import AllReduce, all_reduce_of
+from steps.nn.all_reduce import AllReduce, all_reduce_of, backends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,8 +148,8 @@ class Shard:
         """What `share` was made of, from the shares of all ranks; all of them call this."""
         if self.kind == "row" and share.ndim == 1:
             return share
-        nccl = "nccl" in distributed.get_backend(self.group)
-        mine = share.detach().to(torch.device("cuda") if nccl else "cpu").contiguous()
+        through = "cpu" if backends(self.group).get("cpu") == "gloo" else "cuda"
+        mine = share.detach().to(torch.device(through)).contiguous()
         axis, shape, shares = KINDS.index(self.kind), list(mine.shape), []
         for rank in range(self.ranks):
             shape[axis] = mine.shape[axis] * self.count(rank) // self.count(self.rank)

@@ -1,0 +1,183 @@
+"""A model on several ranks has the logits of one: processes on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import quantize
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+from results.decoder import files, parallel  # noqa: E402
+from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.model import Config  # noqa: E402
+from tests.decoder import parallel_cases  # noqa: E402
+from tests.nn.ranks import run_on_ranks  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "q4_0", {}),  # two heads of keys and values, of which four ranks share each
+    ("qwen2", "q5_1", {"attention.head_count_kv": 4}),  # biases
+    ("qwen3", "q8_0", {"attention.head_count_kv": 8, "attention.key_length": 64}),  # norms of heads
+]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("count", [2, 4])
+def test_logits_are_those_of_one_process(tmp_path: Any, count: int) -> None:
+    """288 hidden features are nine blocks, which neither number of ranks divides."""
+    paths = [
+        files.write_tiny(
+            tmp_path / f"{kind}.gguf", name, architecture=kind, tied=kind == "qwen2",
+            **SMALL | changes,
+        )
+        for kind, name, changes in MODELS
+    ]  # fmt: skip
+    found = run_on_ranks(count, parallel_cases.models, tmp_path, paths)
+    for path, *of_ranks in zip(paths, *found, strict=True):
+        right, tokens = parallel_cases.logits_of(path, torch.float64)
+        size = right.square().mean().sqrt()
+        for exact, rounded, chosen in of_ranks:
+            assert (exact - right).abs().max() < 1e-9 * size, path
+            assert 0 < (rounded - right).abs().max() < 1e-4 * size, path
+            assert torch.equal(chosen, tokens)
+            assert torch.equal(rounded, of_ranks[0][1]), "ranks have the same bits"
+
+
+def test_sums_and_logits_are_of_all_ranks(tmp_path: Any) -> None:
+    for found in run_on_ranks(2, parallel_cases.joined, tmp_path):
+        wide, wanted = found["wide"]
+        assert wide == wanted > 0
+        for one, dtype in zip(found["sum"], (torch.float32, torch.float16), strict=True):
+            assert one.dtype == dtype
+            assert one.tolist() == [[2 * i + 100 for i in range(8)]] * 3
+        assert found["gathered"].tolist() == [[0, 1, 2, 3, 100, 101, 102]] * 3
+        assert found["gathered"].is_contiguous()
+        assert found["first"] == "said by 0"
+
+
+# --- shares ---------------------------------------------------------------------------------------
+
+
+def config(heads: int = 8, kv: int = 2, hidden: int = 288, vocabulary: int = 7) -> Config:
+    return Config(1, 256, hidden, heads, kv, 32, vocabulary)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_row_and_column_is_somebodys(ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = {"attn_q": 256, "attn_k": 64, "attn_v": 64, "ffn_gate": 288, "ffn_up": 288, "output": 7}
+    shares = [parallel.Share(config(), rank, ranks) for rank in range(ranks)]
+    for name, n in rows.items():
+        whole = rng.integers(1, 99, (n, 3))
+        parts = [one.of(f"blk.0.{name}.weight", whole) for one in shares]
+        if name in ("attn_k", "attn_v") and ranks > 2:
+            parts = parts[:: ranks // 2]  # two heads: several ranks have the same one
+        joined = np.concatenate(parts)
+        np.testing.assert_array_equal(joined[:n], whole)
+        assert not joined[n:].any(), "logits that there are not"
+        assert name != "output" or len({len(one) for one in parts}) == 1, "to be gathered"
+    for name, k in (("attn_output", 256), ("ffn_down", 288)):
+        blocks = quantize(rng.standard_normal((5, k), dtype=np.float32), "q4_0")
+        parts = [one.of(f"blk.0.{name}.weight", blocks) for one in shares]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), blocks)
+        assert {len(one) for one in parts} == {5}
+        bias = rng.standard_normal(5)
+        added = sum(one.of(f"blk.0.{name}.bias", bias) for one in shares)
+        np.testing.assert_array_equal(added, bias)
+    sizes = [one.config for one in shares]
+    assert {one.heads for one in sizes} == {8 // ranks}
+    assert {one.kv_heads for one in sizes} == {max(1, 2 // ranks)}
+    assert sum(one.hidden for one in sizes) == 288
+    assert {one.vocabulary for one in sizes} == {7}
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (
+            lambda: parallel.Share(config(9, 3), 0, 2),
+            "2 GPUs cannot share 9 heads and 3 .*1, 3 or 9",
+        ),
+        (lambda: parallel.Share(config(12, 6), 0, 4), "4 GPUs cannot share 12 heads and 6"),
+        (lambda: parallel.Share(config(hidden=96), 0, 4), "96 hidden features in blocks of 32 are"),
+        (lambda: parallel.Share(config(), 0, 2, 256), "288 hidden features in blocks of 256 are"),
+        (
+            lambda: parallel.Share(config(), 1, 8).of("blk.0.attn_output.weight", np.ones((4, 1))),
+            "blk.0.attn_output.weight has blocks of 256, and GPU 1 of 8 .* 32 to 63: use fewer",
+        ),
+    ],
+)
+def test_what_gpus_cannot_share(made: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        made()
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_the_command_line_starts_ranks(tmp_path: Any) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    command = [sys.executable, "-m", "results.decoder", str(path), "--reference", "--ids", "1,5"]
+    command += ["--tokens", "3"]
+    alone, shared = (
+        subprocess.run(
+            [*command, *more], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for more in ([], ["--gpus", "2"])
+    )  # fmt: skip
+    assert (shared.returncode, shared.stdout) == (0, alone.stdout), shared.stderr
+    assert len(alone.stdout.split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--gpus", "3"], "3 GPUs cannot share 8 heads and 2 of keys and values: use 1, 2, 4 or 8"),
+        (["--gpus", "1"], "--gpus 1: name 2 or more, or none"),
+        (["--gpus", "2", "--against-llama-cpp"], "runs on one CPU: leave out --gpus"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Any, capsys: Any, monkeypatch: Any, more: list[str], told: str
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    assert main([str(path), "--reference", *more]) == 2
+    _, err = capsys.readouterr()
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+def test_fewer_gpus_than_asked_for_are_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"--gpus 2: torch finds 1 on"):
+        parallel.start("results.decoder", [], 2, on_gpu=True)
+
+
+def test_questions_are_typed_at_the_first_rank(monkeypatch: Any) -> None:
+    here = parallel.Ranks(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(parallel.Ranks, "of_first", lambda self, value: value)
+    monkeypatch.setattr("builtins.input", lambda asks: f"{asks}hello")
+    assert here.typed("> ") == "> hello"
+
+    def ended(asks: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", ended)
+    with pytest.raises(EOFError):
+        here.typed()
