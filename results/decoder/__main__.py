@@ -326,7 +326,7 @@ def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     chat = Chat(stream, file.vocabulary, template, **rest)
     _tell(f"{file.path.name}, ready {time.perf_counter() - BEGAN:.1f} s after the start")
     if args.prompt is None:
-        chat.loop(_say, _tell, ranks.typed if ranks else input)
+        chat.loop(_say, _tell, ranks.typed if ranks else None)
     else:
         pace = chat.ask(args.prompt, _say)
         _say("\n")

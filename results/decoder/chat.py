@@ -151,18 +151,19 @@ class Chat:
         self,
         say: Callable[[str], Any],
         tell: Callable[[str], Any],
-        read: Callable[[str], str] = input,
+        read: Callable[[str], str] | None = None,
     ) -> None:
         """Answer questions that are typed, until Ctrl-C or Ctrl-D instead of one.
 
-        say: shows text. tell: shows what is not the model's. read: asks for a question.
+        say: shows text. tell: shows what is not the model's. read: asks for a question,
+        `input` by default.
         """
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - makes input() edit lines
         asks = ASKS if sys.stdin.isatty() else ""
         while True:
             try:
-                question = read(asks)
+                question = (read or input)(asks)
             except (EOFError, KeyboardInterrupt):
                 if asks:
                     say("\n")
