@@ -152,7 +152,7 @@ def measure(
     format_name: str = "q4_0", config: Config = LLAMA_3_8B, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """All rows as data, see `Row`."""
-    sides = between.Kernels(operations.PLAIN).operations(), operations.compiled(None, True)
+    sides = between.Kernels().operations(), operations.compiled(None, True)
     model, _ = models(config, format_name, sides[0], torch.device("cuda"))
     rows = []
     for tokens in TOKENS:

@@ -5,8 +5,8 @@
 A launch is compiled and laid out once for each shape and dtype, as those of products are
 (`steps.api.launch_template`), and then takes addresses. It allocates nothing but its results, so it
 may run while a stream is captured. Compiled kernels are kept on disk (`steps.api.kernel_cache`).
-What no kernel takes, another `Operations` does: prompts' attention, float64, rows that are not a
-multiple of 8 values.
+What no kernel takes, plain torch does: float64, heads of odd sizes, rows that are not a multiple of
+8 values. A prompt's attention is torch's own kernel, on what a kernel here has rotated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from qformats import BLOCK
 from results.decoder import operations
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
 from steps.api.dry_run import REGION, WEIGHTS, WORKSPACE, ZEROED, DryRun, Placeholder
 from steps.api.launch_template import RelocatableLaunches
-from steps.between import add_and_norm, attention, swiglu
+from steps.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.contract import Launch, Machine, array_dtype
 from steps.nn import operator as operator
@@ -84,32 +85,49 @@ def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
 
 
 class Kernels:
-    """The functions of an `Operations`, on one stream. `instead`: what does the rest.
+    """The functions of an `Operations`, on one stream.
 
     template: makes a `Template`, or what stands for one in tests.
     """
 
-    def __init__(self, instead: Operations, template: Callable[..., Any] = Template) -> None:
-        self.instead, self._template = instead, template
+    def __init__(self, template: Callable[..., Any] = Template) -> None:
+        self._template = template
         self._templates: dict[Hashable, Any] = {}
         self._workspace = Workspace()
 
-    def operations(self, mode: str = MODE) -> Operations:
+    def operations(self) -> Operations:
         return Operations(
-            mode,
-            self.instead.embedding_rows,
+            MODE,
+            self.embedding_rows,
             self.rms_norm,
             self.add_and_norm,
             self.attention,
             self.swiglu,
-            self.instead.argmax_of_rows,
+            self.argmax_of_rows,
             swiglu_overlaps=True,
         )
+
+    def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:
+        given = [one.view(-1) for one in fields if one.numel()]
+        if not all(one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0 for one in fields):
+            return PLAIN.embedding_rows(ids, fields, zero_point)
+        d, m, _, qh = fields
+        rows = d.new_empty((ids.numel(), d.shape[1] * BLOCK), dtype=torch.float32)
+        flat = ids.reshape(-1)
+        self._launch(of_embedding, (flat, rows, *given), zero_point, m.numel() > 0, qh.numel() > 0)
+        return rows.view(*ids.shape, -1)
+
+    def argmax_of_rows(self, logits: Tensor) -> Tensor:
+        if logits.dtype is not torch.float32 or not takes(logits):
+            return PLAIN.argmax_of_rows(logits)
+        found = logits.new_empty(len(logits), dtype=torch.int64)
+        self._launch(of_argmax, (logits, found))
+        return found
 
     def rms_norm(self, h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
         x = torch.empty_like(h, dtype=dtype)
         if not takes_rows(h, weight, x):
-            return self.instead.rms_norm(h, weight, epsilon, dtype)
+            return PLAIN.rms_norm(h, weight, epsilon, dtype)
         self._launch(of_norm, (h, weight, x), epsilon)
         return x
 
@@ -119,7 +137,7 @@ class Kernels:
         """h is the residual's memory from then on: y is added in place."""
         x = torch.empty_like(h, dtype=dtype)
         if not takes_rows(h, weight, x, y):
-            return self.instead.add_and_norm(h, y, weight, epsilon, dtype)
+            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype)
         self._launch(of_add_and_norm, (h, y, weight, x), epsilon)
         return h, x
 
@@ -137,10 +155,17 @@ class Kernels:
         batch, twice, _, size = cache.shape
         *weights, epsilon = head_norms or (0.0,)
         arrays = [qkv, cos, sin, *weights]
-        one_token = len(qkv) == batch and attention.supports(heads, twice // 2, size)
-        if not one_token or cache.dtype is not torch.float16 or not takes(*arrays):
+        known = size in attention.SIZES and cache.dtype is torch.float16
+        if not known or not takes(*arrays):
             rest = heads, dtype, head_norms
-            return self.instead.attention(qkv, cache, position, cos, sin, *rest)
+            return PLAIN.attention(qkv, cache, position, cos, sin, *rest)
+        if len(qkv) > batch:
+            queries = qkv.new_empty((len(qkv), heads * size), dtype=cache.dtype)
+            given = (qkv, cache, position, cos, sin, queries, *weights)
+            self._launch(of_rotary, given, epsilon)
+            return of_prompt(queries, cache).to(dtype)
+        if not attention.supports(heads, twice // 2, size):
+            return PLAIN.attention(qkv, cache, position, cos, sin, heads, dtype, head_norms)
         y = qkv.new_empty((batch, heads * size), dtype=dtype)
         self._launch(of_attention, (qkv, cache, position, cos, sin, y, *weights), epsilon)
         return y
@@ -148,7 +173,7 @@ class Kernels:
     def swiglu(self, y: Tensor, dtype: Any) -> Tensor:
         x = y.new_empty((len(y), y.shape[1] // 2), dtype=dtype)
         if x.shape[1] % EIGHT or not takes(y, x):
-            return self.instead.swiglu(y, dtype)
+            return PLAIN.swiglu(y, dtype)
         self._launch(of_swiglu, (y, x))
         return x
 
@@ -159,6 +184,39 @@ class Kernels:
         if made is None:
             made = self._templates[key] = self._template(partial(make, *rest), arrays)
         made(arrays, *self._workspace.of(made, arrays[0].device))
+
+
+def of_prompt(queries: Tensor, cache: Tensor) -> Tensor:
+    """Attention of rotated queries [B * T, heads * D] to the first T positions of the cache."""
+    batch, twice, _, size = cache.shape
+    q = queries.view(batch, -1, queries.shape[1] // size, size).transpose(1, 2)
+    k, v = cache[:, :, : q.shape[2]].split(twice // 2, 1)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != twice // 2
+    )
+    return y.transpose(1, 2).reshape(queries.shape)
+
+
+def of_embedding(
+    zero_point: int, has_minimum: bool, has_fifth_bits: bool,
+    ids: Any, rows: Any, d: Any, *fields: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    rest = list(fields)
+    m = rest.pop(0) if has_minimum else None
+    qs, qh = rest.pop(0), rest.pop(0) if has_fifth_bits else None
+    return embedding.launch(ids, d, m, qs, qh, zero_point, rows)
+
+
+def of_argmax(logits: Any, found: Any, *, machine: Machine) -> Launch:
+    return argmax.launch(logits, found, machine)
+
+
+def of_rotary(
+    epsilon: float, qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, queries: Any,
+    *weights: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    head_norms = (*weights, epsilon) if weights else None
+    return rotary.launch(qkv, cache, position, cos, sin, queries, head_norms)
 
 
 def of_norm(epsilon: float, h: Any, weight: Any, x: Any, *, machine: Machine) -> Launch:
@@ -186,8 +244,7 @@ def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
 def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
     """The operations in a mode: "kernels" or one of `operations.MODES`; by default the kernels.
 
-    autotuned: what kernels leave to torch is compiled by Inductor with autotuning, for a bench;
-    else it is plain torch, which takes no time to compile.
+    autotuned: of Inductor's kernels, see there.
     ValueError for a mode that there is not on this GPU.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CC
@@ -198,4 +255,4 @@ def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
         )
     if mode != MODE and (mode or not can):
         return operations.compiled(mode, autotuned)
-    return Kernels(operations.compiled(None, True) if autotuned else PLAIN).operations()
+    return Kernels().operations()

@@ -2,7 +2,9 @@
 
     add_and_norm    h += y, and h / its root mean square * weight
     attention       of one token of each sequence over the cache, rotary embedding included
+    rotary          rotary embedding of a prompt, whose keys and values go to the cache
     swiglu          silu(gate) * up
+    embedding       rows of a quantized table
     argmax          the largest logit of each row
 
 A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it

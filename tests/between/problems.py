@@ -9,9 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from qformats import FORMATS
+from reference import Problem as Product
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from steps.api.machines import Simulator
-from steps.between import add_and_norm, attention, swiglu
+from steps.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.contract import Launch, array_dtype
 
 U: Final = 2.0**-24
@@ -158,6 +160,19 @@ class Heads:
     position: int
 
 
+def tables(length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of each position, as a decoder has them."""
+    frequencies = 10000.0 ** (-np.arange(0, size, 2) / size)
+    angles = np.arange(length)[:, None] * frequencies.repeat(2)
+    sin = np.sin(angles) * np.tile([-1, 1], size // 2)
+    return np.cos(angles).astype(np.float32), sin.astype(np.float32)
+
+
+def swapped(x: np.ndarray) -> np.ndarray:
+    """Neighbours have changed places."""
+    return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+
+
 def attention_problem(
     of: Heads, of_qkv: str = "float16", of_out: str = "float32", normed: bool = False,
     seed: int = 0,
@@ -174,10 +189,7 @@ def attention_problem(
     cache[:, :, :p] = rng.standard_normal((of.batch, 2 * of.kv, p, of.size))
     spoil(qkv, cache)
     before = cache.copy()
-    frequencies = 10000.0 ** (-np.arange(0, of.size, 2) / of.size)
-    angles = np.arange(of.length)[:, None] * frequencies.repeat(2)
-    cos = np.cos(angles).astype(np.float32)
-    sin = (np.sin(angles) * np.tile([-1, 1], of.size // 2)).astype(np.float32)
+    cos, sin = tables(of.length, of.size)
     weights = 1 + 0.1 * rng.standard_normal((2, of.size)).astype(np.float32)
     head_norms = (weights[0].copy(), weights[1].copy(), 1e-6) if normed else None
 
@@ -189,16 +201,8 @@ def attention_problem(
                 one / np.sqrt((one**2).mean(-1, keepdims=True) + np.float32(1e-6)) * weight
                 for one, weight in zip((q, k), head_norms[:2], strict=True)
             )
-        swapped = [
-            one.reshape(*one.shape[:-1], -1, 2)[..., ::-1].reshape(one.shape) for one in (q, k)
-        ]
-        rotated = [
-            one * cos[p] + other * sin[p] for one, other in zip((q, k), swapped, strict=True)
-        ]
-        sizes = [
-            np.abs(one * cos[p]) + np.abs(other * sin[p])
-            for one, other in zip((q, k), swapped, strict=True)
-        ]
+        rotated = [one * cos[p] + swapped(one) * sin[p] for one in (q, k)]
+        sizes = [np.abs(one * cos[p]) + np.abs(swapped(one) * sin[p]) for one in (q, k)]
         of_norm = (of.size + 6) * U + RSQRT if normed else 0.0
         # the cache: the new key and value, and nothing else
         new = cache[:, :, p].astype(np.float64)
@@ -234,3 +238,82 @@ def attention_problem(
         ),
         check, [kept, out], [qkv, position, cos, sin],
     )  # fmt: skip
+
+
+def rotary_problem(
+    of: Heads, tokens: int, of_qkv: str = "float16", normed: bool = False
+) -> Problem:
+    """A prompt of so many tokens, from `of.position` on."""
+    rng, kv, first = np.random.default_rng(tokens), of.kv, of.position
+    qkv = of_dtype(rng.standard_normal((of.batch * tokens, (of.heads + 2 * kv) * of.size)), of_qkv)
+    kept = Output((of.batch, 2 * kv, of.length, of.size), "float16")
+    queries = Output((of.batch * tokens, of.heads * of.size), "float16")
+    before = kept.array.copy()
+    cos, sin = tables(of.length, of.size)
+    weights = 1 + 0.1 * rng.standard_normal((2, of.size)).astype(np.float32)
+    head_norms = (weights[0].copy(), weights[1].copy(), 1e-6) if normed else None
+    here = slice(first, first + tokens)
+
+    def check() -> None:
+        x = as_floats(qkv).reshape(of.batch, tokens, -1, of.size)
+        if normed:
+            rms = np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(1e-6))
+            of_queries, of_keys, _ = np.split(x / rms, [of.heads, of.heads + kv], 2)
+            values = x[:, :, of.heads + kv :]
+            x = np.concatenate([of_queries * weights[0], of_keys * weights[1], values], 2)
+        c, s = cos[here, None], sin[here, None]
+        size = np.abs(x * c) + np.abs(swapped(x) * s)
+        right = x * c + swapped(x) * s
+        bound = size * (4 * U + ((of.size + 6) * U + RSQRT if normed else 0))
+        q, k, _ = np.split(right, [of.heads, of.heads + kv], 2)
+        of_q, of_k, _ = np.split(bound, [of.heads, of.heads + kv], 2)
+        close(queries.array.reshape(q.shape), q, of_q, "float16")
+        new = kept.array[:, :, here].swapaxes(1, 2)
+        close(new[:, :, :kv], k, of_k, "float16")
+        v = x[:, :, of.heads + kv :]
+        close(new[:, :, kv:], v, np.zeros_like(v), "float16")
+        others = (np.delete(one, here, 2).tobytes() for one in (kept.array, before))
+        assert next(others) == next(others), "the cache changed at another position"
+
+    position = np.array([first])
+    return Problem(
+        lambda machine: rotary.launch(
+            qkv, kept.array, position, cos, sin, queries.array, head_norms
+        ),
+        check, [queries, kept], [qkv, position, cos, sin],
+    )  # fmt: skip
+
+
+def embedding_problem(format_name: str, ids: list[int], width: int) -> Problem:
+    fmt, count = FORMATS[format_name], 40
+    blocks = Product(1, count, width, format_name).blocks
+    rows, tokens = Output((len(ids), width), "float32"), np.array(ids)
+    names = blocks.dtype.names or ()
+    d, m, qs, qh = (
+        np.ascontiguousarray(blocks[name]).reshape(-1) if name in names else None
+        for name in ("d", "m", "qs", "qh")
+    )
+    zero_point = {"q4_0": 8, "q5_0": 16}.get(format_name, 0)
+
+    def check() -> None:
+        right = fmt.dequantize(blocks)[ids].astype(np.float64)
+        close(rows.array, right, 4 * U * np.abs(right).max(), "float32")
+
+    inputs = [one for one in (tokens, d, m, qs, qh) if one is not None]
+    return Problem(
+        lambda machine: embedding.launch(tokens, d, m, qs, qh, zero_point, rows.array),
+        check, [rows], inputs,
+    )  # fmt: skip
+
+
+def argmax_problem(
+    m: int, count: int, spoil: Callable[[np.ndarray], None] = lambda logits: None
+) -> Problem:
+    rng = np.random.default_rng(count)
+    logits, found = rng.standard_normal((m, count)).astype(np.float32), np.full(m, -1)
+    spoil(logits)
+
+    def check() -> None:
+        np.testing.assert_array_equal(found, logits.argmax(-1))
+
+    return Problem(lambda machine: argmax.launch(logits, found, machine), check, [], [logits])

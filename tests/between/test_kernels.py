@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qformats import WEIGHT_FORMATS
 from steps.api.machines import Simulator
 from steps.between import add_and_norm, attention
 from tests.between.problems import (
     Heads,
+    argmax_problem,
     attention_problem,
+    embedding_problem,
     norm_problem,
+    rotary_problem,
     swiglu_problem,
 )
 
@@ -159,3 +163,47 @@ def test_heads_that_no_kernel_takes_are_refused() -> None:
 )
 def test_splits_fill_the_gpu(batch: int, kv: int, length: int, splits: int) -> None:
     assert attention.split_count(batch, kv, length, 128) == splits
+
+
+@pytest.mark.parametrize(
+    ("of", "tokens", "of_qkv", "normed"),
+    [
+        (Heads(2, 4, 2, 64, 16, 0), 3, "float16", False),
+        (Heads(1, 3, 1, 128, 8, 2), 5, "float16", True),
+        (Heads(1, 3, 3, 16, 8, 0), 7, "float32", False),
+        (Heads(1, 2, 1, 256, 8, 1), 2, "bfloat16", True),
+    ],
+)
+def test_prompts_are_rotated(of: Heads, tokens: int, of_qkv: str, normed: bool) -> None:
+    rotary_problem(of, tokens, of_qkv, normed).run(Simulator(tokens))
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("width", [32, 1056])
+def test_embeddings_of_every_format(name: str, width: int) -> None:
+    embedding_problem(name, [3, 39, 0, 3], width).run(Simulator(1))
+
+
+@pytest.mark.parametrize(("m", "count"), [(1, 1), (3, 77), (2, 4096), (1, 4100), (2, 20001)])
+def test_the_largest_logit_is_found(m: int, count: int) -> None:
+    argmax_problem(m, count).run(Simulator(ORDERS[m % 4]), rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [
+        ({5: 7.0, 4090: 7.0, 9000: 7.0}, 5),
+        ({8000: np.inf, 3: 9.0}, 8000),
+        ({8000: np.nan, 3: np.inf, 9500: -np.nan}, 8000),
+        (dict.fromkeys(range(10000), -np.inf), 0),
+        ({i: -0.0 if i < 4000 else 0.0 for i in range(10000)}, 0),
+    ],
+)
+def test_the_first_of_equal_logits_is_the_largest(values: dict[int, float], largest: int) -> None:
+    """And NaN is above all, as in NumPy and torch."""
+
+    def spoil(logits: np.ndarray) -> None:
+        logits[0, list(values)] = list(values.values())
+        assert logits[0].argmax() == largest
+
+    argmax_problem(1, 10000, spoil).run(Simulator(2))

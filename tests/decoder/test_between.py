@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+
+from qformats import WEIGHT_FORMATS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import bench_between, between, checks, files, operations  # noqa: E402
+from results.decoder import bench, bench_between, between, checks, files, operations  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.model import Config, generate, torch_products  # noqa: E402
+from results.decoder.model import Config, Embedding, generate, torch_products  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
 
@@ -47,7 +50,7 @@ def simulated(order: int = 0) -> tuple[Any, list[str]]:
     """(operations by kernels in the simulator, the names of those that ran)."""
     launched: list[str] = []
     template = partial(InSimulator, machine=Simulator(order), launched=launched)
-    return between.Kernels(operations.PLAIN, template).operations(), launched
+    return between.Kernels(template).operations(), launched
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -68,8 +71,10 @@ def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) 
     for a, b in zip(logits, of_kernels, strict=True):
         torch.testing.assert_close(b, a, atol=2e-3 * float(a.std()), rtol=0)
     layers = LLAMA["block_count"]
-    # a prompt and two tokens, of which each has attention by a kernel but the prompt
+    # a prompt and two tokens
+    assert launched.count("rotary") == layers
     assert launched.count("attention") == 2 * layers
+    assert launched.count("embedding") == launched.count("argmax") == 3
     assert launched.count("swiglu") == 3 * layers
     assert launched.count("add_and_norm") == 3 * (2 * layers + 1)
 
@@ -105,7 +110,6 @@ def test_kernels_are_the_default_on_a_gpu(monkeypatch: Any, cc: tuple[int, int])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: cc)
     made = between.chosen()
     assert (made.mode, made.swiglu_overlaps) == ("kernels", True)
-    assert made.embedding_rows is operations.PLAIN.embedding_rows
     assert between.chosen("plain") is operations.PLAIN
 
 
@@ -208,7 +212,7 @@ def test_right_on_a_gpu(cuda: Any, tmp_path: Any, architecture: str, accuracy: s
 @pytest.mark.parametrize("m", [1, 3, 16, 512])
 def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
     """Norms and gates beside torch's, each launched several times, with shapes of Llama 3 8B."""
-    do, plain = between.Kernels(operations.PLAIN).operations(), operations.PLAIN
+    do, plain = between.Kernels().operations(), operations.PLAIN
     made = torch.Generator(cuda).manual_seed(m)
     h = torch.randn((m, 4096), device=cuda, generator=made)
     weight = torch.rand(4096, device=cuda, generator=made)
@@ -233,7 +237,7 @@ def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
 def test_attention_on_a_gpu(cuda: Any, batch: int, shape: tuple[int, int, int]) -> None:
     """One CUDA graph at many positions; what lies behind the position is NaN for the kernel."""
     heads, kv, size = shape
-    do, plain = between.Kernels(operations.PLAIN).operations(), operations.PLAIN
+    do, plain = between.Kernels().operations(), operations.PLAIN
     made = torch.Generator(cuda).manual_seed(batch)
     length = 4352
     cache = torch.randn((batch, 2 * kv, length, size), device=cuda, generator=made).half()
@@ -264,6 +268,48 @@ def test_attention_on_a_gpu(cuda: Any, batch: int, shape: tuple[int, int, int]) 
         torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-3)
         torch.testing.assert_close(own[:, :, at], expected[:, :, at], rtol=1e-3, atol=1e-4)
         assert torch.equal(own[:, :, :at], cache[:, :, :at])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 1000, 128255, 128256])
+def test_the_likeliest_token_on_a_gpu(cuda: Any, count: int) -> None:
+    do = between.Kernels().operations()
+    made = torch.Generator(cuda).manual_seed(count)
+    for _ in range(3):
+        logits = torch.randn((16, count), device=cuda, generator=made)
+        assert torch.equal(do.argmax_of_rows(logits), logits.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_embeddings_on_a_gpu(cuda: Any, name: str) -> None:
+    table = bench.random_blocks(name, 300, 4096, np.random.default_rng(0))
+    ids = torch.tensor([[0, 299, 17]], device=cuda)
+    found, wanted = (
+        Embedding.of(table, cuda, torch.float32, one.embedding_rows)(ids)
+        for one in (between.Kernels().operations(), operations.PLAIN)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 512), (3, 33), (1, 2)])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (9, 3, 64)])
+def test_prompts_on_a_gpu(cuda: Any, batch: int, tokens: int, shape: tuple[int, int, int]) -> None:
+    heads, kv, size = shape
+    made = torch.Generator(cuda).manual_seed(tokens)
+    features = (heads + 2 * kv) * size
+    qkv = torch.randn((batch * tokens, features), device=cuda, generator=made).half()
+    angles = torch.rand((768, size // 2), device=cuda, generator=made).repeat_interleave(2, 1)
+    sin = angles.sin() * torch.tensor([-1.0, 1.0], device=cuda).repeat(size // 2)
+    position = torch.zeros((), dtype=torch.int64, device=cuda)
+    found = []
+    for one in (between.Kernels().operations(), operations.PLAIN):
+        cache = torch.zeros((batch, 2 * kv, 768, size), device=cuda).half()
+        y = one.attention(qkv, cache, position, angles.cos(), sin, heads, torch.float16)
+        found.append((y, cache))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
 
 
 @pytest.mark.gpu
