@@ -7,8 +7,10 @@
     vocabulary.py  texts to tokens and back
     stream.py      tokens one by one: the likeliest, or drawn ones
     chat.py        a conversation in a terminal, by the file's chat template
+    parallel.py    a model on several GPUs, a process for each: who has what, and who says what
     checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
+    bench_parallel.py  the same of several GPUs beside one, with the shapes of 70B too
     __main__.py    the command line: python -m results.decoder
 
 All of it but `files`, `rotary` and `vocabulary` needs torch, an extra of this project.

@@ -95,7 +95,12 @@ def _parser() -> Parser:
         help="compare torch on the dequantized weights with llama.cpp, on the CPU; without MODEL "
         "likewise",
     )
-    one.add_argument("--bench", action="store_true", help="measure with the shapes of Llama 3 8B")
+    one.add_argument(
+        "--bench",
+        action="store_true",
+        help="measure with the shapes of Llama 3 8B; "
+        "with --gpus also those of 70B, one GPU and N in turn",
+    )
     one.add_argument(
         "--format", choices=WEIGHT_FORMATS, default="q4_0", help="format of random weights"
     )
@@ -176,7 +181,13 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         for one in comparisons:
             status |= not one["right"]
             print(_sentence(one))
-    if args.bench:
+    if args.bench and ranks:
+        from results.decoder import bench_parallel
+
+        rest = {"parts": args.parts, "jobs": args.jobs}
+        found["bench on GPUs"] = bench_parallel.measure(ranks, do, args.format, **rest)
+        print(bench_parallel.table(found["bench on GPUs"]))
+    elif args.bench:
         from results.decoder import bench, bench_between
 
         if "between" in args.parts:
@@ -225,7 +236,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[
             requantize=args.requantize,
             operations=do,
             steps=args.tokens or checks.STEPS,
-            jobs=args.jobs,
+            jobs=args.jobs if FIRST else 1,
             ranks=ranks,
         )
         for accuracy in ("exact", "fast")

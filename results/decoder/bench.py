@@ -98,11 +98,19 @@ class Drawn:
     half: Any
 
     @classmethod
-    def of(cls, format_name: str, k: int, rng: np.random.Generator, device: Any) -> Drawn:
+    def of(
+        cls,
+        format_name: str,
+        k: int,
+        rng: np.random.Generator,
+        device: Any,
+        accuracy: str = "fast",
+    ) -> Drawn:
+        """accuracy: "fast" packs for exact and fast steps, "exact" for these alone."""
         blocks = random_blocks(format_name, DRAWN, k, rng)
         packed = {
             step.pack.__name__: [operator.upload(one, device) for one in step.pack(blocks)]
-            for step in packings(format_name, operator.capability(device), "fast")
+            for step in packings(format_name, operator.capability(device), accuracy)
         }
         values = torch.from_numpy(FORMATS[format_name].dequantize(blocks))
         return cls(format_name, k, packed, values.to(device, torch.float16))

@@ -479,7 +479,8 @@ class CapturedGraph:
     def __init__(self, work: Callable[[], Any]) -> None:
         torch.cuda.synchronize()
         self._work, self._graph = work, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Of several GPUs: threads of NCCL may ask for events meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             work()
 
     def replay(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from results.decoder import files, parallel  # noqa: E402
+from results.decoder import bench, bench_parallel, files, operations, parallel  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.model import Config  # noqa: E402
+from results.decoder.model import Config, Embedding  # noqa: E402
 from tests.decoder import parallel_cases  # noqa: E402
 from tests.nn.ranks import run_on_ranks  # noqa: E402
+from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}
@@ -181,3 +184,86 @@ def test_questions_are_typed_at_the_first_rank(monkeypatch: Any) -> None:
     monkeypatch.setattr("builtins.input", ended)
     with pytest.raises(EOFError):
         here.typed()
+
+
+# --- the bench ------------------------------------------------------------------------------------
+
+
+def test_a_row_compares_rounds_and_says_where_time_goes() -> None:
+    took = ([4.0, 6.0, 8.0], [2.0, 4.0, 2.0])
+    parts = {"products": [0.5, 0.7, 0.6], "sums": [0.1, 0.3, 0.2]}
+    one = bench_parallel.row("Llama 3 8B", "prefill 4096", 2, 120, 10, took, parts)
+    assert (one.one, one.all, one.x, one.rounds) == (20, 60, 2, 3)
+    assert one.ms == {"one": 600, "all": 200, "products": 600, "sums": 200}
+    said = bench_parallel.line(one)
+    assert "2 GPUs 60 tokens/s, 2.00x of one with 20; ms one 600 all 200 products 600" in said
+    found = {"gpus": 2, "rows": [asdict(one)]}
+    assert bench_parallel.table(found).endswith(
+        "| Llama 3 8B | prefill 4096 | 20 tokens/s | 60 tokens/s | 2.00x | 1.75x |"
+    )
+    known = {(name, f"prefill {m}") for name, _, cases in bench_parallel.MODELS for _, m in cases}
+    decoded = {(name, "decode, batch 1") for name, *_ in bench_parallel.MODELS}
+    assert set(bench_parallel.WANTED) <= known | decoded
+
+
+def test_one_gpu_and_all_take_turns(monkeypatch: Any) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(bench, "seconds", lambda work: work() or len(ran))
+    here = SimpleNamespace(wait=lambda: ran.append("wait"))
+    works = [lambda: ran.append("one"), lambda: ran.append("all")]
+    one, every = bench_parallel.in_turn(here, *works, 3)  # type: ignore[arg-type]
+    turns = [("all", "one"), ("one", "all")] * 2
+    assert [name for name in ran if name != "wait"] == [name for turn in turns for name in turn]
+    assert ran[::2] == ["wait"] * 8, "every rank waits before each"
+    assert (len(one), len(every)) == (3, 3)
+    ran.clear()
+    one, every = bench_parallel.in_turn(here, None, works[1], 2)  # type: ignore[arg-type]
+    assert (len(one), len(every), ran.count("wait")) == (0, 2, 6)
+
+
+def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: Any) -> None:  # noqa: F811
+    """Two ranks have half of each matrix, and of the vocabulary, rounded up."""
+    plain, cpu = torch.device, torch.device("cpu")
+    monkeypatch.setattr(
+        torch, "device", lambda *names: cpu if names == ("cuda",) else plain(*names)
+    )
+    monkeypatch.setattr(parallel.Ranks, "sums", SimpleNamespace(how="fake"), raising=True)
+    monkeypatch.setattr(parallel.Ranks, "group", None)
+    sizes = config(kv=2, hidden=256, vocabulary=1001)
+    embedding = Embedding.of(np.zeros((4, 256), np.float32), "cpu", torch.float32, None)
+    rest = sizes, "q4_0", operations.PLAIN, embedding
+    for ranks, part in ((None, 1), (parallel.Ranks(1, 2, cpu), 2)):
+        made = bench_parallel.model(*rest, ranks)
+        found = [
+            (one.n, one.k)
+            for product in made.products
+            for one in getattr(product, "products", [product])
+        ]
+        assert found == [
+            (384 // part, 256),
+            (256, 256 // part),
+            (512 // part, 256),
+            (256, 256 // part),
+            (-(-1001 // part), 256),
+        ]
+        assert made.config.heads == 8 // part
+        assert isinstance(made.layers[0].out, parallel.Summed) == (part == 2)
+        assert isinstance(made.output, parallel.Gathered) == (part == 2)
+        assert list(made.output.products[0].packed if part == 2 else made.output.packed) == list(
+            made.layers[0].qkv.packed
+        )
+        assert len(made.layers[0].qkv.packed) == 1, "what fast steps read is not packed"
+
+
+@pytest.mark.gpu
+def test_right_and_measured_on_two_gpus(tmp_path: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    there = tmp_path / "found.json"
+    command = [sys.executable, "-m", "results.decoder", "--check", "--gpus", "2"]
+    command += ["--tokens", "16", "--json", str(there)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": right:") == 2, done.stdout
