@@ -50,8 +50,12 @@ OF_COLUMNS: Final = ("attn_output", "ffn_down")
 class Share:
     """What rank `rank` of `ranks` has of a model of these sizes.
 
+    A head of keys and values goes with the heads of queries that read it. Up to as many ranks as
+    there are of these may share a model, some with one more than others; beyond that several ranks
+    have the same one, and each as many of its queries.
+
     unit: hidden features that stay together, a block of the matrices down. ValueError where the
-    ranks do not divide the heads, or cannot share the keys' and values' heads, or are too many.
+    ranks cannot share the heads, or are too many for the hidden features.
     """
 
     whole: Config
@@ -61,7 +65,7 @@ class Share:
 
     def __post_init__(self) -> None:
         heads, kv, count = self.whole.heads, self.whole.kv_heads, self.ranks
-        good = [n for n in range(1, heads + 1) if not heads % n and not (kv % n and n % kv)]
+        good = [n for n in range(1, heads + 1) if n <= kv or not (heads % n or n % kv)]
         if count not in good:
             raise ValueError(
                 f"{count} GPUs cannot share {heads} heads and {kv} of keys and values: use "
@@ -73,20 +77,23 @@ class Share:
                 f"{count} GPUs: use fewer"
             )
 
-    def _range(self, units: int, size: int) -> tuple[int, int]:
+    def _range(self, units: int) -> tuple[int, int]:
         a, b = bounds(units, self.ranks)[self.rank : self.rank + 2]
-        return a * size, b * size
+        return a, b
 
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
         """(first, behind the last) row or column of each matrix."""
-        one, kv = self.whole, self.whole.kv_heads
-        queries = self._range(one.heads, one.head_dim)
-        keys = self._range(kv, one.head_dim)
-        if kv < self.ranks:  # several ranks have the same one
-            first = self.rank * kv // self.ranks
-            keys = first * one.head_dim, (first + 1) * one.head_dim
-        hidden = self._range(one.hidden // self.unit, self.unit)
+        one, each = self.whole, self.whole.heads // self.whole.kv_heads
+        if self.ranks <= one.kv_heads:
+            keys = self._range(one.kv_heads)
+            heads = keys[0] * each, keys[1] * each
+        else:
+            heads = self._range(one.heads)
+            keys = heads[0] // each, heads[0] // each + 1
+        queries, keys = ((a * one.head_dim, b * one.head_dim) for a, b in (heads, keys))
+        a, b = self._range(one.hidden // self.unit)
+        hidden = a * self.unit, b * self.unit
         most = -(-one.vocabulary // self.ranks)
         logits = self.rank * most, (self.rank + 1) * most
         return {

@@ -28,11 +28,14 @@ from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}
-MODELS: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "q4_0", {}),  # two heads of keys and values, of which four ranks share each
-    ("qwen2", "q5_1", {"attention.head_count_kv": 4}),  # biases
-    ("qwen3", "q8_0", {"attention.head_count_kv": 8, "attention.key_length": 64}),  # norms of heads
+NINE = {"embedding_length": 288, "attention.head_count": 9, "attention.head_count_kv": 3}
+MODELS: list[tuple[int, str, str, dict[str, Any]]] = [
+    (4, "llama", "q4_0", {}),  # two heads of keys and values, of which two ranks share each
+    (4, "qwen2", "q5_1", {"attention.head_count_kv": 4}),  # biases
+    (4, "qwen3", "q8_0", {"attention.head_count_kv": 8, "attention.key_length": 64}),
+    (2, "llama", "q4_1", NINE),  # one rank has twice as many heads as the other
 ]
+"""The most ranks, architecture, format, and sizes that are not those of `SMALL`."""
 
 
 @pytest.mark.slow
@@ -40,13 +43,12 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize("count", [2, 4])
 def test_logits_are_those_of_one_process(tmp_path: Any, count: int) -> None:
     """288 hidden features are nine blocks, which neither number of ranks divides."""
-    paths = [
-        files.write_tiny(
-            tmp_path / f"{kind}.gguf", name, architecture=kind, tied=kind == "qwen2",
-            **SMALL | changes,
-        )
-        for kind, name, changes in MODELS
-    ]  # fmt: skip
+    paths = []
+    for most, kind, name, changes in MODELS:
+        if count <= most:
+            path, rest = tmp_path / f"{kind}-{name}.gguf", SMALL | changes
+            paths.append(path)
+            files.write_tiny(path, name, architecture=kind, tied=kind == "qwen2", **rest)
     found = run_on_ranks(count, parallel_cases.models, tmp_path, paths)
     for path, *of_ranks in zip(paths, *found, strict=True):
         right, tokens = parallel_cases.logits_of(path, torch.float64)
@@ -106,14 +108,24 @@ def test_every_row_and_column_is_somebodys(ranks: int) -> None:
     assert {one.vocabulary for one in sizes} == {7}
 
 
+def test_ranks_may_have_one_head_of_keys_more() -> None:
+    """A small model with 9 heads, three to each of keys and values, on two ranks."""
+    first, second = (parallel.Share(config(9, 3), rank, 2) for rank in range(2))
+    assert (first.config.heads, first.config.kv_heads) == (3, 1)
+    assert (second.config.heads, second.config.kv_heads) == (6, 2)
+    assert first.ranges["attn_q"] == first.ranges["attn_output"] == (0, 96)
+    assert second.ranges["attn_q"] == second.ranges["attn_output"] == (96, 288)
+    assert (first.ranges["attn_k"], second.ranges["attn_v"]) == ((0, 32), (32, 96))
+
+
 @pytest.mark.parametrize(
     ("made", "told"),
     [
         (
-            lambda: parallel.Share(config(9, 3), 0, 2),
-            "2 GPUs cannot share 9 heads and 3 .*1, 3 or 9",
+            lambda: parallel.Share(config(9, 3), 0, 4),
+            "4 GPUs cannot share 9 heads and 3 .*: use 1, 2, 3 or 9",
         ),
-        (lambda: parallel.Share(config(12, 6), 0, 4), "4 GPUs cannot share 12 heads and 6"),
+        (lambda: parallel.Share(config(12, 6), 0, 8), "8 GPUs cannot share 12 heads and 6"),
         (lambda: parallel.Share(config(hidden=96), 0, 4), "96 hidden features in blocks of 32 are"),
         (lambda: parallel.Share(config(), 0, 2, 256), "288 hidden features in blocks of 256 are"),
         (
