@@ -102,9 +102,11 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def stage_w(tile, p, row, word):
+        # hole 1
         first, second = pairs(word)
         store_u32(tile, p * bn + row, first - centre_pair)
         store_u32(tile, (p + 1) * bn + row, second - centre_pair)
+        # end of hole 1
 
     @cuda.jit(device=True, forceinline=True)
     def stage_word(tile, unit, i, row, word, qh):
@@ -194,6 +196,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                         for j in range(TN):
                             v[i, j] = start
                     for p in range(first, first + run):
+                        # hole 2
                         w = load_u32x4(tile_w, p * bn + TN * tx)
                         for i in range(0, tm, 4):
                             if tm == 1:
@@ -206,8 +209,10 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                                 v[i + r, 1] = multiply_add(v[i + r, 1], xa[r], w[1])
                                 v[i + r, 2] = multiply_add(v[i + r, 2], xa[r], w[2])
                                 v[i + r, 3] = multiply_add(v[i + r, 3], xa[r], w[3])
+                        # end of hole 2
 
                     # --- scale
+                    # hole 3
                     d0, z0, d1, z1 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2)
                     d2, z2, d3, z3 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2 + 4)
                     for i in range(tm):
@@ -221,6 +226,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                             acc[i, 1] += z1 * s
                             acc[i, 2] += z2 * s
                             acc[i, 3] += z3 * s
+                    # end of hole 3
             cuda.syncthreads()
 
         # --- registers -> global: 128 bits at once where the row allows it

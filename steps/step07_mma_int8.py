@@ -89,16 +89,20 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         z, z8 = of_block(m, block) * unit_of_minima, of_block(m8, block) * unit_of_minima
         for j in range(columns):
             # --- shared -> registers: word t of token g lies at 4 g + t
+            # hole 1
             first = (2 * block * bm + j * TOKENS) * 4 + lane
             b0, b1 = load_u32(tile_a, first), load_u32(tile_a, first + 4 * bm)
             c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, 0, 0, 0, 0)
+            # end of hole 1
             # --- scale
+            # hole 2
             token = block * bm + j * TOKENS + 2 * (lane % 4)
             da, da1 = load_f32x2(d_a, token)
             acc[j, 0] += w * da * float32(c0)
             acc[j, 1] += w * da1 * float32(c1)
             acc[j, 2] += w8 * da * float32(c2)
             acc[j, 3] += w8 * da1 * float32(c3)
+            # end of hole 2
             if minimum:
                 s, s1 = load_f32x2(s_a, token)
                 acc[j, 0] += z * s
@@ -139,10 +143,12 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
 
             # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
             # looks, the last row is read again: without a branch no load waits for another
+            # hole 3
             for i in range(chunks_a):
                 chunk = t // bm + i * (threads // bm)
                 x = load_u32x4(qa, ((2 * k + chunk) * M + m) * CHUNK)
                 store_u32x4(tile_a, (chunk * bm + row) * 4, x[0], x[1], x[2], x[3])
+            # end of hole 3
             for i in range(scales_a):
                 block = t // bm + i * (threads // bm)
                 if everyone or block < BLOCKS:
@@ -163,11 +169,13 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             cuda.syncthreads()
 
         # --- registers -> global
+        # hole 4
         for j in range(columns):
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
                     c[token, feature] = acc[j, i] * row_scales[feature]
+        # end of hole 4
 
     return w4a8_mma_int8
 

@@ -57,8 +57,10 @@ BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would nee
 
 @cuda.jit(device=True, forceinline=True)
 def copy_16(stage, to, array, offset):
+    # hole 1
     x = load_u32x4(array, offset)
     store_u32x4(stage, to, x[0], x[1], x[2], x[3])
+    # end of hole 1
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -94,19 +96,24 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
         # Where in a stage this lane reads
         weights_at = warp * warp_bytes  # the two packed tiles of the warp
         # row r of matrix i, of lane 8i + r: the chunk is i & 1, the tokens begin at 8 (i >> 1)
+        # hole 2
         row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
+        # end of hole 2
         scales_at = 16 * (lane & 3)  # d of the tokens of its sums
         source = first_source(t, m0, n0, 0, int32(steps), M)
         for i in range(SUMS):
             acc[i] = 0
         for _ in range(int32(steps)):
             # --- global -> shared; every thread waits for its own loads before it stores them
+            # hole 3
             copy_weights(stage, 16 * t, w, source)
             copy_tokens(stage, 16 * t, qa, ds, source, M)
             cuda.syncthreads()
+            # end of hole 3
 
             # --- shared -> registers -> tensor cores: the next block's fragments are on their way
             # while one is multiplied
+            # hole 4
             load_weights(a, stage, weights_at, lane, 0)
             load_scales(scales, stage, weights_at, lane)
             load_tokens(b_even, stage, row_at, 0)
@@ -124,6 +131,7 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
             multiply(acc, a, b_even, x, scales, 2)
             load_token_scales(x, stage, scales_at, 3)
             multiply(acc, a, b_odd, x, scales, 3)
+            # end of hole 4
             cuda.syncthreads()
             source = next_source(source, M)
         write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)

@@ -92,12 +92,14 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         # --- the first stages. A group is closed for each, even for those beyond K: the waits count
         # groups
         source = first_source(t, m0, n0, 0, count, M)
+        # hole 1
         for step in range(stages):
             if step < count:
                 copy_weights(ring, step * stage_bytes + 16 * t, w, source)
                 copy_tokens(ring, step * stage_bytes + 16 * t, qa, ds, source, M)
                 source = next_source(source, M)
             cp_async_commit()
+        # end of hole 1
         wait_for_first()
         cuda.syncthreads()
         stage, to = int32(0), int32(16 * t)  # where it begins; where this thread copies into it
@@ -121,18 +123,24 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
 
             # --- the next stage has arrived for all threads, and all have read this one to its end:
             # what is left of it is in registers
+            # hole 2
             wait_for_next()
             cuda.syncthreads()
+            # end of hole 2
+            # hole 3
             stage = int32(stage + stage_bytes)
             if stage == ring_bytes:
                 stage = int32(0)
+            # end of hole 3
             load_tokens(b_even, ring, stage + row_at, 0)
+            # hole 4
             if step + stages < count:
                 copy_weights(ring, to, w, source)
                 copy_tokens(ring, to, qa, ds, source, M)
                 source = next_source(source, M)
             cp_async_commit()
             to = int32(stage + 16 * t)
+            # end of hole 4
             multiply(acc, a, b_odd, x, scales, 3)
             load_weights(a, ring, stage + weights_at, lane, 0)
             load_scales(scales, ring, stage + weights_at, lane)

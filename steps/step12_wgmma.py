@@ -122,12 +122,14 @@ def kernel(
         block0, block1 = multipliers(s, 0), multipliers(s, 1)
         w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
         w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
+        # hole 1
         wgmma_fence()  # registers written so far may be read
         acc = wgmma(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
         acc = wgmma(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
         acc = wgmma(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
         acc = wgmma(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
         wgmma_commit()
+        # end of hole 1
         return acc
 
     @cuda.jit(launch_bounds=(THREADS, TILES[bm]))
@@ -139,26 +141,34 @@ def kernel(
         n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
         steps, group = int32(steps), int32(cuda.blockIdx.x * steps)
         weights = 2 * box + warp * tile_bytes
+        # hole 2
         for step in range(stages - 1):
             if step < steps:
                 copy_tokens(ring, step * stage_bytes, a, m0, step * TILE_K, t)
                 copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
             cp_async_commit()
+        # end of hole 2
         acc, base, free = no_sums(), int32(0), int32(last_stage)
         for step in range(steps):
+            # hole 3
             wait_for_copies()  # of this thread
             fence_proxy_async()  # wgmma reads shared memory by another path: it may read them now
             cuda.syncthreads()  # so may those of all threads; and all have multiplied stage `free`
+            # end of hole 3
             b = swizzled_descriptor(ring, base)
             acc = multiply(acc, ring, base + weights, lane, 0, b)
+            # hole 4
             ahead = int32(step + (stages - 1))
             if ahead < steps:
                 copy_tokens(ring, free, a, m0, ahead * TILE_K, t)
                 copy_weights(ring, free + 2 * box, w, group + ahead, t)
             cp_async_commit()
+            # end of hole 4
+            # hole 5
             acc = multiply(acc, ring, base + weights, lane, 1, b + box // 16)
             acc = wait_for_products(acc)
             free, base = base, int32(base + stage_bytes if base < last_stage else 0)
+            # end of hole 5
 
         cuda.syncthreads()  # nobody reads the ring any more: what follows may use its memory
         store(acc, c, m0, n0 + warp // 4 * WGMMA_ROWS, row_scales, token_scales, bias)

@@ -85,6 +85,7 @@ def kernel(
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, w, walk, part, lane):
         """Issue copies of the next packed tiles, if any are left -> the walk behind them."""
+        # hole 1
         at, size, into, _, pair = walk
         if pair < part[1]:
             to, source = int32(slot + into + 16 * lane), at + 16 * lane
@@ -92,6 +93,7 @@ def kernel(
                 if int32(size - 16 * lane) > i:
                     cp_async_16(smem, to + i, w, source + i)
             walk = advance(walk, part)
+        # end of hole 1
         return walk
 
     @cuda.jit(device=True, forceinline=True)
@@ -166,12 +168,15 @@ def kernel(
                 acc[r] = 0
             i = int32(0)
             while i < count:
+                # hole 2
                 wait_for_oldest()
                 cuda.syncwarp()
                 at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
                 if in_slots:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
+                # end of hole 2
+                # hole 3
                 cuda.syncwarp()
                 issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane)
                 walk = issue(smem, slot, w, walk, part, lane)
@@ -179,15 +184,20 @@ def kernel(
                 i, slot = int32(i + 1), int32(slot + slot_bytes)
                 if slot == ring_end:
                     slot = ring
+                # end of hole 3
             low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
             to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
+            # hole 4
             finish(acc)
             store_sums(acc, smem, to, lane, low, high)
             pair = int32(pair + PAIR * warps_n)
+            # end of hole 4
 
         # --- the sums of all warps along K to C
+        # hole 5
         wait_for_all()
         cuda.syncthreads()
+        # end of hole 5
         write(smem, sums, row_scales_at, c, a_scales, own_scale, bias, m0, here, first, end, t)
 
     return decode

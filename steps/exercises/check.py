@@ -24,25 +24,28 @@ from steps.exercises.trial import PATIENCE, Subject, Trial, attempt
 
 FIRST: Final = "q4_0"
 GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
+TELLING: Final = Case((3, 5, 64), "integer", 1)
+"""Where one wrong number could have several causes: this has thirty."""
+
 CASES: Final = (
-    Case((3, 5, 64), "integer", 1),
     Case((5, 35, 96), "normal", 2, -1),
     Case((18, 20, 96), "integer", 3, 1),
     Case((33, 34, 32), "normal", 4, 2),
 )
-"""Of the first format, after the golden case: two blocks of K; more than a tile of 32 features;
-more tokens than the tiles for few; more than a tile of 32 both ways. Ragged, in several orders of
-the lanes."""
+"""More than a tile of 32 features; more tokens than the tiles for few; more than a tile of 32 both
+ways. Ragged, in several orders of the lanes."""
 
-DEEP: Final = Case((2, 3, 672), "integer", 5)
-"""More of K than a ring of four stages holds, for the steps that have one."""
+DEEP: Final = (
+    Case((2, 3, 672), "integer", 5),
+    Case((1, 300, 672), "integer", 7, 1),
+    Case((40, 20, 288), "normal", 8, 2),
+)
+"""More of K than a ring of four stages holds, more features than the warps of a block take at once,
+and large tiles: for the steps with rings, on one SM, which then has all of the work."""
 
 FIRST_WITH_STAGES: Final = 7
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
-
-TELLING: Final = CASES[0]
-"""Where one wrong number could have several causes: this has thirty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,12 @@ class Report:
 
 def subjects(step: Step) -> Iterator[Subject]:
     """What a step is tried on, in this order: each family in Q4_0, then the other formats."""
-    deep = (DEEP,) if step.number >= FIRST_WITH_STAGES else ()
     for family in step.families:
-        for case in (GOLDEN_CASE, *CASES, *deep):
+        for case in (GOLDEN_CASE, TELLING):
+            yield Subject(family, FIRST, case)
+        for case in DEEP if step.number >= FIRST_WITH_STAGES else ():
+            yield Subject(family, FIRST, case, sms=1)
+        for case in CASES:
             yield Subject(family, FIRST, case)
     for name in WEIGHT_FORMATS:
         for family in step.families:

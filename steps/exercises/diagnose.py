@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,6 +93,8 @@ def _of_fault(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnos
             "ceil_div(extent, tile); see pitfall 12 of `make pitfalls`."
         )
         return Diagnosis("grid", fault.line, (f"{at}: {fault.what}.", advice))
+    if fault.kind == "SimulatorError":  # a rule of an instruction, in the simulator's own sentence
+        return Diagnosis("rule", fault.line, (f"{at}: {fault.what}.", where))
     return Diagnosis("error", fault.line, (f"{at}: {fault.kind}: {fault.what.rstrip('.')}.", where))
 
 
@@ -126,9 +129,11 @@ _RACE: Final = re.compile(
 
 def _race(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnosis:
     """Both threads and both lines, where they can be had."""
+    _, _, hint = fault.what.rpartition(": ")
+    hint = hint.replace("a barrier is missing", "a barrier (cuda.syncthreads()) is missing")
     advice = (
-        "Nothing orders the two, so on a GPU either may come first: a barrier "
-        "(cuda.syncthreads()) between them is missing; see pitfall 9 of `make pitfalls`."
+        f"Nothing orders the two, so on a GPU either may come first: {hint}; see pitfall 9 of "
+        "`make pitfalls`."
     )
     said = (f"{subject}: race: {fault.what}.", _place(fault, path), advice)
     found = _RACE.match(fault.what)
@@ -315,7 +320,8 @@ def suspects(trial: Trial, bad: Array) -> list[Suspect]:
     c, tolerance, matches = trial.c, trial.tolerance, []
     for one in SUSPECTS:
         with np.errstate(all="ignore"):
-            for made in one.computes(trial.terms):
+            every = (one.computes(terms) for terms in (trial.terms, trial.terms.centred()))
+            for made in chain.from_iterable(every):
                 near = np.abs(c - made) <= tolerance + 1e-6 * np.abs(made)
                 if near[bad].all():
                     matches.append(one)
@@ -400,8 +406,8 @@ def _integer_sum(trial: Trial, bad: Array, larger: More) -> Found:
         return None
     return (
         "wrong sum",
-        f"With its scales taken off, the integer sum of the block is {round(sum_of)}, expected "
-        f"{right:.0f}: look at the codes and at how they are multiplied, not at the scales.",
+        f"If its scales are right, the integer sum of the block is {round(sum_of)}, expected "
+        f"{right:.0f}: look first at the codes and at how they are multiplied.",
     )
 
 

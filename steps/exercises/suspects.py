@@ -15,7 +15,7 @@ weights (-8 d in Q4_0, ...).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +25,8 @@ from reference import Q81, Bfloats, Halves, Problem, Tokens
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HALF: Final = BLOCK // 2
+SHIFTS: Final = (*range(-8, 0), *range(1, 9))
+"""Rows between the right one and a wrong one: fragments of tensor cores have eight."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class Terms:
         values = problem.a if operands is None else operands.values()
         x = values.reshape(problem.m, -1, BLOCK).astype(np.float64)
         return cls(fmt, code, d, z, x, x.sum(axis=2))
+
+    def centred(self) -> Terms:
+        """The same product with signed codes, as kernels have them that take 8 or 16 off each code
+        of 4 or 5 bits: the offset is then what is left of it."""
+        if self.fmt.bits not in (4, 5):
+            return self
+        centre = 1 << self.fmt.bits - 1
+        return replace(self, code=self.code - centre, z=self.z + centre * self.d)
 
     def product(
         self,
@@ -157,10 +167,39 @@ def _without_element(t: Terms) -> Iterator[Array]:
         yield whole - np.einsum("nb,mb->mn", weight, t.x[..., j])
 
 
-def _one_half(t: Terms) -> Iterator[Array]:
-    for part in (slice(0, HALF), slice(HALF, BLOCK)):
+def _part_of_block(t: Terms) -> Iterator[Array]:
+    """Halves of it, or the last or first elements alone, where a sum is begun anew."""
+    ends = (slice(-n, None) for n in (8, 4, 2, 1)), (slice(0, n) for n in (8, 4, 2, 1))
+    for part in (slice(0, HALF), slice(HALF, BLOCK), *ends[0], *ends[1]):
         yield t.product(code=t.code[..., part], x=t.x[..., part])
         yield t.product(code=t.code[..., part], x=t.x[..., part], s=t.x[..., part].sum(2))
+
+
+def _other_rows(t: Terms) -> Iterator[Array]:
+    """Codes of one row with the scales of another."""
+    n, m = np.arange(t.d.shape[0]), np.arange(t.x.shape[0])
+    for rows in (0 * n, *((n + shift) % len(n) for shift in SHIFTS)):
+        yield t.product(code=t.code[rows])
+        yield t.product(d=t.d[rows], z=t.z[rows])
+        yield t.product(d=t.d[rows])
+    if t.q is None or t.da is None:
+        return
+    for rows in (0 * m, *((m + shift) % len(m) for shift in SHIFTS)):
+        yield t.product(x=t.q[rows] * t.da[..., None])
+        yield t.product(x=t.q * t.da[rows][..., None])
+        yield t.product(x=t.q * t.da[rows][..., None], s=t.s[rows])
+
+
+def _other_blocks(t: Terms) -> Iterator[Array]:
+    """Codes of one block of K with the scales of another."""
+    b = np.arange(t.d.shape[1])
+    for blocks in (0 * b, b % 2, np.maximum(b - 1, 0), np.minimum(b + 1, len(b) - 1)):
+        yield t.product(code=t.code[:, blocks])
+        yield t.product(d=t.d[:, blocks], z=t.z[:, blocks])
+        if t.q is not None and t.da is not None:
+            yield t.product(x=t.q[:, blocks] * t.da[..., None])
+            yield t.product(x=t.q * t.da[:, blocks][..., None])
+            yield t.product(x=t.q * t.da[:, blocks][..., None], s=t.s[:, blocks])
 
 
 def _blocks(pick: Callable[[Array], Array]) -> Callable[[Terms], Iterator[Array]]:
@@ -269,9 +308,9 @@ SUSPECTS: Final = (
         _once(lambda t: t.product(code=t.code % 16) if t.fmt.bits == 5 else None),
     ),
     Suspect(
-        "one half of a block",
-        "adds up one half of each block, 16 of its 32 elements",
-        _one_half,
+        "part of a block",
+        "adds up a part of each block alone, 16 of its 32 elements or fewer",
+        _part_of_block,
     ),
     Suspect(
         "one element short",
@@ -383,6 +422,16 @@ SUSPECTS: Final = (
         "scale times offset",
         "multiplies the offset by the scale too; the offset is in units of the weights",
         _once(lambda t: t.product(z=t.z * t.d)),
+    ),
+    Suspect(
+        "scales of another row",
+        "multiplies the codes of one row with the scales of another",
+        _other_rows,
+    ),
+    Suspect(
+        "scales of another block",
+        "multiplies the codes of one block of K with the scales of another",
+        _other_blocks,
     ),
     Suspect("zero", "adds nothing up: every output is 0", _once(lambda t: 0 * t.product())),
 )

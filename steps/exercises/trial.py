@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from reference import GOLDEN, Bfloats, Check, Halves, Problem, check
+from steps import contract
 from steps.api.machines import Simulator
 from steps.checks.cases import Case
 from steps.checks.run import drawn
@@ -41,16 +42,19 @@ _WHERE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is tried: a family and a format of a step on one problem."""
+    """What is tried: a family and a format of a step on one problem. `sms`: of the GPU that the
+    launch is sized for, where it is not the usual one: few of them have much work each."""
 
     family: Family
     format: str
     case: Case
+    sms: int | None = None
 
     def __str__(self) -> str:
         m, n, k = self.case.shape
         what = "one block, by hand" if self.case.distribution == "golden" else ""
         what = what or ("small integers" if self.case.distribution == "integer" else "floats")
+        what += f", on {self.sms} SM" if self.sms else ""
         return f"{scheme(self.format, self.family)} {self.format}, M={m} N={n} K={k} ({what})"
 
     @property
@@ -137,7 +141,25 @@ def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:
     golden = subject.case.distribution == "golden"
     bits = GOLDEN[subject.format].q81 if golden else None
     operands = problem.given, problem.blocks
-    return prepare(step, subject.family, subject.format, *operands, machine, bits)
+    with _sized_for(subject.sms):
+        return prepare(step, subject.family, subject.format, *operands, machine, bits)
+
+
+@contextmanager
+def _sized_for(sms: int | None) -> Iterator[None]:
+    """Launches are made for a GPU of so many SMs. (A contract cannot be told to stop pretending:
+    processes that compile never do.)"""
+    if sms is None:
+        yield
+        return
+    before, shared = contract._pretended, contract.shared_memory()
+    contract.pretend(sms, shared)
+    try:
+        yield
+    finally:
+        contract._pretended = before
+        contract.multiprocessors.cache_clear()
+        contract.shared_memory.cache_clear()
 
 
 def fault_of(error: Exception, path: Path) -> Fault:
