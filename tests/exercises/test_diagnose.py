@@ -76,16 +76,15 @@ def test_every_pitfall_of_values_is_suspected() -> None:
     assert {one.pitfall for one in OF_THE_MUSEUM} == values - stored
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
-def test_no_suspect_computes_what_is_right(name: str) -> None:
-    """On the problem that decides between them, where there is an offset."""
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1"])
+def test_the_telling_problem_shows_every_suspect(name: str) -> None:
+    """What it computes there is not right, unless the format has no such mistake."""
     problem = Problem(*TELLING.shape, name, TELLING.distribution, TELLING.seed)
     terms = Terms.of(problem, Q81.of_values(problem.a))
-    right = terms.product()
     for one in SUSPECTS:
-        for made in one.computes(terms):
-            is_right = np.allclose(made, right)
-            assert not is_right or not terms.z.any(), one.cause
+        made = list(one.computes(terms))
+        assert not made or not all(np.allclose(each, terms.product()) for each in made), one.cause
+        assert made or ("fifth" in one.cause) or one.cause == "weights unsigned"
 
 
 # --- where ----------------------------------------------------------------------------------------
