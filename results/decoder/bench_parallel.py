@@ -12,6 +12,7 @@ with nothing between them. The rest is norms, which each rank computes for itsel
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -259,6 +260,7 @@ def measure(
     for name, config, cases in models:
         wanted = [one for one in cases if one[0] in parts]
         rows += of_model(name, config, wanted, ranks, operations, format_name, jobs, tell)
+        gc.collect()  # graphs, and the memory that they hold
         torch.cuda.empty_cache()
     return {
         "format": format_name,

@@ -14,6 +14,7 @@ bits, and choose the same token.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import sys
@@ -155,7 +156,7 @@ class Ranks:
             cuda.select_device(local)
         kinds = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         distributed.init_process_group(kinds, timeout=PATIENCE)
-        atexit.register(distributed.destroy_process_group)
+        atexit.register(_end)
         device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         return cls(distributed.get_rank(), distributed.get_world_size(), device)
 
@@ -200,6 +201,12 @@ class Ranks:
         if text is None:
             raise EOFError
         return text
+
+
+def _end() -> None:
+    """Leave the group. CUDA graphs that hold sums go first, as NCCL waits for that."""
+    gc.collect()
+    distributed.destroy_process_group()
 
 
 class Joined(nn.Module):
@@ -269,6 +276,8 @@ def start(module: str, arguments: Sequence[str], count: int, on_gpu: bool) -> No
         raise ValueError(f"--gpus {count}: torch finds {there} on {socket.gethostname()}")
     # torchrun would set 1, and say so; packing takes all cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # all of them are on this host
+        os.environ.setdefault(name, "lo")
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     os.execv(sys.executable, [sys.executable, *run, "-m", module, *arguments])
 

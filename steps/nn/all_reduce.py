@@ -102,6 +102,9 @@ def _symmetric(group: Any, device: Any) -> Any:
     try:
         made = symmetric_memory.empty(ONE_SHOT // 4, dtype=torch.float32, device=device)
         symmetric_memory.rendezvous(made, group)
+        ones = torch.ones(4, device=device)
+        found = torch.ops.symm_mem.one_shot_all_reduce_copy(made[:4], ones, "sum", group.group_name)
+        made = made if bool((found == distributed.get_world_size(group)).all()) else None
     except RuntimeError:  # such as a driver that exports no memory
         made = None
     all_of: list[Any] = [None] * distributed.get_world_size(group)

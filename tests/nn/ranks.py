@@ -14,11 +14,13 @@ PATIENCE = timedelta(seconds=240)
 """How long a rank waits for the others, whose processes may start one after another."""
 
 
-def run_on_ranks(count: int, work: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+def run_on_ranks(
+    count: int, work: Callable[..., Any], folder: Path, *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
     """What work(*arguments) returned on each of `count` ranks. An error of a rank is raised."""
     import torch.multiprocessing as processes
 
-    processes.spawn(_rank, (count, work, folder, arguments), count)
+    processes.spawn(_rank, (count, work, folder, arguments, backend), count)
     return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(count)]
 
 
@@ -34,7 +36,9 @@ def each_case(cases: list[Callable[[], None]]) -> dict[str, str]:
     return found
 
 
-def _rank(rank: int, count: int, work: Any, folder: Path, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, count: int, work: Any, folder: Path, arguments: tuple[Any, ...], backend: str
+) -> None:
     import torch
     from torch import distributed
 
@@ -42,7 +46,7 @@ def _rank(rank: int, count: int, work: Any, folder: Path, arguments: tuple[Any, 
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), count)
     distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE
+        backend, store=store, rank=rank, world_size=count, timeout=PATIENCE
     )
     found = work(*arguments)
     distributed.barrier()

@@ -294,3 +294,47 @@ CASES = [one for name, one in globals().items() if name.startswith("case_")]
 
 def run() -> dict[str, str]:
     return each_case(CASES)
+
+
+def on_gpus() -> str:
+    """Layers on a GPU each, small sums and large ones, and in a CUDA graph; how sums are made."""
+    from numba import cuda
+
+    torch.cuda.set_device(rank())
+    cuda.select_device(rank())
+    device, blocks = torch.device("cuda", rank()), blocks_of()
+    layer = QuantLinear.from_blocks(blocks, tensor(N, seed=2)).shard(None, "row").to(device)
+    joined = QuantLinear.from_blocks(blocks).shard(None, "column", gather=True).to(device)
+    mine, sums = share(K, 32), all_reduce_of(distributed.group.WORLD, device)
+    with torch.no_grad():
+        for tokens in (1, 5, 2000):
+            x = tensor(tokens, K, dtype=torch.float16)
+            right, size = exact(x, blocks, tensor(N, seed=2))
+            own = x[:, mine.start : mine.stop].contiguous().to(device)
+            few = sums.is_small(tokens * N)
+            assert few == (tokens < 2000)
+            for y in (layer(own), graphed(layer, own)):
+                assert y.dtype == torch.float16
+                # steps may round x to 8 bits of the largest of 32
+                off = (y.cpu().double() - right).abs() <= 0.01 * size + 1e-3
+                assert bool(off.all())
+            whole = joined(x.to(device)).cpu()
+            assert bool(((whole.double() - exact(x, blocks)[0]).abs() <= 0.01 * size + 1e-3).all())
+        state = layer.state_dict()
+        assert torch.equal(state["blocks"], QuantLinear.from_blocks(blocks).blocks)
+    return sums.how
+
+
+def graphed(layer: Any, x: Any) -> Any:
+    """What a layer writes when it is replayed from a CUDA graph, twice."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = layer(x)
+    graph.replay()
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    found = y.clone()
+    graph.reset()
+    return found

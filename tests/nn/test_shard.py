@@ -100,3 +100,12 @@ def test_multicast_is_asked_for_nowhere() -> None:
 
     for path in Path(steps.nn.__file__).parent.glob("*.py"):
         assert not re.search(r"multimem|multicast_ptr", path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.gpu
+def test_layers_on_two_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    kinds = "cpu:gloo,cuda:nccl"
+    for how in run_on_ranks(2, shard_cases.on_gpus, tmp_path, backend=kinds):
+        assert how.endswith("nccl"), how
