@@ -99,7 +99,7 @@ charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md fro
 	@$(PY) -m results.render.charts
 	@$(PY) -m results.render.tables
 
-report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=)
+report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=); two minutes
 	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
 
 chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)

@@ -132,6 +132,37 @@ def factors(fmt: Format) -> dict[str, tuple[tuple[int, int], ...]]:
     }
 
 
+def meaning(fmt: Format, byte: int) -> tuple[str, list[str]]:
+    """What a byte of a block holds: (its field, a sentence for each run of its bits)."""
+    name, start, _, _ = next(each for each in _extents(fmt) if each[1] <= byte < each[2])
+    whose: dict[int, tuple[str, int]] = {}  # bit of the byte -> of what, which bit of it
+    for element in range(fmt.elements):
+        for bit, (at, low) in enumerate(places(fmt, element)):
+            if at == byte:
+                whose[low] = (f"the code of weight {element}", bit)
+    for factor, bits in factors(fmt).items():
+        group = int(factor[1:])
+        first = group * fmt.group
+        what = "scale" if factor[0] == "s" else "minimum"
+        for bit, (at, low) in enumerate(bits):
+            if at == byte:
+                weights = f"weights {first} to {first + fmt.group - 1}"
+                whose[low] = (f"the {what} of {weights}", bit)
+    if not whose:
+        holds = _HOLDS_INSTEAD.get(fmt.name, {}).get(name) or _HOLDS[name]
+        size = fmt.dtype[name].itemsize
+        low = 8 * (byte - start)
+        part = f"{_span(low, low + 7)} of {name}" if size > 1 else name
+        return name, [f"{part}: {holds}"]
+    said = []
+    order = sorted(whose)
+    for (what, _), run in groupby(order, key=lambda bit: (whose[bit][0], whose[bit][1] - bit)):
+        own = list(run)
+        low, high = whose[own[0]][1], whose[own[-1]][1]
+        said.append(f"{_span(own[0], own[-1])}: {_span(low, high)} of {what}")
+    return name, said
+
+
 def draw(fmt: Format, ink: Ink = PLAIN) -> str:
     """The block of a format: its bytes to scale, its fields, and the element behind every bit."""
     per_element = fmt.block_bytes * 8 / fmt.elements

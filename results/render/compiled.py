@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from results.render.query import MAIN_FORMAT, dims
 from steps.api import dry_run
-from steps.api.compile import machine_code, signature_of
+from steps.api.compile import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
@@ -41,22 +41,29 @@ class Compiled:
     instructions: int
     opcodes: list[Opcode]
     others: int  # instructions of the opcodes that are not listed
+    lines: list[tuple[int | None, str]] = field(default_factory=list)  # see `source_lines`
 
 
 Compiler = Callable[[Step, Size, "tuple[int, int] | None"], "Compiled | str"]
 
 
+def main_work(step: Step) -> Work:
+    """What a page shows of a step: its last family, in the main format."""
+    name = MAIN_FORMAT if MAIN_FORMAT in step.formats else step.formats[0]
+    return Work(step, step.families[-1], name)
+
+
 def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | str:
     """The step's machine code for a GPU of that compute capability, or the oldest it runs on where
     that is none; a sentence where it cannot be had."""
-    family = step.families[-1]
-    name = MAIN_FORMAT if MAIN_FORMAT in step.formats else step.formats[0]
+    work = main_work(step)
+    name, family = work.format, work.family
     if cc is None or step.supports(name, family, cc) is not None:
         cc = step.min_cc
     arch = f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= HOPPER else "")
-    _, launch = dry_run.launches(Work(step, family, name), shape)
+    _, launch = dry_run.launches(work, shape)
     try:
-        code = machine_code(launch.kernel, signature_of(launch.args), arch)
+        code = machine_code(launch.kernel, signature_of(launch.args), arch, line_info=True)
     except (ValueError, RuntimeError) as error:
         return f"No machine code on this computer: {error}"
     promises = tuple(p for each in step.contains.get(family, ()) for p in each.split("|"))
@@ -78,4 +85,5 @@ def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | 
         instructions=total,
         opcodes=shown,
         others=total - sum(each.count for each in shown),
+        lines=source_lines(code.sass),
     )

@@ -44,7 +44,7 @@ def picture(instruction: Instruction, identity: str) -> Picture:
     place, *inner = reversed(instruction.way)
     return Picture(
         place=place.name,
-        line=python(place.text)[0].html,
+        line=Markup().join(each.html for each in python(place.text)),
         by=", then ".join(site.name for site in inner),
         warp=instruction.warp,
         what=what_of(instruction),

@@ -3,7 +3,8 @@
 A function of one run, of the sources in this tree and of the worklog: every figure of a measurement
 comes out of the run, every line of code out of the steps, and the output of the wrong kernels of
 the museum is computed while the page is made. Registers and opcodes are those of the offline
-compiler, which takes most of the minute that this needs; nothing is kept from one time to the next.
+compiler, and pictures of memory those of the simulator: they take most of the two minutes that this
+needs. Nothing is kept from one time to the next.
 
 The page asks for nothing: styles and charts are in it, there is no script, and links lead to other
 places in it. Its text is in `page.html.jinja`, its looks in `page.css`.
@@ -13,25 +14,31 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from markupsafe import Markup
 
+from qformats import FORMATS
 from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, markup, query, text
+from results.render import captions, charts, complete, markup, query, text, traced
 from results.render.arguments import parser_of, run_path
+from results.render.block_picture import block
 from results.render.captions import Caption
-from results.render.compiled import Compiled, Compiler, compiled
+from results.render.compiled import Compiled, Compiler, compiled, main_work
+from results.render.machine_lines import Beside, beside
+from results.render.memory_picture import Picture, picture
 from results.render.query import Rung, cell, dims, number, percent, ratio
 from results.render.readme import called_table
+from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, Keys, stale_keys
 from results.render.templates import templates
+from results.render.trace_page import LEGEND
 from steps import ladder, pitfalls
 from steps.contract import BRANCHES, Step
 from steps.pitfalls import Finding, Pitfall, right
@@ -117,6 +124,11 @@ class Section:
     shape: str
     rows: list[list[str]]
     machine: Compiled | str
+    beside: Beside | None  # its source, where the machine code says of which line it is
+    requests: list[Picture]
+    recorded: str  # the shape they were recorded at
+    roof: Markup
+    format: str
     comparison: Comparison | None
     source: list[markup.Code]  # of a step that grew from none
 
@@ -174,7 +186,24 @@ def _line(step: Step, rung: Rung | None) -> LadderLine:
     return LadderLine(step.number, title, dims(step.home_shapes[0]) if away else "", figures)
 
 
-def section(step: Step, run: Run, stale: Keys, log: markup.Worklog, compiler: Compiler) -> Section:
+Tracer = Callable[[Step], list[Picture]]
+
+
+def requests_of(step: Step) -> list[Picture]:
+    """Its main loads and stores."""
+    recorded = traced.trace(main_work(step), traced.size_of(step, step.home_shapes[0]))
+    found = traced.main_requests(recorded.instructions)
+    return [picture(each, f"step-{step.number}-request-{i}") for i, each in enumerate(found)]
+
+
+def section(
+    step: Step,
+    run: Run,
+    stale: Keys,
+    log: markup.Worklog,
+    compiler: Compiler,
+    tracer: Tracer,
+) -> Section:
     names = {each.name: each.number for each in ladder()}
     module = sys.modules[f"steps.{step.name}"]
     intro, passages = markup.lesson(inspect.getdoc(module) or "", names)
@@ -186,6 +215,10 @@ def section(step: Step, run: Run, stale: Keys, log: markup.Worklog, compiler: Co
         if row.step == step.number and row.shape in step.home_shapes
     ]
     base = diff_base(step)
+    machine = compiler(step, shape, run.env.cc)
+    code = markup.python("".join(source(step)))
+    at_home = {rung.row.step: rung.row for panel in query.ladder(run) for rung in panel.rungs}
+    own = at_home.get(step.number)
     return Section(
         number=step.number,
         name=step.name,
@@ -202,7 +235,16 @@ def section(step: Step, run: Run, stale: Keys, log: markup.Worklog, compiler: Co
         best=captions.step_facts(run, step.number),
         shape=" and ".join(dims(each) for each in step.home_shapes),
         rows=[_cells(row) for row in rows],
-        machine=compiler(step, shape, run.env.cc),
+        machine=machine,
+        beside=None
+        if isinstance(machine, str) or not machine.lines
+        else beside(code, machine.lines),
+        requests=tracer(step),
+        recorded=dims(traced.size_of(step, step.home_shapes[0])),
+        roof=Markup()
+        if own is None
+        else roof(own, list(at_home.values()), run.env.limits, f"step-{step.number}-roof"),
+        format=main_work(step).format,
         comparison=None if base is None else _comparison(step, find(base)),
         source=markup.body("".join(source(step))) if base is None else [],
     )
@@ -268,9 +310,14 @@ def _home(pitfall: Pitfall) -> Any:
 # ----------------------------------------------------------------------------------------- the page
 
 
-def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -> str:
+def build(
+    path: Path | None,
+    root: Path = ROOT,
+    compiler: Compiler = compiled,
+    tracer: Tracer = requests_of,
+) -> str:
     """The page about the run in `path`, as one document; without one, all but its figures.
-    `compiler` gives a step's machine code."""
+    `compiler` gives a step's machine code, `tracer` the pictures of what it does to memory."""
     run = Run(env=Environment()) if path is None else read(path)
     stale = stale_keys(run, root)
     log = markup.worklog(root / "results" / "worklog")
@@ -280,8 +327,8 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
         pictures = drawn(run)
         sections = []
         for step in steps:
-            say(f"step {step.number}: its machine code")
-            sections.append(section(step, run, stale, log, compiler))
+            say(f"step {step.number}: its machine code and its accesses")
+            sections.append(section(step, run, stale, log, compiler, tracer))
         say("the museum")
         exhibits = [exhibit(one, pitfalls.examine(one)) for one in museum]
     called = called_table(run, "run.json", stale)
@@ -298,6 +345,11 @@ def build(path: Path | None, root: Path = ROOT, compiler: Compiler = compiled) -
             charts=[each for each in pictures if each.name != "ladder"],
             headings=HEADINGS,
             sections=sections,
+            legend=LEGEND,
+            lines=sorted(
+                {run.line for each in sections if each.beside for run in each.beside.machine}
+            ),
+            blocks=[block(name) for name in FORMATS],
             stale_note=markup.inline(STALE_NOTE) if stale else None,
             exhibits=exhibits,
             right=markup.body(inspect.getsource(right), imports=False),

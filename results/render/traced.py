@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,13 +12,16 @@ import numpy as np
 from qformats import FORMATS
 from reference import Problem
 from steps.api.machines import Simulator
-from steps.contract import Shape, Size, Work, array_dtype
+from steps.contract import Shape, Size, Step, Work, array_dtype
+from steps.simulator.banks import SECTOR
 from steps.simulator.lanes import WARP, WARPGROUP
 from steps.simulator.launch import simulate
-from steps.simulator.trace import Instruction, Recorder
+from steps.simulator.trace import BULK, Instruction, Recorder, first_warps
 
-DEPTH: Final = 256
-"""K of a recorded launch: a few turns of the main loop."""
+DEPTH: Final = 768
+"""K of a recorded launch: some turns of the main loop, behind the first stages of every ring."""
+SHALLOW: Final = 128
+"""The same on CUDA cores, where a product takes many instructions and the simulator long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,10 @@ class Trace:
     instructions: list[Instruction]
 
 
-def size_of(home: Size) -> Size:
+def size_of(step: Step, home: Size) -> Size:
     """The tokens and features of a home shape, and so its tiles; K no deeper than need be."""
     m, n, k = home
-    return m, n, min(k, DEPTH)
+    return m, n, min(k, SHALLOW if step.branch == "cuda_cores" else DEPTH)
 
 
 def trace(
@@ -77,3 +80,40 @@ def trace(
     )
     name = launch.kernel.__name__
     return Trace(work, size, name, launch.grid, launch.block, recorder.instructions())
+
+
+def main_requests(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The few that say most: of global memory the two arrays that cost most to load, and what is
+    stored; of shared memory what costs most to store and the two ways of loading that do."""
+    shown = first_warps(instructions)
+    from_global = {each.way for each in shown if each.space == "global" and each.kind == BULK}
+    groups: dict[str, list[Instruction]] = {}
+    for each in shown:
+        if each.kind == BULK and each.space == "shared" and each.way in from_global:
+            continue  # the same copy, seen from its other end
+        groups.setdefault(_group(each), []).append(each)
+    found = []
+    for group, own in groups.items():
+        best: dict[tuple[str, str], Instruction] = {}  # by array and kind
+        for each in sorted(own, key=_cost, reverse=True):
+            best.setdefault((each.array, each.kind), each)
+        found += list(best.values())[: MOST[group]]
+    return [each for each in shown if any(each is one for one in found)]
+
+
+MOST: Final = {"fetch": 2, "to global": 1, "to shared": 1, "from shared": 2}
+"""How many of each are shown."""
+
+
+def _group(instruction: Instruction) -> str:
+    if instruction.space == "global":
+        return "to global" if instruction.kind in ("store", "atomic") else "fetch"
+    if instruction.kind == BULK:  # of a tensor map: the array it comes from is not an argument
+        return "fetch"
+    return "from shared" if instruction.kind in ("load", "ldmatrix") else "to shared"
+
+
+def _cost(instruction: Instruction) -> int:
+    if instruction.kind == BULK:
+        return instruction.size * instruction.requests // SECTOR
+    return instruction.sectors + instruction.wavefronts

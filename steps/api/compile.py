@@ -76,8 +76,13 @@ class MachineCode:
         )
 
 
-def machine_code(kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a") -> MachineCode:
+def machine_code(
+    kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a", *, line_info: bool = False
+) -> MachineCode:
     """Compile `kernel` for `arch` and the argument types `signature` (a tuple, or "void(...)").
+
+    line_info: the listing says of which line of the kernel each instruction is (`source_lines`).
+    The instructions are the same. What a device function does is of the line that calls it.
 
     Repeated calls with the same arguments return the same object. Raises ValueError for an unknown
     architecture or where the kernel uses an instruction that the architecture does not have.
@@ -85,7 +90,7 @@ def machine_code(kernel: CUDADispatcher, signature: Any, arch: str = "sm_90a") -
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
     argument_types, _ = sigutils.normalize_signature(signature)
-    return _machine_code(kernel, tuple(argument_types), arch)
+    return _machine_code(kernel, tuple(argument_types), arch, line_info)
 
 
 def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
@@ -111,10 +116,13 @@ def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> Compi
 
 
 @lru_cache(maxsize=512)
-def _machine_code(kernel: CUDADispatcher, argument_types: tuple, arch: str) -> MachineCode:
+def _machine_code(
+    kernel: CUDADispatcher, argument_types: tuple, arch: str, line_info: bool
+) -> MachineCode:
     cc = capability(arch)
+    options = kernel.targetoptions | ({"lineinfo": True} if line_info else {})
     with _pretending_to_be(cc):
-        compiled = dispatcher._Kernel(kernel.py_func, argument_types, **kernel.targetoptions)
+        compiled = dispatcher._Kernel(kernel.py_func, argument_types, **options)
         library = compiled._codelibrary
         _refuse_missing(library.get_llvm_str(), kernel.__name__, cc, arch)
         linker = _ReportingLinker(max_registers=library._max_registers, cc=cc, lto=library._lto)
@@ -122,7 +130,7 @@ def _machine_code(kernel: CUDADispatcher, argument_types: tuple, arch: str) -> M
         cubin = bytes(linker.complete().code)
         ptx = library.get_asm_str(cc=cc)
     log = linker.info_log or ""
-    sass = disassemble(cubin)
+    sass = disassemble(cubin, line_info=line_info)
     return MachineCode(
         name=kernel.__name__,
         arch=arch,
@@ -179,8 +187,8 @@ def architecture(cc: tuple[int, int]) -> str:
     return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
 
 
-def disassemble(cubin: bytes) -> str:
-    """nvdisasm's listing of a cubin."""
+def disassemble(cubin: bytes, *, line_info: bool = False) -> str:
+    """nvdisasm's listing of a cubin, with its line information if asked."""
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
         raise RuntimeError("nvdisasm was not found: pip install nvidia-cuda-nvdisasm")
@@ -188,7 +196,7 @@ def disassemble(cubin: bytes) -> str:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         # -ndf: no analysis of branches, a quarter of its time; the listing is the same
-        call = [tool, "-c", "-ndf", str(file)]
+        call = [tool, "-c", "-ndf", *(["--print-line-info"] if line_info else []), str(file)]
         done = subprocess.run(call, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")
@@ -200,6 +208,18 @@ def opcodes(sass: str) -> Counter:
     return Counter(
         re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE)
     )
+
+
+def source_lines(sass: str) -> list[tuple[int | None, str]]:
+    """(line of the kernel's file, instruction) for each instruction of a listing that was made with
+    `line_info`, in its order; None where the compiler does not say."""
+    found, line = [], None
+    for text in sass.splitlines():
+        if of_line := re.search(r'//## File ".*", line (\d+)', text):
+            line = int(of_line[1])
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", text):
+            found.append((line, instruction[1]))
+    return found
 
 
 @contextmanager

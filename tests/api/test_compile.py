@@ -7,7 +7,14 @@ import pytest
 from numba import cuda, float32, int32, types
 from numba.cuda import codegen, dispatcher
 
-from steps.api.compile import MachineCode, capability, machine_code, opcodes, signature_of
+from steps.api.compile import (
+    MachineCode,
+    capability,
+    machine_code,
+    opcodes,
+    signature_of,
+    source_lines,
+)
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, PARAMETERS_BEGIN
 from tests.instructions import hopper_cases
@@ -41,6 +48,19 @@ def test_kernels_with_device_functions_compile_for_every_architecture(arch):
     assert code.shared_bytes == code.stack_bytes == code.spill_store_bytes == 0
     assert code.warnings == ()
     assert code.cubin.startswith(b"\x7fELF")
+
+
+def test_line_info_says_whose_instruction_is_whose_and_changes_none():
+    plain, said = (machine_code(squares, SQUARES, "sm_90a", line_info=on) for on in (False, True))
+    assert said.instructions == plain.instructions
+    assert said.registers == plain.registers
+    assert source_lines(plain.sass)[0][0] is None, "no line without it"
+    lines = source_lines(said.sass)
+    assert [text for _, text in lines] == [text for _, text in source_lines(plain.sass)]
+    first = squares.py_func.__code__.co_firstlineno  # of its decorator
+    of = {text.split()[0].split(".")[0]: line for line, text in lines}
+    assert of["LDG"] == of["FMUL"] == of["STG"] == first + 4, "square is called there"
+    assert {line for line, _ in lines if line} <= set(range(first, first + 5))
 
 
 def test_results_are_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,20 +13,24 @@ import pytest
 from hypothesis import strategies as st
 from markupsafe import Markup
 
+from qformats import FORMATS
 from results.record import schema, store
 from results.record.schema import Run
 from results.render import captions, markup, page, query
 from results.render.compiled import Compiled, Opcode, compiled
+from results.render.memory_picture import Picture, picture
 from steps import ladder
-from steps.contract import BRANCHES
+from steps.contract import BRANCHES, Step
 from steps.pitfalls import pitfalls
 from steps.registry import diff_base, find, following, source
+from steps.simulator.lanes import Site
+from steps.simulator.trace import Instruction
 from tests.results.chromium import Chromium, why_none
 from tests.results.synthetic_run import make_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"}
 ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
-SECTIONS = ("ladder", "called", "charts", "steps", "museum", "method")
+SECTIONS = ("ladder", "called", "charts", "blocks", "steps", "museum", "method")
 
 
 class Page(HTMLParser):
@@ -122,7 +127,27 @@ def stub(step, shape, cc) -> Compiled:
         instructions=10,
         opcodes=opcodes,
         others=1,
+        lines=[(None, "NOP"), *((line, f"IMAD R{line}, R1<&>") for line in kernel_lines(step))],
     )
+
+
+def kernel_lines(step: Step) -> list[int]:
+    """Some lines of a step's file that could have instructions, one of them twice."""
+    last = len(source(step))
+    return [last - 40, last - 38, last - 40]
+
+
+def traced(step: Step) -> list[Picture]:
+    """In place of the simulator: a load of each kind that a picture is made of."""
+    place = Site(0, 0, traced.__code__)
+    scattered = Instruction(0, "load", "w", "global", 2, (place,), 3, 96)
+    scattered.lanes = [36 * i for i in range(32)]
+    column = Instruction(4, "load", "tile", "shared", 16, (place, place), 1, 0, 8, 4)
+    column.lanes = [None, *(32 * i for i in range(31))]
+    copy = Instruction(0, "bulk copy", "w", "global", 2304, (place,), 2, 144)
+    copy.lanes = [None] * 5 + [4608] + [None] * 26
+    every = (scattered, column, copy)
+    return [picture(each, f"step-{step.number}-request-{i}") for i, each in enumerate(every)]
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +159,13 @@ def run() -> Run:
 @pytest.fixture(scope="module")
 def invented(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = store.write(run, tmp_path_factory.mktemp("results") / "run.json")
-    return Page(page.build(path, compiler=stub))
+    return Page(page.build(path, compiler=stub, tracer=traced))
 
 
 @pytest.fixture(scope="module")
 def committed() -> Page:
     """Of the current run, or where there is none a page without figures."""
-    return Page(page.build(store.headline(), compiler=stub))
+    return Page(page.build(store.headline(), compiler=stub, tracer=traced))
 
 
 @pytest.fixture(params=["invented", "committed"])
@@ -197,10 +222,13 @@ def test_what_may_be_too_wide_scrolls_in_a_box_with_a_name(each: Page) -> None:
     assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table', each.html)) == tables
 
 
-def test_charts_say_in_words_and_figures_what_they_show(invented: Page) -> None:
+def test_pictures_say_in_words_and_figures_what_they_show(invented: Page, run: Run) -> None:
     each = invented
     pictures = [given for tag, given in each.tags if tag == "svg"]
-    assert len(pictures) == 5
+    kinds = Counter(given["class"] for given in pictures)
+    assert kinds["chart"] == 5
+    assert kinds["memory"] == 3 * len(ladder())
+    assert kinds["roof"] == len({rung.row.step for p in query.ladder(run) for rung in p.rungs})
     for given in pictures:
         assert given["role"] == "img"
         title, description = given["aria-labelledby"].split()
@@ -209,7 +237,7 @@ def test_charts_say_in_words_and_figures_what_they_show(invented: Page) -> None:
         said = re.search(rf'id="{description}"[^>]*>([^<]+)<', each.html)
         assert said
         assert re.search(r"\d", said[1])
-    assert each.html.count("<figcaption>") == 5
+    assert each.html.count("<figcaption>") == len(pictures)
 
 
 # --- what stands in it ----------------------------------------------------------------------------
@@ -307,6 +335,36 @@ def test_exhibits_show_what_is_wrong_and_what_is_right(invented: Page) -> None:
     assert "not caught" not in invented.text["museum"]
 
 
+def test_requests_of_a_step_are_drawn_lane_by_lane(invented: Page) -> None:
+    text = re.sub(r"\s+", " ", invented.text["step-3"])
+    assert "load, 2 bytes a lane, of w in global memory" in text
+    assert "32 sectors of 32 bytes in 16 places" not in text
+    assert "load, 16 bytes a lane, of tile in shared memory; warp 4" in text
+    assert "8 cycles, 4 of them lost to bank conflicts" in text
+    assert "2304 bytes side by side, 72 sectors: lane 5 only starts the copy" in text
+    lanes = [given for tag, given in invented.tags if given.get("class") == "lane"]
+    assert len(lanes) == (32 + 31 + 1) * len(ladder())
+
+
+def test_instructions_stand_beside_the_line_they_are_of(invented: Page) -> None:
+    for step in ladder():
+        lines = kernel_lines(step)
+        made = re.findall(rf'<span class="made n{lines[0]}" [^>]*>([^<]+)', invented.html)
+        assert f"IMAD R{lines[0]}, R1&lt;&amp;&gt;\n" in made
+        assert f".beside:has(.n{lines[0]}:hover) .n{lines[0]} " in invented.html
+    own = source(find(1))[kernel_lines(find(1))[0] - 1].strip()
+    assert own in invented.text["step-1"]
+
+
+def test_blocks_are_there_byte_by_byte(each: Page) -> None:
+    for name, fmt in FORMATS.items():
+        assert f"block-{name}" in each.ids
+        bytes_ = [given for tag, given in each.tags if given.get("name") == f"block-{name}"]
+        assert len(bytes_) == fmt.block_bytes
+    text = re.sub(r"\s+", " ", each.text["blocks"])
+    assert "bits 7..4: bits 3..0 of the code of weight 31" in text
+
+
 def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> None:
     text = invented.text["method"]
     assert run.env.where in text
@@ -318,7 +376,8 @@ def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> 
 
 def test_before_anything_is_measured_there_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page.pitfalls, "pitfalls", lambda: ())  # which take seconds to run
-    shown = Page(page.build(None, compiler=lambda *_: "No machine code on this computer."))
+    none = "No machine code on this computer."
+    shown = Page(page.build(None, compiler=lambda *_: none, tracer=traced))
     assert shown.faults == []
     assert "Nothing is measured yet" in shown.text["charts"]
     assert "No machine code on this computer." in shown.text["step-1"]
@@ -398,7 +457,7 @@ def test_machine_code_is_the_compilers() -> None:
 def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def no_tool(kernel, signature, arch):
+    def no_tool(kernel, signature, arch, line_info):
         asked.append(arch)
         raise RuntimeError("nvdisasm was not found")
 
@@ -459,4 +518,50 @@ def test_in_chromium(
     text = "[...document.querySelectorAll('svg.chart text')]"
     heights = browser.value(f"{text}.map(each => each.getBoundingClientRect().height)")
     assert len(heights) > 100
+    assert browser.errors() == []
+
+
+@pytest.mark.skipif(why_none() is not None, reason=str(why_none()))
+def test_what_moves_and_opens_in_chromium(
+    browser: Chromium, invented: Page, tmp_path: Path
+) -> None:
+    """Without a script: lanes one by one, a line and its instructions, a byte and its bits."""
+    file = tmp_path / "report.html"
+    file.write_text(invented.html, encoding="utf-8")
+    browser.open(file, 1280, 900, "light")
+
+    def point_at(element: str, kind: str = "mouseMoved") -> None:
+        where = browser.value(
+            f"(() => {{ const e = document.querySelector('{element}');"
+            " for (let d = e.closest('details'); d; d = d.parentElement.closest('details'))"
+            " if (!e.matches('summary')) d.open = true;"
+            " e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
+            " return [r.left + Math.min(r.width, 40) / 2, r.top + r.height / 2]; })()"
+        )
+        place = {"x": where[0], "y": where[1], "button": "left", "clickCount": 1}
+        kinds = ("mousePressed", "mouseReleased") if kind == "click" else (kind,)
+        for each in kinds:
+            browser.ask("Input.dispatchMouseEvent", type=each, **place)
+
+    def style(element: str, name: str) -> str:
+        return str(browser.value(f"getComputedStyle(document.querySelector('{element}')).{name}"))
+
+    line = "#step-1 .request .lane .line"
+    assert style(line, "animationName") == "none"
+    point_at("#step-1 .request .play", "click")
+    assert style(line, "animationName") == "comes"
+
+    number = kernel_lines(find(2))[0]
+    made, other = f"#step-2 .made.n{number}", "#step-2 .made.n0"
+    plain = style(made, "backgroundColor")
+    point_at(f"#step-2 .from.n{number}")
+    assert style(made, "backgroundColor") != plain == style(other, "backgroundColor")
+    point_at(made)
+    assert style(f"#step-2 .from.n{number}", "backgroundColor") != plain
+
+    byte = "#blocks .block details:nth-of-type(3)"
+    assert browser.value(f"document.querySelector('{byte}').open") is False
+    point_at(f"{byte} > summary", "click")
+    assert browser.value(f"document.querySelector('{byte}').open") is True
+    assert browser.value("document.querySelectorAll('#blocks .block:first-of-type [open]').length")
     assert browser.errors() == []
