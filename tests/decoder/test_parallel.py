@@ -20,8 +20,10 @@ if not torch.distributed.is_available():
 
 from results.decoder import bench, bench_parallel, files, operations, parallel  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.model import Config, Embedding  # noqa: E402
+from results.decoder.model import Config, Embedding, step_products  # noqa: E402
+from steps.nn import all_reduce  # noqa: E402
 from tests.decoder import parallel_cases  # noqa: E402
+from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
 from tests.nn.ranks import run_on_ranks  # noqa: E402
 from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
@@ -59,6 +61,8 @@ def test_logits_are_those_of_one_process(tmp_path: Any, count: int) -> None:
             assert torch.equal(rounded, of_ranks[0][1]), "ranks have the same bits"
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_sums_and_logits_are_of_all_ranks(tmp_path: Any) -> None:
     for found in run_on_ranks(2, parallel_cases.joined, tmp_path):
         wide, wanted = found["wide"]
@@ -69,6 +73,22 @@ def test_sums_and_logits_are_of_all_ranks(tmp_path: Any) -> None:
         assert found["gathered"].tolist() == [[0, 1, 2, 3, 100, 101, 102]] * 3
         assert found["gathered"].is_contiguous()
         assert found["first"] == "said by 0"
+
+
+def test_sums_of_few_tokens_are_of_float32(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
+    """Products write it so, and those compiled ahead are the same."""
+    monkeypatch.setattr(all_reduce, "ONE_SHOT", 4 * 64 * 8)
+    product = step_products("cpu")(
+        bench.random_blocks("q4_0", 64, 96, np.random.default_rng(0)), False
+    )
+    summed = parallel.Summed(product, lambda y: y, 64)
+    for m, dtype in ((1, torch.float32), (8, torch.float32), (9, torch.float16)):
+        assert summed.input_dtype(m) == torch.float16
+        y = summed(torch.ones(m, 96, dtype=torch.float16))
+        assert y.dtype == dtype
+        assert str(dtype) == f"torch.{product.wanted(m, kernels)[2]}"
+        gated = torch.ones(m, 192, dtype=torch.float16)
+        assert summed.after_swiglu(gated, operations.swiglu).dtype == dtype
 
 
 # --- shares ---------------------------------------------------------------------------------------
