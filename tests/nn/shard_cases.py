@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from qformats import FORMATS, dequantize, quantize
 from steps.nn import all_reduce
 from steps.nn.all_reduce import all_reduce_of
-from steps.nn.linear import QuantLinear
+from steps.nn.linear import QuantLinear, quantize_model
 from tests.nn.ranks import each_case
 
 K = 288  # nine blocks of 32, which two ranks do not divide
@@ -287,6 +287,29 @@ def case_copies_share_the_group_and_pickles_are_refused() -> None:
     assert within(layer(x), *exact(x, blocks))
     with pytest.raises(TypeError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(layer)
+
+
+def of_transformers() -> tuple[Any, Any]:
+    """Logits of a small model of another library: of one process, and of this rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 99}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    quantize_model(model, "q4_0", skip=())
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        alone = model(ids).logits
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).shard(None, "column", unit=16)
+            layer.self_attn.o_proj.shard(None, "row")
+            for name in ("gate_proj", "up_proj"):
+                getattr(layer.mlp, name).shard(None, "column", unit=32)
+            layer.mlp.down_proj.shard(None, "row")
+        model.lm_head.shard(None, "column", gather=True)
+        return alone, model(ids).logits
 
 
 CASES = [one for name, one in globals().items() if name.startswith("case_")]

@@ -102,6 +102,17 @@ def test_multicast_is_asked_for_nowhere() -> None:
         assert not re.search(r"multimem|multicast_ptr", path.read_text(encoding="utf-8")), path
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_a_model_of_transformers_is_shared_layer_by_layer(tmp_path: Path) -> None:
+    """Nine blocks of hidden features, and 99 logits, on two ranks."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for alone, shared in run_on_ranks(2, shard_cases.of_transformers, tmp_path):
+        assert alone.shape == shared.shape == (1, 12, 99)
+        assert not torch.equal(alone, shared), "sums are of two"
+        torch.testing.assert_close(alone, shared, rtol=1e-4, atol=1e-4 * float(alone.std()))
+
+
 @pytest.mark.gpu
 def test_layers_on_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
