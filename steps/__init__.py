@@ -7,7 +7,8 @@
     plan = gemm.plan(m, w)    # all that m tokens need, made once: plan(a, out) only launches
 
 `help(gemm)`, `help(pack)` and `help(gemm.plan)` say what they take. `ladder()` finds the steps
-(every module `steps/stepNN_*.py`), so adding a step is adding one file.
+(every module `steps/stepNN_*.py`), so adding a step is adding one file; `register(step)` makes one
+known that is in no file, such as a notebook's.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from steps.api.gemm import gemm, pack
     from steps.api.plan import plan
-    from steps.registry import find, ladder
+    from steps.registry import find, ladder, register
 
-__all__ = ["find", "gemm", "ladder", "pack", "plan"]
+__all__ = ["find", "gemm", "ladder", "pack", "plan", "register"]
 
 
 def __getattr__(name: str) -> Any:
     """What `__all__` names, imported where it is first asked for: `import steps` needs no Numba."""
-    if name in ("find", "ladder"):
+    if name in ("find", "ladder", "register"):
         from steps import registry
 
         return getattr(registry, name)

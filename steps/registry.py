@@ -32,9 +32,27 @@ def ladder() -> tuple[Step, ...]:
     return tuple(steps)
 
 
+_registered: dict[int, Step] = {}
+
+
+def register(step: Step) -> Step:
+    """Make a step that is in no file here known by its number: `gemm(a, w, step=101)` and `find`
+    take it. Registering a number again replaces its step. It is no rung of `ladder()`.
+
+    ValueError for a number of the ladder.
+    """
+    if any(one.number == step.number for one in ladder()):
+        raise ValueError(
+            f"{step.number} is the number of a step of the ladder: choose one from "
+            f"{ladder()[-1].number + 1} on"
+        )
+    _registered[step.number] = step
+    return step
+
+
 def find(number: int) -> Step:
-    """The step of that number; ValueError names the numbers that exist."""
-    for step in ladder():
+    """The step of that number, of the ladder or registered; ValueError names the ladder's."""
+    for step in (*ladder(), *_registered.values()):
         if step.number == number:
             return step
     numbers = ", ".join(str(step.number) for step in ladder())

@@ -56,3 +56,15 @@ def test_an_unknown_number_names_the_known_ones() -> None:
 
 def test_a_step_is_its_file() -> None:
     assert "".join(registry.source(find(1))).startswith('"""Step 1: ')
+
+
+def test_a_step_of_ones_own_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    own = replace(find(1), number=101, name="step101_own")
+    assert registry.register(own) is find(101) is own
+    again = replace(own, title="again")
+    registry.register(again)
+    assert find(101) is again
+    assert again not in registry.ladder()
+    with pytest.raises(ValueError, match="7 is the number of a step of the ladder: choose one"):
+        registry.register(replace(own, number=7))
