@@ -17,7 +17,7 @@ from reference import GOLDEN
 from steps.checks.cases import Case
 from steps.contract import Step
 from steps.exercises.advice import bank_conflicts
-from steps.exercises.diagnose import Diagnosis, diagnose
+from steps.exercises.diagnose import Diagnosis, File, diagnose
 from steps.exercises.load import Unloadable, load
 from steps.exercises.text import Exercise, tasks
 from steps.exercises.trial import PATIENCE, Subject, Trial, attempt
@@ -149,14 +149,19 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
             found = attempt(alone, trial.subject, exercise.path, PATIENCE)
             if not found.ok:
                 bad.append((hole, alone, found))
+    own = exercise.filled
     if len(bad) > 1:
-        _, step, trial = bad[0]
+        hole, step, trial = bad[0]
+        own = (hole,)
+    stands_in = {exercise.code_line(n): n for n in exercise.holes if n not in own}
 
     def larger() -> Trial:
         subject = Subject(trial.subject.family, trial.subject.format, TELLING)
         return attempt(step, subject, exercise.path, PATIENCE)
 
-    return diagnose(trial, step, exercise.path, larger), tuple(hole for hole, *_ in bad)
+    return diagnose(trial, step, File(exercise.path, stands_in), larger), tuple(
+        hole for hole, *_ in bad
+    )
 
 
 def lines(report: Report) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -36,8 +36,24 @@ class Diagnosis:
     sentences: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class File:
+    """The file at `path` as messages name its lines. `stands_in`: lines in whose place the step's
+    own code ran -> the hole."""
+
+    path: Path
+    stands_in: Mapping[int, int]
+
+    def line(self, line: int) -> str:
+        """ "step03_shared_tiled.py:88 `acc += ...`"."""
+        text = f"`{linecache.getline(str(self.path), line).strip()}`"
+        if line in self.stands_in:
+            text = f"(the step's own code for TODO {self.stands_in[line]})"
+        return f"{self.path.name}:{line} {text}"
+
+
 def diagnose(
-    trial: Trial, step: Step, path: Path, larger: Callable[[], Trial | None] = lambda: None
+    trial: Trial, step: Step, file: File, larger: Callable[[], Trial | None] = lambda: None
 ) -> Diagnosis:
     """What is wrong with a trial that failed.
 
@@ -45,7 +61,7 @@ def diagnose(
     several causes; None where there is none.
     """
     if trial.fault is not None:
-        return _of_fault(trial.fault, trial.subject, step, path)
+        return _of_fault(trial.fault, trial.subject, step, file)
     assert trial.c is not None, "a trial without a fault has a result"
     if trial.unwritten is not None and trial.unwritten.any():
         return _unwritten(trial)
@@ -57,10 +73,10 @@ def diagnose(
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def _of_fault(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnosis:
-    at, where = str(subject), _place(fault, path)
+def _of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
+    at, where = str(subject), _place(fault, file)
     if fault.kind == "Race":
-        return _race(fault, subject, step, path)
+        return _race(fault, subject, step, file)
     if fault.kind == "Misaligned":
         advice = (
             "On a GPU this stops the kernel (error 716). Load fewer bytes at a time, or begin at a "
@@ -98,15 +114,10 @@ def _of_fault(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnos
     return Diagnosis("error", fault.line, (f"{at}: {fault.kind}: {fault.what.rstrip('.')}.", where))
 
 
-def _place(fault: Fault, path: Path) -> str:
+def _place(fault: Fault, file: File) -> str:
     """ "file:line `text`, block (0, 0, 0), thread (1, 0, 0)"."""
     lanes = f", in thread ({fault.thread}) of block ({fault.block})" if fault.thread else ""
-    return f"It happens at {_line(path, fault.line)}{lanes}." if fault.line else ""
-
-
-def _line(path: Path, line: int) -> str:
-    text = linecache.getline(str(path), line).strip()
-    return f"{path.name}:{line}" + (f" `{text}`" if text else "")
+    return f"It happens at {file.line(fault.line)}{lanes}." if fault.line else ""
 
 
 def _guard(fault: Fault) -> str:
@@ -127,15 +138,15 @@ _RACE: Final = re.compile(
 )
 
 
-def _race(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnosis:
+def _race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
     """Both threads and both lines, where they can be had."""
     _, _, hint = fault.what.rpartition(": ")
-    hint = hint.replace("a barrier is missing", "a barrier (cuda.syncthreads()) is missing")
+    hint = re.sub(r"^a barrier\b", "a barrier (cuda.syncthreads())", hint)
     advice = (
         f"Nothing orders the two, so on a GPU either may come first: {hint}; see pitfall 9 of "
         "`make pitfalls`."
     )
-    said = (f"{subject}: race: {fault.what}.", _place(fault, path), advice)
+    said = (f"{subject}: race: {fault.what}.", _place(fault, file), advice)
     found = _RACE.match(fault.what)
     if found is None:
         return Diagnosis("race", fault.line, said)
@@ -146,20 +157,20 @@ def _race(fault: Fault, subject: Subject, step: Step, path: Path) -> Diagnosis:
             "thread, that of its m and n."
         )
         return Diagnosis("race", fault.line, (*said[:2], advice))
-    seen, thread, element = _witnessed(found, fault, subject, step, path)
+    seen, thread, element = _witnessed(found, fault, subject, step, file)
     if seen is None:
         return Diagnosis("race", fault.line, said)
     mine = "stores to it" if found["doing"].endswith("to") else "loads it"
     theirs = "stores to it" if seen.stores else "loads it"
     first = (
         f"{subject}: race on {element or found['name']}: thread {thread} {mine} at "
-        f"{_line(path, fault.line)}, thread {other} {theirs} at {_line(path, seen.line)}."
+        f"{file.line(fault.line)}, thread {other} {theirs} at {file.line(seen.line)}."
     )
     return Diagnosis("race", fault.line, (first, advice))
 
 
 def _witnessed(
-    found: re.Match[str], fault: Fault, subject: Subject, step: Step, path: Path
+    found: re.Match[str], fault: Fault, subject: Subject, step: Step, file: File
 ) -> tuple[Access | None, int, str]:
     """(the other access, the index of the thread at fault, the element), from a second run."""
     from steps.api.machines import Simulator
@@ -172,7 +183,7 @@ def _witnessed(
     x, y, z = map(int, fault.thread.split(","))
     width, height, _ = (*launch.block, 1, 1)[:3]
     thread = x + width * (y + height * z)
-    witness = Witness(path, fault.block, found["name"], int(found["byte"]))
+    witness = Witness(file.path, fault.block, found["name"], int(found["byte"]))
     with suppress(Exception):  # it is a faulty kernel: what was seen until then is what counts
         simulate(
             launch.kernel,

@@ -256,7 +256,7 @@ _WORD: Final = _J % HALF // 4
 SUSPECTS: Final = (
     Suspect(
         "no compensation",
-        "leaves out the compensation, offset * s: the codes alone are not the weights",
+        "leaves out the offset of the weights, in W4A8 the compensation offset * s",
         _once(lambda t: t.product(z=0 * t.z)),
         1,
     ),
