@@ -1,11 +1,11 @@
 """Sums over the ranks of a process group: by symmetric memory where they are small, else by the
 group's own library.
 
-A token's sum is a few KB. NCCL takes some 20 us for it, most of them to begin. A one-shot
-all-reduce takes less: each GPU copies its values where the others can read them, waits for theirs
-and adds up all of them, in one kernel. It reads (ranks - 1) times the bytes, which is why large
-sums are NCCL's. torch has that kernel for float32, over memory that the GPUs of one host map from
-each other (`torch.distributed._symmetric_memory`). It goes into a CUDA graph.
+A token's sum is a few KB, and NCCL takes most of its time to begin. A one-shot all-reduce is one
+kernel: each GPU copies its values where the others can read them, waits for theirs and adds up all
+of them. It reads (ranks - 1) times the bytes, which is why large sums are NCCL's. torch has that
+kernel for float32, over memory that the GPUs of one host map from each other
+(`torch.distributed._symmetric_memory`). It goes into a CUDA graph.
 
 Multicast through the NVLink switch is not used.
 """

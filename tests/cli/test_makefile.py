@@ -122,6 +122,8 @@ def test_every_target_but_the_pattern_is_phony() -> None:
             "python -m results.decoder 'model.gguf' --chat --prompt \"$PROMPT\" "
             "--temperature '0.7' --top-p '0.9' --seed '3'",
         ),
+        (["chat", "GPUS=2"], "python -m results.decoder --chat --gpus '2'"),
+        (["decoder", "BENCH=1", "GPUS=2"], "python -m results.decoder --check --bench --gpus '2'"),
         (["chat", "SYSTEM=Be brief.", "REFERENCE=1"], '--chat --system "$SYSTEM" --reference'),
         (
             ["decoder", "BENCH=1", "OUT=there.json"],
