@@ -17,9 +17,11 @@ import pytest
 
 from results.record import ROOT
 from results.render.traced import trace
+from steps.api.compile import machine_code, signature_of, source_lines
+from steps.api.dry_run import launches
 from steps.cli.counters import METRICS, launched
 from steps.contract import Size, Work
-from steps.registry import find
+from steps.registry import find, source
 
 STEPS = range(1, 10)
 HOME: Size = (512, 4096, 4096)
@@ -44,9 +46,24 @@ EXACT = (
     *("global_store_sectors", "async_copy_requests", "async_copy_sectors"),
     *("shared_load_conflicts", "ldmatrix_conflicts", "shared_store_conflicts"),
 )
-EXPLAINED: dict[tuple[int, str], tuple[float, str]] = {}
+ONLY_D = (
+    "a feature without an offset needs d alone: two loads of 128 bits become four of 32, and lanes "
+    "32 bytes apart meet in four banks. That is 4 x 3 wavefronts lost, not 2 x 4"
+)
+D_AND_S = "d and s of a block of A are one load of 32 bits: 26 for 27, of 290 sectors for 292"
+EXPLAINED: dict[tuple[int, str], tuple[float, str]] = {
+    (2, "global_load_requests"): (26 / 27, D_AND_S),
+    (2, "global_load_sectors"): (290 / 292, D_AND_S),
+    (5, "shared_load_conflicts"): (1.5, ONLY_D),
+    (6, "shared_load_conflicts"): (1.5, ONLY_D),
+}
 """(step, figure) -> (measured / predicted, why it is not 1). A compiler may merge or drop accesses
-of the source; where it does, the reason belongs here."""
+of the source; where it does, the reason belongs here. `test_what_the_compiler_merges` reads these
+in the machine code."""
+PIPE = 0.1
+"""What `l1tex__data_bank_conflicts_pipe_lsu` may exceed the wavefronts lost in shared memory by, as
+a part of all wavefronts there: it counts accesses to global memory as well, such as C stored in
+rows that are a multiple of 128 bytes apart, and cycles lost to other accesses in the pipe."""
 
 COUNTED = {
     ("load", "global"): "global_load",
@@ -149,18 +166,45 @@ def test_all_conflicts_of_the_pipe_and_bytes_of_the_l2(number: int) -> None:
     """The counters of the first run, which hold more than a trace knows. It is of code that steps
     7 to 9 have changed since, though not where they load from.
 
-    `l1tex__data_bank_conflicts_pipe_lsu` counts accesses to global memory as well, and cycles that
-    were lost to others in the same pipe: it may exceed the wavefronts lost in shared memory, by
-    less than a tenth of all of those. `lts__t_bytes` is what reached the L2. The L1, and the
-    coalescer between it and the L2, which serves the same sector to several SMs at once, keep some
-    of what warps asked for from it: up to a fifth.
+    `lts__t_bytes` is what reached the L2. The L1, and the coalescer between it and the L2, which
+    serves the same sector to several SMs at once, keep some of what warps asked for from it: up to
+    a fifth.
     """
     row, ours = measured(number), predicted(number)
-    lost = sum(value for name, value in ours.items() if name.endswith("_conflicts"))
+    lost = sum(
+        value * EXPLAINED.get((number, name), (1.0, ""))[0]
+        for name, value in ours.items()
+        if name.endswith("_conflicts")
+    )
     wavefronts = sum(value for name, value in ours.items() if name.endswith("_wavefronts"))
-    assert lost <= row["shared_bank_conflicts"] <= lost + wavefronts / 10
+    assert lost <= row["shared_bank_conflicts"] <= lost + PIPE * wavefronts
+    if number == 6:  # whose loads of shared memory are most of what it does
+        assert row["shared_bank_conflicts"] == pytest.approx(lost, rel=0.01)
     asked = 32 * sum(value for name, value in ours.items() if name.endswith("_sectors"))
     assert 0.8 * asked <= row["l2_bytes"] <= asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "texts", "opcodes"),
+    [
+        (2, ["load_u16(a, at_a)"], {"LDG.E": 1, "LDG.E.U16": 0}),
+        (6, ["load_f32x4(dz_w,"], {"LDS": 4, "LDS.128": 0}),
+    ],
+)
+def test_what_the_compiler_merges(number: int, texts: list[str], opcodes: dict[str, int]) -> None:
+    step = find(number)
+    _, launch = launches(Work(step, step.families[-1], FORMAT), HOME)
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a", line_info=True)
+    lines = {i for i, line in enumerate(source(step), 1) if any(text in line for text in texts)}
+    found = Counter(
+        word
+        for line, text in source_lines(code.sass)
+        if line in lines
+        for word in text.split()
+        if word.startswith(("LDG", "LDS"))
+    )
+    assert {name: found[name] for name in opcodes} == opcodes
 
 
 def test_the_next_run_counts_them_at_the_home_of_each_of_these_steps() -> None:
