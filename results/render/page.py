@@ -191,7 +191,8 @@ Tracer = Callable[[Step], list[Picture]]
 
 def requests_of(step: Step) -> list[Picture]:
     """Its main loads and stores."""
-    recorded = traced.trace(main_work(step), traced.size_of(step, step.home_shapes[0]))
+    work = main_work(step)
+    recorded = traced.trace(work, traced.size_of(work, step.home_shapes[0]))
     found = traced.main_requests(recorded.instructions)
     return [picture(each, f"step-{step.number}-request-{i}") for i, each in enumerate(found)]
 
@@ -240,7 +241,7 @@ def section(
         if isinstance(machine, str) or not machine.lines
         else beside(code, machine.lines),
         requests=tracer(step),
-        recorded=dims(traced.size_of(step, step.home_shapes[0])),
+        recorded=dims(traced.size_of(main_work(step), step.home_shapes[0])),
         roof=Markup()
         if own is None
         else roof(own, list(at_home.values()), run.env.limits, f"step-{step.number}-roof"),

@@ -12,7 +12,7 @@ import numpy as np
 from qformats import FORMATS
 from reference import Problem
 from steps.api.machines import Simulator
-from steps.contract import Shape, Size, Step, Work, array_dtype
+from steps.contract import Shape, Size, Work, array_dtype
 from steps.simulator.banks import SECTOR
 from steps.simulator.lanes import WARP, WARPGROUP
 from steps.simulator.launch import simulate
@@ -36,10 +36,11 @@ class Trace:
     instructions: list[Instruction]
 
 
-def size_of(step: Step, home: Size) -> Size:
+def size_of(work: Work, home: Size) -> Size:
     """The tokens and features of a home shape, and so its tiles; K no deeper than need be."""
     m, n, k = home
-    return m, n, min(k, SHALLOW if step.branch == "cuda_cores" else DEPTH)
+    depth = SHALLOW if work.step.branch == "cuda_cores" else DEPTH
+    return m, n, min(k, max(depth, FORMATS[work.format].elements))
 
 
 def trace(

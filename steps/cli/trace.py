@@ -28,7 +28,7 @@ def trace(args: Namespace) -> int:
     work = one_work(args)
     machines("simulator")
     home = home_shapes_of(args, work.step)[0]
-    size = home if args.k else traced.size_of(work.step, home)
+    size = home if args.k else traced.size_of(work, home)
     require_depth(work.format, size[2])
     try:
         found = traced.trace(

@@ -43,6 +43,14 @@ def test_json_has_every_lane(capsys: pytest.CaptureFixture[str]) -> None:
     assert store["conflicts"] is None, "global memory has no banks"
 
 
+def test_a_block_of_256_weights_is_deep_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--m", "16", "--n", "32", "--out", str(tmp_path / "trace.html"))
+    assert trace("1", "--format", "q4_k", *size) == 0
+    assert "at 16x32x256" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

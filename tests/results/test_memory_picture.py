@@ -82,7 +82,8 @@ def test_words_and_figures() -> None:
 
 def test_the_main_requests_of_a_step() -> None:
     step = find(9)
-    found = main_requests(trace(main_work(step), size_of(step, step.home_shapes[0])).instructions)
+    work = main_work(step)
+    found = main_requests(trace(work, size_of(work, step.home_shapes[0])).instructions)
     kinds = [(each.kind, each.space) for each in found]
     assert kinds.count(("cp.async", "global")) == 2
     assert {each.array for each in found if each.space == "global"} == {"w", "qa", "c"}
