@@ -71,8 +71,7 @@ from steps.instructions import (
 )
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
-# of 256 tokens: two accumulator halves
-TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))
+TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
 CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
