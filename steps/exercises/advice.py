@@ -1,38 +1,55 @@
-"""What a right kernel could do better: memory traffic beside the reference's."""
+"""What a right kernel could do better: its requests to memory beside the step's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from steps.api.machines import Simulator
 from steps.checks.cases import Case
 from steps.contract import Step
 from steps.exercises.trial import Subject, prepared_for
-from steps.simulator.banks import BankCounter
+from steps.simulator.launch import simulate
+from steps.simulator.trace import Instruction, Recorder
 
-CASE: Final = Case((5, 35, 96), "integer", 2)
+CASE: Final = Case((40, 36, 64), "integer", 2)
+
+COUNTED: Final[tuple[tuple[str, Callable[[Instruction], int]], ...]] = (
+    ("sectors of global memory", lambda one: one.sectors),
+    ("bank conflicts", lambda one: one.conflicts),
+)
 
 
-def bank_conflicts(step: Step, reference: Step, path: Path) -> Iterator[str]:
-    """A sentence for each family that has more bank conflicts than the reference."""
+def memory_traffic(step: Step, reference: Step) -> Iterator[str]:
+    """A sentence for each family and figure of which the first warp has more than that of the
+    reference."""
     for family in step.families:
-        own, others = (_counted(each, Subject(family, "q4_0", CASE)) for each in (step, reference))
-        if own.conflicts <= others.conflicts:
-            continue
-        site, worst = max(own.sites.items(), key=lambda item: item[1].conflicts)
-        yield (
-            f"{own.conflicts} bank conflicts in family {family}, the step has {others.conflicts}: "
-            f"{worst.conflicts} of them in {worst.accesses} accesses at {site}"
-        )
+        subject = Subject(family, "q4_0", CASE)
+        own, others = _instructions(step, subject), _instructions(reference, subject)
+        for what, of in COUNTED:
+            mine, theirs = sum(map(of, own)), sum(map(of, others))
+            if mine <= theirs:
+                continue
+            most = max(own, key=of)
+            yield (
+                f"the first warp has {mine} {what} in family {family}, that of the step {theirs}: "
+                f"{of(most)} of them in {most.requests} requests at {most.place}"
+            )
 
 
-def _counted(step: Step, subject: Subject) -> BankCounter:
-    machine, counter = Simulator(), BankCounter()
+def _instructions(step: Step, subject: Subject) -> list[Instruction]:
+    """The memory instructions of the first warp."""
+    machine, recorder = Simulator(), Recorder()
     prepared = prepared_for(step, subject, machine)
     for launch in prepared.activations.launches:
         machine.run(launch)
-    machine.banks = counter
-    machine.run(prepared.launch)
-    return counter
+    launch = prepared.launch
+    simulate(
+        launch.kernel,
+        launch.grid,
+        launch.block,
+        launch.args,
+        shared_bytes=launch.shared_bytes,
+        trace=recorder,
+    )
+    return recorder.instructions()

@@ -16,7 +16,7 @@ from qformats import WEIGHT_FORMATS
 from reference import GOLDEN
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.exercises.advice import bank_conflicts
+from steps.exercises.advice import memory_traffic
 from steps.exercises.diagnose import Diagnosis, File, diagnose
 from steps.exercises.load import Unloadable, load
 from steps.exercises.text import Exercise, tasks
@@ -111,7 +111,7 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
             return Report(exercise, cases, time.perf_counter() - began, wrong, hole, holes)
     advice: tuple[str, ...] = ()
     if not exercise.unfilled and exercise.reference is not None:
-        advice = tuple(bank_conflicts(step, exercise.reference, exercise.path))
+        advice = tuple(memory_traffic(step, exercise.reference))
     unfilled = exercise.unfilled
     seconds = time.perf_counter() - began
     return Report(exercise, cases, seconds, hole=unfilled[0] if unfilled else None, advice=advice)

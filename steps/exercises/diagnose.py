@@ -192,7 +192,7 @@ def _witnessed(
             launch.args,
             order=subject.case.order,
             shared_bytes=launch.shared_bytes,
-            banks=witness,  # type: ignore[arg-type]
+            banks=witness,
         )
     return witness.before(thread, fault.line, int(found["other"])), thread, witness.element
 

@@ -7,21 +7,21 @@ same launch is run once more, in the same order of lanes, and every access to th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from steps.simulator import banks
 from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
-from steps.simulator.lanes import Block, Lane
-from steps.simulator.scheduler import now
+from steps.simulator.banks import APART, Gatherer
+from steps.simulator.lanes import Lane
+
+_LOADS: Final = ("load", "ldmatrix")  # all other kinds of access store
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """Of a thread, by its index in the block: the line of the file, and whether it stores."""
 
     thread: int
@@ -29,18 +29,16 @@ class Access:
     stores: bool
 
 
-@dataclass
-class Witness:
-    """In place of a `BankCounter` of `simulate`: notes the accesses of one block to one byte of the
-    allocation that is called `name`. `element` is how the kernel calls that byte."""
+class Witness(Gatherer):
+    """Notes the accesses of one block to one byte of the allocation whose first array is called
+    `name`. `element` is how the kernel calls that byte, "" where it cannot be said."""
 
-    path: Path
-    block: str
-    name: str
-    byte: int
-    accesses: list[Access] = field(default_factory=list)
-    element: str = ""
-    _names: dict[int, str] = field(default_factory=dict)  # of allocations, by their owner
+    def __init__(self, path: Path, block: str, name: str, byte: int) -> None:
+        super().__init__()
+        self.path, self.block, self.name, self.byte = path, block, name, byte
+        self.accesses: list[Access] = []
+        self.element = ""
+        self._names: dict[int, str] = {}  # of allocations, by the identity of their owner
 
     def before(self, thread: int, line: int, other: int) -> Access | None:
         """The last access of `other` before the first one of `thread` at `line` that follows it."""
@@ -53,99 +51,30 @@ class Witness:
         return last
 
     # --- what the simulator calls
-    def array(self, data: Any, name: str, space: str, alignment: int) -> CheckedArray:
+    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
         called = self._names.setdefault(id(owner(data)), name)
         if called == self.name and not self.element:
             self.element = _element(data, name, self.byte)
-        return _Witnessed(data, name, space, alignment, self, called == self.name)
+        return super().array(data, name, space, alignment)
 
-    def close(self, blocks: Iterable[Block]) -> None:
-        """Nothing is put together at a barrier."""
-
-    def closing(self, block: Block, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def note(self, lane: Lane, at: int, size: int, stores: bool) -> None:
-        block = ", ".join(map(str, lane.block.index))
-        if at <= self.byte < at + size and block == self.block:
-            self.accesses.append(Access(lane.index, self._line(), stores))
+    def add(self, lane: Lane, what: banks.Access, address: int) -> None:
+        whole, at = divmod(address, APART)
+        if self._names.get(whole) != self.name or not at <= self.byte < at + what.size:
+            return
+        if ", ".join(map(str, lane.block.index)) == self.block:
+            self.accesses.append(Access(lane.index, self._line(), what.kind not in _LOADS))
 
     def _line(self) -> int:
-        frame: FrameType | None = sys._getframe(3)
+        """The innermost line of the file on the way here."""
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename != str(self.path):
             frame = frame.f_back
         return 0 if frame is None else frame.f_lineno
 
 
 def _element(data: Any, name: str, byte: int) -> str:
-    """ "tile_a[1, 0]", or the byte where the array has no such element."""
+    """ "tile_a[1, 0]"."""
     at = (byte - offset_in_allocation(data)) // data.itemsize
     if not 0 <= at < data.size:
         return ""
-    index = ", ".join(map(str, np.unravel_index(at, data.shape)))
-    return f"{name}[{index}]"
-
-
-class _Witnessed(CheckedArray):
-    """A shared array that tells a witness of its accesses, if it is the one that is watched."""
-
-    __slots__ = ("_from", "_watched", "_witness")
-
-    def __init__(
-        self,
-        data: Any,
-        name: str,
-        space: str,
-        alignment: int | None,
-        witness: Witness,
-        watched: bool,
-    ):
-        super().__init__(data, name, space, alignment)
-        self._witness, self._watched = witness, watched
-        self._from = offset_in_allocation(data)
-
-    def _share(self, data: Any, name: str | None = None) -> CheckedArray:
-        name = name or self.name
-        return _Witnessed(data, name, self.space, self.alignment, self._witness, self._watched)
-
-    def _note(self, offset: int, size: int, *, stores: bool, lane: Lane | None = None) -> None:
-        if self._watched:
-            self._witness.note(lane or now().lane, self._from + offset, size, stores)
-
-    def _key(self, key: Any) -> tuple[int, int]:
-        part = self.data[key if isinstance(key, tuple) else (key,)]
-        if part.ndim:
-            return offset_in_allocation(part) - self._from, part.nbytes
-        keys = key if isinstance(key, tuple) else (key,)
-        place = sum(int(i) * s for i, s in zip(keys, self.data.strides, strict=True))
-        return place, self.itemsize
-
-    def __getitem__(self, key: Any) -> Any:
-        value = super().__getitem__(key)
-        if not isinstance(value, CheckedArray):
-            self._note(*self._key(key), stores=False)
-        return value
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._note(*self._key(key), stores=True)
-
-    def locate(self, index: int, size: int, alignment: int | None = None) -> int:
-        offset = CheckedArray.locate(self, index, size, alignment)
-        self._note(offset, size, stores=False)
-        return offset
-
-    def store(self, index: int, data: Any) -> None:
-        offset, size = CheckedArray.locate(self, index, len(data)), len(data)
-        self.writable_bytes[offset : offset + size] = data
-        self._note(offset, size, stores=True)
-
-    def begin_async_store(self, lane: Any, offset: int, size: int) -> None:
-        self._note(offset, size, stores=True, lane=lane)
-
-    def locate_for(self, lane: int, index: int, size: int, *, stores: bool = False) -> int:
-        offset = CheckedArray.locate(self, index, size)
-        running = now().lane
-        other = running.block.lanes[running.index // 32 * 32 + lane]
-        self._note(offset, size, stores=stores, lane=other)
-        return offset
+    return f"{name}[{', '.join(map(str, np.unravel_index(at, data.shape)))}]"

@@ -34,7 +34,7 @@ from numba.cuda import types
 from numba.cuda.dispatcher import CUDADispatcher
 
 from steps.simulator.arrays import CheckedArray
-from steps.simulator.banks import BankCounter
+from steps.simulator.banks import Gatherer
 from steps.simulator.c_types import as_dtype, cast_to
 from steps.simulator.calls import call_of
 from steps.simulator.cuda import CUDA
@@ -75,7 +75,7 @@ def simulate(
     order: int = 0,
     shared_bytes: int = 0,
     resident: int = 1,
-    banks: BankCounter | None = None,
+    banks: Gatherer | None = None,
     trace: Recorder | None = None,
     stream: Stream | None = None,
     overlap: bool = False,

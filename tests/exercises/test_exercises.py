@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from steps.exercises.check import check, lines
+from steps.exercises.advice import memory_traffic
+from steps.exercises.check import GOLDEN_CASE, check, lines
 from steps.exercises.load import load
 from steps.exercises.text import Exercise, ExerciseError, make, numbers, solutions, tasks
+from steps.exercises.trial import Subject
 from steps.registry import HOLE, find, lesson, source
 from tests.exercises.mistakes import MISTAKES
 
@@ -179,12 +181,47 @@ def test_lost_marks_are_refused_in_one_sentence(
 # --- advice ---------------------------------------------------------------------------------------
 
 
-def test_bank_conflicts_above_the_steps_are_advice(tmp_path: Path) -> None:
-    text = make(find(3), tuple(solutions(3))).replace(
-        "ROW_F32: Final = BLOCK + 1", "ROW_F32: Final = BLOCK"
-    )
+@pytest.mark.parametrize(
+    ("changes", "says", "at"),
+    [
+        (
+            {"ROW_F32: Final = BLOCK + 1": "ROW_F32: Final = BLOCK"},
+            r"\d+ bank conflicts in family A16, that of the step 0: ",
+            "acc += tile_a[ty, j] * tile_w[tx, j]",
+        ),
+        (
+            {
+                "if m0 + ty < c.shape[0]:\n                x = a[m0 + ty, b * BLOCK + tx]": (
+                    "if m0 + tx < c.shape[0]:\n                x = a[m0 + tx, b * BLOCK + ty]"
+                ),
+                "tile_a[ty, tx] = x": "tile_a[tx, ty] = x",
+            },
+            r"\d+ sectors of global memory in family A16, that of the step \d+: ",
+            "x = a[m0 + tx, b * BLOCK + ty]",
+        ),
+    ],
+)
+def test_more_traffic_than_the_steps_is_advice(
+    changes: dict[str, str], says: str, at: str, tmp_path: Path
+) -> None:
+    text = make(find(3), tuple(solutions(3)))
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    exercise = written(tmp_path, 3, (), text)
+    own = load(*_text(exercise))
+    (sentence,) = memory_traffic(own, find(3))
+    assert re.match(f"the first warp has {says}", sentence)
+    assert at in sentence
+
+
+def test_advice_is_given_with_a_right_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = Subject("A16", "q4_0", GOLDEN_CASE)
+    monkeypatch.setattr("steps.exercises.check.subjects", lambda step: iter([golden]))
+    text = make(find(3), tuple(solutions(3))).replace("= BLOCK + 1", "= BLOCK")
     report = check(written(tmp_path, 3, (), text))
     assert report.ok
-    (sentence,) = report.advice
-    assert re.search(r"^\d+ bank conflicts in family A16, the step has 0: ", sentence)
-    assert "acc += tile_a[ty, j] * tile_w[tx, j]" in sentence
+    assert lines(report)[1].startswith("  advice: the first warp has ")
+    assert check(written(tmp_path, 3, tuple(solutions(3)))).advice == ()
