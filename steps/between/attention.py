@@ -9,24 +9,24 @@ What is new
 
         thread of group     0        1       ...      15
         key of a group      0-7      8-15    ...   120-127     16 bytes each, in one row of memory
-        queries             4 x 8    4 x 8   ...    4 x 8      float32, rotated by the thread itself
-        sums of values      4 x 8    4 x 8   ...    4 x 8
+        queries             4 x 8    4 x 8   ...    4 x 8      float32, in shared memory
+        sums of values      4 x 8    4 x 8   ...    4 x 8      float32, in registers
 
     Positions are split between thread blocks, kv heads and sequences. The last of a head's blocks
     to arrive adds up what all have left (`steps.components.split_k_reduction`). How many blocks
     have work follows from the position, which lies in memory: a CUDA graph replays at every one.
-    The new key and value need no way through memory: the group whose turn it is makes them from
-    qkv, and the first group of that block puts them into the cache besides.
+    The new key and value need no way through memory: in a head's first block the first group puts
+    them into the cache, and begins its sums with them.
 Why it should help
     A compiled attention writes scores, shares and the rotated queries, and reads the whole length
     of the cache whatever the position: 10.3 us of a layer. Here 0.7 us until the wait returns, 0.3
-    for the position, 0.7 for key, value and queries, which are in flight together, 0.5 for the
-    arithmetic, 0.8 for handing over partial sums: expect 3 us at 128 positions of one sequence. 16
+    for the position, 0.7 for queries, keys and values, which are in flight together, 0.4 for the
+    arithmetic, 0.9 for handing over partial sums: expect 3 us at 128 positions of one sequence. 16
     sequences of 700 positions read 46 MB: 11 us.
 What it costs
     Up to 16 partial sums of each head, and a counter for each kv head that launches leave at zero.
 Machine code
-    LDG.E.128 of keys and values, FFMA, MUFU.EX2; no local memory, no STG but of results.
+    LDG.E.128 of keys and values, LDS.128 of queries, FFMA, MUFU.EX2; 96 registers, no local memory.
 Prerequisites
     Steps 10 (partial sums, arrival counters) and 14 (launches that overlap).
 """
@@ -41,6 +41,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from steps.between.eight import EIGHT, OF_DTYPE
+from steps.between.heads import LINE, SIZES, add_from, prefetch, quotient, rotate_neighbours
+from steps.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
 from steps.between.values import add, of, product, put, put_zeros, rounded, rsqrt
 from steps.components.activations.gated import exp2, reciprocal
 from steps.components.activations.sources import four_floats
@@ -53,50 +55,16 @@ from steps.instructions import (
     load_f32x4,
     load_u32x4,
     shfl_xor,
+    store_f32x4,
     store_u32x4,
 )
-from steps.instructions.define import GLOBAL, ptx
 
-THREADS: Final = 128  # with 128 registers each they fit beside a product of 512 threads (step 18)
+RESIDENT: Final = 5  # blocks on an SM, at least: so they have 96 registers, and fit beside step 18
 WARPS: Final = THREADS // 32
 EACH: Final = 2  # keys of a group that are in flight together
 BLOCKS_PER_SM: Final = 4  # wanted, so that an SM always has loads in flight
-MOST_SPLITS: Final = 16  # of the positions of a head
-LINE: Final = 64  # float16 of a line of the caches
 LOWEST: Final = float32(-3e38)  # below every score: where a largest one is not known yet
-MOST_QUERIES: Final = 8  # that share a key: of each a thread keeps sixteen values
-SIZES: Final = (16, 32, 64, 128, 256)
-
-
-@ptx("prefetch.global.L2 [$0];", takes=(GLOBAL,), scope="lane", memory=True)
-def prefetch(lane, array, index):
-    """Begin to load the 128 bytes around array[index] into the L2. CCTL.E.PF2."""
-    array.locate(index, array.itemsize)
-
-
-@cuda.jit(device=True, forceinline=True)
-def rotate_neighbours(x, at, c, s):
-    """Rotary embedding of x[at .. at + 7] by cos c and sin s, whose sign is (-, +): of neighbours
-    (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    for i in range(0, EIGHT, 2):
-        a, b = x[at + i], x[at + i + 1]
-        x[at + i] = a * c[i] + b * s[i]
-        x[at + i + 1] = b * c[i + 1] + a * s[i + 1]
-
-
-@cuda.jit(device=True, forceinline=True)
-def quotient(a, b):
-    """a // b of positive int32 below 2^24: there is no instruction, and Numba divides in 64 bits.
-    The approximation is off by one at most."""
-    about = int32(float32(a) * reciprocal(float32(b)))
-    rest = int32(a - about * b)
-    return int32(about + (1 if rest >= b else 0) - (1 if rest < 0 else 0))
-
-
-@cuda.jit(device=True, forceinline=True)
-def add_from(x, factor, values, at):
-    """x += factor * values[at .. at + 7]."""
-    add(x, 0, factor, load_f32x4(values, at), load_f32x4(values, at + 4))
+MOST_QUERIES: Final = 8  # that share a key: of each a thread keeps eight sums
 
 
 @cache
@@ -104,14 +72,16 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
     """The kernel for heads of `size` values, `queries` of them to a key. normed: whether queries
     and keys have a norm of their own; of_qkv, of_out: dtypes."""
     load, store, rotate = OF_DTYPE[of_qkv].load, OF_DTYPE[of_out].store, rotate_neighbours
+    add_up = sum_of_splits(queries, size, of_out)
     load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
     in_group = size // EIGHT  # threads
     of_butterfly, apart = in_group.bit_length() - 1, 5 - (in_group.bit_length() - 1)
     groups = THREADS // in_group
     tile = groups * EACH  # keys of a thread block at a time
-    resident = BLOCKS_PER_SM if queries <= 4 else 2
-    n_q, n_s, n_kv = EIGHT * queries, EACH * queries, 4 * EACH
-    chunks, n_sums, n_states = queries * in_group, WARPS * queries * size, WARPS * queries
+    resident = RESIDENT if queries <= 4 else 2
+    n_head, n_acc, n_s, n_kv = queries * size, EIGHT * queries, EACH * queries, 4 * EACH
+    chunks, turns = queries * in_group, ceil_div(queries * in_group, THREADS)
+    n_sums, n_states = WARPS * n_head, MOST_SPLITS * queries
 
     @cuda.jit(device=True, forceinline=True)
     def norm(x, at, weight, offset, epsilon):
@@ -123,6 +93,24 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             by, w = rsqrt(squares * float32(1 / size) + epsilon), load_floats(weight, offset)
             for i in range(EIGHT):
                 x[at + i] = x[at + i] * by * w[i]
+
+    @cuda.jit(device=True, forceinline=True)
+    def places(g, part):
+        """Where the first four values of a thread's eight of query g lie in shared memory. The
+        other four are 4 * in_group behind: so lanes read words side by side."""
+        return int32(g * size + 4 * part)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scored(q, at, low, high):
+        """The product of eight values of a query and of a key."""
+        a, b = load_f32x4(q, at), load_f32x4(q, at + 4 * in_group)
+        whole = a[0] * low[0] + a[1] * low[1]
+        whole += a[2] * low[2]
+        whole += a[3] * low[3]
+        whole += b[0] * high[0]
+        whole += b[1] * high[1]
+        whole += b[2] * high[2]
+        return whole + b[3] * high[3]
 
     @cuda.jit(launch_bounds=(THREADS, resident))
     def attention(
@@ -143,25 +131,22 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         tops = cuda.shared.array(n_states, float32)
         totals = cuda.shared.array(n_states, float32)
         before = cuda.shared.array(1, int32)
-        q, acc = cuda.local.array(n_q, float32), cuda.local.array(n_q, float32)
+        q = cuda.shared.array(n_head, float32, alignment=16)
+        acc = cuda.local.array(n_acc, float32)
         top, total = cuda.local.array(queries, float32), cuda.local.array(queries, float32)
         k_words, v_words = cuda.local.array(n_kv, uint32), cuda.local.array(n_kv, uint32)
         s, new = cuda.local.array(n_s, float32), cuda.local.array(EIGHT, float32)
+        value = cuda.local.array(EIGHT, float32)
         t = int32(cuda.threadIdx.x)
         lane, warp, group, part = t & 31, t >> 5, t >> of_butterfly, int32(t & (in_group - 1))
         split, splits = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         head, kv, b = int32(cuda.blockIdx.y), int32(cuda.gridDim.y), int32(cuda.blockIdx.z)
         length, own = int32(cache.shape[2]), int32(b * kv + head)
-        of_token = int64(b) * qkv.shape[1] + EIGHT * part
+        of_token = int64(b) * qkv.shape[1]
         keys_at = (int64(b) * (2 * kv) + head) * length * size + EIGHT * part
         values_at = keys_at + int64(kv) * length * size
         griddepcontrol_wait()
-        p, g = int32(position[0]), int32(0)
-        while g < queries:  # as a range this loop would not be unrolled
-            put(q, EIGHT * g, load(qkv, of_token + (head * queries + g) * size))
-            g = int32(g + 1)
-        put(new, 0, load(qkv, of_token + (kv * queries + head) * size))
-        put(acc, 0, load(qkv, of_token + (kv * queries + kv + head) * size))
+        p = int32(position[0])
 
         # --- the positions of this thread block: first to end
         tiles = int32(max(quotient(int32(p + tile - 1), tile), 1))
@@ -178,30 +163,50 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             prefetch(cache, values_at + (ahead - EIGHT * part))
         ahead = int32(first * size + LINE * (THREADS + lane))
 
-        # --- queries, and the new key and value, which the first group adds up first
+        # --- the queries, which each thread reads again with its key
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
-        norm(new, 0, of_keys, EIGHT * part, epsilon)
-        rotate(new, 0, c, r)
-        new_key, new_value = rounded(new, 0), rounded(acc, 0)
-        adds_new = split == 0 and group == 0
-        if adds_new:
-            store_u32x4(cache, keys_at + p * size, *new_key)
-            store_u32x4(cache, values_at + p * size, *new_value)
-        put(new, 0, four_floats(new_value[0], new_value[1]))
-        put(new, 4, four_floats(new_value[2], new_value[3]))
-        low, high = four_floats(new_key[0], new_key[1]), four_floats(new_key[2], new_key[3])
-        for g in range(queries):
-            norm(q, EIGHT * g, of_queries, EIGHT * part, epsilon)
-            rotate(q, EIGHT * g, c, r)
+        for turn in range(turns):
+            o = int32(t + turn * THREADS)
             for i in range(EIGHT):
-                q[EIGHT * g + i] *= scale
-                acc[EIGHT * g + i] = new[i] if adds_new else float32(0)
-            score = product(q, EIGHT * g, low, high)
-            for step in range(of_butterfly):
-                score += shfl_xor(score, 1 << step)
-            top[g] = score if adds_new else LOWEST
-            total[g] = float32(1) if adds_new else float32(0)
+                new[i] = 0
+            if o < chunks:
+                put(new, 0, load(qkv, of_token + head * n_head + EIGHT * o))
+            norm(new, 0, of_queries, EIGHT * part, epsilon)
+            rotate(new, 0, c, r)
+            for i in range(EIGHT):
+                new[i] *= scale
+            if o < chunks:
+                at = places(o >> of_butterfly, part)
+                store_f32x4(q, at, new[0], new[1], new[2], new[3])
+                store_f32x4(q, at + 4 * in_group, new[4], new[5], new[6], new[7])
+        cuda.syncthreads()
+        for g in range(queries):
+            top[g], total[g] = LOWEST, float32(0)
+            for i in range(EIGHT):
+                acc[EIGHT * g + i] = 0
+
+        # --- the new key and value: into the cache, and the first group adds them up first
+        if split == 0:
+            put(new, 0, load(qkv, of_token + (kv * queries + head) * size + EIGHT * part))
+            put(value, 0, load(qkv, of_token + (kv * queries + kv + head) * size + EIGHT * part))
+            norm(new, 0, of_keys, EIGHT * part, epsilon)
+            rotate(new, 0, c, r)
+            new_key, new_value = rounded(new, 0), rounded(value, 0)
+            if group == 0:
+                store_u32x4(cache, keys_at + p * size, *new_key)
+                store_u32x4(cache, values_at + p * size, *new_value)
+            put(value, 0, four_floats(new_value[0], new_value[1]))
+            put(value, 4, four_floats(new_value[2], new_value[3]))
+            low, high = four_floats(new_key[0], new_key[1]), four_floats(new_key[2], new_key[3])
+            for g in range(queries):
+                score = scored(q, places(g, part), low, high)
+                for step in range(of_butterfly):
+                    score += shfl_xor(score, 1 << step)
+                if group == 0:
+                    top[g], total[g] = score, float32(1)
+                    for i in range(EIGHT):
+                        acc[EIGHT * g + i] = value[i]
 
         # --- the keys before it, a tile after the other
         while first < end:
@@ -220,7 +225,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 low = four_floats(k_words[4 * j], k_words[4 * j + 1])
                 high = four_floats(k_words[4 * j + 2], k_words[4 * j + 3])
                 for g in range(queries):
-                    s[j * queries + g] = product(q, EIGHT * g, low, high)
+                    s[j * queries + g] = scored(q, places(g, part), low, high)
             for n in range(n_s):
                 for step in range(of_butterfly):
                     s[n] += shfl_xor(s[n], 1 << step)
@@ -264,7 +269,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 if part == 0:
                     tops[warp * queries + g], totals[warp * queries + g] = top[g], total[g]
         cuda.syncthreads()
-        of_head = int64(b) * out.shape[1] + head * (queries * size)
+        of_head = int64(b) * out.shape[1] + head * n_head
         of_split = int64(own) * splits + split
         o = t
         while o < chunks:
@@ -278,14 +283,14 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             for w in range(WARPS):
                 shrink = exp2(tops[w * queries + g] - larger)
                 whole += shrink * totals[w * queries + g]
-                add_from(new, shrink, sums, w * (queries * size) + at)
+                add_from(new, shrink, sums, w * n_head + at)
             if blocks == 1:
                 by = reciprocal(whole)
                 for i in range(EIGHT):
                     new[i] *= by
                 store(out, of_head + at, of(new, 0))
             else:
-                store_floats(partials, of_split * (queries * size) + at, of(new, 0))
+                store_floats(partials, of_split * n_head + at, of(new, 0))
                 if o & (in_group - 1) == 0:
                     states[of_split * (2 * queries) + 2 * g] = larger
                     states[of_split * (2 * queries) + 2 * g + 1] = whole
@@ -298,26 +303,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         if before[0] < int32(blocks - 1):
             return
         fence()
-        of_head_states, of_head_sums = int64(own) * splits * (2 * queries), int64(own) * splits
-        o = t
-        while o < chunks:
-            g, at = o >> of_butterfly, EIGHT * o
-            larger = LOWEST
-            for n in range(blocks):
-                larger = max(larger, states[of_head_states + n * (2 * queries) + 2 * g])
-            whole = float32(0)
-            for i in range(EIGHT):
-                new[i] = 0
-            for n in range(blocks):
-                state = of_head_states + n * (2 * queries) + 2 * g
-                shrink = exp2(states[state] - larger)
-                whole += shrink * states[state + 1]
-                add_from(new, shrink, partials, (of_head_sums + n) * (queries * size) + at)
-            by = reciprocal(whole)
-            for i in range(EIGHT):
-                new[i] *= by
-            store(out, of_head + at, of(new, 0))
-            o = int32(o + THREADS)
+        add_up(partials, states, own, splits, blocks, tops, totals, out, of_head, t)
         if t == 0:
             arrived[own] = 0  # for the next launch
 
@@ -330,9 +316,9 @@ def supports(heads: int, kv: int, size: int) -> bool:
 
 
 def split_count(batch: int, kv: int, length: int, size: int) -> int:
-    """Thread blocks for the positions of a head, as many as fill the GPU."""
+    """Thread blocks for the positions of a head: as many as the GPU holds at a time."""
     tile = THREADS // (size // EIGHT) * EACH
-    wanted = ceil_div(BLOCKS_PER_SM * multiprocessors(), batch * kv)
+    wanted = BLOCKS_PER_SM * multiprocessors() // (batch * kv)
     return max(1, min(wanted, MOST_SPLITS, ceil_div(length, tile)))
 
 

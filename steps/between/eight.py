@@ -18,6 +18,7 @@ from steps.instructions import (
     load_f32x4,
     load_u32x4,
     store_f32x4,
+    store_u32x2,
     store_u32x4,
 )
 
@@ -30,10 +31,12 @@ class Eight:
 
     load(a, offset)           -> eight float32, of flat a from `offset`, a multiple of 8, on
     store(a, offset, values)     eight float32, rounded to nearest, likewise
+    store_four(a, offset, x0, x1, x2, x3)   four of them, from a multiple of 4 on
     """
 
     load: Any
     store: Any
+    store_four: Any
 
 
 def _of_floats() -> Eight:
@@ -46,7 +49,7 @@ def _of_floats() -> Eight:
         store_f32x4(a, offset, values[0], values[1], values[2], values[3])
         store_f32x4(a, offset + 4, values[4], values[5], values[6], values[7])
 
-    return Eight(load, store)
+    return Eight(load, store, store_f32x4)
 
 
 def _of_16_bits(floats: Any, rounded: Any) -> Eight:
@@ -63,7 +66,11 @@ def _of_16_bits(floats: Any, rounded: Any) -> Eight:
         third, fourth = rounded(values[4], values[5]), rounded(values[6], values[7])
         store_u32x4(a, offset, first, second, third, fourth)
 
-    return Eight(load, store)
+    @cuda.jit(device=True, forceinline=True)
+    def store_four(a, offset, x0, x1, x2, x3):
+        store_u32x2(a, offset, rounded(x0, x1), rounded(x2, x3))
+
+    return Eight(load, store, store_four)
 
 
 OF_DTYPE: Final = {

@@ -19,13 +19,13 @@ Prerequisites
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from steps.between.attention import SIZES, THREADS, rotate_neighbours
 from steps.between.eight import EIGHT, OF_DTYPE
+from steps.between.heads import SIZES, rotate_neighbours
 from steps.between.values import of, product, put, rounded, rsqrt
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
@@ -34,6 +34,8 @@ from steps.instructions import (
     shfl_xor,
     store_u32x4,
 )
+
+THREADS: Final = 128
 
 
 @cache

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from steps import step18_decode_bulk
 from steps.api.compile import MachineCode, machine_code, signature_of
+from steps.api.dry_run import launches
 from steps.api.kernel_key import key_of
 from steps.api.machines import Simulator
 from steps.between import add_and_norm, swiglu
-from steps.contract import Launch
+from steps.contract import Launch, Work
 from tests.between.problems import (
     Heads,
     argmax_problem,
@@ -23,8 +25,9 @@ from tests.between.problems import (
     swiglu_problem,
 )
 
-STEP18_REGISTERS, REGISTERS = 96, 65536
-"""Of a thread of step 18 at one token (its worklog), and of an SM."""
+REGISTERS = 65536  # of an SM
+AFTER = {"norm": 96, "add and norm": 96, "swiglu": 104, "attention": 104}
+"""Registers of a thread of step 18 in the product that follows, at one token of Llama 3 8B."""
 LLAMA = Heads(1, 32, 8, 128, 512, 128)
 
 LAUNCHES = {
@@ -70,12 +73,26 @@ def test_no_spills_no_local_memory_no_double_precision(name: str, arch: str) -> 
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("name", ["norm", "add and norm", "swiglu", "attention"])
-def test_they_lie_beside_a_product_of_one_token(name: str) -> None:
-    """Their registers and shared memory are what step 18 leaves of an SM."""
+@pytest.mark.parametrize("name", AFTER)
+def test_the_product_that_follows_has_room_beside_them(name: str) -> None:
+    """So its thread blocks can begin before the operation ends."""
     code, threads = compiled(name), launch_of(name).block[0]
-    assert threads * -(-code.registers // 8) * 8 <= REGISTERS - 512 * STEP18_REGISTERS
+    assert threads * -(-code.registers // 8) * 8 <= REGISTERS - 512 * AFTER[name]
     assert code.shared_bytes <= 24 * 1024
+
+
+@pytest.mark.xdist_group("between")
+@pytest.mark.parametrize(("n", "k", "before"), [
+    (28672, 4096, "add and norm"), (4096, 14336, "swiglu"), (4096, 4096, "attention"),
+])  # fmt: skip
+def test_products_have_these_registers(n: int, k: int, before: str) -> None:
+    """And a shared memory that leaves room, and an SM each, of which four are free."""
+    work = Work(step18_decode_bulk.STEP, "A16", "q4_0")
+    _, own = launches(work, (1, n, k), output="float16", input="float16")
+    code = machine_code(own.kernel, signature_of(own.args))
+    assert code.registers <= AFTER[before]
+    assert own.shared_bytes <= 120 * 1024
+    assert (own.grid, own.block) == ((128, 1, 1), (512,))
 
 
 @pytest.mark.xdist_group("between")

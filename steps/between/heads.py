@@ -1,0 +1,49 @@
+"""What attention and `rotary` do with the values of a head besides products."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from numba import cuda, float32, int32
+
+from steps.between.eight import EIGHT
+from steps.between.values import add
+from steps.components.activations.gated import reciprocal
+from steps.instructions import load_f32x4
+from steps.instructions.define import GLOBAL, ptx
+
+SIZES: Final = (16, 32, 64, 128, 256)
+"""Of heads: a power of two, so that a warp has whole groups of threads."""
+LINE: Final = 64
+"""float16 of a line of the caches."""
+
+
+@ptx("prefetch.global.L2 [$0];", takes=(GLOBAL,), scope="lane", memory=True)
+def prefetch(lane, array, index):
+    """Begin to load the 128 bytes around array[index] into the L2. CCTL.E.PF2."""
+    array.locate(index, array.itemsize)
+
+
+@cuda.jit(device=True, forceinline=True)
+def rotate_neighbours(x, at, c, s):
+    """Rotary embedding of x[at .. at + 7] by cos c and sin s, whose sign is (-, +): of neighbours
+    (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    for i in range(0, EIGHT, 2):
+        a, b = x[at + i], x[at + i + 1]
+        x[at + i] = a * c[i] + b * s[i]
+        x[at + i + 1] = b * c[i + 1] + a * s[i + 1]
+
+
+@cuda.jit(device=True, forceinline=True)
+def quotient(a, b):
+    """a // b of positive int32 below 2^24: there is no instruction, and Numba divides in 64 bits.
+    The approximation is off by one at most."""
+    about = int32(float32(a) * reciprocal(float32(b)))
+    rest = int32(a - about * b)
+    return int32(about + (1 if rest >= b else 0) - (1 if rest < 0 else 0))
+
+
+@cuda.jit(device=True, forceinline=True)
+def add_from(x, factor, values, at):
+    """x += factor * values[at .. at + 7]."""
+    add(x, 0, factor, load_f32x4(values, at), load_f32x4(values, at + 4))
