@@ -12,6 +12,7 @@ What no kernel takes, plain torch does: float64, heads of odd sizes, rows that a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,7 +56,8 @@ class Template:
             Placeholder(place, tuple(one.shape) or (1,), array_dtype(name_of(one)))
             for place, one in zip(places, arrays, strict=True)
         ]
-        loaded = load(make(*placeholders, machine=memory))
+        with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
+            loaded = load(make(*placeholders, machine=memory))
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
         self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
 

@@ -136,7 +136,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         top, total = cuda.local.array(queries, float32), cuda.local.array(queries, float32)
         k_words, v_words = cuda.local.array(n_kv, uint32), cuda.local.array(n_kv, uint32)
         s, new = cuda.local.array(n_s, float32), cuda.local.array(EIGHT, float32)
-        value = cuda.local.array(EIGHT, float32)
+        key, value = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
         t = int32(cuda.threadIdx.x)
         lane, warp, group, part = t & 31, t >> 5, t >> of_butterfly, int32(t & (in_group - 1))
         split, splits = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
@@ -166,6 +166,9 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         # --- the queries, which each thread reads again with its key
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
+        # Without a branch, which would wait for them: the first block alone needs these two.
+        put(key, 0, load(qkv, of_token + (kv * queries + head) * size + EIGHT * part))
+        put(value, 0, load(qkv, of_token + (kv * queries + kv + head) * size + EIGHT * part))
         for turn in range(turns):
             o = int32(t + turn * THREADS)
             for i in range(EIGHT):
@@ -188,11 +191,9 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
 
         # --- the new key and value: into the cache, and the first group adds them up first
         if split == 0:
-            put(new, 0, load(qkv, of_token + (kv * queries + head) * size + EIGHT * part))
-            put(value, 0, load(qkv, of_token + (kv * queries + kv + head) * size + EIGHT * part))
-            norm(new, 0, of_keys, EIGHT * part, epsilon)
-            rotate(new, 0, c, r)
-            new_key, new_value = rounded(new, 0), rounded(value, 0)
+            norm(key, 0, of_keys, EIGHT * part, epsilon)
+            rotate(key, 0, c, r)
+            new_key, new_value = rounded(key, 0), rounded(value, 0)
             if group == 0:
                 store_u32x4(cache, keys_at + p * size, *new_key)
                 store_u32x4(cache, values_at + p * size, *new_value)
@@ -210,12 +211,12 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
 
         # --- the keys before it, a tile after the other
         while first < end:
-            key = int32(first + group)
-            k_at, v_at = keys_at + key * size, values_at + key * size
+            own_key = int32(first + group)
+            k_at, v_at = keys_at + own_key * size, values_at + own_key * size
             for j in range(EACH):
                 put_zeros(k_words, 4 * j)
                 put_zeros(v_words, 4 * j)
-                if int32(key + j * groups) < end:
+                if int32(own_key + j * groups) < end:
                     put(k_words, 4 * j, load_u32x4(cache, k_at + j * (groups * size)))
                     put(v_words, 4 * j, load_u32x4(cache, v_at + j * (groups * size)))
             if ahead < stop and warp < 2:  # a tile has 32 lines of keys and 32 of values
@@ -230,7 +231,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 for step in range(of_butterfly):
                     s[n] += shfl_xor(s[n], 1 << step)
             for j in range(EACH):
-                if int32(key + j * groups) >= end:
+                if int32(own_key + j * groups) >= end:
                     for g in range(queries):
                         s[j * queries + g] = -math.inf
             for g in range(queries):
