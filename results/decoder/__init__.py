@@ -8,6 +8,7 @@
     stream.py      tokens one by one: the likeliest, or drawn ones
     chat.py        a conversation in a terminal, by the file's chat template
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
+    emulation.py   products by torch that round as the steps state it, for a CPU
     checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
     bench_parallel.py  the same of several GPUs beside one, with the shapes of 70B too

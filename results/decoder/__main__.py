@@ -274,7 +274,7 @@ def _sentence(found: dict[str, Any]) -> str:
     verdict = "right" if found["right"] else "WRONG"
     return (
         f"{found['file']}{which}: {verdict}: the error of the logits is {off:.3g} of their root "
-        f"mean square (bound {found['bound']:g}), {tokens}"
+        f"mean square (bound {found['bound']:.3g}), {tokens}"
     )
 
 

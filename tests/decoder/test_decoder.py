@@ -240,9 +240,10 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
     products = 5  # queries, keys and values are one, as are gate and up
     names = [name for name, *_ in kernels.launched if name != "gated_to_rows"]
     assert len(names) == 3 * products, "so few tokens need no pass but that which computes gates"
-    right = filled(reference(path), [*ids, *tokens[0].tolist()])[2:-1]
-    found = torch.cat(kept).double().numpy()
-    assert 1e-4 < checks.relative(found, right) < checks.BOUND["exact"]
+    trusted, whole = reference(path), [*ids, *tokens[0].tolist()]
+    off = checks.relative(torch.cat(kept).double().numpy(), filled(trusted, whole)[2:-1])
+    expected = checks.expected(trusted, whole, "exact")
+    assert 0.3 * expected < off < checks.SAFETY * expected
     templates = len(ours.output.workspace._memory)
     assert templates == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
 
@@ -442,7 +443,7 @@ def test_llama_cpp_is_compared(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
     layers = 1
     found = checks.against_llama_cpp(tiny, [1, 5, 7], steps=4)
     assert not found["right"]
-    assert found["rms_difference"] > checks.BOUND["exact"]
+    assert found["rms_difference"] > found["bound"]
 
 
 # --- the bench ------------------------------------------------------------------------------------
@@ -598,7 +599,7 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
     found = bench.measure(operations.compiled(), config=config)
     assert len(found["rows"]) == 4
     for name, off in found["rms_difference_of_logits_from_fp16"].items():
-        assert off < checks.BOUND[name.split()[-1]], name
+        assert off < {"exact": 0.005, "fast": 0.1}[name.split()[-1]], name
 
 
 def test_the_committed_comparison_is_right() -> None:
