@@ -22,7 +22,7 @@ from results.decoder import rotary
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
 from steps.api import parallel_compile
-from steps.api.choice import choose_packed, written_dtype
+from steps.api.choice import choose_uncast, written_dtype
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
 from steps.components.activations.layouts import GATED
@@ -39,9 +39,6 @@ if not TYPE_CHECKING:
 
 MOST_SEQUENCES: Final = 16
 """Up to so many tokens at a time are one each of as many sequences; more are a prompt."""
-FREE_CAST_US: Final = 0.0
-"""What float32 costs where a product reads no float16: the operation before writes the one or the
-other."""
 CACHE_STEP: Final = 256
 """Positions; lengths of caches are multiples of it, as torch compiles attention for each length."""
 
@@ -87,6 +84,7 @@ class Product(nn.Module):
     packed : name of a packing -> its arrays on the GPU (`steps.api.choice.packings`).
     output : "float16": y is float16 where the step for so many tokens writes it, else float32.
     accuracy : may be changed between calls, where both packings are there.
+    family : "A8" rounds x to Q8_1; by default the steps that read 16 bits of it as they are.
     bias : float32 [N] on the GPU, added to y: by the step, or, where that adds none, behind it.
     wide : y of up to so many tokens is float32, for a sum that is not complete.
     """
@@ -103,18 +101,19 @@ class Product(nn.Module):
         accuracy: str = "exact",
         output: str = "float16",
         bias: Tensor | None = None,
+        family: str | None = None,
     ) -> None:
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.output = workspace, accuracy, output
-        self.bias = bias
+        self.bias, self.family = bias, family
 
     def wanted(self, m: int, machine: Any, input: str = "float16") -> parallel_compile.Wanted:
         """The launches for m tokens, as `steps.api.parallel_compile` takes them."""
         size = m, self.n, self.k
         dtype = "float16" if input == GATED else input
-        choice = choose_packed(
-            self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, FREE_CAST_US
+        choice = choose_uncast(
+            self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, self.family
         )
         output, bias = written_dtype(choice.step, self._output(m)), self._bias_dtype
         if bias and not choice.step.adds_bias:
@@ -123,11 +122,10 @@ class Product(nn.Module):
 
     def template(self, m: int, input: str = "float16") -> LaunchTemplate:
         """The launches for m tokens; `input` is how x comes, where the step can read it so."""
-        w = operator.Weights(self.format, self.n, self.k, self.accuracy, self.packed)
+        size = self.format, self.n, self.k
+        w = operator.Weights(*size, self.accuracy, self.packed, family=self.family)
         with torch.cuda.device(w.device):
-            return operator.template(
-                w, m, self._output(m), input, free_cast=True, bias=self._bias_dtype
-            )
+            return operator.template(w, m, self._output(m), input, self._bias_dtype)
 
     def _output(self, m: int) -> str:
         return "float32" if m <= self.wide else self.output
@@ -200,14 +198,17 @@ Maker = Callable[[np.ndarray, bool, "np.ndarray | None"], Any]
 product."""
 
 
-def step_products(device: Any = "cuda", accuracy: str = "exact") -> Maker:
-    """Makes products by the steps. Logits are always float32."""
+def step_products(
+    device: Any = "cuda", accuracy: str = "exact", family: str | None = None
+) -> Maker:
+    """Makes products by the steps, see `Product`. Logits are always float32."""
     workspace = Workspace()
 
     def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Product:
         layer = QuantLinear.from_blocks(weights, bias, accuracy=accuracy).to(device)
-        n, k, output = layer.out_features, layer.in_features, "float32" if last else "float16"
-        return Product(layer.format, n, k, layer.packed, workspace, accuracy, output, layer.bias)
+        size = layer.format, layer.out_features, layer.in_features
+        output = "float32" if last else "float16"
+        return Product(*size, layer.packed, workspace, accuracy, output, layer.bias, family)
 
     return make
 

@@ -172,11 +172,13 @@ def choose_packed(
     input: str = "float32",
     cast_us: float | None = None,
     output: str = "float32",
+    family: str | None = None,
 ) -> Choice:
     """`choose` among the steps that read one of the packings that are there, by their names."""
     names = set(packed)
     among = [one for one in ladder() if one.pack.__name__ in names]
     options: dict[str, Any] = {"accuracy": accuracy, "input": input, "cast_us": cast_us}
+    options["family"] = family
     return choose(format_name, shape, machine, among=among, output=output, **options)
 
 
@@ -187,16 +189,17 @@ def choose_uncast(
     machine: Any,
     accuracy: str = "exact",
     dtype: str = "float32",
+    family: str | None = None,
 ) -> Choice:
     """`choose_packed` for A and C of one dtype, by a step that reads and writes it. Where the GPU
     has none it is one of float32, and the caller casts."""
     rest = format_name, shape, tuple(packed), machine, accuracy
     try:
-        return choose_packed(*rest, dtype, output=dtype)
+        return choose_packed(*rest, dtype, output=dtype, family=family)
     except ValueError:
         if dtype == "float32":
             raise
-        return choose_packed(*rest)
+        return choose_packed(*rest, family=family)
 
 
 @dataclass(frozen=True, slots=True)

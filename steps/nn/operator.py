@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.api.choice import choose_packed, choose_uncast
+from steps.api.choice import choose_uncast
 from steps.api.dry_run import ArrayType
 from steps.api.kept import Kept
 from steps.api.launch_template import LaunchTemplate
@@ -194,11 +194,11 @@ def by_packing(
 
 class Weights:
     """Packed weights [N, K] as `multiply` takes them: their arrays, of one GPU, stay where they
-    are. packed: name of a packing -> its arrays. accuracy, invariant: see `steps.gemm`."""
+    are. packed: name of a packing -> its arrays. accuracy, invariant, family: see `steps.gemm`."""
 
     __slots__ = (
-        *("accuracy", "addresses", "device", "first", "format", "invariant", "k", "key", "n"),
-        "packed",
+        *("accuracy", "addresses", "device", "family", "first", "format", "invariant", "k", "key"),
+        *("n", "packed"),
     )
 
     def __init__(
@@ -209,15 +209,16 @@ class Weights:
         accuracy: str,
         packed: Mapping[str, Sequence[Tensor]],
         invariant: bool = False,
+        family: str | None = None,
     ) -> None:
         self.format, self.n, self.k, self.accuracy, self.packed = format, n, k, accuracy, packed
-        self.invariant = invariant
+        self.invariant, self.family = invariant, family
         self.addresses = {
             name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()
         }
         self.first = next(iter(packed.values()))[0]
         self.device = self.first.get_device()
-        self.key = (format, n, k, accuracy, invariant, self.device, *packed)
+        self.key = (format, n, k, accuracy, invariant, family, self.device, *packed)
 
 
 def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> Tensor:
@@ -270,30 +271,26 @@ def template(
     m: int,
     output: str = "float32",
     input: str = "float32",
-    free_cast: bool = False,
     bias: str | None = None,
 ) -> LaunchTemplate:
     """The launches for m tokens on the weights' device, which is the current one. Kernels not used
     before are compiled and loaded.
 
     output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
-    free_cast : whether x in float32 would take no longer to be made.
     bias : dtype of a bias. Where the step does not add it, y is float32, for the caller to add it.
     RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (w.key, m, output, input, free_cast, bias)
+    key = (w.key, m, output, input, bias)
     made = _templates.get(key)
-    return made or _templates.put(key, _loaded(w, m, output, input, free_cast, bias))
+    return made or _templates.put(key, _loaded(w, m, output, input, bias))
 
 
-def _loaded(
-    w: Weights, m: int, output: str, input: str, free_cast: bool, bias: str | None
-) -> LaunchTemplate:
+def _loaded(w: Weights, m: int, output: str, input: str, bias: str | None) -> LaunchTemplate:
     shape, dtype = Shape(m, w.n, w.k, w.invariant), "float16" if input == GATED else input
     with _loading_allowed():
         try:
-            rest = w.format, shape, w.packed, _machine(), w.accuracy, dtype
-            choice = choose_packed(*rest, 0.0) if free_cast else choose_uncast(*rest)
+            machine = _machine()
+            choice = choose_uncast(w.format, shape, w.packed, machine, w.accuracy, dtype, w.family)
             arrays = w.packed[choice.step.pack.__name__]
             if bias is not None and not choice.step.adds_bias:
                 bias, output = None, "float32"  # so that the sum is rounded once
