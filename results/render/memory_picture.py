@@ -24,6 +24,7 @@ LANES_HIGH: Final = 18
 APART: Final = 76  # between lanes and memory
 SECTOR_WIDE, SECTOR_HIGH = 40.0, 24
 MOST_LABELS: Final = 9
+LETTER: Final = 6  # pixels of a letter of a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +199,15 @@ def _in_sectors(instruction: Instruction) -> tuple[list[Markup], int]:
         )
         line = _line(lane, middle, top)
         parts.append(_lane(lane, address, f'{line}<path class="bytes" d="{bytes_}"/>'))
-    shown = starts if len(starts) <= MOST_LABELS else [starts[0], starts[-1]]
-    for i in shown:
-        last = i == starts[-1] and len(starts) > 1
-        x, anchor = places[numbers[i]], "start"
-        if last and x > LEFT + WIDE * 0.8:
+    free = 0.0  # from here on there is room for a label
+    for i in starts:
+        text, x, anchor = f"byte {numbers[i] * SECTOR}", places[numbers[i]], "start"
+        if i == starts[-1] and len(starts) > 1 and x + LETTER * len(text) > LEFT + WIDE:
             x, anchor = LEFT + WIDE, "end"
-        parts.append(_label(x, top + SECTOR_HIGH + 14, f"byte {numbers[i] * SECTOR}", anchor))
+        begin = x - LETTER * len(text) * (anchor == "end")
+        if begin >= free and (i in (starts[0], starts[-1]) or len(starts) <= MOST_LABELS):
+            parts.append(_label(x, top + SECTOR_HIGH + 14, text, anchor))
+            free = begin + LETTER * (len(text) + 1)
     below = top + SECTOR_HIGH + 32
     found = "1 sector" if len(numbers) == 1 else f"{len(numbers)} sectors"
     pieces = "" if len(starts) == 1 else f" in {len(starts)} places"
