@@ -191,7 +191,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from results.decoder import bench, bench_between
 
         if "between" in args.parts:
-            found["between"] = bench_between.measure(args.format)
+            found["between"] = bench_between.measure(args.format, jobs=args.jobs)
         if set(args.parts) & {"decode", "prefill"}:
             found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
             print(bench.table(found["bench"]))

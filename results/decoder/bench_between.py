@@ -149,11 +149,17 @@ def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterato
 
 @torch.no_grad()
 def measure(
-    format_name: str = "q4_0", config: Config = LLAMA_3_8B, say: Callable[[str], None] = print
+    format_name: str = "q4_0",
+    config: Config = LLAMA_3_8B,
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """All rows as data, see `Row`."""
     sides = between.Kernels().operations(), operations.compiled(None, True)
     model, _ = models(config, format_name, sides[0], torch.device("cuda"))
+    if jobs > 1:
+        count = model.compile_ahead([("exact", tokens) for tokens in TOKENS], jobs, say)
+        say(f"{count} kernels compiled by other processes")
     rows = []
     for tokens in TOKENS:
         for row in _rows(model, sides, tokens):

@@ -101,6 +101,7 @@ def test_attention_at_positions(shape: tuple[int, ...], position: int) -> None:
     attention_problem(of).run(Simulator(ORDERS[position % 4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_of_heads(shape: tuple[int, ...]) -> None:
     attention_problem(Heads(*shape, 256, 65), of_out="float16").run(Simulator(3))
@@ -119,6 +120,7 @@ def test_attention_again_finds_its_counters_at_zero() -> None:
     attention_problem(Heads(1, 2, 2, 64, 128, 100)).run(Simulator(2), rounds=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
 def test_attention_in_any_number_of_splits(monkeypatch: Any, splits: int) -> None:
     monkeypatch.setattr(attention, "split_count", lambda *_: splits)

@@ -61,7 +61,7 @@ def instructions(code: MachineCode) -> list[str]:
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_no_spills_no_local_memory_no_double_precision(name: str, arch: str) -> None:
     code = compiled(name, arch)
@@ -127,7 +127,7 @@ def test_the_cache_tells_the_kernels_apart() -> None:
         swiglu.launch(half, x),
         add_and_norm.launch(y, half, w, 0.1, y),
         add_and_norm.launch(y, None, w, 0.1, y),
-        *(launch_of(name) for name in ("attention", "attention, qwen3")),
+        *(launch_of(name) for name in LAUNCHES if name not in ("norm", "add and norm", "swiglu")),
     ]
     keys: list[Any] = [key_of(one.kernel, signature_of(one.args), "sm_90a") for one in many]
     assert None not in keys
