@@ -462,6 +462,7 @@ def asked(**changes: Any) -> Any:
         "seconds": None,
         "no_baselines": True,
         "only": None,
+        "file": None,
         "json": False,
         "out": None,
     }
