@@ -79,7 +79,7 @@ MISTAKES = (
     Mistake(2, 3, "at_a + 2)", "at_a)", "scales exchanged"),
     Mistake(3, 1, "            cuda.syncthreads()\n", "", "race", "pitfall 9"),
     Mistake(3, 1, " + offset(w, at)", "", "no compensation", "pitfall 1"),
-    Mistake(3, 2, "tile_w[tx, j]", "tile_w[ty, j]", "wrong place"),
+    Mistake(3, 2, "tile_w[tx, j]", "tile_w[ty, j]", "weights of row m"),
     Mistake(
         3, 2, "            cuda.syncthreads()\n", "                cuda.syncthreads()\n", "barrier"
     ),
