@@ -17,6 +17,7 @@ from reference import GOLDEN
 from steps.checks.cases import Case
 from steps.contract import Step
 from steps.exercises.advice import memory_traffic
+from steps.exercises.compiled import machine_code_advice, refused
 from steps.exercises.diagnose import Diagnosis, File, diagnose
 from steps.exercises.load import Unloadable, load
 from steps.exercises.text import Exercise, tasks
@@ -109,12 +110,15 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
             wrong, holes = _blamed(exercise, step, trial)
             hole = holes[0] if holes else exercise.hole_at(wrong.line)
             return Report(exercise, cases, time.perf_counter() - began, wrong, hole, holes)
-    advice: tuple[str, ...] = ()
-    if not exercise.unfilled and exercise.reference is not None:
-        advice = tuple(memory_traffic(step, exercise.reference))
-    unfilled = exercise.unfilled
-    seconds = time.perf_counter() - began
-    return Report(exercise, cases, seconds, hole=unfilled[0] if unfilled else None, advice=advice)
+    unfilled, seconds = exercise.unfilled, time.perf_counter() - began
+    if unfilled:
+        return Report(exercise, cases, seconds, hole=unfilled[0])
+    if no := refused(step, exercise.path):
+        return Report(exercise, cases, seconds, no, exercise.hole_at(no.line))
+    advice = list(machine_code_advice(step))
+    if exercise.reference is not None:
+        advice += memory_traffic(step, exercise.reference)
+    return Report(exercise, cases, seconds, advice=tuple(advice))
 
 
 def _loaded(exercise: Exercise, solved: Sequence[int]) -> Step:
