@@ -22,7 +22,7 @@ from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.contract import FLOATS, H200_SMS, Shape
 
-TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(192, 513, 64), 768, 1024, 2048, 4096)
+TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(160, 513, 32), 768, 1024, 2048, 4096)
 """The M whose kernels are compiled where --m names none. Products of other M share them; where one
 does not, its kernel is compiled when it is first launched."""
 
