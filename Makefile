@@ -20,7 +20,8 @@
 #                   blk.0.ffn_up.weight, and not random ones
 #   PROMPT= SYSTEM= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat: one question, how to answer,
 #                   tokens of an answer, drawn tokens and their seed, exact or fast products
-#   REFERENCE=1     chat, decoder: torch on the dequantized weights, on the CPU
+#   REFERENCE=1     chat, decoder, quality: torch on the dequantized weights, on the CPU
+#   TEXT= LLAMA_CPP=1    quality: another text; llama.cpp on the CPU too, where it is installed
 #   GPUS=2          chat, decoder: share the model among so many GPUs
 
 PYTHON ?= python3
@@ -48,7 +49,7 @@ TYPED = qformats reference results steps
 need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat \
+.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat quality \
         decoder doctor diff ptx sass trace profile \
         counters sanitize warm cache pitfalls lint docs-check clean clean-venv
 
@@ -108,6 +109,11 @@ chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=
 		$(if $(TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(TOP_P),--top-p '$(TOP_P)') \
 		$(if $(SEED),--seed '$(SEED)') $(if $(ACCURACY),--accuracy '$(ACCURACY)') \
 		$(if $(REFERENCE),--reference) $(if $(GPUS),--gpus '$(GPUS)')
+
+quality: $(READY) ## perplexity and distance from float32 of GGUF=model.gguf [TEXT=file] (needs torch, tokenizers)
+	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') --quality $(if $(TEXT),--text '$(TEXT)') \
+		$(if $(REFERENCE),--reference) $(if $(LLAMA_CPP),--against-llama-cpp) \
+		$(if $(OUT),--json '$(OUT)')
 
 decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
 	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \

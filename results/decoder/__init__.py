@@ -10,6 +10,7 @@
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
     emulation.py   products by torch that round as the steps state it, for a CPU
     checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
+    quality.py     perplexity, and the distance from float32; alice.txt, a text for it
     bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
     bench_parallel.py  the same of several GPUs beside one, with the shapes of 70B too
     __main__.py    the command line: python -m results.decoder

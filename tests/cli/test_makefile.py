@@ -124,6 +124,11 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         ),
         (["chat", "GPUS=2"], "python -m results.decoder --chat --gpus '2'"),
         (["decoder", "BENCH=1", "GPUS=2"], "python -m results.decoder --check --bench --gpus '2'"),
+        (
+            ["quality", "GGUF=model.gguf", "TEXT=a.txt", "LLAMA_CPP=1", "OUT=there.json"],
+            "python -m results.decoder 'model.gguf' --quality --text 'a.txt' --against-llama-cpp "
+            "--json 'there.json'",
+        ),
         (["chat", "SYSTEM=Be brief.", "REFERENCE=1"], '--chat --system "$SYSTEM" --reference'),
         (
             ["decoder", "BENCH=1", "OUT=there.json"],

@@ -1,0 +1,258 @@
+"""Perplexity and KL divergence: of distributions that are known, and of a tiny model end to end."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
+
+from results.decoder import checks, files, quality  # noqa: E402
+from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.emulation import emulated_products  # noqa: E402
+from results.decoder.quality import Quality, Tally  # noqa: E402
+from results.record import ROOT  # noqa: E402
+from tests.decoder.test_decoder import SMALL  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def test_the_perplexity_of_uniform_logits_is_the_size_of_the_vocabulary() -> None:
+    tally = Tally()
+    tally.add(torch.full((8, 50), 3.25), [1, 7, 3, 4, 9, 0, 49, 2])
+    row = tally.quality("float32")
+    assert row.perplexity == pytest.approx(50)
+    assert (row.mean_kl, row.kl_999, row.same_top) == (0, 0, 1)
+    assert len(tally.lost) == 3, "the second half, but the last: no token follows"
+
+
+def test_the_perplexity_of_what_is_known() -> None:
+    """Behind positions 2 and 3 of 5 the tokens that follow have probability 1/2 and 1/8."""
+    shares = torch.tensor(
+        [[0.25, 0.25, 0.5], [0.9, 0.05, 0.05], [0.5, 0.25, 0.25], [0.75, 0.125, 0.125]]
+    )
+    logits = torch.cat([shares, torch.ones(1, 3)]).log() + 5
+    tally = Tally()
+    tally.add(logits, [0, 1, 2, 0, 2])
+    assert tally.quality("float32").perplexity == pytest.approx((2 * 8) ** 0.5)
+
+
+def test_divergences_of_known_distributions() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    logits = [torch.stack([one] * 4).log() for one in (p, q)]
+    ids = [0, 1, 2, 0]
+    first, second = Tally(), Tally()
+    base = first.add(logits[0], ids)
+    second.add(logits[1], ids, base)
+    row = second.quality("other")
+    assert row.mean_kl == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
+    assert row.mean_kl == pytest.approx(row.kl_999)
+    assert row.same_top == 0
+    assert row.perplexity == pytest.approx(4)
+
+
+def test_999_of_1000_are_below_the_quantile() -> None:
+    tally = Tally()
+    tally.divergences = [*np.linspace(0, 1, 1001)]
+    tally.lost, tally.same = [0.0], [True, False, True, True]
+    row = tally.quality("other")
+    assert row.kl_999 == pytest.approx(0.999)
+    assert row.same_top == 0.75
+    assert row.mean_kl == pytest.approx(0.5)
+
+
+def test_nan_is_told() -> None:
+    tally = Tally()
+    base = tally.add(torch.zeros(4, 3), [0, 1, 2, 0])
+    other = Tally()
+    other.add(torch.full((4, 3), torch.nan), [0, 1, 2, 0], base)
+    assert math.isnan(other.quality("other").mean_kl)
+
+
+def test_chunks() -> None:
+    ids = list(range(100, 1200))
+    whole = quality.chunks(ids, None)
+    assert whole == [ids[:512], ids[512:1024]], "what is left over is no chunk"
+    assert quality.chunks(ids, 1)[1] == [1, *ids[513:1024]]
+    with pytest.raises(ValueError, match="text has 511 tokens and a chunk 512: give a longer"):
+        quality.chunks(ids[:511], None)
+
+
+def test_a_tiny_model(tmp_path: Path) -> None:
+    """Products that round less are nearer to float32; float32 itself has no distance."""
+    file = files.Model(files.write_tiny(tmp_path / "tiny.gguf"))
+    parts = [checks.prompt(files.WORDS, 64, seed) for seed in range(3)]
+    names = {"exact": ("exact", "A16"), "Q8_1": ("exact", "A8"), "fast": ("fast", "A16")}
+    makers = [(name, emulated_products(*how)) for name, how in names.items()]
+    told: list[str] = []
+    rows = quality.measure(parts, quality.sides(file, makers, device="cpu"), told.append)
+    assert [row.side for row in rows] == ["float32", *names]
+    assert len(told) == 4
+    float32, exact, q8_1, fast = rows
+    assert (float32.mean_kl, float32.same_top) == (0, 1)
+    assert 1e-9 < exact.mean_kl < 1e-5 < q8_1.mean_kl < fast.mean_kl < 0.05
+    assert exact.kl_999 > exact.mean_kl
+    assert exact.same_top >= q8_1.same_top >= fast.same_top > 0.9
+    assert all(abs(row.perplexity / float32.perplexity - 1) < 0.05 for row in rows)
+    # The logits of float32 are those of the trusted model.
+    trusted, total = checks.reference(file), []
+    for ids in parts:
+        logits = trusted.prefill(torch.tensor([ids]), trusted.cache(1, 64), every=True)[0]
+        lost = torch.nn.functional.cross_entropy(logits[32:-1], torch.tensor(ids[33:]))
+        total.append(float(lost))
+    assert float32.perplexity == pytest.approx(math.exp(np.mean(total)), rel=1e-4)
+
+
+def test_llama_cpp_is_a_side(tmp_path: Path, monkeypatch: Any) -> None:
+    """With another decoder in its place, whose logits are those of float32, twice as far apart."""
+    file = files.Model(files.write_tiny(tmp_path / "tiny.gguf", **SMALL))
+
+    class Other:
+        def __init__(self, path: str, **options: Any) -> None:
+            self.model = quality.logits_of(checks.reference(path))
+            assert options["logits_all"]
+            self.scores = np.zeros((quality.CONTEXT, files.WORDS), np.float32)
+            self.count = 99
+
+        def reset(self) -> None:
+            self.count = 0
+
+        def eval(self, ids: list[int]) -> None:
+            assert self.count == 0
+            self.scores[: len(ids)] = 2 * self.model(ids)
+
+    monkeypatch.setattr(quality, "import_module", lambda name: SimpleNamespace(Llama=Other))
+    parts = [checks.prompt(files.WORDS, 20)]
+    made = quality.sides(file, [], device="cpu", llama_cpp=True)
+    float32, other = quality.measure(parts, made)
+    assert other.side == "llama.cpp, CPU"
+    assert other.mean_kl > 0.01
+    assert other.same_top == 1
+    assert float32.mean_kl == 0
+
+
+def test_a_table() -> None:
+    console = Console(record=True, width=100, file=io.StringIO())
+    rows = [
+        Quality("float32", 20.0, 0.0, 0.0, 1.0),
+        Quality("fast", 20.5, 1.25e-3, 0.02, 0.985, "15 A8"),
+    ]
+    console.print(quality.table(rows, "a.gguf"))
+    shown = console.export_text()
+    assert "20.5000" in shown
+    for part in ("fast", "1.25e-03", "2.00e-02", "98.50%", "15 A8"):
+        assert part in shown
+    assert quality.sentence(rows[0]) == "float32: perplexity 20.0000"
+    assert "99.9 % below 2.00e-02, same top token 98.50%" in quality.sentence(rows[1])
+
+
+def test_the_text_is_a_few_thousand_tokens_long() -> None:
+    text = quality.TEXT.read_text(encoding="utf-8")
+    assert text.startswith("CHAPTER I\n\nDown the Rabbit-Hole\n\nAlice was beginning to get very")
+    assert text.endswith("the whole party swam to the shore.\n")
+    assert 4000 < len(text.split()) < 5000
+
+
+def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    text, there = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("the hat on that hen and the ant " * 6)
+    monkeypatch.setattr(quality, "CONTEXT", 64)
+    rest = ["--quality", "--reference", "--text", str(text), "--json", str(there)]
+    rest += ["--chunks", "1"]
+    assert main([str(path), *rest]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(there.read_text())["quality"]
+    assert [row["side"] for row in found["rows"]] == [
+        "float32",
+        *(f"{name}, emulated" for name in ("exact", "fast", "coarse", "exact, Q8_1")),
+    ]
+    assert (found["chunks"], found["predictions"]) == (1, 31)
+    assert found["rows"][1]["mean_kl"] < found["rows"][4]["mean_kl"] < found["rows"][3]["mean_kl"]
+    assert "tiny.gguf, text.txt: " in shown.out
+    assert shown.err.count("perplexity") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "a.txt"], "--text is for --quality: add that"),
+        (["--chunks", "2"], "--chunks is for --quality: add that"),
+        (["--quality", "--chat"], "give --quality or --chat, not both"),
+        (["--quality", "--gpus", "2"], "--quality runs on one GPU: leave out --gpus"),
+        (["--quality"], "torch finds no CUDA GPU: use one, or --reference"),
+        (["--quality", "--reference", "--text", "nowhere.txt"], "No such file"),
+        (["--quality", "--reference", "--text", "{path}"], "is no text in UTF-8"),
+        (["--quality", "--reference", "--text", "{short}"], "tokens and a chunk 512: give a long"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: list[str], said: str
+) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    short = tmp_path / "short.txt"
+    short.write_text("the hat")
+    given = [one.format(path=path, short=short) for one in arguments]
+    assert main([str(path), *given]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+
+
+def test_without_llama_cpp_it_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs llama.cpp: pip install llama-cpp"):
+        quality.logits_of_llama_cpp(tmp_path / "a.gguf")
+
+
+def test_the_committed_distances() -> None:
+    """What `--quality --reference --against-llama-cpp --json results/decoder/quality_cpu.json`
+    wrote of SmolLM2: emulated products, and llama.cpp itself."""
+    found = json.loads((ROOT / "results" / "decoder" / "quality_cpu.json").read_text())
+    rows = {row["side"]: row for row in found["quality"]["rows"]}
+    assert found["quality"]["file"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert found["quality"]["predictions"] >= 765
+    assert found["versions"].keys() == {"torch", "llama-cpp-python"}
+    exact, llama_cpp = rows["exact, emulated"], rows["llama.cpp, CPU"]
+    assert exact["mean_kl"] < 1e-4 < llama_cpp["mean_kl"]
+    assert exact["same_top"] > 0.995
+    assert 0.2 < rows["exact, Q8_1, emulated"]["mean_kl"] / llama_cpp["mean_kl"] < 5
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_products_by_the_steps_are_as_near_as_emulated_ones(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    from results.decoder.model import step_products
+
+    file = files.Model(files.write_tiny(tmp_path / "tiny.gguf"))
+    parts = [checks.prompt(files.WORDS, 128, seed) for seed in range(8)]
+    names = {"exact": ("exact", "A16"), "Q8_1": ("exact", "A8"), "fast": ("fast", None)}
+    found = {}
+    for device, maker in (("cpu", emulated_products), ("cuda", None)):
+        makers = [
+            (name, maker(how, family or "A16") if maker else step_products("cuda", how, family))
+            for name, (how, family) in names.items()
+        ]
+        found[device] = quality.measure(parts, quality.sides(file, makers, device=device))
+    for emulated, measured in zip(found["cpu"][1:], found["cuda"][1:], strict=True):
+        assert 0.3 < measured.mean_kl / emulated.mean_kl < 3, measured
