@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHORTEST: Final = 512
-"""Positions of a cache. One that is too short gives way to one of the next power of two."""
+"""Positions of a cache at first. One that is full gives way to one of the next power of two."""
 
 
 class Sampling:
@@ -65,24 +65,37 @@ class Stream:
     @torch.no_grad()
     def tokens(self, ids: Sequence[int], most: int) -> Iterator[int]:
         """At most `most` tokens after ids."""
-        length = SHORTEST
-        while length < len(ids) + most:
-            length *= 2
-        if self._steps is None or self._steps.cache.length < length:
-            token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-            self._steps = Greedy(self.model, self.model.cache(1, length), token, self._choose)
-        steps = self._steps
+        steps = self._with_room(len(ids) + 1)
         given = torch.tensor([list(ids)], device=self.model.device)
         logits = self.model.prefill(given, steps.cache)
         self._draw()
         steps.token.copy_(self._choose(logits))
-        for left in reversed(range(most)):
+        for position in range(len(ids), len(ids) + most):
             yield int(steps.token)
-            if left:
+            if position + 1 < len(ids) + most:
+                steps = self._with_room(position + 1)
                 if self.model.device.type == "cuda" and not steps.captured:
                     steps.capture()
                 self._draw()
                 steps.run()
+
+    def _with_room(self, positions: int) -> Greedy:
+        """The steps, with a cache for so many positions: a longer one if need be, with what the
+        shorter one holds."""
+        before, length = self._steps, SHORTEST
+        if before is not None and before.cache.length >= positions:
+            return before
+        while length < positions:
+            length *= 2
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        made = Greedy(self.model, self.model.cache(1, length), token, self._choose)
+        if before is not None:
+            made.token.copy_(before.token)
+            made.cache.position.copy_(before.cache.position)
+            for new, old in zip(made.cache.layers, before.cache.layers, strict=True):
+                new[:, :, : before.cache.length] = old
+        self._steps = made
+        return made
 
     def _draw(self) -> None:
         if self.sampling is not None:

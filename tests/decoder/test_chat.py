@@ -113,6 +113,18 @@ def test_a_stream_has_the_tokens_of_all_at_once(tiny: Any) -> None:
     assert stream._steps.cache.length == 1024, "the one that was long enough for all of them"
 
 
+def test_a_cache_grows_while_an_answer_does(tiny: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("results.decoder.stream.SHORTEST", 256)
+    stream, ids = Stream(tiny), checks.prompt(files.WORDS, 250)
+    found, lengths = [], []
+    for one in stream.tokens(ids, 12):
+        assert stream._steps is not None
+        found.append(one)
+        lengths.append(stream._steps.cache.length)
+    assert lengths == [256] * 7 + [512] * 5
+    assert found == generate(tiny, torch.tensor([ids]), 12)[0][0].tolist()
+
+
 def test_drawn_tokens_have_their_probabilities() -> None:
     shares = torch.tensor([[0.05, 0.5, 0.15, 0.3]])
     count = 2000
