@@ -222,8 +222,8 @@ def test_without_llama_cpp_it_says_so(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_the_committed_distances() -> None:
-    """What `--quality --reference --against-llama-cpp --chunks 4 --json results/decoder/quality_cpu.json`
-    wrote of SmolLM2: emulated products, and llama.cpp itself."""
+    """What `--quality --reference --against-llama-cpp --chunks 4` wrote of SmolLM2 with `--json`:
+    emulated products, and llama.cpp itself."""
     found = json.loads((ROOT / "results" / "decoder" / "quality_cpu.json").read_text())
     rows = {row["side"]: row for row in found["quality"]["rows"]}
     assert found["quality"]["file"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
