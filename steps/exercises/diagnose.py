@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from steps.contract import Step
+from steps.exercises.probe import pairing
 from steps.exercises.suspects import SUSPECTS, Suspect
 from steps.exercises.trial import Fault, Subject, Trial, prepared_for
 from steps.exercises.witness import Access, Witness
@@ -67,7 +68,7 @@ def diagnose(
         return _unwritten(trial)
     if not np.isfinite(trial.c).all():
         return _not_finite(trial)
-    return _wrong_values(trial, larger)
+    return _wrong_values(trial, step, larger)
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def _first(bad: Array) -> tuple[int, int]:
     return int(m), int(n)
 
 
-def _wrong_values(trial: Trial, larger: Callable[[], Trial | None]) -> Diagnosis:
+def _wrong_values(trial: Trial, step: Step, larger: Callable[[], Trial | None]) -> Diagnosis:
     c, expected, found = trial.c, trial.expected, trial.found
     assert c is not None
     assert found is not None
@@ -284,14 +285,15 @@ def _wrong_values(trial: Trial, larger: Callable[[], Trial | None]) -> Diagnosis
     if bad.size > 1:
         what += f"; wrong are {region(bad)}"
     what += "."
-    for search in (_suspected, _by_a_factor, _transposed, _elsewhere, _integer_sum, _nearly):
+    for search in (_suspected, _by_a_factor, _transposed, _elsewhere):
         if said := search(trial, bad, larger):
             return Diagnosis(said[0], 0, (what, *said[1:]))
-    return Diagnosis(
-        "wrong value",
-        0,
-        (what, "No known mistake gives these values. Compute this output by hand from its block."),
-    )
+    met = pairing(step, trial.subject.family, trial.subject.format)
+    for search in (_integer_sum, _nearly):
+        if said := search(trial, bad, larger):
+            return Diagnosis(said[0], 0, (what, *said[1:], met or ""))
+    unknown = "No known mistake gives these values. Compute this output by hand from its block."
+    return Diagnosis("wrong pairs" if met else "wrong value", 0, (what, met or unknown))
 
 
 _ROUNDING: Final = (

@@ -11,8 +11,11 @@ import pytest
 from reference import GOLDEN, Q81, Problem
 from steps.exercises.check import TELLING, check, lines
 from steps.exercises.diagnose import region
+from steps.exercises.load import load
+from steps.exercises.probe import MIXTURE, _told, pairing
 from steps.exercises.suspects import SUSPECTS, Terms
 from steps.pitfalls.exhibit import SHAPE, pitfalls
+from steps.registry import find
 from tests.exercises.mistakes import MISTAKES, Mistake
 
 
@@ -109,3 +112,28 @@ def test_regions_in_words(rows: object, columns: object, words: str) -> None:
     bad[0, 0] = False
     if words.startswith("all"):
         assert region(bad) == "19 outputs in rows 0 to 3, columns 0 to 4"
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q8_0"])
+def test_weights_and_activations_are_paired(name: str, tmp_path: Path) -> None:
+    """Right, and with activations 4i .. of step 2 in the order of pitfall 3."""
+    assert pairing(find(2), "A8", name) is None
+    one = Mistake(2, 2, "b4(a, at_a + QA + i)", "b4(a, at_a + QA + (i ^ 4))", "")
+    exercise = one.written(tmp_path)
+    step = load(*(exercise.composed(())[0], exercise.path, exercise.composed(())[1]))
+    assert pairing(step, "A8", name) == (
+        "In a block, elements 0 to 3 of A meet weights 4 to 7; elements 4 to 7 of A meet weights 0 "
+        "to 3; elements 8 to 11 of A meet weights 12 to 15; elements 12 to 15 of A meet weights 8 "
+        "to 11."
+    )
+
+
+def test_pairs_that_cannot_be_told() -> None:
+    assert [*_told([(3, None), (4, None), (9, MIXTURE)])] == [
+        "elements 3 to 4 of A meet nothing",
+        "element 9 of A meets no weight as it is (a mixture, or a wrong scale)",
+    ]
+    assert [*_told([(m, 31 - m) for m in range(32)])][-1] == "and so on"
