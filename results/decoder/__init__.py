@@ -1,19 +1,16 @@
 """A llama or Qwen of a GGUF file, every matrix product through this project, the rest from torch.
 
-    operations.py  what lies between products: norms, rotary embedding, attention, SwiGLU
+    files.py       configuration and weights of a GGUF file; a tiny random one to write
     model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
     rotary.py      frequencies of the rotary embedding, scaled as files say
-    files.py       configuration and weights of a GGUF file; a tiny random one to write
-    vocabulary.py  texts to tokens and back
-    stream.py      tokens one by one: the likeliest, or drawn ones
-    chat.py        a conversation in a terminal, by the file's chat template
+    operations.py  what lies between products, by torch: norms, attention, SwiGLU
+    between.py     the same by the kernels of `steps.between`
+    workspace.py   the memory that launches bring, for one stream
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
-    emulation.py   products by torch that round as the steps state it, for a CPU
-    checks.py      comparisons with torch on the dequantized weights, and with llama.cpp
-    quality.py     perplexity, and the distance from float32; alice.txt, a text for it
-    bench.py       tokens a second with the shapes of Llama 3 8B, beside float16 torch.matmul
-    bench_parallel.py  the same of several GPUs beside one, with the shapes of 70B too
+    text/          tokens of a vocabulary, answers as they are generated, conversations
+    compare/       checks against torch and llama.cpp; perplexity and the distance from float32
+    bench/         tokens a second beside float16 torch.matmul, on one GPU or more
     __main__.py    the command line: python -m results.decoder
 
-All of it but `files`, `rotary` and `vocabulary` needs torch, an extra of this project.
+All of it but `files`, `rotary` and `text.vocabulary` needs torch, an extra of this project.
 """

@@ -199,13 +199,14 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             status |= not one["right"]
             print(_sentence(one))
     if args.bench and ranks:
-        from results.decoder import bench_parallel
+        from results.decoder.bench import parallel as bench_parallel
 
         rest = {"parts": args.parts, "jobs": args.jobs}
         found["bench on GPUs"] = bench_parallel.measure(ranks, do, args.format, **rest)
         print(bench_parallel.table(found["bench on GPUs"]))
     elif args.bench:
-        from results.decoder import bench, bench_between
+        from results.decoder.bench import between as bench_between
+        from results.decoder.bench import decoder as bench
 
         if "between" in args.parts:
             found["between"] = bench_between.measure(args.format, jobs=args.jobs)
@@ -242,7 +243,8 @@ def _ranks(args: argparse.Namespace, argv: Sequence[str], on_gpu: bool) -> Any:
 
 
 def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str, Any]]:
-    from results.decoder import checks, files
+    from results.decoder import files
+    from results.decoder.compare import checks
 
     path = args.model or files.write_tiny(folder / f"tiny-{args.format}.gguf", args.format)
     ids = args.ids or checks.prompt(files.Model(path).config.vocabulary)
@@ -264,7 +266,8 @@ def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[
 
 def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The comparison of MODEL; without one, of random weights and of the same in float32."""
-    from results.decoder import checks, files
+    from results.decoder import files
+    from results.decoder.compare import checks
 
     name, steps = args.format, args.tokens or checks.STEPS
     if args.model is not None:
@@ -282,8 +285,9 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
 def _quality(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     from rich.console import Console
 
-    from results.decoder import files, quality
-    from results.decoder.emulation import emulated_products
+    from results.decoder import files
+    from results.decoder.compare import quality
+    from results.decoder.compare.emulation import emulated_products
     from results.decoder.model import step_products
 
     file, path = files.Model(args.model), args.text or quality.TEXT
@@ -366,7 +370,7 @@ def _stream(file: Any, args: argparse.Namespace, do: Any, ranks: Any) -> Any:
     """A `Stream` of the model on a GPU, on those of `ranks`, or on the CPU in float32."""
     from results.decoder import files
     from results.decoder.model import step_products, torch, torch_products
-    from results.decoder.stream import Sampling, Stream
+    from results.decoder.text.stream import Sampling, Stream
 
     device = "cpu" if args.reference else "cuda"
     sampling = None
@@ -400,7 +404,7 @@ def _tell(text: str) -> None:
 
 def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     from results.decoder import files
-    from results.decoder.chat import Chat, Template
+    from results.decoder.text.chat import Chat, Template
 
     file = files.Model(args.model)
     template = Template(file.keys.get("tokenizer.chat_template"), file.vocabulary, file.path)
@@ -420,7 +424,7 @@ def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
 def _generate(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     """Continue a text, or tokens; these need no vocabulary."""
     from results.decoder import files
-    from results.decoder.chat import Pace, answer
+    from results.decoder.text.chat import Pace, answer
 
     file = files.Model(args.model)
     ids, most = args.ids or [file.first], args.tokens or 64

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
 from results.decoder import rotary
-from results.decoder.vocabulary import SPACE, Vocabulary
+from results.decoder.text.vocabulary import SPACE, Vocabulary
 from steps.registry import ladder
 
 TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from results.decoder import checks, files
+from results.decoder import files
+from results.decoder.compare import checks
 from results.decoder.model import generate, torch_products
 from results.decoder.parallel import Gathered, Ranks, Summed
 from steps.nn import all_reduce

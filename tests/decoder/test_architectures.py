@@ -16,8 +16,10 @@ from qformats.gguf_file import GGUFError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import bench, checks, files, rotary  # noqa: E402
+from results.decoder import files, rotary  # noqa: E402
 from results.decoder import model as parts  # noqa: E402
+from results.decoder.bench import decoder as bench  # noqa: E402
+from results.decoder.compare import checks  # noqa: E402
 from results.decoder.model import generate, step_products, torch_products  # noqa: E402
 from steps.registry import ladder  # noqa: E402
 from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: E402, F401

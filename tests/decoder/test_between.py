@@ -16,8 +16,11 @@ from qformats import WEIGHT_FORMATS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import bench, bench_between, between, checks, files, operations  # noqa: E402
+from results.decoder import between, files, operations  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.bench import between as bench_between  # noqa: E402
+from results.decoder.bench import decoder as bench  # noqa: E402
+from results.decoder.compare import checks  # noqa: E402
 from results.decoder.model import Config, Embedding, generate, torch_products  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture

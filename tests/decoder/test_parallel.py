@@ -18,8 +18,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from results.decoder import bench, bench_parallel, files, operations, parallel  # noqa: E402
+from results.decoder import files, operations, parallel  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
+from results.decoder.bench import decoder as bench  # noqa: E402
+from results.decoder.bench import parallel as bench_parallel  # noqa: E402
 from results.decoder.model import Config, Embedding, step_products  # noqa: E402
 from steps.nn import all_reduce  # noqa: E402
 from tests.decoder import parallel_cases  # noqa: E402

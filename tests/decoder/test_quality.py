@@ -15,10 +15,11 @@ from rich.console import Console
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import checks, files, quality  # noqa: E402
+from results.decoder import files  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.emulation import emulated_products  # noqa: E402
-from results.decoder.quality import Quality, Tally  # noqa: E402
+from results.decoder.compare import checks, quality  # noqa: E402
+from results.decoder.compare.emulation import emulated_products  # noqa: E402
+from results.decoder.compare.quality import Quality, Tally  # noqa: E402
 from results.record import ROOT  # noqa: E402
 from tests.decoder.test_decoder import SMALL  # noqa: E402
 
@@ -224,7 +225,7 @@ def test_without_llama_cpp_it_says_so(tmp_path: Path, monkeypatch: Any) -> None:
 def test_the_committed_distances() -> None:
     """What `--quality --reference --against-llama-cpp --chunks 4` wrote of SmolLM2 with `--json`:
     emulated products, and llama.cpp itself."""
-    found = json.loads((ROOT / "results" / "decoder" / "quality_cpu.json").read_text())
+    found = json.loads((ROOT / "results" / "decoder" / "compare" / "quality_cpu.json").read_text())
     rows = {row["side"]: row for row in found["quality"]["rows"]}
     assert found["quality"]["file"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert found["quality"]["predictions"] >= 765

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFWriter
 
 from qformats.gguf_file import GGUFError, metadata
-from results.decoder.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
+from results.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="tokenizers is not installed: pip install tokenizers"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from results.decoder import between, operations
-from results.decoder.bench import CONTEXT, STEPS, in_turn, models
+from results.decoder.bench.decoder import CONTEXT, STEPS, in_turn, models
 from results.decoder.model import LLAMA_3_8B, Cache, CapturedGraph, Config, Decoder, torch
 from results.decoder.operations import Operations
 

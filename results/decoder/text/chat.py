@@ -19,8 +19,8 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from results.decoder.stream import Stream
-from results.decoder.vocabulary import Vocabulary
+from results.decoder.text.stream import Stream
+from results.decoder.text.vocabulary import Vocabulary
 
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}"""

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from results.decoder import bench
+from results.decoder.bench import decoder as bench
 from results.decoder.model import (
     LLAMA_3_8B,
     CapturedGraph,

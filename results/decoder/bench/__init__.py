@@ -1,0 +1,1 @@
+"""How fast a decoder is: whole, its operations between products, and on several GPUs."""

@@ -1,0 +1,1 @@
+"""How right a decoder is: against torch, float32 and llama.cpp; products emulated on a CPU."""
