@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from results.render.markup import Code, trimmed
+from steps.registry import HOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class Beside:
 
 
 def beside(code: Sequence[Code], listing: Sequence[tuple[int | None, str]]) -> Beside:
-    """The lines of a file from the first that has instructions to the last."""
+    """The lines of a file from the first that has instructions to the last, without the marks of
+    its exercise."""
     of_line = Counter(line for line, _ in listing if line)
     if not of_line:
         return Beside([], [])
-    own = [each for each in code if min(of_line) <= each.number <= max(of_line)]
+    first, last = min(of_line), max(of_line)
+    own = [each for each in code if first <= each.number <= last and not HOLE.match(each.text)]
     runs = groupby(listing, key=lambda each: each[0] or 0)
     return Beside(
         [SourceLine(each, of_line[each.number]) for each in trimmed(own)],

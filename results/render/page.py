@@ -43,7 +43,7 @@ from steps import ladder, pitfalls
 from steps.contract import BRANCHES, Step
 from steps.pitfalls import Finding, Pitfall, right
 from steps.pitfalls.__main__ import error_of, value_of
-from steps.registry import diff_base, find, following, parent_of, source
+from steps.registry import HOLE, diff_base, find, following, parent_of, source
 
 OUT: Final = Path("build", "report.html")
 CODE: Final = "Machine code"
@@ -247,7 +247,7 @@ def section(
         else roof(own, list(at_home.values()), run.env.limits, f"step-{step.number}-roof"),
         format=main_work(step).format,
         comparison=None if base is None else _comparison(step, find(base)),
-        source=markup.body("".join(source(step))) if base is None else [],
+        source=_lines(step) if base is None else [],
     )
 
 
@@ -272,9 +272,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _lines(step: Step) -> list[markup.Code]:
+    """The lines of a step's file without the marks of its exercise."""
+    return [line for line in markup.body("".join(source(step))) if not HOLE.match(line.text)]
+
+
 def _comparison(step: Step, base: Step) -> Comparison:
-    before = markup.body("".join(source(base)))
-    after = markup.body("".join(source(step)))
+    before = _lines(base)
+    after = _lines(step)
     hunks = markup.compared(before, after)
     changed = sum(len(each.after) for each in hunks if each.kind == "changed")
     return Comparison(base.number, hunks, changed, len(after))

@@ -258,19 +258,27 @@ def test_the_ladder_stands_on_top_by_branch(invented: Page, run: Run) -> None:
             assert query.number(rung.row.kernel_us or 0) in text
 
 
+def numbered(step: Step) -> list[tuple[int, str]]:
+    """The lines of a step's file, but the marks of its exercise."""
+    lines = markup.body("".join(source(step)))
+    return [
+        (line.number, line.text)
+        for line in lines
+        if "# hole" not in line.text and "# end of hole" not in line.text
+    ]
+
+
 def test_each_step_stands_beside_the_step_it_grew_from(invented: Page) -> None:
     assert any(step.diff_from for step in ladder()), "else parents alone are seen here"
     for step in ladder():
         name = f"step-{step.number}"
-        own = [(line.number, line.text) for line in markup.body("".join(source(step)))]
+        own = numbered(step)
         base = diff_base(step)
         if base is None:
             assert invented.source(name) == own
             continue
         assert invented.source(name, "new") == own, "nothing of a step is left out"
-        before = "".join(source(find(base)))
-        theirs = [(line.number, line.text) for line in markup.body(before)]
-        assert invented.source(name, "old") == theirs
+        assert invented.source(name, "old") == numbered(find(base))
         assert f'href="#step-{base}"' in invented.html
 
 
