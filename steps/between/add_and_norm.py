@@ -29,11 +29,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from steps.between.eight import EIGHT, OF_DTYPE
-from steps.between.values import add, of, put, rsqrt
+from steps.between.values import add, of, put
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
+    rsqrt,
     shfl_xor,
 )
 

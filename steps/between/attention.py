@@ -41,19 +41,22 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from steps.between.eight import EIGHT, OF_DTYPE
-from steps.between.heads import LINE, SIZES, add_from, prefetch, quotient, rotate_neighbours
+from steps.between.heads import LINE, SIZES, add_from, quotient, rotate_neighbours
 from steps.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
-from steps.between.values import add, of, product, put, put_zeros, rounded, rsqrt
-from steps.components.activations.gated import exp2, reciprocal
+from steps.between.values import add, of, product, put, put_zeros, rounded
 from steps.components.activations.sources import four_floats
 from steps.components.split_k_reduction import count_block_arrival
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
+    exp2,
     fence,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32x4,
     load_u32x4,
+    prefetch_line,
+    reciprocal,
+    rsqrt,
     shfl_xor,
     store_f32x4,
     store_u32x4,
@@ -159,8 +162,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
 
         ahead, stop = int32(first * size + LINE * t), int32(end * size)
         if ahead < stop:  # what the loop below loads is on its way while queries are rotated
-            prefetch(cache, keys_at + (ahead - EIGHT * part))
-            prefetch(cache, values_at + (ahead - EIGHT * part))
+            prefetch_line(cache, keys_at + (ahead - EIGHT * part))
+            prefetch_line(cache, values_at + (ahead - EIGHT * part))
         ahead = int32(first * size + LINE * (THREADS + lane))
 
         # --- the queries, which each thread reads again with its key
@@ -220,7 +223,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                     put(k_words, 4 * j, load_u32x4(cache, k_at + j * (groups * size)))
                     put(v_words, 4 * j, load_u32x4(cache, v_at + j * (groups * size)))
             if ahead < stop and warp < 2:  # a tile has 32 lines of keys and 32 of values
-                prefetch(cache, (keys_at if warp == 0 else values_at) + (ahead - EIGHT * part))
+                prefetch_line(cache, (keys_at if warp == 0 else values_at) + (ahead - EIGHT * part))
             ahead = int32(ahead + LINE * 32)
             for j in range(EACH):
                 low = four_floats(k_words[4 * j], k_words[4 * j + 1])

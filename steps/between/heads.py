@@ -8,20 +8,12 @@ from numba import cuda, float32, int32
 
 from steps.between.eight import EIGHT
 from steps.between.values import add
-from steps.components.activations.gated import reciprocal
-from steps.instructions import load_f32x4
-from steps.instructions.define import GLOBAL, ptx
+from steps.instructions import load_f32x4, reciprocal
 
 SIZES: Final = (16, 32, 64, 128, 256)
 """Of heads: a power of two, so that a warp has whole groups of threads."""
 LINE: Final = 64
 """float16 of a line of the caches."""
-
-
-@ptx("prefetch.global.L2 [$0];", takes=(GLOBAL,), scope="lane", memory=True)
-def prefetch(lane, array, index):
-    """Begin to load the 128 bytes around array[index] into the L2. CCTL.E.PF2."""
-    array.locate(index, array.itemsize)
 
 
 @cuda.jit(device=True, forceinline=True)

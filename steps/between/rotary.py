@@ -26,11 +26,12 @@ from numba import cuda, float32, int32, int64
 
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.between.heads import SIZES, rotate_neighbours
-from steps.between.values import of, product, put, rounded, rsqrt
+from steps.between.values import of, product, put, rounded
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
+    rsqrt,
     shfl_xor,
     store_u32x4,
 )

@@ -1,23 +1,13 @@
 """Values of a row that a thread has in registers: eight of them in a local array.
 
-`product`, `add` and `times` are what attention does with eight values of a head. `rsqrt` is the
-instruction of norms.
+`product` and `add` are what attention does with eight values of a head.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numba import cuda, float32
+from numba import cuda
 
 from steps.instructions import floats_to_halves
-from steps.instructions.define import ptx
-
-
-@ptx("rsqrt.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def rsqrt(x):
-    """1 / sqrt(x), off by 2^-22.9 of itself at most (PTX ISA, rsqrt). MUFU.RSQ."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.float32(1) / np.sqrt(np.float32(x))
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -13,7 +13,6 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from reference import bfloat16_bits, bfloat16_values
-from steps.components.activations.gated import exp2, reciprocal
 from steps.instructions import (
     address,
     and_xor,
@@ -26,6 +25,7 @@ from steps.instructions import (
     cp_async_wait,
     dp4a,
     dp4a_us,
+    exp2,
     fence,
     float_to_half,
     floats_to_bfloats,
@@ -53,7 +53,10 @@ from steps.instructions import (
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    prefetch_line,
     prmt,
+    reciprocal,
+    rsqrt,
     select_bits,
     shfl,
     shfl_down,
@@ -185,21 +188,23 @@ def half_expected(bits, x):
 
 
 @cuda.jit
-def approximate_kernel(x, y, powers, inverses):
+def approximate_kernel(x, y, powers, inverses, roots):
     i = cuda.grid(1)
     powers[i] = float_to_half(exp2(x[i]))
     inverses[i] = float_to_half(reciprocal(y[i]))
+    roots[i] = float_to_half(rsqrt(y[i]))
 
 
 def approximate_inputs(rng):
     """None of whose results is nearer than 2^-21 of itself to halfway between two float16, which
-    is more than either may be off by."""
+    is more than any may be off by."""
     at = rng.permutation(464)
     return (at / 16 - 14).astype(np.float32), (at + 1).astype(np.float32)
 
 
 def approximate_expected(x, y):
-    return tuple(z.astype(np.float16).view(np.uint16) for z in (2.0 ** x.astype(float), 1 / y))
+    exact = 2.0 ** x.astype(float), 1 / y, 1 / np.sqrt(y.astype(float))
+    return tuple(z.astype(np.float16).view(np.uint16) for z in exact)
 
 
 @cuda.jit
@@ -656,6 +661,15 @@ def ordered_kernel(x, out):
     fence()
 
 
+@cuda.jit
+def prefetched_kernel(x, out):
+    """Which changes nothing that a program can see but the time."""
+    t = cuda.threadIdx.x
+    if t < 2:
+        prefetch_line(x, 32 * t)
+    out[t] = x[t]
+
+
 # --- warps
 
 
@@ -791,7 +805,7 @@ CASES = (
         approximate_expected,
         block=232,
         grid=2,
-        contains=("MUFU.EX2", "MUFU.RCP"),
+        contains=("MUFU.EX2", "MUFU.RCP", "MUFU.RSQ"),
     ),
     Case(
         "packed_half",
@@ -896,6 +910,14 @@ CASES = (
         ordered_kernel,
         lambda rng: (rng.integers(0, 99, 32).astype(np.int32),),
         lambda x: (x + 1,),
+    ),
+    Case(
+        "prefetched_line",
+        prefetched_kernel,
+        lambda rng: (words(rng, 64),),
+        lambda x: (x.copy(),),
+        block=64,
+        contains=("CCTL.E.PF2",),
     ),
     Case(
         "shuffles",
