@@ -84,10 +84,11 @@ fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEE
 	@$(PY) -m steps fuzz $(STEP) $(if $(SECONDS),--seconds '$(SECONDS)') \
 		$(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)')
 
-test: $(READY) ## all tests, no GPU needed: half an hour on two cores (QUICK=1: 8 minutes, one format a step)
-	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder \
-		-m 'not alone$(if $(QUICK), and not slow)'
-	@$(PY) -m pytest -m 'alone$(if $(QUICK), and not slow)'
+LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
+
+test: $(READY) ## the tests, no GPU needed: two formats a step (QUICK=1: one; ALL=1: every format and tile)
+	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder -m 'not alone$(LEFT_OUT)'
+	@$(PY) -m pytest -m 'alone$(LEFT_OUT)'
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
 	@$(PY) -m steps bench $(STEP) $(OWN) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \

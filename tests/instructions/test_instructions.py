@@ -41,7 +41,9 @@ def test_twin_equals_numpy(case, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_75", pytest.param("sm_80", marks=pytest.mark.every), "sm_90a"]
+)
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_machine_code_has_the_instruction(case, arch):
     inputs, expected = case.prepare(seed=0)

@@ -31,7 +31,7 @@ from steps.instructions import (
 from steps.simulator.banks import BankCounter, wavefronts, without_conflicts
 from steps.simulator.launch import SimulatorError, simulate
 from tests.components.passes import RemembersPasses
-from tests.steps.works import in_turn
+from tests.steps.works import in_turn, marks_by_turn
 
 LANES = range(32)
 
@@ -256,9 +256,9 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 # --- what steps 7 to 11 say of themselves ---------------------------------------------------------
 def in_every_format(*numbers: int) -> list[pytest.param]:
-    """(step, format); `make test QUICK=1` runs one format of each step."""
+    """(step, format), by turns."""
     return [
-        pytest.param(number, name, marks=() if name == in_turn(number) else pytest.mark.slow)
+        pytest.param(number, name, marks=marks_by_turn(number, name))
         for number in numbers
         for name in WEIGHT_FORMATS
     ]
@@ -286,7 +286,7 @@ def test_no_tile_of_step_10_has_any(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", [np.float32, np.float16])
+@pytest.mark.parametrize("output", [np.float32, pytest.param(np.float16, marks=pytest.mark.every)])
 @pytest.mark.parametrize(
     ("tokens", "name"), list(zip([128, 64, 32, 16, 128], WEIGHT_FORMATS, strict=True))
 )
@@ -332,7 +332,7 @@ def test_no_tile_of_steps_14_to_16_has_any(
 
 def decoding() -> list[pytest.param]:
     """(step, format, family, tokens): one format with each number of tokens, the others with one in
-    turn; `make test QUICK=1` runs one number of tokens."""
+    turn; `make test` runs the one format, with QUICK=1 one number of tokens."""
     found = []
     for number, (i, family), (j, name) in itertools.product(
         (17, 18), enumerate(("A8", "A16")), enumerate(WEIGHT_FORMATS)
@@ -340,7 +340,8 @@ def decoding() -> list[pytest.param]:
         in_all = name == in_turn(number)
         for k, tokens in enumerate((1, 3, 8, 16)):
             if in_all or k == (number + i + j) % 4:
-                marks = () if in_all and tokens == 3 else pytest.mark.slow
+                slow = () if tokens == 3 else pytest.mark.slow
+                marks = slow if in_all else pytest.mark.every
                 found.append(pytest.param(number, name, family, tokens, marks=marks))
     return found
 

@@ -18,7 +18,7 @@ from reference.limits import INTEGER_NMSE
 from steps.checks.verify import multiply, prepare
 from steps.contract import Family, Step
 from tests.components.passes import RemembersPasses
-from tests.steps.works import WORKS
+from tests.steps.works import WORKS, by_turn
 
 SHAPE = (4, 512, 1024)
 FEATURES = slice(0, 512, 64)
@@ -46,7 +46,7 @@ def problem_of(name: str) -> tuple[Problem, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, shift=3))
 def test_every_step(step: Step, family: Family, name: str) -> None:
     problem, blocks = problem_of(name)
     machine = RemembersPasses()

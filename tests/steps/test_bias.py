@@ -99,7 +99,13 @@ def test_blocks_that_share_a_tile_add_a_bias_once(number: int, monkeypatch: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ADDING, ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, id=step.name, marks=pytest.mark.every if i % 2 else ())
+        for i, step in enumerate(reversed(ADDING))
+    ],
+)
 def test_a_bias_costs_no_local_memory_and_few_instructions(step: Step) -> None:
     for family in step.families:
         codes = []

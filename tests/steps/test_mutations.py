@@ -1,6 +1,7 @@
 """Every mutation of a step's synchronization is noticed on a CPU, or listed with the reason.
 
-See `tests.steps.mutations`. `make test QUICK=1` tries one of each step.
+See `tests.steps.mutations`. `make test` tries a third of each step, with QUICK=1 one, with ALL=1
+all of them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,28 @@ from tests.steps.mutations import Outcome, Site
 
 
 def steps_and_parts() -> Iterator[pytest.param]:
-    """(step, whether the sample or the rest). Both go to one process, which remembers the cases."""
+    """(step, part). All parts go to one process, which remembers the cases."""
     for step in reversed(steps.ladder()):  # the longest first
         group = pytest.mark.xdist_group(f"mutations{step.number:02d}")
-        yield pytest.param(step.number, True, id=f"step{step.number:02d}-sample", marks=group)
-        marks = (group, pytest.mark.slow)
-        yield pytest.param(step.number, False, id=f"step{step.number:02d}-rest", marks=marks)
+        for part, marks in PARTS.items():
+            label = f"step{step.number:02d}-{part}"
+            yield pytest.param(step.number, part, id=label, marks=(group, *marks))
 
 
-@pytest.mark.parametrize(("number", "sample"), list(steps_and_parts()))
-def test_every_mutation_is_noticed(number: int, sample: bool) -> None:
+PARTS = {"one": (), "third": (pytest.mark.slow,), "rest": (pytest.mark.every,)}
+
+
+def part_of(i: int, sites: int) -> str:
+    """Of the i-th of so many sites."""
+    if i == sites // 2:
+        return "one"
+    return "rest" if i % 3 else "third"
+
+
+@pytest.mark.parametrize(("number", "part"), list(steps_and_parts()))
+def test_every_mutation_is_noticed(number: int, part: str) -> None:
     sites = mutations.own_sites(number)
-    chosen = [site for i, site in enumerate(sites) if (i == len(sites) // 2) == sample]
+    chosen = [site for i, site in enumerate(sites) if part_of(i, len(sites)) == part]
     found = [mutations.problem_with(mutations.tried(site, number)) for site in chosen]
     assert not any(found), "\n".join(filter(None, found))
 

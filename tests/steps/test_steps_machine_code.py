@@ -22,7 +22,7 @@ from steps.api.machines import Simulator
 from steps.checks.verify import prepare
 from steps.components.unpack.blocks import safe_load
 from steps.contract import Family, Launch, Size, Step, Work
-from tests.steps.works import in_turn
+from tests.steps.works import in_turn, marks_by_turn
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
 NEWEST = ARCHITECTURES[-1]
@@ -54,7 +54,7 @@ def group(step: Step) -> pytest.MarkDecorator:
 
 def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
     """(step, family, arch, format): every format on the newest architecture, which has all the
-    kernels; one on each older one, and another for the next step."""
+    kernels, by turns; one on each older one, and another for the next step."""
     for step in reversed(steps.ladder()):  # the longest groups first
         for arch in architectures:
             cc = int(arch.removeprefix("sm_").rstrip("a"))
@@ -63,7 +63,8 @@ def works(architectures: tuple[str, ...]) -> Iterator[pytest.param]:
             turn = in_turn(step.number + ARCHITECTURES.index(arch))
             for family in step.families:
                 for name in WEIGHT_FORMATS if arch == NEWEST else (turn,):
-                    slow = () if name == turn and arch == NEWEST else (pytest.mark.slow,)
+                    turns = marks_by_turn(step.number + ARCHITECTURES.index(arch), name)
+                    slow = turns if arch == NEWEST else (pytest.mark.slow,)
                     label = f"step{step.number:02d}-{family}-{arch}-{name}"
                     marks = (group(step), *slow)
                     yield pytest.param(step, family, arch, name, id=label, marks=marks)
@@ -133,13 +134,15 @@ LARGE: dict[int, list[Size]] = {
 
 
 def large_products() -> Iterator[pytest.param]:
-    """(work, size): one format for each, and another for the next."""
+    """(work, size): one format for each, and another for the next. `make test` runs the first and
+    the last of each step."""
     for number, sizes in LARGE.items():
         step = steps.find(number)
         for i, size in enumerate(sizes):
             name = in_turn(number + i)
             label = f"step{number:02d}-{name}-{'x'.join(map(str, size))}"
-            marks = (group(step), pytest.mark.slow)
+            within = size not in (sizes[0], sizes[-1])
+            marks = (group(step), pytest.mark.every if within else pytest.mark.slow)
             yield pytest.param(Work(step, step.families[-1], name), size, id=label, marks=marks)
 
 
@@ -275,10 +278,11 @@ Call = tuple[str, str]
 
 
 def wgmma_tiles() -> Iterator[pytest.param]:
-    """(step, tile, format, calls): every tile in every format, for one of the calls in turn; in one
-    format for all of them, and added up in slices. The loop is of a tile, a format and what weights
-    are unpacked to; the end, of a tile and the dtypes. Tiles between two powers of two have the
-    registers of neither, and are looked at in one format."""
+    """(step, tile, format, calls, slices): every tile in every format, for one of the calls in
+    turn; in one format for all of them, and added up in slices. `make test` takes that format with
+    one call. The loop is of a tile, a format and what weights are unpacked to; the end, of a tile
+    and the dtypes. Tiles between two powers of two have the registers of neither, and are looked at
+    in one format."""
     for number in (14, 15, 16):
         step = steps.find(number)
         for i, tile in enumerate(sys.modules[step.launch.__module__].TILES):
@@ -289,11 +293,16 @@ def wgmma_tiles() -> Iterator[pytest.param]:
                 slices = name == in_turn(number + i)
                 if tile[1] & (tile[1] - 1) and not slices:
                     continue
-                if not slices:
-                    calls = [calls[(i + j) % len(step.outputs)]]
+                one = [calls[(i + j) % len(step.outputs)]]
                 label = f"step{number}-{name}-{tile[0]}x{tile[1]}"
-                marks = (group(step), pytest.mark.slow)
-                yield pytest.param(step, tile, name, calls, slices, id=label, marks=marks)
+                marks = (group(step), pytest.mark.slow if slices else pytest.mark.every)
+                yield pytest.param(step, tile, name, one, slices, id=label, marks=marks)
+                if slices:
+                    rest = [call for call in calls if call not in one]
+                    marks = (group(step), pytest.mark.every)
+                    yield pytest.param(
+                        step, tile, name, rest, False, id=f"{label}-calls", marks=marks
+                    )
 
 
 def one_tile_a_block() -> Iterator[pytest.param]:
@@ -305,12 +314,13 @@ def one_tile_a_block() -> Iterator[pytest.param]:
             for step in (steps.find(12), steps.find(13)):
                 calls: list[Call] = [(output, output) for output in step.outputs]
                 calls.append(("float16", "float32"))
-                if j != (2 * i + step.number) % len(names):
+                in_all = j == (2 * i + step.number) % len(names)
+                if not in_all:
                     if (i + j + step.number) % 2:
                         continue
                     calls = [calls[(i + j // 2) % len(step.outputs)]]
                 label = f"step{step.number}-{name}-{tokens}"
-                marks = (group(step), pytest.mark.slow)
+                marks = (group(step), pytest.mark.slow if in_all else pytest.mark.every)
                 yield pytest.param(step, tokens, name, calls, id=label, marks=marks)
 
 

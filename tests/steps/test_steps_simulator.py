@@ -21,12 +21,12 @@ from steps.components.activations.layouts import reading
 from steps.components.decode import tiles as decode_tiles
 from steps.contract import Family, Step, Work
 from tests.components.passes import RemembersPasses
-from tests.steps.works import WORKS, in_turn, slow_unless_in_turn
+from tests.steps.works import WORKS, by_turn, in_turn, slow_unless_in_turn
 
 DESCENDING = -1
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS, shift=1))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
 def test_right_on_check_shapes(step: Step, family: Family, name: str) -> None:
     """Every shape in one format, and a third of them in each of the others. Distributions, seeds
     and lane orders go round too."""
@@ -41,7 +41,7 @@ def test_right_on_check_shapes(step: Step, family: Family, name: str) -> None:
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
 def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
     """A missing barrier would show in at least one of these orders. Barriers are the same in every
     format: one is run in all orders, the others in the two that differ most."""
@@ -86,7 +86,7 @@ EDGES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("turn", [0, pytest.param(2, marks=pytest.mark.every)])
 @pytest.mark.parametrize(("number", "shape"), EDGES)
 def test_a_tile_edge_in_both_directions(
     number: int, shape: tuple[int, int, int], turn: int
@@ -100,7 +100,7 @@ def test_a_tile_edge_in_both_directions(
 WRITES_FLOAT16 = [work for work in WORKS if work.values[0].outputs[1:]]
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WRITES_FLOAT16))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WRITES_FLOAT16))
 def test_outputs_in_float16(step: Step, family: Family, name: str) -> None:
     """Ragged, where a row is no multiple of four, and whole; the guard bands hold there too."""
     for order, shape in enumerate([(9, 37, 96), (5, 132, 64), (1, 1, 32)]):
@@ -120,13 +120,14 @@ READS_16_BITS = [
 def inputs_of_16_bits() -> Iterator[pytest.param]:
     """(work, shape, distribution): a ragged shape in every format, and in two formats one that goes
     beyond the first stage."""
-    for work in slow_unless_in_turn(READS_16_BITS, shift=2):
+    for work in by_turn(READS_16_BITS, shift=1):
         step, _, name = work.values
         yield pytest.param(*work.values, (9, 37, 96), "llm", id=work.id, marks=work.marks)
         if name in (in_turn(step.number), in_turn(step.number + 3)):
             label = f"{work.id}-stages"
             values = (*work.values, (20, 136, 288), "integer")
-            yield pytest.param(*values, id=label, marks=pytest.mark.slow)
+            marks = pytest.mark.slow if name == in_turn(step.number) else pytest.mark.every
+            yield pytest.param(*values, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +235,17 @@ def _size(work: tuple[Any, ...]) -> int:
 
 def shared_work() -> Iterator[pytest.param]:
     """Each in one format in three orders of lanes, and in another format in one, with C in float16
-    where the step writes it: who waits for whom is the same in all formats. `make test QUICK=1`
-    runs the smallest product of each step."""
+    where the step writes it: who waits for whom is the same in all formats. `make test` runs one
+    order, and three of the smallest product of each step; with QUICK=1 one of that alone."""
     by_size = sorted(SHARED_WORK, key=_size, reverse=True)
     smallest = {number: shape for number, _, shape, _ in by_size}
     for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
         for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), (5, 5))):
             label = f"step{number:02d}-{i}-{name}"
-            quick = shape == smallest[number] and len(set(orders)) == 1
-            marks = () if quick else (pytest.mark.slow,)
+            small, alone = shape == smallest[number], len(set(orders)) == 1
+            marks = (pytest.mark.slow if small or alone else pytest.mark.every,)
+            if small and alone:
+                marks = ()
             yield pytest.param(number, sms, shape, constants, name, orders, id=label, marks=marks)
 
 

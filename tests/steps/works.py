@@ -28,6 +28,23 @@ def in_turn(number: int) -> str:
     return WEIGHT_FORMATS[number % len(WEIGHT_FORMATS)]
 
 
+def marks_by_turn(number: int, name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of a test in a format, the turn being `number`'s: `make test QUICK=1` runs one format,
+    `make test` two, `make test ALL=1` all of them."""
+    if name == in_turn(number):
+        return ()
+    return (pytest.mark.slow,) if name == in_turn(number + 2) else (pytest.mark.every,)
+
+
+def by_turn(works: list[pytest.param], shift: int = 0) -> list[pytest.param]:
+    """The same works, marked so."""
+    return [
+        pytest.param(step, family, name, id=work.id, marks=marks_by_turn(step.number + shift, name))
+        for work in works
+        for step, family, name in [work.values]
+    ]
+
+
 def slow_unless_in_turn(works: list[pytest.param], shift: int = 0) -> list[pytest.param]:
     """The same works; `make test QUICK=1` runs one format of each step."""
     marked = []
