@@ -7,6 +7,7 @@ cannot be met.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -14,12 +15,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from qformats import WEIGHT_FORMATS
 from results.record.environment import environment, finished
+from results.render import text as table
 
 BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
@@ -130,8 +133,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     one.add_argument(
         "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
-        help="processes that compile kernels for --check, --quality and --bench "
-        "(default: cores, at most 16)",
+        help="processes that compile kernels before they are needed (default: cores, at most 16)",
     )  # fmt: skip
     one.add_argument(
         "--gpus", type=_count, metavar="N",
@@ -390,7 +392,24 @@ def _stream(file: Any, args: argparse.Namespace, do: Any, ranks: Any) -> Any:
         operations=do,
         ranks=ranks,
     )
-    return Stream(model, sampling)
+    if args.reference or not FIRST or args.jobs < 2:
+        return Stream(model, sampling)
+    return Stream(model, sampling, partial(_compile, model, args))
+
+
+def _compile(model: Any, args: argparse.Namespace, tokens: int) -> None:
+    """On all cores, what a prompt of so many tokens and the steps after it launch: at the first
+    start with a model, as kernels are kept on disk."""
+    with contextlib.ExitStack() as stack:
+        shown: list[table.Progress] = []
+
+        def report(done: int, of: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(table.progress(of)))
+            shown[0]("kernels compiled", done)
+
+        cases = [(args.accuracy, 1), (args.accuracy, tokens)]
+        model.compile_ahead(cases, args.jobs, _tell, report)
 
 
 def _say(text: str) -> None:

@@ -344,11 +344,17 @@ class Decoder:
                 one.accuracy = accuracy
 
     def compile_ahead(
-        self, cases: Sequence[tuple[str, int]], jobs: int, say: Callable[[str], None] = print
+        self,
+        cases: Sequence[tuple[str, int]],
+        jobs: int,
+        say: Callable[[str], None] = print,
+        report: Callable[[int, int], None] = lambda done, of: None,
     ) -> int:
         """Compile the kernels for (accuracy, tokens) of each case in `jobs` processes; how many.
 
-        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt.
+        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt. Those
+        that are kept on disk are not compiled; see `steps.api.parallel_compile.compile_ahead`,
+        which is told `say` and `report`.
         """
         wanted: list[parallel_compile.Wanted] = []
         before, machine = self.output.accuracy, Gpu()
@@ -366,7 +372,7 @@ class Decoder:
                     if each not in wanted:  # layers are alike
                         wanted.append(each)
         self.set_accuracy(before)
-        return parallel_compile.compile_ahead(wanted, machine, say, jobs)
+        return parallel_compile.compile_ahead(wanted, machine, say, jobs, report=report)
 
     def cache(self, batch: int, length: int) -> Cache:
         """A cache for at least `length` positions."""

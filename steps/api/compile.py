@@ -10,6 +10,7 @@ then, both get the architecture that was asked for, so that a process with a GPU
 another.
 """
 
+import gc
 import re
 import subprocess
 import tempfile
@@ -109,7 +110,7 @@ def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKer
 def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
     """The same, whatever the cache has."""
     cc = capability(arch)
-    with _pretending_to_be(cc):
+    with _compiling_for(cc):
         made = dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)
         cubin = made._codelibrary.get_cubin(cc=cc)
     return CompiledKernel(made.entry_name, bytes(cubin.code), made.cooperative)
@@ -121,7 +122,7 @@ def _machine_code(
 ) -> MachineCode:
     cc = capability(arch)
     options = kernel.targetoptions | ({"lineinfo": True} if line_info else {})
-    with _pretending_to_be(cc):
+    with _compiling_for(cc):
         compiled = dispatcher._Kernel(kernel.py_func, argument_types, **options)
         library = compiled._codelibrary
         _refuse_missing(library.get_llvm_str(), kernel.__name__, cc, arch)
@@ -223,19 +224,24 @@ def source_lines(sass: str) -> list[tuple[int | None, str]]:
 
 
 @contextmanager
-def _pretending_to_be(cc: tuple[int, int, str]) -> Iterator[None]:
+def _compiling_for(cc: tuple[int, int, str]) -> Iterator[None]:
     """Answer numba-cuda's two questions about the current device with `cc`, while no other thread
-    compiles."""
+    compiles. Numba makes millions of objects and few circles: looking for circles meanwhile would
+    take a fifth of the time."""
     device = SimpleNamespace(id=0, compute_capability=cc[:2])
     library = codegen.CUDACodeLibrary
     with global_compiler_lock:
         asked, ensure = dispatcher.get_current_device, library._ensure_cc
+        collects = gc.isenabled()
+        gc.disable()
         dispatcher.get_current_device = lambda: device
         library._ensure_cc = lambda self, given: given or cc
         try:
             yield
         finally:
             dispatcher.get_current_device, library._ensure_cc = asked, ensure
+            if collects:
+                gc.enable()
 
 
 class _ReportingLinker(driver._Linker):

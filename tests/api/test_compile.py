@@ -1,5 +1,6 @@
 """Offline compilation: the whole path of a launch, without a GPU and without a trace."""
 
+import gc
 import re
 
 import numpy as np
@@ -71,7 +72,15 @@ def test_results_are_kept():
 
 def test_the_process_is_as_before():
     asked, ensure = dispatcher.get_current_device, codegen.CUDACodeLibrary._ensure_cc
+    assert gc.isenabled()
     machine_code(squares, (float32[::1], types.Array(float32, 1, "A")), "sm_80")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        machine_code(squares, (types.Array(float32, 1, "A"), float32[::1]), "sm_80")
+        assert not gc.isenabled(), "as the caller had it"
+    finally:
+        gc.enable()
     with pytest.raises(ValueError, match="sm_75"):
         machine_code(squares, SQUARES, "sm_60")
     assert dispatcher.get_current_device is asked

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
 
+from results.decoder import __main__ as command  # noqa: E402
 from results.decoder import files  # noqa: E402
 from results.decoder.__main__ import main  # noqa: E402
 from results.decoder.compare import checks  # noqa: E402
@@ -112,6 +113,30 @@ def test_a_stream_has_the_tokens_of_all_at_once(tiny: Any) -> None:
         assert list(stream.tokens(ids, most)) == wanted[0].tolist()
     assert stream._steps is not None
     assert stream._steps.cache.length == 1024, "the one that was long enough for all of them"
+
+
+def test_what_is_launched_is_prepared_once(tiny: Any) -> None:
+    asked: list[int] = []
+    stream = Stream(tiny, prepare=asked.append)
+    for length in (5, 9):
+        first = next(stream.tokens(checks.prompt(files.WORDS, length), 3))
+        assert asked == [5], "before the first token, and at the first prompt alone"
+        assert 0 <= first < files.WORDS
+
+
+def test_a_first_prompt_is_compiled_for_on_all_cores(capsys: Any) -> None:
+    asked: list[Any] = []
+
+    class Model:
+        def compile_ahead(self, cases: Any, jobs: int, say: Any, report: Any) -> None:
+            asked.append((cases, jobs))
+            report(1, 2)
+            say("one was not compiled")
+
+    args = command._parser().parse_args(["model.gguf", "--jobs", "3", "--accuracy", "fast"])
+    command._compile(Model(), args, 17)
+    assert asked == [([("fast", 1), ("fast", 17)], 3)]
+    assert capsys.readouterr().err == "[one was not compiled]\n", "no progress without a terminal"
 
 
 def test_a_cache_grows_while_an_answer_does(tiny: Any, monkeypatch: Any) -> None:

@@ -294,11 +294,16 @@ def test_kernels_compiled_ahead_are_those_of_templates(
     asked: list[Any] = []
     monkeypatch.setattr(parts, "Gpu", lambda: kernels)
     monkeypatch.setattr(
-        parts.parallel_compile, "compile_ahead", lambda wanted, *_: asked.extend(wanted) or 7
+        parts.parallel_compile,
+        "compile_ahead",
+        lambda wanted, *_, report: asked.extend(wanted) or report(7, 7) or 7,
     )
     ours = files.load(tiny, step_products("cpu", "fast"))
     ours.set_accuracy("exact")
-    assert ours.compile_ahead([("exact", 2), ("fast", 40)], 2) == 7
+    told: list[Any] = []
+    cases = [("exact", 2), ("fast", 40)]
+    assert ours.compile_ahead(cases, 2, report=lambda *each: told.append(each)) == 7
+    assert told == [(7, 7)]
     assert ours.output.accuracy == "exact"
     found = {
         (one.kernel, types) for each in asked for one, types in parallel_compile._launches(*each)

@@ -55,16 +55,28 @@ class Sampling:
 
 
 class Stream:
-    """Generates tokens of one sequence. sampling: how they are drawn; the likeliest by default."""
+    """Generates tokens of one sequence.
 
-    def __init__(self, model: Decoder, sampling: Sampling | None = None) -> None:
-        self.model, self.sampling = model, sampling
+    sampling: how they are drawn; the likeliest by default. prepare: is called once, with the number
+    of tokens of the first prompt, before that is computed.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sampling: Sampling | None = None,
+        prepare: Callable[[int], None] | None = None,
+    ) -> None:
+        self.model, self.sampling, self._prepare = model, sampling, prepare
         self._choose: Callable[[Tensor], Tensor] = sampling or model.operations.argmax_of_rows
         self._steps: Greedy | None = None
 
     @torch.no_grad()
     def tokens(self, ids: Sequence[int], most: int) -> Iterator[int]:
         """At most `most` tokens after ids."""
+        if self._prepare is not None:
+            prepare, self._prepare = self._prepare, None
+            prepare(len(ids))
         steps = self._with_room(len(ids) + 1)
         given = torch.tensor([list(ids)], device=self.model.device)
         logits = self.model.prefill(given, steps.cache)
