@@ -2,11 +2,14 @@
 
 What is new
     A warp owns 32 features x 64 tokens of C, 64 sums a thread: twice as much as in step 7, so each
-    B fragment meets two A fragments. Both operands lie in shared memory, 128 K at a time (a
-    *stage*). There are two sets of registers for B fragments: while one block of K is multiplied,
-    those of the next are loaded. `ldmatrix` loads the B fragments of 16 tokens at once, as four
-    matrices of 8 rows. A row is a chunk: 16 K of a token, 16 bytes. Lane 8i + r gives the address
-    of row r of matrix i; lane 4g + t receives word t of row g of each matrix: its b0 or b1.
+    B fragment meets two A fragments. (A fragments hold weights and B fragments tokens: the letters
+    are those of the mma, not of the matrices A and W.) Both operands lie in shared memory, 128 K at
+    a time: a *stage*. There are two sets of registers for B fragments: while one block of K is
+    multiplied, those of the next are loaded.
+
+    `ldmatrix` loads the B fragments of 16 tokens at once, as four matrices of 8 rows. A row is a
+    chunk: 16 K of a token, 16 bytes. Lane 8i + r gives the address of row r of matrix i; lane
+    4g + t receives word t of row g of each matrix: its b0 or b1. For one block of K:
 
                          tokens 0..7         tokens 8..15              tokens 56..63
         K  0..15      | matrix 0: b0  |   | matrix 2: b0  |    ...    |             |    chunk 0
@@ -14,12 +17,13 @@ What is new
 
     It is conflict-free without a swizzle: the 8 rows of a matrix are 128 bytes in one piece, all 32
     banks. So are the weights: lane l reads the l-th 16 bytes of a fragment-packed tile.
-    The minima of q4_1 and q5_1 leave the loop: the sum of m * s over a stage is one tf32 product.
+    In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block. Here one tf32 mma adds those of all
+    four blocks of a stage, for 16 features x 8 tokens (`add_minima`).
 Why it should help
     Step 7 has 18.9 instructions for an IMMA, the IMMA and the 12 of its scaling among them. Wider
     loads, and fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles,
-    any other instruction for one: 21.6 cycles instead of 24.7. A stage also waits 900 cycles for
-    its loads and first fragments, which the SM's other block hides where it is multiplying.
+    any other instruction for one: 21.6 cycles instead of 24.7. In each stage a block also waits 900
+    cycles for its loads and first fragments. The SM's other block hides that while it multiplies.
     Predicted: 64 us where step 7 takes 74, 1.16x.
 What it costs
     250 registers a thread: two blocks of four warps on an SM. 18 to 26 KB for a stage.
@@ -28,6 +32,7 @@ Machine code
 Prerequisites
     Step 7 (fragments, scales; `write_sums` is its end). Taught here: components.shared_stage (where
     things lie in a stage) and components.warp_tile (fragments, products and scales of a warp).
+    From here on a layer's bias may be added to the sums (components.epilogue.bias): skip it.
 """
 
 from __future__ import annotations
@@ -57,6 +62,7 @@ BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would nee
 
 @cuda.jit(device=True, forceinline=True)
 def copy_16(stage, to, array, offset):
+    """16 bytes from flat array[offset] on to byte `to` of the stage, through four registers."""
     # hole 1
     x = load_u32x4(array, offset)
     store_u32x4(stage, to, x[0], x[1], x[2], x[3])
@@ -65,6 +71,7 @@ def copy_16(stage, to, array, offset):
 
 @cuda.jit(device=True, forceinline=True)
 def copy_4(stage, to, array, offset):
+    """The same for 4 bytes: a scale or a sum, or the rest of the weights."""
     store_u32(stage, to, load_u32(array, offset))
 
 
@@ -85,11 +92,11 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
         a: K-outermost."""
         stage = cuda.shared.array(stage_bytes, uint8, alignment=128)
         acc = cuda.local.array(SUMS, float32)
-        a = cuda.local.array(A_WORDS, uint32)
-        scales = cuda.local.array(SCALE_WORDS, uint32)
-        b_even = cuda.local.array(B_WORDS, uint32)
-        b_odd = cuda.local.array(B_WORDS, uint32)
-        x = cuda.local.array(B_WORDS, float32)
+        a = cuda.local.array(A_WORDS, uint32)  # A fragments (weights) of two blocks of K
+        scales = cuda.local.array(SCALE_WORDS, uint32)  # of the weights, for all four blocks
+        b_even = cuda.local.array(B_WORDS, uint32)  # B fragments (tokens) of blocks 0 and 2
+        b_odd = cuda.local.array(B_WORDS, uint32)  # of blocks 1 and 3
+        x = cuda.local.array(B_WORDS, float32)  # scales d of the tokens, of one block
         t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
@@ -100,7 +107,7 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
         row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
         # end of hole 2
         scales_at = 16 * (lane & 3)  # d of the tokens of its sums
-        source = first_source(t, m0, n0, 0, int32(steps), M)
+        source = first_source(t, m0, n0, 0, int32(steps), M)  # where it copies from: w, qa and ds
         for i in range(SUMS):
             acc[i] = 0
         for _ in range(int32(steps)):

@@ -116,6 +116,7 @@ def warp_tile(fmt: Format, bm: int) -> WarpTile:
 
     @cuda.jit(device=True, forceinline=True)
     def scale_of(word, odd):
+        """Of a word's two float16 scales that of its even or its odd block, as float32."""
         bits = uint32(word) >> uint32(16) if odd else uint32(word) & uint32(0xFFFF)
         return half_to_float(bits) * unit
 

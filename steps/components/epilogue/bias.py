@@ -1,5 +1,6 @@
 """The bias of a layer, added to sums before they are rounded to the dtype of C, by whichever block
-writes them. So a layer with a bias takes no launch more. The ends of steps 8 to 18 use this.
+writes them. So a layer with a bias takes no launch more. Step 8 is the first whose end uses this,
+and all after it do.
 
 A kernel for a product without a bias is compiled without one: `add` returns its argument then, and
 nothing of this is left in machine code.
