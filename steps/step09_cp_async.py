@@ -2,21 +2,22 @@
 
 What is new
     `cp.async` copies from global to shared memory without a register and without a wait: a thread
-    issues it and goes on. So a ring of stages lies in shared memory, and while one is multiplied
-    the next ones are on their way. Over time, with the steps of K in four places:
+    issues it and goes on. So shared memory holds a *ring* of stages: while one is multiplied, the
+    others are being filled. A step is 128 K; step s uses stage s % 4. Over time:
 
-        place 0  |== copy 0 ==| mul 0 |======= copy 4 ========| mul 4 |=====
-        place 1  |== copy 1 ==|       | mul 1 |======= copy 5 ========| mul 5
-        place 2  |== copy 2 ==|               | mul 2 |======= copy 6 ======
-        place 3  |== copy 3 ==|                       | mul 3 |==== copy 7 =
+        stage 0  |== copy 0 ==| mul 0 |======= copy 4 ========| mul 4 |=====
+        stage 1  |== copy 1 ==|       | mul 1 |======= copy 5 ========| mul 5
+        stage 2  |== copy 2 ==|               | mul 2 |======= copy 6 ======
+        stage 3  |== copy 3 ==|                       | mul 3 |==== copy 7 =
 
-    A thread closes the copies of a stage into a *group*; `wait_group n` waits until all but its
-    newest n groups have arrived. Then one barrier a stage says two things: the copies of *all*
-    threads are there, and all threads have read the stage before. Its place is free for new copies.
+    A thread closes its copies of a step into a *group*; `wait_group n` waits until all but its
+    newest n groups have arrived. Then one barrier a step says two things. The copies of *all*
+    threads are there: the next stage may be read. And all threads have read the stage before: it
+    may be filled again.
 Why it should help
-    Step 8 stops in every stage: for its loads, at two barriers, and for its first fragments, some
-    900 cycles. The other block of the SM hides most of that, not all. Here a copy has three
-    stages, 8000 cycles, to arrive, and the first fragments of the next stage are loaded under the
+    Step 8 stops in every step of K: for its loads, at two barriers, and for its first fragments,
+    some 900 cycles. The other block of the SM hides most of that, not all. Here a copy has three
+    steps, 8000 cycles, to arrive, and the first fragments of the next stage are loaded under the
     last products of this one. What is left is 22 cycles an IMMA, 4096 of them on each scheduler,
     and a tenth more: predicted 57 us where step 8 takes 64, 1.12x.
 What it costs
@@ -66,6 +67,8 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
     load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
     load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
     write = write_sums(ROW_TILES, COLUMNS, of_bias)
+    # At first all copies but those of the first step may still be in flight. In step s, when
+    # stages + s groups are closed, those behind step s + 1, which is read next.
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
@@ -74,7 +77,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         a: K-outermost."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         acc = cuda.local.array(SUMS, float32)
-        a = cuda.local.array(A_WORDS, uint32)
+        a = cuda.local.array(A_WORDS, uint32)  # registers as in step 8
         scales = cuda.local.array(SCALE_WORDS, uint32)
         b_even = cuda.local.array(B_WORDS, uint32)
         b_odd = cuda.local.array(B_WORDS, uint32)
@@ -122,7 +125,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
             load_token_scales(x, ring, stage + scales_at, 3)
 
             # --- the next stage has arrived for all threads, and all have read this one to its end:
-            # what is left of it is in registers
+            # what its last block needs is in registers
             # hole 2
             wait_for_next()
             cuda.syncthreads()
@@ -133,6 +136,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
                 stage = int32(0)
             # end of hole 3
             load_tokens(b_even, ring, stage + row_at, 0)
+            # refill the stage that was just read; `stage` is already the next one
             # hole 4
             if step + stages < count:
                 copy_weights(ring, to, w, source)
