@@ -4,10 +4,10 @@ What is new
     The tiles of C, each with its steps along K, are laid end to end, and every block takes an equal
     range of that line. A range may begin and end within a tile. Then several blocks are
     *contributors* to the tile: each stores its partial sums and counts itself at the tile's
-    counter, and the last to arrive adds up all of them:
+    counter, and the last to arrive adds up all of them. Five blocks, four tiles of 16 steps:
 
                    tile 0          tile 1          tile 2          tile 3
-        K     |---------------|---------------|---------------|---------------|
+        steps |---------------|---------------|---------------|---------------|
         block 0000000000000111111111111122222222222223333333333333444444444444
         added up by last of 0, 1    last of 1, 2    last of 2, 3    last of 3, 4
 
@@ -15,17 +15,18 @@ What is new
 Why it should help
     With 128 tokens and 4096 features step 9 has 64 tiles for the 264 blocks that 132 SMs hold: half
     of the SMs are idle, the others have one block each. Here 256 blocks share them. At K = 14336
-    that is 28 stages of 2840 cycles, at K = 4096, in smaller tiles, 16 of 1580; and 11000 or 6000
+    that is 28 steps of 2840 cycles, at K = 4096, in smaller tiles, 16 of 1580; and 11000 or 6000
     cycles for partial sums, 6000 for both ends. Predicted: 54 us where step 9 takes 109, 2.0x, and
-    20.7 where it takes 33.7, 1.6x. With 512 tokens 256 whole tiles fill 97 % of the 264 places.
+    20.7 where it takes 33.7, 1.6x. With 512 tokens 256 whole tiles keep 97 % of 264 blocks busy.
 What it costs
-    Scratch memory of two tiles a block, and partial sums that go through the L2.
+    Scratch memory for two tiles a block, which its range begins and ends in; traffic to the L2.
 Machine code
     As step 9, and a fence (MEMBAR) and an atomic (ATOMG) for the counter.
 Prerequisites
     Step 9. Taught here: components.stream_k (which block does what) and split_k_reduction (the
-    counter); stream_k_tiles only chooses the tiles. Weights are copied while the activation pass
-    still runs, activations after griddepcontrol_wait: step 14 says how launches overlap.
+    counter); stream_k_tiles only chooses the tiles. griddepcontrol_wait returns when the launch
+    before this one, the activation pass, has ended (steps/instructions/launch_order.py). Weights
+    do not depend on it, so they are copied before.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
     find = scheduler(BN, bm)
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
-    at_once = IN_FLIGHT // n_acc  # contributions whose partial sums are loaded together
+    at_once = IN_FLIGHT // n_acc  # contributors whose partial sums are loaded together
 
     @cuda.jit(device=True, forceinline=True)
     def partial_offset(block, first, partial_slot, t):
-        """Where a block stores: in its slot 0, but a tile's first block in `partial_slot`."""
+        """Where a block's partial sums lie: its slot 0; of a tile's first block `partial_slot`."""
         slot = int32(2 * block + (partial_slot if block == first else 0))
         return int32(slot * n_acc * THREADS + 4 * t)
 
@@ -111,8 +112,7 @@ def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM[bm]))
     def w4a8_stream_k(w, row_scales, bias, qa, ds, c, steps, schedule, partials, arrived):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
-        a: K-outermost."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; operands as in step 9, schedule of `work_rate`."""
         ring = cuda.shared.array(0, uint8, alignment=128)
         earlier = cuda.shared.array(1, int32)  # contributors that arrived before this block
         acc = cuda.local.array(n_acc, float32)
@@ -130,20 +130,20 @@ def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
         tiles_c = int32((M + bm - 1) // bm * tiles_n)
         griddepcontrol_launch_dependents()
 
-        # --- this block's range of the line: `count` steps of a tile, from step k0 on
+        # --- the block's range of the line: `count` steps of a tile from step k0 on, `left` behind
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
             for i in range(n_acc):
                 acc[i] = 0
 
-            # --- multiply, as in step 9
+            # --- multiply, as in step 9 (ahead, source: where weights and tokens are copied from)
             ahead = source = first_source(t, m0, n0, k0, steps, M)
             for step in range(stages):
                 if step < count:
                     copy_weights(ring, step * stage_bytes + 16 * t, w, ahead)
                     ahead = next_source(ahead, M)
-            griddepcontrol_wait()  # the launch before this one quantizes the activations
+            griddepcontrol_wait()  # the launch before this one quantizes the tokens
             for step in range(stages):
                 if step < count:
                     copy_tokens(ring, step * stage_bytes + 16 * t, qa, ds, source, M)

@@ -64,10 +64,12 @@ def scheduler(bn: int, bm: int) -> Scheduler:
 
     @cuda.jit(device=True, forceinline=True)
     def quotient(a, b):
+        """a // b of numbers that are not negative: rounding towards -inf would take more code."""
         return int32(uint32(a) // uint32(b))
 
     @cuda.jit(device=True, forceinline=True)
     def range_start(block, rate):
+        """The first work item of a block's range: also the end of the range of the block before."""
         return int32(int64(block) * rate >> 32)
 
     @cuda.jit(device=True, forceinline=True)
