@@ -3,8 +3,9 @@
 What is new
     A weight becomes float16 in registers, its scale and offset included, and the tensor core adds
     up all of K in float32 by itself. The code needs no conversion: the bits of an integer n, read
-    as a float16, are n * 2^-24. So a mask and one multiply-add make two weights of a word. Q4_0,
-    with d' = d / (2^-24 row_scale) in the packed tile, and row_scale at the end:
+    as a float16, are n * 2^-24. So a mask and one multiply-add make two weights of a word. Packed
+    tiles hold d' = d / (2^-24 row_scale). row_scale is a power of two for each row: it brings d'
+    into the range of float16 and multiplies the sums at the end. Q4_0, whose codes mean code - 8:
 
         a word of packed codes     |  k = 2t  |  2t + 8  |  2t + 1  |  2t + 9  |   bytes 0 to 3
         & 0x000F000F               |      code of 2t     |    code of 2t + 1   |   LOP3
@@ -17,12 +18,13 @@ What is new
 Why it should help
     Steps 7 to 10 pay three instructions for each sum every 32 K. Here a warp has 32 HMMA for 16 K,
     214 cycles of the tensor core, and 70 other instructions (5 bits: 95): a scheduler issues in
-    half of its cycles. (512,4096,4096) are 256 tiles of 64 tokens, two an SM: 32 stages of 1715
-    cycles if tensor cores never wait. Eight warps hide few latencies: a third of the time they
-    wait. 85000 cycles at 1.76 GHz are 48 us, 1.2x step 9. And nothing is lost but the rounding of A
-    and W to float16: NMSE 3e-8, a thousandth of what Q8_1 costs.
+    half of its cycles. (512,4096,4096) are 256 tiles of 64 tokens, two an SM, which together take
+    1715 cycles a stage, 54900 for K, if tensor cores never wait. Eight warps hide few latencies, so
+    they will wait for 35 % of the time: 84500 cycles at 1.76 GHz are 48 us, 1.2x step 9.
+    And nothing is lost but the rounding of A and W to float16: NMSE 3e-8, a thousandth of what Q8_1
+    costs.
 What it costs
-    243 registers, eight warps an SM. A takes twice the bytes of Q8_1; C passes through shared
+    243 registers, eight warps an SM. A takes twice the bytes of Q8_1. C passes through shared
     memory, to be added up and stored in full lines. Blocks whose scale is far below the largest of
     their row lose precision (qformats.repack.tiles says how much).
 Machine code
@@ -76,15 +78,15 @@ def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
     stages: int,
 ) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    of `bm` tokens, and a ring of `stages`; threads of a block)"""
+    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    of `bm` tokens, and a ring of `stages`; threads of a block). scaled: tokens have scales."""
     form, mma = float_format(fmt.name, kind), MMA[kind]
     tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
     n_words, n_scales = form.n_words, form.n_scales
-    blocks, warps_k = TILES[bm]
+    blocks_per_sm, warps_k = TILES[bm]
     tokens, warps_m = min(bm, WARP), ceil_div(bm, WARP)  # of a warp; warps side by side
-    halves, columns = 2 // warps_k, tokens // 8  # of a warp: halves of a stage; B fragments
+    halves, columns = 2 // warps_k, tokens // 8  # of a warp: halves of a stage; mma side by side
     threads = 32 * WARPS_N * warps_m * warps_k
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns
     box, weight_bytes = box_bytes(bm), TILE_GROUP * tile_bytes
@@ -96,8 +98,8 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def load_tokens(b, ring, at, step):
-        """B fragments of 16 K, `step` 0 to 3 of a box: two chunks of each token. Chunk 2 step + i
-        of row r lies at (2 step) ^ i ^ (r & 7); `at` is where this lane's chunk of step 0 lies."""
+        """B fragments of 16 K, `step` 0 to 3 of 64 K: two chunks of each token. Chunk 2 step + i of
+        row r lies at (2 step) ^ i ^ (r & 7); `at` is where this lane's chunk of step 0 lies."""
         for j in range(0, n_b, 4):
             # hole 1
             x = ldmatrix_x4(ring, (at ^ (32 * step)) + 4 * j * ROW)
@@ -106,6 +108,7 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def load_weights(w, s, ring, at, lane, half):
+        """w, s = codes and scales of 64 K, half 0 or 1 of the warp's packed tiles at byte `at`."""
         for i in range(ROW_TILES):
             x = words(ring, at + i * tile_bytes, lane, half)
             y = scales(ring, at + i * tile_bytes, lane, half)
@@ -127,7 +130,7 @@ def kernel(
                 acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = x
             # end of hole 2
 
-    @cuda.jit(launch_bounds=(threads, blocks))
+    @cuda.jit(launch_bounds=(threads, blocks_per_sm))
     def w4a16_mma(w, row_scales, a, token_scales, bias, c, steps, partials, arrived):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w of qformats.repack.tiles."""
         ring = cuda.shared.array(0, uint8, alignment=1024)
@@ -144,14 +147,14 @@ def kernel(
         k0 = int32(uint32(steps * split) // splits)
         count = int32(int32(uint32(steps * (split + 1)) // splits) - k0)
         group = int32(cuda.blockIdx.x * steps + k0)
-        # what this warp multiplies: features from 64 column on, tokens from `first` on, and of a
-        # stage both halves, or this one
-        column, first = warp % WARPS_N, warp // WARPS_N % warps_m * tokens
+        # what this warp multiplies: 64 features, tokens from `first_token` on, and of a stage both
+        # halves of K, or this one
+        warp_n, first_token = warp % WARPS_N, warp // WARPS_N % warps_m * tokens
         warp_k = int32(warp // (WARPS_N * warps_m))
-        half, weights = warp_k, 2 * box + column * (ROW_TILES * tile_bytes)
+        half, weights_at = warp_k, 2 * box + warp_n * (ROW_TILES * tile_bytes)
         # lane 8i + r addresses row r of ldmatrix's matrix i: chunk i & 1, tokens from 8 (i >> 1) on
         row = lane & 7
-        b_at = (first + (lane >> 4) * 8 + row) * ROW + (lane >> 3 & 1 ^ row) * 16
+        b_at = (first_token + (lane >> 4) * 8 + row) * ROW + (lane >> 3 & 1 ^ row) * 16
         for i in range(n_acc):
             acc[i] = 0
 
@@ -164,10 +167,10 @@ def kernel(
         # end of hole 3
         wait_for_first()
         cuda.syncthreads()
-        base, ahead = int32(0), int32(stages)
-        load_weights(codes, s, ring, weights, lane, half)
+        base, ahead = int32(0), int32(stages)  # byte of the stage in use; step to be copied next
+        load_weights(codes, s, ring, weights_at, lane, half)
         load_tokens(b_even, ring, b_at + half * box, 0)
-        for _ in range(int32(count * halves)):  # 64 K
+        for _ in range(int32(count * halves)):  # 64 K each
             # the tokens of the next 16 K are on their way while these are multiplied
             at = base + b_at + half * box
             load_tokens(b_odd, ring, at, 1)
@@ -191,11 +194,11 @@ def kernel(
                 # end of hole 4
             load_tokens(b_even, ring, base + b_at + half * box, 0)
             multiply(acc, codes, s, b_odd, 3)
-            load_weights(codes, s, ring, base + weights, lane, half)
+            load_weights(codes, s, ring, base + weights_at, lane, half)
 
         # --- registers -> shared -> global
         cuda.syncthreads()  # nobody reads the ring any more
-        stage_warp(sums, acc, warp_k * bm + first, column * WARP, lane)
+        stage_warp(sums, acc, warp_k * bm + first_token, warp_n * WARP, lane)
         cuda.syncthreads()
         tile = int32(cuda.blockIdx.y * cuda.gridDim.x + cuda.blockIdx.x)
         scales_and_bias = row_scales, token_scales, bias

@@ -27,8 +27,8 @@ class HalfFormat:
         the codes of one lane for one half, 64 K, of the packed tile at byte `offset` of m
     scales(m, offset, lane, half) -> `n_scales` words
         the same for the scales and minima
-    multipliers(scales, block) -> (of row g, of row g + 8), each (low, high, offset), two halves a
-        register, of block 0 or 1 of that half
+    multipliers(scales, block) -> (of row g, of row g + 8), of block 0 or 1 of that half. Each is
+        (factor of codes in low nibbles, of codes in high nibbles, offset), as float16 twice
     fragments(words, step, multipliers) -> (a0, a1, a2, a3)
         of `mma_m16n8k16_f16` for step 0 to 3 of 16 K of that half, whose block the multipliers are
         of. With g = lane // 4, t = lane % 4 the registers hold
@@ -41,10 +41,9 @@ class HalfFormat:
 
         as the instruction takes K in its natural order. A mask finds both codes of a register in
         one word, since the word has K in `qformats.repack.MMA_ORDER`.
-    `block` and `step` are to be constants. A register, or two weights, costs a LOP3, an
-    HFMA2 and a fourth (4 bits) or half (8 bits) of a shift, with 5 bits a half of a LOP3 and of a
-    shift more where both steps of a block are made; multipliers are three quarters of an
-    instruction besides.
+    `block` and `step` are to be constants. A register, two weights, costs a LOP3, an HFMA2, and a
+    quarter (4 bits) or half (8 bits) of a shift. 5 bits cost half a LOP3 and half a shift more,
+    where both steps of a block are made. Multipliers add three quarters of an instruction.
     """
 
     tile_bytes: int
