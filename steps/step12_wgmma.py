@@ -2,18 +2,17 @@
 
 What is new
     `wgmma`: the four warps of a *warpgroup* together multiply 64 features x 16 K in their registers
-    by 16 K x all tokens of the tile in shared memory. A *matrix descriptor* says where the tokens
-    lie: address, distance of eight rows, 128-byte swizzle. So no warp loads fragments of tokens any
-    more (no ldmatrix), and no weight passes through shared memory as float16.
+    by 16 K x all `bm` tokens of the tile in shared memory. A *matrix descriptor* says where the
+    tokens lie: address, distance of eight rows, 128-byte swizzle. So no warp loads fragments of
+    tokens any more (no ldmatrix). Lane 4g + t of warp w, tokens in groups j of eight:
 
                               weights: 64 features x 16 K         sums: 64 features x bm tokens
-        lane 4g + t           k = 2t, 2t + 1    2t + 8, 2t + 9    token 8j + 2t    8j + 2t + 1
+                              k = 2t, 2t + 1    2t + 8, 2t + 9    token 8j + 2t    8j + 2t + 1
         feature 16w + g             a0                a2             d[4j]          d[4j + 1]
         feature 16w + g + 8         a1                a3             d[4j + 2]      d[4j + 3]
 
     These are the fragments of mma.m16n8k16, those of warp w below those of warp w - 1. So weights
     are unpacked as in step 11: warp w of warpgroup i has packed tile 4i + w of the stage's eight.
-    With 4 bits lane l loads the four words at byte 512 half + 16 l of it: 64 K of two rows.
 
     wgmma returns at once. While one half of a stage is multiplied, all threads issue the copies of
     a later stage and unpack the other half:
@@ -25,10 +24,11 @@ Why it should help
     mma.sync reaches two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
     are 1024 cycles of wgmma, in which each of the two warps of a scheduler issues 226 instructions
     (5 bits: 262), 50 of them for copies. Between stages the tensor cores wait for the barrier and
-    the first unpacked weights, some 480 cycles. (512,4096,4096) are 32 stages of 1500 cycles, or of
-    1280 with two tiles of 64 tokens an SM: these wait in turn, and the limit is 40 bytes a cycle
-    from the L2. With 5000 cycles for the ends of a tile 46000 at 1.76 GHz are 26 us. Such a count
-    knows no latencies; step 11 takes 1.5 times its own. Expect 36 us, 1.3x.
+    the first unpacked weights, some 480 cycles: 1500 a stage. Two tiles of 64 tokens an SM hide
+    each other's waits. Their limit is the L2 with 40 bytes a cycle: 1280 cycles for a stage of
+    both. (512,4096,4096) are 32 of these, and 5000 cycles for the ends of a tile: 46000 cycles, 26
+    us at 1.76 GHz. Such a count knows no latencies. Step 11 takes 1.5 times its own, so expect 36
+    us, 1.3x.
 What it costs
     wgmma exists on compute capability 9.0 only. No split-K: tiles of few tokens leave SMs idle.
 Machine code
@@ -99,8 +99,8 @@ def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
     stages: int,
 ) -> Any:  # fmt: skip
-    """The kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    of `bm` tokens, and a ring of `stages`."""
+    """The kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none,
+    tiles of `bm` tokens, and a ring of `stages`. scaled: tokens have scales."""
     form, wgmma = float_format(fmt.name, kind), WGMMA[kind]
     tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
     multipliers, fragments = form.multipliers, form.fragments
@@ -116,9 +116,9 @@ def kernel(
         store = store_half_tile(bm, 0, scaled, of_bias, output)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, ring, weights, lane, half, b):
+    def multiply(acc, ring, weights_at, lane, half, b):
         """acc += 64 K: weights become float16 and meet all tokens of the box at descriptor b."""
-        w, s = words(ring, weights, lane, half), scales(ring, weights, lane, half)
+        w, s = words(ring, weights_at, lane, half), scales(ring, weights_at, lane, half)
         block0, block1 = multipliers(s, 0), multipliers(s, 1)
         w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
         w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
@@ -140,7 +140,7 @@ def kernel(
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
         n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
         steps, group = int32(steps), int32(cuda.blockIdx.x * steps)
-        weights = 2 * box + warp * tile_bytes
+        weights_at = 2 * box + warp * tile_bytes  # of this warp's packed tile, in a stage
         # hole 2
         for step in range(stages - 1):
             if step < steps:
@@ -148,7 +148,9 @@ def kernel(
                 copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
             cp_async_commit()
         # end of hole 2
-        acc, base, free = no_sums(), int32(0), int32(last_stage)
+        # bytes of the stage that is multiplied, and of the one that the next copies may fill
+        base, free = int32(0), int32(last_stage)
+        acc = no_sums()
         for step in range(steps):
             # hole 3
             wait_for_copies()  # of this thread
@@ -156,7 +158,7 @@ def kernel(
             cuda.syncthreads()  # so may those of all threads; and all have multiplied stage `free`
             # end of hole 3
             b = swizzled_descriptor(ring, base)
-            acc = multiply(acc, ring, base + weights, lane, 0, b)
+            acc = multiply(acc, ring, base + weights_at, lane, 0, b)
             # hole 4
             ahead = int32(step + (stages - 1))
             if ahead < steps:
@@ -165,7 +167,7 @@ def kernel(
             cp_async_commit()
             # end of hole 4
             # hole 5
-            acc = multiply(acc, ring, base + weights, lane, 1, b + box // 16)
+            acc = multiply(acc, ring, base + weights_at, lane, 1, b + box // 16)
             acc = wait_for_products(acc)
             free, base = base, int32(base + stage_bytes if base < last_stage else 0)
             # end of hole 5
@@ -184,11 +186,11 @@ def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int]:
         stages = ((shared_memory() + 1024) // resident - 1024) // bytes_of_stage(fmt, bm)
         tiles_of_sm = ceil_div(ceil_div(shape.n, BN) * ceil_div(shape.m, bm), multiprocessors())
         blocks = min(resident, tiles_of_sm)
-        # the tensor cores; two warps a scheduler and block, 220 instructions each; 40 bytes a cycle
-        # from the L2; a block alone, which waits between stages
+        # the longest of four: the tensor cores; two warps a scheduler and block, 220 instructions
+        # each; 40 bytes a cycle from the L2; a block alone, which waits between stages
         copied = (BN * fmt.bits // 8 + 2 * bm) * TILE_K
-        stage = max(blocks * max(8 * bm, 2 * 220, copied // 40), 8 * bm + 480)
-        cycles = ceil_div(tiles_of_sm, blocks) * (steps * stage + 5000)
+        stage_cycles = max(blocks * max(8 * bm, 2 * 220, copied // 40), 8 * bm + 480)
+        cycles = ceil_div(tiles_of_sm, blocks) * (steps * stage_cycles + 5000)
         if cycles < least:
             least, best = cycles, (bm, min(STAGES, stages))
     return best
