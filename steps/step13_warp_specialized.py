@@ -3,15 +3,16 @@
 What is new
     In step 12 every warp issues copies, waits for everybody's at a barrier, and multiplies. Here
     one *producer* thread issues all copies, into a ring of up to eight shared-memory stages, and
-    two *consumer* warpgroups multiply. Each stage has two mbarriers: `full` (its copies have
-    arrived) and `empty` (all consumers are done with it). Producer and consumers meet nowhere else:
+    two *consumer* warpgroups multiply. Each stage has two *mbarriers*, words of shared memory that
+    count arrivals and bytes: `full` completes (*) when the stage's copies have arrived, `empty`
+    when all consumers are done with it. Producer and consumers meet nowhere else. With four stages:
 
-        stage         0     1     2     3     0           1            2
-        producer    [load][load][load][load][load] waits[load] waits [load] ...
-        full              *     *     *     *     *           *            *
-        consumer 0         [multiply   ][multiply   ][multiply   ][multiply   ] ...
-        consumer 1           [multiply   ][multiply   ][multiply   ][multiply   ] ...
-        empty                             *            *            *            *
+        stage        0     1     2     3     0         1            2
+        producer    [load][load][load][load][load]wait[load] wait  [load] wait ...
+        full              *     *     *     *     *         *            *
+        consumer 0        [multiply 0 ][multiply 1 ][multiply 2 ][multiply 3 ] ...
+        consumer 1          [multiply 0 ][multiply 1 ][multiply 2 ][multiply 3 ] ...
+        empty                            *            *            *            *
 
     A copy is one instruction for kilobytes. The weights of a stage lie in one piece of memory: one
     bulk copy. The tokens are two boxes of 64 K, which the copy engine cuts out of row-major A by a
@@ -22,24 +23,25 @@ What is new
                             weights             8 fragment-packed tiles            bulk_copy
 
     Consumers need registers for sums and weights, the producer needs almost none: `setmaxnreg`
-    moves them. Of 168 for each thread 40 stay with a producer's, and a consumer's gets 232.
+    moves them. A block begins with 168 a thread. The producer's warpgroup keeps 40 of them, and
+    each consumer's gets 232.
 Why it should help
     In step 12 a thread issues 11 copies of 16 bytes a stage, 50 of its 226 instructions, and at
     each stage's barrier the tensor cores run dry for some 480 cycles. Here a warp of a consumer
     issues 160, and its next stage has arrived: five stages ahead are 5000 cycles, and the L2
     answers in 1500. (512,4096,4096) is one tile of 128 x 128 for each SM, 32 stages of 1024 cycles:
-    19 us at 1.75 GHz. 15 % more, because two warps of a scheduler do not hide each other's
+    19 us at 1.75 GHz. To that come 15 %, as two warps of a scheduler do not hide each other's
     latencies, 5 us for both ends of the tile and 3 us between launches: expect 30.5 us, 1.2x.
 What it costs
     A block takes all registers and most of the shared memory of an SM, so nothing hides the
     beginning and the end of its tile. 128 of its 384 threads never multiply.
 Machine code
-    UTMALDG, UBLKCP and SYNCS instead of LDGSTS; HGMMA in a loop without loads from global memory;
-    USETMAXREG in both roles.
+    UTMALDG (tensor_copy), UBLKCP (bulk_copy) and SYNCS (mbarriers) instead of LDGSTS; HGMMA in a
+    loop without loads from global memory; USETMAXREG in both roles.
 Prerequisites
     Step 12 (wgmma, descriptors, the end of a tile). components.wgmma_products has its `multiply`,
     with the loads of weights apart. steps/instructions/tensor_map.py has the picture of a box.
-    Taught here: components.ring.
+    Taught here: components.ring (mbarriers, and why one bit of parity is enough).
 """
 
 from __future__ import annotations
@@ -104,32 +106,33 @@ def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
     stages: int,
 ) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
-    of `bm` tokens and a ring of `stages`; its shared memory in bytes)"""
+    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    of `bm` tokens and a ring of `stages`; its shared memory in bytes). scaled: tokens have
+    scales."""
     form = half_stage(fmt.name, kind)
-    load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
+    load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
-    # weights of all stages, the mbarriers, and what the end of the tile needs.
-    box_bytes, w_bytes = 2 * BOX_K * bm, TILE_GROUP * packed_tile
+    # weights of all stages, the mbarriers, and the area through which the end of the tile passes.
+    box_bytes, w_bytes = 2 * BOX_K * bm, TILE_GROUP * tile_bytes
     a_bytes = 2 * box_bytes
-    weights = stages * a_bytes
-    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    weights_at = stages * a_bytes
+    ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage = ring.make, ring.next_stage
     wait_empty, expect, full = ring.wait_empty, ring.expect, ring.full
     wait_full, release = ring.wait_full, ring.release
-    end = ceil_div(ring.end, 128) * 128
+    staging_at = ceil_div(ring.end, 128) * 128
     if output == "float32":
-        store, end_bytes = store_float_tile(bm, scaled, of_bias), 0
+        store, staging_bytes = store_float_tile(bm, scaled, of_bias), 0
     else:
-        store = store_half_tile(bm, end, scaled, of_bias, output)
-        end_bytes = CONSUMERS * half_tile_bytes(bm)
+        store = store_half_tile(bm, staging_at, scaled, of_bias, output)
+        staging_bytes = CONSUMERS * half_tile_bytes(bm)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
     no_sums = zeros_f32(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
 
     @cuda.jit(device=True, forceinline=True)
     def produce(memory, w, a, m0, group, steps):
-        """One thread: the tokens from m0 on and the weights of a group of row tiles, all of K."""
+        """One thread: the tokens from m0 on and the weights of a group of 128 rows, all of K."""
         prefetch_tensor_map(a)
         stage, parity = int32(0), int32(0)
         for step in range(steps):
@@ -139,7 +142,7 @@ def kernel(
             tensor_copy(memory, to, a, k, m0, memory, bar)
             tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), m0, memory, bar)
             source = int64(group * steps + step) * w_bytes
-            bulk_copy(memory, weights + stage * w_bytes, w, source, w_bytes, memory, bar)
+            bulk_copy(memory, weights_at + stage * w_bytes, w, source, w_bytes, memory, bar)
             stage, parity = next_stage(stage, parity)
 
     @cuda.jit(device=True, forceinline=True)
@@ -150,12 +153,12 @@ def kernel(
         stage, parity, previous, step = int32(0), int32(0), int32(0), int32(0)
         while True:  # at least once: with a `for`, ptxas makes every wgmma wait for itself
             wait_full(memory, stage, parity)
-            at = weights + stage * w_bytes + warp * packed_tile
+            at = weights_at + stage * w_bytes + warp * tile_bytes
             b = swizzled_descriptor(memory, stage * a_bytes)
             lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-            acc = wait_for_all_but_one(acc)  # done: the lower half before; its registers are free
+            acc = wait_for_all_but_one(acc)  # done: the last step's lower half, its registers free
             acc = multiply(acc, lower, b)
-            acc = wait_for_all_but_one(acc)  # done: the upper half before; its stage has been read
+            acc = wait_for_all_but_one(acc)  # done: the last step's upper half, its stage read
             if lane == 0 and step > 0:
                 release(memory, previous)
             acc = multiply(acc, upper, b + box_bytes // 16)
@@ -187,16 +190,17 @@ def kernel(
             n0 = int32(group * BN + warp // 4 * 64)
             store(acc, c, m0, n0, row_scales, token_scales, bias)
 
-    return w4a16_specialized, end + end_bytes
+    return w4a16_specialized, staging_at + staging_bytes
 
 
 def tile_tokens(fmt: StorageFormat, shape: Shape) -> int:
-    """The tokens of a tile with which the rounds of tiles on all SMs should take the least."""
+    """The tokens of a tile with which all tiles should take the fewest cycles, an SM one tile after
+    the other."""
 
     def cycles(bm: int) -> int:
         rounds = ceil_div(ceil_div(shape.n, BN) * ceil_div(shape.m, bm), multiprocessors())
-        stage = float16_stage_cycles(fmt.bits, BN, bm)
-        return rounds * (ceil_div(shape.k, TILE_K) * stage + TILE_ENDS)
+        stage_cycles = float16_stage_cycles(fmt.bits, BN, bm)
+        return rounds * (ceil_div(shape.k, TILE_K) * stage_cycles + TILE_ENDS)
 
     return min(TOKENS, key=cycles)
 
@@ -208,7 +212,7 @@ def launch(
     stored_as, (a, *scales) = storage_format(fmt), activations
     scaled, bm, stages = bool(scales), tile_tokens(stored_as, shape), STAGES
     make = partial(kernel, stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm)
-    while make(stages)[1] > shared_memory():
+    while make(stages)[1] > shared_memory():  # as many as fit
         stages -= 1
     run, shared_bytes = make(stages)
     token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
