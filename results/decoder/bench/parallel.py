@@ -105,26 +105,6 @@ def model(
     return Decoder(own, embedding, layers, norm, output, operations=operations)
 
 
-def inner(decoder: Decoder, tokens: int, sequences: int) -> Callable[[], None]:
-    """The products of a graph alone, without what ranks tell each other."""
-    inputs: dict[Any, Any] = {}
-
-    def multiply(product: Any, m: int) -> None:
-        for one in getattr(product, "products", [product]):
-            key = (m, one.k), one.input_dtype(m)
-            if key not in inputs:
-                inputs[key] = torch.randn(key[0], device=decoder.device, dtype=key[1])
-            one(inputs[key])
-
-    def work() -> None:
-        for layer in decoder.layers:
-            for product in layer.products:
-                multiply(product, tokens)
-        multiply(decoder.output, sequences)
-
-    return captured(work)
-
-
 def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
     """The sums of a graph alone, of zeros."""
     width = decoder.config.width
@@ -229,7 +209,7 @@ def of_model(
         tell(f"{name}, {case}: compiled and captured")
         took = in_turn(ranks, alone, together, ROUNDS)
         works = {
-            "products": inner(shared, count, 1 if prompt else count),
+            "products": bench.products(shared, count, 1 if prompt else count, "exact"),
             "sums": sums(shared, count),
         }
         parts = {part: in_turn(ranks, None, work, ROUNDS)[1] for part, work in works.items()}
