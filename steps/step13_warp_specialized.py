@@ -120,12 +120,12 @@ def kernel(
     make_ring, next_stage = ring.make, ring.next_stage
     wait_empty, expect, full = ring.wait_empty, ring.expect, ring.full
     wait_full, release = ring.wait_full, ring.release
-    staging_at = ceil_div(ring.end, 128) * 128
+    area_at = ceil_div(ring.end, 128) * 128
     if output == "float32":
-        store, staging_bytes = store_float_tile(bm, scaled, of_bias), 0
+        store, area_bytes = store_float_tile(bm, scaled, of_bias), 0
     else:
-        store = store_half_tile(bm, staging_at, scaled, of_bias, output)
-        staging_bytes = CONSUMERS * half_tile_bytes(bm)
+        store = store_half_tile(bm, area_at, scaled, of_bias, output)
+        area_bytes = CONSUMERS * half_tile_bytes(bm)
     inc_registers, dec_registers = setmaxnreg_inc(REGISTERS[0]), setmaxnreg_dec(REGISTERS[1])
     no_sums = zeros_f32(bm // 2)
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
@@ -190,7 +190,7 @@ def kernel(
             n0 = int32(group * BN + warp // 4 * 64)
             store(acc, c, m0, n0, row_scales, token_scales, bias)
 
-    return w4a16_specialized, staging_at + staging_bytes
+    return w4a16_specialized, area_at + area_bytes
 
 
 def tile_tokens(fmt: StorageFormat, shape: Shape) -> int:

@@ -17,15 +17,15 @@ What is new
         warpgroup 1           [multiply 0         ][C][multiply 1         ][C]
         tensor cores       ##########################################################
 
-    Tiles grow to 256 features: two *accumulator halves* of 64 for each warpgroup. They need 25
-    bytes a cycle from the L2 instead of 41. Tiles of 192, of three warpgroups, fill some N better.
+    Tiles grow to 256 features, 128 a warpgroup: two *accumulator halves* of 64. They need 25 bytes
+    a cycle from the L2 instead of 41. Tiles of 192, of three warpgroups, fill some N better.
 Why it should help
     With 128 tokens step 13 has too few tiles of 128 x 128 for 132 SMs, and takes tiles of 32
     tokens, which unpack every weight four times. Here four blocks share a tile: expect 12.1 us at
-    (128,4096,4096), 1.3x, and 2x at K=14336. Elsewhere blocks of step 13 hide most of this from
-    each other: 4 % at (4096,4096,4096), 2 % at (512,4096,4096), where only change 4 counts.
+    (128,4096,4096), 1.3x, and 2x at K=14336. Elsewhere less is left: 2 % at (512,4096,4096), one
+    tile an SM, by change 4; 4 % at (4096,4096,4096), where step 13's tensor cores are 87 % busy.
 What it costs
-    Scratch memory for partial sums. Shares depend on the number of SMs, and so do the last bits.
+    Scratch memory for partial sums. The last bits of C depend on the number of SMs.
 Machine code
     As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
 Prerequisites
@@ -70,8 +70,8 @@ from steps.instructions import (
     zeros_f32,
 )
 
-# (features, tokens) of a tile of C: 192 are of three warpgroups, for N that leave SMs idle
-# otherwise, and 256 read the least for what they multiply
+# (features, tokens) of a tile of C: 192 for N that leave SMs idle otherwise; 256 read the least for
+# what they multiply
 TILES: Final = (*((128, bm) for bm in wgmma_tiles.TOKENS), (192, 128), (256, 128))
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
@@ -82,22 +82,22 @@ def kernel(
     fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None,
     tile: wgmma_tiles.Tile, slices: int, stages: int, stagger: int,
 ) -> tuple[Any, int]:  # fmt: skip
-    """(kernel for A of this kind, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
+    """(kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none, tiles
     (features, tokens), shared ones added up in `slices`, a ring of `stages`, and the first
     warpgroup `stagger` of them before the others; its shared memory in bytes)"""
     (bn, bm), groups, form = tile, warpgroups(tile[0]), half_stage(fmt.name, kind)
-    load, multiply, packed_tile = form.load, form.multiply, form.tile_bytes
+    load, multiply, tile_bytes = form.load, form.multiply, form.tile_bytes
     consumers, warps = groups * WARPGROUP, groups * WARPGROUP // 32
-    halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
-    half_bytes = warps * packed_tile  # from the weights of the first to those of the second
-    box_bytes, w_bytes = 2 * BOX_K * bm, halves * half_bytes
-    a_bytes, weights = 2 * box_bytes, stages * 2 * box_bytes
-    copy_weights, copy_boxes = weight_copies(bn, packed_tile), box_copies(bm)
-    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    acc_halves = bn // (groups * WGMMA_ROWS)  # accumulator halves of a warpgroup
+    acc_half_bytes = warps * tile_bytes  # from the weights of the first to those of the second
+    box_bytes, w_bytes = 2 * BOX_K * bm, acc_halves * acc_half_bytes
+    a_bytes, weights_at = 2 * box_bytes, stages * 2 * box_bytes
+    copy_weights, copy_boxes = weight_copies(bn, tile_bytes), box_copies(bm)
+    ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
-    end = ceil_div(ring.end, 128) * 128
-    finish, shared_bytes = finish_wgmma_tile(tile, end, output, slices, scaled, of_bias)
+    area_at = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile(tile, area_at, output, slices, scaled, of_bias)
     find, no_sums = scheduler(bn, bm), zeros_f32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
@@ -124,7 +124,7 @@ def kernel(
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         stage, parity = int32(0), int32(0)
-        if warp >= warps:
+        if warp >= warps:  # producers: one lane of warp `warps` for weights, of the next for tokens
             dec_registers()
             if warp > warps + 1 or lane > 0:
                 return
@@ -137,7 +137,7 @@ def kernel(
                     wait_empty(memory, stage, parity)
                     if warp == warps:
                         expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
-                        to = weights + stage * w_bytes
+                        to = weights_at + stage * w_bytes
                         copy_weights(memory, to, w, n0, N, step, steps, full(stage))
                     else:
                         copy_boxes(memory, stage * a_bytes, a, m0, step * TILE_K, full(stage))
@@ -156,18 +156,18 @@ def kernel(
         previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
-            first = last = slot = int32(0)
-            if count < steps:  # blocks first to last share the tile
-                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            first_block = last_block = slot = int32(0)
+            if count < steps:  # these blocks share the tile
+                first_block, last_block, slot = contributors(tile_id, shared_tiles, rate, steps)
             acc, acc1, step = no_sums(), no_sums(), int32(0)  # of both accumulator halves
             while True:
                 wait_full(memory, stage, parity)
-                at = weights + stage * w_bytes + warp * packed_tile
+                at = weights_at + stage * w_bytes + warp * tile_bytes
                 b = swizzled_descriptor(memory, stage * a_bytes)
-                # products in turn: lower, lower1, upper, upper1 (64 K each; 1: the second half's)
+                # products of 64 K: lower, lower1, upper, upper1 (1: acc1's). Waits leave the newest
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                if halves == 2:
-                    lower1 = load(memory, at + half_bytes, lane, 0)
+                if acc_halves == 2:
+                    lower1 = load(memory, at + acc_half_bytes, lane, 0)
                     acc1 = wait_for_all_but_one(acc1)
                 else:
                     acc = wait_for_all_but_one(acc)
@@ -175,12 +175,12 @@ def kernel(
                 acc = wait_for_all_but_one(acc)
                 if lane == 0 and step > 0:  # the stage before has been multiplied
                     release(memory, previous)
-                if halves == 2:
+                if acc_halves == 2:
                     acc1 = multiply(acc1, lower1, b)
-                    upper1 = load(memory, at + half_bytes, lane, 1)
+                    upper1 = load(memory, at + acc_half_bytes, lane, 1)
                     acc1 = wait_for_all_but_one(acc1)
                 acc = multiply(acc, upper, b + box_bytes // 16)
-                if halves == 2:
+                if acc_halves == 2:
                     acc = wait_for_all_but_one(acc)
                     acc1 = multiply(acc1, upper1, b + box_bytes // 16)
                 if stagger and step == others_begin:
@@ -194,9 +194,9 @@ def kernel(
             acc, acc1 = wait_for_all(acc), wait_for_all(acc1)
             if lane == 0:
                 release(memory, previous)
-            finish(acc, 0, tile_id, m0, n0, first, last, slot, destination)
-            if halves == 2:
-                finish(acc1, 1, tile_id, m0, n0, first, last, slot, destination)
+            finish(acc, 0, tile_id, m0, n0, first_block, last_block, slot, destination)
+            if acc_halves == 2:
+                finish(acc1, 1, tile_id, m0, n0, first_block, last_block, slot, destination)
             tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
 
     return w4a16_persistent, shared_bytes

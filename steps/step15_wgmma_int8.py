@@ -2,9 +2,8 @@
 
 What is new
     Int8 tensor cores multiply twice as fast as float16 ones. But products of codes add up as
-    integers only while their scales stay the same, and a scale for each 32 K costs three
-    instructions a sum (step 7). So both operands are *requantized*, to one scale a row and one a
-    token, and what is left is an integer sum over all of K.
+    integers only while scales stay the same: one for each 32 K costs three instructions a sum (step
+    7). So both operands are *requantized* to one scale a row or token: one integer sum is left.
 
         row n      codes and block scales, 128 K a stage      as in step 14
                    int8 = round(weight / row_scale)           HFMA2, PRMT: in registers
@@ -13,18 +12,18 @@ What is new
 
     One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
     to an integer; the low byte is the int8 (components.unpack.int8 has the picture). Q8_0 and file
-    formats are requantized when they are packed. The pass reads A of any dtype. All else is step
-    14's kernel, but a tile's second accumulator half has tokens 128 to 255 of the same features.
+    formats are requantized when they are packed. The rest is step 14's kernel, but for a tile's
+    second accumulator half: it has tokens 128 to 255 of the same features.
 Why it should help
-    128 x 128 outputs and 128 K are 512 cycles of the tensor cores. Only PRMTs must wait until the
-    product before has read the registers that they write: some 90 cycles more. Meanwhile the two
-    warps of a scheduler issue 2 x 152 instructions (5 bits: 2 x 183), at one in two cycles in 608
-    (732). At (512,4096,4096) 32 stages, and 2.2 us for the launch and both ends, are 14 us at 1.65
-    GHz: 1.7x. In tiles of 128 x 256 products of 1024 cycles hide all that: 1.9x at M=4096.
+    128 x 128 outputs and 128 K are 512 cycles of the tensor cores. PRMTs wait until the product
+    before has read the registers that they write: 90 more. Meanwhile the two warps of a scheduler
+    issue 2 x 152 instructions (5 bits: 2 x 183), one in two cycles: 608 cycles (732). So 32 stages
+    at (512,4096,4096), and 2.2 us for the launch and both ends, are 14 us at 1.65 GHz: 1.7x. In
+    tiles of 128 x 256 products of 1024 cycles hide the unpacking: 1.9x at M=4096.
 What it costs
-    Exactness. On normal data requantizing adds an error of 8.5e-5 (NMSE) to the 7.3e-3 that Q4_0
-    has; int8 tokens add as much, and 3.2e-3 where a few channels are 20 times the others. So it is
-    used only when asked for: gemm(..., accuracy="fast"). An int32 sum holds K up to 132096.
+    Exactness: on normal data requantizing adds an NMSE of 8.5e-5 to the 7.3e-3 of Q4_0. Int8 tokens
+    add as much, or 3.2e-3 where a few channels are 20 times the others. It is used only when asked
+    for, gemm(..., accuracy="fast"). int32 holds a sum of up to 132096 K.
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
@@ -74,6 +73,7 @@ BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are
 TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
+STAGGER_BARRIER: Final = 3  # a named barrier: 0 is of all threads, 1 and 2 of the end of a tile
 CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
 WARPS: Final = CONSUMERS // 32  # of the consumers; the producers' come behind them
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
@@ -85,17 +85,17 @@ INSTRUCTIONS: Final = {4: 152, 5: 183, 8: 68}  # of a warp and 128 K, by bits: s
 def kernel(
     name: str, output: str, of_bias: str | None, bm: int, slices: int, stages: int, stagger: int
 ) -> tuple[Any, int]:
-    """(kernel for tiles of `bm` tokens; its shared memory in bytes); else as in step 14."""
+    """(kernel for tiles of `bm` tokens; its shared memory in bytes). Arguments as in step 14."""
     form = byte_format(name)
-    words, scales, fragments, packed_tile = form.words, form.scales, form.fragments, form.tile_bytes
-    a_bytes, w_bytes = TILE_K * bm, TILE_GROUP * packed_tile
-    weights = stages * a_bytes  # in shared memory, behind the tokens of all stages
-    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    words, scales, fragments, tile_bytes = form.words, form.scales, form.fragments, form.tile_bytes
+    tile, a_bytes, w_bytes = (BN, bm), TILE_K * bm, TILE_GROUP * tile_bytes
+    weights_at = stages * a_bytes  # in shared memory, behind the tokens of all stages
+    ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
-    end = ceil_div(ring.end, 128) * 128
-    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, of_bias, int32)
-    half_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
+    area_at = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile(tile, area_at, output, slices, True, of_bias, int32)
+    n_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
     find, no_sums = scheduler(BN, bm), zeros_i32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
@@ -133,7 +133,7 @@ def kernel(
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         stage, parity = int32(0), int32(0)
-        if warp >= WARPS:
+        if warp >= WARPS:  # producers: one lane of warp WARPS for weights, of the next for tokens
             dec_registers()
             if warp > WARPS + 1 or lane > 0:
                 return
@@ -147,7 +147,7 @@ def kernel(
                     if warp == WARPS:
                         expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
                         source = int64(n0 // BN * steps + step) * w_bytes
-                        to = weights + stage * w_bytes
+                        to = weights_at + stage * w_bytes
                         bulk_copy(memory, to, w, source, w_bytes, memory, full(stage))
                     else:
                         to, k = stage * a_bytes, int32(step * TILE_K)
@@ -163,20 +163,20 @@ def kernel(
             if warp < WARPS // 2:
                 other_begins = int32(min(stagger, count) - 1)
             else:
-                barrier_sync(3, CONSUMERS)
+                barrier_sync(STAGGER_BARRIER, CONSUMERS)
         previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
-            first = last = slot = int32(0)
-            if count < steps:
-                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            first_block = last_block = slot = int32(0)
+            if count < steps:  # these blocks share the tile
+                first_block, last_block, slot = contributors(tile_id, shared_tiles, rate, steps)
             acc, step = no_sums(), int32(0)
             while True:
                 wait_full(memory, stage, parity)
-                at = weights + stage * w_bytes + warp * packed_tile
+                at = weights_at + stage * w_bytes + warp * tile_bytes
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # a wait for free registers: all of the unpacking but its last step comes before it
+                # a wait for the registers that PRMTs write: the rest of unpacking comes before it
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
@@ -184,7 +184,7 @@ def kernel(
                     release(memory, previous)
                 acc = multiply(acc, upper, b + 2 * NEXT_32_K)
                 if stagger and step == other_begins:
-                    barrier_arrive(3, CONSUMERS)
+                    barrier_arrive(STAGGER_BARRIER, CONSUMERS)
                 previous = stage
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
@@ -194,9 +194,9 @@ def kernel(
             acc = wait_for_all(acc)
             if lane == 0:
                 release(memory, previous)
-            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, destination)
+            finish(acc[:n_sums], 0, tile_id, m0, n0, first_block, last_block, slot, destination)
             if bm > ACC_HALF_TOKENS:
-                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, destination)
+                finish(acc[n_sums:], 1, tile_id, m0, n0, first_block, last_block, slot, destination)
             tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
 
     return w4a8_wgmma, shared_bytes
@@ -219,7 +219,7 @@ def launch(
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     stored_as, (a, token_scales) = byte_storage_format(fmt), activations
     chosen = tiling(stored_as, shape)
-    bm, slices = chosen[0][1], wgmma_tiles.reduction_slices(chosen)
+    (_, bm), slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
     make = partial(kernel, stored_as.name, dtype_name(out), of_bias, bm, slices)
     operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, bias, out
     return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)

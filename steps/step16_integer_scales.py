@@ -3,26 +3,26 @@
 What is new
     Only how int8 weights are made; all else is step 15. There a float16 multiply-add makes two of
     them, with any scale. Here a block's scale becomes a small integer r, its offset a byte c, and
-    the codes in all four bytes of a word are multiplied at once:
+    the codes q0 to q3 in the four bytes of a word are multiplied at once:
 
                     byte 3      byte 2      byte 1      byte 0
-        LOP3        d           c           b           a           codes, 0..15 (5 bits: 0..31)
-        IMAD        d r + c'    c r + c'    b r + c'    a r + c'    codes * r + c' * 0x01010101
+        LOP3        q3          q2          q1          q0          codes, 0..15 (5 bits: 0..31)
+        IMAD        q3 r + c'   q2 r + c'   q1 r + c'   q0 r + c'   codes * r + c' * 0x01010101
         LOP3        the same, less 128: int8
 
     c' = c + 128, so every byte stays in 0..255 and carries nothing into the next, with a negative r
     too (qformats.integer_scales). Flipping the highest bits takes the 128 off again. Minima cost
     nothing: every offset is a byte. components.unpack.integer_scales shows where 5 bits lie.
 Why it should help
-    Eight weights take nine instructions, not eleven, and with 5 bits 10.75, not 15. The loop of a
-    warp has 127 instead of 152, and 146 instead of 183: 508 and 584 cycles a stage instead of 608
-    and 732, less than the 602 of its products. So at (512,4096,4096) expect 13.9 us, for the 14.0
-    of step 15 with 4 bits and the 16.4 with 5: 1.18x there. With few tokens products are short, and
-    a stage is as long as its instructions: 1.1x with 4 bits at (64,4096,14336).
+    Eight weights take nine instructions instead of eleven, and with 5 bits 10.75 instead of 15. The
+    loop of a warp has 127 instead of 152, and 146 instead of 183: 508 and 584 cycles a stage
+    instead of 608 and 732. Both are less than the 602 of its products. So at (512,4096,4096) expect
+    13.9 us, where step 15 takes 14.0 with 4 bits and 16.4 with 5: 1.18x there. With few tokens a
+    stage is as long as its instructions: 1.1x with 4 bits at (64,4096,14336).
 What it costs
     Accuracy: an integer of 17 at most, 8 with 5 bits, is a coarse scale. Codes are rounded again,
     to its multiples. On normal data that adds an error (NMSE) of 8.1e-4 (4 bits) or 1.3e-3 (5
-    bits); step 15 adds 8.6e-5. It is used only with accuracy="coarse". Packing takes seconds.
+    bits); step 15 adds 8.5e-5. It is used only with accuracy="coarse". Packing takes seconds.
 Machine code
     IMAD and LOP3 between IGMMA; no HFMA2 anywhere.
 Prerequisites
@@ -71,10 +71,10 @@ from steps.instructions import (
 )
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
-# of 256 tokens: two accumulator halves
-TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))
+TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
+STAGGER_BARRIER: Final = 3  # a named barrier: 0 is of all threads, 1 and 2 of the end of a tile
 CONSUMERS: Final = 2 * WARPGROUP  # threads that multiply, 64 features a warpgroup
 WARPS: Final = CONSUMERS // 32  # of the consumers; the producers' come behind them
 REGISTERS: Final = (240, 24)  # of consumers and producers: 2 x 240 + 24 are the 504 of 3 x 168
@@ -86,17 +86,17 @@ INSTRUCTIONS: Final = {4: 127, 5: 146, 8: 68}  # of a warp and 128 K, by bits: s
 def kernel(
     name: str, output: str, of_bias: str | None, bm: int, slices: int, stages: int, stagger: int
 ) -> tuple[Any, int]:
-    """(kernel for tiles of `bm` tokens; its shared memory in bytes); else as in step 14."""
+    """(kernel for tiles of `bm` tokens; its shared memory in bytes). Arguments as in step 14."""
     form = integer_format(name)
-    words, scales, fragments, packed_tile = form.words, form.scales, form.fragments, form.tile_bytes
-    a_bytes, w_bytes = TILE_K * bm, TILE_GROUP * packed_tile
-    weights = stages * a_bytes  # in shared memory, behind the tokens of all stages
-    ring = mbarrier_ring(stages, weights + stages * w_bytes)
+    words, scales, fragments, tile_bytes = form.words, form.scales, form.fragments, form.tile_bytes
+    tile, a_bytes, w_bytes = (BN, bm), TILE_K * bm, TILE_GROUP * tile_bytes
+    weights_at = stages * a_bytes  # in shared memory, behind the tokens of all stages
+    ring = mbarrier_ring(stages, weights_at + stages * w_bytes)
     make_ring, next_stage, wait_empty = ring.make, ring.next_stage, ring.wait_empty
     expect, full, wait_full, release = ring.expect, ring.full, ring.wait_full, ring.release
-    end = ceil_div(ring.end, 128) * 128
-    finish, shared_bytes = finish_wgmma_tile((BN, bm), end, output, slices, True, of_bias, int32)
-    half_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
+    area_at = ceil_div(ring.end, 128) * 128
+    finish, shared_bytes = finish_wgmma_tile(tile, area_at, output, slices, True, of_bias, int32)
+    n_sums = min(bm, ACC_HALF_TOKENS) // 2  # accumulators of an accumulator half
     find, no_sums = scheduler(BN, bm), zeros_i32(bm // 2)
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
@@ -135,7 +135,7 @@ def kernel(
         cuda.syncthreads()
         griddepcontrol_launch_dependents()
         stage, parity = int32(0), int32(0)
-        if warp >= WARPS:
+        if warp >= WARPS:  # producers: one lane of warp WARPS for weights, of the next for tokens
             dec_registers()
             if warp > WARPS + 1 or lane > 0:
                 return
@@ -149,7 +149,7 @@ def kernel(
                     if warp == WARPS:
                         expect(memory, stage, a_bytes + w_bytes)  # both producers' copies
                         source = int64(n0 // BN * steps + step) * w_bytes
-                        to = weights + stage * w_bytes
+                        to = weights_at + stage * w_bytes
                         bulk_copy(memory, to, w, source, w_bytes, memory, full(stage))
                     else:
                         to, k = stage * a_bytes, int32(step * TILE_K)
@@ -165,20 +165,20 @@ def kernel(
             if warp < WARPS // 2:
                 other_begins = int32(min(stagger, count) - 1)
             else:
-                barrier_sync(3, CONSUMERS)
+                barrier_sync(STAGGER_BARRIER, CONSUMERS)
         previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
-            first = last = slot = int32(0)
-            if count < steps:
-                first, last, slot = contributors(tile_id, shared_tiles, rate, steps)
+            first_block = last_block = slot = int32(0)
+            if count < steps:  # these blocks share the tile
+                first_block, last_block, slot = contributors(tile_id, shared_tiles, rate, steps)
             acc, step = no_sums(), int32(0)
             while True:
                 wait_full(memory, stage, parity)
-                at = weights + stage * w_bytes + warp * packed_tile
+                at = weights_at + stage * w_bytes + warp * tile_bytes
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
-                # a wait for free registers: all of the unpacking but its last step comes before it
+                # a wait for the registers that LOP3s write: the rest of unpacking comes before it
                 acc = wait_for_all_but_one(acc)
                 acc = multiply(acc, lower, b)
                 acc = wait_for_all_but_one(acc)
@@ -186,7 +186,7 @@ def kernel(
                     release(memory, previous)
                 acc = multiply(acc, upper, b + 2 * NEXT_32_K)
                 if stagger and step == other_begins:
-                    barrier_arrive(3, CONSUMERS)
+                    barrier_arrive(STAGGER_BARRIER, CONSUMERS)
                 previous = stage
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
@@ -196,9 +196,9 @@ def kernel(
             acc = wait_for_all(acc)
             if lane == 0:
                 release(memory, previous)
-            finish(acc[:half_sums], 0, tile_id, m0, n0, first, last, slot, destination)
+            finish(acc[:n_sums], 0, tile_id, m0, n0, first_block, last_block, slot, destination)
             if bm > ACC_HALF_TOKENS:
-                finish(acc[half_sums:], 1, tile_id, m0, n0, first, last, slot, destination)
+                finish(acc[n_sums:], 1, tile_id, m0, n0, first_block, last_block, slot, destination)
             tile_id, k0, count, left = next_work(tile_id, left, shared_tiles, steps)
 
     return w4a8_integer_scales, shared_bytes
@@ -220,7 +220,7 @@ def launch(
 ) -> Launch:  # fmt: skip
     of_bias, (packed, row_scales, bias) = bias_operand(weights)
     (a, token_scales), chosen = activations, tiling(fmt, shape)
-    bm, slices = chosen[0][1], wgmma_tiles.reduction_slices(chosen)
+    (_, bm), slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
     make = partial(kernel, fmt.name, dtype_name(out), of_bias, bm, slices)
     operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, bias, out
     return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
