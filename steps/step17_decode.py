@@ -1,22 +1,24 @@
 """Step 17: decode - a handful of tokens, where all that counts is how fast the weights arrive.
 
 What is new
-    A thread block has a few rows of W, and its warps share K. Each warp streams its weights through
-    a ring of slots in shared memory that no other warp touches. It issues the first slots before
-    anything else, and each time that it has multiplied one, the next. No barrier of the thread
-    block stops the stream: warps meet once, when their sums are added up. A warp in time:
+    A thread block has a few *row tiles* of W (16 rows, as an mma has), and its warps share K. Each
+    warp streams its weights through a ring of *slots*, stages in shared memory that no other warp
+    touches. A slot holds two packed tiles: a *pair* of row tiles, the same 128 K. A warp issues the
+    copies of its first slots before anything else, and refills a slot as soon as it has multiplied
+    it. No barrier of the thread block stops the stream: warps meet once, when their sums are added
+    up. A warp in time:
 
         slot 0   [...copy...][multiply][.....copy...........][multiply][.....copy
         slot 1    [...copy............][multiply][.....copy...........][multiply][..
         A          [..copy..]
         slot 2      [...copy....................][multiply][.....copy...........][multiply]
 
-    A lies in one of three places (`Place` in components.decode.tiles): all of the warp's part,
-    copied once and *kept*; or a tile of it *in slots*, beside each tile of weights; or *quantized*
-    by the warp itself, where A is float32 and has four tokens at most.
-    Family A16 multiplies A of 16 bits as it is: one LOP3 makes a code a number with an offset, and
-    the scale of a block multiplies its sum. Family A8 multiplies Q8_1 with the integer mma. Device
-    functions of the kernel, and the files of components.decode that have them:
+    A comes to shared memory in one of three ways (`Place` in components.decode.tiles): all of the
+    warp's part is copied once and *kept*; or its next 128 K lie *in slots*, beside the weights they
+    meet; or the warp has *quantized* it itself, where A is float32 and has four tokens at most.
+    Family A16 multiplies A of 16 bits as it is: one LOP3 makes a float16 of a code, such as 1024 +
+    code, and the scale of a block multiplies its sum. Family A8 multiplies Q8_1 with the integer
+    mma. Device functions of the kernel, and the files of components.decode that have them:
 
         own_part, start, advance   the packed tiles that a warp reads, in order   walk
         places, multiply, finish   two packed tiles times 128 K of A              product_a16
@@ -29,7 +31,7 @@ Why it should help
     end and 28 KB of A for each thread block expect 10.4 us, 27 times faster.
 What it costs
     Every thread block copies all of A: 28 KB of float16 beside 260 KB of weights. Rings take so
-    much shared memory that a block has an SM to itself. Many tokens are for other steps.
+    much shared memory that a block has an SM to itself. At most 16 tokens a thread block.
 Machine code
     LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
 Prerequisites
@@ -67,7 +69,7 @@ def kernel(
     name: str, how: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
 ) -> Any:
     """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
-    may be None; scaled: tokens have scales."""
+    may be None; scaled: tokens have scales. `how` decides where A lies and who has which K."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
@@ -84,7 +86,8 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, w, walk, part, lane):
-        """Issue copies of the next packed tiles, if any are left -> the walk behind them."""
+        """Issue copies of the next packed tiles, if any are left -> the walk behind them.
+        part[1]: the row tile where the thread block ends."""
         # hole 1
         at, size, into, _, pair = walk
         if pair < part[1]:
@@ -98,7 +101,8 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane):
-        """Issue copies of the tile of A that lies beside these packed tiles, if A is in slots."""
+        """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots.
+        walk: K tile at 3, row tile of the pair at 4; rows[2]: tokens of the thread block."""
         if in_slots and walk[4] < part[1]:
             to = int32(slot + weights)
             copy(smem, to, to + TILE_K * rows[2], pitch, a, a_scales, rows, walk[3], lane)
@@ -116,7 +120,7 @@ def kernel(
         here = int32(min(int32(M - m0), tokens))  # tokens of this thread block
         rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
         pair, part = own_part(sizes, N, warp)
-        first, end, k0, count, _ = part
+        first, end, k0, count, _ = part  # row tiles of the block; K tiles of the warp from k0 on
         k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
         row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
         ring = int32(warp * (stages * slot_bytes))
@@ -131,7 +135,8 @@ def kernel(
             cp_async_16(smem, row_scales_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
             i = int32(i + 32 * warps)
 
-        # --- A and the other slots. A and all that was issued before it are one group of cp.async
+        # --- A and the other slots. A and all that was issued before it are one group of cp.async.
+        # Where the warp's A and its scales begin, and bytes from each K tile of them to the next:
         own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:

@@ -2,21 +2,21 @@
 
 What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
-    one lane issues one bulk copy, and an mbarrier says when it has arrived. A comes the same way, a
-    copy for each token.
+    one lane issues one bulk copy, and an mbarrier completes when it has arrived. A comes the same
+    way, a copy for each token.
     That is short enough to be done early. Weights do not depend on the launch before: a thread
     block issues their copies as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
 
-    Without A there is no product, and A queues behind all that any SM has asked for before. So one
-    slot goes before it, and a ring has few. All else is as in step 17.
+    No product begins without A, and memory serves A after all copies that any SM issued before. So
+    only one slot is filled before A, and a ring has few slots. All else is as in step 17.
 Why it should help
-    Between two launches of step 17 memory waits: for the last sums, for new thread blocks, their
-    first instructions and the first weights. Here the last two happen while other SMs still work.
-    33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first weights are here, expect 8.9
-    us, 1.17 times faster.
+    Between two launches of step 17 memory is idle: during the last sums, the start of new thread
+    blocks, their first instructions and the latency of the first weights. Here the last two pass
+    while other SMs still work. 33 MB at 4.1 TB/s take 8.1 us. With 0.8 us until A and the first
+    weights are here, expect 8.9 us, 1.17 times faster.
 What it costs
     Hopper or later.
 Machine code
@@ -98,7 +98,7 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane):
-        """Issue copies of the tile of A that lies beside these packed tiles, if A is in slots."""
+        """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots."""
         if in_slots and walk[4] < part[1]:
             to = int32(slot + weights)
             copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)

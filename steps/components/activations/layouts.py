@@ -4,6 +4,9 @@ A step names one of these functions (or `by_family` of two); the harness runs an
 they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
 (`Q81`, `Halves`, `Bfloats`, `Tokens`, `CoarseTokens`), so that the checker can read the very bits a
 kernel multiplied and a test can hand it bits of its own.
+
+A layout is taught by the first step that reads it: float32 rows by step 1, Q8_1 by step 2, its
+K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int8 rows by step 15.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ what lies behind A could be Inf or NaN.
     Q8_1 A, K-outermost            codes [16 K][token][16], then scales and sums [32 K][token][2]
 
 The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks.
+
+Step 17 teaches this with `cp.async`, step 18 with bulk copies.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ The float16 numbers from 1024 to 2047 are 1 apart, so their ten lowest bits are 
 
 So (word & mask) ^ bits, one LOP3, picks two codes of a word and puts the number around them; codes
 that are stored as two's complement have their highest bit flipped in the same instruction. All
-these numbers are in units of one code, and sums of their products with A may share an accumulator.
-In bfloat16 a unit is 2^-24, what a scale of packed tiles lacks (`qformats.repack.HALF_SCALE`): it
-has the exponents of a float32, and so may A have. Sums of A times 128 could overflow.
-What the offsets add is to be taken off (`steps.components.decode.product_a16`). In bfloat16 a code
-has to be at bit 0, which takes a shift more, and one of 8 bits is the sum of two numbers, 128 + its
-lower four bits and 2048 + 16 times the upper ones, in units.
+these numbers are multiples of one unit, so sums of their products with A may share an accumulator.
+What the offsets add is taken off again (`steps.components.decode.product_a16`).
+
+In float16 the unit is 1. In bfloat16 it is 2^-24, a factor that scales of packed tiles lack anyway
+(`qformats.repack.HALF_SCALE`): A in bfloat16 may be as large as a float32, and sums of A times 128
+could overflow. A code has to be at bit 0 there, which takes one shift more. A code of 8 bits is the
+sum of two numbers: 128 + its lower four bits, and 2048 + 16 times the upper ones, in units.
 
 `steps.components.unpack.halves`, in contrast, multiplies each code with its scale. Here the scale
 is left to the sum of a block, and nothing is rounded. Step 17 teaches this.

@@ -3,14 +3,14 @@
 `tile_format` and `half_format` serve every storage format; for the weight formats they are those of
 `steps.components.unpack.codes` and `halves`. The packed formats differ in two ways:
 
-a scale for 16 elements: 16 K are what one mma of float16 multiplies, so that it costs that three
-    instructions more a block and row; int8's have 32 K, and are done twice
-    (`steps.components.decode.product_a8`);
-codes of 5 bits, three to 16 bits (MXFP4): in two of three places a mask finds a code, in the third
-    it takes a shift besides, and the sixteenth of a lane's pairs of codes is gathered from what the
-    others leave. A register costs 2.8 instructions, where a fifth bit apart makes it 4.3.
+a scale for 16 elements: a float16 mma multiplies 16 K, so it costs only three instructions more a
+    block and row. An int8 mma multiplies 32 K, so each block takes two, with zeros for the other 16
+    K (`steps.components.decode.product_a8`);
+three codes of 5 bits in 16 bits (MXFP4): in two of three places a mask finds a code, in the third
+    it takes a shift besides. The sixteenth of a lane's pairs of codes is gathered from the bits
+    that the others leave. A register costs 2.8 instructions; it is 4.3 where fifth bits lie apart.
 
-Step 11 is the first to read them, beside the weight formats.
+Step 11 teaches this: it is the first step on tensor cores that takes these formats.
 """
 
 from __future__ import annotations
