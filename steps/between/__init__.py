@@ -10,8 +10,8 @@
 A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,
 `steps.instructions.launch_order`), and it leaves room on its SM for a product: few threads, few
-registers, little shared memory. The next product is then resident, and has asked for its first
-weights, before the operation ends.
+registers, little shared memory. The next product is then resident, and has issued the copies of its
+first weights, before the operation ends.
 
 Every kernel here calls `griddepcontrol_launch_dependents` first, and loads only weights before
 `griddepcontrol_wait`. It stores nothing before it. So when a launch has passed its wait, all before

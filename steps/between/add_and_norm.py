@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from steps.between.eight import EIGHT, OF_DTYPE
-from steps.between.values import add, of, put
+from steps.between.values import add_scaled, eight_of, put
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
@@ -86,7 +86,7 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
                 put(v, EIGHT * i, load(h, row + k))
                 if adds:
                     from_y = load_y(y, row + k)
-                    add(v, EIGHT * i, float32(1), from_y[:4], from_y[4:])
+                    add_scaled(v, EIGHT * i, float32(1), from_y[:4], from_y[4:])
                 for j in range(EIGHT):
                     squares += v[EIGHT * i + j] * v[EIGHT * i + j]
         for r in range(5):
@@ -103,10 +103,10 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
             k = int32(first + i * (8 * threads))
             if not ragged or k < width:
                 if adds:
-                    store(h, row + k, of(v, EIGHT * i))
+                    store(h, row + k, eight_of(v, EIGHT * i))
                 for j in range(EIGHT):
                     v[EIGHT * i + j] = v[EIGHT * i + j] * by * w[EIGHT * i + j]
-                store_x(x, row + k, of(v, EIGHT * i))
+                store_x(x, row + k, eight_of(v, EIGHT * i))
 
     return add_and_norm
 

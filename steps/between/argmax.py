@@ -63,7 +63,8 @@ def larger(best, index, other, at):
 
 
 @cuda.jit(device=True, forceinline=True)
-def of_warp(best, index):
+def largest_of_warp(best, index):
+    """To all lanes, by a butterfly."""
     for r in range(5):
         best, index = larger(best, index, shfl_xor(best, 1 << r), shfl_xor(index, 1 << r))
     return best, index
@@ -101,13 +102,13 @@ def kernel(aligned: bool) -> Any:
                         best, index = larger(best, index, x, int32(k + j))
             k = int32(k + step)
 
-        best, index = of_warp(best, index)
+        best, index = largest_of_warp(best, index)
         if t & 31 == 0:
             shared[0, t >> 5], shared[1, t >> 5] = best, index
         cuda.syncthreads()
         if t < 32:
             best, index = shared[0, t % WARPS], shared[1, t % WARPS]
-            best, index = of_warp(best, index)
+            best, index = largest_of_warp(best, index)
             if t == 0:
                 bests[own + part], indices[own + part] = best, index
 
@@ -117,7 +118,7 @@ def kernel(aligned: bool) -> Any:
             best, index = int32(LOWEST), int32(HIGHEST)
             if t < parts:
                 best, index = bests[own + t], indices[own + t]
-            best, index = of_warp(best, index)
+            best, index = largest_of_warp(best, index)
             if t == 0:
                 found[m] = index
                 arrived[m] = 0  # for the next launch

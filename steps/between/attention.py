@@ -41,9 +41,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from steps.between.eight import EIGHT, OF_DTYPE
-from steps.between.heads import LINE, SIZES, add_from, quotient, rotate_neighbours
+from steps.between.heads import LINE, SIZES, add_scaled_from, quotient, rotate_neighbours
 from steps.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
-from steps.between.values import add, of, product, put, put_zeros, rounded
+from steps.between.values import add_scaled, as_halves, dot, eight_of, put, put_zeros
 from steps.components.activations.sources import four_floats
 from steps.components.split_k_reduction import count_block_arrival
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
@@ -64,7 +64,7 @@ from steps.instructions import (
 
 RESIDENT: Final = 5  # blocks on an SM, at least: so they have 96 registers, and fit beside step 18
 WARPS: Final = THREADS // 32
-EACH: Final = 2  # keys of a group that are in flight together
+KEYS_AT_ONCE: Final = 2  # keys of a group that are in flight together
 BLOCKS_PER_SM: Final = 4  # wanted, so that an SM always has loads in flight
 LOWEST: Final = float32(-3e38)  # below every score: where a largest one is not known yet
 MOST_QUERIES: Final = 8  # that share a key: of each a thread keeps eight sums
@@ -77,36 +77,39 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
     load, store, rotate = OF_DTYPE[of_qkv].load, OF_DTYPE[of_out].store, rotate_neighbours
     add_up = sum_of_splits(queries, size, of_out)
     load_floats, store_floats = OF_DTYPE["float32"].load, OF_DTYPE["float32"].store
-    in_group = size // EIGHT  # threads
-    of_butterfly, apart = in_group.bit_length() - 1, 5 - (in_group.bit_length() - 1)
-    groups = THREADS // in_group
-    tile = groups * EACH  # keys of a thread block at a time
+    # A butterfly over a group takes butterfly_steps, one over the groups of a warp group_steps.
+    group_threads = size // EIGHT
+    butterfly_steps = group_threads.bit_length() - 1
+    group_steps = 5 - butterfly_steps
+    groups = THREADS // group_threads
+    tile = groups * KEYS_AT_ONCE  # keys of a thread block at a time
     resident = RESIDENT if queries <= 4 else 2
-    n_head, n_acc, n_s, n_kv = queries * size, EIGHT * queries, EACH * queries, 4 * EACH
-    chunks, turns = queries * in_group, ceil_div(queries * in_group, THREADS)
+    n_head, n_acc = queries * size, EIGHT * queries
+    n_scores, n_kv = KEYS_AT_ONCE * queries, 4 * KEYS_AT_ONCE
+    chunks, turns = queries * group_threads, ceil_div(queries * group_threads, THREADS)
     n_sums, n_states = WARPS * n_head, MOST_SPLITS * queries
 
     @cuda.jit(device=True, forceinline=True)
     def norm(x, at, weight, offset, epsilon):
         """x[at .. at + 7] of each thread of a group, by the root mean square of all of them."""
         if normed:
-            squares = product(x, at, of(x, at)[:4], of(x, at)[4:])
-            for step in range(of_butterfly):
+            squares = dot(x, at, eight_of(x, at)[:4], eight_of(x, at)[4:])
+            for step in range(butterfly_steps):
                 squares += shfl_xor(squares, 1 << step)
             by, w = rsqrt(squares * float32(1 / size) + epsilon), load_floats(weight, offset)
             for i in range(EIGHT):
                 x[at + i] = x[at + i] * by * w[i]
 
     @cuda.jit(device=True, forceinline=True)
-    def places(g, part):
+    def query_at(g, part):
         """Where the first four values of a thread's eight of query g lie in shared memory. The
-        other four are 4 * in_group behind: so lanes read words side by side."""
+        other four are 4 * group_threads behind: so lanes read words side by side."""
         return int32(g * size + 4 * part)
 
     @cuda.jit(device=True, forceinline=True)
-    def scored(q, at, low, high):
+    def score_of(q, at, low, high):
         """The product of eight values of a query and of a key."""
-        a, b = load_f32x4(q, at), load_f32x4(q, at + 4 * in_group)
+        a, b = load_f32x4(q, at), load_f32x4(q, at + 4 * group_threads)
         whole = a[0] * low[0] + a[1] * low[1]
         whole += a[2] * low[2]
         whole += a[3] * low[3]
@@ -127,7 +130,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         cos, sin : float32 [L, D], see `rotate_neighbours`. scale: of scores, log2(e) / sqrt(D).
         of_queries, of_keys : float32 [D], weights of their norms.
         partials, states, arrived : float32 [B * kv, splits, D * queries], [B * kv, splits,
-        2 * queries] and int32 [B * kv]. Grid: (splits, kv, B).
+        2 * queries] (largest score and sum of shares of each query) and int32 [B * kv].
+        Grid: (splits, kv, B).
         """
         griddepcontrol_launch_dependents()
         sums = cuda.shared.array(n_sums, float32, alignment=16)
@@ -136,16 +140,18 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         before = cuda.shared.array(1, int32)
         q = cuda.shared.array(n_head, float32, alignment=16)
         acc = cuda.local.array(n_acc, float32)
+        # largest score so far, and the sum of all shares relative to it
         top, total = cuda.local.array(queries, float32), cuda.local.array(queries, float32)
         k_words, v_words = cuda.local.array(n_kv, uint32), cuda.local.array(n_kv, uint32)
-        s, new = cuda.local.array(n_s, float32), cuda.local.array(EIGHT, float32)
+        scores, new = cuda.local.array(n_scores, float32), cuda.local.array(EIGHT, float32)
         key, value = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
         t = int32(cuda.threadIdx.x)
-        lane, warp, group, part = t & 31, t >> 5, t >> of_butterfly, int32(t & (in_group - 1))
+        lane, warp, group = t & 31, t >> 5, t >> butterfly_steps
+        part = int32(t & (group_threads - 1))  # which eight values of a head this thread has
         split, splits = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         head, kv, b = int32(cuda.blockIdx.y), int32(cuda.gridDim.y), int32(cuda.blockIdx.z)
-        length, own = int32(cache.shape[2]), int32(b * kv + head)
-        of_token = int64(b) * qkv.shape[1]
+        length, head_id = int32(cache.shape[2]), int32(b * kv + head)
+        token_at = int64(b) * qkv.shape[1]
         keys_at = (int64(b) * (2 * kv) + head) * length * size + EIGHT * part
         values_at = keys_at + int64(kv) * length * size
         griddepcontrol_wait()
@@ -170,22 +176,22 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
         # Without a branch, which would wait for them: the first block alone needs these two.
-        put(key, 0, load(qkv, of_token + (kv * queries + head) * size + EIGHT * part))
-        put(value, 0, load(qkv, of_token + (kv * queries + kv + head) * size + EIGHT * part))
+        put(key, 0, load(qkv, token_at + (kv * queries + head) * size + EIGHT * part))
+        put(value, 0, load(qkv, token_at + (kv * queries + kv + head) * size + EIGHT * part))
         for turn in range(turns):
             o = int32(t + turn * THREADS)
             for i in range(EIGHT):
                 new[i] = 0
             if o < chunks:
-                put(new, 0, load(qkv, of_token + head * n_head + EIGHT * o))
+                put(new, 0, load(qkv, token_at + head * n_head + EIGHT * o))
             norm(new, 0, of_queries, EIGHT * part, epsilon)
             rotate(new, 0, c, r)
             for i in range(EIGHT):
                 new[i] *= scale
             if o < chunks:
-                at = places(o >> of_butterfly, part)
+                at = query_at(o >> butterfly_steps, part)
                 store_f32x4(q, at, new[0], new[1], new[2], new[3])
-                store_f32x4(q, at + 4 * in_group, new[4], new[5], new[6], new[7])
+                store_f32x4(q, at + 4 * group_threads, new[4], new[5], new[6], new[7])
         cuda.syncthreads()
         for g in range(queries):
             top[g], total[g] = LOWEST, float32(0)
@@ -196,7 +202,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         if split == 0:
             norm(key, 0, of_keys, EIGHT * part, epsilon)
             rotate(key, 0, c, r)
-            new_key, new_value = rounded(key, 0), rounded(value, 0)
+            new_key, new_value = as_halves(key, 0), as_halves(value, 0)
             if group == 0:
                 store_u32x4(cache, keys_at + p * size, *new_key)
                 store_u32x4(cache, values_at + p * size, *new_value)
@@ -204,8 +210,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             put(value, 4, four_floats(new_value[2], new_value[3]))
             low, high = four_floats(new_key[0], new_key[1]), four_floats(new_key[2], new_key[3])
             for g in range(queries):
-                score = scored(q, places(g, part), low, high)
-                for step in range(of_butterfly):
+                score = score_of(q, query_at(g, part), low, high)
+                for step in range(butterfly_steps):
                     score += shfl_xor(score, 1 << step)
                 if group == 0:
                     top[g], total[g] = score, float32(1)
@@ -216,7 +222,7 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         while first < end:
             own_key = int32(first + group)
             k_at, v_at = keys_at + own_key * size, values_at + own_key * size
-            for j in range(EACH):
+            for j in range(KEYS_AT_ONCE):
                 put_zeros(k_words, 4 * j)
                 put_zeros(v_words, 4 * j)
                 if int32(own_key + j * groups) < end:
@@ -225,40 +231,40 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             if ahead < stop and warp < 2:  # a tile has 32 lines of keys and 32 of values
                 prefetch_line(cache, (keys_at if warp == 0 else values_at) + (ahead - EIGHT * part))
             ahead = int32(ahead + LINE * 32)
-            for j in range(EACH):
+            for j in range(KEYS_AT_ONCE):
                 low = four_floats(k_words[4 * j], k_words[4 * j + 1])
                 high = four_floats(k_words[4 * j + 2], k_words[4 * j + 3])
                 for g in range(queries):
-                    s[j * queries + g] = scored(q, places(g, part), low, high)
-            for n in range(n_s):
-                for step in range(of_butterfly):
-                    s[n] += shfl_xor(s[n], 1 << step)
-            for j in range(EACH):
+                    scores[j * queries + g] = score_of(q, query_at(g, part), low, high)
+            for n in range(n_scores):
+                for step in range(butterfly_steps):
+                    scores[n] += shfl_xor(scores[n], 1 << step)
+            for j in range(KEYS_AT_ONCE):
                 if int32(own_key + j * groups) >= end:
                     for g in range(queries):
-                        s[j * queries + g] = -math.inf
+                        scores[j * queries + g] = -math.inf
             for g in range(queries):
                 larger = top[g]
-                for j in range(EACH):
-                    larger = max(larger, s[j * queries + g])
+                for j in range(KEYS_AT_ONCE):
+                    larger = max(larger, scores[j * queries + g])
                 shrink = exp2(top[g] - larger)
                 top[g], total[g] = larger, total[g] * shrink
                 for i in range(EIGHT):
                     acc[EIGHT * g + i] *= shrink
-                for j in range(EACH):
-                    s[j * queries + g] = exp2(s[j * queries + g] - larger)
-                    total[g] += s[j * queries + g]
-            for j in range(EACH):
+                for j in range(KEYS_AT_ONCE):
+                    scores[j * queries + g] = exp2(scores[j * queries + g] - larger)
+                    total[g] += scores[j * queries + g]
+            for j in range(KEYS_AT_ONCE):
                 low = four_floats(v_words[4 * j], v_words[4 * j + 1])
                 high = four_floats(v_words[4 * j + 2], v_words[4 * j + 3])
                 for g in range(queries):
-                    add(acc, EIGHT * g, s[j * queries + g], low, high)
+                    add_scaled(acc, EIGHT * g, scores[j * queries + g], low, high)
             first = int32(first + tile)
 
         # --- the groups of a warp, then its warps
         for g in range(queries):
-            for step in range(apart):
-                mask = in_group << step
+            for step in range(group_steps):
+                mask = group_threads << step
                 larger = max(top[g], shfl_xor(top[g], mask))
                 shrink = exp2(top[g] - larger)
                 top[g], total[g] = larger, total[g] * shrink
@@ -266,18 +272,18 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
                 for i in range(EIGHT):
                     acc[EIGHT * g + i] *= shrink
                     acc[EIGHT * g + i] += shfl_xor(acc[EIGHT * g + i], mask)
-        if lane < in_group:
+        if lane < group_threads:
             for g in range(queries):
                 at = int32((warp * queries + g) * size + EIGHT * part)
-                store_floats(sums, at, of(acc, EIGHT * g))
+                store_floats(sums, at, eight_of(acc, EIGHT * g))
                 if part == 0:
                     tops[warp * queries + g], totals[warp * queries + g] = top[g], total[g]
         cuda.syncthreads()
         of_head = int64(b) * out.shape[1] + head * n_head
-        of_split = int64(own) * splits + split
+        partial_id = int64(head_id) * splits + split
         o = t
         while o < chunks:
-            g, at = o >> of_butterfly, EIGHT * o
+            g, at = o >> butterfly_steps, EIGHT * o
             larger = tops[g]
             for w in range(1, WARPS):
                 larger = max(larger, tops[w * queries + g])
@@ -287,29 +293,29 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
             for w in range(WARPS):
                 shrink = exp2(tops[w * queries + g] - larger)
                 whole += shrink * totals[w * queries + g]
-                add_from(new, shrink, sums, w * n_head + at)
+                add_scaled_from(new, shrink, sums, w * n_head + at)
             if blocks == 1:
                 by = reciprocal(whole)
                 for i in range(EIGHT):
                     new[i] *= by
-                store(out, of_head + at, of(new, 0))
+                store(out, of_head + at, eight_of(new, 0))
             else:
-                store_floats(partials, of_split * n_head + at, of(new, 0))
-                if o & (in_group - 1) == 0:
-                    states[of_split * (2 * queries) + 2 * g] = larger
-                    states[of_split * (2 * queries) + 2 * g + 1] = whole
+                store_floats(partials, partial_id * n_head + at, eight_of(new, 0))
+                if o & (group_threads - 1) == 0:
+                    states[partial_id * (2 * queries) + 2 * g] = larger
+                    states[partial_id * (2 * queries) + 2 * g + 1] = whole
             o = int32(o + THREADS)
         if blocks == 1:
             return
 
         # --- the last of the blocks to arrive adds up all partial sums
-        count_block_arrival(arrived, own, before, t)
+        count_block_arrival(arrived, head_id, before, t)
         if before[0] < int32(blocks - 1):
             return
         fence()
-        add_up(partials, states, own, splits, blocks, tops, totals, out, of_head, t)
+        add_up(partials, states, head_id, splits, blocks, tops, totals, out, of_head, t)
         if t == 0:
-            arrived[own] = 0  # for the next launch
+            arrived[head_id] = 0  # for the next launch
 
     return attention
 
@@ -321,7 +327,7 @@ def supports(heads: int, kv: int, size: int) -> bool:
 
 def split_count(batch: int, kv: int, length: int, size: int) -> int:
     """Thread blocks for the positions of a head: as many as the GPU holds at a time."""
-    tile = THREADS // (size // EIGHT) * EACH
+    tile = THREADS // (size // EIGHT) * KEYS_AT_ONCE
     wanted = BLOCKS_PER_SM * multiprocessors() // (batch * kv)
     return max(1, min(wanted, MOST_SPLITS, ceil_div(length, tile)))
 

@@ -1,4 +1,4 @@
-"""What attention and `rotary` do with the values of a head besides products."""
+"""What `attention`, which teaches this, and `rotary` do with the values of a head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from numba import cuda, float32, int32
 
 from steps.between.eight import EIGHT
-from steps.between.values import add
+from steps.between.values import add_scaled
 from steps.instructions import load_f32x4, reciprocal
 
 SIZES: Final = (16, 32, 64, 128, 256)
@@ -36,6 +36,6 @@ def quotient(a, b):
 
 
 @cuda.jit(device=True, forceinline=True)
-def add_from(x, factor, values, at):
+def add_scaled_from(x, factor, values, at):
     """x += factor * values[at .. at + 7]."""
-    add(x, 0, factor, load_f32x4(values, at), load_f32x4(values, at + 4))
+    add_scaled(x, 0, factor, load_f32x4(values, at), load_f32x4(values, at + 4))

@@ -24,24 +24,25 @@ AT_ONCE: Final = 8
 
 @cache
 def sum_of_splits(queries: int, size: int, of_out: str) -> Any:
-    """add_up(partials, states, own, splits, blocks, tops, totals, out, offset, t): for all threads
-    of a block, behind a fence: out from flat `offset` on, of the first `blocks` of the `splits`
-    partial sums of head `own`. tops, totals: shared float32 [queries * MOST_SPLITS] to work in."""
+    """add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, t): for all
+    threads of a block, behind a fence: out from flat `offset` on, of the first `blocks` of the
+    `splits` partial sums of a kv head, number head_id of all sequences. tops, totals: shared
+    float32 [queries * MOST_SPLITS] to work in."""
     store_four = OF_DTYPE[of_out].store_four
     n_head, n_loads = queries * size, 4 * AT_ONCE
-    of_query = (size // 4).bit_length() - 1  # a thread of 2^that has a part of the same query
+    query_shift = (size // 4).bit_length() - 1  # thread i has a part of query i >> query_shift
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(partials, states, own, splits, blocks, tops, totals, out, offset, t):
+    def add_up(partials, states, head_id, splits, blocks, tops, totals, out, offset, t):
         x = cuda.local.array(n_loads, float32)
-        i, first = t, int64(own) * splits
+        i, first = t, int64(head_id) * splits
         while i < blocks * queries:
             tops[i], totals[i] = load_f32x2(states, 2 * (first * queries + i))
             i = int32(i + THREADS)
         cuda.syncthreads()
         i = t
         while 4 * i < n_head:
-            g = int32(i >> of_query)
+            g = int32(i >> query_shift)
             largest, n = max(tops[g], tops[queries + g]), int32(2)  # there are two blocks at least
             while n < blocks:
                 largest = max(largest, tops[n * queries + g])

@@ -26,7 +26,7 @@ from numba import cuda, float32, int32, int64
 
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.between.heads import SIZES, rotate_neighbours
-from steps.between.values import of, product, put, rounded
+from steps.between.values import as_halves, dot, eight_of, put
 from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
@@ -43,8 +43,8 @@ THREADS: Final = 128
 def kernel(size: int, normed: bool, of_qkv: str) -> Any:
     """The kernel for heads of `size` values. normed: whether queries and keys have norms."""
     load, load_floats = OF_DTYPE[of_qkv].load, OF_DTYPE["float32"].load
-    in_group = size // EIGHT
-    of_butterfly = in_group.bit_length() - 1
+    group_threads = size // EIGHT
+    butterfly_steps = group_threads.bit_length() - 1
 
     @cuda.jit(launch_bounds=(THREADS, 4))
     def rotary(qkv, cache, position, cos, sin, of_queries, of_keys, epsilon, queries):
@@ -53,9 +53,9 @@ def kernel(size: int, normed: bool, of_qkv: str) -> Any:
         griddepcontrol_launch_dependents()
         x = cuda.local.array(EIGHT, float32)
         k = int32(cuda.blockIdx.y * THREADS + cuda.threadIdx.x)
-        head, part = int32(k >> of_butterfly), int32(k & (in_group - 1))
+        head, part = int32(k >> butterfly_steps), int32(k & (group_threads - 1))
         tokens, token, b = int32(cuda.gridDim.x), int32(cuda.blockIdx.x), int32(cuda.blockIdx.z)
-        heads, kv = int32(queries.shape[1]) >> (of_butterfly + 3), int32(cache.shape[1]) >> 1
+        heads, kv = int32(queries.shape[1]) >> (butterfly_steps + 3), int32(cache.shape[1]) >> 1
         row, length = int64(b) * tokens + token, int64(cache.shape[2])
         griddepcontrol_wait()
 
@@ -68,8 +68,8 @@ def kernel(size: int, normed: bool, of_qkv: str) -> Any:
             for i in range(EIGHT):
                 x[i] = 0
         if normed:
-            squares = product(x, 0, of(x, 0)[:4], of(x, 0)[4:])
-            for step in range(of_butterfly):
+            squares = dot(x, 0, eight_of(x, 0)[:4], eight_of(x, 0)[4:])
+            for step in range(butterfly_steps):
                 squares += shfl_xor(squares, 1 << step)
             by = rsqrt(squares * float32(1 / size) + epsilon)
             if head < heads + kv:
@@ -80,10 +80,10 @@ def kernel(size: int, normed: bool, of_qkv: str) -> Any:
             c = load_floats(cos, p * size + EIGHT * part)
             rotate_neighbours(x, 0, c, load_floats(sin, p * size + EIGHT * part))
         if head < heads:
-            store_u32x4(queries, row * queries.shape[1] + EIGHT * k, *rounded(x, 0))
+            store_u32x4(queries, row * queries.shape[1] + EIGHT * k, *as_halves(x, 0))
         elif is_there:
             of_head = (int64(b) * (2 * kv) + (head - heads)) * length + p
-            store_u32x4(cache, of_head * size + EIGHT * part, *rounded(x, 0))
+            store_u32x4(cache, of_head * size + EIGHT * part, *as_halves(x, 0))
 
     return rotary
 

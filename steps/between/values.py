@@ -1,6 +1,7 @@
 """Values of a row that a thread has in registers: eight of them in a local array.
 
-`product` and `add` are what attention does with eight values of a head.
+`dot` and `add_scaled` are what attention does with eight values of a head: with a key, and with a
+value times its share.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ def put(x, at, values):
 
 @cuda.jit(device=True, forceinline=True)
 def put_zeros(x, at):
-    """Four of them."""
+    """x[at .. at + 3] = 0."""
     for i in range(4):
         x[at + i] = 0
 
 
 @cuda.jit(device=True, forceinline=True)
-def of(x, at):
+def eight_of(x, at):
     """x[at .. at + 7]."""
     y0, y1, y2, y3 = x[at], x[at + 1], x[at + 2], x[at + 3]
     return y0, y1, y2, y3, x[at + 4], x[at + 5], x[at + 6], x[at + 7]
 
 
 @cuda.jit(device=True, forceinline=True)
-def product(x, at, low, high):
-    """Of x[at .. at + 7] and twice four values. Written out, so that no tuple is indexed at run
-    time, which would take local memory."""
+def dot(x, at, low, high):
+    """Of x[at .. at + 7] and eight values, low and high. Written out, so that no tuple is indexed
+    at run time, which would take local memory."""
     whole = x[at] * low[0] + x[at + 1] * low[1]
     whole += x[at + 2] * low[2]
     whole += x[at + 3] * low[3]
@@ -45,8 +46,8 @@ def product(x, at, low, high):
 
 
 @cuda.jit(device=True, forceinline=True)
-def add(x, at, factor, low, high):
-    """x[at .. at + 7] += factor * twice four values."""
+def add_scaled(x, at, factor, low, high):
+    """x[at .. at + 7] += factor * eight values, low and high."""
     x[at] += factor * low[0]
     x[at + 1] += factor * low[1]
     x[at + 2] += factor * low[2]
@@ -58,7 +59,7 @@ def add(x, at, factor, low, high):
 
 
 @cuda.jit(device=True, forceinline=True)
-def rounded(x, at):
+def as_halves(x, at):
     """x[at .. at + 7] rounded to float16, in four words."""
     first, second = floats_to_halves(x[at], x[at + 1]), floats_to_halves(x[at + 2], x[at + 3])
     third, fourth = floats_to_halves(x[at + 4], x[at + 5]), floats_to_halves(x[at + 6], x[at + 7])
