@@ -223,7 +223,7 @@ def launch(
     kinds = dtype_name(a), dtype_name(out), bool(scales), of_bias
     make = partial(kernel, stored_as, *kinds, tile, slices)
     operands = TensorMap(a, (tile[1], BOX_K)), packed, row_scales, token_scales, bias, out
-    return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
+    return wgmma_tiles.launch_that_fits(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
 
 STEP = Step(

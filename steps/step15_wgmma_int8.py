@@ -222,7 +222,7 @@ def launch(
     (_, bm), slices = chosen[0], wgmma_tiles.reduction_slices(chosen)
     make = partial(kernel, stored_as.name, dtype_name(out), of_bias, bm, slices)
     operands = TensorMap(a, (bm, TILE_K)), packed, row_scales, token_scales, bias, out
-    return wgmma_tiles.launch_of(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
+    return wgmma_tiles.launch_that_fits(make, STAGES, STAGGER, chosen, shape.k, operands, scratch)
 
 
 STEP = Step(

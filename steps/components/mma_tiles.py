@@ -46,29 +46,29 @@ H200_HAND_OVER: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """What fits an SM: `blocks` thread blocks, each with a ring of `stages` and `shared_bytes` for
-    it, or for the sums at the end of a tile."""
+class RingSize:
+    """What fits an SM: `blocks` thread blocks, each with a ring of `stages` in `shared_bytes`. The
+    sums at the end of a tile use the same bytes."""
 
     blocks: int
     stages: int
     shared_bytes: int
 
 
-def ring_for(fmt: StorageFormat, bm: int) -> Ring | None:
+def ring_for(fmt: StorageFormat, bm: int) -> RingSize | None:
     """The ring for tiles of `bm` tokens, of two stages at least, or None where there is no room."""
     (most, warps_k), weights = TILES[bm], BN * TILE_K // BLOCK * fmt.block_bytes
-    stage, sums = 2 * box_bytes(bm) + weights, staged_bytes(BN, bm, warps_k)
+    stage_bytes, sums_bytes = 2 * box_bytes(bm) + weights, staged_bytes(BN, bm, warps_k)
     for blocks in range(most, 0, -1):
         # an SM keeps 1 KB of every block, and the end of a tile has a word
         share = (shared_memory() + 1024) // blocks - 1024 - 16
-        stages = min(STAGES, share // stage)
-        if stages >= 2 and sums <= share:
-            return Ring(blocks, stages, max(stages * stage, sums))
+        stages = min(STAGES, share // stage_bytes)
+        if stages >= 2 and sums_bytes <= share:
+            return RingSize(blocks, stages, max(stages * stage_bytes, sums_bytes))
     return None
 
 
-def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int, Ring]:
+def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int, RingSize]:
     """(tokens of a tile, shares of K, ring) that should take the fewest cycles."""
     steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), None
     for bm in TILES:
@@ -78,13 +78,13 @@ def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int, Ring]:
         tiles = ceil_div(shape.n, BN) * ceil_div(shape.m, bm)
         # an SM's tensor cores have 16 x 8 x 16 done every 1.9 cycles
         copied = (BN * fmt.bits // 8 + 2 * bm) * TILE_K // H200_COPIED_BYTES
-        stage = max(BN * bm * 15 // 128, copied)
+        stage_cycles = max(BN * bm * 15 // 128, copied)
         for splits in range(1, min(SPLITS, steps) + 1):
             ends = H200_TILE_ENDS  # which other blocks on the SM hide in part
             if splits > 1:
                 ends += H200_HAND_OVER + splits * BN * bm * 4 // H200_SUMMED_BYTES
             blocks = ceil_div(tiles * splits, multiprocessors())
-            cycles = blocks * (ceil_div(steps, splits) * stage + ends // ring.blocks)
+            cycles = blocks * (ceil_div(steps, splits) * stage_cycles + ends // ring.blocks)
             if blocks < ring.blocks:  # nobody works while a block waits
                 cycles = cycles * 6 // 5
             if cycles < least:

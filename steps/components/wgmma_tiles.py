@@ -62,9 +62,9 @@ TileConfiguration = tuple[Tile, int, int, int]
 
 
 def float16_stage_cycles(bits: int, bn: int, bm: int) -> int:
-    """Cycles of 128 K of a tile with weights of so many bits, the longest of three: of the tensor
-    cores; of a warp that unpacks weights and issues products, mostly latencies; of 40 bytes a cycle
-    from the L2."""
+    """Cycles of 128 K of a tile with weights of so many bits: the longest of those of the tensor
+    cores, those of a warp that unpacks weights and issues products, mostly latencies, and those of
+    copies from the L2, at H200_COPIED_BYTES a cycle."""
     unpack = {5: 24, 6: 32}.get(bits, 20)  # instructions that make 16 x 16 weights
     copied = (bn * bits // 8 + 2 * bm) * TILE_K // H200_COPIED_BYTES
     cycles = max(bn * bm // 16, bn * (35 * unpack + 10 * bm // 3) // 128, copied)
@@ -72,25 +72,25 @@ def float16_stage_cycles(bits: int, bn: int, bm: int) -> int:
 
 
 def int8_stage_cycles(tile_bytes: int, instructions: int, bn: int, bm: int) -> int:
-    """The same for int8 weights and tokens, with packed tiles of so many bytes: of the tensor
-    cores; of the `instructions` of a warp, where the two of a scheduler together issue one in two
-    cycles; of 50 bytes a cycle from the L2."""
+    """The same for int8 weights and tokens, with packed tiles of so many bytes: the longest of
+    those of the tensor cores, those of a warp's `instructions`, where the two warps of a scheduler
+    together issue one in two cycles, and those of copies, at H200_INT8_COPIED_BYTES a cycle."""
     copied = (bn // TILE_ROWS * tile_bytes + bm * TILE_K) // H200_INT8_COPIED_BYTES
     return max(bn * max(bm, 32) // 32, 4 * instructions, copied)
 
 
 def fewest_cycles(
-    tiles: tuple[Tile, ...], shape: Shape, sms: int, stage: Callable[[int, int], int]
+    tiles: tuple[Tile, ...], shape: Shape, sms: int, stage_cycles: Callable[[int, int], int]
 ) -> TileConfiguration:
-    """The configuration for `sms` multiprocessors that should take the fewest cycles; stage(*tile)
-    is the number of cycles of 128 K of a tile."""
+    """The configuration for `sms` multiprocessors that should take the fewest cycles, where
+    stage_cycles(*tile) are those of 128 K of a tile."""
     least: float = float("inf")
     best: TileConfiguration = ((0, 0), 0, 0, 0)
     for bn, bm in tiles:
         total = ceil_div(shape.n, bn) * ceil_div(shape.m, bm)
         steps = ceil_div(shape.k, TILE_K)
         for blocks, shared_tiles, count, worked_on in schedules(total, steps, sms):
-            cycles = count * stage(bn, bm) + worked_on * H200_TILE_END
+            cycles = count * stage_cycles(bn, bm) + worked_on * H200_TILE_END
             if shared_tiles:  # partial sums go to the L2 and come back
                 contributors = ceil_div(blocks, shared_tiles)
                 slices = reduction_slices(((bn, bm), total, blocks, shared_tiles))
@@ -107,8 +107,9 @@ def fewest_cycles(
 def reduction_slices(configuration: TileConfiguration) -> int:
     """The number of slices of a shared tile, which its blocks add up side by side
     (`steps.components.epilogue.wgmma`). More than one where the blocks do equal parts, and so
-    finish together, and where adding up takes longer than polling the arrival counter. Slices are
-    of whole sixteen tokens: where as many as there are blocks do not divide the tile, more do."""
+    finish together, and where adding up takes longer than polling the arrival counter. A slice has
+    a multiple of 16 tokens. Wanted are as many as a tile has blocks, four at most, rounded down to
+    a power of two; where these do not divide the tile, it is the next number that does."""
     (_, bm), _, blocks, shared_tiles = configuration
     if not shared_tiles or blocks % shared_tiles or bm < SLICED_TOKENS:
         return 1
@@ -131,7 +132,7 @@ def scratch_arrays(
     return ((2 * blocks * bn * bm,), kind), ((counters,), np.int32)
 
 
-def launch_of(
+def launch_that_fits(
     make: Callable[[int, int], tuple[Any, int]],
     stages: int,
     stagger: int,
@@ -140,17 +141,17 @@ def launch_of(
     operands: tuple[Any, ...],
     scratch: tuple[Any, ...],
 ) -> Launch:
-    """The launch of make(stages, stagger) -> (kernel, its shared memory in bytes), which takes the
-    operands, the steps along K, the number of tiles, `steps.components.stream_k.work_rate`, and the
-    scratch memory.
+    """The launch of make(stages, stagger) -> (kernel, its shared memory in bytes), with as many
+    stages as fit. The kernel takes the operands, the steps along K, the number of tiles,
+    `steps.components.stream_k.work_rate`, and the scratch memory.
 
-    `stages` and `stagger` are upper limits. The ring is as long as shared memory allows. One
-    warpgroup runs `stagger` stages before the other only where a block has more tiles than one."""
+    `stages` and `stagger` are upper limits. One warpgroup runs `stagger` stages before the others
+    only where a block has more tiles than one."""
     (bn, _), total, blocks, shared_tiles = configuration
     while make(stages, 0)[1] > shared_memory():
         stages -= 1
     kernel, shared_bytes = make(stages, min(stagger, stages - 2) if total > blocks else 0)
     steps = ceil_div(k, TILE_K)
     args = (*operands, steps, total, work_rate(shared_tiles, steps, blocks), *scratch)
-    threads = (warpgroups(bn) + 1) * WARPGROUP  # the last warpgroup is the producer
+    threads = (warpgroups(bn) + 1) * WARPGROUP  # the last warpgroup has the producers
     return Launch(kernel, (blocks,), (threads,), args, shared_bytes, overlap=True)

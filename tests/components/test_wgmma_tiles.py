@@ -7,7 +7,12 @@ import pytest
 
 from steps.components import wgmma_tiles
 from steps.components.stream_k import work_rate
-from steps.components.wgmma_tiles import fewest_cycles, launch_of, reduction_slices, scratch_arrays
+from steps.components.wgmma_tiles import (
+    fewest_cycles,
+    launch_that_fits,
+    reduction_slices,
+    scratch_arrays,
+)
 from steps.contract import Shape
 
 NARROW, WIDE = (128, 16), (128, 128)
@@ -92,7 +97,7 @@ def test_a_launch_for_what_memory_there_is(
     def make(stages: int, stagger: int) -> tuple:
         return (stages, stagger), 1000 * stages
 
-    launch = launch_of(make, 8, 2, (NARROW, 5, blocks, 2), 300, ("w", "a"), ("partials",))
+    launch = launch_that_fits(make, 8, 2, (NARROW, 5, blocks, 2), 300, ("w", "a"), ("partials",))
     assert launch.kernel == made
     assert launch.shared_bytes == 1000 * made[0]
     assert (launch.grid, launch.block) == ((blocks,), (384,))
