@@ -70,8 +70,7 @@ from steps.instructions import (
     zeros_f32,
 )
 
-# (features, tokens) of a tile of C: 192 for N that leave SMs idle otherwise; 256 read the least for
-# what they multiply
+# (features, tokens) of a tile of C: 192 where N would leave SMs idle, 256 read the least a product
 TILES: Final = (*((128, bm) for bm in wgmma_tiles.TOKENS), (192, 128), (256, 128))
 STAGES: Final = 8  # of the ring, at most
 STAGGER: Final = 2  # stages: about as long as the end of a tile, which they hide
@@ -102,8 +101,8 @@ def kernel(
     first_work, next_work = find.first_work, find.next_work
     tile_origin, contributors = find.tile_origin, find.contributors
     wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
-    inc_registers = setmaxnreg_inc(232 if groups == 2 else 160)
-    dec_registers = setmaxnreg_dec(40 if groups == 2 else 32)
+    inc_registers = setmaxnreg_inc(232 if groups == 2 else 160)  # 2 x 232 + 40 are 3 x 168,
+    dec_registers = setmaxnreg_dec(40 if groups == 2 else 32)  # and 3 x 160 + 32 are 4 x 128
     stagger_barrier = 1 + groups  # the named barrier behind those of `finish`
 
     @cuda.jit(launch_bounds=(consumers + WARPGROUP, 1))
@@ -164,7 +163,8 @@ def kernel(
                 wait_full(memory, stage, parity)
                 at = weights_at + stage * w_bytes + warp * tile_bytes
                 b = swizzled_descriptor(memory, stage * a_bytes)
-                # products of 64 K: lower, lower1, upper, upper1 (1: acc1's). Waits leave the newest
+                # Four products of 64 K in turn: acc's lower, acc1's lower1, acc's upper, acc1's
+                # upper1. A wait leaves only the newest running: registers of others' weights are free
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
                 if acc_halves == 2:
                     lower1 = load(memory, at + acc_half_bytes, lane, 0)

@@ -158,10 +158,10 @@ def kernel(
 
         inc_registers()
         griddepcontrol_wait()
-        other_begins = int32(-1)  # the other warpgroup begins after this step of the first tile
+        others_begin = int32(-1)  # the other warpgroup begins after this step of the first tile
         if stagger:
             if warp < WARPS // 2:
-                other_begins = int32(min(stagger, count) - 1)
+                others_begin = int32(min(stagger, count) - 1)
             else:
                 barrier_sync(STAGGER_BARRIER, CONSUMERS)
         previous, destination = int32(0), (row_scales, token_scales, bias, c, partials, arrived)
@@ -183,14 +183,14 @@ def kernel(
                 if lane == 0 and step > 0:
                     release(memory, previous)
                 acc = multiply(acc, upper, b + 2 * NEXT_32_K)
-                if stagger and step == other_begins:
+                if stagger and step == others_begin:
                     barrier_arrive(STAGGER_BARRIER, CONSUMERS)
                 previous = stage
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
                 if step == count:
                     break
-            other_begins = int32(-1)
+            others_begin = int32(-1)
             acc = wait_for_all(acc)
             if lane == 0:
                 release(memory, previous)

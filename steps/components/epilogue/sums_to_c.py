@@ -90,7 +90,7 @@ class SumsToC:
 
 
 @cache
-def _to_half(
+def _to_16_bits(
     tokens: int,
     first_byte: int,
     area_bytes: int,
@@ -110,7 +110,7 @@ def _to_half(
         return load_two(row_scales, bias, int32(n + (t >> 5) * 16 + (t >> 2 & 7)))
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(v, token_scales, m, M):
+    def load_token_scales(v, token_scales, m, M):
         if scaled:
             first = int32(m + 2 * (cuda.threadIdx.x & 3))
             for i in range(thread_tokens):
@@ -128,7 +128,7 @@ def _to_half(
         barrier_sync(1 + warpgroup, WARPGROUP)  # nobody loads from the area any more
         store_area(y, c, m, n, u)
 
-    return SumsToC(thread_tokens, load_features, load_tokens, store)
+    return SumsToC(thread_tokens, load_features, load_token_scales, store)
 
 
 @cache
@@ -171,7 +171,7 @@ def _to_float(
         return u[0], u[1], u[2], u[3], b0, b1, b2, b3
 
     @cuda.jit(device=True, forceinline=True)
-    def load_tokens(v, token_scales, m, M):
+    def load_token_scales(v, token_scales, m, M):
         if scaled:
             first = int32(m + (cuda.threadIdx.x >> 4 & 7))
             for i in range(thread_tokens):
@@ -195,7 +195,7 @@ def _to_float(
             write_four(c, offset, there, (y0, y1, y2, y3))
             offset += stride
 
-    return SumsToC(thread_tokens, load_features, load_tokens, store)
+    return SumsToC(thread_tokens, load_features, load_token_scales, store)
 
 
 @cache
@@ -223,6 +223,6 @@ def sums_to_c(
         if end + 4 * warpgroups * slices <= shared_memory():
             break
     whole, part = (
-        _to_half(size, first_byte, area, staged, output, scaled, of_bias) for size in sizes
+        _to_16_bits(size, first_byte, area, staged, output, scaled, of_bias) for size in sizes
     )
     return whole, part, end

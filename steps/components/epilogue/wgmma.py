@@ -95,15 +95,17 @@ def finish_wgmma_tile(
     # whether a thread keeps the sums of its own slice in registers: more sums would lie in local
     # memory, and three warpgroups have few registers
     keep_own = slice_sums <= 16 and warpgroups_n == 2
-    end, slice_end, areas_end = sums_to_c(
+    to_c, slice_to_c, areas_end = sums_to_c(
         tokens, warpgroups_n, first_byte, output, kind, scaled, of_bias, slices
     )
     arrivals_at = areas_end // 4
     end_byte = (areas_end + 4 * warpgroups_n * slices + 127) // 128 * 128
-    thread_tokens, load_features = end.thread_tokens, end.load_features
-    load_tokens, store_sums = end.load_token_scales, end.store
-    load_slice_tokens, store_slice = slice_end.load_token_scales, slice_end.store
-    load, store = (load_f32x4, store_f32x4) if kind == float32 else (load_i32x4, store_u32x4)
+    thread_tokens, load_features = to_c.thread_tokens, to_c.load_features
+    load_token_scales, store_sums = to_c.load_token_scales, to_c.store
+    load_slice_token_scales, store_slice = slice_to_c.load_token_scales, slice_to_c.store
+    load_four, store_four = (
+        (load_f32x4, store_f32x4) if kind == float32 else (load_i32x4, store_u32x4)
+    )
 
     @cuda.jit(device=True, forceinline=True)
     def partial_offset(block, first, partial_slot, own_offset):
@@ -139,7 +141,7 @@ def finish_wgmma_tile(
                             + begin * WARPGROUP
                         )
                         for r in range(0, sums_at_once, 4):
-                            p = load(partials, offset + r * WARPGROUP)
+                            p = load_four(partials, offset + r * WARPGROUP)
                             loaded[q + r], loaded[q + r + 1] = p[0], p[1]
                             loaded[q + r + 2], loaded[q + r + 3] = p[2], p[3]
                     else:
@@ -172,7 +174,7 @@ def finish_wgmma_tile(
             block = int32(cuda.blockIdx.x)
             offset = partial_offset(block, first_contributor, partial_slot, own_offset)
             for r in range(0, n_acc, 4):
-                store(partials, offset + r * WARPGROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
+                store_four(partials, offset + r * WARPGROUP, x[r], x[r + 1], x[r + 2], x[r + 3])
             contribution = int32(block - first_contributor)
             own_slice = int32(contribution if contribution < slices else 0)
             if keep_own:
@@ -189,7 +191,7 @@ def finish_wgmma_tile(
                 # shuffled, so that the compiler knows: the same for all lanes
                 if shfl(earlier_arrivals[arrivals_at + slices * warpgroup + slice_id], 0) == others:
                     slice_m = int32(m + slice_tokens * slice_id)
-                    load_slice_tokens(v, token_scales, slice_m, M)
+                    load_slice_token_scales(v, token_scales, slice_m, M)
                     add_partials(
                         x,
                         own_sums,
@@ -205,7 +207,7 @@ def finish_wgmma_tile(
                         store_slice(x, u, v, c, slice_m, n)
                 slice_id = int32(slice_id + 1 if slice_id < slices - 1 else 0)
         if complete:
-            load_tokens(v, token_scales, m, M)
+            load_token_scales(v, token_scales, m, M)
             store_sums(x, u, v, c, m, n)
 
     return finish, end_byte
