@@ -11,8 +11,8 @@ What is new
         & 0x000F000F               |      code of 2t     |    code of 2t + 1   |   LOP3
         * d' - 8 * 2^-24 d'        |     weight of 2t    |   weight of 2t + 1  |   HFMA2: a0
 
-    A is float16 as the caller has it: 64 K of a token are a row of 128 bytes in shared memory,
-    swizzled (components.row_tiles). Where A is bfloat16, each weight is then rounded to bfloat16.
+    A is float16 as the caller has it. A stage has two *boxes* of A: 64 K of a token are a row of
+    128 bytes, swizzled (components.row_tiles). Where A is bfloat16, weights are rounded once more.
     A warp has 64 x 64 outputs: a fragment of W serves eight mma, one of A four. Where tiles are
     small, half of the warps take one half of a stage's K, and thread blocks share K (split-K).
 Why it should help

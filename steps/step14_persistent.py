@@ -164,7 +164,7 @@ def kernel(
                 at = weights_at + stage * w_bytes + warp * tile_bytes
                 b = swizzled_descriptor(memory, stage * a_bytes)
                 # Four products of 64 K in turn: acc's lower, acc1's lower1, acc's upper, acc1's
-                # upper1. A wait leaves only the newest running: registers of others' weights are free
+                # upper1. A wait leaves only the newest running: registers of the others are free.
                 lower, upper = load(memory, at, lane, 0), load(memory, at, lane, 1)
                 if acc_halves == 2:
                     lower1 = load(memory, at + acc_half_bytes, lane, 0)
