@@ -50,7 +50,8 @@ class Ring:
 
     end: the first byte behind the barriers
     make(memory, consumers)
-        by one thread, before a block-wide barrier: the barriers, for so many consumers
+        by one thread, before a block-wide barrier: the barriers. consumers: how many release a
+        stage; in steps 13 to 16 every warp of the consumer warpgroups does
     next_stage(stage, parity) -> (stage, parity)
     wait_empty(memory, stage, parity)
         the producer: the stage may be filled
@@ -60,7 +61,7 @@ class Ring:
     wait_full(memory, stage, parity)
         a consumer: what was copied may be read
     release(memory, stage)
-        one thread of each consumer: all of it have finished with the stage
+        one thread of each consumer: all threads of that consumer have finished with the stage
     """
 
     end: int

@@ -1,10 +1,9 @@
-"""Tensor cores as Hopper has them: four warps multiply a tile, behind the threads' backs.
+"""Tensor cores as Hopper has them: four warps multiply a tile, asynchronously.
 
 A *warpgroup* is four warps, the first of them a multiple of four. All 128 threads execute `wgmma`
 together (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", sm_90a only): D[64, N] +=
 A[64, K] B[K, N], where a row of A and a column of B are 32 bytes along K: 16 float16 or bfloat16,
-or 32 bytes.
-N is 8, 16, 24, 32 or a multiple of 16 up to 256.
+or 32 int8. N is 8, 16, 24, 32 or a multiple of 16 up to 256.
 
     A, in registers: warp w of the four holds rows 16 w to 16 w + 15 in the fragments of
     `mma_m16n8k16_f16` or `mma_m16n8k32_s8` (steps/instructions/tensor_core.py): a0, a1, a2, a3.

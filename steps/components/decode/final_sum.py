@@ -40,7 +40,7 @@ class FinalSum:
     store(acc, smem, offset, lane, low, high)
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
     token_scale(token_scales, m0, M, t) -> own_scale
-        a thread: that of the token of its outputs, loaded before there is time to wait for it
+        a thread: that of the token of its outputs, to be loaded long before it is needed
     write(smem, sums, row_scales_at, c, token_scales, own_scale, bias, m0, here, first, end, t)
         all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
         the sums of the first warp along K, bytes from one to the next); row_scales_at: the byte

@@ -80,7 +80,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
 
     @cuda.jit(device=True, forceinline=True)
     def offset_sums(z, b, offsets, step, part, more):
-        """z = what the numbers of a step exceed, times A; `more`: of another step too."""
+        """z = the negative offsets of a step's numbers times A, or z + that (`more`)."""
         for j in range(groups):
             v = float32(0), float32(0), float32(0), float32(0)
             if more:
@@ -103,7 +103,8 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
 
     @cuda.jit(device=True, forceinline=True)
     def beginning_with(z):
-        """What sums of codes begin with: where there are minima all rows take that of rows g."""
+        """What sums of codes begin with: with minima, rows g + 8 of z hold sums of A instead of
+        offsets, so all rows take those of rows g."""
         return (z[0], z[1], z[0], z[1]) if minimum else (z[0], z[1], z[2], z[3])
 
     @cuda.jit(device=True, forceinline=True)
@@ -118,9 +119,9 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
 
     @cuda.jit(device=True, forceinline=True)
     def in_registers(x, here):
-        """Four constants as registers that stay: those that it knows the compiler makes anew each
-        time that they are used, four instructions for a fragment. It does not know that `here` is
-        at most 16, and that these bits of it are 0."""
+        """Four constants, kept in registers. Constants that the compiler knows it makes anew at
+        each use, four instructions a fragment. So upper bits of `here` are mixed in: they are 0, as
+        `here` is at most 16, but the compiler cannot know that."""
         return (
             uint32(x[0] ^ uint32(here >> 28)),
             uint32(x[1] ^ uint32(here >> 29)),
@@ -130,8 +131,8 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
 
     @cuda.jit(device=True, forceinline=True)
     def places(lane, here, pitch):
-        """Row r of `ldmatrix`'s matrix i: 8 K of token r, from 8i on. Tokens that there are not
-        are the last one again. Then the tiles of constants."""
+        """Row r of `ldmatrix`'s matrix i: 8 K of token r, from 8i on. The last token stands in for
+        those beyond it. Then the tiles of constants."""
         first = min(int32(lane & 7), int32(here - 1)) * pitch
         second = min(int32((lane & 7) + 8), int32(here - 1)) * pitch
         first, second = int32(first + 16 * (lane >> 3)), int32(second + 16 * (lane >> 3))

@@ -53,6 +53,7 @@ def product_a8(name: str, tokens: int) -> Product:
 
     @cuda.jit(device=True, forceinline=True)
     def times(u, odd, b0, b1):
+        """The integer sums of the first or the second block of 64 K; b0, b1: its tokens."""
         i, zero = 4 * odd, int32(0)
         return mma(u[i], u[i + 1], u[i + 2], u[i + 3], b0, b1, zero, zero, zero, zero)
 
@@ -75,8 +76,8 @@ def product_a8(name: str, tokens: int) -> Product:
     @cuda.jit(device=True, forceinline=True)
     def places(lane, here, pitch):
         """Row r of `ldmatrix`'s matrix i, 16 K: of eight tokens chunks 0 to 3, or of sixteen
-        chunks 0 and 1 of the first eight and of the others. Then the lane's tokens' scales. Tokens
-        that there are not are the last one again."""
+        chunks 0 and 1 of the first eight and of the others. Then the scales of the lane's tokens.
+        The last token stands in for those beyond it."""
         matrix, last = int32(lane >> 3), int32(here - 1)
         chunk = matrix & 1 if groups == 2 else matrix
         token = (lane & 7) + 8 * (matrix >> 1) if groups == 2 else lane & 7
