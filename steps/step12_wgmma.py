@@ -35,7 +35,7 @@ Machine code
     HGMMA with A in registers, HFMA2, LOP3, LDGSTS; no HMMA, no LDSM; STSM where C is float16.
 Prerequisites
     Step 11 (float16 weights, components.row_tiles) and steps/instructions/warpgroup.py (wgmma).
-    Taught here: components.epilogue.half_tile (the end of a tile).
+    Taught here: components.epilogue.half_tile (from a warpgroup's sums to C in 16 or 32 bits).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ Machine code
     As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
 Prerequisites
     Steps 13 (ring, producer, consumers) and 10 (components.stream_k). components.stage_copies has
-    step 13's copies for wider tiles. Taught here: components.epilogue.wgmma, the end of a tile.
+    step 13's copies for wider tiles. Taught here: components.epilogue.wgmma (shared tiles to C).
 """
 
 from __future__ import annotations

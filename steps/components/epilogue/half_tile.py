@@ -1,4 +1,4 @@
-"""The end of a whole tile of wgmma: from the accumulators of a warpgroup to C.
+"""The end of a whole tile of wgmma: from the accumulators of a warpgroup to C, float16 or float32.
 
 A thread holds sums of two features and many tokens, and C has the features of a token side by side.
 For 16 bits, float16 or bfloat16, the sums pass through shared memory, transposed, and are stored 16
