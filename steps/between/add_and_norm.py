@@ -31,12 +31,8 @@ from numba import cuda, float32, int32, int64
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.between.values import add_scaled, eight_of, put
 from steps.contract import Launch, ceil_div, dtype_name
-from steps.instructions import (
-    griddepcontrol_launch_dependents,
-    griddepcontrol_wait,
-    rsqrt,
-    shfl_xor,
-)
+from steps.instructions import griddepcontrol_launch_dependents, griddepcontrol_wait, shfl_xor
+from steps.instructions.approximate import rsqrt
 
 WARP: Final = 32
 CHUNKS: Final = 2  # of eight values, of a thread, in rows that 1024 threads can hold so

@@ -44,23 +44,22 @@ from steps.between.eight import EIGHT, OF_DTYPE
 from steps.between.heads import LINE, SIZES, add_scaled_from, quotient, rotate_neighbours
 from steps.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
 from steps.between.values import add_scaled, as_halves, dot, eight_of, put, put_zeros
+from steps.components.activations.gated import exp2, reciprocal
 from steps.components.activations.sources import four_floats
 from steps.components.split_k_reduction import count_block_arrival
 from steps.contract import Launch, Machine, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
-    exp2,
     fence,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     load_f32x4,
     load_u32x4,
-    prefetch_line,
-    reciprocal,
-    rsqrt,
     shfl_xor,
     store_f32x4,
     store_u32x4,
 )
+from steps.instructions.approximate import rsqrt
+from steps.instructions.prefetch import prefetch_line
 
 RESIDENT: Final = 5  # blocks on an SM, at least: so they have 96 registers, and fit beside step 18
 WARPS: Final = THREADS // 32

@@ -8,7 +8,8 @@ from numba import cuda, float32, int32
 
 from steps.between.eight import EIGHT
 from steps.between.values import add_scaled
-from steps.instructions import load_f32x4, reciprocal
+from steps.components.activations.gated import reciprocal
+from steps.instructions import load_f32x4
 
 SIZES: Final = (16, 32, 64, 128, 256)
 """Of heads: a power of two, so that a warp has whole groups of threads."""

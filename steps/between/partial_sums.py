@@ -15,7 +15,8 @@ from numba import cuda, float32, int32, int64
 
 from steps.between.eight import OF_DTYPE
 from steps.between.values import put, put_zeros
-from steps.instructions import exp2, load_f32x2, load_f32x4, reciprocal
+from steps.components.activations.gated import exp2, reciprocal
+from steps.instructions import load_f32x2, load_f32x4
 
 THREADS: Final = 128  # of the thread block
 MOST_SPLITS: Final = 16

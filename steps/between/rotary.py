@@ -31,10 +31,10 @@ from steps.contract import Launch, ceil_div, dtype_name
 from steps.instructions import (
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
-    rsqrt,
     shfl_xor,
     store_u32x4,
 )
+from steps.instructions.approximate import rsqrt
 
 THREADS: Final = 128
 

@@ -5,10 +5,10 @@
     from steps.api.compile import machine_code           compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
-operands are always (array, index), the index counting elements of that array taken as flat.
+operands are always (array, index), the index counting elements of that array taken as flat. Two
+files are not gathered here, because no product of a step needs them: `approximate` and `prefetch`.
 """
 
-from steps.instructions.approximate import exp2, reciprocal, rsqrt
 from steps.instructions.arithmetic import (
     and_xor,
     as_bits,
@@ -54,7 +54,6 @@ from steps.instructions.memory import (
     load_u32,
     load_u32x2,
     load_u32x4,
-    prefetch_line,
     store_f32,
     store_f32x2,
     store_f32x4,
@@ -120,7 +119,6 @@ __all__ = [
     "cp_async_wait",
     "dp4a",
     "dp4a_us",
-    "exp2",
     "fence",
     "fence_mbarrier_init",
     "fence_proxy_async",
@@ -156,11 +154,8 @@ __all__ = [
     "mma_m16n8k32_s8",
     "mma_m16n8k32_u8",
     "prefetch_l2",
-    "prefetch_line",
     "prefetch_tensor_map",
     "prmt",
-    "reciprocal",
-    "rsqrt",
     "select_bits",
     "setmaxnreg_dec",
     "setmaxnreg_inc",

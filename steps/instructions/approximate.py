@@ -1,27 +1,14 @@
-"""Functions that the GPU approximates in one instruction of its special function unit (MUFU).
+"""A function that the special function unit approximates in one instruction (MUFU).
 
-Each takes and returns float32; subnormal numbers count as zero. The twins round the exact value, so
-a result on the GPU may differ from the simulator's in its last places; each docstring says how far.
+It takes and returns float32; subnormal numbers count as zero. The twin rounds the exact value, so
+the GPU's result may differ from the simulator's in its last places. Two more are where they were
+needed first: `exp2` and `reciprocal` of `steps.components.activations.gated`.
 """
 
 import numpy as np
 from numba.cuda.types import float32
 
 from steps.instructions.define import ptx
-
-
-@ptx("ex2.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def exp2(x):
-    """2^x, off by 2^-22 of itself at most (PTX ISA, ex2). MUFU.EX2."""
-    with np.errstate(over="ignore", under="ignore"):
-        return np.exp2(np.float32(x))
-
-
-@ptx("rcp.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def reciprocal(x):
-    """1 / x, off by one last place at most (PTX ISA, rcp). MUFU.RCP."""
-    with np.errstate(divide="ignore"):
-        return np.float32(1) / np.float32(x)
 
 
 @ptx("rsqrt.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))

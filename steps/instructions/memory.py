@@ -19,7 +19,6 @@ from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
 from steps.instructions.define import (
-    GLOBAL,
     as_it_is,
     cast_of,
     define,
@@ -164,9 +163,3 @@ def fence(lane):
     on other SMs too, if they call it in between likewise. MEMBAR.ALL.GPU, a lighter one than
     `cuda.threadfence` (MEMBAR.SC.GPU), which orders all fences of the GPU besides."""
     lane.block.order.fence(lane)
-
-
-@ptx("prefetch.global.L2 [$0];", takes=(GLOBAL,), scope="lane", memory=True)
-def prefetch_line(lane, array, index):
-    """Begin to load the 128 bytes around array[index] into the L2. CCTL.E.PF2."""
-    array.locate(index, array.itemsize)

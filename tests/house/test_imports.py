@@ -106,13 +106,6 @@ def test_the_command_line_is_imported_by_nothing_but_its_entry() -> None:
     assert {name for name in users if room_of(name) != "steps.cli"} == {"steps.__main__"}
 
 
-def test_instructions_are_defined_in_their_room() -> None:
-    """There, `tests/instructions` asks each for a small exact kernel."""
-    for module, path in MODULES.items():
-        if "steps.instructions.define" in imports_of(path):
-            assert room_of(module) == "steps.instructions", module
-
-
 def test_formats_need_numpy_alone() -> None:
     """And `gguf`, which reads model files, and rich, which draws on a terminal."""
     allowed = {"qformats", "numpy", "gguf", "rich", *sys.stdlib_module_names}

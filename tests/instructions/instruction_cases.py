@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from reference import bfloat16_bits, bfloat16_values
+from steps.components.activations.gated import exp2, reciprocal
 from steps.instructions import (
     address,
     and_xor,
@@ -25,7 +26,6 @@ from steps.instructions import (
     cp_async_wait,
     dp4a,
     dp4a_us,
-    exp2,
     fence,
     float_to_half,
     floats_to_bfloats,
@@ -53,10 +53,7 @@ from steps.instructions import (
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
-    prefetch_line,
     prmt,
-    reciprocal,
-    rsqrt,
     select_bits,
     shfl,
     shfl_down,
@@ -70,6 +67,8 @@ from steps.instructions import (
     store_u32x2,
     store_u32x4,
 )
+from steps.instructions.approximate import rsqrt
+from steps.instructions.prefetch import prefetch_line
 
 
 @dataclass(frozen=True)
