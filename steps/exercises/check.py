@@ -28,6 +28,9 @@ GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
 TELLING: Final = Case((3, 5, 64), "integer", 1)
 """Where one wrong number could have several causes: this has thirty."""
 
+WIDE: Final = Case((32, 80, 64), "integer", 1)
+"""With more rows than a tile of 64: what is out of range there is in range in small problems."""
+
 CASES: Final = (
     Case((5, 35, 96), "normal", 2, -1),
     Case((18, 20, 96), "integer", 3, 1),
@@ -159,9 +162,10 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
         own = (hole,)
     stands_in = {exercise.code_line(n): n for n in exercise.holes if n not in own}
 
-    def larger() -> Trial:
-        subject = Subject(trial.subject.family, trial.subject.format, TELLING)
-        return attempt(step, subject, exercise.path, PATIENCE)
+    def larger() -> Iterator[Trial]:
+        for case in (TELLING, WIDE):
+            subject = Subject(trial.subject.family, trial.subject.format, case)
+            yield attempt(step, subject, exercise.path, PATIENCE)
 
     return diagnose(trial, step, File(exercise.path, stands_in), larger), tuple(
         hole for hole, *_ in bad

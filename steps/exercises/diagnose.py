@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from qformats import BLOCK
 from steps.contract import Step
-from steps.exercises.probe import pairing
+from steps.exercises.places import places
+from steps.exercises.probe import SHOWN, Finding, pairing, runs
 from steps.exercises.suspects import SUSPECTS, Suspect
 from steps.exercises.trial import Fault, Subject, Trial, prepared_for
-from steps.exercises.witness import Access, Witness
+from steps.exercises.witness import Copy, Witness
 from steps.pitfalls.exhibit import pitfalls
 from steps.simulator.launch import simulate
 
@@ -54,12 +56,12 @@ class File:
 
 
 def diagnose(
-    trial: Trial, step: Step, file: File, larger: Callable[[], Trial | None] = lambda: None
+    trial: Trial, step: Step, file: File, larger: Callable[[], Iterator[Trial]]
 ) -> Diagnosis:
     """What is wrong with a trial that failed.
 
-    larger: the same step on a larger problem, which is asked for where one wrong number could have
-    several causes; None where there is none.
+    larger: the same step on larger problems, one by one, which are asked for where one wrong number
+    could have several causes.
     """
     if trial.fault is not None:
         return _of_fault(trial.fault, trial.subject, step, file)
@@ -68,7 +70,7 @@ def diagnose(
         return _unwritten(trial)
     if not np.isfinite(trial.c).all():
         return _not_finite(trial)
-    return _wrong_values(trial, step, larger)
+    return _wrong_values(trial, step, file, larger)
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ def _guard(fault: Fault) -> str:
 
 
 _RACE: Final = re.compile(
-    r"(?P<doing>.*?) byte (?P<byte>\d+) of (?P<name>\w+).*?thread (?P<other>\d+)",
+    r"(?P<doing>.*?) byte (?P<byte>\d+) of (?P<name>\w+).*?thread (?P<other>\d+) (?P<did>\w+)",
     re.DOTALL,
 )
 
@@ -158,13 +160,25 @@ def _race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
             "thread, that of its m and n."
         )
         return Diagnosis("race", fault.line, (*said[:2], advice))
-    seen, thread, element = _witnessed(found, fault, subject, step, file)
+    witness, thread = _witnessed(found, fault, subject, step, file)
+    element = witness.element or found["name"]
+    mine = "stores to it" if found["doing"].endswith("to") else "loads it"
+    copy, stored = witness.copies.get((thread, fault.line, other)), found["did"].startswith("stor")
+    if copy is not None and stored:
+        first = (
+            f"{subject}: race on {element}: thread {thread} {mine} at {file.line(fault.line)}, "
+            f"while a copy of thread {other} to it, issued at {file.line(copy.line)}, may still be "
+            "under way."
+        )
+        over = mine.startswith("stores")
+        cause, advice = _OVERWRITTEN if over else _not_awaited(copy, thread, other)
+        return Diagnosis(cause, fault.line, (first, advice))
+    seen = witness.before(thread, fault.line, other, stored)
     if seen is None:
         return Diagnosis("race", fault.line, said)
-    mine = "stores to it" if found["doing"].endswith("to") else "loads it"
     theirs = "stores to it" if seen.stores else "loads it"
     first = (
-        f"{subject}: race on {element or found['name']}: thread {thread} {mine} at "
+        f"{subject}: race on {element}: thread {thread} {mine} at "
         f"{file.line(fault.line)}, thread {other} {theirs} at {file.line(seen.line)}."
     )
     return Diagnosis("race", fault.line, (first, advice))
@@ -172,8 +186,8 @@ def _race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
 
 def _witnessed(
     found: re.Match[str], fault: Fault, subject: Subject, step: Step, file: File
-) -> tuple[Access | None, int, str]:
-    """(the other access, the index of the thread at fault, the element), from a second run."""
+) -> tuple[Witness, int]:
+    """(who touched that byte, the index of the thread at fault), from a second run."""
     from steps.api.machines import Simulator
 
     machine = Simulator(subject.case.order)
@@ -195,7 +209,37 @@ def _witnessed(
             shared_bytes=launch.shared_bytes,
             banks=witness,
         )
-    return witness.before(thread, fault.line, int(found["other"])), thread, witness.element
+    return witness, thread
+
+
+def _not_awaited(copy: Copy, thread: int, other: int) -> tuple[str, str]:
+    """(cause, what to do) of a copy that has not arrived."""
+    alone = thread == other
+    if not copy.group:
+        return "copy not committed", (
+            f"Thread {other} has not committed it: cp_async_commit closes copies into a group, and "
+            "cp_async_wait waits for groups alone."
+        )
+    newer = copy.group - 1
+    who = f"Thread {other} has committed {newer} group{'' if newer == 1 else 's'} after that copy's"
+    wait = f"cp_async_wait({newer}){' or less' if newer else ''}"
+    turns = "commits are: each turn commits, also one that has nothing to copy."
+    if alone:
+        return "copy not awaited", (
+            f"{who}, so {wait} waits for it. Either that wait is missing before this line, or "
+            f"{turns}"
+        )
+    return "copy not awaited", (
+        f"{who}, so {wait} of that thread waits for it, and a barrier behind it tells the others. "
+        f"Either the wait or the barrier is missing before this line, or {turns}"
+    )
+
+
+_OVERWRITTEN: Final = (
+    "copy overwritten",
+    "One of the two is lost: each stage has a place of its own, and is stored to again only when "
+    "the copy before has arrived and all threads have read it.",
+)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -271,7 +315,7 @@ def _first(bad: Array) -> tuple[int, int]:
     return int(m), int(n)
 
 
-def _wrong_values(trial: Trial, step: Step, larger: Callable[[], Trial | None]) -> Diagnosis:
+def _wrong_values(trial: Trial, step: Step, file: File, larger: More) -> Diagnosis:
     c, expected, found = trial.c, trial.expected, trial.found
     assert c is not None
     assert found is not None
@@ -285,15 +329,28 @@ def _wrong_values(trial: Trial, step: Step, larger: Callable[[], Trial | None]) 
     if bad.size > 1:
         what += f"; wrong are {region(bad)}"
     what += "."
-    for search in (_suspected, _by_a_factor, _transposed, _elsewhere):
+    for search in (_suspected, _by_a_factor, _transposed, _elsewhere, _part_of_k):
         if said := search(trial, bad, larger):
-            return Diagnosis(said[0], 0, (what, *said[1:]))
-    met = pairing(step, trial.subject.family, trial.subject.format)
+            exact = places(step, trial.subject) if said[0] in VAGUE else None
+            return Diagnosis(*_found(exact, what) if exact else (said[0], 0, (what, *said[1:])))
+    for second in larger():
+        if second.fault is not None:
+            return _of_fault(second.fault, second.subject, step, file)
+    if met := pairing(step, trial.subject) or places(step, trial.subject):
+        return Diagnosis(*_found(met, what))
     for search in (_integer_sum, _nearly):
         if said := search(trial, bad, larger):
-            return Diagnosis(said[0], 0, (what, *said[1:], met or ""))
+            return Diagnosis(said[0], 0, (what, *said[1:]))
     unknown = "No known mistake gives these values. Compute this output by hand from its block."
-    return Diagnosis("wrong pairs" if met else "wrong value", 0, (what, met or unknown))
+    return Diagnosis("wrong value", 0, (what, unknown))
+
+
+VAGUE: Final = ("scales of another row", "scales of another block")
+"""Causes of suspects of which products made for it may say more: whose scales, and which row."""
+
+
+def _found(finding: Finding, what: str) -> tuple[str, int, tuple[str, ...]]:
+    return finding.cause, 0, (what, finding.says)
 
 
 _ROUNDING: Final = (
@@ -302,15 +359,15 @@ _ROUNDING: Final = (
 )
 
 Found = tuple[str, ...] | None
-More = Callable[[], Trial | None]
+More = Callable[[], Iterator[Trial]]
 
 
 def _suspected(trial: Trial, bad: Array, larger: More) -> Found:
     """A known mistake that gives these very values, on a larger problem too."""
     matches = suspects(trial, bad)
     if len(matches) > 1 or (matches and bad.size == 1):
-        second = larger()
-        if second is not None and second.fault is None and not second.ok:
+        second = next(larger())
+        if second.fault is None and not second.ok:
             assert second.c is not None
             assert second.expected is not None
             wrong = np.abs(second.c - second.expected) > second.tolerance
@@ -401,6 +458,35 @@ def _elsewhere(trial: Trial, bad: Array, larger: More) -> Found:
         ((down, right),) = shifts
         said += f" Each is {abs(down)} rows and {abs(right)} columns away from where it belongs."
     return "wrong place", said
+
+
+def _part_of_k(trial: Trial, bad: Array, larger: More) -> Found:
+    """The products that count otherwise than once, of pieces of K: they follow from the values
+    where there are more outputs than pieces."""
+    t, c, size = trial.terms, trial.c, BLOCK // 4
+    assert c is not None
+    assert t is not None
+    values = (t.d[..., None] * t.code + t.z[..., None]).reshape(*t.d.shape, -1, size)
+    pieces = np.einsum("nbpj,mbpj->mnbp", values, t.x.reshape(*t.s.shape, -1, size))[bad]
+    pieces = pieces.reshape(len(pieces), -1)
+    if len(pieces) < 2 * pieces.shape[1]:
+        return None
+    times = np.linalg.lstsq(pieces, c[bad], rcond=None)[0]
+    whole = np.round(times)
+    if (np.abs(times - whole) > 0.02).any() or (whole == 1).all():
+        return None
+    if (np.abs(pieces @ whole - c[bad]) > 2 * trial.tolerance[bad]).any():
+        return None
+    said = []
+    for count, how in ((0, "left out"), (2, "counted twice")):
+        own = np.flatnonzero(whole == count)
+        if len(own):
+            ks = [f"K {a * size} to {(b + 1) * size - 1}" for a, b in runs(own.tolist())]
+            more = " ..." if len(ks) > SHOWN else ""
+            said.append(f"{', '.join(ks[:SHOWN])}{more} {'is' if len(ks) == 1 else 'are'} {how}")
+    if not said or not np.isin(whole, (0, 1, 2)).all():
+        return None
+    return "part of K", f"The outputs are those of a sum over a part of K: {'; '.join(said)}."
 
 
 def _integer_sum(trial: Trial, bad: Array, larger: More) -> Found:

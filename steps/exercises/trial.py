@@ -103,7 +103,7 @@ def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
     began, problem = time.perf_counter(), subject.problem
     machine = Simulator(subject.case.order)
     try:
-        with _limit(patience):
+        with limit(patience):
             prepared = prepared_for(step, subject, machine)
             out = prepared.out.view(np.uint32)
             out[...] = UNWRITTEN
@@ -141,12 +141,12 @@ def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:
     golden = subject.case.distribution == "golden"
     bits = GOLDEN[subject.format].q81 if golden else None
     operands = problem.given, problem.blocks
-    with _sized_for(subject.sms):
+    with sized_for(subject.sms):
         return prepare(step, subject.family, subject.format, *operands, machine, bits)
 
 
 @contextmanager
-def _sized_for(sms: int | None) -> Iterator[None]:
+def sized_for(sms: int | None) -> Iterator[None]:
     """Launches are made for a GPU of so many SMs. (A contract cannot be told to stop pretending:
     processes that compile never do.)"""
     if sms is None:
@@ -196,7 +196,7 @@ class Endless(SimulatorError):
 
 
 @contextmanager
-def _limit(seconds: float) -> Iterator[None]:
+def limit(seconds: float) -> Iterator[None]:
     """Endless in whatever runs after so long: in the lane that does. (Only a main thread has
     signals, and not on every system.)"""
     if threading.current_thread() is not threading.main_thread() or not hasattr(

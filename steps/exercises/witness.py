@@ -29,9 +29,18 @@ class Access(NamedTuple):
     stores: bool
 
 
+class Copy(NamedTuple):
+    """A cp.async under way: the line that issued it, and its group, the newest of the thread being
+    1; 0 where it is not committed."""
+
+    line: int
+    group: int
+
+
 class Witness(Gatherer):
     """Notes the accesses of one block to one byte of the allocation whose first array is called
-    `name`. `element` is how the kernel calls that byte, "" where it cannot be said."""
+    `name`. `element` is how the kernel calls that byte, "" where it cannot be said. `copies`: by
+    thread and line of an access and by thread that copies, the copy that was under way then."""
 
     def __init__(self, path: Path, block: str, name: str, byte: int) -> None:
         super().__init__()
@@ -39,16 +48,29 @@ class Witness(Gatherer):
         self.accesses: list[Access] = []
         self.element = ""
         self._names: dict[int, str] = {}  # of allocations, by the identity of their owner
+        self._lanes: dict[int, Lane] = {}  # that issued a cp.async to the byte, and where last
+        self._lines: dict[int, int] = {}
+        self.copies: dict[tuple[int, int, int], Copy] = {}
 
-    def before(self, thread: int, line: int, other: int) -> Access | None:
-        """The last access of `other` before the first one of `thread` at `line` that follows it."""
+    def before(self, thread: int, line: int, other: int, stores: bool) -> Access | None:
+        """The last access of `other` of that kind before the first one of `thread` at `line` that
+        follows it."""
         last: Access | None = None
         for access in self.accesses:
-            if access.thread == other:
+            if access.thread == other and access.stores == stores:
                 last = access
             elif last is not None and (access.thread, access.line) == (thread, line):
                 return last
         return last
+
+    def _copy_of(self, lane: Lane) -> Copy | None:
+        """The cp.async of the lane to this byte that has not arrived."""
+        for newer, group in enumerate([lane.copies, *reversed(lane.groups)]):
+            for destination, at, size, *_ in group:
+                mine = self._names.get(id(owner(destination.data))) == self.name
+                if mine and 0 <= self.byte - offset_in_allocation(destination.data) - at < size:
+                    return Copy(self._lines[lane.index], newer)
+        return None
 
     # --- what the simulator calls
     def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
@@ -62,7 +84,13 @@ class Witness(Gatherer):
         if self._names.get(whole) != self.name or not at <= self.byte < at + what.size:
             return
         if ", ".join(map(str, lane.block.index)) == self.block:
-            self.accesses.append(Access(lane.index, self._line(), what.kind not in _LOADS))
+            line = self._line()
+            self.accesses.append(Access(lane.index, line, what.kind not in _LOADS))
+            for other, issuer in self._lanes.items():
+                if copy := self._copy_of(issuer):
+                    self.copies.setdefault((lane.index, line, other), copy)
+            if what.kind == "cp.async":
+                self._lanes[lane.index], self._lines[lane.index] = lane, line
 
     def _line(self) -> int:
         """The innermost line of the file on the way here."""

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from reference import GOLDEN, Q81, Problem
-from steps.exercises.check import TELLING, check, lines
+from steps.exercises.check import GOLDEN_CASE, TELLING, check, lines
 from steps.exercises.diagnose import region
 from steps.exercises.load import load
-from steps.exercises.probe import MIXTURE, _told, pairing
+from steps.exercises.places import places
+from steps.exercises.probe import RIGHT, UNKNOWN, Fate, pairing, told
 from steps.exercises.suspects import SUSPECTS, Terms
+from steps.exercises.trial import Subject
 from steps.pitfalls.exhibit import SHAPE, pitfalls
 from steps.registry import find
 from tests.exercises.mistakes import MISTAKES, Mistake
@@ -121,20 +123,32 @@ def test_regions_in_words(rows: object, columns: object, words: str) -> None:
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q8_0"])
 def test_weights_and_activations_are_paired(name: str, tmp_path: Path) -> None:
     """Right, and with activations 4i .. of step 2 in the order of pitfall 3."""
-    assert pairing(find(2), "A8", name) is None
+    subject = Subject("A8", name, GOLDEN_CASE)
+    assert pairing(find(2), subject) is None
     one = Mistake(2, 2, "b4(a, at_a + QA + i)", "b4(a, at_a + QA + (i ^ 4))", "")
     exercise = one.written(tmp_path)
     step = load(*(exercise.composed(())[0], exercise.path, exercise.composed(())[1]))
-    assert pairing(step, "A8", name) == (
-        "In a block, elements 0 to 3 of A meet weights 4 to 7; elements 4 to 7 of A meet weights 0 "
-        "to 3; elements 8 to 11 of A meet weights 12 to 15; elements 12 to 15 of A meet weights 8 "
-        "to 11."
+    assert pairing(step, subject) == (
+        "wrong pairs",
+        "In a block, elements 0 to 3 of A meet weights 4 to 7; likewise 8 to 11; elements 4 to 7 "
+        "of A meet weights 0 to 3; likewise 12 to 15.",
     )
 
 
-def test_pairs_that_cannot_be_told() -> None:
-    assert [*_told([(3, None), (4, None), (9, MIXTURE)])] == [
-        "elements 3 to 4 of A meet nothing",
-        "element 9 of A meets no weight as it is (a mixture, or a wrong scale)",
-    ]
-    assert [*_told([(m, 31 - m) for m in range(32)])][-1] == "and so on"
+def test_fates_in_words() -> None:
+    fates = [RIGHT] * 32
+    assert told(fates, []) is None
+    fates[3] = fates[4] = Fate(weights=())
+    fates[9] = UNKNOWN
+    assert told(fates, []).says == (
+        "In a block, elements 3 to 4 of A meet nothing; element 9 of A gives products that no sum "
+        "of weights explains."
+    )
+    each = [Fate(weights=((31 - 2 * m, 1.0),)) for m in range(32)]
+    assert told(each, []).says.endswith("; and so on.")
+    assert told([UNKNOWN] * 32, []) is None, "nothing can be said"
+
+
+@pytest.mark.parametrize(("number", "family"), [(7, "A8"), (12, "A16")])
+def test_operands_of_a_right_step_are_in_their_places(number: int, family: str) -> None:
+    assert places(find(number), Subject(family, "q4_0", TELLING)) is None
