@@ -290,18 +290,19 @@ def wgmma_tiles() -> Iterator[pytest.param]:
                 calls: list[Call] = [(output, output) for output in step.outputs]
                 if step.families[-1] == "A16":
                     calls += [("float16", output) for output in step.outputs if output != "float16"]
-                slices = name == in_turn(number + i)
-                if tile[1] & (tile[1] - 1) and not slices:
+                in_all = name == in_turn(number + i)
+                if tile[1] & (tile[1] - 1) and not in_all:
                     continue
+                slices = calls[tile[1] // 16 % len(calls)] if in_all else None
                 one = [calls[(i + j) % len(step.outputs)]]
                 label = f"step{number}-{name}-{tile[0]}x{tile[1]}"
-                marks = (group(step), pytest.mark.slow if slices else pytest.mark.every)
+                marks = (group(step), pytest.mark.slow if in_all else pytest.mark.every)
                 yield pytest.param(step, tile, name, one, slices, id=label, marks=marks)
-                if slices:
+                if in_all:
                     rest = [call for call in calls if call not in one]
                     marks = (group(step), pytest.mark.every)
                     yield pytest.param(
-                        step, tile, name, rest, False, id=f"{label}-calls", marks=marks
+                        step, tile, name, rest, None, id=f"{label}-calls", marks=marks
                     )
 
 
@@ -354,16 +355,16 @@ def test_every_tile_of_wgmma(
     tile: tuple[int, int],
     name: str,
     calls: list[Call],
-    slices: bool,
+    slices: Call | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A block with more tiles than one, so that one warpgroup is before the other, as in large
-    products; with `slices`, also a tile added up in them, for one of the calls."""
+    products; with `slices`, also a tile added up in them, for that call."""
     module = sys.modules[step.launch.__module__]
     size = (2 * tile[1], tile[0], 512)
     launches = [((tile, 2, 1, 0), call) for call in calls]
     if slices:
-        launches.append(((tile, 1, 4, 1), calls[tile[1] // 16 % len(calls)]))
+        launches.append(((tile, 1, 4, 1), slices))
     for configuration, (source, output) in launches:
         monkeypatch.setattr(module, "tiling", lambda *_, chosen=configuration: chosen)
         work = Work(step, step.families[-1], name)
