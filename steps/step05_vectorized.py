@@ -182,16 +182,16 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                         stage_word(tile_w, unit, 2, row, x[2], fifth)
                         stage_word(tile_w, unit, 3, row, x[3], fifth)
                         if unit % units == 0:
-                            slab = unit // units
-                            at = (b + slab) * N + n0 + row
+                            block = unit // units
+                            at = (b + block) * N + n0 + row
                             d, z = scale[at], offset[at]
-                            store_f32x2(dz_w, (slab * bn + row) * 2, d, z + centre * d)
+                            store_f32x2(dz_w, (block * bn + row) * 2, d, z + centre * d)
             cuda.syncthreads()
 
-            for slab in range(left):
+            for block in range(left):
                 # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
                 for part in range(HALF // run):
-                    first = slab * HALF + part * run
+                    first = block * HALF + part * run
                     for i in range(tm):
                         for j in range(TN):
                             v[i, j] = start
@@ -213,10 +213,10 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
                     # --- scale
                     # hole 3
-                    d0, z0, d1, z1 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2)
-                    d2, z2, d3, z3 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2 + 4)
+                    d0, z0, d1, z1 = load_f32x4(dz_w, (block * bn + TN * tx) * 2)
+                    d2, z2, d3, z3 = load_f32x4(dz_w, (block * bn + TN * tx) * 2 + 4)
                     for i in range(tm):
-                        da, s = load_f32x2(ds_a, (slab * bm + token(i, ty)) * 2)
+                        da, s = load_f32x2(ds_a, (block * bm + token(i, ty)) * 2)
                         acc[i, 0] += d0 * da * float32(v[i, 0] >> int32(shift))
                         acc[i, 1] += d1 * da * float32(v[i, 1] >> int32(shift))
                         acc[i, 2] += d2 * da * float32(v[i, 2] >> int32(shift))

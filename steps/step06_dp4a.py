@@ -154,9 +154,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 store_u32(tile_a, (p + 2) * bm + row, x[2])
                 store_u32(tile_a, (p + 3) * bm + row, x[3])
             for i in range(units_a // 2):
-                slab = t // bm + i * (threads // bm)
-                da, sum_a = load_f32x2(ds, (min(b + slab, blocks_k - 1) * M + m) * 2)
-                store_f32x2(ds_a, (slab * bm + row) * 2, da, sum_a)
+                block = t // bm + i * (threads // bm)
+                da, sum_a = load_f32x2(ds, (min(b + block, blocks_k - 1) * M + m) * 2)
+                store_f32x2(ds_a, (block * bm + row) * 2, da, sum_a)
             row = t % bn
             n = min(n0 + row, N - 1)
             for i in range(units_w):
@@ -171,26 +171,26 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 stage_word(tile_w, unit, 2, row, x[2], fifth)
                 stage_word(tile_w, unit, 3, row, x[3], fifth)
             for i in range(units_w // units):
-                slab = t // bn + i * (threads // bn)
-                at = min(b + slab, blocks_k - 1) * N + n
-                store_f32x2(dz_w, (slab * bn + row) * 2, scale[at], offset[at])
+                block = t // bn + i * (threads // bn)
+                at = min(b + block, blocks_k - 1) * N + n
+                store_f32x2(dz_w, (block * bn + row) * 2, scale[at], offset[at])
             cuda.syncthreads()
 
-            for slab in range(min(depth, blocks_k - b)):
+            for block in range(min(depth, blocks_k - b)):
                 # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
                 for i in range(tm):
                     for j in range(TN):
                         v[i, j] = 0
-                for p in range(slab * WORDS, slab * WORDS + WORDS, 2):
+                for p in range(block * WORDS, block * WORDS + WORDS, 2):
                     multiply(v, tile_a, tile_w, p, ty, tx)
                     multiply(v, tile_a, tile_w, p + 1, ty, tx)
 
                 # --- scale
-                d0, z0, d1, z1 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2)
-                d2, z2, d3, z3 = load_f32x4(dz_w, (slab * bn + TN * tx) * 2 + 4)
+                d0, z0, d1, z1 = load_f32x4(dz_w, (block * bn + TN * tx) * 2)
+                d2, z2, d3, z3 = load_f32x4(dz_w, (block * bn + TN * tx) * 2 + 4)
                 for i in range(tm):
                     # hole 4
-                    da, s = load_f32x2(ds_a, (slab * bm + token(i, ty)) * 2)
+                    da, s = load_f32x2(ds_a, (block * bm + token(i, ty)) * 2)
                     acc[i, 0] += d0 * da * float32(v[i, 0])
                     acc[i, 1] += d1 * da * float32(v[i, 1])
                     acc[i, 2] += d2 * da * float32(v[i, 2])

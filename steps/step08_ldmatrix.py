@@ -96,7 +96,7 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
         scales = cuda.local.array(SCALE_WORDS, uint32)  # of the weights, for all four blocks
         b_even = cuda.local.array(B_WORDS, uint32)  # B fragments (tokens) of blocks 0 and 2
         b_odd = cuda.local.array(B_WORDS, uint32)  # of blocks 1 and 3
-        x = cuda.local.array(B_WORDS, float32)  # scales d of the tokens, of one block
+        token_scales = cuda.local.array(B_WORDS, float32)  # scales d of the tokens, of one block
         t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
@@ -124,20 +124,20 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
             load_weights(a, stage, weights_at, lane, 0)
             load_scales(scales, stage, weights_at, lane)
             load_tokens(b_even, stage, row_at, 0)
-            load_token_scales(x, stage, scales_at, 0)
+            load_token_scales(token_scales, stage, scales_at, 0)
             load_tokens(b_odd, stage, row_at, 1)
-            multiply(acc, a, b_even, x, scales, 0)
+            multiply(acc, a, b_even, token_scales, scales, 0)
             if minimum:
                 add_minima(acc, stage, 0, weights_at, lane)
-            load_token_scales(x, stage, scales_at, 1)
+            load_token_scales(token_scales, stage, scales_at, 1)
             load_tokens(b_even, stage, row_at, 2)
-            multiply(acc, a, b_odd, x, scales, 1)
+            multiply(acc, a, b_odd, token_scales, scales, 1)
             load_weights(a, stage, weights_at, lane, 1)
-            load_token_scales(x, stage, scales_at, 2)
+            load_token_scales(token_scales, stage, scales_at, 2)
             load_tokens(b_odd, stage, row_at, 3)
-            multiply(acc, a, b_even, x, scales, 2)
-            load_token_scales(x, stage, scales_at, 3)
-            multiply(acc, a, b_odd, x, scales, 3)
+            multiply(acc, a, b_even, token_scales, scales, 2)
+            load_token_scales(token_scales, stage, scales_at, 3)
+            multiply(acc, a, b_odd, token_scales, scales, 3)
             # end of hole 4
             cuda.syncthreads()
             source = next_source(source, M)

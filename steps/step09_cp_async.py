@@ -81,7 +81,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         scales = cuda.local.array(SCALE_WORDS, uint32)
         b_even = cuda.local.array(B_WORDS, uint32)
         b_odd = cuda.local.array(B_WORDS, uint32)
-        x = cuda.local.array(B_WORDS, float32)
+        token_scales = cuda.local.array(B_WORDS, float32)
         t, M, count = int32(cuda.threadIdx.x), int32(c.shape[0]), int32(steps)
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
@@ -110,19 +110,19 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         load_scales(scales, ring, weights_at, lane)
         load_tokens(b_even, ring, row_at, 0)
         for step in range(count):
-            load_token_scales(x, ring, stage + scales_at, 0)
+            load_token_scales(token_scales, ring, stage + scales_at, 0)
             load_tokens(b_odd, ring, stage + row_at, 1)
-            multiply(acc, a, b_even, x, scales, 0)
-            load_token_scales(x, ring, stage + scales_at, 1)
+            multiply(acc, a, b_even, token_scales, scales, 0)
+            load_token_scales(token_scales, ring, stage + scales_at, 1)
             load_tokens(b_even, ring, stage + row_at, 2)
-            multiply(acc, a, b_odd, x, scales, 1)
+            multiply(acc, a, b_odd, token_scales, scales, 1)
             load_weights(a, ring, stage + weights_at, lane, 1)
-            load_token_scales(x, ring, stage + scales_at, 2)
+            load_token_scales(token_scales, ring, stage + scales_at, 2)
             load_tokens(b_odd, ring, stage + row_at, 3)
-            multiply(acc, a, b_even, x, scales, 2)
+            multiply(acc, a, b_even, token_scales, scales, 2)
             if minimum:
                 add_minima(acc, ring, stage, stage + weights_at, lane)
-            load_token_scales(x, ring, stage + scales_at, 3)
+            load_token_scales(token_scales, ring, stage + scales_at, 3)
 
             # --- the next stage has arrived for all threads, and all have read this one to its end:
             # what its last block needs is in registers
@@ -145,7 +145,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
             cp_async_commit()
             to = int32(stage + 16 * t)
             # end of hole 4
-            multiply(acc, a, b_odd, x, scales, 3)
+            multiply(acc, a, b_odd, token_scales, scales, 3)
             load_weights(a, ring, stage + weights_at, lane, 0)
             load_scales(scales, ring, stage + weights_at, lane)
         write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)

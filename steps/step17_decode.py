@@ -79,18 +79,17 @@ def kernel(
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
-    own_part, start, advance = walks.own_part, walks.start, walks.advance
+    own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     copy, (load, quantize) = async_copy(how.family, tokens), float32_quantizer(tokens, ahead)
     wait_for_oldest, wait_for_all = cp_async_wait(stages - 1), cp_async_wait(0)
 
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, w, walk, part, lane):
-        """Issue copies of the next packed tiles, if any are left -> the walk behind them.
-        part[1]: the row tile where the thread block ends."""
+        """Issue copies of the next packed tiles, if any are left -> the walk behind them."""
         # hole 1
-        at, size, into, _, pair = walk
-        if pair < part[1]:
+        if not is_over(walk, part):
+            at, size, into, _, _ = walk
             to, source = int32(slot + into + 16 * lane), at + 16 * lane
             for i in range(0, weights, 512):
                 if int32(size - 16 * lane) > i:
@@ -101,11 +100,10 @@ def kernel(
 
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane):
-        """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots.
-        walk: K tile at 3, row tile of the pair at 4; rows[2]: tokens of the thread block."""
-        if in_slots and walk[4] < part[1]:
-            to = int32(slot + weights)
-            copy(smem, to, to + TILE_K * rows[2], pitch, a, a_scales, rows, walk[3], lane)
+        """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots."""
+        if in_slots and not is_over(walk, part):
+            to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
+            copy(smem, to, to + TILE_K * here, pitch, a, a_scales, rows, k_tile, lane)
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def decode(w, row_scales, a, a_scales, c, sizes, bias):
@@ -121,8 +119,8 @@ def kernel(
         rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, _ = part  # row tiles of the block; K tiles of the warp from k0 on
-        k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        _, k_tiles, _, pitch, part_bytes, row_scales_at, sums_at, sums_stride = sizes
+        k_part, sums = int32(warp // warps_n), (sums_at, sums_stride)
         ring = int32(warp * (stages * slot_bytes))
         ring_end = int32(ring + stages * slot_bytes)
 
@@ -137,7 +135,7 @@ def kernel(
 
         # --- A and the other slots. A and all that was issued before it are one group of cp.async.
         # Where the warp's A and its scales begin, and bytes from each K tile of them to the next:
-        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)

@@ -75,7 +75,7 @@ def kernel(
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
     store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
-    own_part, start, advance = walks.own_part, walks.start, walks.advance
+    own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
     size_of_a, copy_a = copies.size, copies.issue
@@ -86,8 +86,8 @@ def kernel(
     def issue(smem, slot, bar, w, walk, part, a, rows, more_bytes, lane):
         """Issue a copy of the next packed tiles, if any are left -> the walk behind them.
         more_bytes: of other copies that report to the same mbarrier."""
-        at, size, into, k_tile, pair = walk
-        if pair < part[1]:
+        if not is_over(walk, part):
+            at, size, into, k_tile, _ = walk
             if lane == 0:
                 if in_slots:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
@@ -99,9 +99,9 @@ def kernel(
     @cuda.jit(device=True, forceinline=True)
     def issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane):
         """Issue copies of the 128 K of A that meet these packed tiles, if A is in slots."""
-        if in_slots and walk[4] < part[1]:
-            to = int32(slot + weights)
-            copy_a(smem, to, to + TILE_K * rows[2], pitch, bar, a, a_scales, rows, walk[3], 1, lane)
+        if in_slots and not is_over(walk, part):
+            to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
+            copy_a(smem, to, to + TILE_K * here, pitch, bar, a, a_scales, rows, k_tile, 1, lane)
 
     @cuda.jit(launch_bounds=(32 * warps, 1))
     def decode_bulk(w, row_scales, a, a_scales, c, sizes, bias):
@@ -116,8 +116,8 @@ def kernel(
         rows, a_rows = (M, m0, here), int32(tokens) if quantized else here
         pair, part = own_part(sizes, N, warp)
         first, end, k0, count, all_k_tiles = part
-        k_tiles, k_part, pitch = int32(sizes[1]), int32(warp // warps_n), int32(sizes[3])
-        row_scales_at, sums = int32(sizes[5]), (int32(sizes[6]), int32(sizes[7]))
+        _, k_tiles, _, pitch, part_bytes, row_scales_at, sums_at, sums_stride = sizes
+        k_part, sums = int32(warp // warps_n), (sums_at, sums_stride)
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
         # of the warps with the same part of K, the first copies A
         a_warp = int32(k_part * warps_n)
@@ -145,7 +145,7 @@ def kernel(
         griddepcontrol_wait()
 
         # --- A, before anything else
-        own_a, step = int32(a_at + k_part * sizes[4]), int32(TILE_K * a_rows if a8 else ROW_BYTES)
+        own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
             load(x, a, k0, 0, lane)

@@ -232,8 +232,8 @@ MISTAKES = (
     Mistake(
         8,
         4,
-        "load_token_scales(x, stage, scales_at, 1)",
-        "load_token_scales(x, stage, scales_at, 0)",
+        "load_token_scales(token_scales, stage, scales_at, 1)",
+        "load_token_scales(token_scales, stage, scales_at, 0)",
         "scale da of another block",
         "K 32 to 63 are multiplied with the scale da of block 0",
     ),

@@ -17,6 +17,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+import numpy as np
+
 from qformats import BLOCK
 from qformats.repack import TILE_K, TILE_ROWS
 from qformats.storage import StorageFormat
@@ -128,12 +130,13 @@ class TileConfiguration:
     sums_stride: int
     shared: int
 
-    def sizes(self, k: int) -> tuple[int, ...]:
+    def sizes(self, k: int) -> tuple[np.int32, ...]:
         """What a kernel is told of them: packed tiles of a row of `k` first."""
-        return (
+        sizes = (
             ceil_div(k, TILE_K), self.k_tiles, self.row_tiles, self.pitch, self.part_bytes,
             self.row_scales_at, self.sums_at, self.sums_stride,
         )  # fmt: skip
+        return tuple(map(np.int32, sizes))
 
     def grid(self, m: int, n: int) -> tuple[int, int, int]:
         """Thread blocks: along N, and for groups of `MOST_TOKENS` tokens."""

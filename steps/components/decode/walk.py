@@ -35,16 +35,18 @@ class PairWalk:
         `steps.components.decode.tiles.TileConfiguration`
     start(pair, part) -> walk     at the first K tile of the pair from row tile `pair` on
     advance(walk, part) -> walk   one pair of packed tiles further along K, or at the next rows
+    is_over(walk, part) -> bool   whether nothing is left
 
     part: (row tile where the block begins, and where it ends; K tile where the warp begins, how
           many K tiles it has, K tiles of a row)
     walk: (byte of the weights, bytes there, where in a slot they belong, K tile, row tile of the
-          pair); nothing is left where the row tile is the block's end
+          pair)
     """
 
     own_part: Any
     start: Any
     advance: Any
+    is_over: Any
 
 
 @cache
@@ -53,7 +55,7 @@ def pair_walk(tile_bytes: int, warps_n: int) -> PairWalk:
 
     @cuda.jit(device=True, forceinline=True)
     def own_part(sizes, N, warp):
-        all_k_tiles, k_tiles, row_tiles = int32(sizes[0]), int32(sizes[1]), int32(sizes[2])
+        all_k_tiles, k_tiles, row_tiles, _, _, _, _, _ = sizes
         k0 = int32(min(int32(warp // warps_n * k_tiles), all_k_tiles))
         count = int32(min(k_tiles, int32(all_k_tiles - k0)))
         first = int32(cuda.blockIdx.x * row_tiles)
@@ -73,10 +75,17 @@ def pair_walk(tile_bytes: int, warps_n: int) -> PairWalk:
 
     @cuda.jit(device=True, forceinline=True)
     def advance(walk, part):
+        _, _, k0, count, _ = part
         at, size, into, k_tile, pair = walk
         at, k_tile = at + TILE_GROUP * tile_bytes, int32(k_tile + 1)
-        if k_tile == int32(part[2] + part[3]):
+        if k_tile == int32(k0 + count):
             at, size, into, k_tile, pair = start(int32(pair + PAIR * warps_n), part)
         return at, size, into, k_tile, pair
 
-    return PairWalk(own_part, start, advance)
+    @cuda.jit(device=True, forceinline=True)
+    def is_over(walk, part):
+        _, end, _, _, _ = part
+        _, _, _, _, pair = walk
+        return pair >= end
+
+    return PairWalk(own_part, start, advance, is_over)
