@@ -246,7 +246,8 @@ def test_products_by_the_steps_are_as_near_as_emulated_ones(tmp_path: Path) -> N
     from results.decoder.model import step_products
 
     file = files.Model(files.write_tiny(tmp_path / "tiny.gguf"))
-    parts = [checks.prompt(files.WORDS, 128, seed) for seed in range(8)]
+    # whole chunks: with fewer tokens an exact step may be the faster one, also for fast products
+    parts = [checks.prompt(files.WORDS, quality.CONTEXT, seed) for seed in range(2)]
     names = {"exact": ("exact", "A16"), "Q8_1": ("exact", "A8"), "fast": ("fast", None)}
     found = {}
     for device, maker in (("cpu", emulated_products), ("cuda", None)):
