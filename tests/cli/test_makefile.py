@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """make, without what a make that runs these tests was told: its variables are in the environment."""
+    """make, without the variables of a make that runs these tests: they are in the environment."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("QUICK", "ALL")}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments],
