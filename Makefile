@@ -11,8 +11,8 @@
 #   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL=   are passed on to the commands
 #   DTYPE=          step%, ladder, check, ptx, sass, profile, sanitize: of C, and of A where a step
 #                   reads it: float32, float16 or bfloat16
-#   ONLY=           bench: steps (the matrix), calls (what a caller gets), sweep (that at every M up
-#                   to 128)
+#   ONLY=           bench: steps (the matrix), home (of it the home shapes), calls (what a caller
+#                   gets), sweep (that at every M up to 128)
 #   LONG=1          step%, ladder, check: a line for each format
 #   FILE=           check, bench, diff, ptx, sass: a file of your own, such as an exercise
 #   HINT=1 SOLUTION=1    check FILE=: the idea of the next TODO; the diff to the step

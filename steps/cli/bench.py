@@ -77,15 +77,17 @@ def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
     """The rows of the matrix that are asked for; of a shape that the matrix does not have, all
     works."""
     formats = formats_of(args.format)
-    if args.only not in (None, "steps"):
+    if args.only not in (None, "steps", "home"):
         return []
     works = select(steps_of(args.steps), formats, args.scheme, cc)
     named = {(work.step.number, work.family, work.format) for work in works}
+    homes = {size for step in ladder() for size in step.home_shapes}
     found = [
         one
         for one in benching.matrix(ladder(), formats, cc)
         if (one.work.step.number, one.work.family, one.work.format) in named
         and _asked(args, one.size)
+        and (args.only != "home" or one.size in homes)
     ]
     if found or not is_shape_asked(args):
         return found

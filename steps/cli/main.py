@@ -225,8 +225,9 @@ def _parser() -> Parser:
     one.add_argument("--no-baselines", action="store_true", help="no cuBLAS, llama.cpp or torch")
     one.add_argument(
         "--only",
-        choices=("steps", "calls", "sweep"),
-        help="the steps' rows, what a caller gets, or that at every M up to 128",
+        choices=("steps", "home", "calls", "sweep"),
+        help="the steps' rows, those at the home shapes of branches, what a caller gets, or that "
+        "at every M up to 128",
     )
     one.add_argument(
         "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/run.json)"

@@ -505,6 +505,9 @@ def test_calls_are_those_of_the_set_the_formats_and_the_shape_that_are_asked_for
     assert command.calls_of(asked(no_baselines=True)) == []
     assert command.rows_of(asked(only="sweep"), HOPPER) == []
     assert command.rows_of(asked(only="steps"), HOPPER) == list(MATRIX)
+    homes = {size for step in ladder() for size in step.home_shapes}
+    assert calls(only="home") == []
+    assert command.rows_of(asked(only="home"), HOPPER) == [o for o in MATRIX if o.size in homes]
     assert capsys.readouterr().err == ""
     version[0] = None
     assert calls() == []
