@@ -2,8 +2,9 @@
 
 The matrix: every step at its home shapes in all formats, with what it is compared with there, and
 the top steps of the branches at all shapes. All that is compared at one shape is in one loop
-(`results.measure.loop`). A row that was measured with the code of today on this GPU is left as it
-is; after every loop the run is written, so a bench that is killed keeps what it had.
+(`results.measure.loop`). Where every row of a shape and format was measured with the code of today
+on this GPU, they are left as they are. After every loop the run is written, so a bench that is
+killed keeps what it had.
 """
 
 from __future__ import annotations
@@ -215,10 +216,12 @@ def begin(path: Path, env: Environment, ladder: Sequence[Step]) -> Run:
 
 
 def missing(wanted: Iterable[Wanted], run: Run) -> list[Wanted]:
-    """Those without a good row that was measured with the code of today."""
-    now = remembered(source_hash)
+    """Those without a good row that was measured with the code of today, and beside each the others
+    of its shape and format: what is compared is measured in one loop."""
+    now, wanted = remembered(source_hash), list(wanted)
     good = {row.key for row in run.rows if row.status == "ok" and row.source_hash == now(row.step)}
-    return [one for one in wanted if one.key not in good]
+    again = {(one.size, one.work.format) for one in wanted if one.key not in good}
+    return [one for one in wanted if (one.size, one.work.format) in again]
 
 
 # ---------------------------------------------------------------------------------------- measuring

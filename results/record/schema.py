@@ -259,7 +259,7 @@ class RecordError(ValueError):
 
 def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows with x_parent and x_step1 filled in from kernel_us at the same format, shape, input
-    and output.
+    and output, measured in the same loop: GPUs of one model differ by more than two steps may.
 
     A step may exist in two families (A16 and A8). The parent's row of the same family is its
     measure where there is one, else the faster of the parent's rows: a claim is never made
@@ -269,7 +269,8 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
     timed: dict[tuple[Any, ...], list[Row]] = {}
 
     def place(step: int, row: Row) -> tuple[Any, ...]:
-        return (step, row.format, row.shape, row.input, row.output)
+        loop = row.commit, row.utc  # a loop's rows are stamped together
+        return (step, row.format, row.shape, row.input, row.output, *loop)
 
     for row in rows:
         if row.status == "ok":

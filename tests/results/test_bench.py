@@ -381,21 +381,30 @@ def good(wanted: Wanted, **changes: Any) -> Row:
     return replace(row, **changes)
 
 
-def test_only_what_is_missing_or_stale_or_failed_is_measured() -> None:
-    wanted = [Wanted(the_work(n), SHAPE) for n in (1, 2, 4, 5)]
-    rows = (
-        good(wanted[0]),
-        good(wanted[1], source_hash="0" * 12),
-        good(wanted[2], status="failed", why="no luck"),
-    )
-    found = benching.missing(wanted, Run(env=ENV, rows=rows))
-    assert [one.work.step.number for one in found] == [2, 4, 5]
+@pytest.mark.parametrize(
+    "changes", [None, {"source_hash": "0" * 12}, {"status": "failed", "why": "no luck"}]
+)
+def test_missing_stale_or_failed_is_measured_with_all_of_its_loop(changes: Any) -> None:
+    """What is left as it is: the same steps in another format, and at another shape."""
+    loops = [
+        [Wanted(the_work(n, name), size) for n in (1, 2, 4)]
+        for name, size in (("q4_0", SHAPE), ("q5_1", SHAPE), ("q4_0", (1, *SHAPE[1:])))
+    ]
+    wanted = [one for loop in loops for one in loop]
+    rows = [good(one) for one in wanted if one is not loops[0][1]]
+    if changes is not None:
+        rows.append(good(loops[0][1], **changes))
+    assert benching.missing(wanted, Run(env=ENV, rows=tuple(rows))) == loops[0]
+    rows = [good(one) for one in wanted]
+    assert benching.missing(wanted, Run(env=ENV, rows=tuple(rows))) == []
 
 
 def test_a_bench_keeps_fresh_rows_with_their_commit(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    wanted = [Wanted(the_work(n), SHAPE) for n in (1, 2)]
-    old = Run(env=ENV, rows=(good(wanted[0]), good(wanted[1], source_hash="0" * 12)))
+    other = Wanted(the_work(1, "q5_1"), SHAPE)
+    wanted = [Wanted(the_work(1), SHAPE), Wanted(the_work(2), SHAPE), other]
+    rows = good(wanted[0]), good(wanted[1], source_hash="0" * 12), good(other)
+    old = Run(env=ENV, rows=rows)
     store.write(old, path)
     env = replace(ENV, git=Git(sha="new", dirty=True))
     run = benching.begin(path, env, ladder())
@@ -404,14 +413,15 @@ def test_a_bench_keeps_fresh_rows_with_their_commit(tmp_path: Path) -> None:
         fake_bench(), benching.in_loops(benching.missing(wanted, run))
     ):
         recorder.add(rows, peers)
-    one, two = store.read(path).rows
-    assert (one.commit, one.utc, one.kernel_us) == ("0ld", "2025-01-01T00:00:00Z", 1.0)
+    one, two, three = store.read(path).rows
+    assert (three.commit, three.utc, three.kernel_us) == ("0ld", "2025-01-01T00:00:00Z", 1.0)
+    assert (one.commit, one.kernel_us) == ("new-dirty", pytest.approx(8000))
     assert (two.commit, two.kernel_us) == ("new-dirty", pytest.approx(6000))
-    assert two.utc is not None
-    assert two.utc > "2026"
-    assert two.x_parent == pytest.approx(1 / 6000, rel=1e-4)
+    assert one.utc is not None
+    assert one.utc > "2026"
+    assert two.x_parent == pytest.approx(8 / 6, rel=1e-4)
     assert benching.missing(wanted, store.read(path)) == []
-    assert recorder.added == [row for row in recorder.added if row.step == 2]
+    assert [row.step for row in recorder.added] == [1, 2]
 
 
 def test_every_loop_is_written_when_it_is_done(tmp_path: Path) -> None:

@@ -265,19 +265,21 @@ def test_a_run_is_kept_under_its_gpu(tmp_path: Path) -> None:
 
 def test_merging_replaces_what_has_the_same_key_and_keeps_the_rest() -> None:
     run = make_run(timed(100.0), timed(50.0, step=2, parent=1, scheme="W4A8"))
-    new = timed(80.0, commit="new", utc="2027-01-01T00:00:00Z")
+    stamp = {"commit": "new", "utc": "2027-01-01T00:00:00Z"}
+    new = timed(80.0, **stamp)
     merged = store.merge(
         run,
         env=replace(run.env, utc="2027-01-01T00:00:00Z"),
-        rows=[new, timed(5.0, step=3, parent=2, scheme="W4A8")],
+        rows=[new, timed(5.0, step=3, parent=1, scheme="W4A8", **stamp)],
         as_called=[make_call(us=7.0), make_call(dtype="float16", api="QuantLinear")],
     )
     assert [(row.step, row.kernel_us, row.commit) for row in merged.rows] == [
         (1, 80.0, "new"),
         (2, 50.0, "0123abcd"),
-        (3, 5.0, "0123abcd"),
+        (3, 5.0, "new"),
     ]
-    assert [row.x_parent for row in merged.rows] == [None, 1.6, 10.0], "worked out anew"
+    assert [row.x_parent for row in run.rows] == [None, None], "what merges works them out"
+    assert [row.x_parent for row in merged.rows] == [None, None, 16.0], "2 is of another loop"
     assert [(call.api, call.us) for call in merged.as_called] == [
         ("QuantLinear", 7.5),
         ("gemm.plan", 7.0),
