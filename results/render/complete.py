@@ -9,7 +9,7 @@ from typing import Any, Final
 from results.record import ROOT, model_rows
 from results.record.schema import AsCalled, Environment, Row, Run, Size
 from results.record.store import headline, read, runs
-from results.render import charts
+from results.render import charts, models
 from results.render.arguments import NOTHING
 from results.render.charts import tokens
 from results.render.markdown import grid, link
@@ -98,7 +98,9 @@ def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
     for title, made in (
         ("What a caller gets", _calls(run, stale)),
         ("Every number of tokens", _swept(run, stale)),
-        ("A model of transformers", _model(path.with_name(model_rows.NAME))),
+        ("A model of transformers", models.of_transformers(path.with_name(model_rows.NAME))),
+        ("A decoder", models.of_decoder(path.with_name(models.DECODER))),
+        ("How near a real model stays", models.of_quality(path.with_name(models.QUALITY))),
         ("Each step at its home shapes", _homes(run, stale)),
         ("The last step of each branch at every shape", _everywhere(run, stale)),
         ("Baselines", _baselines(run)),
@@ -235,36 +237,6 @@ def _swept(run: Run, stale: Keys) -> list[str]:
         else f"Nowhere does one token more take more than {most} as long.",
         *([""] if found else []),
         *jumps,
-    ]
-
-
-def _model(path: Path) -> list[str]:
-    """A whole model of torch, whose run lies beside that of the steps."""
-    if not path.exists():
-        return []
-    run = model_rows.read(path)
-    lines = [
-        [
-            one.case,
-            one.side,
-            f"{number(one.ms)} ms",
-            f"{number(one.p20_ms)}-{number(one.p80_ms)}",
-            f"{one.tokens_per_s:,.0f}",
-            ratio(one.x_bfloat16),
-            f"{number(one.first_s)} s",
-        ]
-        for one in run.rows
-    ]
-    head = ["case", "side", "time", "20-80 %", "tokens/s", "x bfloat16", "first call"]
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    commit = f", commit {run.env.git.sha}" if run.env.git.sha else ""
-    return [
-        f"{run.model}, {versions}, on an {run.env.where}, {(run.env.utc or '')[:10]}{commit}. Wall "
-        "time of a call; the first one compiles.",
-        "",
-        *grid(head, "llrrrrr", lines),
-        "",
-        *_pairs([(what, f"{value:.3g}") for what, value in run.facts.items()]),
     ]
 
 
