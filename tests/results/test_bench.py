@@ -3,9 +3,10 @@ and which figures are refused."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from os import cpu_count
 from pathlib import Path
@@ -47,6 +48,15 @@ COSTS = {
     "q8_1_k_outermost": 0.5e-3,
 }
 SHAPE = (2, 6, 64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_search() -> Iterator[None]:
+    """A bench looks for circles after each loop: among what it made itself, not in all kernels that
+    this process has compiled so far, which takes a second each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def fake_bench(limits: Limits | None = None, **watch: Any) -> Bench:
