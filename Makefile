@@ -51,7 +51,7 @@ need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&
 .DEFAULT_GOAL := help
 .PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat quality \
         decoder doctor diff ptx sass trace profile \
-        counters sanitize warm cache pitfalls lint docs-check clean clean-venv
+        counters sanitize gpu-tests warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
 	@echo 'make <target>, such as: make ladder, make step4 FORMAT=q4_0, make sass STEP=4 ARCH=sm_80'
@@ -152,6 +152,9 @@ counters: $(READY) ## Nsight Compute on the launches of a bench (or STEP=), into
 sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
 	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
 		$(if $(SCHEME),--scheme '$(SCHEME)') $(TYPE) $(if $(TOOL),--tool $(TOOL))
+
+gpu-tests: $(READY) ## all GPU tests, the sanitizer and fuzzing, on record in results/<gpu>/ [SECONDS=540]
+	@$(PY) -m steps gpu-tests $(if $(SECONDS),--seconds '$(SECONDS)') $(if $(OUT),--out '$(OUT)')
 
 warm: $(READY) ## compile what GGUF=model.gguf, or N= K= [FORMAT= M= DTYPE=], needs, on all cores
 	@$(PY) -m steps warm $(DATA) $(TYPE) $(if $(GGUF),--gguf '$(GGUF)')

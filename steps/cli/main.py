@@ -358,6 +358,14 @@ def _parser() -> Parser:
     one.add_argument("--scheme", help="W4A16, A8 ... (default all)")
     one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
 
+    one = command(
+        "gpu-tests",
+        "gpu_tests:gpu_tests",
+        "the GPU tests, Compute Sanitizer and fuzzing side by side, on record in results/<gpu>/",
+    )
+    one.add_argument("--seconds", type=_positive, default=540, help="at most (default 540)")
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="where the record goes")
+
     command("launch", "run:launch", "launch a step once, for a profiler", _data(), dtype, steps="1")
     command("doctor", "doctor:doctor", "what runs on this machine, and what is missing", as_json)
     command("pitfalls", "tools:pitfalls", "known bugs, and what catches each", add_help=False)

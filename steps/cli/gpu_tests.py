@@ -1,0 +1,179 @@
+"""The command `gpu-tests`: whether everything is right on this GPU, into results/<gpu>/.
+
+The GPU tests, Compute Sanitizer over the checks of each step, and fuzzing run side by side: they
+share the cores, and the GPU takes them in turn. Nothing here is timed.
+
+    gpu-tests.txt   tests passed in each file, what failed or was skipped, and how fuzzing ended
+    sanitizer.txt   each command of Compute Sanitizer, and how it ended
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from os import cpu_count
+from pathlib import Path
+from typing import Final
+
+from results.record import store
+from results.record.environment import environment
+from results.record.schema import Environment
+from steps.checks.select import UsageError
+from steps.cli.arguments import machines
+from steps.cli.run import remark
+from steps.cli.tools import ROOT, SANITIZERS, find_tool
+from steps.registry import ladder
+
+TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "-m", "gpu", "tests")
+FORMATS: Final = ("q4_0", "q5_1")
+"""Of the sanitizer: without and with minima and fifth bits."""
+FUZZERS: Final = 2
+LEFT: Final = 15.0
+"""Seconds that a command of the sanitizer takes: with less time none is begun."""
+LATE: Final = "its time was up"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command that ran: what it printed, and its exit status; None where its time was up."""
+
+    command: tuple[str, ...]
+    text: str
+    status: int | None
+
+    @property
+    def line(self) -> str:
+        """The command as a person would type it."""
+        named = ["python3" if word == sys.executable else word for word in self.command]
+        return f"$ {shlex.join([Path(named[0]).name, *named[1:]])}"
+
+
+def gpu_tests(args: Namespace) -> int:
+    """Run all of it for `args.seconds` at most and write both files; 1 if anything was wrong."""
+    machines("gpu")
+    sanitizer = find_tool("compute-sanitizer")
+    if sanitizer is None:
+        raise UsageError(
+            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
+            "wheels; install it and put it on PATH"
+        )
+    env = environment()
+    folder: Path = args.out or store.path_for(env).parent
+    until, cores = time.monotonic() + args.seconds, cpu_count() or 1
+    jobs = max(1, cores // 3)
+    tests = [sys.executable, *TESTS, "-v", "-n", str(max(1, cores - jobs))]
+    fuzz = [sys.executable, "-m", "steps", "fuzz", "--seconds", str(max(1, args.seconds * 3 // 5))]
+    fuzzing = [[*fuzz, "--seed", str(seed)] for seed in range(FUZZERS)]
+    remark(f"tests, sanitizer and fuzzing side by side, {args.seconds:.0f} s at most")
+    with ThreadPoolExecutor(jobs + FUZZERS + 1) as pool:
+        suite = pool.submit(_run, tests, until)
+        fuzzed = [pool.submit(_run, one, until) for one in fuzzing]
+        checked = sanitized([*sanitizer_commands(sanitizer)], until, pool.submit)
+    folder.mkdir(parents=True, exist_ok=True)
+    bad = 0
+    for name, text, wrong in (
+        ("gpu-tests.txt", *suite_record(suite.result(), [one.result() for one in fuzzed], env)),
+        ("sanitizer.txt", *sanitizer_record(checked, env)),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
+        print(f"{folder / name}: {wrong or 'nothing'} wrong")
+        bad += wrong
+    return 1 if bad else 0
+
+
+def sanitizer_commands(tool: str) -> Iterator[list[str]]:
+    """Each tool over the checks of each step, the newest steps first."""
+    for name in FORMATS:
+        for kind, options in SANITIZERS.items():
+            for step in reversed(ladder()):
+                yield [
+                    *(tool, "--tool", kind, *options, "--error-exitcode", "1"),
+                    *(sys.executable, "-m", "steps", "check", str(step.number)),
+                    *("--machine", "gpu", "--small", "--quick", "--format", name),
+                ]
+
+
+def sanitized(
+    commands: Sequence[Sequence[str]],
+    until: float,
+    submit: Callable[..., Future[Ended | None]],
+) -> list[Ended | None]:
+    """How each command ended; None for those that were not begun before the time was up."""
+
+    def one(command: Sequence[str]) -> Ended | None:
+        return _run(command, until) if until - time.monotonic() > LEFT else None
+
+    return [each.result() for each in [submit(one, command) for command in commands]]
+
+
+def _run(command: Sequence[str], until: float) -> Ended:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=max(1.0, until - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout or b""
+        said = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return Ended(tuple(command), said, None)
+    return Ended(tuple(command), done.stdout, done.returncode)
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def suite_record(suite: Ended, fuzzed: Iterable[Ended], env: Environment) -> tuple[str, int]:
+    """(the file, how much of it was wrong)."""
+    passed = Counter(re.findall(r"\bPASSED (tests/[\w/]+\.py)::", suite.text))
+    failed = sorted(set(re.findall(r"\bFAILED (tests/[\w/]+\.py::\S+)", suite.text)))
+    lines = [f"{suite.line}    ({_where(env)}; beside the sanitizer and fuzzing)"]
+    lines += [f"{count:4}  {file}" for file, count in sorted(passed.items())]
+    lines += [f"failed: {test}" for test in failed]
+    skipped = re.findall(r"^SKIPPED (\[\d+\] .*)$", suite.text, re.MULTILINE)
+    lines += [f"skipped: {one}" for one in skipped]
+    ends = re.findall(r"^=+ .*\b(?:passed|failed|error)\b.* =+$", suite.text, re.MULTILINE)
+    if suite.status is None:
+        lines.append(LATE)
+    else:
+        lines.append(ends[-1] if ends else f"no summary; exit status {suite.status}")
+    wrong = len(failed) or int(suite.status != 0)
+    for one in fuzzed:
+        last = one.text.strip().splitlines()
+        lines += ["", one.line, f"    {last[-1] if last and one.status is not None else LATE}"]
+        wrong += one.status != 0
+    return "\n".join(lines) + "\n", wrong
+
+
+def sanitizer_record(checked: Sequence[Ended | None], env: Environment) -> tuple[str, int]:
+    """(the file, how many commands found something)."""
+    ended = [one for one in checked if one is not None and one.status is not None]
+    bad = [one for one in ended if one.status]
+    late = len(checked) - len(ended)
+    left = f", {late} more did not fit the time" if late else ""
+    lines = [
+        f"compute-sanitizer over the checks of steps ({_where(env)}): {len(ended)} commands{left}, "
+        + (f"{len(bad)} of them found something" if bad else "all of exit status 0"),
+        "",
+    ]
+    for one in sorted(ended, key=lambda each: each.line):
+        found = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", one.text, re.MULTILINE)
+        lines += [one.line, f"    {found[-1] if found else 'no summary'}; exit status {one.status}"]
+    return "\n".join(lines) + "\n", len(bad)
+
+
+def _where(env: Environment) -> str:
+    sha = env.git.sha
+    return f"{env.gpu}, commit {sha}{' and changes' if env.git.dirty else ''}" if sha else env.where

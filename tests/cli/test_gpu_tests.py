@@ -1,0 +1,135 @@
+"""The record of the GPU tests, the sanitizer and fuzzing, of commands that are pretended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from results.record.schema import Environment, Git
+from steps.cli import gpu_tests
+from steps.cli.gpu_tests import Ended, sanitized, sanitizer_record, suite_record
+from steps.cli.main import main
+
+ENV = Environment(gpu="H9", git=Git(sha="0123abcd", dirty=False))
+SUITE = """tests/a/test_b.py::test_one[x]
+[gw0] [ 20%] PASSED tests/a/test_b.py::test_one[x]
+[gw1] [ 40%] PASSED tests/a/test_b.py::test_two
+[gw1] [ 60%] FAILED tests/a/test_c.py::test_three[q4_0-1]
+[gw1] [ 80%] SKIPPED tests/a/test_c.py::test_four
+SKIPPED [1] tests/a/test_c.py:9: needs two GPUs
+FAILED tests/a/test_c.py::test_three[q4_0-1] - assert 1 == 2
+===== 1 failed, 2 passed, 1 skipped in 3.00s =====
+"""
+
+
+def ended(text: str, status: int | None, *command: str) -> Ended:
+    return Ended((sys.executable, *command), text, status)
+
+
+def test_the_suite_is_told_by_file_with_what_failed() -> None:
+    suite = ended(SUITE, 1, "-m", "pytest", "-m", "gpu")
+    fuzzed = [
+        ended("9 products on the H9: none wrong\n", 0, "-m", "steps", "fuzz"),
+        ended("", None, "-m", "steps", "fuzz", "--seed", "1"),
+    ]
+    text, wrong = suite_record(suite, fuzzed, ENV)
+    assert text.splitlines() == [
+        "$ python3 -m pytest -m gpu    (H9, commit 0123abcd; beside the sanitizer and fuzzing)",
+        "   2  tests/a/test_b.py",
+        "failed: tests/a/test_c.py::test_three[q4_0-1]",
+        "skipped: [1] tests/a/test_c.py:9: needs two GPUs",
+        "===== 1 failed, 2 passed, 1 skipped in 3.00s =====",
+        "",
+        "$ python3 -m steps fuzz",
+        "    9 products on the H9: none wrong",
+        "",
+        "$ python3 -m steps fuzz --seed 1",
+        "    its time was up",
+    ]
+    assert wrong == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "last"), [(None, "its time was up"), (3, "no summary; exit status 3")]
+)
+def test_a_suite_that_did_not_end_well_is_wrong(status: int | None, last: str) -> None:
+    text, wrong = suite_record(ended("[gw0] PASSED tests/a/test_b.py::test_one", status), [], ENV)
+    assert text.splitlines()[-1] == last
+    assert wrong == 1
+
+
+def test_the_sanitizer_is_told_command_by_command() -> None:
+    good = ended("...\n========= ERROR SUMMARY: 0 errors\n", 0, "--tool", "memcheck")
+    race = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    checked = [ended(race, 1, "--tool", "racecheck"), good, None, ended("", None, "x")]
+    text, wrong = sanitizer_record(checked, ENV)
+    assert text.splitlines() == [
+        "compute-sanitizer over the checks of steps (H9, commit 0123abcd): 2 commands, 2 more "
+        "did not fit the time, 1 of them found something",
+        "",
+        "$ python3 --tool memcheck",
+        "    ERROR SUMMARY: 0 errors; exit status 0",
+        "$ python3 --tool racecheck",
+        "    RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings); exit status 1",
+    ]
+    assert wrong == 1
+    text, wrong = sanitizer_record([good], ENV)
+    assert text.startswith("compute-sanitizer over the checks of steps (H9, commit 0123abcd): 1 ")
+    assert "1 commands, all of exit status 0" in text
+    assert wrong == 0
+
+
+def test_no_command_is_begun_when_the_time_is_up_and_one_is_stopped() -> None:
+    command = [sys.executable, "-c", "print('right')"]
+    with ThreadPoolExecutor(1) as pool:
+        late = sanitized([command], time.monotonic() + 0.5 * gpu_tests.LEFT, pool.submit)
+        (one,) = sanitized([command], time.monotonic() + 60, pool.submit)
+    assert late == [None]
+    assert one is not None
+    assert (one.text, one.status) == ("right\n", 0)
+    slow = [sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(60)"]
+    assert gpu_tests._run(slow, time.monotonic() + 1) == Ended(tuple(slow), "so far\n", None)
+
+
+def test_all_of_it_runs_and_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], until: float) -> Ended:
+        ran.append(command)
+        told = "===== 3 passed in 1s =====" if "pytest" in command else "ERROR SUMMARY: 0 errors"
+        return Ended(tuple(command), told, int("racecheck" in command and "17" in command))
+
+    monkeypatch.setattr(gpu_tests, "machines", lambda name: ("H9", None, None))
+    monkeypatch.setattr(gpu_tests, "find_tool", lambda name: f"/opt/{name}")
+    monkeypatch.setattr(gpu_tests, "environment", lambda: ENV)
+    monkeypatch.setattr(gpu_tests, "_run", run)
+    out = tmp_path / "new"
+    assert main(["gpu-tests", "--seconds", "100", "--out", str(out)]) == 1
+    steps = len(gpu_tests.ladder())
+    checks = [command for command in ran if "check" in command]
+    assert len(checks) == steps * len(gpu_tests.SANITIZERS) * len(gpu_tests.FORMATS)
+    assert len(ran) == len(checks) + 1 + gpu_tests.FUZZERS
+    assert {command[-3] for command in ran if "fuzz" in command} == {"60"}
+    assert (out / "gpu-tests.txt").read_text().count("3 passed") == 1
+    wrong = len(gpu_tests.FORMATS)
+    assert f"{wrong} of them found something" in (out / "sanitizer.txt").read_text()
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        f"{out / 'gpu-tests.txt'}: nothing wrong",
+        f"{out / 'sanitizer.txt'}: {wrong} wrong",
+    ]
+    assert said.err == "tests, sanitizer and fuzzing side by side, 100 s at most\n"
+
+
+def test_without_the_sanitizer_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(gpu_tests, "machines", lambda name: ("H9", None, None))
+    monkeypatch.setattr(gpu_tests, "find_tool", lambda name: None)
+    assert main(["gpu-tests"]) == 2
+    assert "compute-sanitizer was not found" in capsys.readouterr().err
