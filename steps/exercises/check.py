@@ -18,7 +18,8 @@ from steps.checks.cases import Case
 from steps.contract import Step
 from steps.exercises.advice import memory_traffic
 from steps.exercises.compiled import machine_code_advice, refused
-from steps.exercises.diagnose import Diagnosis, File, diagnose
+from steps.exercises.diagnose import diagnose
+from steps.exercises.diagnosis import Diagnosis, File
 from steps.exercises.load import Unloadable, load
 from steps.exercises.text import Exercise, tasks
 from steps.exercises.trial import PATIENCE, Subject, Trial, attempt

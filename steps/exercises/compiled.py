@@ -15,7 +15,7 @@ from numba.core.errors import NumbaError
 from steps.api.compile import MachineCode, machine_code, signature_of
 from steps.api.dry_run import launches
 from steps.contract import Family, Step, Work
-from steps.exercises.diagnose import Diagnosis
+from steps.exercises.diagnosis import Diagnosis
 
 ARCH: Final = "sm_90a"  # the one on which all steps run
 FORMAT: Final = "q4_0"

@@ -1,58 +1,27 @@
-"""A failed trial in words: numbers first, then the cause, then what to do."""
+"""A wrong result in words: numbers first, then the cause, then what to do."""
 
 from __future__ import annotations
 
-import linecache
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import BLOCK
 from steps.contract import Step
+from steps.exercises.diagnosis import Diagnosis, File
+from steps.exercises.faults import of_fault
 from steps.exercises.places import places
 from steps.exercises.probe import SHOWN, Finding, pairing, runs
 from steps.exercises.suspects import SUSPECTS, Suspect
-from steps.exercises.trial import Fault, Subject, Trial, prepared_for
-from steps.exercises.witness import Copy, Witness
+from steps.exercises.trial import Trial
 from steps.pitfalls.exhibit import pitfalls
-from steps.simulator.launch import simulate
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 FEW: Final = 12  # wrong outputs, up to which each is sought among the right values of others
 NEAR: Final = 1e-2  # relative: such an error is one of rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What is wrong. `cause`: in a word or two, for tests and tables; `line`: of the file, 0 where
-    no line says it; `sentences`: what a person reads, the numbers first."""
-
-    cause: str
-    line: int
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """The file at `path` as messages name its lines. `stands_in`: lines in whose place the step's
-    own code ran -> the hole."""
-
-    path: Path
-    stands_in: Mapping[int, int]
-
-    def line(self, line: int) -> str:
-        """ "step03_shared_tiled.py:88 `acc += ...`"."""
-        text = f"`{linecache.getline(str(self.path), line).strip()}`"
-        if line in self.stands_in:
-            text = f"(the step's own code for TODO {self.stands_in[line]})"
-        return f"{self.path.name}:{line} {text}"
 
 
 def diagnose(
@@ -64,185 +33,13 @@ def diagnose(
     could have several causes.
     """
     if trial.fault is not None:
-        return _of_fault(trial.fault, trial.subject, step, file)
+        return of_fault(trial.fault, trial.subject, step, file)
     assert trial.c is not None, "a trial without a fault has a result"
     if trial.unwritten is not None and trial.unwritten.any():
         return _unwritten(trial)
     if not np.isfinite(trial.c).all():
         return _not_finite(trial)
     return _wrong_values(trial, step, file, larger)
-
-
-# --- faults ---------------------------------------------------------------------------------------
-
-
-def _of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
-    at, where = str(subject), _place(fault, file)
-    if fault.kind == "Race":
-        return _race(fault, subject, step, file)
-    if fault.kind == "Misaligned":
-        advice = (
-            "On a GPU this stops the kernel (error 716). Load fewer bytes at a time, or begin at a "
-            "multiple of them; see pitfall 7 of `make pitfalls`."
-        )
-        return Diagnosis("misaligned", fault.line, (f"{at}: {fault.what}.", where, advice))
-    if fault.kind == "OutOfRange":
-        return Diagnosis("out of range", fault.line, (f"{at}: {fault.what}.", where, _guard(fault)))
-    if fault.kind in ("BarrierDivergence", "Deadlock"):
-        advice = (
-            "All threads of a block must reach the same barrier: move it out of the branch that "
-            "some of them do not take, or do not let them return before it."
-        )
-        if fault.kind == "Deadlock":
-            advice = "Each wait needs the arrivals or copies that it waits for, in every lane."
-        cause = "barrier" if fault.kind == "BarrierDivergence" else "deadlock"
-        return Diagnosis(cause, fault.line, (f"{at}: {fault.what}.", advice))
-    if fault.kind in ("NameError", "UnboundLocalError"):
-        advice = "Set it before it is used, or use the name that the rest of the kernel has."
-        return Diagnosis("name", fault.line, (f"{at}: {fault.what}.", where, advice))
-    if fault.kind == "Endless":
-        advice = "A loop does not come to its end: does its counter advance in every branch?"
-        return Diagnosis("endless", fault.line, (f"{at}: {fault.what}.", where, advice))
-    if fault.kind == "RuntimeError" and "changed its" in fault.what:
-        advice = "The kernel stores to what it should only load from: store to c alone."
-        return Diagnosis("operands changed", fault.line, (f"{at}: {fault.what}.", advice))
-    if fault.what.startswith("grid is"):
-        advice = (
-            "No thread block is launched where a tile is not full: count them with "
-            "ceil_div(extent, tile); see pitfall 12 of `make pitfalls`."
-        )
-        return Diagnosis("grid", fault.line, (f"{at}: {fault.what}.", advice))
-    if fault.kind == "SimulatorError":  # a rule of an instruction, in the simulator's own sentence
-        return Diagnosis("rule", fault.line, (f"{at}: {fault.what}.", where))
-    return Diagnosis("error", fault.line, (f"{at}: {fault.kind}: {fault.what.rstrip('.')}.", where))
-
-
-def _place(fault: Fault, file: File) -> str:
-    """ "file:line `text`, block (0, 0, 0), thread (1, 0, 0)"."""
-    lanes = f", in thread ({fault.thread}) of block ({fault.block})" if fault.thread else ""
-    return f"It happens at {file.line(fault.line)}{lanes}." if fault.line else ""
-
-
-def _guard(fault: Fault) -> str:
-    if re.match(r"c[\[:]", fault.what):
-        return (
-            "C has no such element: threads beyond its last row or column must not store. Is the "
-            "guard there, and does c have m first and n second?"
-        )
-    return (
-        "Threads beyond the last row or column must not load either, and an index may be off by a "
-        "factor or an order: compute by hand what it is in that thread."
-    )
-
-
-_RACE: Final = re.compile(
-    r"(?P<doing>.*?) byte (?P<byte>\d+) of (?P<name>\w+).*?thread (?P<other>\d+) (?P<did>\w+)",
-    re.DOTALL,
-)
-
-
-def _race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
-    """Both threads and both lines, where they can be had."""
-    _, _, hint = fault.what.rpartition(": ")
-    hint = re.sub(r"^a barrier\b", "a barrier (cuda.syncthreads())", hint)
-    advice = (
-        f"Nothing orders the two, so on a GPU either may come first: {hint}; see pitfall 9 of "
-        "`make pitfalls`."
-    )
-    said = (f"{subject}: race: {fault.what}.", _place(fault, file), advice)
-    found = _RACE.match(fault.what)
-    if found is None:
-        return Diagnosis("race", fault.line, said)
-    other = int(found["other"])
-    if found["name"] == "c":
-        advice = (
-            "Two threads store different values to one element of C: each element must have one "
-            "thread, that of its m and n."
-        )
-        return Diagnosis("race", fault.line, (*said[:2], advice))
-    witness, thread = _witnessed(found, fault, subject, step, file)
-    element = witness.element or found["name"]
-    mine = "stores to it" if found["doing"].endswith("to") else "loads it"
-    copy, stored = witness.copies.get((thread, fault.line, other)), found["did"].startswith("stor")
-    if copy is not None and stored:
-        first = (
-            f"{subject}: race on {element}: thread {thread} {mine} at {file.line(fault.line)}, "
-            f"while a copy of thread {other} to it, issued at {file.line(copy.line)}, may still be "
-            "under way."
-        )
-        over = mine.startswith("stores")
-        cause, advice = _OVERWRITTEN if over else _not_awaited(copy, thread, other)
-        return Diagnosis(cause, fault.line, (first, advice))
-    seen = witness.before(thread, fault.line, other, stored)
-    if seen is None:
-        return Diagnosis("race", fault.line, said)
-    theirs = "stores to it" if seen.stores else "loads it"
-    first = (
-        f"{subject}: race on {element}: thread {thread} {mine} at "
-        f"{file.line(fault.line)}, thread {other} {theirs} at {file.line(seen.line)}."
-    )
-    return Diagnosis("race", fault.line, (first, advice))
-
-
-def _witnessed(
-    found: re.Match[str], fault: Fault, subject: Subject, step: Step, file: File
-) -> tuple[Witness, int]:
-    """(who touched that byte, the index of the thread at fault), from a second run."""
-    from steps.api.machines import Simulator
-
-    machine = Simulator(subject.case.order)
-    prepared = prepared_for(step, subject, machine)
-    for launch in prepared.activations.launches:
-        machine.run(launch)
-    launch = prepared.launch
-    x, y, z = map(int, fault.thread.split(","))
-    width, height, _ = (*launch.block, 1, 1)[:3]
-    thread = x + width * (y + height * z)
-    witness = Witness(file.path, fault.block, found["name"], int(found["byte"]))
-    with suppress(Exception):  # it is a faulty kernel: what was seen until then is what counts
-        simulate(
-            launch.kernel,
-            launch.grid,
-            launch.block,
-            launch.args,
-            order=subject.case.order,
-            shared_bytes=launch.shared_bytes,
-            banks=witness,
-        )
-    return witness, thread
-
-
-def _not_awaited(copy: Copy, thread: int, other: int) -> tuple[str, str]:
-    """(cause, what to do) of a copy that has not arrived."""
-    alone = thread == other
-    if not copy.group:
-        return "copy not committed", (
-            f"Thread {other} has not committed it: cp_async_commit closes copies into a group, and "
-            "cp_async_wait waits for groups alone."
-        )
-    newer = copy.group - 1
-    who = f"Thread {other} has committed {newer} group{'' if newer == 1 else 's'} after that copy's"
-    wait = f"cp_async_wait({newer}){' or less' if newer else ''}"
-    turns = "commits are: each turn commits, also one that has nothing to copy."
-    if alone:
-        return "copy not awaited", (
-            f"{who}, so {wait} waits for it. Either that wait is missing before this line, or "
-            f"{turns}"
-        )
-    return "copy not awaited", (
-        f"{who}, so {wait} of that thread waits for it, and a barrier behind it tells the others. "
-        f"Either the wait or the barrier is missing before this line, or {turns}"
-    )
-
-
-_OVERWRITTEN: Final = (
-    "copy overwritten",
-    "One of the two is lost: each stage has a place of its own, and is stored to again only when "
-    "the copy before has arrived and all threads have read it.",
-)
-
-
-# --- results --------------------------------------------------------------------------------------
 
 
 def region(bad: Array) -> str:
@@ -335,7 +132,7 @@ def _wrong_values(trial: Trial, step: Step, file: File, larger: More) -> Diagnos
             return Diagnosis(*_found(exact, what) if exact else (said[0], 0, (what, *said[1:])))
     for second in larger():
         if second.fault is not None:
-            return _of_fault(second.fault, second.subject, step, file)
+            return of_fault(second.fault, second.subject, step, file)
     if met := pairing(step, trial.subject) or places(step, trial.subject):
         return Diagnosis(*_found(met, what))
     for search in (_integer_sum, _nearly):
