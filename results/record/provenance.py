@@ -19,6 +19,15 @@ API_MODULES: Final = {"gemm.plan": "steps.api.plan", "QuantLinear": "steps.nn.li
 """What a row of `as_called` calls, by its `api`."""
 
 
+BEFORE_A_CALL: Final = (
+    *("steps.api.choice", "steps.api.tuning_table", "qformats.gguf_file"),
+    *("steps.api.import_closure", "steps.api.kernel_key", "steps.api.kernel_cache"),
+)
+"""What chooses a step, reads weights, or keeps compiled kernels under a name: none of it runs in the
+calls that are timed, nor decides what the GPU runs. Which step is chosen is compared by itself
+(`results.render.staleness`, `results.measure.as_called`)."""
+
+
 def step_module(step: int, root: Path = ROOT) -> str | None:
     """The module of a step, such as "steps.step04_dp4a_emulated"."""
     found = sorted((root / "steps").glob(f"step{step:02d}_*.py"))
@@ -34,7 +43,9 @@ def source_hash(step: int, root: Path = ROOT) -> str | None:
 def called_hash(api: str, step: int, root: Path = ROOT) -> str | None:
     """The hash of an API of `as_called` together with the step that it chose."""
     module = step_module(step, root)
-    return None if module is None else closure_hash([API_MODULES[api], module], root)
+    if module is None:
+        return None
+    return closure_hash([API_MODULES[api], module], root, BEFORE_A_CALL)
 
 
 def is_stale(row: Row, root: Path = ROOT) -> bool:

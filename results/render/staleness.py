@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from results.measure.as_called import Way
 from results.record import ROOT
 from results.record.provenance import called_hash, source_hash
-from results.record.schema import Run
+from results.record.schema import AsCalled, Environment, Run
 
 Keys = Collection[tuple[Any, ...]]
 """The keys of the records whose code has changed since they were measured."""
@@ -18,8 +20,18 @@ STALE: Final = "(stale)"
 STALE_NOTE: Final = f"{STALE}: the code has changed since; `make bench` measures it again."
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU of a run, as the choice of a step asks for it."""
+
+    name: str
+    cc: tuple[int, int]
+    sms: int
+
+
 def stale_keys(run: Run, root: Path = ROOT) -> frozenset[tuple[Any, ...]]:
-    """The keys of the records that are no facts about the code of this tree."""
+    """The keys of the records that are no facts about the code of this tree. A call is none either
+    where another step would be chosen today."""
     of_step = cache(lambda step: source_hash(step, root))
     of_call = cache(lambda api, step: called_hash(api, step, root))
     rows = {
@@ -30,6 +42,16 @@ def stale_keys(run: Run, root: Path = ROOT) -> frozenset[tuple[Any, ...]]:
     calls = {
         one.key
         for one in run.as_called
-        if one.source_hash is None or one.source_hash != of_call(one.api, one.step)
+        if one.source_hash is None
+        or one.source_hash != of_call(one.api, one.step)
+        or _chosen(one, run.env) not in (None, one.step)
     }
     return frozenset(rows | calls)
+
+
+def _chosen(one: AsCalled, env: Environment) -> int | None:
+    """The step that such a call would choose today; None for a GPU that is not known."""
+    if not (env.gpu and env.cc and env.sms):
+        return None
+    way = Way(one.api, one.accuracy, one.dtype, one.format)
+    return way.choice((one.M, one.N, one.K), Gpu(env.gpu, env.cc, env.sms)).step.number

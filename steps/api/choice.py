@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from qformats.storage import nearest_weight_format
 from steps.api import tuning_table as tuning
@@ -326,6 +326,12 @@ def written_dtype(step: Step, wanted: str) -> str:
 Time = tuple[float, Step, Family]
 """Microseconds of a step in a family."""
 
+BFLOAT16_FEW: Final = 1.07
+BFLOAT16_MANY: Final = 1.13
+"""A table has no times of bfloat16. So much longer than in float16 a product takes that makes
+bfloat16 weights, in a decode step and in others: medians over formats and shapes on an H200, run
+dceeb1ed."""
+
 
 def _times(entry: tuning.Entry | None, possible: Sequence[Step], asked: Asked) -> list[Time]:
     """What an entry of the table says of some steps. A step that reads A as it is takes no longer
@@ -337,8 +343,11 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Step], asked: Asked) -
         for family in asked.families(one):
             reads = asked.reads(one, family)
             us = entry.us(one.number, family, asked.input if reads else "float32")
-            if us is not None:
-                found.append((us if reads else us + (asked.cast_us or 0.0), one, family))
+            if us is None:
+                continue
+            if reads and family == "A16" and asked.input == "bfloat16":
+                us *= BFLOAT16_MANY if one.most_tokens is None else BFLOAT16_FEW
+            found.append((us if reads else us + (asked.cast_us or 0.0), one, family))
     return found
 
 

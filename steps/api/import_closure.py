@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Final
@@ -41,14 +41,16 @@ def module_path(module: str, root: Path = ROOT) -> Path | None:
     return None
 
 
-def import_closure(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]:
-    """Modules and all that they import, by name."""
+def import_closure(
+    modules: Iterable[str], root: Path = ROOT, without: Collection[str] = ()
+) -> dict[str, Path]:
+    """Modules and all that they import, by name; without some, and what these alone import."""
     found: dict[str, Path] = {}
     waiting = list(modules)
     path_of = cache(partial(module_path, root=root))
     while waiting:
         module = waiting.pop()
-        path = None if module in found else path_of(module)
+        path = None if module in found or module in without else path_of(module)
         if path is None:
             continue
         found[module] = path
@@ -60,14 +62,14 @@ def import_closure(modules: Iterable[str], root: Path = ROOT) -> dict[str, Path]
     return found
 
 
-def closure_hash(modules: Iterable[str], root: Path = ROOT) -> str:
+def closure_hash(modules: Iterable[str], root: Path = ROOT, without: Collection[str] = ()) -> str:
     """12 hex digits over the code of the import closure.
 
     The text is hashed rather than the syntax tree, whose dump differs between Python versions: a
     run may be made under one and checked under another. Files are ordered by what they hold, as
     their names may change.
     """
-    files = import_closure(modules, root).values()
+    files = import_closure(modules, root, without).values()
     parts = sorted(_imports_and_digest(path.read_text(encoding="utf-8"))[1] for path in files)
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 

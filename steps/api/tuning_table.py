@@ -5,8 +5,10 @@ was tried, from float32 A to float32 C, and from float16 to float16 where the st
 that. Between its entries `Tuning.entry` says which one counts:
 
 * of the (N, K) the nearest, by |log2 N/N'| + |log2 K/K'|, as time grows with their product;
-* of the M the next one upwards, not the nearest: tiles are multiplied whole, so 17 tokens cost what
-  32 do and not what 16 do. Above the last one, the last.
+* of the M the two that it lies between: the time of a step that both have is a straight line from
+  one to the other, of a step that the lower one lacks that of the upper one. Beyond 8 tokens M is
+  rounded up to a multiple of 16 first: tiles are multiplied whole, so 17 tokens cost what 32 do.
+  Below the first M and above the last the table goes on as it ends.
 
 A step that is in the table and not in the ladder is passed over. The table is measured and written
 by `results.measure.tune`.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +27,10 @@ from typing import Any, Final
 SCHEMA: Final = 1
 RESULTS: Final = Path(__file__).resolve().parents[2] / "results"
 NAME: Final = "tuning.json"
+FEW_TOKENS: Final = 8
+"""Up to so many a product of a decode step costs more with each of them."""
+TILE_TOKENS: Final = 16
+"""By which the tiles of the other steps grow, up to 128 tokens."""
 
 
 class TuningError(ValueError):
@@ -34,13 +40,17 @@ class TuningError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One product and the microseconds that steps took for it: {"7 A8": 30.1, "14 A16": 9.2,
-    "14 A16 float16": 8.1}, see `time_key`."""
+    "14 A16 float16": 8.1}, see `time_key`.
+
+    below: the times are worked out between those of this M and those of `m`; None: measured.
+    """
 
     format: str
     n: int
     k: int
     m: int
     times: Mapping[str, float]
+    below: int | None = None
 
     def us(self, step: int, family: str, input: str = "float32") -> float | None:
         """The time of a step, None where it was not measured. For A in 16 bits that of float16, or
@@ -55,7 +65,17 @@ class Entry:
 
     @property
     def where(self) -> str:
-        return f"M={self.m} N={self.n} K={self.k}"
+        tokens = f"M={self.m}" if self.below is None else f"M={self.below} and {self.m},"
+        return f"{tokens} N={self.n} K={self.k}"
+
+    def between(self, below: Entry, m: int) -> Entry:
+        """The entry at `m` tokens, which lie between those of an entry below and of this one."""
+        share = (m - below.m) / (self.m - below.m)
+        times = {
+            key: us + (1 - share) * (below.times.get(key, us) - us)
+            for key, us in self.times.items()
+        }
+        return replace(self, times=times, below=below.m)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +102,9 @@ class Tuning:
 
         size = min({(entry.n, entry.k) for entry in own}, key=far)
         near = sorted((entry for entry in own if (entry.n, entry.k) == size), key=lambda e: e.m)
-        return next((entry for entry in near if entry.m >= m), near[-1])
+        m = m if m <= FEW_TOKENS else -(-m // TILE_TOKENS) * TILE_TOKENS
+        i = next((i for i, entry in enumerate(near) if entry.m >= m), len(near) - 1)
+        return near[i].between(near[i - 1], m) if i and near[i - 1].m < m < near[i].m else near[i]
 
 
 def time_key(step: int, family: str, input: str = "float32") -> str:

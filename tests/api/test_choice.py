@@ -120,7 +120,7 @@ TWO_FAMILIES = (
 
 
 @pytest.mark.parametrize(
-    ("m", "step", "family"), [(1, 10, "A8"), (17, 11, "A16"), (999, 11, "A16")]
+    ("m", "step", "family"), [(1, 10, "A8"), (17, 10, "A8"), (49, 11, "A16"), (999, 11, "A16")]
 )
 def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) -> None:
     tuned(table(*TWO_FAMILIES))
@@ -130,12 +130,45 @@ def test_one_packing_serves_both_families_and_m_decides(m, step, family, tuned) 
         assert (found.step.number, found.family) == (step, family)
         assert "fastest of 3 steps measured at M=" in found.why
     eights = chosen(m, among=among, family="A8")
-    assert (eights.step.number, eights.family) == ({1: 10, 17: 10, 999: 7}[m], "A8")
+    assert (eights.step.number, eights.family) == ({1: 10, 17: 10, 49: 10, 999: 7}[m], "A8")
     assert "fastest of 2 steps" in eights.why
     assert chosen(m, among=among, family="A16").step.number == 11
 
 
+def test_between_two_entries_times_lie_on_a_line() -> None:
+    """Each token counts up to 8, then each 16, as tiles are multiplied whole; outside, the ends."""
+    few = entry(1, **{"s18A16": 10.0, "s14A16": 14.0, "s17A8": 9.0})
+    many = entry(8, **{"s18A16": 17.0, "s14A16": 14.0, "s15A8": 12.0})
+    most = entry(128, **{"s14A16": 28.0, "s15A8": 12.0})
+    made = table(most, few, many)
+    for m, wanted, where in (
+        (1, few.times, "M=1 N=4096 K=4096"),
+        (3, {"18 A16": 12.0, "14 A16": 14.0, "15 A8": 12.0}, "M=1 and 8, N=4096 K=4096"),
+        (8, many.times, "M=8 N=4096 K=4096"),
+        (9, {"14 A16": 14 + 14 * 8 / 120, "15 A8": 12.0}, "M=8 and 128, N=4096 K=4096"),
+        (16, {"14 A16": 14 + 14 * 8 / 120, "15 A8": 12.0}, "M=8 and 128, N=4096 K=4096"),
+        (17, {"14 A16": 14 + 14 * 24 / 120, "15 A8": 12.0}, "M=8 and 128, N=4096 K=4096"),
+        (113, most.times, "M=128 N=4096 K=4096"),
+        (5000, most.times, "M=128 N=4096 K=4096"),
+    ):
+        found = made.entry("q4_0", m, 4096, 4096)
+        assert found is not None
+        assert (found.times, found.where) == (pytest.approx(wanted), where)
+
+
 # --- A in 16 bits ---------------------------------------------------------------------------------
+
+
+def test_bfloat16_costs_more_where_weights_are_made_of_it(tuned) -> None:
+    """14 is the faster one in float16, and 15, which quantizes A, in bfloat16."""
+    times = entry(64, **{"s14A16": 20.0, "s15A8": 21.0})
+    tuned(table(times))
+    for dtype, step in (("float16", 14), ("bfloat16", 15)):
+        found = chosen(64, input=dtype, output=dtype, accuracy="fast")
+        assert found.step.number == step, dtype
+    tuned(table(entry(4, **{"s14A16": 20.0, "s18A16": 20.9})))
+    for dtype, step in (("float16", 14), ("bfloat16", 18)):
+        assert chosen(4, input=dtype, output=dtype).step.number == step, dtype
 
 
 @pytest.fixture
@@ -185,7 +218,8 @@ def test_a_cast_counts(tuned: Any, both_families: Any) -> None:
         assert both(chosen(input=input, cast_us=0.0)) == (98, "A8")
     assert both(chosen(input="float16", cast_us=4.5)) == (98, "A16")
     assert both(chosen(input="bfloat16", cast_us=4.5)) == (98, "A8")
-    assert both(chosen(input="bfloat16", cast_us=5.5)) == (14, "A16")
+    assert both(chosen(input="bfloat16", cast_us=6.0)) == (98, "A8"), "14 takes 10.2 us of bfloat16"
+    assert both(chosen(input="bfloat16", cast_us=7.0)) == (14, "A16")
     assert "cast" not in chosen(input="float16", cast_us=4.5).why
     assert both(chosen(cast_us=4.5)) == (98, "A8"), "float32 is not cast"
 

@@ -8,7 +8,7 @@ import pytest
 
 from results.baselines.humming import W4A16
 from results.record import store
-from results.record.provenance import source_hash
+from results.record.provenance import called_hash, source_hash
 from results.record.schema import Environment, Row, Run
 from results.render import charts, complete, query, readme, staleness, tables
 from results.render.arguments import NOTHING
@@ -227,6 +227,19 @@ def test_what_failed_says_so_and_what_was_not_measured_is_left_out(run) -> None:
     assert fourth[2:5] == ["failed", "-", ""]
     assert "[5]" not in table
     assert readme.ladder_table(Run(env=Environment()), "r.json") == NOTHING
+
+
+def test_a_call_that_would_choose_another_step_today_is_stale() -> None:
+    path = store.headline()
+    assert path is not None
+    run = store.read(path)
+    one = next(call for call in run.as_called if call.step == 14 and call.api == "gemm.plan")
+    made = {"step": 10, "source_hash": called_hash(one.api, 10)}
+    for fresh, changes in ((True, {"source_hash": called_hash(one.api, 14)}), (False, made)):
+        changed = replace(run, rows=(), as_called=(replace(one, **changes),))
+        assert (one.key not in staleness.stale_keys(changed)) is fresh
+    unknown = replace(run, env=Environment(), rows=(), as_called=(replace(one, **made),))
+    assert staleness.stale_keys(unknown) == frozenset()
 
 
 def test_stale_steps_are_marked(tree, run) -> None:
