@@ -19,9 +19,10 @@ What is new
     them into the cache, and begins its sums with them.
 Why it should help
     A compiled attention writes scores, shares and the rotated queries, and reads the whole length
-    of the cache whatever the position: 10.3 us of a layer. Here 0.7 us until the wait returns, 0.3
-    for the position, 0.7 for queries, keys and values, which are in flight together, 0.4 for the
-    arithmetic, 0.9 for handing over partial sums: expect 3 us at 128 positions of one sequence. 16
+    of the cache whatever the position: 10.3 us of a layer. Here 0.7 us until the wait returns, 0.7
+    for queries, keys and values, 1 for the arithmetic, and 2 for handing over partial sums, which
+    takes a fence, a counter, and loads of what others left. Position, cos and sin are there by
+    then, and the first keys and values on their way, as the launch before leaves them alone. 16
     sequences of 700 positions read 46 MB: 11 us.
 What it costs
     Up to 16 partial sums of each head, and a counter for each kv head that launches leave at zero.
@@ -125,7 +126,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         """out[B, heads * D] of qkv[B, (heads + 2 kv) * D], the heads of queries, keys and values.
 
         cache    : float16 [B, 2 kv, L, D], keys and values; the new ones are written there.
-        position : int64 [1], theirs, below L. Those before it are read.
+        position : int64 [1], theirs, below L. Those before it are read. They, the position, cos
+                   and sin must not be written by the launch before, with which this one overlaps.
         cos, sin : float32 [L, D], see `rotate_neighbours`. scale: of scores, log2(e) / sqrt(D).
         of_queries, of_keys : float32 [D], weights of their norms.
         partials, states, arrived : float32 [B * kv, splits, D * queries], [B * kv, splits,
@@ -153,27 +155,29 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
         token_at = int64(b) * qkv.shape[1]
         keys_at = (int64(b) * (2 * kv) + head) * length * size + EIGHT * part
         values_at = keys_at + int64(kv) * length * size
-        griddepcontrol_wait()
-        p = int32(position[0])
 
-        # --- the positions of this thread block: first to end
+        # --- the positions of this thread block: first to end. The launch before, which makes qkv,
+        # writes none of what is read here: it may still run.
+        p = int32(position[0])
         tiles = int32(max(quotient(int32(p + tile - 1), tile), 1))
         span = int32(quotient(int32(tiles + splits - 1), splits) * tile)
         first = int32(split * span)
-        if split > 0 and first >= p:
-            return
         blocks = int32(quotient(int32(max(p, 1) + span - 1), span))  # that have work
         end = int32(min(int32(first + span), p))
 
         ahead, stop = int32(first * size + LINE * t), int32(end * size)
-        if ahead < stop:  # what the loop below loads is on its way while queries are rotated
+        if ahead < stop:  # what the loop below loads is on its way while qkv is made
             prefetch_line(cache, keys_at + (ahead - EIGHT * part))
             prefetch_line(cache, values_at + (ahead - EIGHT * part))
         ahead = int32(first * size + LINE * (THREADS + lane))
 
-        # --- the queries, which each thread reads again with its key
         c = load_floats(cos, int64(p) * size + EIGHT * part)
         r = load_floats(sin, int64(p) * size + EIGHT * part)
+        griddepcontrol_wait()
+        if split > 0 and first >= p:
+            return
+
+        # --- the queries, which each thread reads again with its key
         # Without a branch, which would wait for them: the first block alone needs these two.
         put(key, 0, load(qkv, token_at + (kv * queries + head) * size + EIGHT * part))
         put(value, 0, load(qkv, token_at + (kv * queries + kv + head) * size + EIGHT * part))

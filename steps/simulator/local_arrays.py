@@ -87,28 +87,28 @@ class _Table(_Registers):
 
     __slots__ = ()
 
-    def _place(self, key) -> int:
-        """Where the element lies in the list; -1 where the key is not two ints within range."""
-        if type(key) is tuple and len(key) == 2:
-            (i, j), (rows, columns) = key, self.shape
-            if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
-                return i * columns + j
-        return -1
-
+    # The place is looked for in both: a call would take as long as the rest.
     def __getitem__(self, key):
-        place = self._place(key)
-        return self._values[place] if place >= 0 else self._in_memory()[key]
+        if type(key) is tuple and len(key) == 2:
+            i, j = key
+            rows, columns = self.shape
+            if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
+                return self._values[i * columns + j]
+        return self._in_memory()[key]
 
     def __setitem__(self, key, value) -> None:
-        place = self._place(key)
-        if place < 0:
-            self._in_memory()[key] = value
-        elif type(value) is self._stored and (
-            self._low is None or self._low <= value <= self._high
-        ):
-            self._values[place] = value
-        else:
-            self._values[place] = self._cast(value)
+        if type(key) is tuple and len(key) == 2:
+            i, j = key
+            rows, columns = self.shape
+            if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
+                if type(value) is self._stored and (
+                    self._low is None or self._low <= value <= self._high
+                ):
+                    self._values[i * columns + j] = value
+                else:
+                    self._values[i * columns + j] = self._cast(value)
+                return
+        self._in_memory()[key] = value
 
 
 @cache

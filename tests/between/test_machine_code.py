@@ -98,13 +98,18 @@ def test_products_have_these_registers(n: int, k: int, before: str) -> None:
 @pytest.mark.xdist_group("between")
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_the_next_launch_may_begin_at_once(name: str) -> None:
-    """PREEXIT comes before the wait, and all that comes before the wait is the weight of a norm."""
+    """PREEXIT comes before the wait. Before the wait come the weight of a norm, and of attention
+    the position, cos, sin and the prefetches of keys and values, which the launch before leaves
+    alone."""
     found = instructions(compiled(name))
     first, wait = found.index("PREEXIT"), found.index("ACQBULK")
     assert first < wait
     before = [one for one in found[:wait] if one.startswith(("LD", "ST", "RED", "ATOM"))]
     loads = [one for one in before if not one.startswith("LDC")]
     wanted = ["LDG.E.128"] * 4 if "norm" in name else []
+    if "attention" in name:
+        wanted = ["LDG.E", *["LDG.E.128"] * 4]
+        assert [one for one in found[:wait] if one.startswith("CCTL")] == ["CCTL.E.PF2"] * 2
     assert loads == wanted
 
 
