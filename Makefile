@@ -18,6 +18,7 @@
 #   HINT=1 SOLUTION=1    check FILE=: the idea of the next TODO; the diff to the step
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
+#   RUN=            tune: the run.json of a bench, whose times are taken; needs no GPU
 #   PROMPT= SYSTEM= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat: one question, how to answer,
 #                   tokens of an answer, drawn tokens and their seed, exact or fast products
 #   REFERENCE=1     chat, decoder, quality: torch on the dequantized weights, on the CPU
@@ -94,8 +95,8 @@ bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json 
 	@$(PY) -m steps bench $(STEP) $(OWN) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \
 		$(if $(OUT),--out '$(OUT)')
 
-tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses
-	@$(PY) -m steps tune $(STEP) $(DATA)
+tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses (or of RUN=)
+	@$(PY) -m steps tune $(STEP) $(DATA) $(if $(RUN),--run '$(RUN)')
 
 charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md from the runs
 	@$(PY) -m results.render.charts

@@ -3,6 +3,7 @@
 Totals alone, from float32 A to float32 C and, of steps that read and write it, from float16 to
 float16, of all steps at one format and shape in one loop. A step that a first look finds far slower
 than the best does not take part: the first look is its time.
+A bench has timed most of that already: `of_run` takes it from its run.
 The file is read by `steps.api.tuning_table`.
 """
 
@@ -15,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from reference import BENCH_SHAPES
 from results.measure.bench import Wanted
 from results.measure.loop import Contestant, round_robin
 from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
-from results.record.schema import Environment, plain
+from results.record.provenance import remembered, source_hash
+from results.record.schema import Environment, Run, plain
 from results.record.store import slug
 from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
 from steps.checks.run import fatal
@@ -28,6 +31,9 @@ from steps.contract import Size, Work
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """The M at which steps are tuned."""
+
+MEASURED: Final = (("float32", "float32"), ("float16", "float16"))
+"""The dtypes of A and C that a table has times of."""
 
 FAR: Final = 4.0
 """A step this many times slower than the best does not take part in the loop."""
@@ -129,6 +135,28 @@ def key(one: Product) -> str:
 def _by_step(name: str) -> tuple[int, str]:
     number, rest = name.split(maxsplit=1)
     return int(number), rest
+
+
+def of_run(run: Run) -> list[Entry]:
+    """The entries that a bench has measured already: the totals of its rows of today's code, at
+    each format and (N, K) of which it has every M of a whole bench. With fewer of them a step that
+    is best at one M would be taken where nobody timed it."""
+    now = remembered(source_hash)
+    found: dict[tuple[str, int, int], dict[int, dict[str, float]]] = {}
+    for row in run.rows:
+        if row.status != "ok" or row.source_hash != now(row.step):
+            continue
+        if row.total_us and (row.input, row.output) in MEASURED:
+            times = found.setdefault((row.format, row.N, row.K), {}).setdefault(row.M, {})
+            times[time_key(row.step, row.family, row.input)] = row.total_us
+    entries = []
+    for (name, n, k), by_m in found.items():
+        whole = {size[0] for size in BENCH_SHAPES if size[1:] == (n, k)}
+        if whole and whole <= by_m.keys():
+            for m, times in sorted(by_m.items()):
+                ordered = dict(sorted(times.items(), key=lambda item: _by_step(item[0])))
+                entries.append(Entry(name, n, k, m, ordered))
+    return entries
 
 
 # --- the file -------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ BEFORE_A_CALL: Final = (
     *("steps.api.choice", "steps.api.tuning_table", "qformats.gguf_file"),
     *("steps.api.import_closure", "steps.api.kernel_key", "steps.api.kernel_cache"),
 )
-"""What chooses a step, reads weights, or keeps compiled kernels under a name: none of it runs in the
-calls that are timed, nor decides what the GPU runs. Which step is chosen is compared by itself
+"""What chooses a step, reads weights, or keeps compiled kernels under a name: none of it runs in
+the calls that are timed, nor decides what the GPU runs. Which step is chosen is compared by itself
 (`results.render.staleness`, `results.measure.as_called`)."""
 
 

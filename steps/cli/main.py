@@ -238,12 +238,15 @@ def _parser() -> Parser:
     one.add_argument("--seed", type=_seed, help="of the cases (default: another each time)")
     one.add_argument("--case", metavar="LINE", help="this one alone, as a failure names it")
 
-    command(
+    one = command(
         "tune",
         "tune:tune",
         "time the steps at many M, by which gemm chooses",
         _data(),
         steps="*",
+    )
+    one.add_argument(
+        "--run", type=Path, metavar="FILE", help="take the times of this run.json; needs no GPU"
     )
 
     one = command(

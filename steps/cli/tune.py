@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from reference import BENCH_SHAPES
 from results.measure import tune as tuning
+from results.record import store
 from results.record.environment import environment, finished
 from results.render import text as table
 from steps.api.parallel_compile import compile_ahead
 from steps.api.tuning_table import Entry
-from steps.checks.select import select
+from steps.checks.select import UsageError, select
 from steps.cli.arguments import formats_of, machines, shape_of, steps_of
 from steps.cli.run import remark
 
 
 def tune(args: Namespace) -> int:
-    """Times the steps on this GPU and writes its table; 1 if one was wrong."""
+    """Times the steps on this GPU, or takes the times of a run, and writes the table of that GPU; 1
+    if one was wrong, or there is nothing to write."""
     from results.measure.protocol import GpuStopwatch
+
+    if args.run is not None:
+        return _of_run(args.run)
 
     _, machine, _ = machines("gpu")
     gpu: Any = machine(0)
@@ -53,6 +59,20 @@ def tune(args: Namespace) -> int:
         remark(sentence)
     print(f"wrote {path}" if path else "nothing was measured")
     return 1 if wrong or path is None else 0
+
+
+def _of_run(path: Path) -> int:
+    """The table of what a bench has measured; needs no GPU."""
+    run = store.read(path)
+    found = tuning.of_run(run)
+    if not found:
+        raise UsageError(
+            f"{path} has no format and N x K with every M of a whole bench and with the code of "
+            "today: run make bench on that GPU first"
+        )
+    table.show(fastest(run.env.gpu or "an unknown GPU", found))
+    print(f"wrote {tuning.write(run.env, found)}")
+    return 0
 
 
 def fastest(gpu: str, entries: Sequence[Entry]) -> table.Table:

@@ -81,6 +81,7 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["sass", "STEP=12", "DTYPE=bfloat16"], "--arch 'sm_90a' --dtype 'bfloat16'"),
         (["profile", "STEP=12", "DTYPE=float16"], "steps profile 12 --dtype 'float16'"),
         (["counters", "STEP=12"], "python -m steps counters 12"),
+        (["tune", "RUN=results/a/run.json"], "steps tune --run 'results/a/run.json'"),
         (["gpu-tests", "SECONDS=90"], "python -m steps gpu-tests --seconds '90'"),
         (["sanitize", "DTYPE=float16"], "python -m steps sanitize --dtype 'float16'"),
         (["diff", "STEP=5"], "python -m steps diff 5"),

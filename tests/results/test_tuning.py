@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 
 from results.measure import tune
+from results.measure.bench import Wanted
 from results.measure.protocol import Budget
 from results.record import ROOT, store
-from results.record.schema import Environment
+from results.record.provenance import source_hash
+from results.record.schema import Environment, Row, Run
 from steps import find
 from steps.api import tuning_table as tuning
 from steps.api.machines import Simulator
 from steps.api.tuning_table import Entry, Tuning, TuningError
 from steps.checks.select import select
-from steps.contract import why_no_gpu
+from steps.cli.main import main
+from steps.contract import Work, why_no_gpu
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
 ENV = Environment(gpu="NVIDIA H200", cc=(9, 0), sms=132)
@@ -255,6 +259,57 @@ def test_a_step_that_goes_wrong_while_timed_is_dropped() -> None:
     assert measured.entry.times == {}
     assert len(measured.failures) == 1
     assert "not finite" in measured.failures[0]
+
+
+def bench_rows(tokens: tuple[int, ...], k: int = 4096, **changes: Any) -> list[Row]:
+    """Rows of steps 14 and 18 at M x 4096 x k, whose totals are M and 2 M microseconds."""
+    rows = []
+    for step, family, share in ((find(14), "A16", 1), (find(18), "A8", 2)):
+        for m in tokens:
+            for dtype in ("float32", "float16"):
+                wanted = Wanted(Work(step, family, "q4_0"), (m, 4096, k), dtype, dtype)
+                facts = {
+                    "status": "ok",
+                    "why": None,
+                    "kernel_us": 0.5,
+                    "total_us": float(share * m),
+                }
+                row = replace(wanted.row(), **facts, source_hash=source_hash(step.number))
+                rows.append(replace(row, **changes))
+    return rows
+
+
+WHOLE = (1, 8, 16, 128, 512, 4096)
+
+
+def test_a_run_gives_the_entries_that_it_has_whole() -> None:
+    mixed = [replace(row, output="float32", total_us=9.0) for row in bench_rows((8,))[1:2]]
+    rows = [*bench_rows(WHOLE), *bench_rows(WHOLE[1:], 14336), *mixed]
+    found = tune.of_run(Run(env=ENV, rows=tuple(rows)))
+    assert [(one.n, one.k, one.m) for one in found] == [(4096, 4096, m) for m in WHOLE]
+    assert dict(found[1].times) == {
+        "14 A16": 8.0, "14 A16 float16": 8.0, "18 A8": 16.0, "18 A8 float16": 16.0
+    }  # fmt: skip
+    for stale in ({"source_hash": "0" * 12}, {"status": "failed", "why": "wrong"}):
+        rows = [*bench_rows(WHOLE[:-1]), *bench_rows(WHOLE[-1:], **stale)]
+        assert tune.of_run(Run(env=ENV, rows=tuple(rows))) == []
+
+
+def test_the_command_takes_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(tune.write, "__defaults__", (tmp_path,))
+    path = store.write(Run(env=ENV, rows=tuple(bench_rows(WHOLE))), tmp_path / "run.json")
+    assert main(["tune", "--run", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "The fastest step and family on NVIDIA H200" in said
+    assert f"wrote {tmp_path / 'nvidia-h200' / 'tuning.json'}" in said.replace("\n", "")
+    assert len(tuning.read(tmp_path / "nvidia-h200" / "tuning.json").entries) == len(WHOLE)
+    store.write(Run(env=ENV, rows=tuple(bench_rows(WHOLE[1:]))), path)
+    assert main(["tune", "--run", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("run make bench on that GPU first\n")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
