@@ -22,7 +22,7 @@ from steps.exercises.diagnose import diagnose
 from steps.exercises.diagnosis import Diagnosis, File
 from steps.exercises.load import Unloadable, load
 from steps.exercises.text import Exercise, tasks
-from steps.exercises.trial import PATIENCE, Subject, Trial, attempt
+from steps.exercises.trial import FIRST_WITH_STAGES, PATIENCE, Subject, Trial, attempt
 
 FIRST: Final = "q4_0"
 GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
@@ -33,12 +33,15 @@ WIDE: Final = Case((32, 80, 64), "integer", 1)
 """With more rows than a tile of 64: what is out of range there is in range in small problems."""
 
 CASES: Final = (
-    Case((5, 35, 96), "normal", 2, -1),
-    Case((18, 20, 96), "integer", 3, 1),
+    Case((5, 51, 96), "integer", 2, -1),
     Case((33, 34, 32), "normal", 4, 2),
+    Case((18, 20, 96), "normal", 3, 1),
 )
-"""More than a tile of 32 features; more tokens than the tiles for few; more than a tile of 32 both
-ways. Ragged, in several orders of the lanes."""
+"""More than a tile of 32 features; more than a tile of 32 both ways; more tokens than the tiles for
+few. Ragged, in several orders of the lanes."""
+
+LARGE_TILES: Final = Case((40, 20, 64), "integer", 9, 2)
+"""On one SM, the larger tiles of a step that chooses: before those that take seconds."""
 
 DEEP: Final = (
     Case((2, 3, 672), "integer", 5),
@@ -48,7 +51,9 @@ DEEP: Final = (
 """More of K than a ring of four stages holds, more features than the warps of a block take at once,
 and large tiles: for the steps with rings, on one SM, which then has all of the work."""
 
-FIRST_WITH_STAGES: Final = 7
+DECODE: Final = 17
+"""The step whose warps share rows and K among them: only many features tell which part is wrong."""
+
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
 
@@ -78,10 +83,14 @@ def subjects(step: Step) -> Iterator[Subject]:
     for family in step.families:
         for case in (GOLDEN_CASE, TELLING):
             yield Subject(family, FIRST, case)
-        for case in DEEP if step.number >= FIRST_WITH_STAGES else ():
-            yield Subject(family, FIRST, case, sms=1)
-        for case in CASES:
-            yield Subject(family, FIRST, case)
+        small = [Subject(family, FIRST, case) for case in CASES]
+        deep = [Subject(family, FIRST, case, sms=1) for case in (LARGE_TILES, *DEEP)]
+        if step.number < FIRST_WITH_STAGES:
+            yield from small
+        elif step.number == DECODE:
+            yield from (*deep[1:], deep[0], *small)
+        else:  # deep ones take seconds
+            yield from (*small, *deep)
     for name in WEIGHT_FORMATS:
         for family in step.families:
             if name != FIRST and name in step.formats:
@@ -168,9 +177,9 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
             subject = Subject(trial.subject.family, trial.subject.format, case)
             yield attempt(step, subject, exercise.path, PATIENCE)
 
-    return diagnose(trial, step, File(exercise.path, stands_in), larger), tuple(
-        hole for hole, *_ in bad
-    )
+    file = File(exercise.path, stands_in)
+    wrong = diagnose(trial, step, exercise.reference, file, larger)
+    return wrong, tuple(hole for hole, *_ in bad)
 
 
 def lines(report: Report) -> list[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import BLOCK
 from steps.contract import Step
+from steps.exercises.contents import misplaced
 from steps.exercises.diagnosis import Diagnosis, File
 from steps.exercises.faults import of_fault
 from steps.exercises.places import places
 from steps.exercises.probe import SHOWN, Finding, pairing, runs
 from steps.exercises.suspects import SUSPECTS, Suspect
 from steps.exercises.trial import Trial
+from steps.exercises.unwritten import unwritten
 from steps.pitfalls.exhibit import pitfalls
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -25,10 +27,15 @@ NEAR: Final = 1e-2  # relative: such an error is one of rounding
 
 
 def diagnose(
-    trial: Trial, step: Step, file: File, larger: Callable[[], Iterator[Trial]]
+    trial: Trial,
+    step: Step,
+    right: Step | None,
+    file: File,
+    larger: Callable[[], Iterator[Trial]],
 ) -> Diagnosis:
     """What is wrong with a trial that failed.
 
+    right: the step as it should be, if there is one.
     larger: the same step on larger problems, one by one, which are asked for where one wrong number
     could have several causes.
     """
@@ -38,8 +45,8 @@ def diagnose(
     if trial.unwritten is not None and trial.unwritten.any():
         return _unwritten(trial)
     if not np.isfinite(trial.c).all():
-        return _not_finite(trial)
-    return _wrong_values(trial, step, file, larger)
+        return _not_finite(trial, step, file)
+    return _wrong_values(trial, step, right, file, larger)
 
 
 def region(bad: Array) -> str:
@@ -86,7 +93,7 @@ def _unwritten(trial: Trial) -> Diagnosis:
     return Diagnosis("not written", 0, (what, advice))
 
 
-def _not_finite(trial: Trial) -> Diagnosis:
+def _not_finite(trial: Trial, step: Step, file: File) -> Diagnosis:
     assert trial.c is not None
     bad = ~np.isfinite(trial.c)
     if trial.added_to is not None and trial.added_to.any():
@@ -100,6 +107,8 @@ def _not_finite(trial: Trial) -> Diagnosis:
         if bad.size > 1
         else f"{trial.subject}: C[{m}, {n}] is {trial.c[m, n]}."
     )
+    if found := unwritten(step, trial.subject, file, m, n):
+        return Diagnosis("nan", found[0], (what, found[1]))
     advice = (
         "The kernel stores it, so a term of the sum is no number. Shared and local memory begin as "
         "NaN here: something is read that nobody has written, or a sum does not begin at 0."
@@ -112,7 +121,9 @@ def _first(bad: Array) -> tuple[int, int]:
     return int(m), int(n)
 
 
-def _wrong_values(trial: Trial, step: Step, file: File, larger: More) -> Diagnosis:
+def _wrong_values(
+    trial: Trial, step: Step, right: Step | None, file: File, larger: More
+) -> Diagnosis:
     c, expected, found = trial.c, trial.expected, trial.found
     assert c is not None
     assert found is not None
@@ -130,10 +141,18 @@ def _wrong_values(trial: Trial, step: Step, file: File, larger: More) -> Diagnos
         if said := search(trial, bad, larger):
             exact = places(step, trial.subject) if said[0] in VAGUE else None
             return Diagnosis(*_found(exact, what) if exact else (said[0], 0, (what, *said[1:])))
-    for second in larger():
+    problems = larger()
+    for second in islice(problems, 1):
         if second.fault is not None:
             return of_fault(second.fault, second.subject, step, file)
-    if met := pairing(step, trial.subject) or places(step, trial.subject):
+    if met := pairing(step, trial.subject):  # its products are as large as the other problem
+        return Diagnosis(*_found(met, what))
+    for second in problems:
+        if second.fault is not None:
+            return of_fault(second.fault, second.subject, step, file)
+    if met := places(step, trial.subject):
+        return Diagnosis(*_found(met, what))
+    if right is not None and (met := misplaced(step, right, trial.subject, file)):
         return Diagnosis(*_found(met, what))
     for search in (_integer_sum, _nearly):
         if said := search(trial, bad, larger):

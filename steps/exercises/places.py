@@ -15,6 +15,8 @@ are right, so the first that cannot be read ends the search.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Final
 
@@ -30,6 +32,7 @@ TOP: Final = 7  # the level of weights that are not 0: the highest of 4 bits
 MOST_TOKENS: Final = 60  # whose activations, FULL - m, are more than half of FULL
 CYCLE: Final = 16  # rows of W, and of A, whose scales differ: those of a fragment
 MOST_ROWS: Final = 40  # of W, where there are more
+LARGEST: Final = 64.0  # of the scales that differ: they are smaller
 ANCHOR: Final = 16  # one element of as many is FULL where A becomes Q8_1: that sets its scale
 
 Took = dict[tuple[int, int], int]
@@ -96,20 +99,26 @@ class Places:
             if abs(times - round(times)) < 1e-3:
                 continue  # its own; or not at all or twice, which `pieces` tells
             near = np.flatnonzero(np.abs(values - value) < 0.1)
-            if not len(near):
-                raise Unreadable
-            took[m, n % self.count] = int(near[0])
-        return self._of_rows(took, "activations", "rows", "A")
+            if len(near):
+                took[m, n % self.count] = int(near[0])
+            elif not np.any(np.abs(c[m, n] / TOP - values[m] * self.met) < 0.1):
+                raise Unreadable  # nor its own, with weights of another row: `rows` tells that
+        return self._of_rows(took, "activations", "rows", "A", self._at_k(self.count))
 
     def rows(self) -> Finding | None:
-        """By a digit of the number of the row in each product, of as many digits as it takes."""
+        return self._of_pieces_or_tokens(self._rows, "weights", self.count)
+
+    def _rows(self, order: Array) -> Took:
+        """The row of W that each row and token took, where not its own. By a digit of the number of
+        the row in each product, of as many digits as it takes."""
         signs = (1, -1) if min(self.probe.levels) < 0 else (1,)
         levels = np.array([sign * level for sign in signs for level in (7, 6, 5, 4)])
-        a = self.anchored(FULL * self.alone(self.count))
+        a = self.anchored(FULL * self.alone(self.count)[order])
+        met = self.met[order]
         numbers, took, unit = np.arange(self.n), np.zeros((self.count, self.n), int), 1
         while unit < self.n:
             own = numbers // unit % len(levels)
-            got = self.product(a, levels[own][:, None] * self.counted) / (FULL * self.met[:, None])
+            got = self.product(a, levels[own][:, None] * self.counted) / (FULL * met[:, None])
             off = np.abs(got[..., None] - levels)
             readable = off.min(axis=2) < 0.1
             times = got / levels[own]  # none, or its own more than once: `pieces` tells it
@@ -117,8 +126,7 @@ class Places:
                 raise Unreadable
             took += unit * (np.where(readable, off.argmin(axis=2), own) - own)
             unit *= len(levels)
-        wrong = {(int(n), int(p)): int(n + took[p, n]) for p, n in np.argwhere(took)}
-        return self._of_rows(wrong, "weights", "columns", "W")
+        return {(int(n), int(m)): int(n + took[m, n]) for m, n in np.argwhere(took)}
 
     def pieces(self) -> Finding | None:
         a = self.anchored(FULL * self.alone(self.count))
@@ -143,10 +151,25 @@ class Places:
 
     def scales(self) -> Finding | None:
         grid = self._grid(self.n)
-        a = self.anchored(FULL * self.alone(self.count))
+        # Tiles of weights hold the scales of a row in units of the largest one. That is the same in
+        # all rows here, or the rest would be: the last block does not tell one row from another.
+        grid[:, -1] = LARGEST
+        telling = self.count - BLOCK // self.size
+
+        def taken(order: Array) -> Took:
+            return self._taken(self._scales(grid, order), grid, order)[0]
+
+        in_order = np.arange(self.count)
+        of_row, of_block = self._taken(self._scales(grid, in_order), grid, in_order)
+        if of_block and not of_row:
+            return self._of_blocks(of_block, "scale d")
+        return self._of_pieces_or_tokens(taken, "scale d", telling) if of_row else None
+
+    def _scales(self, grid: Array, order: Array) -> Array:
+        """[rows of W, tokens]: the scale d of each product, of the piece in which the token is."""
+        a = self.anchored(FULL * self.alone(self.count)[order])
         w = np.broadcast_to(TOP * self.counted, (self.n, self.k))
-        got = self.product(a, w, grid) / (FULL * TOP * self.met[:, None])
-        return self._of_scales(got.T, grid, "scale d", "columns", "W")
+        return (self.product(a, w, grid) / (FULL * TOP * self.met[order][:, None])).T
 
     def sums(self) -> Finding | None:
         if self.probe.subject.family != "A8":
@@ -154,7 +177,10 @@ class Places:
         grid = self._grid(self.m)
         a = FULL * np.repeat(grid, BLOCK, axis=1)
         got = self.product(a, TOP * self.alone(self.count)) / (FULL * TOP * self.met)
-        return self._of_scales(got, grid, "scale da", "rows", "A")
+        of_row, of_block = self._taken(got, grid, np.arange(self.count))
+        if of_block and not of_row:
+            return self._of_blocks(of_block, "scale da")
+        return self._of_rows(of_row, "scale da", "rows", "A", self._at_k(self.count))
 
     # --- what they say
     def _grid(self, rows: int) -> Array:
@@ -165,14 +191,32 @@ class Places:
         grid: Array = (2.0 ** (numbers * 6 / few)).astype(np.float16).astype(np.float64)
         return grid
 
-    def _of_scales(
-        self, got: Array, grid: Array, what: str, rows: str, whose: str
+    def _of_pieces_or_tokens(
+        self, taken: Callable[[Array], Took], what: str, telling: int
     ) -> Finding | None:
-        """got [rows, pieces]: the scale that each piece of a row was multiplied with."""
+        """What is taken from another row of W. taken: of the order in which tokens have pieces ->
+        by row of W and token. telling: how many pieces tell one row from another.
+
+        A token has one piece, so where some are wrong it may be for their K, or for the token: in
+        another order the same K is wrong, or the same tokens are.
+        """
+        in_order = np.arange(self.count)
+        took, where = taken(in_order), self._at_k(telling)
+        counted = Counter(n for n, _ in took)
+        if any(times < telling for times in counted.values()):
+            turned = taken(in_order[::-1])
+            if {(n, self.count - 1 - m): other for (n, m), other in turned.items()} != took:
+                took |= turned
+                where = self._in_rows
+        return self._of_rows(took, what, "columns", "W", where)
+
+    def _taken(self, got: Array, grid: Array, order: Array) -> tuple[Took, dict[int, set[int]]]:
+        """got [rows, pieces in this order]: the scale that each piece of a row was multiplied with
+        -> the other row it is of, by row and place in `got`; the other block it is of -> pieces."""
         of_row: Took = {}
         of_block: dict[int, set[int]] = {}
-        for n, p in product(*map(range, got.shape)):
-            block, value = p * self.size // BLOCK, got[n, p]
+        for n, i in product(*map(range, got.shape)):
+            block, value = int(order[i]) * self.size // BLOCK, got[n, i]
             if abs(value - grid[n, block]) < 2e-3 * value or abs(value) < 1e-3:
                 continue
             near = np.argwhere(np.abs(grid - value) < 2e-3 * value).tolist()
@@ -180,11 +224,12 @@ class Places:
                 raise Unreadable
             row, at = min(near, key=lambda one: (one[1] != block, abs(one[0] - n)))
             if at == block:
-                of_row[n, p] = row
+                of_row[n, i] = row
             else:
-                of_block.setdefault(at, set()).add(p)
-        if of_row or not of_block:
-            return self._of_rows(of_row, what, rows, whose)
+                of_block.setdefault(at, set()).add(int(order[i]))
+        return of_row, of_block
+
+    def _of_blocks(self, of_block: dict[int, set[int]], what: str) -> Finding:
         said = [
             f"{self._k(first, last)} are multiplied with the {what} of block {block} "
             f"(K {block * BLOCK} to {block * BLOCK + BLOCK - 1})"
@@ -193,7 +238,10 @@ class Places:
         ]
         return Finding(f"{what} of another block", _joined(said))
 
-    def _of_rows(self, took: Took, what: str, rows: str, whose: str) -> Finding | None:
+    def _of_rows(
+        self, took: Took, what: str, rows: str, whose: str, where: Callable[[tuple[int, ...]], str]
+    ) -> Finding | None:
+        """where: says the second index of the places that a row took from another."""
         if not took:
             return None
         fates: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -207,13 +255,22 @@ class Places:
         said = []
         for (shift, pieces), same in fates.items():
             for first, last in runs(same):
-                where = "" if len(pieces) == self.count else f" at {self._ks(pieces)}"
                 mine = f"{rows} {first} to {last}" if first < last else f"{rows[:-1]} {first}"
                 a, b = first + shift, last + shift
                 theirs = f"rows {a} to {b}" if first < last else f"row {a}"
                 take = "take" if first < last else "takes"
-                said.append(f"{mine} of C {take} the {what} of {theirs} of {whose}{where}")
+                said.append(f"{mine} of C {take} the {what} of {theirs} of {whose}{where(pieces)}")
         return Finding(f"{what} of another row", _joined(said))
+
+    def _at_k(self, telling: int) -> Callable[[tuple[int, ...]], str]:
+        """Of pieces: " at K 0 to 7", nothing where they are all that tell something."""
+        return lambda pieces: "" if len(pieces) == telling else f" at {self._ks(pieces)}"
+
+    def _in_rows(self, tokens: tuple[int, ...]) -> str:
+        """Of tokens: " in rows 0, 2, 4, 6 ..."."""
+        together = [str(a) if a == b else f"{a} to {b}" for a, b in runs(list(tokens))]
+        more = " ..." if len(together) > SHOWN else ""
+        return f" in row{'s' * (len(tokens) > 1)} {', '.join(together[:SHOWN])}{more}"
 
     def _k(self, first: int, last: int) -> str:
         """Of pieces, as elements of K."""

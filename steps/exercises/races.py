@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Final
 
-from steps.api.machines import Simulator
 from steps.contract import Step
 from steps.exercises.diagnosis import Diagnosis, File
-from steps.exercises.trial import Fault, Subject, prepared_for
-from steps.exercises.witness import Copy, Witness
-from steps.simulator.launch import simulate
+from steps.exercises.trial import Fault, Subject
+from steps.exercises.witness import Copy, Witness, run_again
 
 _RACE: Final = re.compile(
     r"(?P<doing>.*?) byte (?P<byte>\d+) of (?P<name>\w+).*?thread (?P<other>\d+) (?P<did>\w+)",
@@ -70,26 +67,11 @@ def _witnessed(
     found: re.Match[str], fault: Fault, subject: Subject, step: Step, file: File
 ) -> tuple[Witness, int]:
     """(who touched that byte, the index of the thread at fault), from a second run."""
-    machine = Simulator(subject.case.order)
-    prepared = prepared_for(step, subject, machine)
-    for launch in prepared.activations.launches:
-        machine.run(launch)
-    launch = prepared.launch
+    witness = Witness(file.path, fault.block, found["name"], int(found["byte"]))
+    launch = run_again(step, subject, witness).launch
     x, y, z = map(int, fault.thread.split(","))
     width, height, _ = (*launch.block, 1, 1)[:3]
-    thread = x + width * (y + height * z)
-    witness = Witness(file.path, fault.block, found["name"], int(found["byte"]))
-    with suppress(Exception):  # it is a faulty kernel: what was seen until then is what counts
-        simulate(
-            launch.kernel,
-            launch.grid,
-            launch.block,
-            launch.args,
-            order=subject.case.order,
-            shared_bytes=launch.shared_bytes,
-            banks=witness,
-        )
-    return witness, thread
+    return witness, x + width * (y + height * z)
 
 
 def _not_awaited(copy: Copy, thread: int, other: int) -> tuple[str, str]:

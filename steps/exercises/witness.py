@@ -7,18 +7,55 @@ same launch is run once more, in the same order of lanes, and every access to th
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from steps.api.machines import Simulator
+from steps.checks.verify import Prepared
+from steps.contract import Step
+from steps.exercises.trial import Subject, prepared_for
 from steps.simulator import banks
 from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
 from steps.simulator.banks import APART, Gatherer
 from steps.simulator.lanes import Lane
+from steps.simulator.launch import simulate
 
-_LOADS: Final = ("load", "ldmatrix")  # all other kinds of access store
+LOADS: Final = ("load", "ldmatrix")  # all other kinds of access store
+
+
+def run_again(step: Step, subject: Subject, gatherer: Gatherer) -> Prepared:
+    """A product once more, in the same order of lanes, under the eyes of a gatherer."""
+    machine = Simulator(subject.case.order)
+    prepared = prepared_for(step, subject, machine)
+    for launch in prepared.activations.launches:
+        machine.run(launch)
+    launch = prepared.launch
+    with suppress(Exception):  # of a faulty kernel what was seen until then is what counts
+        simulate(
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.args,
+            order=subject.case.order,
+            shared_bytes=launch.shared_bytes,
+            banks=gatherer,
+        )
+    return prepared
+
+
+def lines_of(path: Path) -> tuple[int, ...]:
+    """The lines of the file on the way to the caller's caller, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    lines = []
+    while frame is not None:
+        if frame.f_code.co_filename == str(path):
+            lines.append(frame.f_lineno)
+        frame = frame.f_back
+    return tuple(lines)
 
 
 class Access(NamedTuple):
@@ -84,20 +121,13 @@ class Witness(Gatherer):
         if self._names.get(whole) != self.name or not at <= self.byte < at + what.size:
             return
         if ", ".join(map(str, lane.block.index)) == self.block:
-            line = self._line()
-            self.accesses.append(Access(lane.index, line, what.kind not in _LOADS))
+            line = next(iter(lines_of(self.path)), 0)
+            self.accesses.append(Access(lane.index, line, what.kind not in LOADS))
             for other, issuer in self._lanes.items():
                 if copy := self._copy_of(issuer):
                     self.copies.setdefault((lane.index, line, other), copy)
             if what.kind == "cp.async":
                 self._lanes[lane.index], self._lines[lane.index] = lane, line
-
-    def _line(self) -> int:
-        """The innermost line of the file on the way here."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename != str(self.path):
-            frame = frame.f_back
-        return 0 if frame is None else frame.f_lineno
 
 
 def _element(data: Any, name: str, byte: int) -> str:

@@ -92,7 +92,15 @@ MISTAKES = (
     ),
     Mistake(3, 3, " and n0 + tx < c.shape[1]", "", "out of range"),
     Mistake(3, 3, "c[m0 + ty, n0 + tx]", "c[m0 + tx, n0 + ty]", "out of range"),
-    Mistake(3, 4, "if tx == 0", "if tx == 1 and ty > 0", "nan"),
+    Mistake(
+        3,
+        4,
+        "if tx == 0",
+        "if tx == 1 and ty > 0",
+        "nan",
+        "No thread comes to the store at step03_shared_tiled.py:133 "
+        "`scale_a[ty] = half_to_float(da)`",
+    ),
     Mistake(
         3, 4, "at + QA + tx", "at + tx", "wrong pairs", "multiplied with what is no element of A"
     ),
@@ -143,7 +151,8 @@ MISTAKES = (
         2,
         "v[i + r, 3] = multiply_add(v[i + r, 3], xa[r], w[3])",
         "v[i + r, 3] = multiply_add(v[i + r, 3], xa[r], w[2])",
-        "scales of another row",
+        "weights of another row",
+        "Column 3 of C takes the weights of row 2 of W",
     ),
     Mistake(5, 3, "compensated and part == 0", "compensated", "compensated twice"),
     Mistake(
@@ -186,7 +195,8 @@ MISTAKES = (
         3,
         "dp4a(xa[r], w[3], v[i + r, 3])",
         "dp4a(xa[r], w[2], v[i + r, 3])",
-        "scales of another row",
+        "weights of another row",
+        "Column 3 of C takes the weights of row 2 of W",
     ),
     Mistake(6, 4, "d0 * da *", "d0 *", "no scale of the activations"),
     Mistake(6, 4, "token(i, ty)", "i", "scale da of another row", "Row 1 of C takes"),
@@ -202,7 +212,14 @@ MISTAKES = (
         "Row 1 of C takes the activations of row 0",
     ),
     Mistake(7, 1, "first + 4 * bm", "first + 4", "activations of another row", "at K 16 to 31"),
-    Mistake(7, 2, "w8 * da * float32(c2)", "w * da * float32(c2)", "scales of another row"),
+    Mistake(
+        7,
+        2,
+        "w8 * da * float32(c2)",
+        "w * da * float32(c2)",
+        "scale d of another row",
+        "Columns 8 to 15 of C take the scale d of rows 0 to 7 of W in rows 0, 2, 4, 6 ...",
+    ),
     Mistake(7, 2, "2 * (lane % 4)", "lane % 4", "misaligned"),
     Mistake(
         7,
@@ -216,7 +233,15 @@ MISTAKES = (
     Mistake(7, 4, "i // 2 * 8", "i // 2", "race"),
     Mistake(7, 4, " and feature < N", "", "out of range"),
     # --- 8
-    Mistake(8, 1, "x[2], x[3]", "x[3], x[2]", "wrong sum"),
+    Mistake(
+        8,
+        1,
+        "x[2], x[3]",
+        "x[3], x[2]",
+        "words in a wrong place",
+        "Bytes 8 to 11 of stage hold what belongs to bytes 12 to 15; bytes 12 to 15 of stage hold "
+        "what belongs to bytes 8 to 11; likewise in ",
+    ),
     Mistake(8, 1, "load_u32x4(array, offset)", "load_u32x4(array, offset + 4)", "misaligned"),
     Mistake(
         8,
@@ -243,7 +268,7 @@ MISTAKES = (
         "            load_weights(a, stage, weights_at, lane, 1)\n",
         "",
         "weights of another K",
-        "K 64 to 127 of A meets the weights of K 0 to 63",
+        "K 64 to 95 of A meets the weights of K 0 to 31",
     ),
     # --- 9
     Mistake(
@@ -374,11 +399,27 @@ MISTAKES = (
         "copy not awaited",
         "1 group after",
     ),
-    Mistake(12, 5, "b + box // 16", "b + box", "nan"),
+    Mistake(
+        12,
+        5,
+        "b + box // 16",
+        "b + box",
+        "nan",
+        "called at step12_wgmma.py:179 `acc = multiply(acc, ring, base + weights_at, lane, 1, "
+        "b + box)`, and nobody has stored to it: shared memory begins as NaN. Stored to are "
+        "ring[0] to [13311]",
+    ),
     Mistake(12, 5, "            acc = wait_for_products(acc)\n", "", "rule"),
     # --- 17
     Mistake(17, 1, "            walk = advance(walk, part)\n", "", "copy overwritten"),
-    Mistake(17, 1, "lane), at + 16 * lane", "lane), at", "wrong sum"),
+    Mistake(
+        17,
+        1,
+        "lane), at + 16 * lane",
+        "lane), at",
+        "words in a wrong place",
+        "Bytes 16 to 31 of smem hold what belongs to bytes 0 to 15",
+    ),
     Mistake(17, 2, "                wait_for_oldest()\n", "", "copy not awaited", "1 group after"),
     Mistake(17, 2, "                cuda.syncwarp()\n", "", "race"),
     Mistake(17, 3, "                cuda.syncwarp()\n", "", "race"),
