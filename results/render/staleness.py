@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from results.measure.as_called import Way
 from results.record import ROOT
 from results.record.provenance import called_hash, source_hash
 from results.record.schema import AsCalled, Environment, Run
@@ -51,6 +50,8 @@ def stale_keys(run: Run, root: Path = ROOT) -> frozenset[tuple[Any, ...]]:
 
 def _chosen(one: AsCalled, env: Environment) -> int | None:
     """The step that such a call would choose today; None for a GPU that is not known."""
+    from results.measure.as_called import Way  # brings Numba: only where there are calls
+
     if not (env.gpu and env.cc and env.sms):
         return None
     way = Way(one.api, one.accuracy, one.dtype, one.format)
