@@ -4,8 +4,6 @@
 <!-- ladder:end -->
 <!-- called:begin -->       what a caller gets: tensor in to tensor out, beside the baselines
 <!-- called:end -->
-<!-- model:begin -->        tokens a second of a decoder, and how near a real model stays
-<!-- model:end -->
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from results.baselines.humming import W4A16
 from results.record import ROOT
 from results.record.schema import Row, Run, Size
 from results.record.store import headline, read, runs
-from results.render import models
 from results.render.arguments import NOTHING
 from results.render.markdown import grid, link
 from results.render.query import (
@@ -171,14 +168,7 @@ def called_table(run: Run, source: str, stale: Keys = ()) -> str:
     return "\n".join([above, *notes, "", *grid(head, "rl" + "r" * (len(head) - 2), lines)])
 
 
-def model_tables(path: Path) -> str:
-    """The decoder's tokens a second and a model's quality, from the records beside a run."""
-    parts = models.of_decoder(path.with_name(models.DECODER))
-    quality = models.of_quality(path.with_name(models.QUALITY))
-    return "\n".join([*parts, *([""] if parts and quality else []), *quality]) or NOTHING
-
-
-TABLES: Final = ("ladder", "called", "model")
+TABLES: Final = ("ladder", "called")
 """The names of the markers."""
 
 
@@ -193,7 +183,6 @@ def readme_tables(root: Path = ROOT) -> dict[str, str]:
     return {
         "ladder": ladder_table(run, link(path, root), stale, others),
         "called": called_table(run, link(path, root), stale),
-        "model": model_tables(path),
     }
 
 

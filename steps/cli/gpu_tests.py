@@ -26,10 +26,9 @@ from typing import Final
 from results.record import store
 from results.record.environment import environment
 from results.record.schema import Environment
-from steps.checks.select import UsageError
 from steps.cli.arguments import machines
 from steps.cli.run import remark
-from steps.cli.tools import ROOT, SANITIZERS, find_tool
+from steps.cli.tools import ROOT, SANITIZERS, compute_sanitizer
 from steps.registry import ladder
 
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "-m", "gpu", "tests")
@@ -59,12 +58,7 @@ class Ended:
 def gpu_tests(args: Namespace) -> int:
     """Run all of it for `args.seconds` at most and write both files; 1 if anything was wrong."""
     machines("gpu")
-    sanitizer = find_tool("compute-sanitizer")
-    if sanitizer is None:
-        raise UsageError(
-            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
-            "wheels; install it and put it on PATH"
-        )
+    sanitizer = compute_sanitizer()
     env = environment()
     folder: Path = args.out or store.path_for(env).parent
     until, cores = time.monotonic() + args.seconds, cpu_count() or 1

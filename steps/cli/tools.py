@@ -50,6 +50,17 @@ def find_tool(name: str) -> str | None:
     return None
 
 
+def compute_sanitizer() -> str:
+    """Its path. UsageError where it is not installed."""
+    tool = find_tool("compute-sanitizer")
+    if tool is None:
+        raise UsageError(
+            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
+            "wheels; install it and put it on PATH"
+        )
+    return tool
+
+
 def profile(args: Namespace) -> int:
     """Nsight Compute on one launch of the step's kernel; clocks are left as they are."""
     work = one_work(args)
@@ -87,12 +98,7 @@ def profile(args: Namespace) -> int:
 def sanitize(args: Namespace) -> int:
     """Compute Sanitizer over the checks, all of its tools or some; 1 if one finds anything."""
     machines("gpu")
-    tool = find_tool("compute-sanitizer")
-    if tool is None:
-        raise UsageError(
-            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
-            "wheels; install it and put it on PATH"
-        )
+    tool = compute_sanitizer()
     checks = [
         *(args.steps or ["all"]),
         *("--machine", "gpu"),

@@ -204,9 +204,9 @@ class Places:
         took, where = taken(in_order), self._at_k(telling)
         counted = Counter(n for n, _ in took)
         if any(times < telling for times in counted.values()):
-            turned = taken(in_order[::-1])
-            if {(n, self.count - 1 - m): other for (n, m), other in turned.items()} != took:
-                took |= turned
+            backwards = taken(in_order[::-1])
+            if {(n, self.count - 1 - m): other for (n, m), other in backwards.items()} != took:
+                took |= backwards
                 where = self._in_rows
         return self._of_rows(took, what, "columns", "W", where)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from results.record.schema import Environment, Git
-from steps.cli import gpu_tests
+from steps.cli import gpu_tests, tools
 from steps.cli.gpu_tests import Ended, sanitized, sanitizer_record, suite_record
 from steps.cli.main import main
 
@@ -107,7 +107,7 @@ def test_all_of_it_runs_and_is_written(
         return Ended(tuple(command), told, int("racecheck" in command and "17" in command))
 
     monkeypatch.setattr(gpu_tests, "machines", lambda name: ("H9", None, None))
-    monkeypatch.setattr(gpu_tests, "find_tool", lambda name: f"/opt/{name}")
+    monkeypatch.setattr(tools, "find_tool", lambda name: f"/opt/{name}")
     monkeypatch.setattr(gpu_tests, "environment", lambda: ENV)
     monkeypatch.setattr(gpu_tests, "_run", run)
     out = tmp_path / "new"
@@ -130,6 +130,6 @@ def test_all_of_it_runs_and_is_written(
 
 def test_without_the_sanitizer_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(gpu_tests, "machines", lambda name: ("H9", None, None))
-    monkeypatch.setattr(gpu_tests, "find_tool", lambda name: None)
+    monkeypatch.setattr(tools, "find_tool", lambda name: None)
     assert main(["gpu-tests"]) == 2
     assert "compute-sanitizer was not found" in capsys.readouterr().err

@@ -15,8 +15,7 @@ from results.render.arguments import NOTHING
 from tests.results.synthetic_run import FORMATS, LADDER, make_run
 
 README = "# Title\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
-README += "<!-- called:begin -->\n<!-- called:end -->\n\n"
-README += "<!-- model:begin -->\n<!-- model:end -->\n\nafter\n"
+README += "<!-- called:begin -->\n<!-- called:end -->\n\nafter\n"
 WIDEST = 200
 
 
@@ -60,8 +59,7 @@ def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree
     text = (tree / "README.md").read_text()
     assert text.startswith("# Title\n\n<!-- ladder:begin -->\nQ4_0 on an NVIDIA H200 @ 700 W")
     assert "<!-- ladder:end -->\n\nbetween\n\n<!-- called:begin -->\nQ4_0, float16 in" in text
-    assert "<!-- called:end -->\n\n<!-- model:begin -->\nNothing" in text
-    assert text.endswith("<!-- model:end -->\n\nafter\n")
+    assert text.endswith("<!-- called:end -->\n\nafter\n")
     assert tables.rewrite(tree) == []
     assert tables.check(tree) == []
 
@@ -128,7 +126,7 @@ def test_nothing_measured_yet_passes_only_where_that_is_said(tmp_path, capsys) -
     assert tables.main(["--check", "--root", str(tmp_path)]) == 1
     assert NOTHING in capsys.readouterr().out
     assert tables.main(["--root", str(tmp_path)]) == 0
-    assert file.read_text().count(NOTHING) == 3
+    assert file.read_text().count(NOTHING) == 2
     assert NOTHING in (tmp_path / "results" / "RESULTS.md").read_text()
     capsys.readouterr()
     assert tables.main(["--check", "--root", str(tmp_path)]) == 0
