@@ -12,7 +12,8 @@ waits for:
     decode, compiled   the same with cache_implementation="static", which compiles the model with
                        torch.compile(mode="reduce-overhead")
 
-Rounds take turns, and medians are reported. Where a side's logits are wrong, nothing is.
+Rounds take turns, and medians are reported. Where a side's logits are wrong, nothing is: they may
+be off by `SAFETY` times what errors as large as the products state change in those of bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ import numpy as np
 
 from qformats import WEIGHT_FORMATS
 from results.measure.products import THREADS
+from results.measure.stated_errors import BFLOAT16, SAFETY, disturbed
 from results.record import model_rows, store
 from results.record.environment import environment, finished
 from results.record.model_rows import ModelRow, ModelRun
@@ -51,15 +53,13 @@ PROMPT: Final = 512
 FEW: Final = 16  # tokens of the prompt before decoding
 STEPS: Final = 64
 ROUNDS: Final = {"prefill": 15, "decode": 5, "decode, compiled": 9}
-WRONG: Final = 0.1
-"""Logits whose root mean square differs more than this from those of bfloat16, relative to their
-own, are not those of this model: rounding to bfloat16 and int8 comes to a few per cent."""
-
 Call = Callable[[], Any]
 
 
-def models(format_name: str, config: Mapping[str, Any], device: Any) -> tuple[dict[str, Any], dict]:
-    """(side -> model, what quantizing and packing took)."""
+def models(
+    format_name: str, config: Mapping[str, Any], device: Any
+) -> tuple[dict[str, Any], list[str], dict[str, float]]:
+    """(side -> model, names of what is quantized in it, what quantizing and packing took)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,16 +68,17 @@ def models(format_name: str, config: Mapping[str, Any], device: Any) -> tuple[di
     torch.manual_seed(0)
     with torch.device(device):
         baseline = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16).eval()
-    sides, facts = {BASELINE: baseline}, {}
+    sides: dict[str, Any] = {BASELINE: baseline}
+    facts: dict[str, float] = {}
     for accuracy, name in (("exact", format_name), ("fast", f"{format_name}, fast")):
         model = copy.deepcopy(baseline).cpu()
         begin = time.perf_counter()
         quantize_model(model, format_name, accuracy=accuracy)
-        quantized = time.perf_counter()
+        made = time.perf_counter()
         sides[name] = model.to(device)
         _wait(device)
-        facts[f"quantize_model s, {name}"] = quantized - begin
-        facts[f'.to("cuda") s, {name}'] = time.perf_counter() - quantized
+        facts[f"quantize_model s, {name}"] = made - begin
+        facts[f'.to("cuda") s, {name}'] = time.perf_counter() - made
     layers = {
         name: one
         for name, one in sides[format_name].named_modules()
@@ -87,7 +88,7 @@ def models(format_name: str, config: Mapping[str, Any], device: Any) -> tuple[di
         values = dict(zip(layers, pool.map(QuantLinear.dequantize, layers.values()), strict=True))
     for name, value in values.items():
         baseline.get_submodule(name).weight.data.copy_(value)
-    return sides, facts
+    return sides, list(values), facts
 
 
 def calls(model: Any, case: str, device: Any) -> Call:
@@ -109,18 +110,36 @@ class WrongLogits(Exception):
     """A quantized model is not the one that it was made of."""
 
 
-def differences(logits: Mapping[str, Any]) -> dict[str, float]:
-    """Of each side from `BASELINE`: root mean square of the difference over that of the logits."""
-    theirs, facts = logits[BASELINE].float(), {}
+def relative(logits: Any, theirs: Any) -> float:
+    """Root mean square of the difference over that of `theirs`."""
+    off = (logits.float() - theirs.float()).square().mean() / theirs.float().square().mean()
+    return float(off.sqrt())
+
+
+def expected(baseline: Any, quantized: Iterable[str], call: Call, right: Any) -> dict[str, float]:
+    """Accuracy -> by how much logits are off, relative to `right`, where those modules of the
+    baseline that others have `quantized` are off by what products in bfloat16 state."""
+    products = [baseline.get_submodule(name) for name in quantized]
+    found = {}
+    for accuracy in ("exact", "fast"):
+        with disturbed(products, accuracy, unit=BFLOAT16):
+            found[accuracy] = relative(call().logits, right)
+    return found
+
+
+def differences(logits: Mapping[str, Any], stated: Mapping[str, float]) -> dict[str, float]:
+    """Of each side from `BASELINE`, and their bounds: root mean square of the difference over that
+    of the logits. stated: accuracy -> what is `expected`. WrongLogits beyond a bound."""
+    facts = {}
     for name in [name for name in logits if name != BASELINE]:
-        off = float(
-            ((logits[name].float() - theirs).square().mean() / theirs.square().mean()).sqrt()
-        )
+        off = relative(logits[name], logits[BASELINE])
+        bound = SAFETY * stated["fast" if name.endswith(", fast") else "exact"]
         facts[f"rms difference of logits, {name}"] = off
-        if not off <= WRONG:
+        facts[f"bound of it, {name}"] = bound
+        if not off <= bound:
             raise WrongLogits(
                 f"the logits of {name} differ by {off:.3g} of their root mean square from those of "
-                f"{BASELINE}, the bound is {WRONG}: nothing more was timed"
+                f"{BASELINE}, the bound is {bound:.3g}: nothing more was timed"
             )
     return facts
 
@@ -182,7 +201,7 @@ def measure(
     import torch
 
     with torch.no_grad():
-        sides, facts = models(format_name, config, device)
+        sides, quantized, facts = models(format_name, config, device)
         wait, found = partial(_wait, device), []
         for case, rounds in ROUNDS.items():
             # at one token "fast" selects the steps that exact layers do
@@ -192,7 +211,9 @@ def measure(
                 begun = {name: timed(call, wait) for name, call in work.items()}
                 if case == "prefill":
                     logits = {name: got.logits for name, (_, got) in begun.items()}
-                    facts |= differences(logits)
+                    right = logits[BASELINE]
+                    stated = expected(sides[BASELINE], quantized, work[BASELINE], right)
+                    facts |= differences(logits, stated)
                 took = in_turn(work, rounds, wait)
             except WrongLogits:
                 raise

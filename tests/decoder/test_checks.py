@@ -18,6 +18,7 @@ from results.decoder import files  # noqa: E402
 from results.decoder.compare import checks  # noqa: E402
 from results.decoder.compare.emulation import emulated_products  # noqa: E402
 from results.decoder.model import torch_products  # noqa: E402
+from results.measure import stated_errors  # noqa: E402
 from tests.decoder.smollm2 import smollm2  # noqa: E402
 from tests.decoder.test_decoder import filled  # noqa: E402
 
@@ -57,7 +58,7 @@ def test_right_products_are_inside_but_not_far(
     expected = checks.expected(trusted, ids, ROUNDING[accuracy, family])
     off = off_by(trusted, files.load(path, emulated_products(accuracy, family)), ids)
     assert 0.7 * expected < off < 1.3 * expected
-    assert checks.SAFETY > 1.3
+    assert stated_errors.SAFETY > 1.3
 
 
 def broken(blocks: np.ndarray, how: str) -> np.ndarray:
@@ -93,12 +94,12 @@ def test_a_broken_product_is_outside(tiny: Path, how: str, which: str) -> None:
         if accuracy == "fast":
             product._int8[first : first + shape[0]] = one._int8
         off = off_by(trusted, model, ids)
-        bound = checks.SAFETY * checks.expected(trusted, ids, accuracy)
+        bound = stated_errors.SAFETY * checks.expected(trusted, ids, accuracy)
         # Requantized weights hide what one scale changes: less than rounding itself.
         assert (off > bound) or (accuracy == "fast" and how == "one wrong scale"), (off, bound)
 
 
-@pytest.mark.parametrize("rounding", checks.ROUNDINGS)
+@pytest.mark.parametrize("rounding", stated_errors.ROUNDINGS)
 def test_what_one_product_is_off_by(rounding: str) -> None:
     """With an outlier channel in x, which sets the scale of a token."""
     rng = np.random.default_rng(0)
@@ -111,16 +112,18 @@ def test_what_one_product_is_off_by(rounding: str) -> None:
     given = torch.from_numpy(x)
     off = checks.relative(made(given).double().numpy(), exact(given.double()).numpy())
     y = exact(given.double())
-    stated = float((checks.variance(given.double(), exact.weight, y, rounding).mean()).sqrt())
+    stated = float(
+        (stated_errors.variance(given.double(), exact.weight, y, rounding).mean()).sqrt()
+    )
     assert 0.85 * stated < off * float(y.square().mean().sqrt()) < 1.15 * stated
     few = [given[:16].double(), exact.weight, y[:16]]
-    assert torch.equal(checks.variance(*few, "fast"), checks.variance(*few, "exact"))
+    assert torch.equal(stated_errors.variance(*few, "fast"), stated_errors.variance(*few, "exact"))
 
 
 def test_rounding_to_float16_costs_what_is_stated() -> None:
     values = 2 ** np.random.default_rng(0).uniform(-6, 6, 100_000)
     off = checks.relative(values.astype(np.float16).astype(np.float64), values)
-    assert off == pytest.approx(checks.HALF, rel=0.05)
+    assert off == pytest.approx(stated_errors.HALF, rel=0.05)
 
 
 def test_errors_are_expected_of_any_model_and_leave_it_as_it_was(tiny: Path) -> None:
@@ -158,4 +161,4 @@ def test_a_real_model() -> None:
         if accuracy == "exact":
             wrong = broken(file.tensors["blk.14.ffn_down.weight"].array, "a block left out")
             model.layers[14].down = emulated_products()(wrong, False)
-            assert checks.relative(filled(model, ids), right) > checks.SAFETY * expected
+            assert checks.relative(filled(model, ids), right) > stated_errors.SAFETY * expected

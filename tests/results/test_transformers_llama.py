@@ -84,12 +84,21 @@ def logits(values: Any) -> Logits:
 
 
 def test_logits_that_are_of_another_model_are_an_error() -> None:
-    own = logits([3.0, -4.0])
-    found = llama.differences({BASELINE: own, "q4_0": logits([3.0, -4.05])})
-    assert found == {"rms difference of logits, q4_0": pytest.approx(0.01)}
-    for wrong in ([4.0, -4.0], [np.nan, -4.0]):
-        with pytest.raises(WrongLogits, match=r"the logits of q4_0 differ by .* bound is 0.1"):
-            llama.differences({BASELINE: own, "q4_0": logits(wrong)})
+    own, stated = logits([3.0, -4.0]), {"exact": 0.006, "fast": 0.05}
+    found = llama.differences({BASELINE: own, "q4_0": logits([3.0, -4.05])}, stated)
+    assert found == {
+        "rms difference of logits, q4_0": pytest.approx(0.01),
+        "bound of it, q4_0": 0.012,
+    }
+    llama.differences({BASELINE: own, "q4_0, fast": logits([3.0, -4.45])}, stated)
+    for side, wrong, bound in (
+        ("q4_0", [3.0, -4.45], "0.012"),
+        ("q4_0", [np.nan, -4.0], "0.012"),
+        ("q4_0, fast", [4.0, -4.0], "0.1"),
+    ):
+        told = f"the logits of {side} differ by .* bound is {bound}:"
+        with pytest.raises(WrongLogits, match=told):
+            llama.differences({BASELINE: own, side: logits(wrong)}, stated)
 
 
 def test_without_its_packages_or_a_gpu_it_is_one_sentence(
@@ -194,4 +203,8 @@ def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode, compiled, batch 1", "q4_0"),
     ]
     assert said == [llama.line(one) for one in rows]
-    assert 0 < facts["rms difference of logits, q4_0"] < llama.WRONG
+    for side in ("q4_0", "q4_0, fast"):
+        off, bound = (
+            facts[f"{what}, {side}"] for what in ("rms difference of logits", "bound of it")
+        )
+        assert bound / 8 < off < bound

@@ -3,22 +3,9 @@
 Logits are compared along one sequence of tokens, so that an early difference does not grow: the
 root mean square of all differences, divided by that of the logits.
 
-The bound is made of what the products state, and of the model. A product y of x and weights w, with
-independent errors of variance v_x and v_w in them and a result rounded to float16, is off by
-
-    v_y[m, n] = sum over k of (v_x[m, k] w[n, k]^2 + x[m, k]^2 v_w[n, k]) + (u y[m, n])^2
-
-    exact   x and w are float16: v_x = (u x)^2 and v_w = (u w)^2, where
-            u = 2^-11 / sqrt(3) / sqrt(1.5 / ln 2) = 1.92e-4, as significands from 1 to 2 that are
-            as likely in each part of an octave have the mean square 1.5 / ln 2
-    Q8_1    x is int8 with a scale for 32 values: a step is d = largest / 127, and v_x = d^2 / 12
-    fast    x is int8 with a scale for a token, w with a scale for a row
-
-(`variance`). Through n products, one after the other or side by side, relative errors e add up to
-about e sqrt(n). How much of that reaches the logits is the model's: residuals dilute it, norms and
-the softmax pass it on. So the reference runs again, and each of its products gets normal noise of
-its own variance. `expected` is by how much that changes the logits, and the bound is `SAFETY` times
-it. Kernels that lose more than they state are outside, however deep the model is.
+The bound is made of what the products state, and of the model: `results.measure.stated_errors` says
+how. `expected` is by how much the logits change where each product of the reference is off by what
+it states, and the bound is `SAFETY` times that.
 
 Each side also decodes on its own. Where the tokens differ first, both tokens are named, with the
 distance of their logits in the reference. The difference is explained if that distance is no more
@@ -27,7 +14,6 @@ than the errors of both logits together.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -36,10 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import BLOCK
 from results.decoder import files
 from results.decoder.model import (
-    MOST_SEQUENCES,
     Decoder,
     generate,
     step_products,
@@ -47,13 +31,9 @@ from results.decoder.model import (
     torch_products,
 )
 from results.decoder.operations import PLAIN, Operations
+from results.measure import stated_errors
+from results.measure.stated_errors import SAFETY
 
-SAFETY: Final = 2.0
-"""The bound over what is expected: rounding in attention, between products and in the cache, and
-errors that are not quite independent. Emulated roundings stay within 1.3 (tests)."""
-HALF: Final = 2.0**-11 / math.sqrt(3) / math.sqrt(1.5 / math.log(2))
-"""Relative root mean square of what rounding to float16 changes."""
-ROUNDINGS: Final = ("exact", "Q8_1", "fast")
 FLOATS: Final = 1e-5
 """The bound where llama.cpp has float32 weights and cache, and rounds nothing to 8 bits."""
 STEPS: Final = 64
@@ -78,51 +58,21 @@ def prompt(vocabulary: int, count: int = PROMPT, seed: int = 0) -> list[int]:
     return [1, *map(int, rng.integers(3, vocabulary, count - 1))]
 
 
-def variance(x: Any, weight: Any, y: Any, rounding: str) -> Any:
-    """Of what a product y [M, N] of x [M, K] and weight [N, K] is off by, as one of `ROUNDINGS`
-    states. x is a prompt: up to 16 tokens `fast` is exact."""
-    if rounding == "fast" and len(x) <= MOST_SEQUENCES:
-        rounding = "exact"
-
-    def of_half(values: Any) -> Any:
-        return (HALF * values) ** 2
-
-    def of_int8(values: Any) -> Any:
-        """With a scale for all values of the last dimension."""
-        return (values.abs().amax(-1, keepdim=True) ** 2 / (12 * 127**2)).expand_as(values)
-
-    of_x, of_weight = {
-        "exact": lambda: (of_half(x), of_half(weight)),
-        "Q8_1": lambda: (of_int8(x.unflatten(-1, (-1, BLOCK))).flatten(-2), 0 * weight),
-        "fast": lambda: (of_int8(x), of_int8(weight)),
-    }[rounding]()
-    return of_x @ (weight**2).T + x**2 @ of_weight.T + of_half(y)
-
-
 @torch.no_grad()
 def expected(trusted: Decoder, ids: Sequence[int], rounding: str, seed: int = 0) -> float:
     """By how much the logits along ids change, relative to them, in root mean square, where each
-    product of the reference is off by its `variance`."""
+    product of the reference is off by what it states."""
     given = torch.tensor([list(ids)], device=trusted.device)
-    noise = torch.Generator(trusted.device).manual_seed(seed)
 
     def logits() -> np.ndarray:
         filled = trusted.prefill(given, trusted.cache(1, len(ids)), every=True)
         values: np.ndarray = filled[0].cpu().numpy()
         return values
 
-    def disturb(product: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        off = variance(inputs[0], product.weight, y, rounding).sqrt()
-        return y + off * torch.randn(y.shape, generator=noise, device=y.device, dtype=y.dtype)
-
     right = logits()
     plain = [one for each in trusted.products for one in getattr(each, "products", [each])]
-    hooks = [one.register_forward_hook(disturb) for one in plain]
-    try:
+    with stated_errors.disturbed(plain, rounding, seed):
         return relative(logits(), right)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
