@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
@@ -42,6 +42,10 @@ if not TYPE_CHECKING:
 
 PATIENCE: Final = timedelta(hours=1)
 """How long a rank waits for the others, one of which may be typed at."""
+MANY_TOKENS: Final = 1024
+"""From so many on a sum is made in two halves. Fewer would not fill a GPU with each."""
+TILE: Final = 128
+"""Tokens of a tile of C: a half is whole tiles."""
 OF_LOGITS: Final = ("output", "token_embd")
 OF_COLUMNS: Final = ("attn_output", "ffn_down")
 """Matrices by their tensor's name: those whose columns ranks share. Of others it is the rows."""
@@ -230,7 +234,8 @@ class Summed(Joined):
     """The sum of all ranks' products with their columns of a matrix.
 
     Up to `all_reduce.ONE_SHOT` bytes it is one of float32; more are summed in the dtype of the
-    product, each rank's rounded by itself.
+    product, each rank's rounded by itself. Of many tokens the first half travels while the second
+    is multiplied.
     """
 
     def __init__(self, product: Any, sums: all_reduce.AllReduce, n: int) -> None:
@@ -238,10 +243,17 @@ class Summed(Joined):
         self.sums, product.wide = sums, all_reduce.ONE_SHOT // 4 // n
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.sums(self.products[0](x))
+        return self._sum(self.products[0], x)
 
     def after_swiglu(self, y: Tensor, swiglu: Any) -> Tensor:
-        return self.sums(self.products[0].after_swiglu(y, swiglu))
+        return self._sum(partial(self.products[0].after_swiglu, swiglu=swiglu), y)
+
+    def _sum(self, product: Any, x: Tensor) -> Tensor:
+        tokens = len(x)
+        if tokens < MANY_TOKENS or not self.sums.overlaps:
+            return self.sums(product(x))
+        half = -(-tokens // (2 * TILE)) * TILE
+        return self.sums.of_parts([partial(product, rows) for rows in x.split(half)], tokens)
 
 
 class Gathered(Joined):

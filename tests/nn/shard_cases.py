@@ -343,9 +343,30 @@ def on_gpus() -> str:
                 assert bool(off.all())
             whole = joined(x.to(device)).cpu()
             assert bool(((whole.double() - exact(x, blocks)[0]).abs() <= 0.01 * size + 1e-3).all())
+        of_exchange(sums, device)
         state = layer.state_dict()
         assert torch.equal(state["blocks"], QuantLinear.from_blocks(blocks).blocks)
     return sums.how
+
+
+def of_exchange(sums: Any, device: Any) -> None:
+    """Large sums in parts, again and again with other numbers, and odd ones in a CUDA graph."""
+    numbers = torch.arange(2000 * 512, device=device).view(2000, 512) % 251
+    x = torch.zeros_like(numbers, dtype=torch.float16)
+
+    def many(x: Any) -> Any:
+        found = x
+        for _ in range(3):  # as many as leave a graph's first sum to follow its last
+            parts = [lambda rows=rows: rows * (1 + rank()) for rows in found.split(700)]
+            found = sums.of_parts(parts, len(x)) / 3
+        return found
+
+    for turn in range(20):
+        x.copy_(numbers + turn)
+        if turn % 2 == rank():
+            torch.cuda._sleep(1_000_000)  # the other rank waits, or writes what is still read
+        assert torch.equal(many(x), x), turn
+    assert torch.equal(graphed(many, x), x)
 
 
 def graphed(layer: Any, x: Any) -> Any:

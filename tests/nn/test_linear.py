@@ -472,7 +472,7 @@ class OnTheHost(FakeGpu):
         if isinstance(given, TensorMap):
             words = [next(values) for _ in range(PARAMETER_WORDS)]
             return TensorMap(self.array_at(words[PADDING_WORDS], given.array), given.box)
-        if not hasattr(given, "dtype"):
+        if isinstance(given, np.generic) or not hasattr(given, "dtype"):  # a number
             next(values)
             return given
         _, _, _, _, address = (next(values) for _ in range(5))

@@ -65,7 +65,7 @@ def test_small_sums_take_symmetric_memory_and_others_the_library(monkeypatch: An
     asked: list[Any] = []
     made = object.__new__(AllReduce)
     made.group = type("Group", (), {"group_name": "7"})()
-    made._buffer = torch.zeros(ONE_SHOT // 4)
+    made._buffer, made._exchange = torch.zeros(ONE_SHOT // 4), None
     schema = torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema
     assert [one.name for one in schema.arguments] == [
         *("symm_buffer", "local_input"),
@@ -120,3 +120,4 @@ def test_layers_on_two_gpus(tmp_path: Path) -> None:
     kinds = "cpu:gloo,cuda:nccl"
     for how in run_on_ranks(2, shard_cases.on_gpus, tmp_path, backend=kinds):
         assert how.endswith("nccl"), how
+        assert "exchanged" in how, how
