@@ -43,9 +43,9 @@ if not TYPE_CHECKING:
 PATIENCE: Final = timedelta(hours=1)
 """How long a rank waits for the others, one of which may be typed at."""
 MANY_TOKENS: Final = 1024
-"""From so many on a sum is made in parts. Fewer would not fill a GPU with each."""
+"""From so many on a sum is made in two halves. Fewer would not fill a GPU with each."""
 TILE: Final = 128
-"""Tokens of a tile of C: parts are whole tiles."""
+"""Tokens of a tile of C: a half is whole tiles."""
 OF_LOGITS: Final = ("output", "token_embd")
 OF_COLUMNS: Final = ("attn_output", "ffn_down")
 """Matrices by their tensor's name: those whose columns ranks share. Of others it is the rows."""
@@ -234,8 +234,8 @@ class Summed(Joined):
     """The sum of all ranks' products with their columns of a matrix.
 
     Up to `all_reduce.ONE_SHOT` bytes it is one of float32; more are summed in the dtype of the
-    product, each rank's rounded by itself. Of many tokens a half and a quarter travel while the
-    next quarter is multiplied; what nothing hides is the journey of the last.
+    product, each rank's rounded by itself. Of many tokens the first half travels while the second
+    is multiplied.
     """
 
     def __init__(self, product: Any, sums: all_reduce.AllReduce, n: int) -> None:
@@ -252,9 +252,8 @@ class Summed(Joined):
         tokens = len(x)
         if tokens < MANY_TOKENS or not self.sums.overlaps:
             return self.sums(product(x))
-        quarter = -(-tokens // (4 * TILE)) * TILE
-        parts = x.split([2 * quarter, quarter, tokens - 3 * quarter])
-        return self.sums.of_parts([partial(product, rows) for rows in parts], tokens)
+        half = -(-tokens // (2 * TILE)) * TILE
+        return self.sums.of_parts([partial(product, rows) for rows in x.split(half)], tokens)
 
 
 class Gathered(Joined):

@@ -19,13 +19,15 @@ API_MODULES: Final = {"gemm.plan": "steps.api.plan", "QuantLinear": "steps.nn.li
 """What a row of `as_called` calls, by its `api`."""
 
 
-BEFORE_A_CALL: Final = (
+OUTSIDE_OF_CALLS: Final = (
     *("steps.api.choice", "steps.api.tuning_table", "qformats.gguf_file"),
     *("steps.api.import_closure", "steps.api.kernel_key", "steps.api.kernel_cache"),
+    *("steps.nn.shard", "steps.nn.all_reduce"),
 )
-"""What chooses a step, reads weights, or keeps compiled kernels under a name: none of it runs in
-the calls that are timed, nor decides what the GPU runs. Which step is chosen is compared by itself
-(`results.render.staleness`, `results.measure.as_called`)."""
+"""What chooses a step, reads weights, keeps compiled kernels under a name, or joins several GPUs:
+none of it runs in the calls that are timed, of one GPU, nor decides what the GPU runs. Which step
+is chosen is compared by itself (`results.render.staleness`,
+`results.measure.as_called`)."""
 
 
 def step_module(step: int, root: Path = ROOT) -> str | None:
@@ -45,7 +47,7 @@ def called_hash(api: str, step: int, root: Path = ROOT) -> str | None:
     module = step_module(step, root)
     if module is None:
         return None
-    return closure_hash([API_MODULES[api], module], root, BEFORE_A_CALL)
+    return closure_hash([API_MODULES[api], module], root, OUTSIDE_OF_CALLS)
 
 
 def is_stale(row: Row, root: Path = ROOT) -> bool:

@@ -100,6 +100,7 @@ def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
         ("Every number of tokens", _swept(run, stale)),
         ("A model of transformers", models.of_transformers(path.with_name(model_rows.NAME))),
         ("A decoder", models.of_decoder(path.with_name(models.DECODER))),
+        ("Two GPUs and more", models.of_gpus(path.with_name(models.GPUS))),
         ("How near a real model stays", models.of_quality(path.with_name(models.QUALITY))),
         ("Each step at its home shapes", _homes(run, stale)),
         ("The last step of each branch at every shape", _everywhere(run, stale)),

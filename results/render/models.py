@@ -1,7 +1,7 @@
 """Tables of whole models: one of transformers, the decoder's, and how near a real one stays.
 
-Their records lie beside a GPU's run: transformers.json, decoder.json (`make decoder BENCH=1`) and
-smollm2.json (`make quality`).
+Their records lie beside a GPU's run: transformers.json, decoder.json (`make decoder BENCH=1`),
+decoder_gpus.json (the same with `GPUS=2`) and smollm2.json (`make quality`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from results.render.markdown import grid
 from results.render.query import ABSENT, number, ratio
 
 DECODER: Final = "decoder.json"
+GPUS: Final = "decoder_gpus.json"
 QUALITY: Final = "smollm2.json"
 CPU: Final = Path("decoder", "compare", "quality_cpu.json")
 """In the folder of all results: the same on a CPU, llama.cpp among it."""
@@ -77,6 +78,33 @@ def of_decoder(path: Path) -> list[str]:
         "same kernels.",
         "",
         *grid(head, "lrrrrr", lines),
+    ]
+
+
+def of_gpus(path: Path) -> list[str]:
+    """Tokens a second of one GPU and of several that share the model."""
+    record = _read(path)
+    if record is None or "bench on GPUs" not in record:
+        return []
+    bench = record["bench on GPUs"]
+    lines = [
+        [
+            row["model"],
+            row["case"],
+            f"{row['one']:,.0f}",
+            f"{row['all']:,.0f}",
+            ratio(row["x"]),
+            *(number(row["ms"][part]) for part in ("one", "all", "products", "sums")),
+        ]
+        for row in bench["rows"]
+    ]
+    head = ["tokens/s", "", "one GPU", f"{bench['gpus']} GPUs", "x", "ms, one", "ms, all"]
+    return [
+        f"Shapes of two models, random weights in {bench['format'].upper()}, shared by "
+        f"{bench['gpus']} GPUs, {_where(record)}. Sums: {bench['sums']}. The last two columns are "
+        "the products and the sums of a rank, each alone.",
+        "",
+        *grid([*head, "products", "sums"], "llrrrrrrr", lines),
     ]
 
 

@@ -75,8 +75,6 @@ METRICS: Final[Mapping[str, tuple[str, float]]] = {
     "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", 1),
     "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum", 1),
     "global_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", 1),
-    "async_copy_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_ldgsts.sum", 1),
-    "async_copy_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum", 1),
     "shared_load_conflicts": (f"{CONFLICTS}_op_ld.sum", 1),
     "ldmatrix_conflicts": (f"{CONFLICTS}_op_ldsm.sum", 1),
     "shared_store_conflicts": (f"{CONFLICTS}_op_st.sum", 1),

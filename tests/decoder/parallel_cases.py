@@ -87,11 +87,11 @@ def exchanged() -> list[tuple[Any, Any, list[int], list[int]]]:
     here, found = ranks(), []
     most = all_reduce.EXCHANGED
     for tokens, limit, how in (
-        (1300, most, "forward"),
-        (1300, most, "after_swiglu"),
-        (1300, 1300 * 8 * 2 - 1, "forward"),
+        (1100, most, "forward"),
+        (1100, most, "after_swiglu"),
+        (1100, 1100 * 8 * 2 - 1, "forward"),
         (1023, most, "forward"),
-        (1300, 0, "forward"),
+        (1100, 0, "forward"),
     ):
         sums = all_reduce.AllReduce(here.group, here.device)
         exchange = CopiedByTheLibrary()

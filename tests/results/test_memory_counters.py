@@ -43,8 +43,8 @@ WARPS = {4: 32, 5: 8, 6: 8, 7: 8, 8: 4, 9: 4}
 
 EXACT = (
     *("global_load_requests", "global_load_sectors", "global_store_requests"),
-    *("global_store_sectors", "async_copy_requests", "async_copy_sectors"),
-    *("shared_load_conflicts", "ldmatrix_conflicts", "shared_store_conflicts"),
+    *("global_store_sectors", "shared_load_conflicts"),
+    *("ldmatrix_conflicts", "shared_store_conflicts"),
 )
 ONLY_D = (
     "a feature without an offset needs d alone: two loads of 128 bits become four of 32, and lanes "
@@ -62,13 +62,17 @@ of the source; where it does, the reason belongs here. `test_what_the_compiler_m
 in the machine code."""
 PIPE = 0.1
 """What `l1tex__data_bank_conflicts_pipe_lsu` may exceed the wavefronts lost in shared memory by, as
-a part of all wavefronts there: it counts accesses to global memory as well, such as C stored in
-rows that are a multiple of 128 bytes apart, and cycles lost to other accesses in the pipe."""
+a part of all wavefronts there: it counts cycles lost to other accesses in the pipe as well, and
+accesses to global memory, such as C stored in rows that are a multiple of 128 bytes apart. Of the
+sectors of a load that lie in the same banks of the L1 each but one may cost a cycle."""
+AT_ONCE = {1: (16, 8 * 16), 2: (16, 6 * 16), 3: (32, 2 * 32), 4: (32, 2 * 32), 5: (128, 2 * 64)}
+"""Tokens and features of the thread blocks that an SM has at a time, side by side, in steps 1 to 5:
+their warps ask for the same sectors again and again, and the L1 has some of them."""
 
 COUNTED = {
     ("load", "global"): "global_load",
     ("store", "global"): "global_store",
-    ("cp.async", "global"): "async_copy",
+    ("cp.async", "global"): "global_load",  # the counters of loads hold them
     ("load", "shared"): "shared_load",
     ("ldmatrix", "shared"): "ldmatrix",
     ("store", "shared"): "shared_store",
@@ -152,7 +156,7 @@ def compare(number: int, row: dict[str, Any]) -> None:
     for name in (name for name in EXACT if name in row):
         ratio, why = EXPLAINED.get((number, name), (1.0, "equal"))
         assert row[name] == pytest.approx(ratio * ours.get(name, 0), rel=0.01), (name, why)
-    for kind in ("global_load", "global_store", "async_copy"):
+    for kind in ("global_load", "global_store"):
         if row.get(f"{kind}_requests"):
             each = row[f"{kind}_sectors"] / row[f"{kind}_requests"]
             expected = ours[f"{kind}_sectors"] / ours[f"{kind}_requests"]
@@ -163,12 +167,12 @@ def compare(number: int, row: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STEPS)
 def test_all_conflicts_of_the_pipe_and_bytes_of_the_l2(number: int) -> None:
-    """The counters of the first run, which hold more than a trace knows. It is of code that steps
-    7 to 9 have changed since, though not where they load from.
+    """Two counters that hold more than a trace knows.
 
-    `lts__t_bytes` is what reached the L2. The L1, and the coalescer between it and the L2, which
-    serves the same sector to several SMs at once, keep some of what warps asked for from it: up to
-    a fifth.
+    `lts__t_bytes` is what reached the L2. The coalescer between L1 and L2 serves the same sector to
+    several SMs at once and keeps some of what was asked for from it: up to a fifth. What warps of
+    steps 1 to 5 ask for again, the L1 may keep; then the fifth is of the bytes that the blocks of
+    an SM need at all.
     """
     row, ours = measured(number), predicted(number)
     lost = sum(
@@ -177,11 +181,22 @@ def test_all_conflicts_of_the_pipe_and_bytes_of_the_l2(number: int) -> None:
         if name.endswith("_conflicts")
     )
     wavefronts = sum(value for name, value in ours.items() if name.endswith("_wavefronts"))
-    assert lost <= row["shared_bank_conflicts"] <= lost + PIPE * wavefronts
+    apart = ours["global_load_sectors"] - ours["global_load_requests"]
+    assert lost <= row["shared_bank_conflicts"] <= lost + PIPE * wavefronts + apart
     if number == 6:  # whose loads of shared memory are most of what it does
         assert row["shared_bank_conflicts"] == pytest.approx(lost, rel=0.01)
     asked = 32 * sum(value for name, value in ours.items() if name.endswith("_sectors"))
-    assert 0.8 * asked <= row["l2_bytes"] <= asked
+    assert 0.8 * needed(number, asked) <= row["l2_bytes"] <= asked
+
+
+def needed(number: int, asked: int) -> float:
+    """Bytes that an SM reads at least once for the blocks `AT_ONCE`, of all such blocks, and C; of
+    steps whose warps ask for each sector once, what they ask for."""
+    if number not in AT_ONCE:
+        return asked
+    (m, n, k), (tokens, features) = HOME, AT_ONCE[number]
+    of_a = 4 * k if find(number).families[-1] == "A16" else k * 36 // 32
+    return m / tokens * n / features * (tokens * of_a + features * k * 18 // 32) + 4 * m * n
 
 
 @pytest.mark.slow
@@ -229,6 +244,6 @@ def test_figures_that_a_run_has_are_compared() -> None:
     row |= dict(zip("MNK", HOME, strict=True))
     row |= {name: ours.get(name, 0) for name in EXACT}
     compare(9, row)
-    row["async_copy_sectors"] *= 2
-    with pytest.raises(AssertionError, match="async_copy_sectors"):
+    row["global_load_sectors"] *= 2
+    with pytest.raises(AssertionError, match="global_load_sectors"):
         compare(9, row)

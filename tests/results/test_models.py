@@ -69,6 +69,18 @@ def test_a_decoder_stands_beside_float16(tmp_path: Path) -> None:
     ]
 
 
+def test_several_gpus_stand_beside_one(tmp_path: Path) -> None:
+    parts = {"one": 100.0, "all": 60.5, "products": 50.0, "sums": 8.25}
+    row = {"model": "Llama 9", "case": "prefill 7", "one": 1234.5, "all": 2345.6, "x": 1.9}
+    rows = [row | {"gpus": 3, "rounds": 7, "spread": 0.1, "ms": parts}]
+    bench = {"format": "q5_1", "gpus": 3, "sums": "by hand", "rows": rows}
+    path = write(tmp_path / models.GPUS, **{"bench on GPUs": bench})
+    text = models.of_gpus(path)
+    assert "in Q5_1, shared by 3 GPUs, on an NVIDIA H9" in text[0]
+    assert "Sums: by hand." in text[0]
+    assert text[-1] == "| Llama 9 | prefill 7 | 1,234 | 2,346 | 1.90x | 100 | 60.5 | 50.0 | 8.25 |"
+
+
 def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
     path = write(tmp_path / "h9" / models.QUALITY, quality=QUALITY)
     text = models.of_quality(path)
@@ -90,7 +102,9 @@ def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
     assert models.of_quality(path) == text
 
 
-@pytest.mark.parametrize("made", [models.of_decoder, models.of_quality, models.of_transformers])
+@pytest.mark.parametrize(
+    "made", [models.of_decoder, models.of_gpus, models.of_quality, models.of_transformers]
+)
 def test_what_was_not_measured_is_left_out(tmp_path: Path, made: Any) -> None:
     assert made(tmp_path / "nothing.json") == []
 
@@ -99,8 +113,11 @@ def test_results_have_them() -> None:
     folder = ROOT / "results" / "nvidia-h200"
     decoder = models.of_decoder(folder / models.DECODER)
     quality = models.of_quality(folder / models.QUALITY)
+    gpus = models.of_gpus(folder / models.GPUS)
     assert decoder
+    assert gpus
     assert quality
     page = complete.page()
     assert "\n".join(["### A decoder", "", *decoder]) in page
+    assert "\n".join(["### Two GPUs and more", "", *gpus]) in page
     assert "\n".join(["### How near a real model stays", "", *quality]) in page
