@@ -28,6 +28,7 @@ from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, ti
 from steps.checks.run import fatal
 from steps.components.activations.layouts import inputs
 from steps.contract import Size, Work
+from steps.registry import find
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """The M at which steps are tuned."""
@@ -178,9 +179,16 @@ def to_json(env: Environment, entries: Sequence[Entry]) -> str:
     return f'{{\n "schema": {SCHEMA},\n "env": {head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
+def _is_for(number: int, m: int) -> bool:
+    """Whether a step is meant for products of m tokens."""
+    most = find(number).most_tokens
+    return most is None or m <= most
+
+
 def write(env: Environment, found: Sequence[Entry], root: Path = RESULTS) -> Path:
-    """Write the table of this GPU, keeping what an older one has beside it; but not an entry whose
-    highest step is below the highest of its format: that says nothing of who is fastest there."""
+    """Write the table of this GPU, keeping what an older one has beside it; but not an entry that
+    lacks the highest step of its format: that says nothing of who is fastest there. Steps for fewer
+    tokens than the entry's do not count."""
     path = root / slug(env.gpu) / NAME
     fresh = {(e.format, e.n, e.k, e.m): e for e in found}
     if path.exists():
@@ -188,10 +196,15 @@ def write(env: Environment, found: Sequence[Entry], root: Path = RESULTS) -> Pat
             at = (old.format, old.n, old.k, old.m)
             new = fresh.get(at)
             fresh[at] = replace(old, times={**old.times, **(new.times if new else {})})
-    highest: dict[str, int] = {}
+    timed: dict[str, set[int]] = {}
     for entry in fresh.values():
-        highest[entry.format] = max(entry.highest, highest.get(entry.format, 0))
-    kept = [entry for entry in fresh.values() if entry.highest == highest[entry.format]]
+        timed.setdefault(entry.format, set()).update(entry.steps)
+    kept = [
+        entry
+        for entry in fresh.values()
+        if max((one for one in timed[entry.format] if _is_for(one, entry.m)), default=0)
+        in entry.steps
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(to_json(env, kept), encoding="utf-8")

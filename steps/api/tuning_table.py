@@ -59,9 +59,9 @@ class Entry:
         return self.times.get(time_key(step, family)) if us is None else us
 
     @property
-    def highest(self) -> int:
-        """The highest step that was measured, 0 without any."""
-        return max((int(work.split()[0]) for work in self.times), default=0)
+    def steps(self) -> frozenset[int]:
+        """The steps that were measured."""
+        return frozenset(int(work.split()[0]) for work in self.times)
 
     @property
     def where(self) -> str:

@@ -223,7 +223,7 @@ def test_a_step_that_reads_float16_is_timed_in_float16_too() -> None:
         assert one.us(12, "A16", input) == pytest.approx(4.0)
         assert one.us(5, "A8", input) == pytest.approx(8.0)
         assert one.us(12, "A8", input) is None
-    assert one.highest == 12
+    assert one.steps == {5, 12}
     assert table(one).has(12, "A16")
     assert not table(one).has(12, "A8")
     assert tune.wanted_of(works[0], (2, 5, 64))[0].launched[2:] == ("float32", "float32")
@@ -329,11 +329,22 @@ def test_without_a_gpu_the_command_is_one_sentence() -> None:
 
 def test_every_entry_of_a_committed_table_has_the_highest_step_of_its_format() -> None:
     for table in tuning.known():
-        highest: dict[str, int] = {}
+        timed = {one.format: set[int]() for one in table.entries}
         for one in table.entries:
-            highest[one.format] = max(highest.get(one.format, 0), one.highest)
+            timed[one.format] |= one.steps
         for one in table.entries:
-            assert one.highest == highest[one.format], (one.format, one.where)
+            most = {step: find(step).most_tokens for step in timed[one.format]}
+            highest = max(step for step, m in most.items() if m is None or one.m <= m)
+            assert highest in one.steps, (one.format, one.where)
+
+
+def test_a_step_for_few_tokens_is_not_missed_where_there_are_more(tmp_path: Path) -> None:
+    few = Entry("q4_0", 64, 64, 16, {"14 A16": 5.0, "18 A16": 4.0})
+    without = Entry("q4_0", 64, 64, 8, {"14 A16": 5.0})
+    many = Entry("q4_0", 64, 64, 128, {"14 A16": 9.0})
+    older = Entry("q4_0", 64, 64, 512, {"9 A8": 9.0})
+    path = tune.write(ENV, [few, without, many, older], tmp_path)
+    assert [one.m for one in tuning.read(path).entries] == [16, 128]
 
 
 def test_the_command_prints_the_fastest_of_each_entry() -> None:
