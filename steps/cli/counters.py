@@ -75,9 +75,8 @@ METRICS: Final[Mapping[str, tuple[str, float]]] = {
     "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", 1),
     "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum", 1),
     "global_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", 1),
-    "shared_load_conflicts": (f"{CONFLICTS}_op_ld.sum", 1),
+    "shared_conflicts": (f"{CONFLICTS}.sum", 1),
     "ldmatrix_conflicts": (f"{CONFLICTS}_op_ldsm.sum", 1),
-    "shared_store_conflicts": (f"{CONFLICTS}_op_st.sum", 1),
     "dram_bytes": ("dram__bytes.sum", 1),
     "l2_bytes": ("lts__t_bytes.sum", 1),
 }

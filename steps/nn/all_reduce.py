@@ -56,7 +56,8 @@ class AllReduce:
             self._buffer = _symmetric(group, device)
         if self._buffer is not None:
             if distributed.get_world_size(group) == 2:
-                self._exchange = Exchange(group, device)
+                self._exchange = _on_all(group, lambda: Exchange(group, device))
+            if self._exchange is not None:
                 self.how = f"exchanged up to {EXCHANGED} bytes, else {self.how}"
             self.how = f"one-shot in symmetric memory up to {ONE_SHOT} bytes, else {self.how}"
 
@@ -104,9 +105,10 @@ class AllReduce:
             torch.cat(made, out=y)
             distributed.all_reduce(y, group=self.group)
             return y
-        got = exchange.received(y).split([len(part) for part in made])
-        for part, theirs, sum in zip(made, got, y.split([len(part) for part in made]), strict=True):
-            torch.add(part, theirs, out=sum)
+        sizes = [len(part) for part in made]
+        theirs, totals = exchange.received(y).split(sizes), y.split(sizes)
+        for part, other, total in zip(made, theirs, totals, strict=True):
+            torch.add(part, other, out=total)
         return y
 
 
@@ -182,14 +184,23 @@ def _symmetric(group: Any, device: Any) -> Any:
     """float32 [ONE_SHOT / 4] that all ranks can read; None where torch cannot make it."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
-    try:
+    def make() -> Any:
         made = symmetric_memory.empty(ONE_SHOT // 4, dtype=torch.float32, device=device)
         symmetric_memory.rendezvous(made, group)
         ones = torch.ones(4, device=device)
         found = torch.ops.symm_mem.one_shot_all_reduce_copy(made[:4], ones, "sum", group.group_name)
-        made = made if bool((found == distributed.get_world_size(group)).all()) else None
-    except RuntimeError:  # such as a driver that exports no memory
+        return made if bool((found == distributed.get_world_size(group)).all()) else None
+
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
+    return _on_all(group, make)
+
+
+def _on_all(group: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returns; None on all ranks where it does or raises RuntimeError on one, such as
+    for a driver that exports no memory."""
+    try:
+        made = make()
+    except RuntimeError:
         made = None
     all_of: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(all_of, made is not None, group=group)
