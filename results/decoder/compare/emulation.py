@@ -19,7 +19,8 @@ import numpy as np
 
 from qformats.codec import format_of
 from reference.operands import Q81, CoarseTokens, Halves, Tokens
-from results.decoder.model import MOST_SEQUENCES, Maker, Plain, torch
+from results.decoder.model import Maker, Plain, torch
+from results.measure.stated_errors import EXACT_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class Emulated(Plain):
         return torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        few = len(x) <= MOST_SEQUENCES or self._int8 is None
+        few = len(x) <= EXACT_TOKENS or self._int8 is None
         rounded = self._rounded if few else Tokens.of_values
         weight = self.weight if few else self._int8
         a = _floats(rounded(x.float().numpy()).values())
