@@ -120,10 +120,14 @@ def test_what_one_product_is_off_by(rounding: str) -> None:
     assert torch.equal(stated_errors.variance(*few, "fast"), stated_errors.variance(*few, "exact"))
 
 
-def test_rounding_to_float16_costs_what_is_stated() -> None:
-    values = 2 ** np.random.default_rng(0).uniform(-6, 6, 100_000)
-    off = checks.relative(values.astype(np.float16).astype(np.float64), values)
-    assert off == pytest.approx(stated_errors.HALF, rel=0.05)
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [(torch.float16, stated_errors.HALF), (torch.bfloat16, stated_errors.BFLOAT16)],
+)
+def test_rounding_to_16_bits_costs_what_is_stated(dtype: Any, unit: float) -> None:
+    values = torch.from_numpy(2 ** np.random.default_rng(0).uniform(-6, 6, 100_000))
+    off = checks.relative(values.to(dtype).double().numpy(), values.numpy())
+    assert off == pytest.approx(unit, rel=0.05)
 
 
 def test_errors_are_expected_of_any_model_and_leave_it_as_it_was(tiny: Path) -> None:
