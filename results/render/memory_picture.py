@@ -216,8 +216,8 @@ def _in_sectors(instruction: Instruction) -> tuple[list[Markup], int]:
 
 
 def _in_banks(instruction: Instruction) -> tuple[list[Markup], int]:
-    size, together = instruction.size, lanes_together(instruction.size)
-    by_part = served(instruction.lanes, size)
+    size, lanes = instruction.size, instruction.lanes
+    together, by_part = lanes_together(lanes, size), served(lanes, size)
     cycles = sum(map(len, by_part))
     high = 16 if cycles <= 8 else 10 if cycles <= 16 else 7
     top = LANES_HIGH + APART + 14

@@ -46,8 +46,8 @@ WHAT: Final = (
     "below 0.05 left out."
 )
 
-CONFLICTS: Final = "smsp__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared"
-"""Wavefronts lost, counted by instruction: without those lost to other accesses of the pipe."""
+WAVEFRONTS: Final = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op"
+"""Cycles of shared memory, counted by instruction: one for 128 bytes without a conflict."""
 
 METRICS: Final[Mapping[str, tuple[str, float]]] = {
     "duration_us": ("gpu__time_duration.sum", 1e-3),
@@ -75,8 +75,10 @@ METRICS: Final[Mapping[str, tuple[str, float]]] = {
     "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", 1),
     "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum", 1),
     "global_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", 1),
-    "shared_conflicts": (f"{CONFLICTS}.sum", 1),
-    "ldmatrix_conflicts": (f"{CONFLICTS}_op_ldsm.sum", 1),
+    "shared_load_wavefronts": (f"{WAVEFRONTS}_ld.sum", 1),
+    "shared_store_wavefronts": (f"{WAVEFRONTS}_st.sum", 1),
+    "ldmatrix_wavefronts": (f"{WAVEFRONTS}_ldsm.sum", 1),
+    "async_store_wavefronts": (f"{WAVEFRONTS}_ldgsts.sum", 1),
     "dram_bytes": ("dram__bytes.sum", 1),
     "l2_bytes": ("lts__t_bytes.sum", 1),
 }

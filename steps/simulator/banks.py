@@ -5,12 +5,16 @@ bank serves one word a cycle (CUDA C++ Programming Guide, "Shared Memory" of com
 to which the later ones refer). Lanes that want the same word share it, in a load as in a store;
 lanes that want different words of one bank wait for each other. An access of 8 bytes a lane is made
 in two halves of the warp, one of 16 bytes in four quarters, and `ldmatrix` in matrices of 8 rows of
-16 bytes, which is the same thing. What shared memory does in one cycle is a *wavefront*.
+16 bytes, which is the same thing. Where all neighbours, lanes n and n ^ 1, or all n and n ^ 2, have
+one address, twice as many lanes are served together: 8 bytes at once, 16 in two halves (Nvidia's
+developer forum, topic 77228; counted in steps 5 to 9 on an H200). What shared memory does in one
+cycle is a *wavefront*.
 
     wavefronts([4 * lane for lane in range(32)], 4)         1     a row of float32
     wavefronts([128 * lane for lane in range(32)], 4)      32     a column of float32[32, 32]
     wavefronts([132 * lane for lane in range(32)], 4)       1     a column of float32[32, 33]
     wavefronts([16 * lane for lane in range(32)], 16)       4     512 bytes need no fewer
+    wavefronts([16 * (lane // 2) for lane in range(32)], 16)  2   pairs of lanes with one address
 
 and of a whole kernel, in the simulator:
 
@@ -18,8 +22,7 @@ and of a whole kernel, in the simulator:
     simulate(kernel, grid, block, args, banks=counter)
     assert counter.conflicts == 0, counter.report()
 
-It is a model. It counts the accesses that the source makes; a compiler may merge or drop some. A
-GPU may be kinder where the halves or quarters of a warp want the same words.
+It is a model. It counts the accesses that the source makes; a compiler may merge or drop some.
 
 Global memory has no banks: there an access costs the *sectors* of 32 bytes that it touches, which
 `sectors` counts. `steps.simulator.trace` shows both, lane by lane.
@@ -66,7 +69,7 @@ def wavefronts(addresses: Sequence[int | None], size: int) -> int:
 def served(addresses: Sequence[int | None], size: int) -> list[list[list[int]]]:
     """The words that shared memory serves: by part of the warp, by cycle. Word k is of bank k % 32.
     A part without a lane takes no cycle."""
-    lanes = lanes_together(size)
+    lanes = lanes_together(addresses, size)
     parts = []
     for first in range(0, len(addresses), lanes):
         waiting: dict[int, list[int]] = {}  # by bank
@@ -78,9 +81,22 @@ def served(addresses: Sequence[int | None], size: int) -> list[list[list[int]]]:
     return parts
 
 
-def lanes_together(size: int) -> int:
+def lanes_together(addresses: Sequence[int | None], size: int) -> int:
     """Lanes that shared memory serves together where each accesses `size` bytes."""
-    return BANKS * WORD // max(size, WORD)
+    lanes = BANKS * WORD // max(size, WORD)
+    return 2 * lanes if lanes < WARP and _in_pairs(addresses) else lanes
+
+
+def _in_pairs(addresses: Sequence[int | None]) -> bool:
+    """Whether all lanes n and n ^ 1, or all n and n ^ 2, have one address, or one takes no part."""
+    return any(
+        all(
+            one == other or one is None or other is None
+            for n, (one, other) in enumerate(zip(addresses, addresses[apart:], strict=False))
+            if not n & apart
+        )
+        for apart in (1, 2)
+    )
 
 
 def without_conflicts(addresses: Sequence[int | None], size: int) -> int:
@@ -110,7 +126,7 @@ def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
     for address in addresses:
         if address is not None and address % size:
             raise ValueError(f"an access of {size} bytes at address {address} would fault")
-    lanes = lanes_together(size)
+    lanes = lanes_together(addresses, size)
     for first in range(0, len(addresses), lanes):
         phase = [a for a in addresses[first : first + lanes] if a is not None]
         if phase:

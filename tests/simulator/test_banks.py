@@ -59,7 +59,22 @@ LANES = range(32)
         pytest.param([128 * i for i in LANES], 8, 32, id="64 bits, a column"),
         pytest.param([8 * (i % 16) for i in LANES], 8, 2, id="64 bits, both halves the same"),
         pytest.param([8 * i if i < 16 else None for i in LANES], 8, 1, id="64 bits, half a warp"),
+        pytest.param([8 * (i // 2) for i in LANES], 8, 1, id="64 bits, neighbours the same"),
+        pytest.param([8 * (i // 16) for i in LANES], 8, 1, id="64 bits, one for each half"),
+        pytest.param([256 * (i // 2) for i in LANES], 8, 16, id="64 bits, pairs in a column"),
         pytest.param([16 * i for i in LANES], 16, 4, id="128 bits"),
+        pytest.param([16 * (i // 2) for i in LANES], 16, 2, id="128 bits, neighbours the same"),
+        pytest.param(
+            [16 * (i // 4 * 2 + i % 2) for i in LANES], 16, 2, id="128 bits, second next the same"
+        ),
+        pytest.param([16 * (i // 16) for i in LANES], 16, 2, id="128 bits, one for each half"),
+        pytest.param([16 * (i % 4) for i in LANES], 16, 4, id="128 bits, fourth next the same"),
+        pytest.param(
+            [16 * (i // 2) for i in range(30)] + [0, 16], 16, 4, id="128 bits, all pairs but one"
+        ),
+        pytest.param(
+            [0 if i % 2 else None for i in LANES], 16, 2, id="128 bits, every second lane"
+        ),
         pytest.param([32 * i for i in LANES], 16, 8, id="128 bits, every second"),
         pytest.param([144 * i for i in LANES], 16, 4, id="128 bits, rows of 128 + 16 bytes"),
         pytest.param([128 * i for i in range(8)], 16, 8, id="ldmatrix, rows of 128 bytes"),
@@ -76,6 +91,12 @@ def rounds(addresses: list[int | None], size: int) -> int:
     """Another way to count: in each cycle every bank serves one of the words it still owes."""
     cycles = 0
     together = {1: 32, 2: 32, 4: 32, 8: 16, 16: 8}[size]
+    lanes = dict(enumerate(addresses))
+    for apart in (1, 2):
+        asked = ({lanes.get(n), lanes.get(n ^ apart)} - {None} for n in range(32))
+        if size > 4 and all(len(each) < 2 for each in asked):
+            together *= 2
+            break
     for first in range(0, len(addresses), together):
         owed: dict[int, set[int]] = {bank: set() for bank in range(32)}
         for address in addresses[first : first + together]:

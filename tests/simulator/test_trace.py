@@ -71,7 +71,7 @@ def test_each_word_is_served_once_and_no_bank_twice_a_cycle(data: st.DataObject,
     parts = served(addresses, size)
     assert sum(map(len, parts)) == wavefronts(addresses, size)
     assert sum(1 for part in parts if part) == without_conflicts(addresses, size)
-    together = lanes_together(size)
+    together = lanes_together(addresses, size)
     for i, part in enumerate(parts):
         own = [a for a in addresses[i * together : (i + 1) * together] if a is not None]
         words = [word for cycle in part for word in cycle]
