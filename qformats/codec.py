@@ -84,7 +84,8 @@ class _Symmetric(Nibbles):
         d: Floats = run.signed_extreme(low, high) / np.float32(-self.zero)
         run.store("d", d)
         inverse = _inverse(d)
-        y = run.x * inverse
+        y = run.x
+        y *= inverse
         y += np.float32(self.zero + 0.5)
         codes = _truncated(y, inverse, np.uint8)
         self._pack(np.minimum(codes, 2 * self.zero - 1, out=codes), run.blocks)
@@ -112,7 +113,8 @@ class _Affine(Nibbles):
         run.store("d", d)
         run.store("m", low)
         inverse = _inverse(d)
-        y = run.x - low
+        y = run.x
+        y -= low
         y *= inverse
         y += np.float32(0.5)
         # ggml clamps to 15 in q4_1 and not in q5_1; neither is ever reached, for y < 2^bits.

@@ -64,7 +64,7 @@ class Template:
     def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:
         """Queue the launch on the current stream of the arrays' device."""
         addresses = (zeros, workspace, *(one.data_ptr() for one in arrays))
-        self._launches(addresses, operator.stream_of(arrays[0]))
+        self._launches(addresses, operator.current_stream(arrays[0].get_device()))
 
 
 def name_of(one: Tensor) -> str:

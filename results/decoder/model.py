@@ -156,7 +156,7 @@ class Product(nn.Module):
         if made.adds_bias and self.bias is not None:
             arrays.append(self.bias.data_ptr())
         memory = self.workspace.of(made, x.device)
-        made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.stream_of(x))
+        made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.current_stream(x.get_device()))
         return y if self.bias is None or made.adds_bias else y.add_(self.bias)
 
 

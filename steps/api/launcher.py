@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import CudaAPIError
 
 from steps.api.compile import architecture, compiled, signature_of
+from steps.api.driver_library import driver_library
 from steps.api.dry_run import Placeholder
 from steps.api.encode_map import EncodedMap
 from steps.api.kernel_cache import CompiledKernel
@@ -39,6 +41,9 @@ DEFAULT_SHARED_BYTES: Final = 48 * 1024
 
 OVERLAP_CC: Final = (9, 0)
 """The first compute capability that has programmatic dependent launch; others run in order."""
+
+STREAM_AT: Final = 32
+"""Bytes of `CUlaunchConfig` before its hStream: seven unsigned int and a gap (cuda.h)."""
 
 _thread = threading.local()
 _on_gpus: WeakKeyDictionary[CompiledKernel, dict[int, Any]] = WeakKeyDictionary()  # by device
@@ -54,19 +59,14 @@ class Loaded:
     """
 
     __slots__ = (
-        "_at",
-        "_config",
-        "_function",
-        "_map",
-        "_pointers",
-        "arguments",
-        "kernel",
-        "source",
+        *("_config", "_launch", "_map", "_operands", "_pointers", "_stream"),
+        *("arguments", "kernel", "source"),
     )
 
     def __init__(
         self, source: Launch, kernel: Any, function: Any, config: Any, arguments: Sequence[Any]
     ) -> None:
+        """function: the driver's handle. config: a `CUlaunchConfig` of cuda.bindings."""
         self.source, self.kernel = source, kernel
         count = len(arguments)
         self.arguments = (ctypes.c_uint64 * count)()
@@ -74,8 +74,10 @@ class Loaded:
             self.arguments[i] = int.from_bytes(argument.tobytes(), "little")
         start = ctypes.addressof(self.arguments)
         self._pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
-        self._at = ctypes.addressof(self._pointers)
-        self._function, self._config = function, config
+        self._config, self._launch = config, launch_function()
+        at = int(config.getPtr())
+        self._stream = ctypes.c_void_p.from_address(at + STREAM_AT)
+        self._operands = (at, function, ctypes.addressof(self._pointers), None)
         self._map: EncodedMap | None = None
         if (tensor_map := mapped(source)) is not None:
             self._map = EncodedMap(tensor_map, start + 8 * PADDING_WORDS)
@@ -85,12 +87,10 @@ class Loaded:
     def __call__(self, stream: Any = 0) -> None:
         """Queue the launch on a stream: anything that `stream_handle` takes."""
         _require_context()
-        self._config.hStream = stream if type(stream) is int else stream_handle(stream)
-        (error,) = driver.cuLaunchKernelEx(self._config, self._function, self._at, 0)
-        if error:
-            raise CudaAPIError(
-                error, f"{self.source.kernel.__name__} was not launched: {error.name}"
-            )
+        self._stream.value = stream if type(stream) is int else stream_handle(stream)
+        if error := self._launch(*self._operands):
+            found, name = driver.CUresult(error), self.source.kernel.__name__
+            raise CudaAPIError(found, f"{name} was not launched: {found.name}")
 
     def resources(self) -> dict[str, int]:
         """Registers of a thread, bytes of its local memory, and shared memory of a block."""
@@ -126,6 +126,14 @@ class Loaded:
         assert self._map is not None, "this launch has no tensor map"
         _require_context()
         self._map.put(address)
+
+
+@cache
+def launch_function() -> Any:
+    """cuLaunchKernelEx."""
+    function = driver_library().cuLaunchKernelEx
+    function.restype, function.argtypes = ctypes.c_int, (ctypes.c_void_p,) * 4
+    return function
 
 
 def mapped(launch: Launch) -> TensorMap | None:
@@ -164,7 +172,8 @@ def load(source: Launch) -> Loaded:
     _must(error, f"loading {source.kernel.__name__}")
     _allow_shared(code, kernel, source)
     config = _config(source, code.cooperative)
-    return Loaded(source, kernel, function, config, parameters(signature, source.args))
+    arguments = parameters(signature, source.args)
+    return Loaded(source, kernel, int(function), config, arguments)
 
 
 def _on_gpu(code: CompiledKernel) -> Any:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, quantize
 from steps.api.choice import known_accuracy, packings
 from steps.api.operands import weight_format
 from steps.nn import operator as operator
@@ -141,8 +141,8 @@ class QuantLinear(nn.Module):
                 f"weights {list(weight.shape)} are on the meta device, without values: load them"
             )
         values = weight.to("cpu", torch.float32).contiguous().numpy()
-        blocks = quantize(values, fmt.name)
-        layer = cls.from_blocks(blocks, bias, accuracy=accuracy, invariant=invariant)
+        options = {"accuracy": accuracy, "invariant": invariant}
+        layer = cls._of(fmt, quantize(values, fmt.name), bias, options)
         return layer.to(weight.device)
 
     @classmethod
@@ -159,18 +159,19 @@ class QuantLinear(nn.Module):
         bias: [N], a Parameter (taken as it is), tensor or array, or None. Raises TypeError for what
         are no blocks, ValueError for other shapes and for scales that are not finite.
         """
+        options = {"accuracy": accuracy, "invariant": invariant}
         fmt = weight_format(blocks)
+        return cls._of(fmt, np.array(blocks, order="C"), bias, options)
+
+    @classmethod
+    def _of(
+        cls, fmt: Format, blocks: np.ndarray, bias: Any, options: dict[str, Any]
+    ) -> QuantLinear:
+        """As `from_blocks`, of blocks with finite scales that nobody else has."""
         n, blocks_k = blocks.shape
-        layer = cls(
-            blocks_k * fmt.elements,
-            n,
-            False,
-            format=fmt.name,
-            accuracy=accuracy,
-            invariant=invariant,
-            device="cpu",
-        )
-        operator.host_blocks(layer.blocks, fmt)[...] = blocks
+        k = blocks_k * fmt.elements
+        layer = cls(k, n, False, format=fmt.name, device="meta", **options)
+        layer.blocks = torch.from_numpy(blocks.view(np.uint8))
         if bias is not None:
             if not isinstance(bias, nn.Parameter):
                 own = torch.from_numpy(np.array(bias)) if isinstance(bias, np.ndarray) else bias
@@ -297,21 +298,20 @@ class QuantLinear(nn.Module):
 
     def _directly(self, x: Tensor) -> operator.Weights | None:
         """The packed weights where the product needs no operator of torch: on the GPU, without a
-        gradient, and not looked on (`operator.runs_at_once`). What does not fit is the operator's,
-        which refuses it."""
-        held = self._on_gpu()
-        if held is None or "bias" not in self._parameters:  # it may be computed by a property
+        gradient, and not looked on (`operator.runs_at_once`)."""
+        held, parameters = self._on_gpu(), self._parameters
+        if held is None or x.get_device() != held.device or not operator.runs_at_once(x):
             return None
-        bias = self._parameters["bias"]
+        if "bias" not in parameters:  # it may be computed by a property
+            return None
+        bias = parameters["bias"]
+        if bias is not None and bias.get_device() != held.device:
+            return None
         if torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         ):
             return None
-        there = x.get_device() == held.device and x.dtype in operator.NAMES
-        fits = there and x.ndim and x.shape[-1] == held.k
-        if bias is not None and bias.get_device() != held.device:
-            return None
-        return held if fits and operator.runs_at_once(x) else None
+        return held
 
     def dequantize(self) -> Tensor:
         """The weights, float32 [N, K], on the layer's device: a new tensor at each call."""

@@ -35,7 +35,7 @@ from steps.api.choice import choose_uncast
 from steps.api.dry_run import ArrayType
 from steps.api.kept import Kept
 from steps.api.launch_template import LaunchTemplate
-from steps.api.operands import ALIGNMENT, stream_of
+from steps.api.operands import ALIGNMENT
 from steps.components.activations.layouts import GATED
 from steps.contract import FLOATS, Shape
 
@@ -66,6 +66,9 @@ DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
 TEMPLATES: Final = 512
 """Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
 Kernels stay loaded for good, so a graph outlives the template that it was captured with."""
+
+CALLS: Final = 32
+"""Shapes of x for which a layer keeps what `multiply` worked out, those used last."""
 
 ROWS: Final = 512
 """Rows dequantized at once on a CPU: 8 MB of float32 at K = 4096."""
@@ -197,8 +200,8 @@ class Weights:
     are. packed: name of a packing -> its arrays. accuracy, invariant, family: see `steps.gemm`."""
 
     __slots__ = (
-        *("accuracy", "addresses", "device", "family", "first", "format", "invariant", "k", "key"),
-        *("n", "packed"),
+        *("accuracy", "addresses", "calls", "device", "family", "first", "format", "invariant"),
+        *("k", "key", "n", "packed"),
     )
 
     def __init__(
@@ -219,40 +222,70 @@ class Weights:
         self.first = next(iter(packed.values()))[0]
         self.device = self.first.get_device()
         self.key = (format, n, k, accuracy, invariant, family, self.device, *packed)
+        self.calls: Kept[_Call] = Kept(CALLS)
+
+
+class _Call:
+    """What `multiply` works out for one shape and dtype of x: the launches, the arrays that they
+    read, how x is to come and y is to be."""
+
+    __slots__ = ("arrays", "dtype", "launch", "nbytes", "reads", "shape", "writes", "zeroed")
+
+    def __init__(self, x: Tensor, bias: Any, w: Weights, wide: bool) -> None:
+        _require(x, w.k)
+        self.shape = (*x.shape[:-1], w.n)
+        self.dtype = torch.float32 if wide else x.dtype
+        of_bias = None if bias is None else NAMES.get(bias, "float32")
+        m = x.numel() // w.k
+        self.launch: LaunchTemplate | None = None
+        if m:
+            made = template(w, m, NAMES[self.dtype], NAMES[x.dtype], of_bias)
+            self.launch, self.arrays = made, w.addresses[made.packing]
+            self.reads, self.writes = DTYPES[made.reads], DTYPES[made.writes]
+            self.zeroed, self.nbytes = made.zeroed, made.nbytes
 
 
 def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> Tensor:
     """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in the dtype of x.
 
     It is `product` without what torch does before it. x [..., K] is there too, in one of `NAMES`.
+    Every line counts here: a model calls it for each product, and its Python may take longer than
+    the GPU.
     """
     if w.device != current_device():
         with torch.cuda.device(w.device):
             return multiply(x, bias, w, wide)
-    dtype = torch.float32 if wide else x.dtype
-    shape = (*x.shape[:-1], w.n)
-    if not (m := x.numel() // w.k):
-        return x.new_empty(shape, dtype=dtype)
-    input, of_bias = NAMES[x.dtype], None
+    key = (x.shape, x.dtype, wide, bias if bias is None else bias.dtype)
+    call = w.calls.get(key) or w.calls.put(key, _Call(x, key[3], w, wide))
+    if (launch := call.launch) is None:
+        return x.new_empty(call.shape, dtype=call.dtype)
+    at = x.data_ptr()
+    if x.dtype is not call.reads or at % ALIGNMENT or not x.is_contiguous():
+        x = _readable(x, call.reads)  # held until the launches are queued
+        at = x.data_ptr()
+    y = x.new_empty(call.shape, dtype=call.writes)
+    stream, arrays, zeros, workspace = current_stream(w.device), call.arrays, 0, 0
+    if call.zeroed:
+        zeros = counters(call.zeroed, x, stream).data_ptr()
+    if call.nbytes:
+        room = x.new_empty((call.nbytes,), dtype=torch.uint8)
+        workspace = room.data_ptr()
     if bias is not None:
-        if bias.shape != (w.n,) or bias.get_device() != w.device:
-            raise ValueError(
-                f"bias must have shape [{w.n}] and be on GPU {w.device} as x is, got "
-                f"{list(bias.shape)} on {bias.device}"
-            )
-        bias = bias if bias.dtype in NAMES else bias.to(torch.float32)
-        bias, of_bias = bias.contiguous(), NAMES[bias.dtype]
-    made = template(w, m, NAMES[dtype], input, bias=of_bias)
-    a = _readable(x, DTYPES[made.reads])
-    y = a.new_empty(shape, dtype=DTYPES[made.writes])
-    stream = stream_of(a)
-    zeros = counters(made.zeroed, a, stream).data_ptr() if made.zeroed else 0
-    workspace = a.new_empty((made.nbytes,), dtype=torch.uint8) if made.nbytes else None
-    at, arrays = 0 if workspace is None else workspace.data_ptr(), w.addresses[made.packing]
-    if bias is not None and made.adds_bias:
-        arrays, bias = (*arrays, bias.data_ptr()), None
-    made(a.data_ptr(), y.data_ptr(), arrays, zeros, at, stream)
-    return y if bias is None and y.dtype is dtype else finished(y, dtype, bias)
+        bias = _addable(bias, w)
+        if launch.adds_bias:
+            arrays, bias = (*arrays, bias.data_ptr()), None
+    launch(at, y.data_ptr(), arrays, zeros, workspace, stream)
+    return y if bias is None and call.writes is call.dtype else finished(y, call.dtype, bias)
+
+
+def _addable(bias: Tensor, w: Weights) -> Tensor:
+    """A bias [N] on the weights' GPU as kernels read it: contiguous, in one of `NAMES`."""
+    if bias.shape != (w.n,) or bias.get_device() != w.device:
+        raise ValueError(
+            f"bias must have shape [{w.n}] and be on GPU {w.device} as x is, got "
+            f"{list(bias.shape)} on {bias.device}"
+        )
+    return (bias if bias.dtype in NAMES else bias.to(torch.float32)).contiguous()
 
 
 def _readable(x: Tensor, dtype: Any) -> Tensor:
@@ -371,6 +404,12 @@ def _capture_of(stream: int) -> int:
 def current_device() -> int:
     """The number of the GPU that launches go to."""
     return int(torch._C._cuda_getDevice())
+
+
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""The handle of the current stream of a GPU, by its number; torch's public way takes 2 us."""
 
 
 def runs_at_once(x: Tensor) -> bool:

@@ -124,19 +124,25 @@ class FakeGpu:
 
     def load(self, launch: Launch) -> launcher.Loaded:
         """`steps.api.launcher.load`, but nothing is compiled."""
+        from cuda.bindings.driver import CUlaunchConfig
+
         arguments = launcher.parameters(signature_of(launch.args), launch.args)
-        config = SimpleNamespace(hStream=None)
-        return launcher.Loaded(launch, None, (self, launch), config, arguments)
+        return launcher.Loaded(launch, None, (self, launch), CUlaunchConfig(), arguments)
 
 
-def record_launch(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+def stream_in(config: int) -> int:
+    """The hStream of a `CUlaunchConfig` at an address."""
+    return ctypes.c_void_p.from_address(config + launcher.STREAM_AT).value or 0
+
+
+def record_launch(config: int, function: Any, pointers: int, extra: None) -> int:
     """cuLaunchKernelEx, which reads the parameters through their pointers."""
     gpu, launch = function
     count = len(launcher.parameters(signature_of(launch.args), launch.args))
     table = (ctypes.c_void_p * count).from_address(pointers)
     values = tuple(ctypes.c_uint64.from_address(at).value for at in table)
-    gpu.launched.append((launch.kernel.__name__, config.hStream, values))
-    return (0,)
+    gpu.launched.append((launch.kernel.__name__, stream_in(config), values))
+    return 0
 
 
 def encode(at: int, kind: int, rank: int, address: int, *described: Any) -> int:
@@ -159,7 +165,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A machine for plans; the driver under `steps.api.launcher` records launches."""
     fake = FakeGpu()
     monkeypatch.setattr(launcher, "load", fake.load)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=record_launch))
+    monkeypatch.setattr(launcher, "launch_function", lambda: record_launch)
     monkeypatch.setattr(encode_map, "driver_function", lambda: encode)
     monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(gemm_api, "current_device", lambda: 0)

@@ -18,7 +18,7 @@ from steps.api.launcher import load, parameters, stream_handle
 from steps.contract import Launch
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
-from tests.api.fake_gpu import FakeGpu, device_array, encoded
+from tests.api.fake_gpu import FakeGpu, device_array, encoded, stream_in
 from tests.instructions import hopper_cases
 
 BLOCK = np.dtype([("d", np.float16), ("qs", np.uint8, (16,))])
@@ -173,7 +173,13 @@ def test_a_tensor_map_is_encoded_once_for_each_address(gpu: FakeGpu, monkeypatch
     loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (8, 64)),)))
     for address in (1 << 40, 1 << 41, 1 << 41, 1 << 40):
         loaded.put_mapped(address)
-    assert calls == [1 << 40, 1 << 41, 1 << 40]
+        assert tuple(loaded.arguments) == (*PADDING, *encoded(address, 5, 64, 8))
+    assert calls == [1 << 40, 1 << 41], "maps of addresses that were used before are kept"
+    monkeypatch.setattr(encode_map, "ADDRESSES", 2)
+    loaded = gpu.load(Launch(NAMED, (1,), (32,), (TensorMap(a, (8, 64)),)))
+    for address in (1 << 41, 1 << 42, 1 << 40):
+        loaded.put_mapped(address)
+    assert calls[2:] == [1 << 40, 1 << 41, 1 << 42, 1 << 40], "the one used longest ago gave way"
 
 
 def test_a_matrix_at_an_odd_place_is_refused(gpu: FakeGpu) -> None:
@@ -210,8 +216,8 @@ def test_a_tensor_map_of_a_numpy_array_is_refused() -> None:
 def test_a_refused_launch_says_which(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings.driver import CUresult
 
-    refused = CUresult.CUDA_ERROR_INVALID_VALUE
-    monkeypatch.setattr(launcher.driver, "cuLaunchKernelEx", lambda *_: (refused,))
+    refused = int(CUresult.CUDA_ERROR_INVALID_VALUE)
+    monkeypatch.setattr(launcher, "launch_function", lambda: lambda *_: refused)
     loaded = gpu.load(Launch(SimpleNamespace(__name__="kernel"), (1,), (32,), ()))
     with pytest.raises(Exception, match="kernel was not launched: CUDA_ERROR_INVALID_VALUE") as one:
         loaded()
@@ -247,6 +253,8 @@ def test_a_launch_overlaps_where_the_gpu_can(cc, attributes, monkeypatch) -> Non
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 1, 1)
     assert config.sharedMemBytes == 1024
     assert config.numAttrs == attributes
+    config.hStream = 77
+    assert stream_in(int(config.getPtr())) == 77
     for attribute in config.attrs or ():
         name = CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         assert attribute.id == name

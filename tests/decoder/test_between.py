@@ -118,7 +118,7 @@ def test_kernels_are_the_default_on_a_gpu(monkeypatch: Any, cc: tuple[int, int])
 
 def test_a_template_takes_addresses(gpu: Any, monkeypatch: Any) -> None:  # noqa: F811
     """What a call launches has the addresses of its tensors, zeros and workspace, and no others."""
-    monkeypatch.setattr(between.operator, "stream_of", lambda one: 7)
+    monkeypatch.setattr(between.operator, "current_stream", lambda device: 7)
     qkv, cache = torch.zeros(2, 6 * 64, dtype=torch.float16), torch.zeros(2, 2, 512, 64).half()
     table, position = torch.zeros(512, 64), torch.zeros((), dtype=torch.int64)
     y = torch.zeros(2, 4 * 64, dtype=torch.float16)

@@ -27,7 +27,7 @@ from steps.api.kept import Kept
 from steps.api.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 from steps.simulator.launch import simulate
-from tests.api.fake_gpu import FakeGpu, encode
+from tests.api.fake_gpu import FakeGpu, encode, stream_in
 from tests.api.test_gemm_on_device import MOST_US, python_us
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
@@ -450,17 +450,17 @@ def test_torch_is_told_to_be_missing_in_one_sentence() -> None:
 class OnTheHost(FakeGpu):
     """A GPU whose memory is the host's: kernels run in the simulator at the addresses they get."""
 
-    def launch(self, config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+    def launch(self, config: int, function: Any, pointers: int, extra: None) -> int:
         _, launch = function
         count = len(launcher.parameters(signature_of(launch.args), launch.args))
         table = (ctypes.c_void_p * count).from_address(pointers)
         values = iter([ctypes.c_uint64.from_address(at).value for at in table])
         args = tuple(self.argument(given, values) for given in launch.args)
-        self.launched.append((launch.kernel.__name__, config.hStream, ()))
+        self.launched.append((launch.kernel.__name__, stream_in(config), ()))
         if self.runs:
             shared = launch.shared_bytes
             simulate(launch.kernel, launch.grid, launch.block, args, shared_bytes=shared)
-        return (0,)
+        return 0
 
     runs = True
     """Whether launches run, or are noted alone."""
@@ -490,13 +490,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As much of a GPU as `steps.nn.operator` asks for, all of it on the CPU."""
     fake = OnTheHost()
     monkeypatch.setattr(launcher, "load", fake.load)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(cuLaunchKernelEx=fake.launch))
+    monkeypatch.setattr(launcher, "launch_function", lambda: fake.launch)
     monkeypatch.setattr(encode_map, "driver_function", lambda: encode)
     monkeypatch.setattr(launcher, "_thread", SimpleNamespace(has_context=True))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch_operator, "_machine", lambda: fake)
     monkeypatch.setattr(torch_operator, "_loading_allowed", nullcontext)
-    monkeypatch.setattr(torch_operator, "stream_of", lambda array: 77)
+    monkeypatch.setattr(torch_operator, "current_stream", lambda device: 77)
     monkeypatch.setattr(torch_operator, "capability", lambda device: fake.cc)
     monkeypatch.setattr(torch_operator, "current_device", lambda: -1)  # a tensor's of the CPU
     monkeypatch.setattr(torch_operator, "upload", lambda array, device: torch.from_numpy(array))
@@ -861,7 +861,7 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
 def test_an_eager_call_takes_the_host_little_time(host: Any, monkeypatch: Any) -> None:
     """Python's work alone, as in tests/api/test_gemm_on_device.py; nn.Linear takes 21 us at least
     on the host of an H100, driver and all."""
-    monkeypatch.setattr(launcher.driver, "cuLaunchKernelEx", lambda *_: (0,))
+    monkeypatch.setattr(launcher, "launch_function", lambda: lambda *_: 0)
     monkeypatch.setattr(torch.Tensor, "new_empty", host.new_empty)
     with torch.no_grad():
         for m in (1, 512):

@@ -51,8 +51,8 @@ ONLY_D = (
     "32 bytes apart meet in four banks. That is 4 x 3 wavefronts lost, not 2 x 4"
 )
 OUT_OF_ORDER = (
-    "a cp.async of 4 bytes whose lanes put d and m of weights out of order takes two cycles for one: "
-    "a sixth of the requests, one of 19 wavefronts"
+    "a cp.async of 4 bytes whose lanes put d and m of weights out of order takes two cycles for "
+    "one: a sixth of the requests, one of 19 wavefronts"
 )
 D_AND_S = "d and s of a block of A are one load of 32 bits: 26 for 27, of 290 sectors for 292"
 EXPLAINED: dict[tuple[int, str], tuple[float, str]] = {
