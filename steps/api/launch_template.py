@@ -47,6 +47,7 @@ class LaunchTemplate:
     zeroed  : bytes of counters, which are zero between calls; 0 for a step without.
     nbytes  : bytes of a workspace; 0 where nothing needs it.
     loaded  : the launches of a call, in order.
+    launches: the same, called with the addresses in the order (a, out, zeros, workspace, *weights).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LaunchTemplate:
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
         self.loaded = [load(launch) for launch in (*before, own)]
         weights_at = (WEIGHTS + i * REGION for i in range(len(weights)))
-        self._launches = RelocatableLaunches(self.loaded, (A, OUT, ZEROED, WORKSPACE, *weights_at))
+        self.launches = RelocatableLaunches(self.loaded, (A, OUT, ZEROED, WORKSPACE, *weights_at))
 
     def __call__(
         self,
@@ -109,7 +110,7 @@ class LaunchTemplate:
         256. Threads wait for each other. ValueError, and nothing is launched, where a kernel reads
         a through a tensor map and it is not at a multiple of 16.
         """
-        self._launches((a, out, zeros, workspace, *weights), stream)
+        self.launches((a, out, zeros, workspace, *weights), stream)
 
 
 class RelocatableLaunches:

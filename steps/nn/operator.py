@@ -34,7 +34,7 @@ from qformats import FORMATS, Format
 from steps.api.choice import choose_uncast
 from steps.api.dry_run import ArrayType
 from steps.api.kept import Kept
-from steps.api.launch_template import LaunchTemplate
+from steps.api.launch_template import LaunchTemplate, RelocatableLaunches
 from steps.api.operands import ALIGNMENT
 from steps.components.activations.layouts import GATED
 from steps.contract import FLOATS, Shape
@@ -229,7 +229,9 @@ class _Call:
     """What `multiply` works out for one shape and dtype of x: the launches, the arrays that they
     read, how x is to come and y is to be."""
 
-    __slots__ = ("arrays", "dtype", "launch", "nbytes", "reads", "shape", "writes", "zeroed")
+    __slots__ = (
+        *("adds_bias", "arrays", "dtype", "launch", "nbytes", "reads", "shape", "writes", "zeroed"),
+    )
 
     def __init__(self, x: Tensor, bias: Any, w: Weights, wide: bool) -> None:
         _require(x, w.k)
@@ -237,10 +239,11 @@ class _Call:
         self.dtype = torch.float32 if wide else x.dtype
         of_bias = None if bias is None else NAMES.get(bias, "float32")
         m = x.numel() // w.k
-        self.launch: LaunchTemplate | None = None
+        self.launch: RelocatableLaunches | None = None
         if m:
             made = template(w, m, NAMES[self.dtype], NAMES[x.dtype], of_bias)
-            self.launch, self.arrays = made, w.addresses[made.packing]
+            self.launch, self.arrays = made.launches, w.addresses[made.packing]
+            self.adds_bias = made.adds_bias
             self.reads, self.writes = DTYPES[made.reads], DTYPES[made.writes]
             self.zeroed, self.nbytes = made.zeroed, made.nbytes
 
@@ -272,9 +275,9 @@ def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> 
         workspace = room.data_ptr()
     if bias is not None:
         bias = _addable(bias, w)
-        if launch.adds_bias:
+        if call.adds_bias:
             arrays, bias = (*arrays, bias.data_ptr()), None
-    launch(at, y.data_ptr(), arrays, zeros, workspace, stream)
+    launch((at, y.data_ptr(), zeros, workspace, *arrays), stream)
     return y if bias is None and call.writes is call.dtype else finished(y, call.dtype, bias)
 
 
@@ -332,7 +335,7 @@ def _loaded(w: Weights, m: int, output: str, input: str, bias: str | None) -> La
         except (TypeError, ValueError):
             raise  # no step can do this
         except Exception as error:  # Numba and the driver have many types for it
-            if not torch.cuda.is_current_stream_capturing():
+            if not is_capturing():
                 raise
             raise RuntimeError(
                 f"kernels for {m} tokens could not be loaded while a CUDA graph is captured: "
@@ -352,7 +355,7 @@ COUNTERS: Final = 1 << 12
 """Bytes of counters that are taken from it at once, or twice that, and so on."""
 
 _reserves: dict[Any, Tensor] = {}
-_counters: dict[tuple[Any, int, int], Tensor] = {}
+_counters: dict[tuple[int, int, int], Tensor] = {}
 _taking = threading.Lock()
 
 
@@ -373,7 +376,7 @@ def counters(size: int, like: Tensor, stream: int) -> Tensor:
     else ever gets. A capture that finds the reserve used up sets memory to zero in its graph.
     """
     capture = _capture_of(stream)
-    key = (like.device, stream, capture)
+    key = (like.get_device(), stream, capture)
     found = _counters.get(key)
     if found is not None and found.numel() >= size:
         return found
@@ -393,7 +396,7 @@ def counters(size: int, like: Tensor, stream: int) -> Tensor:
 
 def _capture_of(stream: int) -> int:
     """The number of the capture into a graph that a stream, the current one, is in; 0 for none."""
-    if not torch.cuda.is_current_stream_capturing():
+    if not is_capturing():
         return 0
     from cuda.bindings import driver
 
@@ -401,15 +404,19 @@ def _capture_of(stream: int) -> int:
     return int(number)
 
 
-def current_device() -> int:
-    """The number of the GPU that launches go to."""
-    return int(torch._C._cuda_getDevice())
-
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The number of the GPU that launches go to."""
 
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
 )
-"""The handle of the current stream of a GPU, by its number; torch's public way takes 2 us."""
+"""The handle of the current stream of a GPU, by its number."""
+
+is_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether the current stream is captured into a graph. torch's public ways to these three take the
+host up to 2 us."""
 
 
 def runs_at_once(x: Tensor) -> bool:

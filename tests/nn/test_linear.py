@@ -501,7 +501,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch_operator, "current_device", lambda: -1)  # a tensor's of the CPU
     monkeypatch.setattr(torch_operator, "upload", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch_operator, "is_capturing", lambda: False)
     monkeypatch.setattr(torch_operator, "_reserves", {})
     monkeypatch.setattr(torch_operator, "_counters", {})
     fresh = fake.new_empty = torch.Tensor.new_empty
@@ -936,7 +936,7 @@ def test_kernels_that_a_capture_does_not_survive(host: Any, monkeypatch: Any) ->
         ),
         (False, OverflowError, "^out of something$"),
     ):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        monkeypatch.setattr(torch_operator, "is_capturing", lambda c=capturing: c)
         with pytest.raises(error, match=said):
             multiplied(layer, tensor(3, K))
 
