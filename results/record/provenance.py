@@ -1,7 +1,7 @@
 """Which code a row was measured with: the hash of the import closure of its step.
 
-A row goes stale with the code of that closure (`steps.api.import_closure`), not with its prose and
-not when a file moves.
+A row goes stale with the code of that closure (`steps.api.import_closure`), not with its prose, not
+when a file moves, and not with how the host goes through memory when it quantizes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from steps.api.import_closure import closure_hash
 API_MODULES: Final = {"gemm.plan": "steps.api.plan", "QuantLinear": "steps.nn.linear"}
 """What a row of `as_called` calls, by its `api`."""
 
+OUTSIDE_OF_STEPS: Final = (
+    *("qformats.format", "qformats.codec", "qformats.codebook", "qformats.kquants"),
+    *("qformats.threads",),
+)
+"""How floats become blocks, and blocks floats, on the host: before a launch. What a kernel knows of
+a format from there, such as its bits, is ggml's and held fast by tests/formats."""
 
 OUTSIDE_OF_CALLS: Final = (
+    *OUTSIDE_OF_STEPS,
     *("steps.api.choice", "steps.api.tuning_table", "qformats.gguf_file"),
     *("steps.api.import_closure", "steps.api.kernel_key", "steps.api.kernel_cache"),
     *("steps.nn.shard", "steps.nn.all_reduce"),
@@ -39,7 +46,7 @@ def step_module(step: int, root: Path = ROOT) -> str | None:
 def source_hash(step: int, root: Path = ROOT) -> str | None:
     """The hash of a step's closure; None if the step has no file (any more)."""
     module = step_module(step, root)
-    return None if module is None else closure_hash([module], root)
+    return None if module is None else closure_hash([module], root, OUTSIDE_OF_STEPS)
 
 
 def called_hash(api: str, step: int, root: Path = ROOT) -> str | None:
