@@ -50,9 +50,9 @@ ONLY_D = (
     "a feature without an offset needs d alone: two loads of 128 bits become four of 32, and lanes "
     "32 bytes apart meet in four banks. That is 4 x 3 wavefronts lost, not 2 x 4"
 )
-OUT_OF_ORDER = (
-    "a cp.async of 4 bytes whose lanes put d and m of weights out of order takes two cycles for "
-    "one: a sixth of the requests, one of 19 wavefronts"
+TWO_LINES = (
+    "d and s of tokens, copied 4 bytes a lane, lie in two lines of 128 bytes, each of which is "
+    "written in a cycle of its own: a sixth of the copies, one of 19 wavefronts"
 )
 D_AND_S = "d and s of a block of A are one load of 32 bits: 26 for 27, of 290 sectors for 292"
 EXPLAINED: dict[tuple[int, str], tuple[float, str]] = {
@@ -60,7 +60,7 @@ EXPLAINED: dict[tuple[int, str], tuple[float, str]] = {
     (2, "global_load_sectors"): (290 / 292, D_AND_S),
     (5, "shared_load_conflicts"): (1.5, ONLY_D),
     (6, "shared_load_conflicts"): (1.5, ONLY_D),
-    (9, "async_store_wavefronts"): (19 / 18, OUT_OF_ORDER),
+    (9, "async_store_wavefronts"): (19 / 18, TWO_LINES),
 }
 """(step, figure) -> (measured / predicted, why it is not 1). A compiler may merge or drop accesses
 of the source; where it does, the reason belongs here. `test_what_the_compiler_merges` reads these
