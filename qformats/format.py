@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qformats.blocks import BLOCK, BlockDtype
-from qformats.threads import in_parts
+from qformats.threads import cores, in_parts
 
 Floats = NDArray[np.float32]
 Blocks = NDArray[np.void]
@@ -28,7 +28,9 @@ RUN: Final = 1 << 14
 NumPy, so that 16 of them took twice as long as one with runs of 1024, and a third of it with
 these."""
 
-RUNS_OF_A_THREAD: Final = 2
+PARTS: Final = (1 << 12, 2 * RUN)
+"""The fewest and the most blocks that a thread takes at once. Small matrices are cut so that each
+core has some."""
 
 
 class Packed(NamedTuple):
@@ -225,7 +227,8 @@ class Format(ABC):
                     columns = np.array(rows[run].T, order="C")
                     self._encode(Run(columns, blocks[run], self.name, at, shape), s)
 
-        in_parts(encode, len(rows), RUNS_OF_A_THREAD * RUN)
+        least, most = PARTS
+        in_parts(encode, len(rows), max(least, min(most, -(-len(rows) // cores()))))
         return blocks.reshape(shape)
 
     def _require(self, blocks: Blocks) -> None:

@@ -28,7 +28,7 @@ def four(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four cores, and parts of so few rows that a small matrix has several."""
     monkeypatch.setattr(threads, "cores", lambda: 4)
     monkeypatch.setattr(threads, "ROWS", 128)
-    monkeypatch.setattr(format_module, "RUNS_OF_A_THREAD", 1)
+    monkeypatch.setattr(format_module, "PARTS", (8, 512))
 
 
 def matrix(n: int, k: int) -> np.ndarray:
