@@ -122,10 +122,12 @@ def counters(args: Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    env = environment()
+    env, found = environment(), figures(ended.stdout, wanted)
+    if absent := uncounted(found):
+        remark(f"this GPU or this ncu does not count {', '.join(absent)}")
     path: Path = args.out or store.path_for(env).with_name(NAME)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(env.gpu, env.git.sha, figures(ended.stdout, wanted)), encoding="utf-8")
+    path.write_text(to_json(env.gpu, env.git.sha, found), encoding="utf-8")
     print(f"wrote {path}")
     return 0
 
@@ -209,6 +211,14 @@ def figures(printed: str, wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
                 facts[f"stall_{state[1]}_warps_per_issue"] = round(value, 2)
         found.append(facts)
     return found
+
+
+def uncounted(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics that no launch has a value of: Nsight Compute leaves unknown ones out, silently
+    where they are of the kind smsp__sass."""
+    return [
+        metric for name, (metric, _) in METRICS.items() if not any(name in each for each in found)
+    ]
 
 
 def to_json(gpu: str | None, commit: str | None, found: Sequence[Mapping[str, Any]]) -> str:

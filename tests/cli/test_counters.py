@@ -80,6 +80,14 @@ def test_figures_of_launches() -> None:
         counters.figures(text, [one, one])
 
 
+def test_metrics_that_have_no_value_are_named() -> None:
+    """One that some launch has is counted."""
+    every = {name: 0 for name in counters.METRICS}
+    some = {name: 0 for name in counters.METRICS if name not in ("l2_bytes", "dram_bytes")}
+    assert counters.uncounted([some, every]) == []
+    assert counters.uncounted([some, some]) == ["dram__bytes.sum", "lts__t_bytes.sum"]
+
+
 def test_the_file_has_a_line_for_each_launch() -> None:
     text = counters.to_json("A GPU", "abc", [{"step": 1, "M": 2}, {"step": 3, "M": 4}])
     assert json.loads(text)["kernels"] == [{"step": 1, "M": 2}, {"step": 3, "M": 4}]
