@@ -82,7 +82,7 @@ def test_figures_of_launches() -> None:
 
 def test_metrics_that_have_no_value_are_named() -> None:
     """One that some launch has is counted."""
-    every = {name: 0 for name in counters.METRICS}
+    every = dict.fromkeys(counters.METRICS, 0)
     some = {name: 0 for name in counters.METRICS if name not in ("l2_bytes", "dram_bytes")}
     assert counters.uncounted([some, every]) == []
     assert counters.uncounted([some, some]) == ["dram__bytes.sum", "lts__t_bytes.sum"]
