@@ -33,6 +33,7 @@ def pretend_gpu(cc: tuple[int, int], loaded: list[Any]) -> None:
     device = SimpleNamespace(compute_capability=cc, id=0)
     launcher.cuda = SimpleNamespace(get_current_device=lambda: device)
     launcher.driver.cuKernelGetFunction = lambda handle: (0, handle)
+    launcher.launch_function = lambda: None  # nothing is launched
     launcher._on_gpu = on_gpu
 
 
