@@ -504,11 +504,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch_operator, "is_capturing", lambda: False)
     monkeypatch.setattr(torch_operator, "_reserves", {})
     monkeypatch.setattr(torch_operator, "_counters", {})
-    fresh = fake.new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
-        torch.Tensor,
-        "new_empty",
-        lambda *args, **options: fresh(*args, **options).fill_(77),  # memory that was used before
+        torch_operator,
+        "new_array",  # in memory that was used before
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype).fill_(77),
     )
     torch_operator._templates.clear()
     yield fake
@@ -790,15 +789,25 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("m", "dtype", "biased", "names"),
     [
-        (1, torch.float32, False, ["new_empty"]),  # no block hands sums to another
-        (1, torch.float16, False, ["new_empty"]),
-        (1, torch.float32, True, ["new_empty"]),
-        (1, torch.bfloat16, True, ["new_empty"]),
-        (300, torch.float32, False, ["new_empty", "new_empty"]),  # the second for rounded rows
-        (300, torch.float16, False, ["new_empty"]),  # blocks that share no tile need nothing
-        (300, torch.bfloat16, False, ["new_empty"]),
-        (300, torch.float32, True, ["new_empty", "new_empty"]),  # the step adds a bias itself
-        (300, torch.bfloat16, True, ["new_empty"]),
+        (1, torch.float32, False, ["empty_strided"]),  # no block hands sums to another
+        (1, torch.float16, False, ["empty_strided"]),
+        (1, torch.float32, True, ["empty_strided"]),
+        (1, torch.bfloat16, True, ["empty_strided"]),
+        (
+            300,
+            torch.float32,
+            False,
+            ["empty_strided", "empty_strided"],
+        ),  # the second for rounded rows
+        (300, torch.float16, False, ["empty_strided"]),  # blocks that share no tile need nothing
+        (300, torch.bfloat16, False, ["empty_strided"]),
+        (
+            300,
+            torch.float32,
+            True,
+            ["empty_strided", "empty_strided"],
+        ),  # the step adds a bias itself
+        (300, torch.bfloat16, True, ["empty_strided"]),
     ],
 )
 def test_a_call_asks_torch_for_no_more_than_it_needs(
@@ -862,7 +871,7 @@ def test_an_eager_call_takes_the_host_little_time(host: Any, monkeypatch: Any) -
     """Python's work alone, as in tests/api/test_gemm_on_device.py; nn.Linear takes 21 us at least
     on the host of an H100, driver and all."""
     monkeypatch.setattr(launcher, "launch_function", lambda: lambda *_: 0)
-    monkeypatch.setattr(torch.Tensor, "new_empty", host.new_empty)
+    monkeypatch.setattr(torch_operator, "new_array", torch._C._dynamo.guards._empty_strided_cpu)
     with torch.no_grad():
         for m in (1, 512):
             for dtype in DTYPES:
