@@ -19,15 +19,22 @@ from steps.simulator.errors import Race
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An array that a launch uses. It is kept, so that its memory is not given to another."""
+    """An array that a launch uses. It is kept, so that its memory is not given to another.
+
+    stored: of each of its bytes, whether the launch stored to it; None where it stored to none.
+    """
 
     array: np.ndarray
     launch: str
-    stored: bool
+    stored: np.ndarray | None
 
     @property
     def bounds(self) -> tuple[int, int]:
         return np.lib.array_utils.byte_bounds(self.array)
+
+    def stores_to(self, first: int, end: int) -> bool:
+        """Whether the launch stored to any byte of a range, counted from the array's first."""
+        return self.stored is not None and bool(self.stored[max(first, 0) : max(end, 0)].any())
 
 
 class InUse:
@@ -37,14 +44,17 @@ class InUse:
 
     def __init__(self, regions: Sequence[tuple[int, int, Region]]):
         self.regions = regions  # first byte and end within the argument
-        self.stored = any(region.stored for _, _, region in regions)
+        self.stored = any(region.stored is not None for _, _, region in regions)
 
     def require_free(self, name: str, at: int, size: int, *, stores: bool) -> None:
         """Race where a thread that has not waited must not access these bytes."""
         for first, end, region in self.regions:
-            if at < end and first < at + size and (stores or region.stored):
+            if not (at < end and first < at + size):
+                continue
+            clashes = region.stores_to(at - first, at + size - first)
+            if stores or clashes:
                 doing = "a store to" if stores else "a load of"
-                does = "stores to" if region.stored else "loads"
+                does = "stores to" if clashes else "uses"
                 raise Race(
                     f"{doing} byte {at} of {name}, which the launch of {region.launch} before "
                     f"{does} and may still be running: griddepcontrol_wait comes first"
@@ -79,7 +89,7 @@ class Stream:
                 found.append((first - low, end - low, region))
         return InUse(found) if found else None
 
-    def ended(self, launch: str, arrays: Iterable[tuple[np.ndarray, bool]]) -> None:
-        """The launch used these arrays, and stored to them or not."""
+    def ended(self, launch: str, arrays: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> None:
+        """The launch used these arrays, and stored to these of their bytes (`Region.stored`)."""
         self.last = [Region(array, launch, stored) for array, stored in arrays]
         self._regions += self.last

@@ -163,9 +163,15 @@ class GlobalArray(CheckedArray):
             self._require_free(_RUN.current.lane, 0, self.nbytes, stores=False)
 
     @property
-    def stored(self) -> bool:
-        """Whether the kernel stored to it."""
-        return self._whole._writes is not None
+    def stored(self) -> np.ndarray | None:
+        """Of each byte of the whole, whether the kernel stored to it; None where it did not."""
+        writes = self._whole._writes
+        if writes is None:
+            return None
+        low, high = np.lib.array_utils.byte_bounds(self._whole.data)
+        units = np.zeros(-(-(high - low) >> writes.bits), bool)
+        units[list(writes.by)] = True
+        return units.repeat(1 << writes.bits)
 
     def _watch(self) -> None:
         self.__class__ = _Watched  # type: ignore[assignment]

@@ -19,9 +19,12 @@ from steps.contract import Launch, array_dtype
 U: Final = 2.0**-24
 """Half a last place of float32."""
 RSQRT: Final = 2.0**-22.9
+HALF: Final = 2.0**-11
+TINY: Final = 2.0**-25
+"""Half a last place of float16, of itself and where it is subnormal."""
 ROUNDING: Final = {
     "float32": (0.0, 0.0),
-    "float16": (2.0**-11, 2.0**-25),
+    "float16": (HALF, TINY),
     "bfloat16": (2.0**-8, 2.0**-134),
 }
 """Of an output: of itself, and where it is subnormal."""
@@ -221,14 +224,16 @@ def attention_problem(
         with np.errstate(invalid="ignore", over="ignore"):
             scores = (q * keys).sum(-1) / of.size**0.5
             error = (size_of_q * np.abs(keys)).sum(-1) / of.size**0.5
-            error = error * ((of.size + 12) * U + of_norm) + np.abs(scores) * 4 * U
+            error = error * ((of.size + 12) * U + of_norm + HALF) + np.abs(scores) * 4 * U
+            error = error + TINY * np.abs(keys).sum(-1)  # of queries in float16
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             right = (shares[..., None] * values).sum(-2)
             size = (shares[..., None] * np.abs(values)).sum(-2)
         # a share is off by the errors of its score and of the largest, and by exp2 and sums
         relative = np.expm1(4 * error.max(-1, initial=0))[..., None] + (p + 64) * 2 * U + 2.0**-20
-        bound = (size * relative).reshape(out.array.shape)
+        bound = size * (relative + HALF) + TINY * np.abs(values).sum(-2)  # of shares in float16
+        bound = bound.reshape(out.array.shape)
         close(out.array, right.reshape(out.array.shape), bound, of_out)
 
     position = np.array([p])

@@ -50,7 +50,7 @@ class RemembersPasses(Simulator):
     """Runs an activation pass once for the same values in the same order of lanes: the simulator is
     deterministic, steps share their passes, and most of a step's time in it would be theirs."""
 
-    _left: ClassVar[dict[Any, tuple[tuple[np.ndarray, ...], list[bool]]]] = {}
+    _left: ClassVar[dict[Any, tuple[tuple[np.ndarray, ...], list[np.ndarray | None]]]] = {}
 
     def run(self, launch: Launch) -> None:
         if not launch.kernel.py_func.__module__.startswith(PASSES):

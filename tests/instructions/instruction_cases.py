@@ -69,6 +69,7 @@ from steps.instructions import (
 )
 from steps.instructions.approximate import rsqrt
 from steps.instructions.prefetch import prefetch_line
+from steps.instructions.transpose import movmatrix_trans
 
 
 @dataclass(frozen=True)
@@ -594,6 +595,15 @@ def ldmatrix_expected(source):
 
 
 @cuda.jit
+def transpose_kernel(x, out):
+    out[cuda.threadIdx.x] = movmatrix_trans(x[cuda.threadIdx.x])
+
+
+def transpose_expected(x):
+    return (np.ascontiguousarray(x.view(np.uint16).reshape(8, 8).T).view(np.uint32).reshape(-1),)
+
+
+@cuda.jit
 def pipeline_kernel(source, tiles, out):
     """Two stages: the copy of tile i + 1 runs while tile i is read. The last tile is half zeros."""
     stages = cuda.shared.array((2, 64 * 16), uint8, alignment=16)
@@ -909,6 +919,13 @@ CASES = (
         ordered_kernel,
         lambda rng: (rng.integers(0, 99, 32).astype(np.int32),),
         lambda x: (x + 1,),
+    ),
+    Case(
+        "transpose",
+        transpose_kernel,
+        lambda rng: (words(rng, 32),),
+        transpose_expected,
+        contains=("MOVM.16.MT88",),
     ),
     Case(
         "prefetched_line",

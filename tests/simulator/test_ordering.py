@@ -629,6 +629,30 @@ def test_what_a_launch_before_uses_is_not_overwritten(what):
         simulate(store, 1, 64, (arrays[what],), stream=stream, overlap=True)
 
 
+def test_what_the_launch_before_leaves_alone_may_be_read():
+    """An array has both: a cache to which a launch adds a row, while the next one loads others."""
+
+    @cuda.jit
+    def load(x, at):
+        value = x[at]
+        griddepcontrol_wait()
+        x[at] = value
+
+    @cuda.jit
+    def add_row(x):
+        x[1, 32 + cuda.threadIdx.x] = 1
+
+    cache, stream = np.zeros((2, 64), np.uint16), Stream()
+    flat = cache.reshape(-1)
+    for at in (0, 95, 96, 97, 98, 127):
+        simulate(add_row, 1, 2, (cache,), stream=stream)
+        if at in (96, 97):
+            with pytest.raises(Race, match=f"a load of byte {2 * at} of x, which the launch of ad"):
+                simulate(load, 1, 1, (flat, at), stream=stream, overlap=True)
+        else:
+            simulate(load, 1, 1, (flat, at), stream=stream, overlap=True)
+
+
 def test_parts_of_one_allocation_are_told_apart():
     @cuda.jit
     def load(x, out):
