@@ -153,19 +153,20 @@ class Kernels:
         heads: int,
         dtype: Any,
         head_norms: tuple[Tensor, Tensor, float] | None = None,
+        first: int = 0,
     ) -> Tensor:
         batch, twice, _, size = cache.shape
         *weights, epsilon = head_norms or (0.0,)
         arrays = [qkv, cos, sin, *weights]
         known = size in attention.SIZES and cache.dtype is torch.float16
         if not known or not takes(*arrays):
-            rest = heads, dtype, head_norms
+            rest = heads, dtype, head_norms, first
             return PLAIN.attention(qkv, cache, position, cos, sin, *rest)
         if len(qkv) > batch:
             queries = qkv.new_empty((len(qkv), heads * size), dtype=cache.dtype)
             given = (qkv, cache, position, cos, sin, queries, *weights)
             self._launch(of_rotary, given, epsilon)
-            return of_prompt(queries, cache).to(dtype)
+            return of_prompt(queries, cache, first).to(dtype)
         if not attention.supports(heads, twice // 2, size):
             return PLAIN.attention(qkv, cache, position, cos, sin, heads, dtype, head_norms)
         y = qkv.new_empty((batch, heads * size), dtype=dtype)
@@ -188,15 +189,13 @@ class Kernels:
         made(arrays, *self._workspace.of(made, arrays[0].device))
 
 
-def of_prompt(queries: Tensor, cache: Tensor) -> Tensor:
-    """Attention of rotated queries [B * T, heads * D] to the first T positions of the cache."""
+def of_prompt(queries: Tensor, cache: Tensor, first: int) -> Tensor:
+    """Attention of rotated queries [B * T, heads * D] at positions `first` and on, whose keys and
+    values are in the cache."""
     batch, twice, _, size = cache.shape
     q = queries.view(batch, -1, queries.shape[1] // size, size).transpose(1, 2)
-    k, v = cache[:, :, : q.shape[2]].split(twice // 2, 1)
-    y = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != twice // 2
-    )
-    return y.transpose(1, 2).reshape(queries.shape)
+    k, v = cache[:, :, : first + q.shape[2]].split(twice // 2, 1)
+    return operations.of_prompt(q, k, v).transpose(1, 2).reshape(queries.shape)
 
 
 def of_embedding(

@@ -308,6 +308,30 @@ class Cache:
         self.batch, self.length = batch, length
 
 
+@dataclass(slots=True)
+class Part:
+    """Tokens of each sequence that go through a layer together: all of them, or half of a prompt.
+
+    first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
+    h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
+    one, or a function that returns it: the sum of what several ranks have (`parallel.Summed`).
+    """
+
+    tokens: int
+    first: int
+    position: Tensor
+    h: Tensor
+    y: Any = None
+
+    def begin(self, product: Any, x: Tensor) -> None:
+        """Make y by a product of x, or begin to, where ranks add it up."""
+        self.y = getattr(product, "begin", product)(x)
+
+    def sum(self) -> Any:
+        """y, complete."""
+        return self.y() if callable(self.y) else self.y
+
+
 class Decoder:
     """A llama. cache_dtype: float16, or more in a reference."""
 
@@ -366,7 +390,8 @@ class Decoder:
         for accuracy, m in cases:
             self.set_accuracy(accuracy)
             last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
-            for product, input, tokens in (*((*one, m) for one in inner), last):
+            sizes = self._sizes(1, m) if m > MOST_SEQUENCES else [m]
+            for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
                 for one in getattr(product, "products", [product]):
                     each = one.wanted(tokens, machine, input)
                     if each not in wanted:  # layers are alike
@@ -396,35 +421,65 @@ class Decoder:
         cache.position.add_(1)
         return logits
 
+    def _sizes(self, sequences: int, tokens: int) -> list[int]:
+        """Tokens of each sequence that go through a layer together, part by part."""
+        parts = getattr(self.layers[0].out, "parts", None)
+        found: list[int] = parts(sequences, tokens) if parts else [tokens]
+        return found
+
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
-        config, do = self.config, self.operations
-        batch, tokens = ids.shape
-        m = batch * tokens
-        h = self.embedding(ids).reshape(m, config.width)
-        y: Any = None
+        parts, first = [], 0
+        for some in ids.split(self._sizes(*ids.shape), 1):
+            h = self.embedding(some).reshape(-1, self.config.width)
+            position = cache.position + first if first else cache.position
+            parts.append(Part(some.shape[1], first, position, h))
+            first += some.shape[1]
         for layer, keys_values in zip(self.layers, cache.layers, strict=True):
-            dtype = layer.qkv.input_dtype(m)
-            if y is None:
-                x = do.rms_norm(h, layer.before_attention, config.epsilon, dtype)
-            else:
-                h, x = do.add_and_norm(h, y, layer.before_attention, config.epsilon, dtype)
-            cached = (keys_values, cache.position, cache.cos, cache.sin)
-            wanted = layer.out.input_dtype(m)
-            x = do.attention(layer.qkv(x), *cached, config.heads, wanted, layer.head_norms)
-            y = layer.out(x)
-            h, x = do.add_and_norm(
-                h, y, layer.before_hidden, config.epsilon, layer.gate_up.input_dtype(m)
-            )
-            y = layer.gate_up(x)
-            if do.swiglu_overlaps:
-                y = layer.down(do.swiglu(y, layer.down.input_dtype(m)))
-            else:
-                y = layer.down.after_swiglu(y, do.swiglu)
-        if not every and tokens > 1:
-            h, y = (one.view(batch, tokens, -1)[:, -1].contiguous() for one in (h, y))
-        _, x = do.add_and_norm(h, y, self.norm, config.epsilon, self.output.input_dtype(len(h)))
-        logits: Tensor = self.output(x)
-        return logits.view(batch, tokens, -1) if every else logits
+            for part in parts:
+                self._attend(layer, part, keys_values, cache)
+            for part in parts:
+                self._feed(layer, part)
+        logits = []
+        for part in parts:
+            h, y = part.h, part.sum()
+            if not every:
+                if part is not parts[-1]:
+                    continue
+                if part.tokens > 1:
+                    h, y = (
+                        one.view(len(ids), part.tokens, -1)[:, -1].contiguous() for one in (h, y)
+                    )
+            dtype = self.output.input_dtype(len(h))
+            _, x = self.operations.add_and_norm(h, y, self.norm, self.config.epsilon, dtype)
+            logits.append(self.output(x).view(len(ids), -1, self.config.vocabulary))
+        return torch.cat(logits, 1) if every else logits[0][:, 0]
+
+    def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
+        """Attention, up to the product behind it."""
+        m, do = len(part.h), self.operations
+        x = self._normed(part, layer.before_attention, layer.qkv)
+        cached = keys_values, part.position, cache.cos, cache.sin
+        given = self.config.heads, layer.out.input_dtype(m), layer.head_norms, part.first
+        part.begin(layer.out, do.attention(layer.qkv(x), *cached, *given))
+
+    def _feed(self, layer: Layer, part: Part) -> None:
+        """The feed-forward products."""
+        y, do = (
+            layer.gate_up(self._normed(part, layer.before_hidden, layer.gate_up)),
+            self.operations,
+        )
+        if do.swiglu_overlaps:
+            part.begin(layer.down, do.swiglu(y, layer.down.input_dtype(len(y))))
+        else:
+            part.y = layer.down.after_swiglu(y, do.swiglu)
+
+    def _normed(self, part: Part, weight: Tensor, product: Any) -> Tensor:
+        """What a product reads: the norm of the residual, after y is added to it."""
+        do, epsilon, dtype = self.operations, self.config.epsilon, product.input_dtype(len(part.h))
+        if part.y is None:
+            return do.rms_norm(part.h, weight, epsilon, dtype)
+        part.h, x = do.add_and_norm(part.h, part.sum(), weight, epsilon, dtype)
+        return x
 
 
 def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:

@@ -77,12 +77,13 @@ def attention(
     heads: int,
     dtype: Any,
     head_norms: tuple[Tensor, Tensor, float] | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Attention of each token, [B * T, heads * D], after its key and value are put in the cache.
 
     qkv      : [B * T, (heads + 2 kv) * D]: the queries' heads, then those of keys, then of values.
     cache    : [B, 2 kv, L, D], written at positions `position` ... + T - 1.
-    position : int64 [], on the device, so that nothing waits for it. 0 unless T is 1.
+    position : int64 [], on the device, so that nothing waits for it; of T > 1 it is `first`.
     cos, sin : [L, D] of each position, see `rotary`.
     head_norms : weights [D] of the norm of each query and of each key, and epsilon, where a model
                  has them: heads are normed before they are rotated.
@@ -106,9 +107,8 @@ def attention(
     cache[:, :, positions] = new
 
     if tokens > 1:
-        k, v = new.split(kv, 1)
-        q = q.transpose(1, 2).to(cache.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
+        k, v = (cache[:, :, : first + tokens] if first else new).split(kv, 1)
+        y = of_prompt(q.transpose(1, 2).to(cache.dtype), k, v)
         return y.transpose(1, 2).reshape(batch * tokens, heads * size).to(dtype)
     q = q[:, 0].view(batch, kv, heads // kv, size)
     k, v = cache.split(kv, 1)
@@ -123,6 +123,16 @@ def attention(
     else:
         y = shares.to(v.dtype) @ v
     return y.reshape(batch, heads * size).to(dtype)
+
+
+def of_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last queries [B, heads, T, D] of a prompt to its keys [B, kv, first + T, D],
+    each to those up to its own."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    same, gqa = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+    mask = None if same else causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=same, enable_gqa=gqa)
 
 
 def argmax_of_rows(logits: Tensor) -> Tensor:

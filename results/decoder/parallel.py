@@ -9,6 +9,11 @@ with their rows of gate and up and their columns of down; and some rows of the l
 has all of the embedding, which is looked up and not multiplied, and of the norms. In each layer
 ranks add up their products twice; in the end they join their logits. So all of them have the same
 bits, and choose the same token.
+
+A prompt goes through each layer in two halves, where sums can travel while the GPU multiplies:
+
+    this stream    attention of half 0 | of half 1     | feed-forward of 0 | of 1          | ...
+    sums                               | of half 0     | of half 1         | of half 0     | ...
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
@@ -42,10 +47,10 @@ if not TYPE_CHECKING:
 
 PATIENCE: Final = timedelta(hours=1)
 """How long a rank waits for the others, one of which may be typed at."""
-MANY_TOKENS: Final = 1024
-"""From so many on a sum is made in two halves. Fewer would not fill a GPU with each."""
+MANY_TOKENS: Final = 512
+"""From so many on a prompt is halved. Fewer would not fill a GPU with each."""
 TILE: Final = 128
-"""Tokens of a tile of C: a half is whole tiles."""
+"""Tokens of a tile of C: the first half is whole tiles."""
 OF_LOGITS: Final = ("output", "token_embd")
 OF_COLUMNS: Final = ("attn_output", "ffn_down")
 """Matrices by their tensor's name: those whose columns ranks share. Of others it is the rows."""
@@ -234,26 +239,30 @@ class Summed(Joined):
     """The sum of all ranks' products with their columns of a matrix.
 
     Up to `all_reduce.ONE_SHOT` bytes it is one of float32; more are summed in the dtype of the
-    product, each rank's rounded by itself. Of many tokens the first half travels while the second
-    is multiplied.
+    product, each rank's rounded by itself.
     """
 
     def __init__(self, product: Any, sums: all_reduce.AllReduce, n: int) -> None:
         super().__init__(product)
-        self.sums, product.wide = sums, all_reduce.ONE_SHOT // 4 // n
+        self.sums, self.n, product.wide = sums, n, all_reduce.ONE_SHOT // 4 // n
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._sum(self.products[0], x)
+        return self.sums(self.products[0](x))
 
     def after_swiglu(self, y: Tensor, swiglu: Any) -> Tensor:
-        return self._sum(partial(self.products[0].after_swiglu, swiglu=swiglu), y)
+        return self.sums(self.products[0].after_swiglu(y, swiglu))
 
-    def _sum(self, product: Any, x: Tensor) -> Tensor:
-        tokens = len(x)
-        if tokens < MANY_TOKENS or not self.sums.overlaps:
-            return self.sums(product(x))
+    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin what `forward` returns, see `all_reduce.AllReduce.begin`."""
+        return self.sums.begin(self.products[0](x))
+
+    def parts(self, sequences: int, tokens: int) -> list[int]:
+        """Tokens of each sequence that are best multiplied together: all, or about half of them."""
         half = -(-tokens // (2 * TILE)) * TILE
-        return self.sums.of_parts([partial(product, rows) for rows in x.split(half)], tokens)
+        many = sequences * tokens >= MANY_TOKENS and half < tokens
+        if many and self.sums.travels(sequences * half * self.n):
+            return [half, tokens - half]
+        return [tokens]
 
 
 class Gathered(Joined):

@@ -27,7 +27,7 @@ Why it should help
     of the cache whatever the position: 10.3 us of a layer. On CUDA cores, with an eighth of a key a
     thread, 128 keys took so many instructions that 8 blocks shared them, and handing over their
     sums took 2 of 5.4 us. Here a warp needs 200 instructions for 16 keys, so that one block has up
-    to 384. Expect 3.5 us at 128 positions: 0.8 until the wait returns, 0.6 for the queries, 0.3
+    to 256. Expect 3.5 us at 128 positions: 0.8 until the wait returns, 0.6 for the queries, 0.3
     for rotating them, 0.6 for two turns of a warp, 0.6 for adding up, 0.5 until the launch ends.
 What it costs
     Queries and shares are rounded to float16, as keys and values are. 81 KB of shared memory.
@@ -80,7 +80,7 @@ TILE: Final = WARPS * KEYS  # of a thread block at a time
 QUERIES: Final = 8  # columns of an mma
 MOST_QUERIES: Final = QUERIES  # that share a key
 LEAST_TILES: Final = 2  # of a thread block, if there are as many
-ALONE: Final = 6  # tiles that one block takes faster than several, which hand over their sums
+ALONE: Final = 4  # tiles that one block takes faster than several, which hand over their sums
 PAD: Final = 16  # bytes between two rows, so that the eight of an `ldmatrix` lie in all banks
 LOWEST: Final = float32(-3e38)  # below every score: where a largest one is not known yet
 
@@ -364,7 +364,7 @@ def supports(heads: int, kv: int, size: int) -> bool:
 
 
 def split_count(batch: int, kv: int, length: int) -> int:
-    """Thread blocks for the positions of a head: one for each SM, if there are so many positions."""
+    """Thread blocks for the positions of a head, so that each SM has one, if there are enough."""
     wanted = multiprocessors() // (batch * kv)
     return max(1, min(wanted, MOST_SPLITS, ceil_div(length, LEAST_TILES * TILE)))
 

@@ -15,8 +15,8 @@ from steps.simulator.fragments import GROUP, THREAD
     scope="warp",
 )
 def movmatrix_trans(lanes):
-    """(word) -> the word of the transposed matrix. Lane l has elements 2t, 2t+1 of row g of an 8 x 8
-    matrix of 16 bits, g = l // 4 and t = l % 4, and gets those of column g. MOVM.16.MT88."""
+    """(word) -> the word of the transposed matrix, 8 x 8 elements of 16 bits. Lane l has elements
+    2t, 2t+1 of row g, and gets those of column g: g = l // 4, t = l % 4. MOVM.16.MT88."""
     if len(lanes) != 32:
         raise SimulatorError(f"movmatrix needs a full warp; this one has {len(lanes)} lanes")
     words = np.empty((8, 4), np.uint32)

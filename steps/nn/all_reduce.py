@@ -9,12 +9,12 @@ that kernel for float32, over memory that the GPUs of one host map from each oth
 
 Large sums of two GPUs are an exchange: each copies its values into memory of the other and adds
 what it got to its own. No way moves fewer bytes. A GPU's copy engines do it, so multiprocessors are
-free to multiply: where y is made in parts, one part travels while the next one is made.
+free to multiply: `begin` a sum, do other work, and ask for it then. Two may be on their way.
 
-    this stream    | part 0      | part 1      |                   | add |
-    side stream    | barrier     | copy part 0 | copy part 1 | barrier |
+    this stream    | y |           other work              | add |
+    side stream        | barrier | copy y to it | barrier |
 
-The first barrier: the other GPU has read what it got before. The second: the copies are there.
+The first barrier: the other GPU has read what it got there before. The second: copies are there.
 
 Multicast through the NVLink switch is not used.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from steps.nn import operator as operator
@@ -61,10 +61,9 @@ class AllReduce:
                 self.how = f"exchanged up to {EXCHANGED} bytes, else {self.how}"
             self.how = f"one-shot in symmetric memory up to {ONE_SHOT} bytes, else {self.how}"
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a part of a large sum travels while the next one is made (`of_parts`)."""
-        return self._exchange is not None
+    def travels(self, count: int) -> bool:
+        """Whether a sum of `count` values of 16 bits is exchanged, while GPUs do other work."""
+        return self._exchange is not None and 0 < 2 * count <= EXCHANGED
 
     @staticmethod
     def is_small(count: int) -> bool:
@@ -75,76 +74,64 @@ class AllReduce:
     def __call__(self, y: Tensor) -> Tensor:
         """The sum of all ranks' y, in its dtype; it may be written over y, which is contiguous."""
         shared = self._buffer
-        if shared is not None and y.dtype is torch.float32 and 0 < y.nbytes <= ONE_SHOT:
+        if self.is_one_shot(y):
             # of the same alignment, which the kernel asks for: a product's y begins its memory
             shared = shared[: y.numel()].view(y.shape)
             name = self.group.group_name
             return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, y, "sum", name)
         if self._exchange is not None and 0 < y.nbytes <= EXCHANGED:
-            self._exchange.begin()
-            self._exchange.send(y, 0)
-            return torch.add(y, self._exchange.received(y), out=y)
+            return self.begin(y)()
         distributed.all_reduce(y, group=self.group)
         return y
 
-    def of_parts(self, parts: Sequence[Callable[[], Tensor]], rows: int) -> Tensor:
-        """The sum of all ranks' y [rows, ...], which the parts make, some rows each, one after the
-        other. It is worth it where it `overlaps`."""
-        exchange, made, done = self._exchange, [], 0
-        if exchange is not None:
-            exchange.begin()
-        for make in parts:
-            made.append(part := make())
-            if done == 0:
-                y = part.new_empty((rows, *part.shape[1:]))
-                exchange = exchange if y.nbytes <= EXCHANGED else None
-            if exchange is not None:
-                exchange.send(part, done * part[0].nbytes)
-            done += len(part)
-        if exchange is None:
-            torch.cat(made, out=y)
-            distributed.all_reduce(y, group=self.group)
-            return y
-        sizes = [len(part) for part in made]
-        theirs, totals = exchange.received(y).split(sizes), y.split(sizes)
-        for part, other, total in zip(made, theirs, totals, strict=True):
-            torch.add(part, other, out=total)
-        return y
+    def begin(self, y: Tensor) -> Callable[[], Tensor]:
+        """Begin the sum of all ranks' y. It is what the returned function returns, which is called
+        once, on the same stream, before two more sums are begun. Nobody writes to y until then; the
+        sum may be written over it."""
+        if self._exchange is None or not 0 < y.nbytes <= EXCHANGED or self.is_one_shot(y):
+            y = self(y)
+            return lambda: y
+        arrived = self._exchange.begin(y)
+        return lambda: torch.add(y, arrived(), out=y)
+
+    def is_one_shot(self, y: Tensor) -> bool:
+        """Whether the sum is made by torch's one-shot kernel."""
+        one_shot = y.dtype is torch.float32 and 0 < y.nbytes <= ONE_SHOT
+        return self._buffer is not None and one_shot
 
 
 class Exchange:
-    """Two GPUs of a host copy values into memory of each other: `begin`, then `send` all of them,
-    then `received`. RuntimeError where torch cannot map that memory."""
+    """Two GPUs of a host copy values into memory of each other, two slots of it by turns.
+    RuntimeError where torch cannot map that memory."""
 
     def __init__(self, group: Any, device: Any) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        self._got = symmetric_memory.empty(EXCHANGED, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._got, group)
+        got = symmetric_memory.empty(2 * EXCHANGED, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(got, group)
         other = 1 - distributed.get_rank(group)
-        self._of_other = self._handle.get_buffer(other, (EXCHANGED,), torch.uint8)
+        of_other = self._handle.get_buffer(other, (2 * EXCHANGED,), torch.uint8)
+        self._slots = list(zip(got.split(EXCHANGED), of_other.split(EXCHANGED), strict=True))
         self._side = torch.cuda.Stream(device)
 
-    def begin(self) -> None:
-        """Wait, on the side stream, until the other GPU has read what it received before."""
+    def begin(self, values: Tensor) -> Callable[[], Tensor]:
+        """Copy contiguous values to the other GPU, on the side stream. The function returned waits,
+        on this stream, and returns what the other has sent, of the same shape and dtype: it may be
+        read here until two more have begun."""
+        here, self._slots = self._slots[0], self._slots[::-1]
+        got, of_other = (one[: values.nbytes].view(values.dtype) for one in here)
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             self._handle.barrier(channel=0)
-
-    def send(self, values: Tensor, at: int) -> None:
-        """Copy contiguous values to byte `at` of the other GPU's memory, on the side stream."""
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side):
-            to = self._of_other[at : at + values.nbytes].view(values.dtype)
-            to.copy_(values.view(-1))
-
-    def received(self, like: Tensor) -> Tensor:
-        """What the other GPU has sent, of the shape and dtype of a tensor. It may be read on this
-        stream until the next `begin`, and all that was sent may be freed."""
-        with torch.cuda.stream(self._side):
+            of_other.copy_(values.view(-1))
             self._handle.barrier(channel=1)
-        torch.cuda.current_stream(self._side.device).wait_stream(self._side)
-        return self._got[: like.nbytes].view(like.dtype).view(like.shape)
+            done = self._side.record_event()
+
+        def arrived() -> Tensor:
+            torch.cuda.current_stream(self._side.device).wait_event(done)
+            return got.view(values.shape)
+
+        return arrived
 
 
 def backends(group: Any) -> dict[str, str]:

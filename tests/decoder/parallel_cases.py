@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from results.decoder import files
+from results.decoder import files, parallel
 from results.decoder.compare import checks
 from results.decoder.model import generate, torch_products
 from results.decoder.parallel import Gathered, Ranks, Summed
@@ -18,8 +18,10 @@ def ranks() -> Ranks:
     return Ranks(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
 
 
-def logits_of(path: Any, dtype: Any, ranks: Ranks | None = None) -> Any:
-    """Of a prompt, then of tokens that follow, one by one: [T + steps, V] and the tokens."""
+def logits_of(path: Any, dtype: Any, ranks: Ranks | None = None, exchange: Any = None) -> Any:
+    """Of a prompt, then of tokens that follow, one by one: [T + steps, V] and the tokens.
+
+    exchange: of two ranks, who halve the prompt then."""
     model = files.load(
         path,
         torch_products(dtype=dtype),
@@ -28,6 +30,8 @@ def logits_of(path: Any, dtype: Any, ranks: Ranks | None = None) -> Any:
         cache_dtype=dtype,
         ranks=ranks,
     )
+    if ranks is not None:
+        ranks.sums._exchange = exchange
     ids = torch.tensor([checks.prompt(files.WORDS, 7)])
     with torch.no_grad():
         filled = model.prefill(ids, model.cache(1, 7), every=True)[0]
@@ -45,63 +49,54 @@ def models(paths: list[Any]) -> list[Any]:
 
 
 class CopiedByTheLibrary:
-    """An `all_reduce.Exchange` of two ranks on the CPU: what is sent goes to the other at once."""
+    """An `all_reduce.Exchange` of two ranks on the CPU: what is sent goes to the other at once, and
+    is there as long as that class promises."""
 
     def __init__(self) -> None:
-        self.got = torch.zeros(1 << 20, dtype=torch.uint8)
+        self.slots = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2)]
         self.sizes: list[int] = []
 
-    def begin(self) -> None:
-        self.got.fill_(255)  # NaN
-
-    def send(self, values: Any, at: int) -> None:
+    def begin(self, values: Any) -> Any:
         assert values.is_contiguous()
         pair = [torch.empty_like(values) for _ in range(2)]
         distributed.all_gather(pair, values)
-        data = pair[1 - distributed.get_rank()].view(-1).view(torch.uint8)
-        self.got[at : at + len(data)] = data
+        self.slots.reverse()
+        here = self.slots[0].fill_(255)[: values.nbytes]  # NaN
+        here.copy_(pair[1 - distributed.get_rank()].view(-1).view(torch.uint8))
         self.sizes.append(len(values))
-
-    def received(self, like: Any) -> Any:
-        return self.got[: like.nbytes].view(like.dtype).view(like.shape)
+        return lambda: here.view(values.dtype).view(values.shape)
 
 
-def exchanged() -> list[tuple[Any, Any, list[int], list[int]]]:
-    """Sums of many tokens: (y, right, tokens in each part, tokens sent), of one that is exchanged,
-    one too large for that, one of few tokens, and one without an exchange."""
+def halved(paths: list[Any]) -> list[Any]:
+    """(logits in float64, tokens, tokens of each sum) of each file, whose prompt of 7 tokens goes
+    through the layers in two parts."""
+    many, tile = parallel.MANY_TOKENS, parallel.TILE
+    parallel.MANY_TOKENS, parallel.TILE = 7, 2
+    found = []
+    for path in paths:
+        exchange = CopiedByTheLibrary()
+        found.append((*logits_of(path, torch.float64, ranks(), exchange), exchange.sizes))
+    parallel.MANY_TOKENS, parallel.TILE = many, tile
+    return found
 
-    class Product(torch.nn.Module):
-        accuracy = "exact"
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.given: list[int] = []
-
-        def forward(self, x: Any) -> Any:
-            self.given.append(len(x))
-            return (x * (1 + distributed.get_rank())).half()
-
-        def after_swiglu(self, y: Any, swiglu: Any) -> Any:
-            return self(swiglu(y))
-
-    here, found = ranks(), []
-    most = all_reduce.EXCHANGED
-    for tokens, limit, how in (
-        (1100, most, "forward"),
-        (1100, most, "after_swiglu"),
-        (1100, 1100 * 8 * 2 - 1, "forward"),
-        (1023, most, "forward"),
-        (1100, 0, "forward"),
+def begun() -> list[tuple[Any, Any]]:
+    """(sums, right) of pairs of which the second is begun before the first is asked for: both are
+    exchanged, one is too large, none is, and one is of float32."""
+    here, found, most = ranks(), [], all_reduce.EXCHANGED
+    for limit, dtype in (
+        (most, torch.half),
+        (63, torch.half),
+        (0, torch.half),
+        (most, torch.float),
     ):
         sums = all_reduce.AllReduce(here.group, here.device)
-        exchange = CopiedByTheLibrary()
-        sums._exchange = exchange if limit else None  # type: ignore[assignment]
+        sums._exchange = CopiedByTheLibrary() if limit else None  # type: ignore[assignment]
         all_reduce.EXCHANGED = limit
-        product = Product()
-        summed = Summed(product, sums, 8)
-        x = torch.arange(tokens * 8.0).view(tokens, 8) % 97
-        y = summed(x) if how == "forward" else summed.after_swiglu(x, lambda y: y)
-        found.append((y, 3 * x.half(), product.given, exchange.sizes))
+        for turn in range(3):
+            values = [torch.arange(n * 8.0).view(n, 8).to(dtype) + turn for n in (4, 3)]
+            pair = [sums.begin(one * (1 + here.rank)) for one in values]
+            found += [(one(), 3 * value) for one, value in zip(pair, values, strict=True)]
     all_reduce.EXCHANGED = most
     return found
 

@@ -79,15 +79,50 @@ def test_sums_and_logits_are_of_all_ranks(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-def test_sums_of_many_tokens_are_made_in_halves_where_one_travels_meanwhile(tmp_path: Any) -> None:
-    for found in run_on_ranks(2, parallel_cases.exchanged, tmp_path):
-        split, gated, too_large, few, alone = found
-        for y, right, _, _ in found:
+def test_a_prompt_goes_through_the_layers_in_halves_where_sums_travel(tmp_path: Any) -> None:
+    """Seven tokens, in whole tiles of two first; the tokens that follow are one part each."""
+    paths = []
+    for _, kind, name, changes in MODELS[:3]:
+        paths.append(tmp_path / f"{kind}-{name}.gguf")
+        files.write_tiny(paths[-1], name, architecture=kind, **SMALL | changes)
+    for path, *of_ranks in zip(
+        paths, *run_on_ranks(2, parallel_cases.halved, tmp_path, paths), strict=True
+    ):
+        right, tokens = parallel_cases.logits_of(path, torch.float64)
+        for logits, chosen, sizes in of_ranks:
+            assert (logits - right).abs().max() < 1e-9 * right.square().mean().sqrt(), path
+            assert torch.equal(chosen, tokens)
+            assert sizes[:8] == [4, 3] * 4, "two sums in each of two layers"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_two_sums_may_be_on_their_way(tmp_path: Any) -> None:
+    for found in run_on_ranks(2, parallel_cases.begun, tmp_path):
+        assert len(found) == 4 * 3 * 2
+        for y, right in found:
             assert torch.equal(y, right)
-        assert split[2:] == gated[2:] == ([640, 460], [640, 460]), "whole tiles first"
-        assert too_large[2:] == ([640, 460], [])
-        assert few[2:] == ([1023], [1023])
-        assert alone[2:] == ([1100], [])
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "parts"),
+    [
+        (1, 4096, [2048, 2048]), (1, 1100, [640, 460]), (1, 511, [511]), (1, 512, [256, 256]),
+        (8, 64, [64]), (8, 200, [128, 72]), (600, 1, [1]), (1, 9000, [9000]),
+    ],
+)  # fmt: skip
+def test_halves_are_whole_tiles(sequences: int, tokens: int, parts: list[int]) -> None:
+    """Not of too few tokens, nor where a half is too large for an exchange."""
+
+    def travels(count: int) -> bool:
+        return count <= 4096 * 4096
+
+    product = SimpleNamespace(wide=0)
+    sums = SimpleNamespace(travels=travels)
+    summed = parallel.Summed.__new__(parallel.Summed)
+    torch.nn.Module.__init__(summed)
+    summed.sums, summed.n, summed.product = sums, 4096, product  # type: ignore[assignment]
+    assert summed.parts(sequences, tokens) == parts
 
 
 def test_sums_of_few_tokens_are_of_float32(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
