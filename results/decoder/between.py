@@ -134,13 +134,19 @@ class Kernels:
         return x
 
     def add_and_norm(
-        self, h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any
+        self,
+        h: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        dtype: Any,
+        other: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """h is the residual's memory from then on: y is added in place."""
-        x = torch.empty_like(h, dtype=dtype)
-        if not takes_rows(h, weight, x, y):
-            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype)
-        self._launch(of_add_and_norm, (h, y, weight, x), epsilon)
+        x, others = torch.empty_like(h, dtype=dtype), () if other is None else (other,)
+        if not takes_rows(h, weight, x, y, *others):
+            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other)
+        self._launch(of_add_and_norm, (h, y, weight, x, *others), epsilon)
         return h, x
 
     def attention(
@@ -225,9 +231,9 @@ def of_norm(epsilon: float, h: Any, weight: Any, x: Any, *, machine: Machine) ->
 
 
 def of_add_and_norm(
-    epsilon: float, h: Any, y: Any, weight: Any, x: Any, *, machine: Machine
+    epsilon: float, h: Any, y: Any, weight: Any, x: Any, other: Any = None, *, machine: Machine
 ) -> Launch:
-    return add_and_norm.launch(h, y, weight, epsilon, x)
+    return add_and_norm.launch(h, y, weight, epsilon, x, other)
 
 
 def of_attention(

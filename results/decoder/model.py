@@ -314,7 +314,7 @@ class Part:
 
     first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
     h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
-    one, or a function that returns it: the sum of what several ranks have (`parallel.Summed`).
+    one, or a function that returns the terms of which it is the sum (`parallel.Summed.begin`).
     """
 
     tokens: int
@@ -327,9 +327,9 @@ class Part:
         """Make y by a product of x, or begin to, where ranks add it up."""
         self.y = getattr(product, "begin", product)(x)
 
-    def sum(self) -> Any:
-        """y, complete."""
-        return self.y() if callable(self.y) else self.y
+    def terms(self) -> tuple[Tensor, ...]:
+        """One tensor or two, whose sum is y."""
+        return self.y() if callable(self.y) else (self.y,)
 
 
 class Decoder:
@@ -441,16 +441,15 @@ class Decoder:
                 self._feed(layer, part)
         logits = []
         for part in parts:
-            h, y = part.h, part.sum()
+            rows = (part.h, *part.terms())
             if not every:
                 if part is not parts[-1]:
                     continue
                 if part.tokens > 1:
-                    h, y = (
-                        one.view(len(ids), part.tokens, -1)[:, -1].contiguous() for one in (h, y)
+                    rows = tuple(
+                        one.view(len(ids), part.tokens, -1)[:, -1].contiguous() for one in rows
                     )
-            dtype = self.output.input_dtype(len(h))
-            _, x = self.operations.add_and_norm(h, y, self.norm, self.config.epsilon, dtype)
+            _, x = self._add_and_norm(rows, self.norm, self.output)
             logits.append(self.output(x).view(len(ids), -1, self.config.vocabulary))
         return torch.cat(logits, 1) if every else logits[0][:, 0]
 
@@ -475,11 +474,19 @@ class Decoder:
 
     def _normed(self, part: Part, weight: Tensor, product: Any) -> Tensor:
         """What a product reads: the norm of the residual, after y is added to it."""
-        do, epsilon, dtype = self.operations, self.config.epsilon, product.input_dtype(len(part.h))
         if part.y is None:
-            return do.rms_norm(part.h, weight, epsilon, dtype)
-        part.h, x = do.add_and_norm(part.h, part.sum(), weight, epsilon, dtype)
+            dtype = product.input_dtype(len(part.h))
+            return self.operations.rms_norm(part.h, weight, self.config.epsilon, dtype)
+        part.h, x = self._add_and_norm((part.h, *part.terms()), weight, product)
         return x
+
+    def _add_and_norm(
+        self, rows: Sequence[Tensor], weight: Tensor, product: Any
+    ) -> tuple[Tensor, Tensor]:
+        """rows: the residual, and the one or two terms of y."""
+        h, y, *other = rows
+        rest = weight, self.config.epsilon, product.input_dtype(len(h))
+        return self.operations.add_and_norm(h, y, *rest, *other)
 
 
 def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:

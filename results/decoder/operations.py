@@ -48,10 +48,10 @@ def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
 
 
 def add_and_norm(
-    h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any
+    h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual with a product's y added, and its `rms_norm`."""
-    h = h + y
+    """The residual with a product's y added, and its `rms_norm`. other: a second term of y."""
+    h = h + (y if other is None else y.to(h.dtype) + other)
     return h, rms_norm(h, weight, epsilon, dtype)
 
 

@@ -252,7 +252,7 @@ class Summed(Joined):
     def after_swiglu(self, y: Tensor, swiglu: Any) -> Tensor:
         return self.sums(self.products[0].after_swiglu(y, swiglu))
 
-    def begin(self, x: Tensor) -> Callable[[], Tensor]:
+    def begin(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin what `forward` returns, see `all_reduce.AllReduce.begin`."""
         return self.sums.begin(self.products[0](x))
 

@@ -7,6 +7,9 @@ What is new
     The weight does not depend on the product before, so it is loaded before the wait:
 
         weight | wait for the product | h, y | sum of squares, barrier | h, x
+
+    Where two GPUs have a half each of the product's sums, y is theirs and ours: added here, they
+    are not stored and loaded once more.
 Why it should help
     With one row there is nothing but latency: 0.7 us until the wait returns, 0.4 for h and y from
     the L2, 0.2 for the sum, 0.3 for the stores. Expect 1.7 us a launch in a chain, where a compiled
@@ -46,9 +49,9 @@ def row_threads(width: int) -> tuple[int, int]:
 
 
 @cache
-def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str) -> Any:
+def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, two: bool, of_x: str) -> Any:
     """The kernel for rows of 8 * threads * chunks values, or, if ragged, of fewer. of_y, of_x:
-    dtypes of y and x; with None there is no y, and h stays as it is.
+    dtypes of y and x; with None there is no y, and h stays as it is. two: y has two terms.
 
     Without a branch around them the loads of all chunks are in flight together.
     """
@@ -57,14 +60,14 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
     adds, warps, values = of_y is not None, threads // WARP, EIGHT * chunks
 
     @cuda.jit(launch_bounds=(threads, 1))
-    def add_and_norm(h, y, weight, mean_of, epsilon, x):
-        """h += y and x = h * rsqrt(mean(h^2) + epsilon) * weight, for each row of h, float32
-        [M, width]. y, x: [M, width]; weight: float32 [width]; mean_of: 1 / width. The width is a
-        multiple of 8, and all arrays begin at a multiple of 16 bytes."""
+    def add_and_norm(h, y, other, weight, mean_of, epsilon, x):
+        """h += y + other and x = h * rsqrt(mean(h^2) + epsilon) * weight, for each row of h,
+        float32 [M, width]. y, other, x: [M, width]; weight: float32 [width]; mean_of: 1 / width.
+        The width is a multiple of 8, and all arrays begin at a multiple of 16 bytes."""
         griddepcontrol_launch_dependents()
         sums = cuda.shared.array(warps, float32)
         v = cuda.local.array(values, float32)
-        w = cuda.local.array(values, float32)
+        w, added = cuda.local.array(values, float32), cuda.local.array(EIGHT, float32)
         t, width = int32(cuda.threadIdx.x), int32(h.shape[1])
         row, first = int64(cuda.blockIdx.x) * width, int32(8 * t)
         i = int32(0)
@@ -81,8 +84,12 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
             if not ragged or k < width:
                 put(v, EIGHT * i, load(h, row + k))
                 if adds:
-                    from_y = load_y(y, row + k)
-                    add_scaled(v, EIGHT * i, float32(1), from_y[:4], from_y[4:])
+                    put(added, 0, load_y(y, row + k))
+                    if two:
+                        of_other = load_y(other, row + k)
+                        add_scaled(added, 0, float32(1), of_other[:4], of_other[4:])
+                    term = eight_of(added, 0)
+                    add_scaled(v, EIGHT * i, float32(1), term[:4], term[4:])
                 for j in range(EIGHT):
                     squares += v[EIGHT * i + j] * v[EIGHT * i + j]
         for r in range(5):
@@ -107,11 +114,16 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, of_x: str)
     return add_and_norm
 
 
-def launch(h: Any, y: Any | None, weight: Any, epsilon: float, x: Any) -> Launch:
-    """h += y and its norm x, see the kernel; with y None the norm of h alone."""
+def launch(
+    h: Any, y: Any | None, weight: Any, epsilon: float, x: Any, other: Any | None = None
+) -> Launch:
+    """h += y (+ other, of the same dtype) and its norm x, see the kernel; with y None the norm of h
+    alone."""
     m, width = h.shape
     threads, chunks = row_threads(width)
     ragged, of_y = width < threads * chunks * EIGHT, None if y is None else dtype_name(y)
-    run = kernel(threads, chunks, ragged, of_y, dtype_name(x))
-    args = (h, h if y is None else y, weight, np.float32(1 / width), np.float32(epsilon), x)
+    run = kernel(threads, chunks, ragged, of_y, other is not None, dtype_name(x))
+    y = h if y is None else y
+    numbers = np.float32(1 / width), np.float32(epsilon)
+    args = (h, y, y if other is None else other, weight, *numbers, x)
     return Launch(run, (m,), (threads,), args, overlap=True)

@@ -80,19 +80,21 @@ class AllReduce:
             name = self.group.group_name
             return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, y, "sum", name)
         if self._exchange is not None and 0 < y.nbytes <= EXCHANGED:
-            return self.begin(y)()
+            mine, theirs = self.begin(y)()
+            return torch.add(mine, theirs, out=y)
         distributed.all_reduce(y, group=self.group)
         return y
 
-    def begin(self, y: Tensor) -> Callable[[], Tensor]:
-        """Begin the sum of all ranks' y. It is what the returned function returns, which is called
-        once, on the same stream, before two more sums are begun. Nobody writes to y until then; the
-        sum may be written over it."""
+    def begin(self, y: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin the sum of all ranks' y. The returned function returns the terms that are still to
+        be added: the sum, or y and that of the only other rank. It is called once, on the same
+        stream. Terms may be read until two more sums are begun, and nobody writes to y till then.
+        """
         if self._exchange is None or not 0 < y.nbytes <= EXCHANGED or self.is_one_shot(y):
             y = self(y)
-            return lambda: y
+            return lambda: (y,)
         arrived = self._exchange.begin(y)
-        return lambda: torch.add(y, arrived(), out=y)
+        return lambda: (y, arrived())
 
     def is_one_shot(self, y: Tensor) -> bool:
         """Whether the sum is made by torch's one-shot kernel."""

@@ -97,20 +97,23 @@ class Problem:
 def norm_problem(
     m: int, width: int, of_y: str | None, of_x: str, seed: int = 0,
     spoil: Callable[[np.ndarray, np.ndarray | None], None] = lambda h, y: None,
+    two: bool = False,
 ) -> Problem:  # fmt: skip
-    """h += y and its norm. spoil(h, y) changes the operands first."""
+    """h += y and its norm. spoil(h, y) changes the operands first. two: y has a second term."""
     rng = np.random.default_rng(seed)
     residual, x = Output((m, width), "float32"), Output((m, width), of_x)
     h = residual.array
     h[:] = rng.standard_normal((m, width)) * 10.0 ** rng.uniform(-3, 3, (m, 1))
     y = of_dtype(rng.standard_normal((m, width)), of_y) if of_y else None
     weight, epsilon = rng.standard_normal(width).astype(np.float32), 1e-5
+    other = of_dtype(rng.standard_normal((m, width)), of_y) if two and of_y else None
     spoil(h, y)
     before = h.copy()
 
     def check() -> None:
         with np.errstate(invalid="ignore", over="ignore"):
-            wanted = before if y is None else before + as_floats(y).astype(np.float32)
+            term = 0 if y is None else as_floats(y).astype(np.float32)
+            wanted = before + (term if other is None else term + as_floats(other).astype("f4"))
             np.testing.assert_array_equal(h, wanted)
             r = wanted.astype(np.float64)
             right = r / np.sqrt((r**2).mean(-1, keepdims=True) + np.float32(epsilon)) * weight
@@ -121,9 +124,9 @@ def norm_problem(
         assert np.isnan(as_floats(x.array)[~finite][:, : width // 2]).all() or finite.all()
         close(x.array[finite], right[finite], bound[finite], of_x)
 
-    inputs = [weight] + ([y] if y is not None else [])
+    inputs = [weight, *(one for one in (y, other) if one is not None)]
     return Problem(
-        lambda machine: add_and_norm.launch(h, y, weight, epsilon, x.array),
+        lambda machine: add_and_norm.launch(h, y, weight, epsilon, x.array, other),
         check, [residual, x], inputs,
     )  # fmt: skip
 

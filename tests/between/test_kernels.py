@@ -38,6 +38,11 @@ def test_norms_of_every_dtype(of_y: str | None, of_x: str) -> None:
     norm_problem(2, 72, of_y, of_x).run(Simulator(1))
 
 
+@pytest.mark.parametrize("of_y", ["float32", "float16", "bfloat16"])
+def test_norms_of_a_sum_of_two_terms(of_y: str) -> None:
+    norm_problem(3, 264, of_y, "float16", two=True).run(Simulator(2))
+
+
 def test_rows_wider_than_threads_hold_twice() -> None:
     assert add_and_norm.row_threads(4096) == (256, 2)
     assert add_and_norm.row_threads(16384) == (1024, 2)

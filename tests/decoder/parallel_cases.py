@@ -96,7 +96,7 @@ def begun() -> list[tuple[Any, Any]]:
         for turn in range(3):
             values = [torch.arange(n * 8.0).view(n, 8).to(dtype) + turn for n in (4, 3)]
             pair = [sums.begin(one * (1 + here.rank)) for one in values]
-            found += [(one(), 3 * value) for one, value in zip(pair, values, strict=True)]
+            found += [(sum(one()), 3 * value) for one, value in zip(pair, values, strict=True)]
     all_reduce.EXCHANGED = most
     return found
 
