@@ -13,8 +13,6 @@ from steps.instructions import load_f32x4
 
 SIZES: Final = (16, 32, 64, 128, 256)
 """Of heads: a power of two, so that a warp has whole groups of threads."""
-LINE: Final = 64
-"""float16 of a line of the caches."""
 
 
 @cuda.jit(device=True, forceinline=True)

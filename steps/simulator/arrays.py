@@ -269,11 +269,6 @@ class CheckedArray:
             )
         return offset
 
-    def hint(self, index: int, size: int) -> int:
-        """As `locate`, for an access on which no value depends, such as a prefetch into the L2:
-        others may store there meanwhile."""
-        return CheckedArray.locate(self, index, size)
-
 
 class Conversions(NamedTuple):
     """How elements of a type are loaded and stored."""

@@ -68,7 +68,6 @@ from steps.instructions import (
     store_u32x4,
 )
 from steps.instructions.approximate import rsqrt
-from steps.instructions.prefetch import prefetch_line
 from steps.instructions.transpose import movmatrix_trans
 
 
@@ -670,15 +669,6 @@ def ordered_kernel(x, out):
     fence()
 
 
-@cuda.jit
-def prefetched_kernel(x, out):
-    """Which changes nothing that a program can see but the time."""
-    t = cuda.threadIdx.x
-    if t < 2:
-        prefetch_line(x, 32 * t)
-    out[t] = x[t]
-
-
 # --- warps
 
 
@@ -926,14 +916,6 @@ CASES = (
         lambda rng: (words(rng, 32),),
         transpose_expected,
         contains=("MOVM.16.MT88",),
-    ),
-    Case(
-        "prefetched_line",
-        prefetched_kernel,
-        lambda rng: (words(rng, 64),),
-        lambda x: (x.copy(),),
-        block=64,
-        contains=("CCTL.E.PF2",),
     ),
     Case(
         "shuffles",

@@ -37,8 +37,6 @@ from steps.instructions import (
     wgmma_s8,
     wgmma_wait,
 )
-from steps.instructions.prefetch import prefetch_line
-from steps.simulator.errors import OutOfRange
 from steps.simulator.launch import Race, simulate
 from steps.simulator.stream import Stream
 
@@ -585,21 +583,6 @@ def test_a_launch_that_does_not_wait():
     )
     with pytest.raises(Race, match=message):
         chain(consume("never"))
-
-
-def test_a_prefetch_into_the_l2_need_not_wait():
-    """No value depends on it. What lies outside the array is refused all the same."""
-
-    @cuda.jit
-    def prefetch(a, index):
-        prefetch_line(a, index)
-        griddepcontrol_wait()
-
-    a, stream = np.zeros(64, np.uint32), Stream()
-    simulate(produce, 1, 64, (a,), stream=stream)
-    simulate(prefetch, 1, 1, (a, 63), stream=stream, overlap=True)
-    with pytest.raises(OutOfRange, match="a: 4 bytes at index 64"):
-        simulate(prefetch, 1, 1, (a, 64), stream=stream, overlap=True)
 
 
 @pytest.mark.parametrize("what", ["a", "w", "c"])
