@@ -89,7 +89,14 @@ class Stream:
                 found.append((first - low, end - low, region))
         return InUse(found) if found else None
 
-    def ended(self, launch: str, arrays: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> None:
-        """The launch used these arrays, and stored to these of their bytes (`Region.stored`)."""
-        self.last = [Region(array, launch, stored) for array, stored in arrays]
+    def ended(
+        self, launch: str, arrays: Iterable[tuple[np.ndarray, np.ndarray | bool | None]]
+    ) -> None:
+        """The launch used these arrays, and stored to these of their bytes (`Region.stored`), or,
+        where that is True, to all of them."""
+        self.last = []
+        for array, stored in arrays:
+            if isinstance(stored, bool):
+                stored = np.ones(array.nbytes, bool) if stored else None
+            self.last.append(Region(array, launch, stored))
         self._regions += self.last
