@@ -152,7 +152,8 @@ def kernel(queries: int, size: int, normed: bool, of_qkv: str, of_out: str) -> A
 
         cache    : float16 [B, 2 kv, L, D], keys and values; the new ones are written there.
         position : int64 [1], theirs, below L. Those before it are read. They, the position, cos
-                   and sin must not be written by the launch before, with which this one overlaps.
+                   and sin must not be written by launches that may still run. So a launch that does
+                   not overlap lies between two tokens; in a decoder it counts the position.
         cos, sin : float32 [L, D], see `rotate_neighbours`. scale: of scores, log2(e) / sqrt(D).
         of_queries, of_keys : float32 [D], weights of their norms.
         partials, states, arrived : float32 [B * kv, splits, D * queries], [B * kv, splits,
