@@ -203,8 +203,10 @@ def _wrong_kind(
     found = []
     if case.rows != "plain" or case.weights != "drawn":
         verdict = _checked(case, problem, c[rows], a, used, rows)
-        coarse = np.mean(wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2  # each output has its bound
-        right = verdict.ok or (coarse and verdict.failures == ("nmse",))
+        # Each output has its bound. What all of them come to is judged by roundings that fall
+        # at random: not where the steps of C are coarse, nor where terms are alike, and so rounded.
+        coarse = np.mean(wanted**2) < (1e4 * LEAST_OF_C[case.c]) ** 2
+        right = verdict.ok or ((coarse or kind == "ones") and verdict.failures == ("nmse",))
         found += [] if right else [f"{kind} rows are {verdict.verdict}"]
     return found + _far_off(case, step, problem.blocks, x, part, wanted, rows)
 
@@ -234,7 +236,12 @@ def _far_off(
         allowed = A8_ERROR
     elif case.family == "A16":
         allowed += 4 * ROUNDED[case.a] ** 2
-    permitted = allowed * energy + _of_scales(x, blocks) + ROUNDED[case.c] ** 2 * wanted**2
+    permitted = allowed * energy
+    if step.accuracy != "exact":  # int8, whose step follows the largest |a| of a token
+        permitted += (
+            (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * (weights**2).sum(axis=1)
+        )
+    permitted += _of_scales(x, blocks) + ROUNDED[case.c] ** 2 * wanted**2
     if _in_blocks(case, step):
         permitted += LEAST_IN_BLOCKS**2 * (weights**2).sum(axis=1)
     permitted += LEAST_OF_C[case.c] ** 2

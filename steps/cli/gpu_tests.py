@@ -1,7 +1,7 @@
 """The command `gpu-tests`: whether everything is right on this GPU, into results/<gpu>/.
 
 The GPU tests, Compute Sanitizer over the checks of each step, and fuzzing run side by side: they
-share the cores, and the GPU takes them in turn. Nothing here is timed.
+share the cores, and the GPU takes them in turn. Then come the tests that measure their own time.
 
     gpu-tests.txt   tests passed in each file, what failed or was skipped, and how fuzzing ended
     sanitizer.txt   each command of Compute Sanitizer, and how it ended
@@ -31,7 +31,9 @@ from steps.cli.run import remark
 from steps.cli.tools import ROOT, SANITIZERS, compute_sanitizer
 from steps.registry import ladder
 
-TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "-m", "gpu", "tests")
+TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
+ALONE: Final = 60.0
+"""Seconds that the tests which measure their own time have, after all else has ended."""
 FORMATS: Final = ("q4_0", "q5_1")
 """Of the sanitizer: without and with minima and fifth bits."""
 FUZZERS: Final = 2
@@ -63,7 +65,7 @@ def gpu_tests(args: Namespace) -> int:
     folder: Path = args.out or store.path_for(env).parent
     until, cores = time.monotonic() + args.seconds, cpu_count() or 1
     jobs = max(1, cores // 3)
-    tests = [sys.executable, *TESTS, "-v", "-n", str(max(1, cores - jobs))]
+    tests = [sys.executable, *TESTS, "gpu and not alone", "-n", str(max(1, cores - jobs))]
     fuzz = [sys.executable, "-m", "steps", "fuzz", "--seconds", str(max(1, args.seconds * 3 // 5))]
     fuzzing = [[*fuzz, "--seed", str(seed)] for seed in range(FUZZERS)]
     remark(f"tests, sanitizer and fuzzing side by side, {args.seconds:.0f} s at most")
@@ -71,10 +73,14 @@ def gpu_tests(args: Namespace) -> int:
         suite = pool.submit(_run, tests, until)
         fuzzed = [pool.submit(_run, one, until) for one in fuzzing]
         checked = sanitized([*sanitizer_commands(sanitizer)], until, pool.submit)
+    alone = _run([sys.executable, *TESTS, "gpu and alone", "-n", "0"], time.monotonic() + ALONE)
     folder.mkdir(parents=True, exist_ok=True)
     bad = 0
     for name, text, wrong in (
-        ("gpu-tests.txt", *suite_record(suite.result(), [one.result() for one in fuzzed], env)),
+        (
+            "gpu-tests.txt",
+            *suite_record(suite.result(), alone, [one.result() for one in fuzzed], env),
+        ),
         ("sanitizer.txt", *sanitizer_record(checked, env)),
     ):
         (folder / name).write_text(text, encoding="utf-8")
@@ -129,11 +135,23 @@ def _run(command: Sequence[str], until: float) -> Ended:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def suite_record(suite: Ended, fuzzed: Iterable[Ended], env: Environment) -> tuple[str, int]:
-    """(the file, how much of it was wrong)."""
+def suite_record(
+    suite: Ended, alone: Ended, fuzzed: Iterable[Ended], env: Environment
+) -> tuple[str, int]:
+    """(the file, how much of it was wrong). alone: the tests that ran after all else."""
+    lines, wrong = _tests(suite, f"({_where(env)}; beside the sanitizer and fuzzing)")
+    for told, bad in [_tests(alone, "(after all else)"), *map(_fuzzing, fuzzed)]:
+        lines += ["", *told]
+        wrong += bad
+    return "\n".join(lines) + "\n", wrong
+
+
+def _tests(suite: Ended, how: str) -> tuple[list[str], int]:
+    """(lines, tests that failed) of a run of pytest."""
     passed = Counter(re.findall(r"\bPASSED (tests/[\w/]+\.py)::", suite.text))
+    passed += Counter(re.findall(r"^(tests/[\w/]+\.py)::\S+ PASSED", suite.text, re.MULTILINE))
     failed = sorted(set(re.findall(r"\bFAILED (tests/[\w/]+\.py::\S+)", suite.text)))
-    lines = [f"{suite.line}    ({_where(env)}; beside the sanitizer and fuzzing)"]
+    lines = [f"{suite.line}    {how}"]
     lines += [f"{count:4}  {file}" for file, count in sorted(passed.items())]
     lines += [f"failed: {test}" for test in failed]
     skipped = re.findall(r"^SKIPPED (\[\d+\] .*)$", suite.text, re.MULTILINE)
@@ -143,12 +161,16 @@ def suite_record(suite: Ended, fuzzed: Iterable[Ended], env: Environment) -> tup
         lines.append(LATE)
     else:
         lines.append(ends[-1] if ends else f"no summary; exit status {suite.status}")
-    wrong = len(failed) or int(suite.status != 0)
-    for one in fuzzed:
-        last = one.text.strip().splitlines()
-        lines += ["", one.line, f"    {last[-1] if last and one.status is not None else LATE}"]
-        wrong += one.status != 0
-    return "\n".join(lines) + "\n", wrong
+    return lines, len(failed) or int(suite.status != 0)
+
+
+def _fuzzing(one: Ended) -> tuple[list[str], int]:
+    """(lines, 1 if anything was wrong) of a fuzzer, with all of its wrong cases."""
+    *before, last = one.text.strip().splitlines() or [""]
+    if one.status is None:
+        before, last = [*before, last], LATE
+    told = [one.line, *(text for text in before if one.status != 0 and text), last]
+    return [told[0], *(f"    {text}" for text in told[1:])], int(one.status != 0)
 
 
 def sanitizer_record(checked: Sequence[Ended | None], env: Environment) -> tuple[str, int]:

@@ -11,13 +11,10 @@ Large sums of two GPUs are an exchange: each copies its values into memory of th
 what it got to its own. No way moves fewer bytes. A GPU's copy engines do it, so multiprocessors are
 free to multiply: `begin` a sum, do other work, and ask for it then. Two may be on their way.
 
-    this stream    | y |           other work             | wait for its signal | add |
-    side stream        | copy y to the other GPU | signal |
+    this stream    | y |           other work              | add |
+    side stream        | barrier | copy y to it | barrier |
 
-Within a CUDA graph nothing asks whether the other GPU has read what it got before. There are four
-slots: it has read sum n - 4 before it began n - 2, and that has arrived here before n is begun. A
-graph's first sum, and each one outside of graphs, begins with a barrier, for nobody knows which
-slots were used last.
+The first barrier: the other GPU has read what it got there before. The second: copies are there.
 
 Multicast through the NVLink switch is not used.
 """
@@ -40,11 +37,8 @@ distributed = torch.distributed
 ONE_SHOT: Final = 1 << 20
 """Bytes of float32 up to which a sum is small: 16 tokens of 16384 values."""
 
-EXCHANGED: Final = 1 << 25
-"""Bytes of a sum at most that two GPUs exchange: 4096 tokens of 4096 values of 16 bits."""
-
-SLOTS: Final = 4
-"""Of so many bytes, on each GPU."""
+EXCHANGED: Final = 1 << 26
+"""Bytes of a sum at most that two GPUs exchange: 4096 tokens of 8192 values of 16 bits."""
 
 
 class AllReduce:
@@ -109,38 +103,34 @@ class AllReduce:
 
 
 class Exchange:
-    """Two GPUs of a host copy values into memory of each other, to its slots by turns. RuntimeError
-    where torch cannot map that memory."""
+    """Two GPUs of a host copy values into memory of each other, two slots of it by turns.
+    RuntimeError where torch cannot map that memory."""
 
     def __init__(self, group: Any, device: Any) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        got = symmetric_memory.empty(SLOTS * EXCHANGED, dtype=torch.uint8, device=device)
+        got = symmetric_memory.empty(2 * EXCHANGED, dtype=torch.uint8, device=device)
         self._handle = symmetric_memory.rendezvous(got, group)
-        self._other = 1 - distributed.get_rank(group)
-        of_other = self._handle.get_buffer(self._other, tuple(got.shape), torch.uint8)
+        other = 1 - distributed.get_rank(group)
+        of_other = self._handle.get_buffer(other, (2 * EXCHANGED,), torch.uint8)
         self._slots = list(zip(got.split(EXCHANGED), of_other.split(EXCHANGED), strict=True))
-        self._side, self._slot, self._capture = torch.cuda.Stream(device), 0, 0
+        self._side = torch.cuda.Stream(device)
 
     def begin(self, values: Tensor) -> Callable[[], Tensor]:
         """Copy contiguous values to the other GPU, on the side stream. The function returned waits,
-        on this stream, and returns what the other has sent, of the same shape and dtype. It is
-        called before two more have begun, and what it returns is read before then."""
-        slot = self._slot = (self._slot + 1) % SLOTS
-        got, of_other = (one[: values.nbytes].view(values.dtype) for one in self._slots[slot])
-        stream = torch.cuda.current_stream(self._side.device)
-        before, self._capture = self._capture, operator._capture_of(stream.cuda_stream)
-        self._side.wait_stream(stream)
+        on this stream, and returns what the other has sent, of the same shape and dtype: it may be
+        read here until two more have begun."""
+        here, self._slots = self._slots[0], self._slots[::-1]
+        got, of_other = (one[: values.nbytes].view(values.dtype) for one in here)
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
-            if not self._capture or self._capture != before:
-                self._handle.barrier(channel=SLOTS)
+            self._handle.barrier(channel=0)
             of_other.copy_(values.view(-1))
-            self._handle.put_signal(self._other, channel=slot)
-            sent = self._side.record_event()
+            self._handle.barrier(channel=1)
+            done = self._side.record_event()
 
         def arrived() -> Tensor:
-            self._handle.wait_signal(self._other, channel=slot)
-            torch.cuda.current_stream(self._side.device).wait_event(sent)  # values may change now
+            torch.cuda.current_stream(self._side.device).wait_event(done)
             return got.view(values.shape)
 
         return arrived

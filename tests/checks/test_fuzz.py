@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reference import Problem, Tokens, both_tokens, same_operands_a16
 from steps import ladder
 from steps.api.machines import Simulator
 from steps.checks import fuzz
@@ -15,6 +16,7 @@ from steps.checks.fuzz_cases import FuzzCase, cases
 from steps.checks.select import UsageError
 from steps.components.activations.layouts import inputs
 from steps.contract import Step
+from steps.registry import find
 
 DRAWN = list(islice(cases(18, ladder(), None, 1), 12))
 
@@ -37,6 +39,7 @@ FOUND = [
     "step=18 family=A16 format=q8_0 m=2 n=17 k=64 a=bfloat16 rows=large,plain",
     "step=11 family=A16 format=q5_k m=2 n=17 k=256 rows=ones,plain",
     "step=12 family=A16 format=q4_k m=2 n=17 k=256 rows=ones,plain",
+    "step=3 family=A16 format=q8_0 m=1 n=2 k=4096 rows=ones weights=most",  # all rounded alike
 ]
 
 
@@ -152,3 +155,19 @@ def test_what_ought_to_be_refused_is_found_where_it_is_not(monkeypatch: Any) -> 
     assert fuzz.complaints(case, Simulator()) == [
         f"{name} does not refuse it, as it must for 132128 and 132096" for name in ("gemm", "pack")
     ]
+
+
+def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
+    """An int8 step follows the largest value of a token."""
+    problem = Problem(1, 64, 16384, "q4_0", "normal", 3)
+    x = problem.a.astype(np.float64)
+    x[0, 5] = 150  # rounding the others comes to 5 % of the energy of all
+    given = x.astype(np.float32)
+    wanted = same_operands_a16(given.astype(np.float64), problem.blocks)
+    c = both_tokens(Tokens.of_values(given), problem.blocks)[0]
+    case = FuzzCase(15, "A8", "q4_0", 1, 64, 16384)
+    rest = problem.blocks, given.astype(np.float64), c, wanted, np.array([0])
+    assert not fuzz._far_off(case, find(15), *rest)
+    energy = float(np.mean(wanted**2)) ** 0.5
+    far = (*rest[:2], c + 0.3 * energy, *rest[3:])
+    assert "row 0 (plain) is off by" in fuzz._far_off(case, find(15), *far)[0]

@@ -27,17 +27,24 @@ FAILED tests/a/test_c.py::test_three[q4_0-1] - assert 1 == 2
 """
 
 
+ALONE = """tests/a/test_d.py::test_five PASSED [100%]
+===== 1 passed in 1.00s =====
+"""
+
+
 def ended(text: str, status: int | None, *command: str) -> Ended:
     return Ended((sys.executable, *command), text, status)
 
 
 def test_the_suite_is_told_by_file_with_what_failed() -> None:
     suite = ended(SUITE, 1, "-m", "pytest", "-m", "gpu")
+    alone = ended(ALONE, 0, "-m", "pytest")
     fuzzed = [
         ended("9 products on the H9: none wrong\n", 0, "-m", "steps", "fuzz"),
         ended("", None, "-m", "steps", "fuzz", "--seed", "1"),
+        ended("step=1\n  off by 2\n7 products: 1 wrong\n", 1, "fuzz", "--seed", "2"),
     ]
-    text, wrong = suite_record(suite, fuzzed, ENV)
+    text, wrong = suite_record(suite, alone, fuzzed, ENV)
     assert text.splitlines() == [
         "$ python3 -m pytest -m gpu    (H9, commit 0123abcd; beside the sanitizer and fuzzing)",
         "   2  tests/a/test_b.py",
@@ -45,20 +52,33 @@ def test_the_suite_is_told_by_file_with_what_failed() -> None:
         "skipped: [1] tests/a/test_c.py:9: needs two GPUs",
         "===== 1 failed, 2 passed, 1 skipped in 3.00s =====",
         "",
+        "$ python3 -m pytest    (after all else)",
+        "   1  tests/a/test_d.py",
+        "===== 1 passed in 1.00s =====",
+        "",
         "$ python3 -m steps fuzz",
         "    9 products on the H9: none wrong",
         "",
         "$ python3 -m steps fuzz --seed 1",
         "    its time was up",
+        "",
+        "$ python3 fuzz --seed 2",
+        "    step=1",
+        "      off by 2",
+        "    7 products: 1 wrong",
     ]
-    assert wrong == 2
+    assert wrong == 3
 
 
 @pytest.mark.parametrize(
     ("status", "last"), [(None, "its time was up"), (3, "no summary; exit status 3")]
 )
 def test_a_suite_that_did_not_end_well_is_wrong(status: int | None, last: str) -> None:
-    text, wrong = suite_record(ended("[gw0] PASSED tests/a/test_b.py::test_one", status), [], ENV)
+    bad, good = ended("[gw0] PASSED tests/a/test_b.py::test_one", status), ended(ALONE, 0)
+    text, wrong = suite_record(bad, good, [], ENV)
+    assert last in text.splitlines()
+    assert wrong == 1
+    text, wrong = suite_record(good, bad, [], ENV)
     assert text.splitlines()[-1] == last
     assert wrong == 1
 
@@ -115,9 +135,10 @@ def test_all_of_it_runs_and_is_written(
     steps = len(gpu_tests.ladder())
     checks = [command for command in ran if "check" in command]
     assert len(checks) == steps * len(gpu_tests.SANITIZERS) * len(gpu_tests.FORMATS)
-    assert len(ran) == len(checks) + 1 + gpu_tests.FUZZERS
+    assert len(ran) == len(checks) + 2 + gpu_tests.FUZZERS
+    assert ran[-1][-3:] == ["gpu and alone", "-n", "0"]
     assert {command[-3] for command in ran if "fuzz" in command} == {"60"}
-    assert (out / "gpu-tests.txt").read_text().count("3 passed") == 1
+    assert (out / "gpu-tests.txt").read_text().count("3 passed") == 2
     wrong = len(gpu_tests.FORMATS)
     assert f"{wrong} of them found something" in (out / "sanitizer.txt").read_text()
     said = capsys.readouterr()

@@ -20,6 +20,8 @@ from reference import (
     Halves,
     Problem,
     Reference,
+    Tokens,
+    both_tokens,
     bound,
     check,
     limits,
@@ -571,3 +573,16 @@ def test_a_shared_reference_still_sees_other_bits_and_other_problems() -> None:
     assert not check(c, problem, "A8", q81, reference=reference)
     with pytest.raises(ValueError, match="cannot judge"):
         check(c, Problem(5, 34, 96, "q4_0", seed=1), "A8", q81, reference=reference)
+
+
+@pytest.mark.parametrize("name", ["q3_k", "q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_int8_of_drawn_blocks_is_within_its_limits(name: str, distribution: str) -> None:
+    """Of K-quants, whose rows have larger outliers than those that the table was made of."""
+    problem = Problem(32, 64, 16384, name, distribution, 1)
+    tokens = Tokens.of_values(problem.a)
+    same = both_tokens(tokens, problem.blocks)[0]
+    meant = same_operands_a16(problem.a.astype(np.float64), problem.blocks)
+    allowed = limits(problem, "A8", "int8").nmse_float
+    assert allowed is not None
+    assert allowed[0] < nmse(same, meant) < allowed[1]
