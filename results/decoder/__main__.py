@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if not FIRST:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
     do = between.chosen(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
-    env = environment()
+    env = environment() if args.json else None  # it asks git and nvidia-smi, which take a while
     found: dict[str, Any] = {}
     status = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +219,7 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         found["quality"] = _quality(args, do)
     if not jobs:
         found = (_chat if args.chat else _generate)(args, do, ranks)
-    if args.json and FIRST:
+    if env is not None and FIRST:
         versions = {"torch": torch.__version__}
         if args.against_llama_cpp:
             versions["llama-cpp-python"] = metadata.version("llama-cpp-python")

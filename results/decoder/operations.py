@@ -128,11 +128,13 @@ def attention(
 def of_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of the last queries [B, heads, T, D] of a prompt to its keys [B, kv, first + T, D],
     each to those up to its own."""
-    from torch.nn.attention.bias import causal_lower_right
+    gqa = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: 1.4 s
 
-    same, gqa = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
-    mask = None if same else causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=same, enable_gqa=gqa)
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa)
 
 
 def argmax_of_rows(logits: Tensor) -> Tensor:
