@@ -439,19 +439,14 @@ class Decoder:
                 self._attend(layer, part, keys_values, cache)
             for part in parts:
                 self._feed(layer, part)
-        logits = []
-        for part in parts:
-            rows = (part.h, *part.terms())
-            if not every:
-                if part is not parts[-1]:
-                    continue
-                if part.tokens > 1:
-                    rows = tuple(
-                        one.view(len(ids), part.tokens, -1)[:, -1].contiguous() for one in rows
-                    )
-            _, x = self._add_and_norm(rows, self.norm, self.output)
-            logits.append(self.output(x).view(len(ids), -1, self.config.vocabulary))
-        return torch.cat(logits, 1) if every else logits[0][:, 0]
+        rows = [(part.h, *part.terms()) for part in parts]
+        if every:
+            shape = len(ids), -1, self.config.vocabulary
+            return torch.cat([self._logits(one).view(shape) for one in rows], 1)
+        last, tokens = rows[-1], parts[-1].tokens
+        if tokens > 1:
+            last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
+        return self._logits(last)
 
     def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""
@@ -463,10 +458,8 @@ class Decoder:
 
     def _feed(self, layer: Layer, part: Part) -> None:
         """The feed-forward products."""
-        y, do = (
-            layer.gate_up(self._normed(part, layer.before_hidden, layer.gate_up)),
-            self.operations,
-        )
+        do = self.operations
+        y = layer.gate_up(self._normed(part, layer.before_hidden, layer.gate_up))
         if do.swiglu_overlaps:
             part.begin(layer.down, do.swiglu(y, layer.down.input_dtype(len(y))))
         else:
@@ -479,6 +472,12 @@ class Decoder:
             return self.operations.rms_norm(part.h, weight, self.config.epsilon, dtype)
         part.h, x = self._add_and_norm((part.h, *part.terms()), weight, product)
         return x
+
+    def _logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """Logits [M, V] of the residual, and the terms of what the last product adds to it."""
+        _, x = self._add_and_norm(rows, self.norm, self.output)
+        logits: Tensor = self.output(x)
+        return logits
 
     def _add_and_norm(
         self, rows: Sequence[Tensor], weight: Tensor, product: Any

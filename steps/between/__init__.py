@@ -10,11 +10,12 @@
 A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,
 `steps.instructions.launch_order`), and it leaves room on its SM for a product: few threads, few
-registers, little shared memory. The next product is then resident, and has issued the copies of its
-first weights, before the operation ends.
+registers, no more shared memory than a product leaves. The next product is then resident, and has
+issued the copies of its first weights, before the operation ends.
 
-Every kernel here calls `griddepcontrol_launch_dependents` first, and loads only weights before
-`griddepcontrol_wait`. It stores nothing before it. So when a launch has passed its wait, all before
+Every kernel here calls `griddepcontrol_launch_dependents` first. Before `griddepcontrol_wait` it
+loads only what no launch writes that may still run: weights, and keys and values of earlier tokens.
+It stores nothing before it. So when a launch has passed its wait, all before
 it have ended: the one before it could end only behind its own wait. That is why a kernel may read
 what was written several launches ago, and write where an earlier one has read.
 """

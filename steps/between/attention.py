@@ -12,12 +12,12 @@ What is new
 
     A lane has two queries of the scores and the same two of the sums, so that an online softmax
     needs no other lane but for the largest score. As operand B the shares must be transposed:
-    `movmatrix`. Queries without number count as zeros.
+    `movmatrix`. Columns without a query are zeros.
     Each warp has a ring of its own in shared memory, two slots of 16 keys and 16 values, filled by
     `cp.async`: 70 KB under way in each block. The launch before makes the queries, and no earlier
     key: the first slots are asked for before the wait, while that product still runs. The new key
-    and value never are in the ring. One group of threads has them in registers, stores them in the
-    cache, and their score counts as that of one warp more.
+    and value are never in the ring. One group of threads has them in registers and stores them in
+    the cache; in the end they count as what one warp more has left.
     Positions are split between thread blocks where a head has more than one can hide, and then the
     last block to arrive adds up what all have left (`steps.components.split_k_reduction`). How many
     blocks have work follows from the position, which lies in memory: a CUDA graph replays at every
