@@ -30,7 +30,7 @@ Why it should help
     to 256. Expect 3.5 us at 128 positions: 0.8 until the wait returns, 0.6 for the queries, 0.3
     for rotating them, 0.6 for two turns of a warp, 0.6 for adding up, 0.5 until the launch ends.
 What it costs
-    Queries and shares are rounded to float16, as keys and values are. 81 KB of shared memory.
+    Queries and shares are rounded to float16, as keys and values are. 80 KB of shared memory.
 Machine code
     LDGSTS before ACQBULK; LDSM, HMMA.16816.F32, MOVM, MUFU.EX2; 96 registers, no local memory.
 Prerequisites

@@ -166,11 +166,11 @@ def _tests(suite: Ended, how: str) -> tuple[list[str], int]:
 
 def _fuzzing(one: Ended) -> tuple[list[str], int]:
     """(lines, 1 if anything was wrong) of a fuzzer, with all of its wrong cases."""
-    *before, last = one.text.strip().splitlines() or [""]
+    said = [text for text in one.text.splitlines() if text]
     if one.status is None:
-        before, last = [*before, last], LATE
-    told = [one.line, *(text for text in before if one.status != 0 and text), last]
-    return [told[0], *(f"    {text}" for text in told[1:])], int(one.status != 0)
+        said.append(LATE)
+    told = said[-1:] if one.status == 0 else said
+    return [one.line, *(f"    {text}" for text in told)], int(one.status != 0)
 
 
 def sanitizer_record(checked: Sequence[Ended | None], env: Environment) -> tuple[str, int]:
