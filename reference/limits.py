@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.storage import storage_format
 from reference.problem import Problem
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -205,7 +206,7 @@ def limits(
     """
     known_family(family)
     rows, columns = outputs or (problem.m, problem.n)
-    kernel, why_kernel = _kernel_limit(family, problem.k, operands, rows * columns)
+    kernel, why_kernel = _kernel_limit(family, problem, operands, rows * columns)
     expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
     if not problem.knows_floats:
         why = "the weights came as blocks, and what these were quantized from is not known"
@@ -261,8 +262,12 @@ def limits(
     return Limits(kernel, product, weights, (why_kernel, why_float, why_weights))
 
 
-def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[float, str]:
+def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) -> tuple[float, str]:
     _rounding(operands)
+    k = problem.k
+    # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) + 24 / n
+    # times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
+    few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
     if operands in INT8_OPERANDS:
         return (
             9 * FLOAT32_ROUNDOFF**2,
@@ -270,11 +275,16 @@ def _kernel_limit(family: str, k: int, operands: str, outputs: int) -> tuple[flo
         )
     if family == "A8":
         # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
-        return 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured, with room for order"
+        rounded, why = 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured"
+        # Minima may be added by tensor cores, once in 128 K. These truncate: errors have one sign,
+        # and their sum grows with K, not with its root. Measured: 4.6e-13 and 4.5e-12 at K = 4096
+        # and 14336, a tenth of (u K / 128)^2. Twice that, and more where outputs are few.
+        truncated = 2 * (k / 128 * FLOAT32_ROUNDOFF) ** 2 / 10 * few
+        names = storage_format(FORMATS[problem.format]).dtype.names or ()
+        if "m" in names and truncated > rounded:
+            return truncated, f"minima added by truncation, K/128 = {k // 128} times"
+        return rounded, f"{why}, with room for order"
     if operands in ("f16_weights", "bf16_weights"):
-        # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) +
-        # 24 / n times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
-        few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
         if operands == "bf16_weights":
             return 2e-5 * few, f"weights rounded to bf16: 3e-6 measured; {outputs} outputs"
         return 3e-7 * few, f"weights rounded to f16, once: 3e-8 measured; {outputs} outputs"

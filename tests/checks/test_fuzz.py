@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reference import Problem, Tokens, both_tokens, same_operands_a16
+from qformats import FORMATS
+from reference import Q81, Problem, Tokens, both_tokens, same_operands_a8, same_operands_a16
 from steps import ladder
 from steps.api.machines import Simulator
 from steps.checks import fuzz
@@ -171,3 +172,18 @@ def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
     energy = float(np.mean(wanted**2)) ** 0.5
     far = (*rest[:2], c + 0.3 * energy, *rest[3:])
     assert "row 0 (plain) is off by" in fuzz._far_off(case, find(15), *far)[0]
+
+
+def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:
+    """A scale and a sum of float16 part by up to 2^-11 each, in all blocks by the same."""
+    case = FuzzCase(2, "A8", "q4_1", 1, 64, 6176, rows="ones")
+    blocks = Problem(1, 64, 6176, "q4_1", "normal", 5).blocks
+    given = np.full((1, 6176), -0.37, np.float32)
+    x, step, rows = given.astype(np.float64), find(2), np.array([0])
+    wanted = same_operands_a16(x, blocks)
+    c = same_operands_a8(Q81.of_blocks(FORMATS["q8_1"].quantize(given)), blocks)
+    assert not fuzz._far_off(case, step, blocks, x, c, wanted, rows)
+    plain = FuzzCase(2, "A8", "q4_1", 1, 64, 6176)
+    assert fuzz._far_off(plain, step, blocks, x, c, wanted, rows), "and such rows alone"
+    (found,) = fuzz._far_off(case, step, blocks, x, c + 4 * (c - wanted), wanted, rows)
+    assert found.startswith("row 0 (ones) is off by ")

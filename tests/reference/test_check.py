@@ -6,6 +6,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -427,6 +428,7 @@ def test_limits_say_where_they_come_from() -> None:
                 assert WEIGHT_NMSE[distribution][name] < high
                 assert family == "A8" or low < WEIGHT_NMSE[distribution][name]
     assert limits(Problem(64, 512, 1024, "q4_0"), "A8").nmse_same_operands == 1e-11
+    assert limits(Problem(64, 512, 160000, "q4_0"), "A8").nmse_same_operands == 1e-11
     small = limits(Problem(1, 5, 96, "q4_0"), "A16")
     assert small.nmse_float is None
     assert "too few" in small.reasons[1]
@@ -586,3 +588,32 @@ def test_int8_of_drawn_blocks_is_within_its_limits(name: str, distribution: str)
     allowed = limits(problem, "A8", "int8").nmse_float
     assert allowed is not None
     assert allowed[0] < nmse(same, meant) < allowed[1]
+
+
+def test_minima_that_tensor_cores_add_are_truncated() -> None:
+    """At K = 160000 a sum that is truncated once in 128 K is right; one of tf32 sums is not."""
+    problem = Problem(2, 16, 160000, "q5_1", "normal", 7)
+    used = Q81.of_values(problem.a)
+    fmt, blocks = FORMATS["q5_1"], problem.blocks
+    levels = fmt.levels(blocks).reshape(16, -1, BLOCK).astype(np.float64)
+    dots = np.einsum("mbi,nbi->mnb", used.q.reshape(2, -1, BLOCK), levels)
+    scaled = dots * used.d[:, None].astype(np.float64) * fmt.scale(blocks)
+    offset = fmt.offset(blocks).astype(np.float64)
+
+    def summed(sums: Any, toward_zero: bool) -> Any:
+        terms = (scaled + sums[:, None].astype(np.float64) * offset).reshape(2, 16, -1, 4).sum(3)
+        c = np.zeros((2, 16), np.float32)
+        for i in range(terms.shape[2]):
+            exact = c + terms[:, :, i]
+            c = exact.astype(np.float32)
+            beyond = toward_zero & (np.abs(c) > np.abs(exact))
+            c[beyond] = np.nextafter(c[beyond], np.float32(0))
+        return c
+
+    right, truncated = summed(used.s, False), summed(used.s, True)
+    assert check(right, problem, "A8", used).nmse_same_operands < 1e-11
+    found = check(truncated, problem, "A8", used)
+    assert found
+    assert found.nmse_same_operands > 1e-10
+    of_tf32 = (used.s.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    assert check(summed(of_tf32, False), problem, "A8", used).failures == ("nmse",)
