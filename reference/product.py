@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from qformats import BLOCK, FILE_FORMATS, format_of
+from qformats import BLOCK, FILE_FORMATS, WEIGHT_FORMATS, format_of
 from qformats.storage import stored_weights
 from reference.operands import Q81, Tokens
 from reference.sampling import pieces
@@ -130,6 +130,7 @@ def magnitude_a8(q81: Q81, blocks: Array) -> Array:
 
     By elements, not by blocks: it bounds the partial sums of a kernel that turns part of a block
     (one packed word, say) into float32 as well as those of one that sums a whole block in int32.
+    Kernels may centre codes of 4 and 5 bits first, code - 8 or - 16; then it is the larger of both.
     """
     return both_a8(q81, blocks)[1]
 
@@ -141,6 +142,8 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
     sizes, of_sums = np.abs(values), np.abs(sums)
     same = np.empty((values.shape[0], blocks.shape[0]))
     size = np.empty_like(same)
+    fmt = format_of(blocks)
+    centre = 1 << fmt.bits - 1 if fmt.name in WEIGHT_FORMATS and fmt.bits < 8 else 0
     for part in pieces(blocks.shape[0], values.shape[1]):
         weights, offset = _stored_operands(blocks[part])
         if offset.shape[1] != sums.shape[1]:
@@ -150,8 +153,12 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
                 )
             offset = offset[:, : sums.shape[1]]
         same[:, part] = values @ weights.T + sums @ offset.T
-        np.abs(weights, out=weights)
-        size[:, part] = sizes @ weights.T + of_sums @ np.abs(offset).T
+        size[:, part] = sizes @ np.abs(weights).T + of_sums @ np.abs(offset).T
+        if centre:
+            moved = centre * fmt.scale(blocks[part]).astype(np.float64)
+            weights -= _spread(moved, values.shape[1])
+            centred = sizes @ np.abs(weights).T + of_sums @ np.abs(offset + moved).T
+            size[:, part] = np.maximum(size[:, part], centred)
     return same, size
 
 

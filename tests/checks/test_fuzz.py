@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from qformats import FORMATS
-from reference import Q81, Problem, Tokens, both_tokens, same_operands_a8, same_operands_a16
+from reference import Q81, Problem, Tokens, both_tokens, check, same_operands_a8, same_operands_a16
 from steps import ladder
 from steps.api.machines import Simulator
 from steps.checks import fuzz
-from steps.checks.fuzz_cases import FuzzCase, cases
+from steps.checks.fuzz_cases import FuzzCase, GivenProblem, cases
 from steps.checks.select import UsageError
+from steps.checks.verify import multiply, operands, prepare
 from steps.components.activations.layouts import inputs
 from steps.contract import Step
 from steps.registry import find
@@ -67,6 +68,28 @@ def test_a_nan_or_infinity_spoils_its_own_row(step: Step, family: Any, a: str) -
     """In every step, of every dtype of A; and no other row."""
     case = FuzzCase(step.number, family, "q4_1", 3, 17, 64, a, rows="nan,plain,inf")
     assert not fuzz.complaints(case, Simulator())
+
+
+@pytest.mark.parametrize(
+    ("number", "family"),
+    [
+        pytest.param(step.number, family, id=f"step{step.number:02d}-{family}")
+        for step in ladder()
+        for family in step.families
+        if "bfloat16" in step.outputs
+    ],
+)
+def test_sums_times_a_scale_of_1e35_may_not_overflow(number: int, family: Any) -> None:
+    """C is 1e36 at most, and the sums times their tokens' scales alone would be beyond 1e38."""
+    largest = 1e38 if family == "A16" else 1e36
+    a = np.linspace(0.5, 1, 512, dtype=np.float32) * np.array([[largest], [1]], np.float32)
+    blocks = FORMATS["q4_0"].quantize(np.full((16, 512), 1e-4, np.float32))
+    machine = Simulator()
+    prepared = prepare(find(number), family, "q4_0", a, blocks, machine, dtype="bfloat16")
+    c = np.array(multiply(prepared, machine))
+    used = operands(prepared, machine)
+    found = check(c, GivenProblem(a, blocks, "float32"), family, used)
+    assert found.worst_bound_ratio <= 1, found.verdict
 
 
 def test_a_line_holds_all_of_a_case() -> None:

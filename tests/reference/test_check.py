@@ -434,6 +434,14 @@ def test_limits_say_where_they_come_from() -> None:
     assert "too few" in small.reasons[1]
 
 
+def test_kernels_may_centre_codes() -> None:
+    """All codes are 0, and -16 once they are centred: then half a block is a float by itself."""
+    blocks = FORMATS["q5_0"].quantize(np.full((1, BLOCK), -0.125, np.float32))
+    assert not FORMATS["q5_0"].codes(blocks).any()
+    q81 = Q81.of_values(Problem(1, 1, BLOCK, "q5_0", "normal").a)
+    assert magnitude_a8(q81, blocks) == 0.125 * np.abs(q81.values()).sum()
+
+
 def test_the_magnitudes_bound_the_results() -> None:
     for name in WEIGHT_FORMATS:
         problem = Problem(5, 7, 96, name, "normal")

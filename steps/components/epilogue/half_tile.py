@@ -74,6 +74,17 @@ def load_two_features(of_bias: str | None) -> Any:
 
 
 @cuda.jit(device=True, forceinline=True)
+def scale_rows(x, tokens, u):
+    """x, a thread's sums of features g and g + 8, times u[0] and u[1], their row scales. They come
+    before the tokens' scales: the sums times these alone may overflow."""
+    for j in range(tokens // 8):
+        x[4 * j] *= u[0]
+        x[4 * j + 1] *= u[0]
+        x[4 * j + 2] *= u[1]
+        x[4 * j + 3] *= u[1]
+
+
+@cuda.jit(device=True, forceinline=True)
 def scale_tokens(x, tokens, token_scales, m, M):
     """x, a thread's sums of tokens m, m + 1, m + 8, m + 9 ..., times the scales of the tokens."""
     for j in range(tokens // 8):
@@ -94,12 +105,11 @@ def store_halves(
     of_bias: str | None,
     staged_tokens: int = STAGED_TOKENS,
 ) -> Any:
-    """store(x, c, m0, n0, u): the sums of a warpgroup, times the row scales, plus the bias of dtype
-    `of_bias`, if that is not None, to C, whose dtype is `output`, "float16" or "bfloat16"; nothing
-    beyond the edges.
+    """store(x, c, m0, n0, u): the sums of a warpgroup, plus the bias of dtype `of_bias`, if that is
+    not None, to C, whose dtype is `output`, "float16" or "bfloat16"; nothing beyond the edges.
 
     x         : float32, a thread's sums of 64 features x `tokens` tokens, as `spread` puts the
-                accumulators of `wgmma` there; a multiple of 16 tokens.
+                accumulators of `wgmma` there, times all scales; a multiple of 16 tokens.
     m0, n0    : the first token and the first feature of this warpgroup.
     u         : of this thread's two features, `load_two_features`.
     first_byte: of dynamic shared memory, a multiple of 128. Warpgroup i of the block uses
@@ -147,10 +157,10 @@ def store_halves(
                 stmatrix_x4_trans(
                     buffers,
                     destination + buffer + j * ROW,
-                    pair(add(x[r] * u[0], u[2]), add(x[r + 1] * u[0], u[2])),
-                    pair(add(x[r + 2] * u[1], u[3]), add(x[r + 3] * u[1], u[3])),
-                    pair(add(x[r + 4] * u[0], u[2]), add(x[r + 5] * u[0], u[2])),
-                    pair(add(x[r + 6] * u[1], u[3]), add(x[r + 7] * u[1], u[3])),
+                    pair(add(x[r], u[2]), add(x[r + 1], u[2])),
+                    pair(add(x[r + 2], u[3]), add(x[r + 3], u[3])),
+                    pair(add(x[r + 4], u[2]), add(x[r + 5], u[2])),
+                    pair(add(x[r + 6], u[3]), add(x[r + 7], u[3])),
                 )
             barrier_sync(1 + warpgroup, WARPGROUP)
             for j in range(0, staged, 16):
@@ -183,6 +193,7 @@ def store_half_tile(
         t = int32(cuda.threadIdx.x & (WARPGROUP - 1))
         u = load_features(row_scales, bias, int32(n0 + (t >> 5) * 16 + (t >> 2 & 7)))
         spread(x, acc)
+        scale_rows(x, tokens, u)
         if scaled:
             scale_tokens(x, tokens, token_scales, int32(m0 + 2 * (t & 3)), int32(c.shape[0]))
         store_sums(x, c, m0, n0, u)
@@ -204,6 +215,7 @@ def store_float_tile(tokens: int, scaled: bool, of_bias: str | None) -> Any:
         m, n = int32(m0 + 2 * (t & 3)), int32(n0 + (t >> 5) * 16 + (t >> 2 & 7))
         u = load_features(row_scales, bias, n)
         spread(x, acc)
+        scale_rows(x, tokens, u)
         if scaled:
             scale_tokens(x, tokens, token_scales, m, M)
         offset, stride = int64(m) * N + n, int64(8) * N
@@ -212,9 +224,9 @@ def store_float_tile(tokens: int, scaled: bool, of_bias: str | None) -> Any:
                 r, at = 4 * j + i, offset + i * int64(N)
                 if m + (8 * j + i) < M:
                     if n < N:
-                        store_f32(c, at, add(x[r] * u[0], u[2]))
+                        store_f32(c, at, add(x[r], u[2]))
                     if n + 8 < N:
-                        store_f32(c, at + 8, add(x[r + 2] * u[1], u[3]))
+                        store_f32(c, at + 8, add(x[r + 2], u[3]))
             offset += stride
 
     return store

@@ -121,8 +121,8 @@ def _to_16_bits(
     def store(x, u, v, c, m, n):
         y = cuda.local.array(n_acc, float32)
         for r in range(n_acc):
-            y[r] = float32(x[r])
-            if scaled:
+            y[r] = float32(x[r]) * u[r // 2 % 2]
+            if scaled:  # last: the sums times these alone may overflow
                 y[r] *= v[r // 4 * 2 + r % 2]
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         barrier_sync(1 + warpgroup, WARPGROUP)  # nobody loads from the area any more
