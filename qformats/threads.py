@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 ROWS: Final = 512
 """Of a part of a matrix: whole groups of packed tiles, and some MB of a core's cache."""
+
+NAME: Final = "rows of a matrix"
+"""Of the threads."""
 
 T = TypeVar("T")
 
@@ -25,13 +29,21 @@ def cores() -> int:
 
 def in_parts(work: Callable[[int, int], T], count: int, size: int) -> list[T]:
     """work(first, stop) for 0 .. count in parts of `size`, in order; the error of the first part
-    that has one. One part, or one core, needs no threads."""
+    that has one. One part, one core, or parts of a part need no threads."""
     firsts = range(0, count, size)
-    workers = min(cores(), len(firsts))
-    if workers < 2:
+    if min(cores(), len(firsts)) < 2 or threading.current_thread().name.startswith(NAME):
         return [work(first, min(first + size, count)) for first in firsts]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda first: work(first, min(first + size, count)), firsts))
+    return list(_pool(cores()).map(lambda first: work(first, min(first + size, count)), firsts))
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that stay: to start and to end them takes longer than a small matrix."""
+    return ThreadPoolExecutor(workers, NAME)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of the threads
 
 
 def by_rows(pack: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -100,3 +102,23 @@ def test_parts_are_in_order_and_on_as_many_threads_as_there_are_cores(four: None
     assert here == [threading.get_ident()], "one part needs no thread"
     assert threads.in_parts(lambda *part: part, 0, 10) == []
     assert threads.in_parts(lambda *part: part, 5, 2) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_parts_of_a_part_need_no_threads(four: None) -> None:
+    """They would wait for threads that wait for them."""
+
+    def work(first: int, stop: int) -> list[int]:
+        own = threading.get_ident()
+        return threads.in_parts(lambda *_: threading.get_ident() - own, 4, 1)
+
+    assert threads.in_parts(work, 40, 5) == [[0, 0, 0, 0]] * 8
+
+
+def test_a_forked_process_has_threads_of_its_own(four: None) -> None:
+    assert threads.in_parts(lambda *part: part, 2, 1) == [(0, 1), (1, 2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a process with threads is forked
+        child = os.fork()
+    if child == 0:
+        os._exit(threads.in_parts(lambda first, _: first, 3, 1)[2])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
