@@ -309,6 +309,40 @@ def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
     assert "tiny.gguf has no chat template: give --prompt" in capsys.readouterr().err
 
 
+class Driver:
+    """Counts the calls that make a context."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.made = fails, []
+
+    def cuInit(self, flags: int) -> int:
+        return 100 if self.fails else 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        self.made.append(device)
+        return 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_context_is_made_while_torch_is_imported(fails: bool, monkeypatch: Any) -> None:
+    driver = Driver(fails)
+    monkeypatch.setattr(command, "driver_library", lambda: driver)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    command._make_context()
+    assert driver.made == ([] if fails else [1])
+
+
+def test_on_a_cpu_there_is_no_context(tmp_path: Path, monkeypatch: Any) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(command, "_make_context", lambda: begun.append(True))
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    assert main([str(path), "--reference", "--prompt", "the hat", "--tokens", "1"]) == 0
+    assert not begun
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([str(path), "--prompt", "the hat"]) == 2
+    assert begun
+
+
 def test_a_real_model_answers(capsys: Any) -> None:
     """SmolLM2 from torch's products in float32, on the CPU."""
     smollm2()
