@@ -120,10 +120,13 @@ def _to_16_bits(
     @cuda.jit(device=True, forceinline=True)
     def store(x, u, v, c, m, n):
         y = cuda.local.array(n_acc, float32)
-        for r in range(n_acc):
-            y[r] = float32(x[r]) * u[r // 2 % 2]
+        for r in range(0, n_acc, 4):
+            y[r], y[r + 1] = float32(x[r]) * u[0], float32(x[r + 1]) * u[0]
+            y[r + 2], y[r + 3] = float32(x[r + 2]) * u[1], float32(x[r + 3]) * u[1]
             if scaled:  # last: the sums times these alone may overflow
-                y[r] *= v[r // 4 * 2 + r % 2]
+                i = r // 2
+                y[r], y[r + 1] = y[r] * v[i], y[r + 1] * v[i + 1]
+                y[r + 2], y[r + 3] = y[r + 2] * v[i], y[r + 3] * v[i + 1]
         warpgroup = int32(cuda.threadIdx.x // WARPGROUP)
         barrier_sync(1 + warpgroup, WARPGROUP)  # nobody loads from the area any more
         store_area(y, c, m, n, u)
