@@ -86,7 +86,7 @@ def test_a_prompt_goes_through_the_layers_in_halves_where_sums_travel(tmp_path: 
     for _, kind, name, changes in MODELS[:3]:
         paths.append(tmp_path / f"{kind}-{name}.gguf")
         files.write_tiny(paths[-1], name, architecture=kind, **SMALL | changes)
-    found = run_on_ranks(2, parallel_cases.halved, tmp_path, paths)
+    found, by_kernels = zip(*run_on_ranks(2, parallel_cases.halved, tmp_path, paths), strict=True)
     for i, path in enumerate(paths):
         right, tokens = parallel_cases.logits_of(path, torch.float64)
         for rank, of_rank in enumerate(found):
@@ -103,6 +103,12 @@ def test_a_prompt_goes_through_the_layers_in_halves_where_sums_travel(tmp_path: 
             assert alone[16:31] == 3 * around + last, "logits of the last token alone"
             whole = [("y", 4), ("x", 2), ("y", 3), ("x", mine)]
             assert in_the_pass[:8] == around + whole, "down's pass leaves whole sums"
+    right, _ = parallel_cases.logits_of(paths[0], torch.float64)
+    for logits, launched in by_kernels:
+        assert (logits - right).abs().max() < 1e-4 * right.square().mean().sqrt()
+        assert torch.equal(logits, by_kernels[0][0]), "ranks have the same bits"
+        # two prompts in halves, of which one needs no last norm of the first; four tokens
+        assert launched.count("add_and_norm") == 2 * 2 * 5 - 1 + 4 * 5
 
 
 @pytest.mark.slow
@@ -381,3 +387,26 @@ def test_right_and_measured_on_two_gpus(tmp_path: Any) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": right:") == 2, done.stdout
+
+
+@pytest.mark.gpu
+def test_long_prompts_on_two_gpus(tmp_path: Any) -> None:
+    """Prompts in halves by kernels. Sums of rounded products differ from one GPU's by a little."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", architecture="llama", **SMALL)
+    shapes = [(1, 513), (3, 201), (1, 700)]
+    kinds = "cpu:gloo,cuda:nccl"
+    found = run_on_ranks(2, parallel_cases.on_gpus, tmp_path, path, shapes, backend=kinds)
+    for whole, shared, how, replayed in found:
+        assert "exchanged" in how, how
+        for logits, right in zip(shared, whole, strict=True):
+            for some, wanted in zip(logits, right, strict=True):
+                assert some.shape == wanted.shape
+                off, size = (one.double().square().mean().sqrt() for one in (some - wanted, wanted))
+                assert off < 0.02 * size
+        for one in replayed:
+            torch.testing.assert_close(one, shared[-1][0], rtol=0, atol=0.02 * float(one.std()))
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert all(map(torch.equal, one, other)), "ranks have the same bits"
+    assert all(map(torch.equal, found[0][3], found[1][3])), "ranks have the same bits"
