@@ -97,7 +97,8 @@ class AllReduce:
     def begin(self, y: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin the sum of all ranks' y. The returned function returns the terms that are still to
         be added: the sum, or y and that of the only other rank. It is called once, on the same
-        stream. Terms may be read until two more sums are begun, and nobody writes to y till then.
+        stream. Terms may be read until two more sums or x are begun, an x by `room`, and nobody
+        writes to y till then.
         """
         if self._exchange is None or not self._fits(y.nbytes) or self.is_one_shot(y):
             y = self(y)
@@ -124,7 +125,7 @@ class AllReduce:
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin to send this rank's rows of x, which `room` made, to the others. The returned
         function returns x with the rows of all; it is called once, on the same stream. x may be
-        read until two more sums or x are begun."""
+        read until two more sums or x are begun, an x by `room`."""
         if self._exchange is not None and self._fits(x.nbytes):
             mine = self.own(x)
             first = mine.storage_offset() - x.storage_offset()

@@ -119,6 +119,8 @@ def test_long_prompts_of_odd_lengths(tmp_path: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", architecture="llama", **SMALL)
     shapes = [(1, 513), (1, 700), (3, 201)]
     alone = parallel_cases.filled(parallel_cases.loaded(path, torch.float64), shapes)
+    for last, every, _ in alone:
+        torch.testing.assert_close(last, every[:, -1])
     found = run_on_ranks(2, parallel_cases.long_prompts, tmp_path, path, shapes)
     for of_rank in found:
         for (one, _), tolerance in zip(of_rank, (1e-9, 1e-4, 1e-9), strict=True):
