@@ -141,11 +141,13 @@ class Kernels:
         epsilon: float,
         dtype: Any,
         other: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """h is the residual's memory from then on: y is added in place."""
-        x, others = torch.empty_like(h, dtype=dtype), () if other is None else (other,)
+        x = torch.empty_like(h, dtype=dtype) if out is None else out
+        others = () if other is None else (other,)
         if not takes_rows(h, weight, x, y, *others):
-            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other)
+            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other, out)
         self._launch(of_add_and_norm, (h, y, weight, x, *others), epsilon)
         return h, x
 

@@ -48,11 +48,19 @@ def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
 
 
 def add_and_norm(
-    h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any, other: Tensor | None = None
+    h: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    dtype: Any,
+    other: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual with a product's y added, and its `rms_norm`. other: a second term of y."""
+    """The residual with a product's y added, and its `rms_norm`. other: a second term of y. out:
+    where the norm is written, [M, width] of `dtype`; by default memory of its own."""
     h = h + (y if other is None else y.to(h.dtype) + other)
-    return h, rms_norm(h, weight, epsilon, dtype)
+    x = rms_norm(h, weight, epsilon, dtype)
+    return h, x if out is None else out.copy_(x)
 
 
 def swiglu(y: Tensor, dtype: Any) -> Tensor:
