@@ -141,13 +141,11 @@ class Kernels:
         epsilon: float,
         dtype: Any,
         other: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """h is the residual's memory from then on: y is added in place."""
-        x = torch.empty_like(h, dtype=dtype) if out is None else out
-        others = () if other is None else (other,)
+        x, others = torch.empty_like(h, dtype=dtype), () if other is None else (other,)
         if not takes_rows(h, weight, x, y, *others):
-            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other, out)
+            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other)
         self._launch(of_add_and_norm, (h, y, weight, x, *others), epsilon)
         return h, x
 

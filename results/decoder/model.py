@@ -10,9 +10,8 @@ between products write the dtype that the next product reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -314,35 +313,23 @@ class Part:
     """Tokens of each sequence that go through a layer together: all of them, or half of a prompt.
 
     first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
-    rows: B * tokens. h: the residual [rows, width]. y: what the last product adds to it, None
-    before there is one, or a function that returns the terms of which it is the sum
-    (`parallel.Summed.begin`). sums: where each rank keeps some rows of h and of y, and norms those
-    alone: `all_reduce.AllReduce`. Up to the first sum h has all rows. logits: in the end, where
-    somebody asks for them.
+    h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
+    one, or a function that returns the terms of which it is the sum (`parallel.Summed.begin`).
     """
 
     tokens: int
     first: int
     position: Tensor
-    rows: int
     h: Tensor
     y: Any = None
-    sums: Any = None
-    logits: Any = None
 
     def begin(self, product: Any, x: Tensor) -> None:
         """Make y by a product of x, or begin to, where ranks add it up."""
-        if self.sums is None:
-            self.y = getattr(product, "begin", product)(x)
-        else:
-            self.y = product.scatter(x)
+        self.y = getattr(product, "begin", product)(x)
 
     def terms(self) -> tuple[Tensor, ...]:
         """One tensor or two, whose sum is y."""
-        if callable(self.y):
-            terms: tuple[Tensor, ...] = self.y()
-            return terms
-        return (self.y if self.sums is None else self.sums.own(self.y),)
+        return self.y() if callable(self.y) else (self.y,)
 
 
 class Decoder:
@@ -441,106 +428,64 @@ class Decoder:
         return found
 
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
-        parts, first, sizes = [], 0, self._sizes(*ids.shape)
-        for some in ids.split(sizes, 1):
+        parts, first = [], 0
+        for some in ids.split(self._sizes(*ids.shape), 1):
             h = self.embedding(some).reshape(-1, self.config.width)
             position = cache.position + first if first else cache.position
-            sums = self.layers[0].out.sums if len(sizes) > 1 else None
-            parts.append(Part(some.shape[1], first, position, len(h), h, sums=sums))
+            parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
-        one, *other = (self._through(part, cache, every, part is parts[-1]) for part in parts)
-        next(one)
-        for _ in zip_longest(one, *other):
-            pass
+        for layer, keys_values in zip(self.layers, cache.layers, strict=True):
+            for part in parts:
+                self._attend(layer, part, keys_values, cache)
+            for part in parts:
+                self._feed(layer, part)
+        rows = [(part.h, *part.terms()) for part in parts]
         if every:
             shape = len(ids), -1, self.config.vocabulary
-            return torch.cat([part.logits.view(shape) for part in parts], 1)
-        logits: Tensor = parts[-1].logits
-        return logits
+            return torch.cat([self._logits(one).view(shape) for one in rows], 1)
+        last, tokens = rows[-1], parts[-1].tokens
+        if tokens > 1:
+            last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
+        return self._logits(last)
 
-    def _through(self, part: Part, cache: Cache, every: bool, is_last: bool) -> Iterator[None]:
-        """All layers and the logits, in steps: the norm; the product that reads it; the rest, up to
-        the product that is added to h.
-
-        The halves of a prompt take turns, the first one step ahead. What a half sends at the end of
-        a step travels during the other half's next one, and it is read in the step after that. So
-        one transfer at most begins before it is read, as `all_reduce.Exchange` demands:
-
-            half 0    qkv |        | attention, out |             | norm   |           | gate, up
-            half 1        | norm   |                | qkv         |        | attn, out |
-            begun         | x of 1 | y of 0         |             | x of 0 | y of 1    |
-        """
-        for layer, keys_values in zip(self.layers, cache.layers, strict=True):
-            yield from self._attend(layer, part, keys_values, cache)
-            yield
-            yield from self._feed(layer, part)
-            yield
-        if every or is_last:
-            yield from self._finish(part, 0 if every else cache.batch)
-        else:
-            part.terms()  # y is no longer read by the side stream then
-
-    def _attend(
-        self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache
-    ) -> Iterator[None]:
+    def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""
-        m, do = part.rows, self.operations
-        x = self._normed(part, layer.before_attention, layer.qkv, m)
-        yield
-        qkv = layer.qkv(x())
-        yield
+        m, do = len(part.h), self.operations
+        x = self._normed(part, layer.before_attention, layer.qkv)
         cached = keys_values, part.position, cache.cos, cache.sin
         given = self.config.heads, layer.out.input_dtype(m), layer.head_norms, part.first
-        part.begin(layer.out, do.attention(qkv, *cached, *given))
+        part.begin(layer.out, do.attention(layer.qkv(x), *cached, *given))
 
-    def _feed(self, layer: Layer, part: Part) -> Iterator[None]:
+    def _feed(self, layer: Layer, part: Part) -> None:
         """The feed-forward products."""
         do = self.operations
-        x = self._normed(part, layer.before_hidden, layer.gate_up, part.rows)
-        yield
-        y = layer.gate_up(x())
-        yield
+        y = layer.gate_up(self._normed(part, layer.before_hidden, layer.gate_up))
         if do.swiglu_overlaps:
             part.begin(layer.down, do.swiglu(y, layer.down.input_dtype(len(y))))
         else:
             part.y = layer.down.after_swiglu(y, do.swiglu)
 
-    def _normed(self, part: Part, weight: Tensor, product: Any, m: int) -> Callable[[], Tensor]:
-        """Returns what a product of m rows reads: the norm of the residual, [part.rows, width],
-        after y is added to it. Where ranks norm some rows each, these travel until it is called."""
-        dtype = product.input_dtype(m)
-        rest = weight, self.config.epsilon, dtype
+    def _normed(self, part: Part, weight: Tensor, product: Any) -> Tensor:
+        """What a product reads: the norm of the residual, after y is added to it."""
         if part.y is None:
-            x = self.operations.rms_norm(part.h, *rest)
-            if part.sums is not None:
-                part.h = part.sums.own(part.h)
-            return lambda: x
-        y, *other = part.terms()
-        if part.sums is None:
-            part.h, x = self.operations.add_and_norm(part.h, y, *rest, *other)
-            return lambda: x
-        x = part.sums.room(part.rows, part.h.shape[1], dtype, part.h.device)
-        own = part.sums.own(x)
-        part.h, _ = self.operations.add_and_norm(part.h, y, *rest, *other, out=own)
-        arrived: Callable[[], Tensor] = part.sums.gather(x)
-        return arrived
+            dtype = product.input_dtype(len(part.h))
+            return self.operations.rms_norm(part.h, weight, self.config.epsilon, dtype)
+        part.h, x = self._add_and_norm((part.h, *part.terms()), weight, product)
+        return x
 
-    def _finish(self, part: Part, sequences: int) -> Iterator[None]:
-        """Logits [rows, V], or, of so many sequences, [B, V] after the last token of each."""
+    def _logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """Logits [M, V] of the residual, and the terms of what the last product adds to it."""
+        _, x = self._add_and_norm(rows, self.norm, self.output)
+        logits: Tensor = self.output(x)
+        return logits
 
-        def last(one: Tensor) -> Tensor:
-            return one.view(sequences, part.tokens, -1)[:, -1].contiguous() if sequences else one
-
-        rest = self.norm, self.output, sequences or part.rows
-        if part.sums is None:
-            h, *terms = (last(one) for one in (part.h, *part.terms()))
-            x = self._normed(Part(1, 0, part.position, len(h), h, lambda: tuple(terms)), *rest)
-            yield
-            part.logits = self.output(x())
-        else:
-            x = self._normed(part, *rest)
-            yield
-            part.logits = self.output(last(x()))
+    def _add_and_norm(
+        self, rows: Sequence[Tensor], weight: Tensor, product: Any
+    ) -> tuple[Tensor, Tensor]:
+        """rows: the residual, and the one or two terms of y."""
+        h, y, *other = rows
+        rest = weight, self.config.epsilon, product.input_dtype(len(h))
+        return self.operations.add_and_norm(h, y, *rest, *other)
 
 
 def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:

@@ -48,19 +48,11 @@ def rms_norm(h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
 
 
 def add_and_norm(
-    h: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    dtype: Any,
-    other: Tensor | None = None,
-    out: Tensor | None = None,
+    h: Tensor, y: Tensor, weight: Tensor, epsilon: float, dtype: Any, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The residual with a product's y added, and its `rms_norm`. other: a second term of y. out:
-    where the norm is written, [M, width] of `dtype`; by default memory of its own."""
+    """The residual with a product's y added, and its `rms_norm`. other: a second term of y."""
     h = h + (y if other is None else y.to(h.dtype) + other)
-    x = rms_norm(h, weight, epsilon, dtype)
-    return h, x if out is None else out.copy_(x)
+    return h, rms_norm(h, weight, epsilon, dtype)
 
 
 def swiglu(y: Tensor, dtype: Any) -> Tensor:

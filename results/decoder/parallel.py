@@ -10,12 +10,10 @@ has all of the embedding, which is looked up and not multiplied, and of the norm
 ranks add up their products twice; in the end they join their logits. So all of them have the same
 bits, and choose the same token.
 
-A prompt goes through each layer in two halves, where sums can travel while the GPU multiplies. A
-rank keeps the residual of some rows of each half, half of them with two ranks. It gets the sums of
-these, norms these, and sends the others what their products read:
+A prompt goes through each layer in two halves, where sums can travel while the GPU multiplies:
 
-    this stream    norm of 0 | attention, out of 1 | gate, up of 0 | norm of 1 | down of 0   | ...
-    travels                  | x of half 0         | y of half 1   |           | x of half 1 | ...
+    this stream    attention of half 0 | of half 1     | feed-forward of 0 | of 1          | ...
+    sums                               | of half 0     | of half 1         | of half 0     | ...
 """
 
 from __future__ import annotations
@@ -257,10 +255,6 @@ class Summed(Joined):
     def begin(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin what `forward` returns, see `all_reduce.AllReduce.begin`."""
         return self.sums.begin(self.products[0](x))
-
-    def scatter(self, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin this rank's rows of what `forward` returns, see `all_reduce.AllReduce.scatter`."""
-        return self.sums.scatter(self.products[0](x))
 
     def parts(self, sequences: int, tokens: int) -> list[int]:
         """Tokens of each sequence that are best multiplied together: all, or about half of them."""

@@ -16,19 +16,14 @@ free to multiply: `begin` a sum, do other work, and ask for it then. Two may be 
 
 The first barrier: the other GPU has read what it got there before. The second: copies are there.
 
-What follows a sum row by row, such as a norm, need not be done on every GPU. With `scatter` each
-gets the sum of its own rows alone, and with `gather` it sends on what it made of them. The two move
-the bytes of one exchange of whole sums.
-
 Multicast through the NVLink switch is not used.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from steps.nn import operator as operator
@@ -70,10 +65,6 @@ class AllReduce:
         """Whether a sum of `count` values of 16 bits is exchanged, while GPUs do other work."""
         return self._exchange is not None and 0 < 2 * count <= EXCHANGED
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's rows of [M, ..], a view. Some ranks have one more than others."""
-        return self._rows_of(whole, distributed.get_rank(self.group))
-
     @staticmethod
     def is_small(count: int) -> bool:
         """Whether `count` values are few enough to be summed in float32, to be rounded once. More
@@ -88,7 +79,7 @@ class AllReduce:
             shared = shared[: y.numel()].view(y.shape)
             name = self.group.group_name
             return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, y, "sum", name)
-        if self._exchange is not None and self._fits(y.nbytes):
+        if self._exchange is not None and 0 < y.nbytes <= EXCHANGED:
             mine, theirs = self.begin(y)()
             return torch.add(mine, theirs, out=y)
         distributed.all_reduce(y, group=self.group)
@@ -97,51 +88,13 @@ class AllReduce:
     def begin(self, y: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Begin the sum of all ranks' y. The returned function returns the terms that are still to
         be added: the sum, or y and that of the only other rank. It is called once, on the same
-        stream. Terms may be read until two more sums or x are begun, an x by `room`, and nobody
-        writes to y till then.
+        stream. Terms may be read until two more sums are begun, and nobody writes to y till then.
         """
-        if self._exchange is None or not self._fits(y.nbytes) or self.is_one_shot(y):
+        if self._exchange is None or not 0 < y.nbytes <= EXCHANGED or self.is_one_shot(y):
             y = self(y)
             return lambda: (y,)
         arrived = self._exchange.begin(y)
         return lambda: (y, arrived())
-
-    def scatter(self, y: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin the sum of all ranks' y [M, n], contiguous, in this rank's `own` rows alone: the
-        terms [own, n] are returned as `begin` returns those of all rows, with its conditions."""
-        if self._exchange is None or not self._fits(y.nbytes):
-            mine = self.own(self(y))
-            return lambda: (mine,)
-        mine, theirs = self.own(y), self._rows_of(y, 1 - distributed.get_rank(self.group))
-        arrived = self._exchange.begin(theirs, mine.shape)
-        return lambda: (mine, arrived())
-
-    def room(self, m: int, n: int, dtype: Any, device: Any) -> Tensor:
-        """An x [m, n] for `gather`, to be called next, when this rank's `own` rows are written."""
-        if self._exchange is None or not self._fits(m * n * dtype.itemsize):
-            return torch.empty((m, n), dtype=dtype, device=device)
-        return self._exchange.room((m, n), dtype)
-
-    def gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to send this rank's rows of x, which `room` made, to the others. The returned
-        function returns x with the rows of all; it is called once, on the same stream. x may be
-        read until two more sums or x are begun, an x by `room`."""
-        if self._exchange is not None and self._fits(x.nbytes):
-            mine = self.own(x)
-            first = mine.storage_offset() - x.storage_offset()
-            return self._exchange.begin(mine, x.shape, first)
-        for rank in range(distributed.get_world_size(self.group)):
-            source = distributed.get_global_rank(self.group, rank)
-            distributed.broadcast(self._rows_of(x, rank), source, group=self.group)
-        return lambda: x
-
-    def _rows_of(self, whole: Tensor, rank: int) -> Tensor:
-        ranks = distributed.get_world_size(self.group)
-        return whole[len(whole) * rank // ranks : len(whole) * (rank + 1) // ranks]
-
-    @staticmethod
-    def _fits(nbytes: int) -> bool:
-        return 0 < nbytes <= EXCHANGED
 
     def is_one_shot(self, y: Tensor) -> bool:
         """Whether the sum is made by torch's one-shot kernel."""
@@ -151,19 +104,7 @@ class AllReduce:
 
 class Exchange:
     """Two GPUs of a host copy values into memory of each other, two slots of it by turns.
-    RuntimeError where torch cannot map that memory.
-
-    Nothing is overwritten that is still to be read, if what came with transfer k is asked for, and
-    all that reads it is queued on this stream, before transfer k + 2 begins, which has its slot,
-    and before anything is written into `room` for it:
-
-    - The other's copy k + 2 comes behind its first barrier. This GPU's side stream reaches that
-      when this stream has done all that was queued before, so what came with k has been read.
-    - What this stream writes into `room` for k + 2 comes behind the readers of k on it, and behind
-      the second barrier of k: the other's copy to this slot and this one's copy from it are done.
-    - A graph that is replayed may take the slot of the transfer just before. That has been asked
-      for and read by then, and both of the above hold.
-    """
+    RuntimeError where torch cannot map that memory."""
 
     def __init__(self, group: Any, device: Any) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
@@ -175,22 +116,12 @@ class Exchange:
         self._slots = list(zip(got.split(EXCHANGED), of_other.split(EXCHANGED), strict=True))
         self._side = torch.cuda.Stream(device)
 
-    def room(self, shape: Sequence[int], dtype: Any) -> Tensor:
-        """This GPU's side of the slot of the next transfer."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        return self._slots[0][0][:nbytes].view(dtype).view(shape)
-
-    def begin(
-        self, values: Tensor, shape: Sequence[int] | None = None, first: int = 0
-    ) -> Callable[[], Tensor]:
-        """Copy contiguous values to the other GPU, on the side stream, to where the slot's value
-        number `first` is. The function returned waits, on this stream, and returns what the slot
-        has here, of the same dtype and of `shape`, by default that of the values: it may be read
-        here until two more have begun."""
-        got = self.room(values.shape if shape is None else shape, values.dtype)
-        start = first * values.itemsize
-        of_other = self._slots[0][1][start : start + values.nbytes].view(values.dtype)
-        self._slots.reverse()
+    def begin(self, values: Tensor) -> Callable[[], Tensor]:
+        """Copy contiguous values to the other GPU, on the side stream. The function returned waits,
+        on this stream, and returns what the other has sent, of the same shape and dtype: it may be
+        read here until two more have begun."""
+        here, self._slots = self._slots[0], self._slots[::-1]
+        got, of_other = (one[: values.nbytes].view(values.dtype) for one in here)
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             self._handle.barrier(channel=0)
@@ -200,7 +131,7 @@ class Exchange:
 
         def arrived() -> Tensor:
             torch.cuda.current_stream(self._side.device).wait_event(done)
-            return got
+            return got.view(values.shape)
 
         return arrived
 

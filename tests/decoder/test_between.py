@@ -100,23 +100,6 @@ def test_what_no_kernel_takes_is_torchs(h: Any, weight: Any, why: str) -> None:
     assert not launched, why
 
 
-@pytest.mark.parametrize("width", [64, 36])
-def test_a_norm_is_written_where_it_is_asked_for(width: int) -> None:
-    """Some rows of a larger x, by a kernel and, where none takes the rows, by torch."""
-    h, y, other = torch.randn(3, 2, width)
-    y, other = y.half(), other.half()
-    weight, x = torch.randn(width), torch.zeros(5, width, dtype=torch.float16)
-    rest = y, weight, 1e-5, torch.float16, other
-    wanted, right = operations.PLAIN.add_and_norm(h.clone(), *rest)
-    do, launched = simulated()
-    found, written = do.add_and_norm(h.clone(), *rest, out=x[2:4])
-    assert launched == (["add_and_norm"] if width == 64 else [])
-    assert written.data_ptr() == x[2:].data_ptr()
-    torch.testing.assert_close(x[2:4], right, rtol=2e-3, atol=1e-4)
-    torch.testing.assert_close(found, wanted)
-    assert not x[[0, 1, 4]].any()
-
-
 def test_a_mode_that_there_is_not_is_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="a GPU of compute capability"):

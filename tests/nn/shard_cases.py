@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -127,18 +126,6 @@ def case_large_sums_are_of_rounded_products() -> None:
     assert within(y, *exact(x, blocks), 1 + ranks())
     assert not within(y, *exact(x, blocks)), "each product is rounded, then the sums are"
     assert layer(x[:, mine.start : mine.stop]).dtype == torch.float16
-
-
-def case_rows_are_scattered_and_gathered() -> None:
-    """Without an exchange; neither number of ranks divides all of the rows."""
-    sums = all_reduce_of(distributed.group.WORLD, torch.device("cpu"))
-    for m in (3, 5, 8):
-        rows, own = torch.arange(m * 4.0).view(m, 4), share(m)
-        (mine,) = sums.scatter(rows * (1 + rank()))()
-        assert torch.equal(mine, rows[own.start : own.stop] * sum(range(1, 1 + ranks())))
-        x = sums.room(m, 4, torch.float16, rows.device).fill_(torch.nan)
-        sums.own(x).copy_(rows[own.start : own.stop])
-        assert torch.equal(sums.gather(x)(), rows.half())
 
 
 def case_a_pair_needs_no_word_between() -> None:
@@ -357,7 +344,6 @@ def on_gpus() -> str:
             whole = joined(x.to(device)).cpu()
             assert bool(((whole.double() - exact(x, blocks)[0]).abs() <= 0.01 * size + 1e-3).all())
         of_exchange(sums, device)
-        of_rows(sums, device)
         state = layer.state_dict()
         assert torch.equal(state["blocks"], QuantLinear.from_blocks(blocks).blocks)
     return sums.how
@@ -377,41 +363,6 @@ def of_exchange(sums: Any, device: Any) -> None:
                     found[i - 2] = sum(begun[i - 2]()) / 3
                 if rows is not None:
                     begun.append(sums.begin(rows * (1 + rank())))
-        return torch.cat(found)
-
-    for turn in range(20):
-        x.copy_(numbers + turn)
-        if turn % 2 == rank():
-            torch.cuda._sleep(1_000_000)  # the other rank waits, or writes what is still read
-        assert torch.equal(many(x), x), turn
-    assert torch.equal(graphed(many, x), x)
-
-
-def of_rows(sums: Any, device: Any) -> None:
-    """Rows that are scattered and gathered, of two halves by turns, as in a prompt, again and again
-    with other numbers, and in a CUDA graph."""
-    numbers = torch.arange(1301 * 512, device=device).view(1301, 512) % 251
-    x = torch.zeros_like(numbers, dtype=torch.float16)
-
-    def through(rows: Any, found: list[Any]) -> Any:
-        for _ in range(3):
-            begun = sums.scatter(rows * (1 + rank()))
-            yield
-            terms, room = begun(), sums.room(*rows.shape, rows.dtype, device)
-            torch.div(sum(terms), 3, out=sums.own(room))
-            arrived = sums.gather(room)
-            yield
-            rows = arrived().clone()
-            yield
-        found.append(rows)
-
-    def many(x: Any) -> Any:
-        found: list[Any] = []
-        x = sums(x * (1 + rank())) / 3  # with it an odd number: a graph begins where it ends
-        one, other = (through(rows, found) for rows in x.split(700))
-        next(one)
-        for _ in zip_longest(one, other):
-            pass
         return torch.cat(found)
 
     for turn in range(20):

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from steps.nn import all_reduce  # noqa: E402
 from steps.nn.all_reduce import ONE_SHOT, AllReduce  # noqa: E402
 from steps.nn.linear import QuantLinear  # noqa: E402
 from steps.nn.shard import bounds  # noqa: E402
@@ -95,54 +92,6 @@ def test_small_sums_take_symmetric_memory_and_others_the_library(monkeypatch: An
         assert asked.pop() == (y.dtype, made.group)
     assert made.is_small(ONE_SHOT // 4)
     assert not made.is_small(ONE_SHOT // 4 + 1)
-
-
-def test_rows_are_copied_to_where_the_other_reads_them(monkeypatch: Any) -> None:
-    """Two exchanges in one process, with each other's memory, and no GPU: 5 rows, 2 and 3."""
-    monkeypatch.setattr(all_reduce, "EXCHANGED", 64)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    stream = SimpleNamespace(wait_event=lambda done: said.append(done))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
-    memory = [torch.zeros(128, dtype=torch.uint8).split(64) for _ in range(2)]
-    said: list[Any] = []
-    ranks = []
-    for rank in range(2):
-        exchange = object.__new__(all_reduce.Exchange)
-        exchange._slots = list(zip(memory[rank], memory[1 - rank], strict=True))
-        exchange._handle = SimpleNamespace(barrier=lambda channel: said.append(channel))
-        exchange._side = SimpleNamespace(
-            device=None,
-            wait_stream=lambda one: said.append("wait"),
-            record_event=lambda: "done",
-        )
-        made = object.__new__(AllReduce)
-        made.group, made._buffer, made._exchange = rank, None, exchange
-        ranks.append(made)
-    rows = torch.arange(20.0).view(5, 4).half()
-    for _ in range(3):  # an odd number of transfers, so each is in both slots
-        sums = [one.scatter(rows * 10**rank) for rank, one in enumerate(ranks)]
-        assert said == ["wait", 0, 1] * 2
-        for rank, terms in enumerate(sums):
-            mine, theirs = terms()
-            own = rows[2 * rank : 2 + 3 * rank]
-            assert torch.equal(mine, own * 10**rank)
-            assert torch.equal(theirs, own * 10 ** (1 - rank))
-        assert said[6:] == ["done"] * 2
-        rooms = [one.room(5, 4, torch.half, None) for one in ranks]
-        for one, x in zip(ranks, rooms, strict=True):
-            one.own(x).copy_(one.own(rows))
-        arrived = [one.gather(x) for one, x in zip(ranks, rooms, strict=True)]
-        for x in arrived:
-            assert torch.equal(x(), rows)
-        pair = [one.begin(rows[:3] + rank) for rank, one in enumerate(ranks)]
-        for rank, begun in enumerate(pair):
-            assert [one[0, 0] for one in begun()] == [rank, 1 - rank]
-        said.clear()
-    assert ranks[0].room(8, 4, torch.half, None).data_ptr() == memory[0][1].data_ptr()
-    too_many = ranks[0].room(9, 4, torch.half, None)
-    assert too_many.untyped_storage().nbytes() == 72, "memory of its own"
 
 
 def test_multicast_is_asked_for_nowhere() -> None:

@@ -7,8 +7,7 @@ share. Rank 0 has the whole model too. The two take turns: while rank 0 runs the
 GPUs idle, then all of them run the shared one. Both are CUDA graphs, and rank 0's clock counts.
 
 Of what all ranks take, the products of a rank and the sums are also timed alone, one after another
-with nothing between them: of a prompt in halves what travels of sums and norms. The rest is norms
-and attention.
+with nothing between them. The rest is norms, which each rank computes for itself, and attention.
 """
 
 from __future__ import annotations
@@ -107,26 +106,16 @@ def model(
 
 
 def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
-    """The sums of a graph alone, of zeros, and, of a prompt in halves, x that is sent on."""
+    """The sums of a graph alone, of zeros."""
     width = decoder.config.width
-
-    def one(product: Summed) -> None:
-        wide = tokens <= product.products[0].wide
-        dtype = torch.float32 if wide else torch.float16
-        parts, do = product.parts(1, tokens), product.sums
-        for rows in parts:
-            y = torch.zeros(rows, width, dtype=dtype, device=decoder.device)
-            if len(parts) == 1:
-                do(y)
-            else:
-                do.scatter(y)()
-                do.gather(do.room(rows, width, dtype, decoder.device))()
 
     def work() -> None:
         for layer in decoder.layers:
             for product in layer.products:
                 if isinstance(product, Summed):
-                    one(product)
+                    wide = tokens <= product.products[0].wide
+                    dtype = torch.float32 if wide else torch.float16
+                    product.sums(torch.zeros(tokens, width, dtype=dtype, device=decoder.device))
 
     return captured(work)
 
