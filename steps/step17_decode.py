@@ -77,7 +77,7 @@ def kernel(
     places, multiply, finish = product.places, product.multiply, product.finish
     n_acc = product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
-    store_sums, early, write = end_of.store, end_of.early, end_of.write
+    store_sums, prologue, write = end_of.store, end_of.prologue, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
@@ -162,7 +162,7 @@ def kernel(
         elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
             wait_for_oldest()
             cuda.syncthreads()
-        own = early(c, a_scales, bias, m0, first, end, t)
+        own = prologue(c, a_scales, bias, m0, first, end, t)
 
         # --- the stream
         offsets, slot = places(lane, a_rows, pitch), ring

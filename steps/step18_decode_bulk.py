@@ -4,7 +4,7 @@ What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
     one lane issues one bulk copy, and an mbarrier completes when it has arrived. A comes the same
     way, a copy for each token.
-    That is short enough to be done early. Weights do not depend on the launch before: a thread
+    That is short enough to be done prologue. Weights do not depend on the launch before: a thread
     block issues their copies as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
@@ -76,7 +76,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
     product = product_of(name, how, kind)
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
-    store_sums, early, write = end_of.store, end_of.early, end_of.write
+    store_sums, prologue, write = end_of.store, end_of.prologue, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
@@ -167,7 +167,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
             walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
         if t == 0:
             bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
-        own = early(c, a_scales, reads, m0, first, end, t)
+        own = prologue(c, a_scales, reads, m0, first, end, t)
         if quantized:
             i = int32(0)
             while i < count * (BLOCKS * tokens):

@@ -105,7 +105,7 @@ def normed_end(
     factors, write_plain = norm_of_token(how.tokens, parts), plain.write
 
     @cuda.jit(device=True, forceinline=True)
-    def early(c, _, reads, m0, first, end, t):
+    def prologue(c, _, reads, m0, first, end, t):
         norm, mean_of, epsilon, _ = reads
         s, r = factors(norm, mean_of, epsilon, m0, int32(c.shape[0]), t)
         return r * reciprocal(s)
@@ -115,7 +115,7 @@ def normed_end(
         bias = reads[3]
         write_plain(smem, sums, row_scales_at, c, unread, bias, own, m0, here, first, end, t)
 
-    return FinalSum(plain.store, early, write)
+    return FinalSum(plain.store, prologue, write)
 
 
 @cache
@@ -151,7 +151,7 @@ def residual_end(
         return old, w
 
     @cuda.jit(device=True, forceinline=True)
-    def early(c, _, reads, m0, first, end, t):
+    def prologue(c, _, reads, m0, first, end, t):
         before, mean_of, epsilon, h, weight, _, _ = reads
         old, w = load(h, weight, m0, first, end, t)
         _, s = factors(before, mean_of, epsilon, m0, int32(c.shape[0]), t)
@@ -207,7 +207,7 @@ def residual_end(
 
     tile = tile_format(name)
     tight = tile.minimum or tile.group < BLOCK
-    return FinalSum(of_warps.store, early, write, 0 if tight else BESIDE)
+    return FinalSum(of_warps.store, prologue, write, 0 if tight else BESIDE)
 
 
 def configuration(fmt: Format, m: int, n: int, k: int) -> TileConfiguration:

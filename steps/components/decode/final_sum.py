@@ -40,7 +40,7 @@ class FinalSum:
 
     store(acc, smem, offset, lane, low, high)
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
-    early(c, token_scales, reads, m0, first, end, t) -> own
+    prologue(c, token_scales, reads, m0, first, end, t) -> own
         a thread, whole warps together: what it has to load long before it is needed; arguments
         as of `write`
     write(smem, sums, row_scales_at, c, token_scales, reads, own, m0, here, first, end, t)
@@ -51,7 +51,7 @@ class FinalSum:
     """
 
     store: Any
-    early: Any
+    prologue: Any
     write: Any
     beside: int = 0
 
@@ -132,7 +132,7 @@ def final_sum(
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def early(c, token_scales, bias, m0, first, end, t):
+    def prologue(c, token_scales, bias, m0, first, end, t):
         """The scale of the token of its outputs."""
         return token_scale(token_scales, m0, int32(c.shape[0]), t)
 
@@ -163,4 +163,4 @@ def final_sum(
                     store_f32(c, at, total)
             i = int32(i + threads)
 
-    return FinalSum(of_warps.store, early, write)
+    return FinalSum(of_warps.store, prologue, write)
