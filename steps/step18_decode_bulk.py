@@ -4,7 +4,7 @@ What is new
     For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
     one lane issues one bulk copy, and an mbarrier completes when it has arrived. A comes the same
     way, a copy for each token.
-    That is short enough to be done prologue. Weights do not depend on the launch before: a thread
+    That is short enough to be done early. Weights do not depend on the launch before: a thread
     block issues their copies as soon as it has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
