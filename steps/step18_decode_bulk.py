@@ -43,12 +43,11 @@ from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
 from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.components.decode.walk import pair_walk
+from steps.components.decode.walk import gated_walk, pair_walk
 from steps.components.epilogue.bias import bias_operand
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
 from steps.instructions import (
-    bulk_copy,
     fence_mbarrier_init,
     fence_proxy_async,
     griddepcontrol_launch_dependents,
@@ -67,9 +66,9 @@ def product_of(name: str, how: Variant, kind: str) -> Product:
 
 
 @cache
-def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
+def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
     """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums, made for
-    this variant."""
+    this variant; gated: whether pairs of row tiles are of gates and ups (`gated_walk`)."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
@@ -77,7 +76,8 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
     store_sums, prologue, write = end_of.store, end_of.prologue, end_of.write
-    walks = pair_walk(tile_format(name).tile_bytes, warps_n)
+    walks = (gated_walk if gated else pair_walk)(tile_format(name).tile_bytes, warps_n)
+    copy_weights, copy_row_scales = walks.bulk_copy, walks.bulk_copy_scales
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
@@ -95,7 +95,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
                 if in_slots:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
-                bulk_copy(smem, slot + into, w, at, size, smem, bar)
+                copy_weights(smem, slot + into, w, at, size, bar)
             walk = advance(walk, part)
         return walk
 
@@ -166,7 +166,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum) -> Any:
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
             walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
         if t == 0:
-            bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
+            copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
         own = prologue(c, a_scales, reads, m0, first, end, t)
         if quantized:
             i = int32(0)

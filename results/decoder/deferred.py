@@ -2,7 +2,8 @@
 
     left by the norm before | product before: h += y, x, partial sums | product after: r, y
 
-It is taken where both products are one launch of step 18 that reads float16: not where a product is
+The product after may be that of gates and ups, which ends with silu(gate) * up
+(`steps.between.gated_product`): then those are no launch either. It is taken where both products are one launch of step 18 that reads float16: not where a product is
 several of them side by side, or a sum over ranks.
 """
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qformats import FORMATS
 from results.decoder.model import Product
 from steps import step18_decode_bulk
-from steps.between import add_and_norm, deferred_norm
+from steps.between import add_and_norm, deferred_norm, gated_product
 from steps.between.eight import EIGHT
 from steps.contract import Launch, Machine
 from steps.nn import operator as operator
@@ -72,6 +73,19 @@ class DeferredNorms:
         self._launch(of_product_after, arrays, product.format, epsilon)
         return y
 
+    def takes_gates(self, product: Product, down: Any, m: int) -> bool:
+        """Whether `gated` can be, of a product of gates and ups that is the one after a deferred
+        norm. down: the product that reads what comes out."""
+        of = FORMATS[product.format], m, product.n // 2, product.k
+        plain = product.bias is None and down.input_dtype(m) is torch.float16
+        return plain and gated_product.supports(*of)
+
+    def gated(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
+        """silu(gate) * up, float16 [M, hidden], of y = [gate, up] of `after`."""
+        gates = x.new_empty((len(x), product.n // 2))
+        self._launch(of_gated, (x, left, gates, *_weights(product)), product.format, epsilon)
+        return gates
+
 
 def _by_step_18(product: Any, m: int) -> bool:
     if not isinstance(product, Product):
@@ -105,3 +119,9 @@ def of_product_after(
     format: str, epsilon: float, x: Any, left: Any, y: Any, *weights: Any, machine: Machine
 ) -> Launch:
     return deferred_norm.launch_normed(FORMATS[format], weights, x, left, epsilon, y)
+
+
+def of_gated(
+    format: str, epsilon: float, x: Any, left: Any, gates: Any, *weights: Any, machine: Machine
+) -> Launch:
+    return gated_product.launch(FORMATS[format], weights, x, left, epsilon, gates)

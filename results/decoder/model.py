@@ -469,7 +469,11 @@ class Decoder:
     def _feed(self, layer: Layer, part: Part, weight: Tensor, after: Any) -> None:
         """The feed-forward products. weight, after: of the norm that follows, and the product that
         reads it."""
-        do, follows = self.operations, (layer.down, weight, after)
+        do, follows, m = self.operations, (layer.down, weight, after), len(part.h)
+        if part.x is not None and do.deferred.takes_gates(layer.gate_up, layer.down, m):
+            given = layer.gate_up, part.x, part.left, self.config.epsilon
+            self._add(part, do.deferred.gated(*given), *follows)
+            return
         y = self._of_normed(part, layer.before_hidden, layer.gate_up, follows)
         if do.swiglu_overlaps:
             self._add(part, do.swiglu(y, layer.down.input_dtype(len(y))), *follows)

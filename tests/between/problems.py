@@ -23,6 +23,7 @@ from steps.between import (
     attention,
     deferred_norm,
     embedding,
+    gated_product,
     rotary,
     swiglu,
 )
@@ -276,6 +277,29 @@ def normed_problem(
             FORMATS[of.format], of.weights, x, norm, epsilon, out.array
         ),
         check, [out], [x, norm, *of.weights],
+    )  # fmt: skip
+
+
+def gated_problem(of: Any, parts: int = 5) -> Problem:
+    """The product of gates and ups after a norm, of a `Matrix` of both."""
+    m, hidden = of.m, of.n // 2
+    norm, out = norm_before(m, parts, of.k, of.m), Output((m, hidden), "float16")
+    norm[:, 1:] *= of.k  # so that float16 holds all of x
+
+    def check() -> None:
+        by = (factor(norm, of.k, EPSILON) / norm[:, 0])[:, None]
+        right, off = of.y * by, of.off * by + np.abs(of.y * by) * (RSQRT + (parts + 12) * U)
+        gate, up, off_gate, off_up = *np.split(right, 2, -1), *np.split(off, 2, -1)
+        silu = gate / (1 + np.exp(-gate))
+        off_silu = 1.1 * off_gate + np.abs(silu) * (np.abs(gate) * 2.0**-22 + 2.0**-20)
+        bound = off_silu * (np.abs(up) + off_up) + np.abs(silu) * off_up
+        close(out.array, silu * up, bound, "float16")
+
+    return Problem(
+        lambda machine: gated_product.launch(
+            FORMATS[of.format], of.weights, of.a, norm, EPSILON, out.array
+        ),
+        check, [out], [of.a, norm, *of.weights],
     )  # fmt: skip
 
 

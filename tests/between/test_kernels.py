@@ -13,7 +13,7 @@ from qformats.repack import tiles
 from reference import Problem as Product
 from reference.limits import nmse
 from steps.api.machines import Simulator
-from steps.between import add_and_norm, attention, deferred_norm
+from steps.between import add_and_norm, attention, deferred_norm, gated_product
 from steps.components.decode import tiles as heuristics
 from tests.between.problems import (
     Heads,
@@ -22,6 +22,7 @@ from tests.between.problems import (
     attention_problem,
     embedding_problem,
     factor,
+    gated_problem,
     norm_problem,
     normed_problem,
     residual_problem,
@@ -150,6 +151,35 @@ def test_more_tokens_than_a_thread_has_one_of_are_refused() -> None:
         deferred_norm.launch_residual(
             FORMATS["q4_0"], of.weights, of.a, h, h[0], h[:, :2], 1e-5, h[:, :2], x
         )
+
+
+@pytest.mark.parametrize(
+    ("m", "name", "hidden", "k", "sms"),
+    [
+        (1, "q4_0", 128, 288, 4),
+        (2, "q4_k", 128, 256, 8),
+        (5, "q8_0", 128, 96, 3),
+        (8, "q5_1", 256, 64, 2),
+    ],
+)
+def test_gates_in_the_product(
+    monkeypatch: Any, m: int, name: str, hidden: int, k: int, sms: int
+) -> None:
+    """Several pairs of row tiles in a thread block, or one; the last one of three has fewer."""
+    few_multiprocessors(monkeypatch, sms)
+    gated_problem(Matrix(m, 2 * hidden, k, name)).run(Simulator(ORDERS[m % 4]))
+
+
+def test_gates_that_no_product_takes_are_refused(monkeypatch: Any) -> None:
+    fmt = FORMATS["q4_0"]
+    assert gated_product.supports(fmt, 1, 14336, 4096)
+    assert not gated_product.supports(fmt, 9, 14336, 4096)
+    assert not gated_product.supports(fmt, 1, 96, 4096)
+    with pytest.raises(ValueError, match="multiples of 128 hidden features.*1 tokens and 96"):
+        gated_problem(Matrix(1, 192, 64, "q4_0")).make(Simulator())
+    few_multiprocessors(monkeypatch, 6)  # 16 row tiles, 3 each
+    with pytest.raises(ValueError, match="an even number of row tiles"):
+        gated_problem(Matrix(1, 256, 64, "q4_0")).make(Simulator())
 
 
 def test_rows_wider_than_threads_hold_twice() -> None:

@@ -21,6 +21,7 @@ from tests.between.problems import (
     argmax_problem,
     attention_problem,
     embedding_problem,
+    gated_problem,
     norm_problem,
     normed_problem,
     residual_problem,
@@ -58,6 +59,11 @@ def deferred(name: str, m: int, of_format: str) -> Launch:
     else:
         problem = normed_problem(Matrix(m, 6144, 256, of_format), parts=128)
     return problem.make(Simulator())
+
+
+def gates(m: int, of_format: str) -> Launch:
+    """Those of Llama 3 8B, of less K."""
+    return gated_problem(Matrix(m, 28672, 256, of_format), parts=128).make(Simulator())
 
 
 def launch_of(name: str) -> Launch:
@@ -158,6 +164,27 @@ def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> N
 
 
 @pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("m", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of_format", ["q4_0", pytest.param("q6_k", marks=pytest.mark.slow)])
+def test_gates_in_the_product(of_format: str, m: int) -> None:
+    """Two copies a slot, one before the wait; no more registers than the product without."""
+    launch = gates(m, of_format)
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert not code.count("LDL", "STL", "RED", "ATOM", "ATOMG", "DADD", "DMUL", "CALL")
+    assert code.count("MUFU.EX2") >= 1
+    assert code.count("MUFU.RCP") >= 2
+    assert launch.grid == (128, 1, 1)
+    if of_format == "q4_0":
+        assert code.registers <= AFTER["add and norm"]
+    found = instructions(code)
+    wait = found.index("ACQBULK")
+    assert found.index("PREEXIT") < wait
+    assert found[:wait].count("UBLKCP.S.G") == 2
+    assert not [one for one in found[:wait] if one.startswith("LDG")]
+
+
+@pytest.mark.xdist_group("between")
 def test_all_loads_of_a_norm_are_in_flight_before_the_first_sum() -> None:
     found = instructions(compiled("add and norm"))
     after = found[found.index("ACQBULK") :]
@@ -179,6 +206,7 @@ def test_the_cache_tells_the_kernels_apart() -> None:
         add_and_norm.launch(y, None, w, 0.1, y, norm=np.zeros((1, 4), np.float32)),
         *(launch_of(name) for name in LAUNCHES if "norm" not in name and name != "swiglu"),
         *(deferred(name, 1, "q4_0") for name in ("before", "after")),
+        gates(1, "q4_0"),
     ]
     keys: list[Any] = [key_of(one.kernel, signature_of(one.args), "sm_90a") for one in many]
     assert None not in keys

@@ -31,6 +31,7 @@ from results.decoder.model import (  # noqa: E402
 )
 from steps import step18_decode_bulk  # noqa: E402
 from steps.api.choice import Choice  # noqa: E402
+from steps.components.decode import tiles  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
 from steps.nn import operator as torch_operator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
@@ -99,7 +100,8 @@ def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) 
 
 def norms_and_products(launched: list[Any]) -> list[str]:
     """The names of these launches of a step, in order."""
-    return [name for name, *_ in launched if name in ("add_and_norm", "decode_bulk")]
+    of = "add_and_norm", "decode_bulk", "swiglu"
+    return [name for name, *_ in launched if name in of]
 
 
 @pytest.fixture
@@ -119,10 +121,13 @@ def by_step_18(kernels: Any, monkeypatch: Any) -> Any:  # noqa: F811
     [("llama", "q4_0", 1), ("qwen2", "q5_1", 2), ("qwen3", "q8_0", 5)],
 )
 def test_deferred_norms_in_a_decoder(
-    by_step_18: Any, tmp_path: Any, architecture: str, name: str, batch: int
+    by_step_18: Any, monkeypatch: Any, tmp_path: Any, architecture: str, name: str, batch: int
 ) -> None:
-    """The logits of launched norms within the rounding of x, and only the first norm is one."""
-    path = files.write_tiny(tmp_path / "tiny.gguf", name, architecture=architecture, **LLAMA)
+    """The logits of launched norms within the rounding of x, and only the first norm is one; where
+    hidden features are a multiple of 128, gates are none."""
+    monkeypatch.setattr(tiles, "multiprocessors", lambda: 8)  # two row tiles of gates and ups each
+    sizes = LLAMA | {"feed_forward_length": 96 if architecture == "qwen3" else 128}
+    path = files.write_tiny(tmp_path / "tiny.gguf", name, architecture=architecture, **sizes)
     ids = torch.tensor(checks.prompt(files.WORDS, batch))
     in_float64 = {"residual_dtype": torch.float64, "cache_dtype": torch.float64}
     exact = files.load(path, torch_products(dtype=torch.float64), **in_float64)
@@ -134,7 +139,9 @@ def test_deferred_norms_in_a_decoder(
         found[case] = model.step(ids, model.cache(batch, 4)).double()
         found[f"{case}, names"] = norms_and_products(by_step_18.launched)
     layers, product = LLAMA["block_count"], "decode_bulk"
-    assert found["deferred, names"] == ["add_and_norm", *(4 * layers + 1) * [product]]
+    gates = ["swiglu"] if architecture == "qwen3" else []
+    of_layer = [product, product, product, *gates, product]
+    assert found["deferred, names"] == ["add_and_norm", *layers * of_layer, product]
     assert found["launched, names"].count("add_and_norm") == 2 * layers + 1
     mine, theirs, right = (found[case] for case in ("deferred", "launched", "exact"))
     assert 0 < checks.relative(mine.numpy(), theirs.numpy()) < 2e-3
@@ -160,9 +167,9 @@ def test_norms_are_deferred_where_both_products_can(by_step_18: Any, tmp_path: A
             product = "decode_bulk"
             assert names == [
                 *("add_and_norm", product, product),  # out is of a kind that is not known
-                *("add_and_norm", product, product),  # qkv is several
+                *("add_and_norm", product, "swiglu", product),  # qkv is several
                 *("add_and_norm", product, product),
-                *(product, product, product),
+                *(product, "swiglu", product, product),
             ]
     torch.testing.assert_close(found[0], found[1], atol=4e-3 * float(found[1].std()), rtol=0)
 
@@ -363,13 +370,17 @@ def test_deferred_norms_on_a_gpu(cuda: Any, name: str, m: int) -> None:
     def deferred(h: Any) -> Any:
         _, left = do.deferred.launched((h,), first, epsilon, torch.float16, down)
         x, left = do.deferred.before(down, a, h, second, epsilon, left)
-        return do.deferred.after(gate_up, x, left, epsilon)
+        y = do.deferred.after(gate_up, x, left, epsilon)
+        return torch.cat([y, do.deferred.gated(gate_up, x, left, epsilon)], -1)
 
     launched, mine, again = h.clone(), h.clone(), h.clone()
     launched, x = do.add_and_norm(launched, down(a), second, epsilon, torch.float16)
-    wanted, found = gate_up(x), deferred(mine)
+    assert do.deferred.takes_gates(gate_up, down, m)
+    y, found = gate_up(x), deferred(mine)
+    wanted = torch.cat([y, do.swiglu(y, torch.float16)], -1)
     torch.testing.assert_close(mine, launched, rtol=1e-3, atol=1e-3 * float(launched.std()))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3 * float(wanted.float().std()))
+    for one, right in zip(found.split(hidden, -1), wanted.split(hidden, -1), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=5e-3 * float(right.float().std()))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
