@@ -3,8 +3,9 @@
     left by the norm before | product before: h += y, x, partial sums | product after: r, y
 
 The product after may be that of gates and ups, which ends with silu(gate) * up
-(`steps.between.gated_product`): then those are no launch either. It is taken where both products are one launch of step 18 that reads float16: not where a product is
-several of them side by side, or a sum over ranks.
+(`steps.between.gated_product`): then those are no launch either. It is taken where both products
+are one launch of step 18 that reads float16: not where a product is several of them side by side,
+or a sum over ranks.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def test_gates_that_no_product_takes_are_refused(monkeypatch: Any) -> None:
     assert gated_product.supports(fmt, 1, 14336, 4096)
     assert not gated_product.supports(fmt, 9, 14336, 4096)
     assert not gated_product.supports(fmt, 1, 96, 4096)
-    with pytest.raises(ValueError, match="multiples of 128 hidden features.*1 tokens and 96"):
+    with pytest.raises(ValueError, match=r"multiples of 128 hidden features.*1 tokens and 96"):
         gated_problem(Matrix(1, 192, 64, "q4_0")).make(Simulator())
     few_multiprocessors(monkeypatch, 6)  # 16 row tiles, 3 each
     with pytest.raises(ValueError, match="an even number of row tiles"):

@@ -31,8 +31,8 @@ from results.decoder.model import (  # noqa: E402
 )
 from steps import step18_decode_bulk  # noqa: E402
 from steps.api.choice import Choice  # noqa: E402
-from steps.components.decode import tiles  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
+from steps.components.decode import tiles  # noqa: E402
 from steps.nn import operator as torch_operator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
 from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture

@@ -122,7 +122,7 @@ def gated_walk(tile_bytes: int, warps_n: int) -> PairWalk:
 
     @cuda.jit(device=True, forceinline=True)
     def start(pair, part):
-        first, end, k0, count, all_k_tiles = part
+        _, end, k0, count, all_k_tiles = part
         if count == 0:
             pair = end
         at = int64(tile_index(int32(pair >> 1), k0, all_k_tiles)) * tile_bytes
