@@ -77,7 +77,7 @@ def kernel(
     places, multiply, finish = product.places, product.multiply, product.finish
     n_acc = product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
-    store_sums, prologue, write = end_of.store, end_of.prologue, end_of.write
+    store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
@@ -162,7 +162,7 @@ def kernel(
         elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
             wait_for_oldest()
             cuda.syncthreads()
-        own = prologue(c, a_scales, bias, m0, first, end, t)
+        own_scale = token_scale(a_scales, m0, M, t)
 
         # --- the stream
         offsets, slot = places(lane, a_rows, pitch), ring
@@ -201,7 +201,7 @@ def kernel(
         wait_for_all()
         cuda.syncthreads()
         # end of hole 5
-        write(smem, sums, row_scales_at, c, a_scales, bias, own, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, own_scale, bias, m0, here, first, end, t)
 
     return decode
 
