@@ -374,3 +374,15 @@ def test_a_stream_on_a_gpu(tmp_path: Path, sampled: bool) -> None:
         found.append([list(stream.tokens(ids, 20)) for _ in range(2)])
     assert found[0] == found[1]
     assert (found[0][0] == found[0][1]) != sampled
+
+
+@pytest.mark.gpu
+def test_a_real_model_on_a_gpu(capsys: Any) -> None:
+    """SmolLM2 by the steps: right in both accuracies, and it knows what it knows on the CPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    assert main([str(smollm2()), "--check"]) == 0
+    assert capsys.readouterr().out.count(": right: ") == 2
+    question = "What is the capital of France? One sentence."
+    assert main(["--chat", "--prompt", question, "--tokens", "12"]) == 0
+    assert "Paris" in capsys.readouterr().out
