@@ -168,7 +168,7 @@ def _count(text: str) -> int:
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     on_gpu = not (args.reference or (args.against_llama_cpp and not args.quality))
-    if on_gpu:
+    if on_gpu and (args.gpus is None or "LOCAL_RANK" in os.environ):  # not what starts the ranks
         threading.Thread(target=_make_context, daemon=True).start()
     from results.decoder import between, operations  # without torch they raise one sentence
     from results.decoder.files import installed_model

@@ -339,6 +339,8 @@ def test_on_a_cpu_there_is_no_context(tmp_path: Path, monkeypatch: Any) -> None:
     assert main([str(path), "--reference", "--prompt", "the hat", "--tokens", "1"]) == 0
     assert not begun
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([str(path), "--prompt", "the hat", "--gpus", "2"]) == 2
+    assert not begun, "torchrun's processes make their own"
     assert main([str(path), "--prompt", "the hat"]) == 2
     assert begun
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 
@@ -120,5 +121,6 @@ def test_a_forked_process_has_threads_of_its_own(four: None) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # a process with threads is forked
         child = os.fork()
     if child == 0:
+        signal.alarm(30)  # without threads it would wait for good
         os._exit(threads.in_parts(lambda first, _: first, 3, 1)[2])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
