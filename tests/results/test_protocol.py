@@ -177,8 +177,10 @@ def gpu() -> protocol.GpuStopwatch:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_round_on_this_gpu_times_each_graph_by_itself() -> None:
-    """Two lengths of one loop take turns, in graphs that are queued together."""
+    """Two lengths of one loop take turns, in graphs that are queued together. A GPU with other
+    processes gives each a turn of its own, which either graph may meet."""
     from results.measure import limits
     from steps.api.machines import Gpu
 
