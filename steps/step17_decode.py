@@ -77,7 +77,8 @@ def kernel(
     places, multiply, finish = product.places, product.multiply, product.finish
     n_acc = product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
-    store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
+    store_sums, ask, asks = end_of.store, end_of.ask, end_of.asks
+    prologue, write = end_of.prologue, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
@@ -112,6 +113,7 @@ def kernel(
         those of a `TileConfiguration`; bias [N] is added, if there is one."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
+        asked = cuda.local.array(asks, float32)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
@@ -162,7 +164,8 @@ def kernel(
         elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
             wait_for_oldest()
             cuda.syncthreads()
-        own_scale = token_scale(a_scales, m0, M, t)
+        ask(asked, c, a_scales, bias, m0, first, end, t)
+        own = prologue(asked, bias, t)
 
         # --- the stream
         offsets, slot = places(lane, a_rows, pitch), ring
@@ -201,7 +204,7 @@ def kernel(
         wait_for_all()
         cuda.syncthreads()
         # end of hole 5
-        write(smem, sums, row_scales_at, c, a_scales, own_scale, bias, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, bias, own, m0, here, first, end, t)
 
     return decode
 

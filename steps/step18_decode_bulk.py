@@ -37,18 +37,17 @@ from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
 from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, bulk_copies
-from steps.components.decode.final_sum import final_sum
-from steps.components.decode.product import BLOCKS, PAIR
+from steps.components.decode.final_sum import FinalSum, final_sum
+from steps.components.decode.product import BLOCKS, PAIR, Product
 from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
 from steps.components.decode.product_a16 import product_a16
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.components.decode.walk import pair_walk
+from steps.components.decode.walk import gated_walk, pair_walk
 from steps.components.epilogue.bias import bias_operand
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
 from steps.instructions import (
-    bulk_copy,
     fence_mbarrier_init,
     fence_proxy_async,
     griddepcontrol_launch_dependents,
@@ -60,21 +59,26 @@ from steps.instructions import (
 )
 
 
+def product_of(name: str, how: Variant, kind: str) -> Product:
+    """The product of a storage format with A of a dtype."""
+    tokens = how.tokens
+    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)
+
+
 @cache
-def kernel(
-    name: str, how: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
-) -> Any:
-    """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
-    may be None; scaled: tokens have scales."""
+def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
+    """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums, made for
+    this variant; gated: whether pairs of row tiles are of gates and ups (`gated_walk`)."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
-    product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
+    product = product_of(name, how, kind)
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
-    end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
-    store_sums, token_scale, write = end_of.store, end_of.token_scale, end_of.write
-    walks = pair_walk(tile_format(name).tile_bytes, warps_n)
+    store_sums, ask, asks = end_of.store, end_of.ask, end_of.asks
+    prologue, write = end_of.prologue, end_of.write
+    walks = (gated_walk if gated else pair_walk)(tile_format(name).tile_bytes, warps_n)
+    copy_weights, copy_row_scales = walks.bulk_copy, walks.bulk_copy_scales
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
     weights, row_tile_sums = PAIR * tile_format(name).tile_bytes, 4 * TILE_ROWS * tokens
     copies, (load, quantize) = bulk_copies(how.family), float32_quantizer(tokens, ahead)
@@ -92,7 +96,7 @@ def kernel(
                 if in_slots:
                     more_bytes += size_of_a(a, rows, k_tile, 1)
                 mbarrier_arrive_expect(smem, bar, int32(size + more_bytes))
-                bulk_copy(smem, slot + into, w, at, size, smem, bar)
+                copy_weights(smem, slot + into, w, at, size, bar)
             walk = advance(walk, part)
         return walk
 
@@ -103,11 +107,13 @@ def kernel(
             to, (_, _, _, k_tile, _), (_, _, here) = int32(slot + weights), walk, rows
             copy_a(smem, to, to + TILE_K * here, pitch, bar, a, a_scales, rows, k_tile, 1, lane)
 
-    @cuda.jit(launch_bounds=(32 * warps, 1))
-    def decode_bulk(w, row_scales, a, a_scales, c, sizes, bias):
-        """c[M, N] = a @ dequantize(w)[N, K]^T, with the arguments of step 17."""
+    @cuda.jit(launch_bounds=(32 * warps + end_of.beside, 1))
+    def decode_bulk(w, row_scales, a, a_scales, c, sizes, reads):
+        """c[M, N] = a @ dequantize(w)[N, K]^T, with the arguments of step 17, or what `end_of`
+        makes of that. reads: what it reads, such as a bias."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
+        asked = cuda.local.array(asks, float32)
         griddepcontrol_launch_dependents()
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
@@ -144,7 +150,8 @@ def kernel(
             cuda.syncwarp()
         griddepcontrol_wait()
 
-        # --- A, before anything else
+        # --- what the end needs, then A, before the weights of other slots
+        ask(asked, c, a_scales, reads, m0, first, end, t)
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
@@ -162,7 +169,8 @@ def kernel(
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
             walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
         if t == 0:
-            bulk_copy(smem, row_scales_at, row_scales, first * TILE_ROWS, scale_bytes, smem, bars)
+            copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
+        own = prologue(asked, reads, t)
         if quantized:
             i = int32(0)
             while i < count * (BLOCKS * tokens):
@@ -178,7 +186,6 @@ def kernel(
             if count > 0:
                 mbarrier_wait(smem, bar_of_a, 0)
         cuda.syncwarp()  # what lanes have stored of A
-        own_scale = token_scale(a_scales, m0, M, t)
 
         # --- the stream
         offsets, s, parity = places(lane, a_rows, pitch), int32(0), int32(0)
@@ -207,7 +214,7 @@ def kernel(
 
         # --- the sums of all warps along K to C
         cuda.syncthreads()
-        write(smem, sums, row_scales_at, c, a_scales, own_scale, bias, m0, here, first, end, t)
+        write(smem, sums, row_scales_at, c, a_scales, reads, own, m0, here, first, end, t)
 
     return decode_bulk
 
@@ -219,10 +226,13 @@ def launch(
     stored_as, (a, *scales) = storage_format(fmt), activations
     quantized, scaled = family == "A8" and not scales, family == "A16" and bool(scales)
     found = tile_configuration(stored_as, shape, family, quantized)
-    run = kernel(stored_as.name, found.variant, dtype_name(a), dtype_name(out), scaled, of_bias)
+    how, kind, output = found.variant, dtype_name(a), dtype_name(out)
+    scale = product_of(stored_as.name, how, kind).scale
+    end_of = final_sum(how.tokens, how.warps, how.warps_k, scale, scaled, output, of_bias)
+    run = kernel(stored_as.name, how, kind, end_of)
     a_scales = scales[0] if scales else row_scales  # where there are none, something unread
     args = (packed, row_scales, a, a_scales, out, found.sizes(shape.k), bias)
-    block = (32 * found.variant.warps,)
+    block = (32 * how.warps,)
     return Launch(run, found.grid(shape.m, shape.n), block, args, found.shared, overlap=True)
 
 

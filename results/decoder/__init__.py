@@ -5,6 +5,7 @@
     rotary.py      frequencies of the rotary embedding, scaled as files say
     operations.py  what lies between products, by torch: norms, attention, SwiGLU
     between.py     the same by the kernels of `steps.between`
+    deferred.py    norms of few tokens that are no launches
     workspace.py   the memory that launches bring, for one stream
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
     text/          tokens of a vocabulary, answers as they are generated, conversations

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from qformats import BLOCK
 from results.decoder import operations
+from results.decoder.deferred import DeferredNorms
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
 from steps.api.dry_run import REGION, WEIGHTS, WORKSPACE, ZEROED, DryRun, Placeholder
@@ -87,7 +88,7 @@ def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
 
 
 class Kernels:
-    """The functions of an `Operations`, on one stream.
+    """The functions of an `Operations`, and norms without a launch, on one stream.
 
     template: makes a `Template`, or what stands for one in tests.
     """
@@ -107,6 +108,7 @@ class Kernels:
             self.swiglu,
             self.argmax_of_rows,
             swiglu_overlaps=True,
+            deferred=DeferredNorms(self._launch),
         )
 
     def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:

@@ -315,6 +315,8 @@ class Part:
     first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
     h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
     one, or a function that returns the terms of which it is the sum (`parallel.Summed.begin`).
+    x: where the last product has added it already, and begun the norm that follows, what it left of
+    that. left: of the last norm, where the next one is deferred (`deferred.DeferredNorms`).
     """
 
     tokens: int
@@ -322,6 +324,8 @@ class Part:
     position: Tensor
     h: Tensor
     y: Any = None
+    x: Tensor | None = None
+    left: Tensor | None = None
 
     def begin(self, product: Any, x: Tensor) -> None:
         """Make y by a product of x, or begin to, where ranks add it up."""
@@ -434,11 +438,16 @@ class Decoder:
             position = cache.position + first if first else cache.position
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
-        for layer, keys_values in zip(self.layers, cache.layers, strict=True):
+        ends = [(one.before_attention, one.qkv) for one in self.layers[1:]]
+        ends.append((self.norm, self.output))
+        for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
             for part in parts:
                 self._attend(layer, part, keys_values, cache)
             for part in parts:
-                self._feed(layer, part)
+                self._feed(layer, part, *end)
+        if parts[0].x is not None:  # there is one part, of one token of each sequence
+            logits = self._of_normed(parts[0], *ends[-1])
+            return logits[:, None] if every else logits
         rows = [(part.h, *part.terms()) for part in parts]
         if every:
             shape = len(ids), -1, self.config.vocabulary
@@ -451,19 +460,57 @@ class Decoder:
     def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
         """Attention, up to the product behind it."""
         m, do = len(part.h), self.operations
-        x = self._normed(part, layer.before_attention, layer.qkv)
+        follows = layer.out, layer.before_hidden, layer.gate_up
+        qkv = self._of_normed(part, layer.before_attention, layer.qkv, follows)
         cached = keys_values, part.position, cache.cos, cache.sin
         given = self.config.heads, layer.out.input_dtype(m), layer.head_norms, part.first
-        part.begin(layer.out, do.attention(layer.qkv(x), *cached, *given))
+        self._add(part, do.attention(qkv, *cached, *given), *follows)
 
-    def _feed(self, layer: Layer, part: Part) -> None:
-        """The feed-forward products."""
-        do = self.operations
-        y = layer.gate_up(self._normed(part, layer.before_hidden, layer.gate_up))
+    def _feed(self, layer: Layer, part: Part, weight: Tensor, after: Any) -> None:
+        """The feed-forward products. weight, after: of the norm that follows, and the product that
+        reads it."""
+        do, follows, m = self.operations, (layer.down, weight, after), len(part.h)
+        if part.x is not None and do.deferred.takes_gates(layer.gate_up, layer.down, m):
+            given = layer.gate_up, part.x, part.left, self.config.epsilon
+            self._add(part, do.deferred.gated(*given), *follows)
+            return
+        y = self._of_normed(part, layer.before_hidden, layer.gate_up, follows)
         if do.swiglu_overlaps:
-            part.begin(layer.down, do.swiglu(y, layer.down.input_dtype(len(y))))
+            self._add(part, do.swiglu(y, layer.down.input_dtype(len(y))), *follows)
         else:
             part.y = layer.down.after_swiglu(y, do.swiglu)
+
+    def _defers(self, part: Part, product: Any, weight: Tensor, after: Any) -> bool:
+        """Whether the norm between two products is no launch."""
+        deferred = self.operations.deferred
+        one_each = deferred is not None and part.tokens == 1
+        return one_each and deferred.takes(product, after, part.h, weight)
+
+    def _add(self, part: Part, x: Tensor, product: Any, weight: Tensor, after: Any) -> None:
+        """Add a product of x to the residual, or leave that to the norm that follows."""
+        if self._defers(part, product, weight, after):
+            given = part.h, weight, self.config.epsilon, part.left
+            part.x, part.left = self.operations.deferred.before(product, x, *given)
+        else:
+            part.x = None
+            part.begin(product, x)
+
+    def _of_normed(
+        self, part: Part, weight: Tensor, product: Any, follows: tuple[Any, ...] | None = None
+    ) -> Tensor:
+        """A product of the norm of the residual, after y is added to it. follows: the product
+        before the next norm, that norm's weight and the product after it."""
+        deferred, epsilon = self.operations.deferred, self.config.epsilon
+        if part.x is not None:
+            y: Tensor = deferred.after(product, part.x, part.left, epsilon)
+        elif follows is not None and self._defers(part, *follows):
+            rows = part.h, *(() if part.y is None else part.terms())
+            rest = weight, epsilon, product.input_dtype(len(part.h)), follows[0]
+            x, part.left = deferred.launched(rows, *rest)
+            y = product(x)
+        else:
+            y = product(self._normed(part, weight, product))
+        return y
 
     def _normed(self, part: Part, weight: Tensor, product: Any) -> Tensor:
         """What a product reads: the norm of the residual, after y is added to it."""

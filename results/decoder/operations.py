@@ -162,10 +162,12 @@ class Operations(NamedTuple):
     argmax_of_rows: Callable[..., Tensor] = argmax_of_rows
     swiglu_overlaps: bool = False
     """Whether `swiglu` overlaps with products, which the pass of a step does not."""
+    deferred: Any = None
+    """A `deferred.DeferredNorms`, or None where each norm is a launch."""
 
 
 PLAIN: Final = Operations("plain")
-FUNCTIONS: Final = Operations._fields[1:-1]
+FUNCTIONS: Final = Operations._fields[1:-2]
 OVERLAP: Final = "triton.enable_pdl"
 AUTOTUNED: Final = "coordinate_descent_tuning"
 MODES: Final = ("plain", "compiled", "overlapped")

@@ -1,8 +1,10 @@
 """What a decoder computes between its products, as lessons of their own: one kernel a file.
 
     add_and_norm    h += y, and h / its root mean square * weight
+    deferred_norm   the same at few tokens without a launch, in the products around it
     attention       of one token of each sequence over the cache, rotary embedding included
     rotary          rotary embedding of a prompt, whose keys and values go to the cache
+    gated_product   the next one likewise, in the product of gates and ups
     swiglu          silu(gate) * up
     embedding       rows of a quantized table
     argmax          the largest logit of each row

@@ -34,7 +34,12 @@ from numba import cuda, float32, int32, int64
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.between.values import add_scaled, eight_of, put
 from steps.contract import Launch, ceil_div, dtype_name
-from steps.instructions import griddepcontrol_launch_dependents, griddepcontrol_wait, shfl_xor
+from steps.instructions import (
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+    shfl_xor,
+    store_f32,
+)
 from steps.instructions.approximate import rsqrt
 
 WARP: Final = 32
@@ -49,9 +54,12 @@ def row_threads(width: int) -> tuple[int, int]:
 
 
 @cache
-def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, two: bool, of_x: str) -> Any:
+def kernel(
+    threads: int, chunks: int, ragged: bool, of_y: str | None, two: bool, of_x: str, parts: int = 0
+) -> Any:
     """The kernel for rows of 8 * threads * chunks values, or, if ragged, of fewer. of_y, of_x:
-    dtypes of y and x; with None there is no y, and h stays as it is. two: y has two terms.
+    dtypes of y and x; with None there is no y, and h stays as it is. two: y has two terms. parts:
+    sums of squares that it leaves of a row, all but the first of them zero.
 
     Without a branch around them the loads of all chunks are in flight together.
     """
@@ -60,10 +68,11 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, two: bool,
     adds, warps, values = of_y is not None, threads // WARP, EIGHT * chunks
 
     @cuda.jit(launch_bounds=(threads, 1))
-    def add_and_norm(h, y, other, weight, mean_of, epsilon, x):
+    def add_and_norm(h, y, other, weight, mean_of, epsilon, x, norm):
         """h += y + other and x = h * rsqrt(mean(h^2) + epsilon) * weight, for each row of h,
         float32 [M, width]. y, other, x: [M, width]; weight: float32 [width]; mean_of: 1 / width.
-        The width is a multiple of 8, and all arrays begin at a multiple of 16 bytes."""
+        The width is a multiple of 8, and all arrays begin at a multiple of 16 bytes. norm: float32
+        [M, 1 + parts], see `launch`."""
         griddepcontrol_launch_dependents()
         sums = cuda.shared.array(warps, float32)
         v = cuda.local.array(values, float32)
@@ -110,20 +119,29 @@ def kernel(threads: int, chunks: int, ragged: bool, of_y: str | None, two: bool,
                 for j in range(EIGHT):
                     v[EIGHT * i + j] = v[EIGHT * i + j] * by * w[EIGHT * i + j]
                 store_x(x, row + k, eight_of(v, EIGHT * i))
+        if parts:
+            part = t
+            while part <= parts:
+                value = by if part == 0 else total if part == 1 else float32(0)
+                store_f32(norm, int64(cuda.blockIdx.x) * (1 + parts) + part, value)
+                part = int32(part + threads)
 
     return add_and_norm
 
 
 def launch(
-    h: Any, y: Any | None, weight: Any, epsilon: float, x: Any, other: Any | None = None
-) -> Launch:
+    h: Any, y: Any | None, weight: Any, epsilon: float, x: Any, other: Any | None = None,
+    norm: Any | None = None,
+) -> Launch:  # fmt: skip
     """h += y (+ other, of the same dtype) and its norm x, see the kernel; with y None the norm of h
-    alone."""
+    alone. norm: float32 [M, 1 + parts], what a deferred norm leaves (`deferred_norm`): here s is
+    the factor of x itself, and the sum of squares is the first part."""
     m, width = h.shape
     threads, chunks = row_threads(width)
     ragged, of_y = width < threads * chunks * EIGHT, None if y is None else dtype_name(y)
-    run = kernel(threads, chunks, ragged, of_y, other is not None, dtype_name(x))
+    parts = 0 if norm is None else norm.shape[1] - 1
+    run = kernel(threads, chunks, ragged, of_y, other is not None, dtype_name(x), parts)
     y = h if y is None else y
     numbers = np.float32(1 / width), np.float32(epsilon)
-    args = (h, y, y if other is None else other, weight, *numbers, x)
+    args = (h, y, y if other is None else other, weight, *numbers, x, h if norm is None else norm)
     return Launch(run, (m,), (threads,), args, overlap=True)

@@ -5,15 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import FORMATS
+from qformats.repack import tiles
 from reference import Problem as Product
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
+from reference.limits import bound as product_bound
+from reference.product import magnitude_half, same_operands_half
 from steps.api.machines import Simulator
-from steps.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
+from steps.between import (
+    add_and_norm,
+    argmax,
+    attention,
+    deferred_norm,
+    embedding,
+    gated_product,
+    rotary,
+    swiglu,
+)
 from steps.contract import Launch, array_dtype
 
 U: Final = 2.0**-24
@@ -97,9 +110,10 @@ class Problem:
 def norm_problem(
     m: int, width: int, of_y: str | None, of_x: str, seed: int = 0,
     spoil: Callable[[np.ndarray, np.ndarray | None], None] = lambda h, y: None,
-    two: bool = False,
+    two: bool = False, parts: int = 0,
 ) -> Problem:  # fmt: skip
-    """h += y and its norm. spoil(h, y) changes the operands first. two: y has a second term."""
+    """h += y and its norm. spoil(h, y) changes the operands first. two: y has a second term. parts:
+    of what it leaves for norms that are deferred."""
     rng = np.random.default_rng(seed)
     residual, x = Output((m, width), "float32"), Output((m, width), of_x)
     h = residual.array
@@ -107,6 +121,7 @@ def norm_problem(
     y = of_dtype(rng.standard_normal((m, width)), of_y) if of_y else None
     weight, epsilon = rng.standard_normal(width).astype(np.float32), 1e-5
     other = of_dtype(rng.standard_normal((m, width)), of_y) if two and of_y else None
+    left = Output((m, 1 + parts), "float32")
     spoil(h, y)
     before = h.copy()
 
@@ -123,11 +138,168 @@ def norm_problem(
         finite = np.isfinite(r).all(-1)
         assert np.isnan(as_floats(x.array)[~finite][:, : width // 2]).all() or finite.all()
         close(x.array[finite], right[finite], bound[finite], of_x)
+        if parts:
+            assert (left.array[:, 2:] == 0).all()
+            squares = (r**2).sum(-1)
+            close(left.array[:, 1], squares, squares * depth * U, "float32")
+            s = factor(left.array, width, epsilon)
+            close(left.array[:, 0], s, s * (RSQRT + 4 * U), "float32")
 
     inputs = [weight, *(one for one in (y, other) if one is not None)]
     return Problem(
-        lambda machine: add_and_norm.launch(h, y, weight, epsilon, x.array, other),
-        check, [residual, x], inputs,
+        lambda machine: add_and_norm.launch(
+            h, y, weight, epsilon, x.array, other, left.array if parts else None
+        ),
+        check, [residual, x, left], inputs,
+    )  # fmt: skip
+
+
+EPSILON: Final = 1e-5
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A product of M tokens, with a bias or without: its operands, y in float64 and how far off a
+    sum may be."""
+
+    m: int
+    n: int
+    k: int
+    format: str
+    distribution: str = "normal"
+    bias: str | None = None
+
+    def __post_init__(self) -> None:
+        made = Product(self.m, self.n, self.k, self.format, self.distribution, input="float16")
+        bias = np.random.default_rng(self.n).integers(-4, 5, self.n)
+        added = (of_dtype(bias, self.bias),) if self.bias else ()
+        a, blocks = made.a.astype(np.float64), made.blocks
+        set_once = partial(object.__setattr__, self)
+        set_once("a", of_dtype(made.a, "float16"))
+        set_once("weights", (*map(np.array, tiles(blocks)), *added))
+        set_once("y", same_operands_half(a, blocks))
+        set_once("off", product_bound("A16", self.k, magnitude_half(a, blocks), "f16_weights"))
+        set_once("added", bias.astype(np.float64) if self.bias else np.zeros(self.n))
+
+
+def norm_before(
+    m: int, parts: int, width: int, seed: int = 0, r: float | None = None
+) -> np.ndarray:
+    """What a norm has left, [m, 1 + parts]: s, and sums of squares, random ones or such that its
+    factor is `r`."""
+    rng = np.random.default_rng(seed)
+    norm = rng.uniform(0.1, 2.0, (m, 1 + parts)).astype(np.float32)
+    if r is not None:
+        norm[:, 0], norm[:, 1:] = 0.5, 0
+        norm[:, 1 + rng.integers(parts)] = width / r**2
+    return norm
+
+
+def factor(norm: np.ndarray, width: int, epsilon: float) -> np.ndarray:
+    """r, [m], in float64."""
+    squares = norm[:, 1:].astype(np.float64).sum(-1)
+    return np.asarray(1 / np.sqrt(squares / width + np.float32(epsilon)))
+
+
+def residual_problem(
+    of: Any, parts: int = 5, exact: bool = False,
+    spoil: Callable[[np.ndarray, np.ndarray], None] = lambda a, h: None,
+) -> Problem:  # fmt: skip
+    """The product before a norm. exact: r of the norm before is a power of two, and epsilon 0, so
+    that with small integers h and x have no rounding but that of x to float16."""
+    rng, m, n = np.random.default_rng(of.m), of.m, of.n
+    epsilon = 0.0 if exact else EPSILON
+    before = norm_before(m, parts, n, of.m, 0.25 if exact else None)
+    blocks = deferred_norm.partial_sums(FORMATS[of.format], m, n, of.k)
+    residual, x = Output((m, n), "float32"), Output((m, n), "float16")
+    after = Output((m, 1 + blocks), "float32")
+    h, a = residual.array, of.a.copy()
+    h[:] = rng.integers(-9, 10, (m, n)) if exact else 3 * rng.standard_normal((m, n))
+    weight = rng.standard_normal(n).astype(np.float32)
+    if exact:
+        weight[:] = rng.choice([-2.0, 0.5, 1.0], n)
+    spoil(a, h)
+    was = h.copy()
+
+    def check() -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            right, off = was + (of.y + of.added), of.off
+            s, by = factor(before, n, epsilon)[:, None], h.astype(np.float64)
+            if exact:
+                np.testing.assert_array_equal(h, right)
+                np.testing.assert_array_equal(x.array, (right * s * weight).astype(np.float16))
+                np.testing.assert_array_equal(after.array[:, :1], s)
+            close(h, right, off + 4 * U * (np.abs(right) + np.abs(was)), "float32")
+            depth = 8 * U + RSQRT + (parts + 8) * U
+            close(after.array[:, 0], s[:, 0], s[:, 0] * depth, "float32")
+            # what follows is of h as it is now
+            close(x.array, by * s * weight, np.abs(by * s * weight) * depth, "float16")
+            squares = (by**2).sum(-1)
+            found = after.array[:, 1:].astype(np.float64).sum(-1)
+            close(found, squares, squares * (n + 8) * U, "float32")
+            rows = -(-n // 16)
+            each = -(-rows // blocks) * 16
+            for block in range(blocks):
+                part = (by[:, block * each : (block + 1) * each] ** 2).sum(-1)
+                close(after.array[:, 1 + block], part, part * (n + 8) * U, "float32")
+
+    return Problem(
+        lambda machine: deferred_norm.launch_residual(
+            FORMATS[of.format], of.weights, a, h, weight, before, epsilon, after.array, x.array
+        ),
+        check, [residual, x, after], [a, weight, before, *of.weights],
+    )  # fmt: skip
+
+
+def normed_problem(
+    of: Any, of_out: str = "float16", parts: int = 5, exact: bool = False,
+    spoil: Callable[[np.ndarray], None] = lambda x: None,
+) -> Problem:  # fmt: skip
+    """The product after a norm."""
+    m, epsilon = of.m, 0.0 if exact else EPSILON
+    norm, out = (
+        norm_before(m, parts, of.k, of.m, 0.25 if exact else None),
+        Output((m, of.n), of_out),
+    )
+    x = of.a.copy()
+    spoil(x)
+
+    def check() -> None:
+        by = (factor(norm, of.k, epsilon) / norm[:, 0])[:, None]
+        right = of.y * by + of.added
+        if exact:
+            np.testing.assert_array_equal(out.array, right)
+        bound = of.off * by + np.abs(of.y * by) * (RSQRT + (parts + 12) * U)
+        close(out.array, right, bound + 4 * U * np.abs(right), of_out)
+
+    return Problem(
+        lambda machine: deferred_norm.launch_normed(
+            FORMATS[of.format], of.weights, x, norm, epsilon, out.array
+        ),
+        check, [out], [x, norm, *of.weights],
+    )  # fmt: skip
+
+
+def gated_problem(of: Any, parts: int = 5) -> Problem:
+    """The product of gates and ups after a norm, of a `Matrix` of both."""
+    m, hidden = of.m, of.n // 2
+    norm, out = norm_before(m, parts, of.k, of.m), Output((m, hidden), "float16")
+    norm[:, 1:] *= of.k  # so that float16 holds all of x
+
+    def check() -> None:
+        by = (factor(norm, of.k, EPSILON) / norm[:, 0])[:, None]
+        right, off = of.y * by, of.off * by + np.abs(of.y * by) * (RSQRT + (parts + 12) * U)
+        gate, up, off_gate, off_up = *np.split(right, 2, -1), *np.split(off, 2, -1)
+        silu = gate / (1 + np.exp(-gate))
+        off_silu = 1.1 * off_gate + np.abs(silu) * (np.abs(gate) * 2.0**-22 + 2.0**-20)
+        bound = off_silu * (np.abs(up) + off_up) + np.abs(silu) * off_up
+        close(out.array, silu * up, bound, "float16")
+
+    return Problem(
+        lambda machine: gated_product.launch(
+            FORMATS[of.format], of.weights, of.a, norm, EPSILON, out.array
+        ),
+        check, [out], [of.a, norm, *of.weights],
     )  # fmt: skip
 
 

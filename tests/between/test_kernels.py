@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats import WEIGHT_FORMATS
+from qformats import FORMATS, WEIGHT_FORMATS
+from qformats.repack import tiles
+from reference import Problem as Product
+from reference.limits import nmse
 from steps.api.machines import Simulator
-from steps.between import add_and_norm, attention
+from steps.between import add_and_norm, attention, deferred_norm, gated_product
+from steps.components.decode import tiles as heuristics
 from tests.between.problems import (
     Heads,
+    Matrix,
     argmax_problem,
     attention_problem,
     embedding_problem,
+    factor,
+    gated_problem,
     norm_problem,
+    normed_problem,
+    residual_problem,
     rotary_problem,
     swiglu_problem,
 )
@@ -41,6 +50,136 @@ def test_norms_of_every_dtype(of_y: str | None, of_x: str) -> None:
 @pytest.mark.parametrize("of_y", ["float32", "float16", "bfloat16"])
 def test_norms_of_a_sum_of_two_terms(of_y: str) -> None:
     norm_problem(3, 264, of_y, "float16", two=True).run(Simulator(2))
+
+
+@pytest.mark.parametrize(("m", "width", "parts"), [(3, 264, 9), (1, 64, 128), (2, 1032, 1)])
+def test_norms_leave_what_deferred_ones_read(m: int, width: int, parts: int) -> None:
+    norm_problem(m, width, "float16", "float16", parts=parts).run(Simulator(m))
+    norm_problem(m, width, None, "float16", parts=parts).run(Simulator(-1))
+
+
+TOKENS = (1, 2, 5, 8)
+
+
+def few_multiprocessors(monkeypatch: Any, count: int) -> None:
+    monkeypatch.setattr(heuristics, "multiprocessors", lambda: count)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize(("name", "k"), [("q4_0", 288), ("q4_k", 512)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_products_around_a_deferred_norm(m: int, name: str, k: int, exact: bool) -> None:
+    """N ends inside a row tile; with `exact`, bit for bit but for sums of squares."""
+    of = Matrix(m, 40, k, name, "integer" if exact else "normal")
+    order = ORDERS[m % 4]
+    residual_problem(of, exact=exact).run(Simulator(order))
+    normed_problem(of, "float32", exact=exact).run(Simulator(order))
+    normed_problem(of, parts=70).run(Simulator(order))
+
+
+@pytest.mark.parametrize(("m", "n", "sms"), [(1, 1100, 2), (2, 300, 1), (5, 168, 2), (8, 200, 3)])
+def test_a_thread_with_several_outputs(monkeypatch: Any, m: int, n: int, sms: int) -> None:
+    """Row tiles of one thread block are more than its threads have outputs at a time."""
+    few_multiprocessors(monkeypatch, sms)
+    of = Matrix(m, n, 128, "q5_1")
+    assert deferred_norm.partial_sums(FORMATS["q5_1"], m, n, 128) == sms
+    residual_problem(of, parts=40).run(Simulator(m))
+    normed_problem(of, parts=40).run(Simulator(m))
+
+
+@pytest.mark.parametrize("of_bias", ["float32", "float16", "bfloat16"])
+def test_a_bias_is_added_behind_the_scales(of_bias: str) -> None:
+    of = Matrix(3, 40, 96, "q8_0", "integer", of_bias)
+    residual_problem(of, exact=True).run(Simulator())
+    normed_problem(of, "float32", exact=True).run(Simulator())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("in_h", [False, True])
+def test_a_spoiled_token_spoils_no_other(value: float, in_h: bool) -> None:
+    def spoil(a: np.ndarray, h: np.ndarray) -> None:
+        (h if in_h else a)[1, 5] = value
+
+    problem = residual_problem(Matrix(4, 40, 96, "q4_0"), spoil=spoil)
+    problem.run(Simulator(), verify=False)
+    h, x, after = (one.array for one in problem.outputs)
+    for one in (h, x, after):
+        assert np.isfinite(one[[0, 2, 3]]).all()
+    assert not np.isfinite(after[1]).all()
+
+
+def test_a_deferred_norm_has_the_same_bits_again() -> None:
+    """In any order of lanes and thread blocks."""
+    found = []
+    for order in ORDERS:
+        problem = residual_problem(Matrix(5, 168, 128, "q4_0"))
+        problem.run(Simulator(order), verify=False)
+        found.append([one.array.tobytes() for one in problem.outputs])
+    assert all(one == found[0] for one in found)
+
+
+def test_deferred_norms_beside_launched_ones() -> None:
+    """Two layers' worth of residual: the same but for the rounding of x."""
+    rng, m, width, machine = np.random.default_rng(1), 5, 168, Simulator(2)
+    fmt = FORMATS["q4_0"]
+    w = [np.array(one) for one in tiles(Product(m, width, 96, "q4_0").blocks)]
+    parts = deferred_norm.partial_sums(fmt, m, width, 96)
+    h = rng.standard_normal((m, width)).astype(np.float32)
+    weights = 1 + 0.1 * rng.standard_normal((3, width)).astype(np.float32)
+    inputs = rng.standard_normal((2, m, 96)).astype(np.float16)
+    exact, mine = h.astype(np.float64), h.copy()
+    norm, x = np.zeros((m, 1 + parts), np.float32), np.zeros((m, width), np.float16)
+    machine.run(add_and_norm.launch(mine, None, weights[0], 1e-5, x, norm=norm))
+    dequantized = fmt.dequantize(Product(m, width, 96, "q4_0").blocks).astype(np.float64)
+    for a, weight in zip(inputs, weights[1:], strict=True):
+        after, x = np.zeros_like(norm), np.zeros_like(x)
+        machine.run(
+            deferred_norm.launch_residual(fmt, tuple(w), a, mine, weight, norm, 1e-5, after, x)
+        )
+        norm, exact = after, exact + a.astype(np.float64) @ dequantized.T
+        r = 1 / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+        found = x * (factor(norm, width, 1e-5) / norm[:, 0])[:, None]
+        assert nmse(found, exact * r * weight) < 2e-7
+
+
+def test_more_tokens_than_a_thread_has_one_of_are_refused() -> None:
+    with pytest.raises(ValueError, match="deferred for up to 8 tokens, not 9"):
+        residual_problem(Matrix(9, 32, 32, "q4_0"))
+    of = Matrix(1, 32, 32, "q4_0")
+    h, x = np.zeros((1, 32), np.float32), np.zeros((1, 32), np.float16)
+    with pytest.raises(ValueError, match="2 thread blocks leave a sum each of 1 tokens: after"):
+        deferred_norm.launch_residual(
+            FORMATS["q4_0"], of.weights, of.a, h, h[0], h[:, :2], 1e-5, h[:, :2], x
+        )
+
+
+@pytest.mark.parametrize(
+    ("m", "name", "hidden", "k", "sms"),
+    [
+        (1, "q4_0", 128, 288, 4),
+        (2, "q4_k", 128, 256, 8),
+        (5, "q8_0", 128, 96, 3),
+        (8, "q5_1", 256, 64, 2),
+    ],
+)
+def test_gates_in_the_product(
+    monkeypatch: Any, m: int, name: str, hidden: int, k: int, sms: int
+) -> None:
+    """Several pairs of row tiles in a thread block, or one; the last one of three has fewer."""
+    few_multiprocessors(monkeypatch, sms)
+    gated_problem(Matrix(m, 2 * hidden, k, name)).run(Simulator(ORDERS[m % 4]))
+
+
+def test_gates_that_no_product_takes_are_refused(monkeypatch: Any) -> None:
+    fmt = FORMATS["q4_0"]
+    assert gated_product.supports(fmt, 1, 14336, 4096)
+    assert not gated_product.supports(fmt, 9, 14336, 4096)
+    assert not gated_product.supports(fmt, 1, 96, 4096)
+    with pytest.raises(ValueError, match=r"multiples of 128 hidden features.*1 tokens and 96"):
+        gated_problem(Matrix(1, 192, 64, "q4_0")).make(Simulator())
+    few_multiprocessors(monkeypatch, 6)  # 16 row tiles, 3 each
+    with pytest.raises(ValueError, match="an even number of row tiles"):
+        gated_problem(Matrix(1, 256, 64, "q4_0")).make(Simulator())
 
 
 def test_rows_wider_than_threads_hold_twice() -> None:

@@ -17,10 +17,14 @@ from steps.between import add_and_norm, swiglu
 from steps.contract import Launch, Work
 from tests.between.problems import (
     Heads,
+    Matrix,
     argmax_problem,
     attention_problem,
     embedding_problem,
+    gated_problem,
     norm_problem,
+    normed_problem,
+    residual_problem,
     rotary_problem,
     swiglu_problem,
 )
@@ -36,6 +40,7 @@ LAUNCHES = {
     "norm": lambda: norm_problem(1, 4096, None, "float16"),
     "add and norm": lambda: norm_problem(1, 4096, "float16", "float16"),
     "add two and norm": lambda: norm_problem(512, 4096, "float16", "float16", two=True),
+    "norm and sums": lambda: norm_problem(1, 4096, None, "float16", parts=128),
     "swiglu": lambda: swiglu_problem(1, 14336, "float16", "float16"),
     "attention": lambda: attention_problem(LLAMA, "float16", "float16"),
     "rotary": lambda: rotary_problem(LLAMA, 4),
@@ -45,6 +50,20 @@ LAUNCHES = {
     "attention, 8 queries": lambda: attention_problem(Heads(1, 8, 1, 128, 256, 1)),
     "attention, 7 queries of 64": lambda: attention_problem(Heads(1, 7, 1, 64, 256, 1)),
 }
+
+
+def deferred(name: str, m: int, of_format: str) -> Launch:
+    """A product around a deferred norm: a thread block for each SM, as of Llama 3 8B, of less K."""
+    if name == "before":
+        problem = residual_problem(Matrix(m, 4096, 256, of_format), parts=128)
+    else:
+        problem = normed_problem(Matrix(m, 6144, 256, of_format), parts=128)
+    return problem.make(Simulator())
+
+
+def gates(m: int, of_format: str) -> Launch:
+    """Those of Llama 3 8B, of less K."""
+    return gated_problem(Matrix(m, 28672, 256, of_format), parts=128).make(Simulator())
 
 
 def launch_of(name: str) -> Launch:
@@ -119,6 +138,53 @@ def test_the_next_launch_may_begin_at_once(name: str) -> None:
 
 
 @pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("m", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("of_format", ["q4_0", pytest.param("q6_k", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["before", "after"])
+def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> None:
+    """Attention has room beside both, where the format has no minima and no scales of 16 K. The
+    first weights are asked for before the wait, and partial sums behind it, all in flight together.
+    Between the loop and the end of the block is no load that was not asked for before."""
+    launch = deferred(name, m, of_format)
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert not code.count("LDL", "STL", "RED", "ATOM", "ATOMG", "DADD", "DMUL", "CALL")
+    if of_format == "q4_0":
+        assert code.registers <= AFTER["attention"]
+        assert launch.shared_bytes <= PRODUCT_SHARED or m == 8
+    found = instructions(code)
+    wait, first = found.index("ACQBULK"), found.index("HMMA.16816.F32")
+    assert found.index("PREEXIT") < found.index("UBLKCP.S.G") < wait
+    assert not [one for one in found[:wait] if one.startswith("LDG")]
+    loads = [one for one in found[wait:first] if one.startswith("LDG")]
+    sums, others = 4 * min(2, m), 1 if name == "after" else 2
+    assert len(loads) == sums + others
+    shuffled = found.index("SHFL.BFLY", wait)
+    assert len([one for one in found[wait:shuffled] if one.startswith("LDG")]) >= sums
+
+
+@pytest.mark.xdist_group("between")
+@pytest.mark.parametrize("m", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of_format", ["q4_0", pytest.param("q6_k", marks=pytest.mark.slow)])
+def test_gates_in_the_product(of_format: str, m: int) -> None:
+    """Two copies a slot, one before the wait; no more registers than the product without."""
+    launch = gates(m, of_format)
+    code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+    assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
+    assert not code.count("LDL", "STL", "RED", "ATOM", "ATOMG", "DADD", "DMUL", "CALL")
+    assert code.count("MUFU.EX2") >= 1
+    assert code.count("MUFU.RCP") >= 2
+    assert launch.grid == (128, 1, 1)
+    if of_format == "q4_0":
+        assert code.registers <= AFTER["add and norm"]
+    found = instructions(code)
+    wait = found.index("ACQBULK")
+    assert found.index("PREEXIT") < wait
+    assert found[:wait].count("UBLKCP.S.G") == 2
+    assert not [one for one in found[:wait] if one.startswith("LDG")]
+
+
+@pytest.mark.xdist_group("between")
 def test_all_loads_of_a_norm_are_in_flight_before_the_first_sum() -> None:
     found = instructions(compiled("add and norm"))
     after = found[found.index("ACQBULK") :]
@@ -137,7 +203,10 @@ def test_the_cache_tells_the_kernels_apart() -> None:
         swiglu.launch(half, x),
         add_and_norm.launch(y, half, w, 0.1, y),
         add_and_norm.launch(y, None, w, 0.1, y),
+        add_and_norm.launch(y, None, w, 0.1, y, norm=np.zeros((1, 4), np.float32)),
         *(launch_of(name) for name in LAUNCHES if "norm" not in name and name != "swiglu"),
+        *(deferred(name, 1, "q4_0") for name in ("before", "after")),
+        gates(1, "q4_0"),
     ]
     keys: list[Any] = [key_of(one.kernel, signature_of(one.args), "sm_90a") for one in many]
     assert None not in keys

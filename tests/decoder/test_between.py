@@ -21,9 +21,22 @@ from results.decoder.__main__ import main  # noqa: E402
 from results.decoder.bench import between as bench_between  # noqa: E402
 from results.decoder.bench import decoder as bench  # noqa: E402
 from results.decoder.compare import checks  # noqa: E402
-from results.decoder.model import Config, Embedding, generate, torch_products  # noqa: E402
+from results.decoder.model import (  # noqa: E402
+    Concatenated,
+    Config,
+    Embedding,
+    generate,
+    step_products,
+    torch_products,
+)
+from steps import step18_decode_bulk  # noqa: E402
+from steps.api.choice import Choice  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
+from steps.components.decode import tiles  # noqa: E402
+from steps.nn import operator as torch_operator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
+from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
+from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
 LLAMA = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}
 
@@ -80,6 +93,110 @@ def test_a_decoder_says_the_same_with_kernels(tmp_path: Any, architecture: str) 
     assert launched.count("embedding") == launched.count("argmax") == 3
     assert launched.count("swiglu") == 3 * layers
     assert launched.count("add_and_norm") == 3 * (2 * layers + 1)
+
+
+# --- norms that are no launches -------------------------------------------------------------------
+
+
+def norms_and_products(launched: list[Any]) -> list[str]:
+    """The names of these launches of a step, in order."""
+    of = "add_and_norm", "decode_bulk", "swiglu"
+    return [name for name, *_ in launched if name in of]
+
+
+@pytest.fixture
+def by_step_18(kernels: Any, monkeypatch: Any) -> Any:  # noqa: F811
+    """All products of few tokens are step 18's."""
+    step = step18_decode_bulk.STEP
+
+    def chosen(format_name: str, shape: Any, *rest: Any) -> Choice:
+        return Choice(step, "A16", format_name, shape, "asked for")
+
+    monkeypatch.setattr(torch_operator, "choose_uncast", chosen)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "batch"),
+    [("llama", "q4_0", 1), ("qwen2", "q5_1", 2), ("qwen3", "q8_0", 5)],
+)
+def test_deferred_norms_in_a_decoder(
+    by_step_18: Any, monkeypatch: Any, tmp_path: Any, architecture: str, name: str, batch: int
+) -> None:
+    """The logits of launched norms within the rounding of x, and only the first norm is one; where
+    hidden features are a multiple of 128, gates are none."""
+    monkeypatch.setattr(tiles, "multiprocessors", lambda: 8)  # two row tiles of gates and ups each
+    sizes = LLAMA | {"feed_forward_length": 96 if architecture == "qwen3" else 128}
+    path = files.write_tiny(tmp_path / "tiny.gguf", name, architecture=architecture, **sizes)
+    ids = torch.tensor(checks.prompt(files.WORDS, batch))
+    in_float64 = {"residual_dtype": torch.float64, "cache_dtype": torch.float64}
+    exact = files.load(path, torch_products(dtype=torch.float64), **in_float64)
+    found: dict[str, Any] = {"exact": exact.step(ids, exact.cache(batch, 4))}
+    do = between.Kernels().operations()
+    for case, one in (("launched", do._replace(deferred=None)), ("deferred", do)):
+        model = files.load(path, step_products("cpu"), operations=one)
+        by_step_18.launched.clear()
+        found[case] = model.step(ids, model.cache(batch, 4)).double()
+        found[f"{case}, names"] = norms_and_products(by_step_18.launched)
+    layers, product = LLAMA["block_count"], "decode_bulk"
+    gates = ["swiglu"] if architecture == "qwen3" else []
+    of_layer = [product, product, product, *gates, product]
+    assert found["deferred, names"] == ["add_and_norm", *layers * of_layer, product]
+    assert found["launched, names"].count("add_and_norm") == 2 * layers + 1
+    mine, theirs, right = (found[case] for case in ("deferred", "launched", "exact"))
+    assert 0 < checks.relative(mine.numpy(), theirs.numpy()) < 2e-3
+    off, before = (checks.relative(one.numpy(), right.numpy()) for one in (mine, theirs))
+    assert off < 1.5 * before
+
+
+def test_norms_are_deferred_where_both_products_can(by_step_18: Any, tmp_path: Any) -> None:
+    """Behind products of another kind, or before them, a norm is a launch, and leaves what the next
+    one needs."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", "q4_0", **LLAMA)
+    do, found = between.Kernels().operations(), []
+    for one in (do, do._replace(deferred=None)):
+        model = files.load(path, step_products("cpu"), operations=one)
+        qkv = model.layers[1].qkv
+        model.layers[1].qkv = Concatenated([qkv])
+        model.layers[0].out = NotAlone(model.layers[0].out)
+        cache = model.cache(1, 4)
+        by_step_18.launched.clear()
+        found.append(model.step(torch.tensor([3]), cache))
+        names = norms_and_products(by_step_18.launched)
+        if one is do:
+            product = "decode_bulk"
+            assert names == [
+                *("add_and_norm", product, product),  # out is of a kind that is not known
+                *("add_and_norm", product, "swiglu", product),  # qkv is several
+                *("add_and_norm", product, product),
+                *(product, "swiglu", product, product),
+            ]
+    torch.testing.assert_close(found[0], found[1], atol=4e-3 * float(found[1].std()), rtol=0)
+
+
+class NotAlone(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A product that something else is done with."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.product, self.input_dtype = product, product.input_dtype
+        self.accuracy = product.accuracy
+
+    def forward(self, x: Any) -> Any:
+        return self.product(x)
+
+
+@pytest.mark.parametrize(
+    ("h", "weight", "why"),
+    [
+        (torch.ones(9, 64), torch.ones(64), "more than eight tokens"),
+        (torch.ones(2, 64).double(), torch.ones(64).double(), "float64"),
+        (torch.ones(64, 2).T, torch.ones(64), "not contiguous"),
+    ],
+)
+def test_which_norms_are_launches(h: Any, weight: Any, why: str) -> None:
+    """Whatever the products are."""
+    assert not between.Kernels().operations().deferred.takes(None, None, h, weight), why
 
 
 @pytest.mark.parametrize(
@@ -232,6 +349,47 @@ def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
         )  # fmt: skip
         a, b = (one.swiglu(gates, torch.float16) for one in (do, plain))
         torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1"])
+def test_deferred_norms_on_a_gpu(cuda: Any, name: str, m: int) -> None:
+    """Beside launched ones, with shapes of Llama 3 8B, and the same bits in a CUDA graph."""
+    do, rng, epsilon = between.Kernels().operations(), np.random.default_rng(m), 1e-5
+    make, width, hidden = step_products(cuda), 4096, 14336
+    down = make(bench.random_blocks(name, width, hidden, rng), False)
+    gate_up = make(bench.random_blocks(name, 2 * hidden, width, rng), False)
+    made = torch.Generator(cuda).manual_seed(m)
+    h = torch.randn((m, width), device=cuda, generator=made)
+    first, second = torch.rand((2, width), device=cuda, generator=made)
+    a = torch.randn((m, hidden), device=cuda, generator=made).half()
+    if not do.deferred.takes(down, gate_up, h, first):
+        pytest.skip("another step multiplies here")
+
+    def deferred(h: Any) -> Any:
+        _, left = do.deferred.launched((h,), first, epsilon, torch.float16, down)
+        x, left = do.deferred.before(down, a, h, second, epsilon, left)
+        y = do.deferred.after(gate_up, x, left, epsilon)
+        return torch.cat([y, do.deferred.gated(gate_up, x, left, epsilon)], -1)
+
+    launched, mine, again = h.clone(), h.clone(), h.clone()
+    launched, x = do.add_and_norm(launched, down(a), second, epsilon, torch.float16)
+    assert do.deferred.takes_gates(gate_up, down, m)
+    y, found = gate_up(x), deferred(mine)
+    wanted = torch.cat([y, do.swiglu(y, torch.float16)], -1)
+    torch.testing.assert_close(mine, launched, rtol=1e-3, atol=1e-3 * float(launched.std()))
+    for one, right in zip(found.split(hidden, -1), wanted.split(hidden, -1), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=5e-3 * float(right.float().std()))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = deferred(again)
+    for _ in range(20):
+        again.copy_(h)
+        graph.replay()
+        assert torch.equal(captured, found)
+        assert torch.equal(again, mine)
 
 
 @pytest.mark.gpu

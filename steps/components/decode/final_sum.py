@@ -35,21 +35,78 @@ ROTATION = 8  # words by which a pair of tokens is rotated against the one befor
 
 @dataclass(frozen=True, slots=True)
 class FinalSum:
-    """Device functions of the end of a kernel.
+    """Device functions of the end of a kernel. What they read, beside the sums, are arrays that the
+    kernel only hands on: `token_scales`, and `reads`, for `final_sum` a bias [N].
 
     store(acc, smem, offset, lane, low, high)
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
-    token_scale(token_scales, m0, M, t) -> own_scale
-        a thread: that of the token of its outputs, to be loaded long before it is needed
-    write(smem, sums, row_scales_at, c, token_scales, own_scale, bias, m0, here, first, end, t)
+    asks: floats that a thread asks for, long before it needs them
+    ask(asked, c, token_scales, reads, m0, first, end, t)
+        a thread loads them to the local array `asked`; other arguments as of `write`
+    prologue(asked, reads, t) -> own
+        what it makes of them, whole warps together
+    write(smem, sums, row_scales_at, c, token_scales, reads, own, m0, here, first, end, t)
         all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
         the sums of the first warp along K, bytes from one to the next); row_scales_at: the byte
-        of the row scales, float32, of the block's features; bias [N], which is added
+        of the row scales, float32, of the block's features
+    beside: threads for which the kernel leaves registers on its SM, beside its own
     """
 
     store: Any
-    token_scale: Any
+    asks: int
+    ask: Any
+    prologue: Any
     write: Any
+    beside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WarpSums:
+    """Device functions for the sums that warps leave in shared memory.
+
+    store: `FinalSum.store`
+    token_and_feature(i) -> (token, feature) of sum i of a row tile
+    add_up(smem, sums, i) -> sum i of a thread block, of all its warps along K
+    """
+
+    store: Any
+    token_and_feature: Any
+    add_up: Any
+
+
+@cache
+def warp_sums(tokens: int, warps_k: int) -> WarpSums:
+    """The device functions, for capture in a kernel factory."""
+    tile_sums, groups, columns = TILE_ROWS * tokens, max(1, tokens // 8), min(2, tokens)
+    lanes_with_sums = max(1, min(4, tokens // 2))  # of a quad: two tokens each
+
+    @cuda.jit(device=True, forceinline=True)
+    def store(acc, smem, offset, lane, low, high):
+        group, quad = int32(lane >> 2), int32(lane & 3)
+        for r in range(PAIR):
+            if low <= r and r < high and quad < lanes_with_sums:
+                for j in range(groups):
+                    pair = int32(quad + 4 * j)
+                    for i in range(4):
+                        if i % 2 < columns:
+                            word = 16 * (i % 2) + 8 * (i // 2) + group + ROTATION * pair
+                            word = int32((r - low) * tile_sums + 32 * pair + (word & 31))
+                            store_f32(smem, offset + 4 * word, acc[4 * (groups * r + j) + i])
+
+    @cuda.jit(device=True, forceinline=True)
+    def token_and_feature(i):
+        pair = i >> 5
+        word = (i - ROTATION * pair) & 31
+        return int32(2 * pair + (word >> 4)), int32(word & 15)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_up(smem, sums, i):
+        total = float32(0)
+        for part in range(warps_k):
+            total += load_f32(smem, sums[0] + 4 * i + part * sums[1])
+        return total
+
+    return WarpSums(store, token_and_feature, add_up)
 
 
 @cache
@@ -68,46 +125,33 @@ def final_sum(
     biased, load_bias = of_bias is not None, LOAD_BIAS[of_bias or "float32"]
     tile_sums, threads = TILE_ROWS * tokens, 32 * warps
     in_half, in_bfloat = output == "float16", output == "bfloat16"
-    groups, columns = max(1, tokens // 8), min(2, tokens)
-    lanes_with_sums = max(1, min(4, tokens // 2))  # of a quad: two tokens each
+    of_warps = warp_sums(tokens, warps_k)
+    token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
 
     @cuda.jit(device=True, forceinline=True)
-    def store(acc, smem, offset, lane, low, high):
-        group, quad = int32(lane >> 2), int32(lane & 3)
-        for r in range(PAIR):
-            if low <= r and r < high and quad < lanes_with_sums:
-                for j in range(groups):
-                    pair = int32(quad + 4 * j)
-                    for i in range(4):
-                        if i % 2 < columns:
-                            word = 16 * (i % 2) + 8 * (i // 2) + group + ROTATION * pair
-                            word = int32((r - low) * tile_sums + 32 * pair + (word & 31))
-                            store_f32(smem, offset + 4 * word, acc[4 * (groups * r + j) + i])
-
-    @cuda.jit(device=True, forceinline=True)
-    def token_and_feature(i):
-        """Of sum i of a row tile."""
-        pair = i >> 5
-        word = (i - ROTATION * pair) & 31
-        return int32(2 * pair + (word >> 4)), int32(word & 15)
-
-    @cuda.jit(device=True, forceinline=True)
-    def token_scale(token_scales, m0, M, t):
+    def token_scale(token_scales, m0, M, i):
         if not scaled:
             return float32(1)
-        token, _ = token_and_feature(t & (tile_sums - 1))
+        token, _ = token_and_feature(i & (tile_sums - 1))
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
+    def ask(asked, c, token_scales, bias, m0, first, end, t):
+        """For the scale of the token of its outputs."""
+        asked[0] = token_scale(token_scales, m0, int32(c.shape[0]), t)
+
+    @cuda.jit(device=True, forceinline=True)
+    def prologue(asked, bias, t):
+        return asked[0]
+
+    @cuda.jit(device=True, forceinline=True)
     def write(
-        smem, sums, row_scales_at, c, token_scales, own_scale, bias, m0, here, first, end, t
+        smem, sums, row_scales_at, c, token_scales, bias, own_scale, m0, here, first, end, t
     ):  # fmt: skip
         M, N = int32(c.shape[0]), int32(c.shape[1])
         i, stop = t, int32(int32(end - first) * tile_sums)
         while i < stop:
-            total = float32(0)
-            for part in range(warps_k):
-                total += load_f32(smem, sums[0] + 4 * i + part * sums[1])
+            total = add_up(smem, sums, i)
             token, feature = token_and_feature(i & (tile_sums - 1))
             feature = int32(uint32(i) // uint32(tile_sums) * uint32(TILE_ROWS) + uint32(feature))
             row_scale = load_f32(smem, row_scales_at + 4 * feature) * float32(scale)
@@ -127,4 +171,4 @@ def final_sum(
                     store_f32(c, at, total)
             i = int32(i + threads)
 
-    return FinalSum(store, token_scale, write)
+    return FinalSum(of_warps.store, 1, ask, prologue, write)
