@@ -21,11 +21,11 @@ from results.decoder import operations
 from results.decoder.deferred import DeferredNorms
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
-from steps.api.dry_run import REGION, WEIGHTS, WORKSPACE, ZEROED, DryRun, Placeholder
+from steps.api.dry_run import WORKSPACE, ZEROED, DryRun, placeholders
 from steps.api.launch_template import RelocatableLaunches
 from steps.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.between.eight import EIGHT, OF_DTYPE
-from steps.contract import Launch, Machine, array_dtype
+from steps.contract import Launch, Machine
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
@@ -51,15 +51,11 @@ class Template:
     def __init__(self, make: Make, arrays: Sequence[Tensor]) -> None:
         from steps.api.launcher import load
 
-        memory = DryRun()
-        places = [WEIGHTS + i * REGION for i in range(len(arrays))]
-        placeholders = [
-            Placeholder(place, tuple(one.shape) or (1,), array_dtype(name_of(one)))
-            for place, one in zip(places, arrays, strict=True)
-        ]
+        memory, given = DryRun(), placeholders(operator.array_types(arrays))
         with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
-            loaded = load(make(*placeholders, machine=memory))
+            loaded = load(make(*given, machine=memory))
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
+        places = (one.address for one in given)
         self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
 
     def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:

@@ -10,12 +10,14 @@ or a sum over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qformats import FORMATS
 from results.decoder.model import Product
 from steps import step18_decode_bulk
+from steps.api.parallel_compile import OfArrays
 from steps.between import add_and_norm, deferred_norm, gated_product
 from steps.between.eight import EIGHT
 from steps.contract import Launch, Machine
@@ -68,8 +70,8 @@ class DeferredNorms:
 
     def after(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
         """y of the norm, in the dtype that the product writes."""
-        writes = getattr(torch, product.template(len(x)).writes)
-        y = x.new_empty((len(x), product.n), dtype=writes)
+        _, _, writes, *_ = product.wanted(len(x))
+        y = x.new_empty((len(x), product.n), dtype=getattr(torch, writes))
         arrays = x, left, y, *_weights(product)
         self._launch(of_product_after, arrays, product.format, epsilon)
         return y
@@ -87,13 +89,40 @@ class DeferredNorms:
         self._launch(of_gated, (x, left, gates, *_weights(product)), product.format, epsilon)
         return gates
 
+    def ahead(
+        self, norms: Iterable[tuple[Any, Tensor, Any, Any]], m: int, epsilon: float
+    ) -> tuple[list[OfArrays], set[Product]]:
+        """(what these norms launch for m tokens, for `steps.api.parallel_compile`; the products
+        around them, which launch nothing else). norms: see `Decoder._norms`."""
+        found: dict[Hashable, OfArrays] = {}
+
+        def record(make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
+            types = operator.array_types(arrays)
+            found[make, types, rest] = OfArrays(partial(make, *rest), types)
+
+        here, around, left = DeferredNorms(record), set(), None
+        for before, weight, after, reads_gates in norms:
+            h = weight.new_empty((m, len(weight)))
+            if not here.takes(before, after, h, weight):
+                left = None
+                continue
+            around |= {before, after}
+            a = h.new_empty((m, before.k), dtype=torch.float16)
+            if left is None:
+                _, left = here.launched((h,), weight, epsilon, torch.float16, before)
+            x, left = here.before(before, a, h, weight, epsilon, left)
+            if reads_gates is not None and here.takes_gates(after, reads_gates, m):
+                here.gated(after, x, left, epsilon)
+            else:
+                here.after(after, x, left, epsilon)
+        return [*found.values()], around
+
 
 def _by_step_18(product: Any, m: int) -> bool:
     if not isinstance(product, Product):
         return False
-    made = product.template(m)
-    by = made.choice.step is step18_decode_bulk.STEP and made.choice.family == "A16"
-    return by and made.reads == "float16"
+    choice = product.choice(m)
+    return choice.step is step18_decode_bulk.STEP and choice.family == "A16"
 
 
 def _weights(product: Product) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ between products write the dtype that the next product reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ from results.decoder import rotary
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
 from steps.api import parallel_compile
-from steps.api.choice import choose_uncast, written_dtype
+from steps.api.choice import Choice, choose_uncast, written_dtype
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
 from steps.components.activations.layouts import GATED
@@ -107,18 +107,25 @@ class Product(nn.Module):
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
         self.workspace, self.accuracy, self.output = workspace, accuracy, output
         self.bias, self.family = bias, family
+        self._choices: dict[tuple[int, str, str], Choice] = {}
 
-    def wanted(self, m: int, machine: Any, input: str = "float16") -> parallel_compile.Wanted:
+    def wanted(
+        self, m: int, machine: Any = None, input: str = "float16"
+    ) -> parallel_compile.Wanted:
         """The launches for m tokens, as `steps.api.parallel_compile` takes them."""
-        size = m, self.n, self.k
-        dtype = "float16" if input == GATED else input
-        choice = choose_uncast(
-            self.format, Shape(*size), self.packed, machine, self.accuracy, dtype, self.family
-        )
-        output, bias = written_dtype(choice.step, self._output(m)), self._bias_dtype
+        choice, output, bias = self.choice(m, input, machine), self._output(m), self._bias_dtype
         if bias and not choice.step.adds_bias:
             output, bias = "float32", None
-        return choice.work, size, output, input, bias
+        return choice.work, (m, self.n, self.k), written_dtype(choice.step, output), input, bias
+
+    def choice(self, m: int, input: str = "float16", machine: Any = None) -> Choice:
+        """The step for m tokens, as `template` has it; nothing is compiled."""
+        key = m, input, self.accuracy
+        if key not in self._choices:
+            dtype = "float16" if input == GATED else input
+            rest = self.packed, machine or Gpu(), self.accuracy, dtype, self.family
+            self._choices[key] = choose_uncast(self.format, Shape(m, self.n, self.k), *rest)
+        return self._choices[key]
 
     def template(self, m: int, input: str = "float16") -> LaunchTemplate:
         """The launches for m tokens; `input` is how x comes, where the step can read it so."""
@@ -379,13 +386,14 @@ class Decoder:
         report: Callable[[int, int], None] = lambda done, of: None,
     ) -> int:
         """Compile the kernels for (accuracy, tokens) of each case in `jobs` processes; how many.
+        They are those of products, and of norms within these.
 
         Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt. Those
         that are kept on disk are not compiled; see `steps.api.parallel_compile.compile_ahead`,
         which is told `say` and `report`.
         """
-        wanted: list[parallel_compile.Wanted] = []
-        before, machine = self.output.accuracy, Gpu()
+        wanted: list[parallel_compile.Wanted | parallel_compile.OfArrays] = []
+        before, machine, deferred = self.output.accuracy, Gpu(), self.operations.deferred
         inner = [
             (one, GATED if one is layer.down and not self.operations.swiglu_overlaps else "float16")
             for layer in self.layers
@@ -394,8 +402,13 @@ class Decoder:
         for accuracy, m in cases:
             self.set_accuracy(accuracy)
             last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
-            sizes = self._sizes(1, m) if m > MOST_SEQUENCES else [m]
+            sizes, others = self._sizes(1, m) if m > MOST_SEQUENCES else [m], set()
+            if deferred is not None and m <= MOST_SEQUENCES:
+                norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
+                wanted += norms
             for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
+                if product in others:
+                    continue
                 for one in getattr(product, "products", [product]):
                     each = one.wanted(tokens, machine, input)
                     if each not in wanted:  # layers are alike
@@ -431,6 +444,18 @@ class Decoder:
         found: list[int] = parts(sequences, tokens) if parts else [tokens]
         return found
 
+    def _ends(self) -> list[tuple[Tensor, Any]]:
+        """Of each layer, the weight of the norm that follows, and the product that reads it."""
+        ends = [(one.before_attention, one.qkv) for one in self.layers[1:]]
+        return [*ends, (self.norm, self.output)]
+
+    def _norms(self) -> Iterator[tuple[Any, Tensor, Any, Any]]:
+        """Each norm but the first: (product before, weight, product after, the one that reads its
+        gates or None)."""
+        for layer, end in zip(self.layers, self._ends(), strict=True):
+            yield layer.out, layer.before_hidden, layer.gate_up, layer.down
+            yield layer.down, *end, None
+
     def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
         parts, first = [], 0
         for some in ids.split(self._sizes(*ids.shape), 1):
@@ -438,8 +463,7 @@ class Decoder:
             position = cache.position + first if first else cache.position
             parts.append(Part(some.shape[1], first, position, h))
             first += some.shape[1]
-        ends = [(one.before_attention, one.qkv) for one in self.layers[1:]]
-        ends.append((self.norm, self.output))
+        ends = self._ends()
         for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
             for part in parts:
                 self._attend(layer, part, keys_values, cache)

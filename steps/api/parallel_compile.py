@@ -15,12 +15,13 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Final
 
 from steps.api import kernel_cache
 from steps.api.compile import architecture, compile_kernel, signature_of
-from steps.api.dry_run import launches, packed_types
+from steps.api.dry_run import ArrayType, DryRun, launches, packed_types, placeholders
 from steps.api.kernel_cache import CompiledKernel
 from steps.contract import (
     Launch,
@@ -42,13 +43,26 @@ Wanted = (
 """(work, (M, N, K), dtype of C, how A comes, dtype of a bias): A as `steps.api.dry_run.launches`
 has it, float32 if it is left out; a bias only for a step that adds one."""
 
-Recipe = tuple[int, Any, str, Size, str, str, str | None, int]
+
+@dataclass(frozen=True, slots=True)
+class OfArrays:
+    """A launch that is no product's: make(*arrays, machine=...), of arrays of these shapes and
+    dtypes. make can be pickled."""
+
+    make: Callable[..., Launch]
+    arrays: tuple[ArrayType, ...]
+
+    def launch(self) -> Launch:
+        return self.make(*placeholders(self.arrays), machine=DryRun())
+
+
+Recipe = tuple[int, Any, str, Size, str, str, str | None, int] | OfArrays
 """(step, family, format, (M, N, K), dtype of C, how A comes, dtype of a bias, index of the launch):
 what another process needs to make a kernel."""
 
 
 def compile_ahead(
-    wanted: Iterable[Wanted],
+    wanted: Iterable[Wanted | OfArrays],
     gpu: Any,
     say: Callable[[str], None],
     processes: int | None = None,
@@ -56,7 +70,7 @@ def compile_ahead(
     fewest: int = FEWEST,
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:
-    """Compile the kernels of some products for a GPU (its `cc`) and return how many were compiled.
+    """Compile the kernels of some launches for a GPU (its `cc`); how many were compiled.
 
     processes : how many compile; by default one for each core.
     fewest    : fewer kernels than this are left to whoever launches them.
@@ -90,13 +104,20 @@ def compile_ahead(
     return count
 
 
-def missing_kernels(wanted: Iterable[Wanted], cc: tuple[int, int]) -> dict[tuple[Any, Any], Recipe]:
+def missing_kernels(
+    wanted: Iterable[Wanted | OfArrays], cc: tuple[int, int]
+) -> dict[tuple[Any, Any], Recipe]:
     """What is not in the cache, each kernel and signature once, and how another process makes it.
 
     Products that cannot be launched are left out: it is reported where they are.
     """
     found: dict[tuple[Any, Any], Recipe] = {}
-    for work, size, output, *rest in wanted:
+    for one in wanted:
+        if isinstance(one, OfArrays):
+            launch = one.launch()
+            found.setdefault((launch.kernel, signature_of(launch.args)), one)
+            continue
+        work, size, output, *rest = one
         input = (rest[0] if rest else None) or "float32"
         bias = rest[1] if len(rest) == 2 else None
         if work.step.supports(work.format, work.family, cc, output):
@@ -138,6 +159,9 @@ def _begin(arch: str, sms: int, shared_bytes: int) -> None:
 
 
 def _compiled(recipe: Recipe) -> CompiledKernel:
+    if isinstance(recipe, OfArrays):
+        launch = recipe.launch()
+        return compile_kernel(launch.kernel, signature_of(launch.args), _arch)
     number, family, format_name, size, output, input, bias, index = recipe
     work = Work(find(number), family, format_name)
     launch, signature = list(_launches(work, size, output, input, bias))[index]

@@ -8,17 +8,17 @@ What is new
         product after     a @ W^T of that x | * r / s, r of the partial sums | + bias
 
     Both are step 18's kernel with another end (`steps.components.decode.final_sum`). Each value of
-    h is one thread's. s keeps x within float16 whatever the size of the residual is: it is the r of
-    the norm before, which each thread adds up from the partial sums of that one.
+    h is one thread's. s keeps x within float16 whatever the size of the residual is: it is 1/64 of
+    the r of the norm before, which each thread adds up from the partial sums of that one.
 Why it should help
     `add_and_norm` adds 2.1 us to a chain of products, 64 times a token. Here are left 0.1 us for a
     barrier and the sums of h^2 behind it, and 0.1 for the partial sums of the norm before, 512
     bytes a token, which arrive while A does. Expect 1.9 us less each time, 120 us of a token.
 What it costs
-    x has the rounding of float16 at another place, and its range: |x| * rms(h) / rms(h before) must
-    stay below 65504, where x is what the norm would give, at most sqrt(K) * |weight|. So with rows
-    of 4096 and weights up to 1 a residual may become 1000 times larger between two norms. Where it
-    becomes 1000 times smaller, values of x below 0.06 have fewer than 11 bits.
+    x has the rounding of float16 at another place, and its range. What the norm would give, at most
+    sqrt(K) * |weight|, is stored times g / 64, g = rms(h) / rms(h before). So with rows of 4096 and
+    weights up to 1 a residual may become 65504 times larger between two norms. What is stored below
+    2^-14 has fewer than 11 bits: with g = 1 values below 0.004, to within 2e-6.
     Up to `MOST_TOKENS` tokens, as a thread's outputs must be of one token.
 Machine code
     As step 18, with no more registers than leave attention room beside it; no atomics.
@@ -50,6 +50,8 @@ from steps.step18_decode_bulk import kernel, product_of
 
 MOST_TOKENS: Final = 8
 WARP: Final = 32
+ROOM: Final = 1 / 64
+"""s as a share of the r of the norm before: so much more may a residual grow until the next one."""
 BESIDE: Final = 128
 """Threads of attention, beside which the product before a norm has room for its registers. Formats
 with minima or scales of 16 K would have to spill some, and get as many as they need."""
@@ -185,7 +187,7 @@ def residual_end(
     def prologue(asked, reads, t):
         _, mean_of, epsilon, _, _, _, _ = reads
         _, s = factors(asked, mean_of, epsilon, t)
-        return s, asked[asks], asked[asks + 1]
+        return s * float32(ROOM), asked[asks], asked[asks + 1]
 
     @cuda.jit(device=True, forceinline=True)
     def add_up_squares(smem, squares, after, s, m0, here, t):
@@ -262,7 +264,7 @@ def launch_residual(
     weights : packed by `qformats.repack.tiles`, and perhaps a bias [N].
     a       : float16 [M, K]. h: float32 [M, N]. x: float16 [M, N].
     weight  : float32 [N], of the norm.
-    before  : float32 [M, 1 + any]: the norm before, in the form of `after`. s is its r.
+    before  : float32 [M, 1 + any]: the norm before, in the form of `after`. s is its r * `ROOM`.
     after   : float32 [M, 1 + `partial_sums`]: of each token s, and the sums of h^2 of parts of its
               row. r = rsqrt(their sum / N + epsilon).
     ValueError for more than `MOST_TOKENS` tokens, or an `after` of another shape.

@@ -25,7 +25,8 @@ from steps.api.compile import (
 )
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
-from steps.api.parallel_compile import compile_ahead
+from steps.api.parallel_compile import OfArrays, compile_ahead
+from steps.between import swiglu
 from steps.checks.select import select
 from steps.components.activations.rows import row_rounder
 from steps.contract import Shape, Work, array_dtype
@@ -75,6 +76,28 @@ def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
             assert opcodes(disassemble(made.cubin)) == here.instructions
             assert made.name.encode() in made.cubin
     assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0, "all of it is known"
+
+
+def test_a_launch_that_is_no_products_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
+    of = (((4, 64), "float16"), ((4, 32), "float16")), (((4, 64), "float32"), ((4, 32), "float16"))
+    wanted = [OfArrays(of_swiglu, types) for types in of]
+    kernels = {one.launch().kernel for one in wanted}
+    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels}
+    try:
+        assert compile_ahead([*wanted, *wanted], HOPPER, print, fewest=1) == 2, "each once"
+        for one in wanted:
+            launch = one.launch()
+            made = kernel_cache.find(launch.kernel, signature_of(launch.args), "sm_90a")
+            here = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+            assert made is not None
+            assert opcodes(disassemble(made.cubin)) == here.instructions
+    finally:
+        kernel_cache._known.update(before)
+
+
+def of_swiglu(y: Any, x: Any, *, machine: Any) -> Any:
+    return swiglu.launch(y, x)
 
 
 @pytest.mark.gpu

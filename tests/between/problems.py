@@ -224,7 +224,7 @@ def residual_problem(
     def check() -> None:
         with np.errstate(invalid="ignore", over="ignore"):
             right, off = was + (of.y + of.added), of.off
-            s, by = factor(before, n, epsilon)[:, None], h.astype(np.float64)
+            s, by = deferred_norm.ROOM * factor(before, n, epsilon)[:, None], h.astype(np.float64)
             if exact:
                 np.testing.assert_array_equal(h, right)
                 np.testing.assert_array_equal(x.array, (right * s * weight).astype(np.float16))

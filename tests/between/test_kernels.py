@@ -118,8 +118,10 @@ def test_a_deferred_norm_has_the_same_bits_again() -> None:
     assert all(one == found[0] for one in found)
 
 
-def test_deferred_norms_beside_launched_ones() -> None:
-    """Two layers' worth of residual: the same but for the rounding of x."""
+@pytest.mark.parametrize("growth", [1.0, 0.03, 5e3])
+def test_deferred_norms_beside_launched_ones(growth: float) -> None:
+    """Two layers' worth of residual: the same but for the rounding of x, also where the first makes
+    it larger by so much or more, or takes most of it away."""
     rng, m, width, machine = np.random.default_rng(1), 5, 168, Simulator(2)
     fmt = FORMATS["q4_0"]
     w = [np.array(one) for one in tiles(Product(m, width, 96, "q4_0").blocks)]
@@ -127,19 +129,25 @@ def test_deferred_norms_beside_launched_ones() -> None:
     h = rng.standard_normal((m, width)).astype(np.float32)
     weights = 1 + 0.1 * rng.standard_normal((3, width)).astype(np.float32)
     inputs = rng.standard_normal((2, m, 96)).astype(np.float16)
+    dequantized = fmt.dequantize(Product(m, width, 96, "q4_0").blocks).astype(np.float64)
+    if growth > 1:
+        inputs[0] *= growth
+    if growth < 1:
+        h = (growth * h - inputs[0].astype(np.float64) @ dequantized.T).astype(np.float32)
     exact, mine = h.astype(np.float64), h.copy()
     norm, x = np.zeros((m, 1 + parts), np.float32), np.zeros((m, width), np.float16)
     machine.run(add_and_norm.launch(mine, None, weights[0], 1e-5, x, norm=norm))
-    dequantized = fmt.dequantize(Product(m, width, 96, "q4_0").blocks).astype(np.float64)
+    largest = float(np.abs(inputs).max()) * np.abs(dequantized).sum(-1).max()
     for a, weight in zip(inputs, weights[1:], strict=True):
         after, x = np.zeros_like(norm), np.zeros_like(x)
         machine.run(
             deferred_norm.launch_residual(fmt, tuple(w), a, mine, weight, norm, 1e-5, after, x)
         )
         norm, exact = after, exact + a.astype(np.float64) @ dequantized.T
-        r = 1 / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(mine, exact, rtol=0, atol=1e-3 * largest)
+        r = 1 / np.sqrt((mine.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
         found = x * (factor(norm, width, 1e-5) / norm[:, 0])[:, None]
-        assert nmse(found, exact * r * weight) < 2e-7
+        assert nmse(found, mine * r * weight) < 2e-7
 
 
 def test_more_tokens_than_a_thread_has_one_of_are_refused() -> None:
