@@ -21,8 +21,9 @@ from results.decoder import operations
 from results.decoder.deferred import DeferredNorms
 from results.decoder.operations import PLAIN, Operations
 from results.decoder.workspace import Workspace
-from steps.api.dry_run import WORKSPACE, ZEROED, DryRun, placeholders
+from steps.api.dry_run import WORKSPACE, ZEROED, DryRun
 from steps.api.launch_template import RelocatableLaunches
+from steps.api.of_arrays import OfArrays
 from steps.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.between.eight import EIGHT, OF_DTYPE
 from steps.contract import Launch, Machine
@@ -51,11 +52,11 @@ class Template:
     def __init__(self, make: Make, arrays: Sequence[Tensor]) -> None:
         from steps.api.launcher import load
 
-        memory, given = DryRun(), placeholders(operator.array_types(arrays))
+        of, memory = OfArrays(make, operator.array_types(arrays)), DryRun()
         with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
-            loaded = load(make(*given, machine=memory))
+            loaded = load(of.launch(memory))
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
-        places = (one.address for one in given)
+        places = (one.address for one in of.placeholders())
         self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
 
     def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:

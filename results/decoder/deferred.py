@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qformats import FORMATS
 from results.decoder.model import Product
 from steps import step18_decode_bulk
-from steps.api.parallel_compile import OfArrays
+from steps.api.of_arrays import OfArrays
 from steps.between import add_and_norm, deferred_norm, gated_product
 from steps.between.eight import EIGHT
 from steps.contract import Launch, Machine

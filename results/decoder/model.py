@@ -25,6 +25,7 @@ from steps.api import parallel_compile
 from steps.api.choice import Choice, choose_uncast, written_dtype
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
+from steps.api.of_arrays import OfArrays
 from steps.components.activations.layouts import GATED
 from steps.contract import Shape
 from steps.nn import operator as operator
@@ -392,7 +393,7 @@ class Decoder:
         that are kept on disk are not compiled; see `steps.api.parallel_compile.compile_ahead`,
         which is told `say` and `report`.
         """
-        wanted: list[parallel_compile.Wanted | parallel_compile.OfArrays] = []
+        wanted: list[parallel_compile.Wanted | OfArrays] = []
         before, machine, deferred = self.output.accuracy, Gpu(), self.operations.deferred
         inner = [
             (one, GATED if one is layer.down and not self.operations.swiglu_overlaps else "float16")

@@ -65,14 +65,6 @@ class Placeholder:
         return tuple(item * math.prod(self.shape[i + 1 :]) for i in range(self.ndim))
 
 
-def placeholders(arrays: Sequence[ArrayType]) -> list[Placeholder]:
-    """One for each array, from `WEIGHTS` on, `REGION` apart."""
-    return [
-        Placeholder(WEIGHTS + i * REGION, shape or (1,), array_dtype(dtype))
-        for i, (shape, dtype) in enumerate(arrays)
-    ]
-
-
 class DryRun:
     """A machine that hands out placeholders and adds up the bytes that they stand for.
 

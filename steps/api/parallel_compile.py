@@ -15,14 +15,14 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Final
 
 from steps.api import kernel_cache
 from steps.api.compile import architecture, compile_kernel, signature_of
-from steps.api.dry_run import ArrayType, DryRun, launches, packed_types, placeholders
+from steps.api.dry_run import launches, packed_types
 from steps.api.kernel_cache import CompiledKernel
+from steps.api.of_arrays import OfArrays
 from steps.contract import (
     Launch,
     Size,
@@ -42,18 +42,6 @@ Wanted = (
 )
 """(work, (M, N, K), dtype of C, how A comes, dtype of a bias): A as `steps.api.dry_run.launches`
 has it, float32 if it is left out; a bias only for a step that adds one."""
-
-
-@dataclass(frozen=True, slots=True)
-class OfArrays:
-    """A launch that is no product's: make(*arrays, machine=...), of arrays of these shapes and
-    dtypes. make can be pickled."""
-
-    make: Callable[..., Launch]
-    arrays: tuple[ArrayType, ...]
-
-    def launch(self) -> Launch:
-        return self.make(*placeholders(self.arrays), machine=DryRun())
 
 
 Recipe = tuple[int, Any, str, Size, str, str, str | None, int] | OfArrays

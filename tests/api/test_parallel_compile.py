@@ -25,7 +25,8 @@ from steps.api.compile import (
 )
 from steps.api.launch_template import LaunchTemplate
 from steps.api.machines import Gpu
-from steps.api.parallel_compile import OfArrays, compile_ahead
+from steps.api.of_arrays import OfArrays
+from steps.api.parallel_compile import compile_ahead
 from steps.between import swiglu
 from steps.checks.select import select
 from steps.components.activations.rows import row_rounder

@@ -35,7 +35,7 @@ from steps import step18_decode_bulk  # noqa: E402
 from steps.api.choice import Choice  # noqa: E402
 from steps.api.compile import signature_of  # noqa: E402
 from steps.api.machines import Simulator  # noqa: E402
-from steps.api.parallel_compile import OfArrays  # noqa: E402
+from steps.api.of_arrays import OfArrays  # noqa: E402
 from steps.components.decode import tiles  # noqa: E402
 from steps.nn import operator as torch_operator  # noqa: E402
 from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
@@ -418,11 +418,16 @@ def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int)
     launched, mine, again = h.clone(), h.clone(), h.clone()
     launched, x = do.add_and_norm(launched, down(a), second, epsilon, torch.float16)
     assert do.deferred.takes_gates(gate_up, down, m)
-    y, found = gate_up(x), deferred(mine)
-    wanted = torch.cat([y, do.swiglu(y, torch.float16)], -1)
+    found = deferred(mine)
+    y, gates = found.split([2 * hidden, hidden], -1)
+    right = gate_up(x)
+    gate, up = right.float().chunk(2, -1)
     torch.testing.assert_close(mine, launched, rtol=1e-3, atol=1e-3 * float(launched.std()))
-    for one, right in zip(found.split(hidden, -1), wanted.split(hidden, -1), strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=5e-3 * float(right.float().std()))
+    atol = 5e-3 * float(right.float().std())
+    torch.testing.assert_close(y, right, rtol=0, atol=atol)
+    # gate and up may be off by as much, and no slope of silu is above 1.1
+    off = (gates.float() - do.swiglu(right, torch.float16).float()).abs()
+    assert (off <= atol * (1.1 * up.abs() + gate.abs()) + 2**-10 * gates.float().abs()).all()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
