@@ -75,7 +75,7 @@ def of_decoder(path: Path) -> list[str]:
     return [
         f"Shapes of {bench['shapes']}, random weights in {bench['format'].upper()}, "
         f"{bench['weights_gb']:.2f} GB, {_where(record)}. Between its products either side has the "
-        "same kernels.",
+        "same kernels, but at batch 1 norms and gates of the exact side are within its products.",
         "",
         *grid(head, "lrrrrr", lines),
     ]

@@ -1,9 +1,10 @@
 """Tokens a second with the shapes of Llama 3 8B and random weights, beside float16 torch.matmul.
 
-Two decoders differ in their products alone: ours over blocks, and torch's over the same weights in
-float16. Weights are random bytes with sensible scales, not quantized floats: 1024 rows of each kind
-of matrix are drawn and packed. Each layer repeats them in memory of its own, from another row on,
-so that all weights come from memory.
+Two decoders differ in their products: ours over blocks, and torch's over the same weights in
+float16. At batch 1 ours also has norms and gates within them (`results.decoder.deferred`). Weights
+are random bytes with sensible scales, not quantized floats: 1024 rows of each kind of matrix are
+drawn and packed. Each layer repeats them in memory of its own, from another row on, so that all
+weights come from memory.
 
 Each case is a CUDA graph of either side. Rounds take turns, and medians are reported:
 
