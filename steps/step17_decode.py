@@ -53,8 +53,8 @@ from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, async_copy
 from steps.components.decode.final_sum import final_sum
 from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
-from steps.components.decode.product_a16 import product_a16
+from steps.components.decode.product_a8 import SCALE_BYTES
+from steps.components.decode.products import product_of
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
 from steps.components.decode.walk import pair_walk
@@ -73,11 +73,11 @@ def kernel(
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
-    product = product_a8(name, tokens) if a8 else product_a16(name, kind, tokens)
+    product = product_of(name, how, kind)
     places, multiply, finish = product.places, product.multiply, product.finish
     n_acc = product.sums
     end_of = final_sum(tokens, warps, warps // warps_n, product.scale, scaled, output, of_bias)
-    store_sums, ask, asks = end_of.store, end_of.ask, end_of.asks
+    store_sums, load_ahead, n_loads = end_of.store, end_of.load_ahead, end_of.n_loads
     prologue, write = end_of.prologue, end_of.write
     walks = pair_walk(tile_format(name).tile_bytes, warps_n)
     own_part, start, advance, is_over = walks.own_part, walks.start, walks.advance, walks.is_over
@@ -113,7 +113,7 @@ def kernel(
         those of a `TileConfiguration`; bias [N] is added, if there is one."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
-        asked = cuda.local.array(asks, float32)
+        loaded = cuda.local.array(n_loads, float32)
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), int32(t >> 5)
         M, N, m0 = int32(c.shape[0]), int32(c.shape[1]), int32(MOST_TOKENS * cuda.blockIdx.z)
@@ -164,8 +164,8 @@ def kernel(
         elif warps_n > 1 and not in_slots:  # other warps have copied parts of this one's A
             wait_for_oldest()
             cuda.syncthreads()
-        ask(asked, c, a_scales, bias, m0, first, end, t)
-        own = prologue(asked, bias, t)
+        load_ahead(loaded, c, a_scales, bias, m0, first, end, t)
+        own = prologue(loaded, bias, t)
 
         # --- the stream
         offsets, slot = places(lane, a_rows, pitch), ring

@@ -1,11 +1,10 @@
 """Step 18: decode on Hopper - bulk copies, and launches that overlap.
 
 What is new
-    For each slot of step 17's ring thirty-two lanes compute addresses and issue five copies. Here
-    one lane issues one bulk copy, and an mbarrier completes when it has arrived. A comes the same
-    way, a copy for each token.
-    That is short enough to be done early. Weights do not depend on the launch before: a thread
-    block issues their copies as soon as it has an SM, and only then waits for that launch to end:
+    For each slot of step 17's ring thirty-two lanes issue five copies each. Here one lane issues
+    one bulk copy, and an mbarrier completes when it has arrived. A comes by a copy for each token.
+    Weights do not depend on the launch before. So a thread block issues their copies as soon as it
+    has an SM, and only then waits for that launch to end:
 
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
@@ -38,9 +37,9 @@ from qformats.storage import storage_format
 from steps.components.decode.activations import activations
 from steps.components.decode.copies import ROW_BYTES, bulk_copies
 from steps.components.decode.final_sum import FinalSum, final_sum
-from steps.components.decode.product import BLOCKS, PAIR, Product
-from steps.components.decode.product_a8 import SCALE_BYTES, product_a8
-from steps.components.decode.product_a16 import product_a16
+from steps.components.decode.product import BLOCKS, PAIR
+from steps.components.decode.product_a8 import SCALE_BYTES
+from steps.components.decode.products import product_of
 from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
 from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
 from steps.components.decode.walk import gated_walk, pair_walk
@@ -59,23 +58,17 @@ from steps.instructions import (
 )
 
 
-def product_of(name: str, how: Variant, kind: str) -> Product:
-    """The product of a storage format with A of a dtype."""
-    tokens = how.tokens
-    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)
-
-
 @cache
 def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = False) -> Any:
-    """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums, made for
-    this variant; gated: whether pairs of row tiles are of gates and ups (`gated_walk`)."""
+    """The kernel of a storage format. kind: dtype of A; end_of: what becomes of the sums;
+    gated: a pair is a row tile of gates and the same one of ups (`gated_walk`)."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
     product = product_of(name, how, kind)
     places, multiply = product.places, product.multiply
     finish, n_acc = product.finish, product.sums
-    store_sums, ask, asks = end_of.store, end_of.ask, end_of.asks
+    store_sums, load_ahead, n_loads = end_of.store, end_of.load_ahead, end_of.n_loads
     prologue, write = end_of.prologue, end_of.write
     walks = (gated_walk if gated else pair_walk)(tile_format(name).tile_bytes, warps_n)
     copy_weights, copy_row_scales = walks.bulk_copy, walks.bulk_copy_scales
@@ -109,11 +102,10 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
 
     @cuda.jit(launch_bounds=(32 * warps + end_of.beside, 1))
     def decode_bulk(w, row_scales, a, a_scales, c, sizes, reads):
-        """c[M, N] = a @ dequantize(w)[N, K]^T, with the arguments of step 17, or what `end_of`
-        makes of that. reads: what it reads, such as a bias."""
+        """As `decode` of step 17; reads: what `end_of` reads, such as a bias."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
-        asked = cuda.local.array(asks, float32)
+        loaded = cuda.local.array(n_loads, float32)
         griddepcontrol_launch_dependents()
         t = int32(cuda.threadIdx.x)
         lane, warp = int32(t & 31), shfl(int32(t >> 5), 0)  # the same in all lanes: one register
@@ -125,8 +117,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         _, k_tiles, _, pitch, part_bytes, row_scales_at, sums_at, sums_stride = sizes
         k_part, sums = int32(warp // warps_n), (sums_at, sums_stride)
         ring, bars = int32(warp * (stages * slot_bytes)), int32(bars_at + warp * bars_of_warp)
-        # of the warps with the same part of K, the first copies A
-        a_warp = int32(k_part * warps_n)
+        a_warp = int32(k_part * warps_n)  # it copies A for all warps with the same part of K
         copies_a, bar_of_a = warp == a_warp, int32(bars_at + a_warp * bars_of_warp + 8 * stages)
 
         # --- the first weights: they do not depend on the launch before this one
@@ -151,7 +142,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         griddepcontrol_wait()
 
         # --- what the end needs, then A, before the weights of other slots
-        ask(asked, c, a_scales, reads, m0, first, end, t)
+        load_ahead(loaded, c, a_scales, reads, m0, first, end, t)
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
         if quantized:
@@ -170,7 +161,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             walk = issue(smem, slot, bar, w, walk, part, a, rows, int32(0), lane)
         if t == 0:
             copy_row_scales(smem, row_scales_at, row_scales, first, scale_bytes, bars)
-        own = prologue(asked, reads, t)
+        own = prologue(loaded, reads, t)
         if quantized:
             i = int32(0)
             while i < count * (BLOCKS * tokens):

@@ -40,13 +40,14 @@ from qformats.repack import TILE_ROWS
 from qformats.storage import storage_format
 from steps.components.activations.gated import reciprocal
 from steps.components.decode.final_sum import FinalSum, final_sum, warp_sums
+from steps.components.decode.products import product_of
 from steps.components.decode.tiles import TileConfiguration, Variant, tile_configuration
 from steps.components.epilogue.bias import LOAD_BIAS, bias_operand
 from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Launch, Shape, dtype_name
 from steps.instructions import float_to_half, load_f32, shfl_xor, store_f32, store_u16
 from steps.instructions.approximate import rsqrt
-from steps.step18_decode_bulk import kernel, product_of
+from steps.step18_decode_bulk import kernel
 
 MOST_TOKENS: Final = 8
 WARP: Final = 32
@@ -61,14 +62,15 @@ with minima or scales of 16 K would have to spill some, and get as many as they 
 class NormOfToken:
     """Device functions of a warp, for the token of each thread's outputs.
 
-    asks: floats that it asks for
-    ask(asked, norm, m0, M, t)  loads them: asked[0 .. asks]. norm: float32 [M, 1 + parts], s and
-                                the partial sums of h^2, see `launch_residual`
-    factors(asked, mean_of, epsilon, t) -> (s, r)
+    n_loads: floats that a thread loads, long before it needs them
+    load_ahead(loaded, norm, m0, M, t)
+        a thread loads them to the local array `loaded`, from 0 on. norm: float32 [M, 1 + parts], s
+        and the partial sums of h^2, see `launch_residual`
+    factors(loaded, mean_of, epsilon, t) -> (s, r)
     """
 
-    asks: int
-    ask: Any
+    n_loads: int
+    load_ahead: Any
     factors: Any
 
 
@@ -80,30 +82,30 @@ def norm_of_token(tokens: int, parts: int) -> NormOfToken:
     own_token = warp_sums(tokens, 1).token_and_feature
 
     @cuda.jit(device=True, forceinline=True)
-    def ask_for_squares(asked, at, norm, row, lane):
+    def load_squares(loaded, at, norm, row, lane):
         for i in range(loads):
-            asked[at + i] = 0
+            loaded[at + i] = 0
             if WARP * (i + 1) <= parts or lane < parts - WARP * i:
-                asked[at + i] = load_f32(norm, row + 1 + lane + WARP * i)
+                loaded[at + i] = load_f32(norm, row + 1 + lane + WARP * i)
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(asked, norm, m0, M, t):
+    def load_ahead(loaded, norm, m0, M, t):
         lane, last = int32(t & (WARP - 1)), int32(M - 1)
         token, _ = own_token(int32(t & (TILE_ROWS * tokens - 1)))
         even = int32(m0 + (token & -2))
-        asked[0] = load_f32(norm, int32(min(int32(m0 + token), last) * (1 + parts)))
-        ask_for_squares(asked, 1, norm, int32(min(even, last) * (1 + parts)), lane)
+        loaded[0] = load_f32(norm, int32(min(int32(m0 + token), last) * (1 + parts)))
+        load_squares(loaded, 1, norm, int32(min(even, last) * (1 + parts)), lane)
         if two:
             odd = int32(min(int32(even + 1), last) * (1 + parts))
-            ask_for_squares(asked, 1 + loads, norm, odd, lane)
+            load_squares(loaded, 1 + loads, norm, odd, lane)
 
     @cuda.jit(device=True, forceinline=True)
-    def factors(asked, mean_of, epsilon, t):
+    def factors(loaded, mean_of, epsilon, t):
         total, other = float32(0), float32(0)
         for i in range(loads):
-            total += asked[1 + i]
+            total += loaded[1 + i]
             if two:
-                other += asked[1 + loads + i]
+                other += loaded[1 + loads + i]
         for i in range(5):
             total += shfl_xor(total, 1 << i)
             if two:
@@ -111,9 +113,9 @@ def norm_of_token(tokens: int, parts: int) -> NormOfToken:
         token, _ = own_token(int32(t & (TILE_ROWS * tokens - 1)))
         if two and token & 1:
             total = other
-        return asked[0], rsqrt(total * mean_of + epsilon)
+        return loaded[0], rsqrt(total * mean_of + epsilon)
 
-    return NormOfToken(1 + loads * (2 if two else 1), ask, factors)
+    return NormOfToken(1 + loads * (2 if two else 1), load_ahead, factors)
 
 
 @cache
@@ -124,16 +126,16 @@ def normed_end(
     parts: partial sums of a token."""
     plain = final_sum(how.tokens, how.warps, how.warps_k, scale, True, output, of_bias)
     of_token, write_plain = norm_of_token(how.tokens, parts), plain.write
-    ask_for_norm, factors = of_token.ask, of_token.factors
+    load_norm, factors = of_token.load_ahead, of_token.factors
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(asked, c, _, reads, m0, first, end, t):
-        ask_for_norm(asked, reads[0], m0, int32(c.shape[0]), t)
+    def load_ahead(loaded, c, _, reads, m0, first, end, t):
+        load_norm(loaded, reads[0], m0, int32(c.shape[0]), t)
 
     @cuda.jit(device=True, forceinline=True)
-    def prologue(asked, reads, t):
+    def prologue(loaded, reads, t):
         _, mean_of, epsilon, _ = reads
-        s, r = factors(asked, mean_of, epsilon, t)
+        s, r = factors(loaded, mean_of, epsilon, t)
         return r * reciprocal(s)
 
     @cuda.jit(device=True, forceinline=True)
@@ -141,7 +143,7 @@ def normed_end(
         bias = reads[3]
         write_plain(smem, sums, row_scales_at, c, unread, bias, own, m0, here, first, end, t)
 
-    return FinalSum(plain.store, of_token.asks, ask, prologue, write)
+    return FinalSum(plain.store, of_token.n_loads, load_ahead, prologue, write)
 
 
 @cache
@@ -156,7 +158,7 @@ def residual_end(
     tile_sums, threads = TILE_ROWS * tokens, WARP * warps
     of_warps, of_token = warp_sums(tokens, how.warps_k), norm_of_token(tokens, parts)
     token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
-    ask_for_norm, factors, asks = of_token.ask, of_token.factors, of_token.asks
+    load_norm, factors, n_loads = of_token.load_ahead, of_token.factors, of_token.n_loads
     alike = max(1, tokens // 2)  # every so many-th warp has outputs of the same tokens
     each = warps // alike  # warps with outputs of a token
 
@@ -178,16 +180,16 @@ def residual_end(
         return old, w
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(asked, c, _, reads, m0, first, end, t):
+    def load_ahead(loaded, c, _, reads, m0, first, end, t):
         before, _, _, h, weight, _, _ = reads
-        ask_for_norm(asked, before, m0, int32(c.shape[0]), t)
-        asked[asks], asked[asks + 1] = load(h, weight, m0, first, end, t)
+        load_norm(loaded, before, m0, int32(c.shape[0]), t)
+        loaded[n_loads], loaded[n_loads + 1] = load(h, weight, m0, first, end, t)
 
     @cuda.jit(device=True, forceinline=True)
-    def prologue(asked, reads, t):
+    def prologue(loaded, reads, t):
         _, mean_of, epsilon, _, _, _, _ = reads
-        _, s = factors(asked, mean_of, epsilon, t)
-        return s * float32(ROOM), asked[asks], asked[asks + 1]
+        _, s = factors(loaded, mean_of, epsilon, t)
+        return s * float32(ROOM), loaded[n_loads], loaded[n_loads + 1]
 
     @cuda.jit(device=True, forceinline=True)
     def add_up_squares(smem, squares, after, s, m0, here, t):
@@ -239,7 +241,9 @@ def residual_end(
 
     tile = tile_format(name)
     tight = tile.minimum or tile.group < BLOCK
-    return FinalSum(of_warps.store, asks + 2, ask, prologue, write, 0 if tight else BESIDE)
+    return FinalSum(
+        of_warps.store, n_loads + 2, load_ahead, prologue, write, 0 if tight else BESIDE
+    )
 
 
 def configuration(fmt: Format, m: int, n: int, k: int) -> TileConfiguration:

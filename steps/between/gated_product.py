@@ -36,10 +36,11 @@ from steps.between.deferred_norm import MOST_TOKENS, WARP, configuration, norm_o
 from steps.components.activations.gated import reciprocal, silu_times
 from steps.components.decode.final_sum import FinalSum, warp_sums
 from steps.components.decode.product import PAIR
+from steps.components.decode.products import product_of
 from steps.components.decode.tiles import Variant
 from steps.contract import Launch, dtype_name
 from steps.instructions import float_to_half, load_f32, store_u16
-from steps.step18_decode_bulk import kernel, product_of
+from steps.step18_decode_bulk import kernel
 
 GROUP_ROWS: Final = TILE_GROUP * TILE_ROWS
 
@@ -52,16 +53,16 @@ def gated_end(how: Variant, scale: float, parts: int) -> FinalSum:
     tile_sums = TILE_ROWS * tokens
     of_warps, of_token = warp_sums(tokens, how.warps_k), norm_of_token(tokens, parts)
     token_and_feature, add_up = of_warps.token_and_feature, of_warps.add_up
-    ask_for_norm, factors = of_token.ask, of_token.factors
+    load_norm, factors = of_token.load_ahead, of_token.factors
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(asked, c, _, reads, m0, first, end, t):
-        ask_for_norm(asked, reads[0], m0, int32(c.shape[0]), t)
+    def load_ahead(loaded, c, _, reads, m0, first, end, t):
+        load_norm(loaded, reads[0], m0, int32(c.shape[0]), t)
 
     @cuda.jit(device=True, forceinline=True)
-    def prologue(asked, reads, t):
+    def prologue(loaded, reads, t):
         _, mean_of, epsilon = reads
-        s, r = factors(asked, mean_of, epsilon, t)
+        s, r = factors(loaded, mean_of, epsilon, t)
         return r * reciprocal(s) * float32(scale)
 
     @cuda.jit(device=True, forceinline=True)
@@ -85,7 +86,7 @@ def gated_end(how: Variant, scale: float, parts: int) -> FinalSum:
                 store_u16(c, int64(m0 + token) * N + n, x)
             i = int32(i + threads)
 
-    return FinalSum(of_warps.store, of_token.asks, ask, prologue, write)
+    return FinalSum(of_warps.store, of_token.n_loads, load_ahead, prologue, write)
 
 
 def supports(fmt: Format, m: int, hidden: int, k: int) -> bool:

@@ -40,10 +40,10 @@ class FinalSum:
 
     store(acc, smem, offset, lane, low, high)
         a warp: its sums of row tiles low to `high` of a pair (`Product.sums`) to byte `offset` on
-    asks: floats that a thread asks for, long before it needs them
-    ask(asked, c, token_scales, reads, m0, first, end, t)
-        a thread loads them to the local array `asked`; other arguments as of `write`
-    prologue(asked, reads, t) -> own
+    n_loads: floats that a thread loads, long before it needs them
+    load_ahead(loaded, c, token_scales, reads, m0, first, end, t)
+        a thread loads them to the local array `loaded`; other arguments as of `write`
+    prologue(loaded, reads, t) -> own
         what it makes of them, whole warps together
     write(smem, sums, row_scales_at, c, token_scales, reads, own, m0, here, first, end, t)
         all threads: C of row tiles first to `end` and of tokens m0 to m0 + here. sums: (byte of
@@ -53,8 +53,8 @@ class FinalSum:
     """
 
     store: Any
-    asks: int
-    ask: Any
+    n_loads: int
+    load_ahead: Any
     prologue: Any
     write: Any
     beside: int = 0
@@ -136,13 +136,13 @@ def final_sum(
         return load_f32(token_scales, min(int32(m0 + token), int32(M - 1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def ask(asked, c, token_scales, bias, m0, first, end, t):
+    def load_ahead(loaded, c, token_scales, bias, m0, first, end, t):
         """For the scale of the token of its outputs."""
-        asked[0] = token_scale(token_scales, m0, int32(c.shape[0]), t)
+        loaded[0] = token_scale(token_scales, m0, int32(c.shape[0]), t)
 
     @cuda.jit(device=True, forceinline=True)
-    def prologue(asked, bias, t):
-        return asked[0]
+    def prologue(loaded, bias, t):
+        return loaded[0]
 
     @cuda.jit(device=True, forceinline=True)
     def write(
@@ -171,4 +171,4 @@ def final_sum(
                     store_f32(c, at, total)
             i = int32(i + threads)
 
-    return FinalSum(of_warps.store, 1, ask, prologue, write)
+    return FinalSum(of_warps.store, 1, load_ahead, prologue, write)
