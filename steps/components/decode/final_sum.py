@@ -137,7 +137,7 @@ def final_sum(
 
     @cuda.jit(device=True, forceinline=True)
     def load_ahead(loaded, c, token_scales, bias, m0, first, end, t):
-        """For the scale of the token of its outputs."""
+        """The scale of the token of its outputs."""
         loaded[0] = token_scale(token_scales, m0, int32(c.shape[0]), t)
 
     @cuda.jit(device=True, forceinline=True)
