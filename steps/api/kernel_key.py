@@ -22,6 +22,7 @@ from types import CodeType
 from typing import Any, Final
 
 import numpy as np
+from numba.core.types import Type
 
 from steps.api.import_closure import closure_hash, module_path
 
@@ -101,8 +102,6 @@ class _Captured:
 
     def text(self, value: Any) -> str:
         """_Unknown for a value of a type that no kernel here captures."""
-        from numba.core.types import Type
-
         if value is None or isinstance(value, bool | int | float | str | bytes):
             return repr(value)
         if isinstance(value, tuple | list):

@@ -3,7 +3,7 @@
 The GPU tests, Compute Sanitizer over the checks of each step, and fuzzing run side by side: they
 share the cores, and the GPU takes them in turn. Then come the tests that measure their own time.
 
-    gpu-tests.txt   tests passed in each file, what failed or was skipped, and how fuzzing ended
+    gpu-tests.txt   tests passed in each file, what failed and why, what was skipped, and fuzzing
     sanitizer.txt   each command of Compute Sanitizer, and how it ended
 """
 
@@ -40,6 +40,8 @@ FUZZERS: Final = 2
 LEFT: Final = 15.0
 """Seconds that a command of the sanitizer takes: with less time none is begun."""
 LATE: Final = "its time was up"
+MOST_ERRORS: Final = 4
+"""Lines that are kept of what a test which failed says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,8 @@ def _tests(suite: Ended, how: str) -> tuple[list[str], int]:
     failed = sorted(set(re.findall(r"\bFAILED (tests/[\w/]+\.py::\S+)", suite.text)))
     lines = [f"{suite.line}    {how}"]
     lines += [f"{count:4}  {file}" for file, count in sorted(passed.items())]
-    lines += [f"failed: {test}" for test in failed]
+    for test in failed:
+        lines += [f"failed: {test}", *_why(suite.text, test.rpartition("::")[2])]
     skipped = re.findall(r"^SKIPPED (\[\d+\] .*)$", suite.text, re.MULTILINE)
     lines += [f"skipped: {one}" for one in skipped]
     ends = re.findall(r"^=+ .*\b(?:passed|failed|error)\b.* =+$", suite.text, re.MULTILINE)
@@ -162,6 +165,13 @@ def _tests(suite: Ended, how: str) -> tuple[list[str], int]:
     else:
         lines.append(ends[-1] if ends else f"no summary; exit status {suite.status}")
     return lines, len(failed) or int(suite.status != 0)
+
+
+def _why(text: str, test: str) -> list[str]:
+    """The first lines that pytest marks as the error of a test that failed."""
+    told = text.partition(f"_ {test} _")[2].partition("\n")[2]
+    own = re.split(r"^_{4,}", told, maxsplit=1, flags=re.MULTILINE)[0]
+    return [f"    {line}" for line in re.findall(r"^E +(.+)$", own, re.MULTILINE)[:MOST_ERRORS]]
 
 
 def _fuzzing(one: Ended) -> tuple[list[str], int]:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from steps.api.import_closure import ROOMS, ROOT, closure_hash, code_only, import_closure
+from steps.api.import_closure import (
+    ROOMS,
+    ROOT,
+    _imports_and_digest,
+    closure_hash,
+    code_only,
+    import_closure,
+)
 
 STEP = "steps.step07_idea"
 
@@ -79,12 +86,55 @@ def test_comments_are_those_of_the_language(source: str) -> None:
     assert code_only(source) == code_only(stripped)
 
 
-def test_comments_of_every_file_are_those_of_the_language() -> None:
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    assert len(files) > 100
+def imports_and_code(source: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """(module, name or "") of each import, and the lines that are neither prose nor imports; as
+    `ast` finds them."""
+    imports: list[tuple[str, str]] = []
+    lines = without_comments(source).splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imports += [(one.name, "") for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [(node.module or "", one.name) for one in node.names]
+        elif not (isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", 0), str)):
+            continue
+        for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            lines[row - 1] = ""
+    return sorted(imports), [line.rstrip() for line in lines if line.strip()]
+
+
+def test_prose_and_imports_of_every_file_are_those_of_the_language() -> None:
+    rooms = (*ROOMS, "results", "reference", "tests")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 400
     for path in files:
         source = path.read_text(encoding="utf-8")
-        assert code_only(source) == code_only(without_comments(source)), path
+        imports, lines = imports_and_code(source)
+        assert code_only(source).splitlines() == lines, path
+        assert sorted(_imports_and_digest(source)[0]) == imports, path
+
+
+STATEMENTS = (
+    '"""A module."""\nx = 1\n',
+    "x = 1\n'after a name'  # why\n",
+    'x = (\n    "no prose"\n    "nor this"\n)\n',
+    "x = [\n    'no prose'\n]\n'prose'\n",
+    'x = \\\n    "no prose"\n',
+    '"no prose".join(x)\n',
+    "def f():\n    '''Prose [ of\n\n    import lines'''\n    return x['import']\n",
+    "x = '''\nimport nothing\n'''\nimport a.b as c, d\n",
+    "from a.b import (  # why (so)\n    c as d,\n    # not e,\n    f,\n)  # a comment\n",
+    "from a import b, c  # not d\nimporter = 1\n",
+    "try:\n    import a\nexcept ImportError:\n    from b import a\n",
+    "def f(x):\n    yield from x\n    raise E from x\n",
+)
+
+
+@pytest.mark.parametrize("source", STATEMENTS)
+def test_prose_and_imports_are_those_of_the_language(source: str) -> None:
+    imports, lines = imports_and_code(source)
+    assert code_only(source).splitlines() == lines
+    assert sorted(_imports_and_digest(source)[0]) == imports
 
 
 @pytest.mark.parametrize(

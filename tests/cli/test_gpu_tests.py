@@ -21,6 +21,18 @@ SUITE = """tests/a/test_b.py::test_one[x]
 [gw1] [ 40%] PASSED tests/a/test_b.py::test_two
 [gw1] [ 60%] FAILED tests/a/test_c.py::test_three[q4_0-1]
 [gw1] [ 80%] SKIPPED tests/a/test_c.py::test_four
+=================================== FAILURES ===================================
+_______________________________ test_three[q4_0-1] _______________________________
+[gw1] linux -- Python 3.12.3
+
+    def test_three():
+>       assert sum([0.5, 0.5]) == 2
+E       assert 1.0 == 2
+E        +  where 1.0 = sum([0.5, 0.5])
+
+tests/a/test_c.py:3: AssertionError
+_______________________________ test_three[q4_0-10] ______________________________
+E       another's
 SKIPPED [1] tests/a/test_c.py:9: needs two GPUs
 FAILED tests/a/test_c.py::test_three[q4_0-1] - assert 1 == 2
 ===== 1 failed, 2 passed, 1 skipped in 3.00s =====
@@ -49,6 +61,8 @@ def test_the_suite_is_told_by_file_with_what_failed() -> None:
         "$ python3 -m pytest -m gpu    (H9, commit 0123abcd; beside the sanitizer and fuzzing)",
         "   2  tests/a/test_b.py",
         "failed: tests/a/test_c.py::test_three[q4_0-1]",
+        "    assert 1.0 == 2",
+        "    +  where 1.0 = sum([0.5, 0.5])",
         "skipped: [1] tests/a/test_c.py:9: needs two GPUs",
         "===== 1 failed, 2 passed, 1 skipped in 3.00s =====",
         "",
