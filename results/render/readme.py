@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from results.baselines.humming import W4A16
 from results.record import ROOT
-from results.record.schema import Row, Run, Size
-from results.record.store import headline, read, runs
+from results.record.schema import Run, Size
+from results.record.store import headline, read
 from results.render.arguments import NOTHING
 from results.render.markdown import grid, link
 from results.render.query import (
@@ -54,13 +53,8 @@ CALLED: Final[tuple[Size, ...]] = (
 """The sizes of the README's table: the weights of the two home shapes."""
 
 
-def ladder_table(
-    run: Run, source: str, stale: Keys = (), others: Sequence[tuple[Run, str]] = ()
-) -> str:
-    """A line per step in one format at its home shape. `source` is the run's file as linked.
-
-    others: runs of other GPUs and their files; their times and ratios stand to the right.
-    """
+def ladder_table(run: Run, source: str, stale: Keys = ()) -> str:
+    """A line per step in one format at its home shape. `source` is the run's file as linked."""
     panels = ladder(run)
     if not panels:
         return NOTHING
@@ -70,40 +64,14 @@ def ladder_table(
         f"{shown[0].format.upper()} on an {run.env.where}, {when(shown)} "
         f"([run]({source})). The kernel alone, at the M x N x K of its branch."
     ]
-    beside = []
-    for other, file in others:
-        rows = {_place(row): row for row in _shown(other)}
-        if found := {row.key: rows[key] for row in shown if (key := _place(row)) in rows}:
-            beside.append(found)
-            name = (other.env.gpu or "").removeprefix("NVIDIA ")
-            head += [f"{name} (us)", "x parent"]
-            above.append(f"On an {other.env.where}: {when(found.values())} ([run]({file})).")
     if any(row.parent and not row.x_parent and row.status == "ok" for row in shown):
         above.append(RATIO_NOTE)
     lines = []
     for panel in panels:
         lines.append(["", f"**{panel.title}**, {dims(panel.home)}", *[""] * (len(head) - 2)])
-        for rung in panel.rungs:
-            more = [_beside(found.get(rung.row.key)) for found in beside]
-            lines.append([*_rung(rung, stale), *(text for pair in more for text in pair)])
+        lines += [_rung(rung, stale) for rung in panel.rungs]
     marked = [STALE_NOTE] if any(row.key in stale for row in shown) else []
     return "\n".join([*above, *marked, "", *grid(head, "rl" + "r" * (len(head) - 2), lines)])
-
-
-def _shown(run: Run) -> list[Row]:
-    """The row of each step that a table of this run shows."""
-    return [rung.row for panel in ladder(run) for rung in panel.rungs]
-
-
-def _place(row: Row) -> tuple[int, str, Size, str]:
-    return row.step, row.family, row.shape, row.format
-
-
-def _beside(row: Row | None) -> tuple[str, str]:
-    if row is None:
-        return "", ""
-    us = cell(row.kernel_us) if row.status == "ok" else row.status
-    return us, ratio(row.x_parent) if row.x_parent else ""
 
 
 def _rung(rung: Rung, stale: Keys) -> list[str]:
@@ -179,9 +147,8 @@ def readme_tables(root: Path = ROOT) -> dict[str, str]:
         return dict.fromkeys(TABLES, NOTHING)
     run = read(path)
     stale = stale_keys(run, root)
-    others = [(read(one), link(one, root)) for one in runs(root / "results") if one != path]
     return {
-        "ladder": ladder_table(run, link(path, root), stale, others),
+        "ladder": ladder_table(run, link(path, root), stale),
         "called": called_table(run, link(path, root), stale),
     }
 

@@ -88,15 +88,12 @@ def _imports_and_digest(source: str) -> tuple[tuple[tuple[str, str], ...], bytes
 
 
 def code_only(source: str) -> str:
-    """Python source without comments, docstrings, imports, blank lines and trailing blanks.
-
-    Text that is not Python (a file being edited) is its own code: it equals no recorded hash.
-    """
+    """Python source without comments, docstrings, imports, blank lines and trailing blanks."""
     return _parsed(source)[1]
 
 
 def _parsed(source: str) -> tuple[tuple[tuple[str, str], ...], str]:
-    """(imports, code). As ruff formats it: a statement begins a line, and has it to itself."""
+    """(imports, code) of a file that ruff has formatted: a statement has its lines to itself."""
     imports: list[tuple[str, str]] = []
     kept: list[str] = []
     depth, at = 0, 0  # open brackets; where the text begins that is looked at next

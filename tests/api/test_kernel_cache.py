@@ -129,7 +129,8 @@ def test_the_first_product_of_a_process_is_there_in_half_a_second(
     The first of these compiles, and leaves Python's bytecode, as an installed program has it."""
     command = [sys.executable, "-c", FIRST_PRODUCT]
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
-    variables = {**os.environ, **bytecode, "CUDA_VISIBLE_DEVICES": "0"}
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    variables = {**os.environ, **bytecode, "CUDA_VISIBLE_DEVICES": one_gpu}
     seconds = [float(subprocess.check_output(command, cwd=ROOT, env=variables)) for _ in range(4)]
     assert len(list(folder.iterdir())) > 0
     assert min(seconds[1:]) < 0.5, seconds

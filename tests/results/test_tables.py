@@ -173,30 +173,6 @@ def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
     assert len(steps) == len({step for step, *_ in LADDER})
 
 
-def test_another_gpu_stands_beside_the_ladder(run) -> None:
-    rows = tuple(
-        replace(row, kernel_us=2 * (row.kernel_us or 0), commit="0ther")
-        for row in run.rows
-        if row.home and row.step != 3
-    )
-    other = replace(run, rows=rows, env=replace(run.env, gpu="NVIDIA H100 80GB HBM3"))
-    others = [(other, "other.json")]
-    alone = lines_of(readme.ladder_table(run, "r.json"))
-    text = readme.ladder_table(run, "r.json", others=others)
-    assert "| H100 80GB HBM3 (us) | x parent |" in text
-    assert "\nOn an NVIDIA H100 80GB HBM3 @ 700 W: " in text
-    assert "commit 0ther ([run](other.json))." in text
-    rungs = {rung.row.step: rung.row for panel in query.ladder(run) for rung in panel.rungs}
-    for line, before in zip(map(cells, lines_of(text)), map(cells, alone), strict=True):
-        assert line[:6] == before
-        row = rungs.get(int(line[0][1:].partition("]")[0]) if line[0] else 0)
-        if row is None or row.step == 3:
-            assert line[6:] == ["", ""]
-        else:
-            x = query.ratio(row.x_parent) if row.x_parent else ""
-            assert line[6:] == [query.number(2 * (row.kernel_us or 0)), x]
-
-
 def test_a_parent_of_another_loop_is_said(run) -> None:
     assert readme.RATIO_NOTE not in readme.ladder_table(run, "r.json")
     rows = tuple(replace(row, x_parent=None) if row.step == 6 else row for row in run.rows)
