@@ -106,19 +106,19 @@ report: $(READY) ## one page of all of it for a browser: build/report.html (or O
 	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
 
 chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)
-	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') --chat $(if $(PROMPT),--prompt "$$PROMPT") \
+	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') --chat $(if $(PROMPT),--prompt "$$PROMPT") \
 		$(if $(SYSTEM),--system "$$SYSTEM") $(if $(TOKENS),--tokens '$(TOKENS)') \
 		$(if $(TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(TOP_P),--top-p '$(TOP_P)') \
 		$(if $(SEED),--seed '$(SEED)') $(if $(ACCURACY),--accuracy '$(ACCURACY)') \
 		$(if $(REFERENCE),--reference) $(if $(GPUS),--gpus '$(GPUS)')
 
 quality: $(READY) ## perplexity and distance from float32 of GGUF=model.gguf [TEXT=file] (needs torch, tokenizers)
-	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') --quality $(if $(TEXT),--text '$(TEXT)') \
+	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') --quality $(if $(TEXT),--text '$(TEXT)') \
 		$(if $(REFERENCE),--reference) $(if $(LLAMA_CPP),--against-llama-cpp) \
 		$(if $(OUT),--json '$(OUT)')
 
 decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
-	@$(PY) -m results.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
+	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
 		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
 		$(if $(BENCH),--check --bench) $(if $(REFERENCE),--reference) $(if $(OUT),--json '$(OUT)') \
 		$(if $(GPUS),--gpus '$(GPUS)')

@@ -8,7 +8,7 @@
 `FILE_FORMATS` the others that GGUF files hold. `qformats.repack` rearranges blocks for kernels,
 `qformats.storage` says what kernels read of each format, and `qformats.integer_scales` fits small
 integer scales. All of it needs NumPy only; `qformats.gguf_file`, which nothing here imports, also
-needs gguf. The device code that unpacks blocks is in `steps.components.unpack`.
+needs gguf. The device code that unpacks blocks is in `steps.kernels.parts.weights`.
 """
 
 from qformats.blocks import (

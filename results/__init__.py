@@ -5,7 +5,7 @@
     baselines/   the same products by others: cuBLAS, llama.cpp, recorded figures
     render/      run -> charts, tables, page
     worklog/     one page a step
-    decoder/     a llama of a GGUF file    (python -m results.decoder)
+    decoder/     a llama of a GGUF file    (python -m steps.decoder)
 
 Importing this package needs neither torch nor matplotlib nor a GPU.
 """

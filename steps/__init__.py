@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steps.api.gemm import gemm, pack
-    from steps.api.plan import plan
+    from steps.product.gemm import gemm, pack
+    from steps.product.plan import plan
     from steps.registry import find, ladder, register
 
 __all__ = ["find", "gemm", "ladder", "pack", "plan", "register"]
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(registry, name)
     if name in __all__:
-        from steps.api import gemm, plan
+        from steps.product import gemm, plan
 
         gemm.gemm.plan = plan.plan  # type: ignore[attr-defined]
         return getattr(plan if name == "plan" else gemm, name)

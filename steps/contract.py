@@ -1,8 +1,8 @@
 """The contract of a step: what a lesson hands over, and nothing else.
 
-A step says *what* to run as data, a `Launch`. A machine (`steps.api.machines`) runs it on a GPU or
-in the simulator; the offline compiler turns it into machine code. Other rooms check, time and draw
-a step through the few functions here. So a step file holds its idea, and no timing, data or
+A step says *what* to run as data, a `Launch`. A machine (`steps.driver.machines`) runs it on a GPU
+or in the simulator; the offline compiler turns it into machine code. Other rooms check, time and
+draw a step through the few functions here. So a step file holds its idea, and no timing, data or
 printing.
 """
 
@@ -77,7 +77,7 @@ class Activations:
     """The activations as a step reads them.
 
     `launches` run before the step's own: none when `arrays` is the caller's A itself.
-    `layout` names what `arrays` hold (`steps.components.activations.layouts`): Q8_1 as "blocks",
+    `layout` names what `arrays` hold (`steps.kernels.parts.activations.layouts`): Q8_1 as "blocks",
     "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" and
     "coarse_tokens" for int8 with one scale per token, for weights that are int8 or multiples of
     small integers; "rows" for float16 or bfloat16 A[M, K], followed by token scales where it was
@@ -90,7 +90,7 @@ class Activations:
 
 
 class Machine(Protocol):
-    """Where launches run: `steps.api.machines.Gpu` or `steps.api.machines.Simulator`.
+    """Where launches run: `steps.driver.machines.Gpu` or `steps.driver.machines.Simulator`.
 
     array : a C-contiguous copy of a NumPy array on the machine.
     empty : a new array there, whose content is anything.
@@ -151,7 +151,7 @@ class Step:
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`. A may have
-        those that `steps.components.activations.layouts.inputs` names.
+        those that `steps.kernels.parts.activations.layouts.inputs` names.
     adds_bias: whether `launch` takes a bias [N], of any dtype of `FLOATS`, behind the packed
         weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.

@@ -24,9 +24,9 @@ from numba import cuda, float32
 
 from qformats import Format
 from qformats.repack import KNOWN, as_bytes
-from steps.components.activations.layouts import float32_rows
-from steps.components.unpack.elements import device_elements
+from steps.blocks.elements import device_elements
 from steps.contract import Family, Launch, Shape, Step, ceil_div
+from steps.kernels.parts.activations.layouts import float32_rows
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C:
 BLOCK_N: Final = 16  # half a warp writes 64 neighbouring bytes of a row

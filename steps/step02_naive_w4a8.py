@@ -17,7 +17,7 @@ Machine code
     IMAD where step 1 had FFMA; I2F and FFMA once a block. (In Q8_0 ptxas packs four byte products
     into an IDP.4A by itself: the hardware dot product that step 4 will do without.)
 Prerequisites
-    Step 1. The Q8_1 pass (steps.components.activations.q8_1), which this step teaches.
+    Step 1. The Q8_1 pass (steps.blocks.q8_1), which this step teaches.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from numba import cuda, float32, int8, int32
 
 from qformats import BLOCK, Format
 from qformats.repack import as_bytes
-from steps.components.activations.layouts import q8_1_blocks
-from steps.components.activations.q8_1 import BLOCK_Q8_1
-from steps.components.unpack.blocks import b4, device_format
+from steps.blocks.codes import b4, device_format
+from steps.blocks.q8_1 import BLOCK_Q8_1
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16
+from steps.kernels.parts.activations.layouts import q8_1_blocks
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C, as in step 1
 BLOCK_N: Final = 16

@@ -30,11 +30,11 @@ from numba import cuda, float32, int8, int32
 
 from qformats import BLOCK, Format
 from qformats.repack import as_bytes
-from steps.components.activations.layouts import by_family, float32_rows, q8_1_blocks
-from steps.components.activations.q8_1 import BLOCK_Q8_1
-from steps.components.unpack.blocks import device_format
+from steps.blocks.codes import device_format
+from steps.blocks.q8_1 import BLOCK_Q8_1
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16
+from steps.kernels.parts.activations.layouts import by_family, float32_rows, q8_1_blocks
 
 BLOCKS_PER_SM: Final = (
     # caps a thread at 32 registers, so that one block multiplies while the other stages

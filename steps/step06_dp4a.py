@@ -30,8 +30,7 @@ from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, k_outermost
-from steps.components.activations.layouts import q8_1_k_outermost
-from steps.components.unpack.blocks import fifth_bits
+from steps.blocks.codes import fifth_bits
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     dp4a,
@@ -43,6 +42,7 @@ from steps.instructions import (
     store_f32x4,
     store_u32,
 )
+from steps.kernels.parts.activations.layouts import q8_1_k_outermost
 
 SIDE: Final = 16  # threads of a block along M
 BLOCKS_PER_SM: Final = 2  # caps a thread at 128 registers: one block multiplies, one stages

@@ -23,9 +23,9 @@ What it costs
 Machine code
     IMMA.16832; no IDP, and no LDS.128 either: fragments are single words, 128 bytes for a warp.
 Prerequisites
-    Step 6; fragment-packed tiles (qformats.repack.tiles, components.unpack.codes), which this step
-    teaches. Inside each 16 K both operands are in one other order (MMA_ORDER, for step 11): the
-    kernel need not know it.
+    Step 6; fragment-packed tiles (qformats.repack.tiles, kernels.parts.weights.codes), which this
+    step teaches. Inside each 16 K both operands are in one other order (MMA_ORDER, for step 11):
+    the kernel need not know it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
-from steps.components.activations.layouts import q8_1_mma_order
-from steps.components.unpack.codes import tile_format, tile_index
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     half_to_float,
@@ -49,6 +47,8 @@ from steps.instructions import (
     mma_m16n8k32_u8,
     store_u32x4,
 )
+from steps.kernels.parts.activations.layouts import q8_1_mma_order
+from steps.kernels.parts.weights.codes import tile_format, tile_index
 
 TOKENS: Final = 8  # of one mma
 BLOCKS: Final = TILE_K // BLOCK  # of K in a packed tile, and in a stage

@@ -30,9 +30,10 @@ What it costs
 Machine code
     LDSM; IMMA, I2FP, FMUL, FFMA and little else between the barriers; LDG and STS, no LDGSTS.
 Prerequisites
-    Step 7 (fragments, scales; `write_sums` is its end). Taught here: components.shared_stage (where
-    things lie in a stage) and components.warp_tile (fragments, products and scales of a warp).
-    From here on a layer's bias may be added to the sums (components.epilogue.bias): skip it.
+    Step 7 (fragments, scales; `write_sums` is its end). Taught here: kernels.prefill.shared_stage
+    (where things lie in a stage) and kernels.prefill.warp_tile (fragments, products and scales of a
+    warp). From here on a layer's bias may be added to the sums (kernels.parts.epilogue.bias): skip
+    it.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
-from steps.components.activations.layouts import q8_1_mma_order
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.write import write_sums
-from steps.components.shared_stage import BN, THREADS, stage_copies, stage_layout
-from steps.components.unpack.codes import tile_format
-from steps.components.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import load_u32, load_u32x4, store_u32, store_u32x4
+from steps.kernels.parts.activations.layouts import q8_1_mma_order
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.weights.codes import tile_format
+from steps.kernels.prefill.shared_stage import BN, THREADS, stage_copies, stage_layout
+from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 
 BM: Final = 64  # tokens of a tile, and of each of its four warps
 COLUMNS: Final = BM // 8  # mma of a warp side by side along the tokens

@@ -25,8 +25,8 @@ What it costs
 Machine code
     LDGSTS where there were LDG and STS; one BAR.SYNC in the loop; LDGDEPBAR closes a group.
 Prerequisites
-    Step 8: its loop, components.warp_tile, and components.shared_stage, here with cp.async copies
-    (`ring_stages` there says how many stages fit).
+    Step 8: its loop, kernels.prefill.warp_tile, and kernels.prefill.shared_stage, here with
+    cp.async copies (`ring_stages` there says how many stages fit).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
-from steps.components.activations.layouts import q8_1_mma_order
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.write import write_sums
-from steps.components.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
-from steps.components.unpack.codes import tile_format
-from steps.components.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
+from steps.kernels.parts.activations.layouts import q8_1_mma_order
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.weights.codes import tile_format
+from steps.kernels.prefill.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
+from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 
 BM: Final = 64  # tokens of a tile, as in step 8
 COLUMNS: Final = BM // 8  # mma of a warp side by side along the tokens

@@ -23,7 +23,7 @@ What it costs
 Machine code
     As step 9, and a fence (MEMBAR) and an atomic (ATOMG) for the counter.
 Prerequisites
-    Step 9. Taught here: components.stream_k (which block does what) and split_k_reduction (the
+    Step 9. Taught here: kernels.parts.stream_k (which block does what) and split_k_reduction (the
     counter); stream_k_tiles only chooses the tiles. griddepcontrol_wait returns when the launch
     before this one, the activation pass, has ended (steps/instructions/launch_order.py). Weights
     do not depend on it, so they are copied before.
@@ -39,15 +39,6 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
-from steps.components.activations.layouts import q8_1_mma_order
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.write import write_sums
-from steps.components.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
-from steps.components.split_k_reduction import count_block_arrival
-from steps.components.stream_k import scheduler, work_rate
-from steps.components.stream_k_tiles import BLOCKS_PER_SM, least_shared_bytes, tiling
-from steps.components.unpack.codes import tile_format
-from steps.components.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors
 from steps.instructions import (
     cp_async_4,
@@ -60,6 +51,15 @@ from steps.instructions import (
     load_f32x4,
     store_f32x4,
 )
+from steps.kernels.parts.activations.layouts import q8_1_mma_order
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.split_k_reduction import count_block_arrival
+from steps.kernels.parts.stream_k import scheduler, work_rate
+from steps.kernels.parts.weights.codes import tile_format
+from steps.kernels.prefill.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
+from steps.kernels.prefill.stream_k_tiles import BLOCKS_PER_SM, least_shared_bytes, tiling
+from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
 
 STAGES: Final = 4  # of the ring, at most, as in step 9
 IN_FLIGHT: Final = 64  # registers for partial sums that are being loaded

@@ -12,7 +12,8 @@ What is new
         * d' - 8 * 2^-24 d'        |     weight of 2t    |   weight of 2t + 1  |   HFMA2: a0
 
     A is float16 as the caller has it. A stage has two *boxes* of A: 64 K of a token are a row of
-    128 bytes, swizzled (components.row_tiles). Where A is bfloat16, weights are rounded once more.
+    128 bytes, swizzled (kernels.prefill.row_tiles). Where A is bfloat16, weights are rounded once
+    more.
     A warp has 64 x 64 outputs: a fragment of W serves eight mma, one of A four. Where tiles are
     small, half of the warps take one half of a stage's K, and thread blocks share K (split-K).
 Why it should help
@@ -31,7 +32,8 @@ Machine code
     HMMA.16816.F32, HFMA2, LOP3, LDSM and LDGSTS in the loop, and no I2FP, no FFMA.
 Prerequisites
     Steps 8 (ldmatrix, fragments loaded ahead), 9 (ring of stages) and 10 (partial sums, arrival
-    counter). Taught here: components.unpack.halves (weights) and components.row_tiles (a stage).
+    counter). Taught here: kernels.parts.weights.halves (weights) and kernels.prefill.row_tiles (a
+    stage).
     Not needed to follow the kernel: unpack.bfloats, mma_tiles (which tile for which shape) and
     epilogue.mma (a tile through shared memory to C, with the partial sums of step 10).
 """
@@ -46,12 +48,6 @@ from numba import cuda, float32, int32, uint8, uint32
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
-from steps.components.activations.layouts import float16_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.mma import finish_mma_tile, stage_sums
-from steps.components.mma_tiles import BN, TILES, scratch_arrays, tiling
-from steps.components.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
-from steps.components.unpack.bfloats import float_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name
 from steps.instructions import (
     cp_async_commit,
@@ -60,6 +56,12 @@ from steps.instructions import (
     mma_m16n8k16_bf16,
     mma_m16n8k16_f16,
 )
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.mma import finish_mma_tile, stage_sums
+from steps.kernels.parts.weights.bfloats import float_format
+from steps.kernels.prefill.mma_tiles import BN, TILES, scratch_arrays, tiling
+from steps.kernels.prefill.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
 
 WARP: Final = 64  # features and, at most, tokens of a warp: 128 accumulators a thread
 WARPS_N: Final = BN // WARP  # warps side by side along the features

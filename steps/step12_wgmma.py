@@ -34,8 +34,9 @@ What it costs
 Machine code
     HGMMA with A in registers, HFMA2, LOP3, LDGSTS; no HMMA, no LDSM; STSM where C is float16.
 Prerequisites
-    Step 11 (float16 weights, components.row_tiles) and steps/instructions/warpgroup.py (wgmma).
-    Taught here: components.epilogue.half_tile (from a warpgroup's sums to C in 16 or 32 bits).
+    Step 11 (float16 weights, kernels.prefill.row_tiles) and steps/instructions/warpgroup.py
+    (wgmma).
+    Taught here: kernels.parts.epilogue.half_tile (from a warpgroup's sums to C in 16 or 32 bits).
 """
 
 from __future__ import annotations
@@ -48,11 +49,6 @@ from numba import cuda, int32, uint8
 from qformats import BLOCK, Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
-from steps.components.activations.layouts import float16_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.half_tile import WARPGROUP, store_float_tile, store_half_tile
-from steps.components.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
-from steps.components.unpack.bfloats import float_format
 from steps.contract import (
     Family,
     Launch,
@@ -76,6 +72,11 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.half_tile import WARPGROUP, store_float_tile, store_half_tile
+from steps.kernels.parts.weights.bfloats import float_format
+from steps.kernels.prefill.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile of C: 128, a group of packed tiles
 WGMMA_ROWS: Final = 64  # of them, the rows of a wgmma: those of a warpgroup

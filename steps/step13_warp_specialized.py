@@ -39,9 +39,10 @@ Machine code
     UTMALDG (tensor_copy), UBLKCP (bulk_copy) and SYNCS (mbarriers) instead of LDGSTS; HGMMA in a
     loop without loads from global memory; USETMAXREG in both roles.
 Prerequisites
-    Step 12 (wgmma, descriptors, the end of a tile). components.wgmma_products has its `multiply`,
-    with the loads of weights apart. steps/instructions/tensor_map.py has the picture of a box.
-    Taught here: components.ring (mbarriers, and why one bit of parity is enough).
+    Step 12 (wgmma, descriptors, the end of a tile). kernels.prefill.wgmma_products has its
+    `multiply`, with the loads of weights apart. steps/instructions/tensor_map.py has the picture of
+    a box.
+    Taught here: kernels.prefill.ring (mbarriers, and why one bit of parity is enough).
 """
 
 from __future__ import annotations
@@ -54,17 +55,6 @@ from numba import cuda, int32, int64, uint8
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from qformats.storage import StorageFormat, storage_format
-from steps.components.activations.layouts import float16_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.half_tile import (
-    WARPGROUP,
-    half_tile_bytes,
-    store_float_tile,
-    store_half_tile,
-)
-from steps.components.ring import mbarrier_ring
-from steps.components.wgmma_products import half_stage
-from steps.components.wgmma_tiles import float16_stage_cycles
 from steps.contract import (
     Family,
     Launch,
@@ -89,6 +79,17 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.half_tile import (
+    WARPGROUP,
+    half_tile_bytes,
+    store_float_tile,
+    store_half_tile,
+)
+from steps.kernels.prefill.ring import mbarrier_ring
+from steps.kernels.prefill.wgmma_products import half_stage
+from steps.kernels.prefill.wgmma_tiles import float16_stage_cycles
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
 TOKENS: Final = (16, 32, 64, 128)  # of a tile: more sums than 64 a thread leave too few registers

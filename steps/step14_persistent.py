@@ -29,8 +29,9 @@ What it costs
 Machine code
     As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
 Prerequisites
-    Steps 13 (ring, producer, consumers) and 10 (components.stream_k). components.stage_copies has
-    step 13's copies for wider tiles. Taught here: components.epilogue.wgmma (shared tiles to C).
+    Steps 13 (ring, producer, consumers) and 10 (kernels.parts.stream_k).
+    kernels.prefill.stage_copies has step 13's copies for wider tiles. Taught here:
+    kernels.parts.epilogue.wgmma (shared tiles to C).
 """
 
 from __future__ import annotations
@@ -44,14 +45,6 @@ from numba import cuda, int32, uint8, uint32
 from qformats import Format
 from qformats.repack import KNOWN, TILE_K, tiles
 from qformats.storage import StorageFormat, storage_format
-from steps.components import wgmma_tiles
-from steps.components.activations.layouts import float16_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
-from steps.components.ring import mbarrier_ring
-from steps.components.stage_copies import box_copies, weight_copies
-from steps.components.stream_k import scheduler
-from steps.components.wgmma_products import half_stage
 from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
     BOX_K,
@@ -69,6 +62,14 @@ from steps.instructions import (
     wgmma_wait,
     zeros_f32,
 )
+from steps.kernels.parts.activations.layouts import float16_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.wgmma import WARPGROUP, WGMMA_ROWS, finish_wgmma_tile, warpgroups
+from steps.kernels.parts.stream_k import scheduler
+from steps.kernels.prefill import wgmma_tiles
+from steps.kernels.prefill.ring import mbarrier_ring
+from steps.kernels.prefill.stage_copies import box_copies, weight_copies
+from steps.kernels.prefill.wgmma_products import half_stage
 
 # (features, tokens) of a tile of C: 192 where N would leave SMs idle, 256 read the least a product
 TILES: Final = (*((128, bm) for bm in wgmma_tiles.TOKENS), (192, 128), (256, 128))

@@ -11,8 +11,9 @@ What is new
         c[m, n]    row_scales[n] * token_scales[m] * sum over all k of int8 * int8
 
     One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
-    to an integer; the low byte is the int8 (components.unpack.int8 has the picture). Q8_0 and file
-    formats are requantized when they are packed. The rest is step 14's kernel, but for a tile's
+    to an integer; the low byte is the int8 (kernels.parts.weights.int8 has the picture). Q8_0 and
+    file formats are requantized when they are packed. The rest is step 14's kernel, but for a
+    tile's
     second accumulator half: it has tokens 128 to 255 of the same features.
 Why it should help
     128 x 128 outputs and 128 K are 512 cycles of the tensor cores. PRMTs wait until the product
@@ -27,7 +28,7 @@ What it costs
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
-    Step 14: this kernel with other operands. Taught here: components.unpack.int8.
+    Step 14: this kernel with other operands. Taught here: kernels.parts.weights.int8.
 """
 
 from __future__ import annotations
@@ -40,13 +41,6 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from qformats import Format
 from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, byte_storage_format, byte_tiles
-from steps.components import wgmma_tiles
-from steps.components.activations.layouts import int8_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
-from steps.components.ring import mbarrier_ring
-from steps.components.stream_k import scheduler
-from steps.components.unpack.int8 import byte_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
     TensorMap,
@@ -68,6 +62,13 @@ from steps.instructions import (
     wgmma_wait,
     zeros_i32,
 )
+from steps.kernels.parts.activations.layouts import int8_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
+from steps.kernels.parts.stream_k import scheduler
+from steps.kernels.parts.weights.int8 import byte_format
+from steps.kernels.prefill import wgmma_tiles
+from steps.kernels.prefill.ring import mbarrier_ring
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
 TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves

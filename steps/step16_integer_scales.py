@@ -12,7 +12,7 @@ What is new
 
     c' = c + 128, so every byte stays in 0..255 and carries nothing into the next, with a negative r
     too (qformats.integer_scales). Flipping the highest bits takes the 128 off again. Minima cost
-    nothing: every offset is a byte. components.unpack.integer_scales shows where 5 bits lie.
+    nothing: every offset is a byte. kernels.parts.weights.integer_scales shows where 5 bits lie.
 Why it should help
     Eight weights take nine instructions instead of eleven, and with 5 bits 10.75 instead of 15. The
     loop of a warp has 127 instead of 152, and 146 instead of 183: 508 and 584 cycles a stage
@@ -27,7 +27,7 @@ Machine code
     IMAD and LOP3 between IGMMA; no HFMA2 anywhere.
 Prerequisites
     Step 15: this kernel with other weights (make diff STEP=16). Taught here:
-    components.unpack.integer_scales; qformats.integer_scales says how scales are found.
+    kernels.parts.weights.integer_scales; qformats.integer_scales says how scales are found.
 """
 
 from __future__ import annotations
@@ -41,13 +41,6 @@ from numba import cuda, int32, int64, uint8, uint32
 from qformats import Format
 from qformats.integer_scales import integer_tiles
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS
-from steps.components import wgmma_tiles
-from steps.components.activations.layouts import coarse_int8_rows
-from steps.components.epilogue.bias import bias_operand
-from steps.components.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
-from steps.components.ring import mbarrier_ring
-from steps.components.stream_k import scheduler
-from steps.components.unpack.integer_scales import integer_format
 from steps.contract import Family, Launch, Shape, Step, ceil_div, dtype_name, multiprocessors
 from steps.instructions import (
     TensorMap,
@@ -69,6 +62,13 @@ from steps.instructions import (
     wgmma_wait,
     zeros_i32,
 )
+from steps.kernels.parts.activations.layouts import coarse_int8_rows
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.epilogue.wgmma import ACC_HALF_TOKENS, WARPGROUP, finish_wgmma_tile
+from steps.kernels.parts.stream_k import scheduler
+from steps.kernels.parts.weights.integer_scales import integer_format
+from steps.kernels.prefill import wgmma_tiles
+from steps.kernels.prefill.ring import mbarrier_ring
 
 BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile: 128, whose weights are one piece of memory
 TILES: Final = tuple((BN, bm) for bm in (*wgmma_tiles.TOKENS, 256))  # 256: two accumulator halves

@@ -13,12 +13,12 @@ What is new
         A          [..copy..]
         slot 2      [...copy....................][multiply][.....copy...........][multiply]
 
-    A comes to shared memory in one of three ways (`Place` in components.decode.tiles): all of the
+    A comes to shared memory in one of three ways (`Place` in kernels.decode.tiles): all of the
     warp's part is copied once and *kept*; or its next 128 K lie *in slots*, beside the weights they
     meet; or the warp has *quantized* it itself, where A is float32 and has four tokens at most.
     Family A16 multiplies A of 16 bits as it is: one LOP3 makes a float16 of a code, such as 1024 +
     code, and the scale of a block multiplies its sum. Family A8 multiplies Q8_1 with the integer
-    mma. Device functions of the kernel, and the files of components.decode that have them:
+    mma. Device functions of the kernel, and the files of kernels.decode that have them:
 
         own_part, start, advance   the packed tiles that a warp reads, in order   walk
         places, multiply, finish   two packed tiles times 128 K of A              product_a16
@@ -35,7 +35,7 @@ What it costs
 Machine code
     LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
 Prerequisites
-    Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). Taught here: components.decode.walk
+    Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). Taught here: kernels.decode.walk
     and product_a16. The other files of the table can wait.
 """
 
@@ -49,19 +49,19 @@ from numba import cuda, float32, int32, uint8
 from qformats import Format
 from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
-from steps.components.decode.activations import activations
-from steps.components.decode.copies import ROW_BYTES, async_copy
-from steps.components.decode.final_sum import final_sum
-from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALE_BYTES
-from steps.components.decode.products import product_of
-from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
-from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.components.decode.walk import pair_walk
-from steps.components.epilogue.bias import bias_operand
-from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
 from steps.instructions import cp_async_16, cp_async_commit, cp_async_wait
+from steps.kernels.decode.activations import activations
+from steps.kernels.decode.copies import ROW_BYTES, async_copy
+from steps.kernels.decode.final_sum import final_sum
+from steps.kernels.decode.product import BLOCKS, PAIR
+from steps.kernels.decode.product_a8 import SCALE_BYTES
+from steps.kernels.decode.products import product_of
+from steps.kernels.decode.quantize import SIDE_BY_SIDE, float32_quantizer
+from steps.kernels.decode.tiles import MOST_TOKENS, Variant, tile_configuration
+from steps.kernels.decode.walk import pair_walk
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.weights.storage_formats import tile_format
 
 
 @cache
@@ -239,7 +239,7 @@ STEP = Step(
     invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
     adds_bias=True,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product_a8: why
     min_cc=(8, 0),
     contains={
         "A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDGDEPBAR"),

@@ -21,7 +21,7 @@ What it costs
 Machine code
     UBLKCP of weights before ACQBULK, the wait; HMMA or IMMA; in the loop no barrier but SYNCS.
 Prerequisites
-    Steps 17, 13 (bulk copies, mbarriers) and 14 (launches that overlap); components.decode.copies.
+    Steps 17, 13 (bulk copies, mbarriers) and 14 (launches that overlap); kernels.decode.copies.
 """
 
 from __future__ import annotations
@@ -34,17 +34,6 @@ from numba import cuda, float32, int32, uint8
 from qformats import Format
 from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
-from steps.components.decode.activations import activations
-from steps.components.decode.copies import ROW_BYTES, bulk_copies
-from steps.components.decode.final_sum import FinalSum, final_sum
-from steps.components.decode.product import BLOCKS, PAIR
-from steps.components.decode.product_a8 import SCALE_BYTES
-from steps.components.decode.products import product_of
-from steps.components.decode.quantize import SIDE_BY_SIDE, float32_quantizer
-from steps.components.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.components.decode.walk import gated_walk, pair_walk
-from steps.components.epilogue.bias import bias_operand
-from steps.components.unpack.storage_formats import tile_format
 from steps.contract import Family, Launch, Shape, Step, dtype_name
 from steps.instructions import (
     fence_mbarrier_init,
@@ -56,6 +45,17 @@ from steps.instructions import (
     mbarrier_wait,
     shfl,
 )
+from steps.kernels.decode.activations import activations
+from steps.kernels.decode.copies import ROW_BYTES, bulk_copies
+from steps.kernels.decode.final_sum import FinalSum, final_sum
+from steps.kernels.decode.product import BLOCKS, PAIR
+from steps.kernels.decode.product_a8 import SCALE_BYTES
+from steps.kernels.decode.products import product_of
+from steps.kernels.decode.quantize import SIDE_BY_SIDE, float32_quantizer
+from steps.kernels.decode.tiles import MOST_TOKENS, Variant, tile_configuration
+from steps.kernels.decode.walk import gated_walk, pair_walk
+from steps.kernels.parts.epilogue.bias import bias_operand
+from steps.kernels.parts.weights.storage_formats import tile_format
 
 
 @cache
@@ -242,7 +242,7 @@ STEP = Step(
     invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
     adds_bias=True,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # components.decode.product_a8: why
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product_a8: why
     min_cc=(9, 0),
     contains={"A8": ("IMMA", "UBLKCP", "SYNCS"), "A16": ("HMMA.16816.F32", "UBLKCP", "SYNCS")},
     forbids={"A8": ("HMMA", "LDGSTS", "LDL", "STL"), "A16": ("IMMA", "LDGSTS", "LDL", "STL")},

@@ -14,7 +14,7 @@ lower and the upper eight K are interleaved:
     word >> 8 & 0x00FF00FF    | 2t+8 |        | 2t + 9 |        |    a2: neighbours
 
 So float16 A is read in its natural order. Int8 products are the same in every order, as long as the
-codes of A have it too: `steps.components.activations.layouts.q8_1_mma_order` writes them so.
+codes of A have it too: `steps.kernels.parts.activations.layouts.q8_1_mma_order` writes them so.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     """`tiles` for kernels that make int8 weights, and one scale per row: (packed, row_scales).
 
     packed: the tiles of `tiles` with K in its natural order, as of int8 A that
-    `steps.components.activations.rows` makes, and with d and m from which a kernel makes the int8
-    of `byte_weights` by one multiply-add in float16,
+    `steps.kernels.parts.activations.rows` makes, and with d and m from which a kernel makes the
+    int8 of `byte_weights` by one multiply-add in float16,
 
         code * (HALF_SCALE d') + m' = BYTE_SCALE * (BYTE_ZERO + int8)
 

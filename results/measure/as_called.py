@@ -36,10 +36,10 @@ from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Peer, Run
-from steps.api.choice import Choice, choose, choose_uncast, packings, written_dtype
 from steps.checks.run import fatal
-from steps.components.activations.layouts import reading_of
 from steps.contract import Shape, Size, Work
+from steps.kernels.parts.activations.layouts import reading_of
+from steps.product.choice import Choice, choose, choose_uncast, packings, written_dtype
 
 DEVICE: Final = "cuda"
 FORMAT: Final = "q4_0"

@@ -30,8 +30,8 @@ from results.record.provenance import remembered, source_hash
 from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run
 from results.record.store import merge, read, write
 from steps.checks.run import fatal
-from steps.components.activations.layouts import reading_of
 from steps.contract import BRANCHES, Family, Size, Step, Work
+from steps.kernels.parts.activations.layouts import reading_of
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
@@ -248,7 +248,7 @@ class Bench:
         """On this machine's GPU, whose limits are measured first."""
         from results.measure.limits import measure_limits
         from results.measure.protocol import GpuStopwatch
-        from steps.api.machines import Gpu
+        from steps.driver.machines import Gpu
 
         machine, stopwatch = Gpu(), GpuStopwatch()
         limits = measure_limits(stopwatch, machine)

@@ -367,7 +367,7 @@ def measure_limits(stopwatch: Any = None, machine: Any = None) -> Limits:
     """Every ceiling of the current GPU; a few milliseconds each on it, some seconds to compile."""
     from numba import cuda
 
-    from steps.api.machines import Gpu
+    from steps.driver.machines import Gpu
 
     machine = machine or Gpu()
     stopwatch = stopwatch or GpuStopwatch()

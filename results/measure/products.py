@@ -34,8 +34,8 @@ from results.measure.protocol import (
     slots_for,
 )
 from results.record.schema import Limits, Row, total_below_kernel
-from steps.components.activations.layouts import decode, reading_of
 from steps.contract import Shape, Size, Work, array_dtype
+from steps.kernels.parts.activations.layouts import decode, reading_of
 
 COMPARED: Final = 2**16
 """Outputs compared before and after a row is timed, NaN being sought in all of them: the float64

@@ -173,7 +173,7 @@ class GpuStopwatch:
         from cuda.core import Device
         from numba import cuda
 
-        from steps.api.launcher import load, stream_handle
+        from steps.driver.launcher import load, stream_handle
 
         cuda.current_context()  # cuda.core and Numba then share the primary context
         device = cuda.get_current_device()

@@ -4,7 +4,7 @@ Totals alone, from float32 A to float32 C and, of steps that read and write it, 
 float16, of all steps at one format and shape in one loop. A step that a first look finds far slower
 than the best does not take part: the first look is its time.
 A bench has timed most of that already: `of_run` takes it from its run.
-The file is read by `steps.api.tuning_table`.
+The file is read by `steps.product.tuning_table`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from results.measure.protocol import Budget, Stopwatch
 from results.record.provenance import remembered, source_hash
 from results.record.schema import Environment, Run, plain
 from results.record.store import slug
-from steps.api.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
 from steps.checks.run import fatal
-from steps.components.activations.layouts import inputs
 from steps.contract import Size, Work
+from steps.kernels.parts.activations.layouts import inputs
+from steps.product.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
 from steps.registry import find
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)

@@ -1,7 +1,7 @@
 """Which code a row was measured with: the hash of the import closure of its step.
 
-A row goes stale with the code of that closure (`steps.api.import_closure`), not with its prose, not
-when a file moves, and not with how the host goes through memory when it quantizes.
+A row goes stale with the code of that closure (`steps.compile.import_closure`), not with its prose,
+not when a file moves, and not with how the host goes through memory when it quantizes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 
 from results.record import ROOT
 from results.record.schema import Row, Run
-from steps.api.import_closure import closure_hash
+from steps.compile.import_closure import closure_hash
 
-API_MODULES: Final = {"gemm.plan": "steps.api.plan", "QuantLinear": "steps.nn.linear"}
+API_MODULES: Final = {"gemm.plan": "steps.product.plan", "QuantLinear": "steps.nn.linear"}
 """What a row of `as_called` calls, by its `api`."""
 
 OUTSIDE_OF_STEPS: Final = (
@@ -27,8 +27,8 @@ a format from there, such as its bits, is ggml's and held fast by tests/formats.
 
 OUTSIDE_OF_CALLS: Final = (
     *OUTSIDE_OF_STEPS,
-    *("steps.api.choice", "steps.api.tuning_table", "qformats.gguf_file"),
-    *("steps.api.import_closure", "steps.api.kernel_key", "steps.api.kernel_cache"),
+    *("steps.product.choice", "steps.product.tuning_table", "qformats.gguf_file"),
+    *("steps.compile.import_closure", "steps.compile.kernel_key", "steps.compile.kernel_cache"),
     *("steps.nn.shard", "steps.nn.all_reduce"),
 )
 """What chooses a step, reads weights, keeps compiled kernels under a name, or joins several GPUs:

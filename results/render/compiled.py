@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from results.render.query import MAIN_FORMAT, dims
-from steps.api import dry_run
-from steps.api.compile import machine_code, signature_of, source_lines
+from steps.compile import dry_run
+from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions

@@ -41,8 +41,8 @@ from results.render.templates import templates
 from results.render.trace_page import LEGEND
 from steps import ladder, pitfalls
 from steps.contract import BRANCHES, Step
-from steps.pitfalls import Finding, Pitfall, right
-from steps.pitfalls.__main__ import error_of, value_of
+from steps.learn.pitfalls import Finding, Pitfall, right
+from steps.learn.pitfalls.__main__ import error_of, value_of
 from steps.registry import HOLE, diff_base, find, following, parent_of, source
 
 OUT: Final = Path("build", "report.html")

@@ -11,8 +11,8 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Problem
-from steps.api.machines import Simulator
 from steps.contract import Shape, Size, Work, array_dtype
+from steps.driver.machines import Simulator
 from steps.simulator.banks import SECTOR
 from steps.simulator.lanes import WARP, WARPGROUP
 from steps.simulator.launch import simulate

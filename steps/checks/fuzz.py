@@ -21,18 +21,18 @@ import numpy as np
 
 from qformats import FORMATS, format_of
 from reference import Check, Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
-from steps.api.gemm import gemm, pack
-from steps.api.operands import ARRAYS
-from steps.api.plan import plan
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
 from steps.checks.run import fatal
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
-from steps.components.activations.layouts import q8_1_blocks, reading_of
 from steps.contract import Step
+from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
+from steps.product.gemm import gemm, pack
+from steps.product.operands import ARRAYS
+from steps.product.plan import plan
 from steps.registry import find
 
 if TYPE_CHECKING:
-    from steps.api.machines import Gpu, Simulator
+    from steps.driver.machines import Gpu, Simulator
 
 MachineOf = Callable[[int], "Gpu | Simulator"]
 

@@ -17,8 +17,8 @@ from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
 from steps.checks.cases import require_depth
 from steps.checks.select import ALL_FORMATS, UsageError, select
-from steps.components.activations.layouts import inputs
 from steps.contract import Family, Step
+from steps.kernels.parts.activations.layouts import inputs
 from steps.registry import find
 
 ROWS: Final = ("plain", "nan", "inf", "zeros", "ones", "small", "tiny", "large")

@@ -13,8 +13,8 @@ from typing import Any, Final
 from reference import GOLDEN, Check, Problem
 from steps.checks.cases import Case
 from steps.checks.verify import verify
-from steps.components.activations.layouts import reading_of
 from steps.contract import Machine, Size, Work
+from steps.kernels.parts.activations.layouts import reading_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Q81, Bfloats, Check, CoarseTokens, Halves, Problem, Tokens, check
-from steps.components.activations.layouts import decode, encode
 from steps.contract import Activations, Family, Launch, Machine, Shape, Step, array_dtype
+from steps.kernels.parts.activations.layouts import decode, encode
 
 GUARD = 1024
 """Floats on each side of the output that no kernel may touch; KBs, so C is as aligned as alone."""

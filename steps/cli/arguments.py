@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import DISTRIBUTIONS
 from steps.checks.select import UsageError, select
-from steps.components.activations.layouts import reading_of
 from steps.contract import Size, Step, Work, why_no_gpu
+from steps.kernels.parts.activations.layouts import reading_of
 from steps.registry import find, ladder
 
 if TYPE_CHECKING:
-    from steps.api.machines import Gpu, Simulator
+    from steps.driver.machines import Gpu, Simulator
 
 MachineOf = Callable[[int], "Gpu | Simulator"]
 """Lane order -> the machine; a GPU has no order and is the same for all."""
@@ -25,7 +25,7 @@ def machines(asked: str) -> tuple[str, MachineOf, str | None]:
 
     UsageError where a GPU is asked for and there is none, or where the simulator cannot run.
     """
-    from steps.api.machines import Gpu, Simulator
+    from steps.driver.machines import Gpu, Simulator
 
     reason = why_no_gpu() if asked != "simulator" else None
     if asked == "gpu" and reason:

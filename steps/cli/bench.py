@@ -19,12 +19,12 @@ from results.record.environment import environment
 from results.record.schema import Peer, Size
 from results.render import query
 from results.render import text as table
-from steps.api.parallel_compile import compile_ahead
 from steps.checks.run import fatal
 from steps.checks.select import UsageError, select
 from steps.cli import exercises, report
 from steps.cli.arguments import formats_of, is_shape_asked, machines, shape_of, steps_of
 from steps.cli.run import remark
+from steps.compile.parallel_compile import compile_ahead
 from steps.registry import ladder
 
 

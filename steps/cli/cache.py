@@ -8,8 +8,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from results.render import text as table
-from steps.api import kernel_cache
-from steps.api.kernel_cache import MOST_BYTES, VARIABLE, Entry
+from steps.compile import kernel_cache
+from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry
 
 
 def cache(args: Namespace) -> int:

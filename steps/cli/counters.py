@@ -25,13 +25,13 @@ from results.measure.bench import Wanted, matrix
 from results.record import store
 from results.record.environment import environment
 from steps import pack, plan
-from steps.api.dry_run import launches
-from steps.api.operands import ARRAYS
-from steps.api.parallel_compile import compile_ahead
 from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines, steps_of
 from steps.cli.run import remark
 from steps.cli.tools import ROOT, find_tool
+from steps.compile.dry_run import launches
+from steps.compile.parallel_compile import compile_ahead
+from steps.product.operands import ARRAYS
 from steps.registry import ladder
 
 NAME: Final = "ncu.json"

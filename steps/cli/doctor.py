@@ -169,8 +169,8 @@ def _simulator(found: Findings) -> None:
 
         import steps
         from reference import Problem
-        from steps.api.machines import Simulator
         from steps.checks.verify import verify
+        from steps.driver.machines import Simulator
 
         verdict = verify(steps.find(1), "A16", Problem(1, 1, 32, "q4_0", "integer"), Simulator())
         found.no_simulator = None if verdict.ok else verdict.verdict
@@ -183,7 +183,7 @@ def _machine_code(found: Findings) -> None:
     try:
         from numba import cuda
 
-        from steps.api.compile import machine_code
+        from steps.compile.compiler import machine_code
 
         if cuda.implementation != "NVIDIA":
             found.problems.append(

@@ -17,11 +17,11 @@ from steps.checks.select import UsageError, select
 from steps.cli.arguments import dtype_of, formats_of, home_shapes_of, machines, one_step
 from steps.cli.report import shape_text
 from steps.contract import Size, Step, Work, why_no_gpu
-from steps.exercises import progress
-from steps.exercises.check import Report, count, lines
-from steps.exercises.check import check as checked
-from steps.exercises.load import Unloadable, load
-from steps.exercises.text import Exercise, ExerciseError, make, tasks
+from steps.learn.exercises import progress
+from steps.learn.exercises.check import Report, count, lines
+from steps.learn.exercises.check import check as checked
+from steps.learn.exercises.load import Unloadable, load
+from steps.learn.exercises.text import Exercise, ExerciseError, make, tasks
 from steps.registry import lesson, source
 
 BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)

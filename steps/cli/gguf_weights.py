@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from qformats import FORMATS
 from reference import PrequantizedProblem
-from steps.api.operands import weight_format
 from steps.checks.cases import Case
 from steps.checks.select import UsageError
 from steps.contract import Size, Step
+from steps.product.operands import weight_format
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from results.render import text as table
 from results.render.text import Column, Line, Table
-from steps.api.dry_run import launches
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work
 from steps.cli.report import shape_text
+from steps.compile.dry_run import launches
 from steps.contract import BRANCHES, Step, scheme
 from steps.registry import diff_base, following, ladder, lesson, parent_of, source
 
@@ -134,7 +134,7 @@ def sass(args: Namespace) -> int:
 
 
 def _print_code(args: Namespace, kind: str) -> int:
-    from steps.api.compile import machine_code, signature_of
+    from steps.compile.compiler import machine_code, signature_of
 
     work = exercises.own_work(args) if args.file else one_work(args)
     shape = home_shapes_of(args, work.step)[0]

@@ -16,7 +16,6 @@ from results.measure import bench as benching
 from results.record.environment import environment, finished
 from results.record.schema import Environment, Peer, Row, Run, rows_in_order
 from results.render import text as table
-from steps.api.parallel_compile import Wanted, compile_ahead
 from steps.checks.cases import Case, cases
 from steps.checks.run import Outcomes, check_works, drawn, fatal
 from steps.checks.select import select, with_parents
@@ -35,6 +34,7 @@ from steps.cli.arguments import (
     steps_of,
 )
 from steps.cli.gguf_weights import FileWeights
+from steps.compile.parallel_compile import Wanted, compile_ahead
 from steps.contract import Family, Size, Step, Work
 
 SIMULATED = "checked in the simulator at small shapes, not timed"

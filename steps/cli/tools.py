@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from steps.api.dry_run import launches
 from steps.checks.select import UsageError
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, machines, one_work
+from steps.compile.dry_run import launches
 
 WHERE: Final = (
     "/usr/local/cuda/bin",
@@ -133,5 +133,5 @@ def _run(command: Sequence[str], hint: str = "") -> int:
 def pitfalls(args: Namespace) -> int:
     """The museum of wrong kernels; it has its own command line."""
     return subprocess.run(
-        [sys.executable, "-m", "steps.pitfalls", *args.others], cwd=ROOT, check=False
+        [sys.executable, "-m", "steps.learn.pitfalls", *args.others], cwd=ROOT, check=False
     ).returncode

@@ -12,11 +12,11 @@ from results.measure import tune as tuning
 from results.record import store
 from results.record.environment import environment, finished
 from results.render import text as table
-from steps.api.parallel_compile import compile_ahead
-from steps.api.tuning_table import Entry
 from steps.checks.select import UsageError, select
 from steps.cli.arguments import formats_of, machines, shape_of, steps_of
 from steps.cli.run import remark
+from steps.compile.parallel_compile import compile_ahead
+from steps.product.tuning_table import Entry
 
 
 def tune(args: Namespace) -> int:

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.render import text as table
-from steps.api.choice import choose, choose_uncast, packings, written_dtype
-from steps.api.compile import architecture, capability, compiled
-from steps.api.kernel_cache import VARIABLE, cache_folder
-from steps.api.parallel_compile import Wanted, compile_ahead, missing_kernels
 from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
+from steps.compile.compiler import architecture, capability, compiled
+from steps.compile.kernel_cache import VARIABLE, cache_folder
+from steps.compile.parallel_compile import Wanted, compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS, Shape
+from steps.product.choice import choose, choose_uncast, packings, written_dtype
 
 TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(160, 513, 32), 768, 1024, 2048, 4096)
 """The M whose kernels are compiled where --m names none. Products of other M share them; where one

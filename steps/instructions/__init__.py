@@ -2,7 +2,7 @@
 
     from steps.instructions import dp4a, load_u32x4              names used inside kernels
     from steps.simulator.launch import simulate          run a kernel on the CPU, checked
-    from steps.api.compile import machine_code           compile one without a GPU
+    from steps.compile.compiler import machine_code           compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
 operands are always (array, index), the index counting elements of that array taken as flat. Two

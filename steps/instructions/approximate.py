@@ -2,7 +2,7 @@
 
 It takes and returns float32; subnormal numbers count as zero. The twin rounds the exact value, so
 the GPU's result may differ from the simulator's in its last places. Two more are where they were
-needed first: `exp2` and `reciprocal` of `steps.components.activations.gated`.
+needed first: `exp2` and `reciprocal` of `steps.kernels.parts.activations.gated`.
 """
 
 import numpy as np

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, quantize
-from steps.api.choice import known_accuracy, packings
-from steps.api.operands import weight_format
 from steps.nn import operator as operator
 from steps.nn.shard import Shard, group_of
+from steps.product.choice import known_accuracy, packings
+from steps.product.operands import weight_format
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

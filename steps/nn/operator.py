@@ -32,13 +32,13 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.api.choice import choose_uncast
-from steps.api.dry_run import ArrayType
-from steps.api.kept import Kept
-from steps.api.launch_template import LaunchTemplate, RelocatableLaunches
-from steps.api.operands import ALIGNMENT
-from steps.components.activations.layouts import GATED
+from steps.compile.dry_run import ArrayType
 from steps.contract import FLOATS, Shape
+from steps.driver.kept import Kept
+from steps.kernels.parts.activations.layouts import GATED
+from steps.product.choice import choose_uncast
+from steps.product.launch_template import LaunchTemplate, RelocatableLaunches
+from steps.product.operands import ALIGNMENT
 
 try:
     import torch
@@ -455,7 +455,7 @@ def upload(array: np.ndarray, device: Any) -> Tensor:
 
 
 def _machine() -> Any:
-    from steps.api.machines import Gpu
+    from steps.driver.machines import Gpu
 
     return Gpu()
 

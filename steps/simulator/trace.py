@@ -12,7 +12,7 @@ costs the sectors of 32 bytes that it touches, one to shared memory its wavefron
 neighbouring addresses, drop a load whose value it still has, and unroll loops.
 
 Only the recorded block runs: blocks of one launch do not wait for each other before they are
-through (`steps.components.stream_k` counts arrivals and lets the last one add up).
+through (`steps.kernels.parts.stream_k` counts arrivals and lets the last one add up).
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ import pytest
 from qformats import FORMATS
 from reference import Q81, Problem, Tokens, both_tokens, check, same_operands_a8, same_operands_a16
 from steps import ladder
-from steps.api.machines import Simulator
 from steps.checks import fuzz
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem, cases
 from steps.checks.select import UsageError
 from steps.checks.verify import multiply, operands, prepare
-from steps.components.activations.layouts import inputs
 from steps.contract import Step
+from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import inputs
 from steps.registry import find
 
 DRAWN = list(islice(cases(18, ladder(), None, 1), 12))

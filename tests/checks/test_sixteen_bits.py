@@ -14,13 +14,13 @@ import steps
 from qformats import dequantize
 from reference import Problem
 from reference.bfloat16 import rounded_to_bfloat16
-from steps.api.machines import Simulator
 from steps.checks.cases import Case
 from steps.checks.run import check_works
 from steps.checks.verify import verify
-from steps.components.activations.layouts import float16_rows
 from steps.contract import Launch, Step, Work, array_dtype, dtype_name
+from steps.driver.machines import Simulator
 from steps.instructions import as_float, float_to_half, floats_to_bfloats, half_to_float
+from steps.kernels.parts.activations.layouts import float16_rows
 
 
 @cache

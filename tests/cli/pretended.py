@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from results.record.schema import Row
-from steps.api.machines import Simulator
 from steps.contract import Size, Work
+from steps.driver.machines import Simulator
 
 
 class PretendedGpu(Simulator):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from qformats import quantize
-from steps.api import compile as compiling
-from steps.api import kernel_cache, parallel_compile
-from steps.api.choice import choose_uncast, packings
-from steps.api.kernel_cache import CompiledKernel
 from steps.cli import main as cli
 from steps.cli import warm
+from steps.compile import compiler as compiling
+from steps.compile import kernel_cache, parallel_compile
+from steps.compile.kernel_cache import CompiledKernel
 from steps.contract import Shape
+from steps.product.choice import choose_uncast, packings
 from tests.cli.typed import typed
 from tests.formats.test_gguf_file import write
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from steps.api.dry_run import launches
 from steps.checks import fuzz
 from steps.checks.select import UsageError, select
 from steps.cli import arguments
 from steps.cli import main as cli
 from steps.cli import tools as nvidia
+from steps.compile.dry_run import launches
 from steps.registry import find, ladder
 from tests.cli.typed import typed
 
@@ -171,7 +171,7 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
 def test_pitfalls_has_a_command_line_of_its_own() -> None:
     done = typed("pitfalls", "--help")
     assert done.returncode == 0
-    assert "steps.pitfalls" in done.stdout
+    assert "steps.learn.pitfalls" in done.stdout
 
 
 # --- what is refused ------------------------------------------------------------------------------

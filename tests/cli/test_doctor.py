@@ -29,7 +29,12 @@ def test_doctor_always_prints_and_names_every_step() -> None:
 
 def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """No numba at all: the doctor says so, and that nothing runs."""
-    for name in ("numba", "steps.api.machines", "steps.api.compile", "results.record.schema"):
+    for name in (
+        "numba",
+        "steps.driver.machines",
+        "steps.compile.compiler",
+        "results.record.schema",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("steps.ladder", lambda: (_ for _ in ()).throw(ImportError("no numba")))
     assert cli.main(["doctor"]) == 1

@@ -18,12 +18,12 @@ from qformats.gguf_file import tensors
 from reference import PrequantizedProblem, Problem, check, limits, same_operands_a16
 from results.measure.products import Data, PartOf
 from steps import find, gemm, ladder, plan
-from steps.api import gemm as gemm_module
-from steps.api.machines import Simulator
-from steps.api.operands import blocks_of
 from steps.checks.run import Outcome, Outcomes
 from steps.cli import gguf_weights, run
 from steps.cli import main as cli
+from steps.driver.machines import Simulator
+from steps.product import gemm as gemm_module
+from steps.product.operands import blocks_of
 from tests.formats.test_gguf_file import CONTENT, write
 
 N, K = 300, 1024

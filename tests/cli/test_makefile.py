@@ -114,7 +114,7 @@ def test_every_target_but_the_pattern_is_phony() -> None:
         (["report", "OUT=there.html"], "python -m results.render.page --out 'there.html'"),
         (
             ["decoder", "GGUF=model.gguf", "IDS=1,2", "TOKENS=8"],
-            "python -m results.decoder 'model.gguf' --ids '1,2' --tokens '8'",
+            "python -m steps.cli.decoder 'model.gguf' --ids '1,2' --tokens '8'",
         ),
         (
             [
@@ -125,20 +125,23 @@ def test_every_target_but_the_pattern_is_phony() -> None:
                 "TOP_P=0.9",
                 "SEED=3",
             ],
-            "python -m results.decoder 'model.gguf' --chat --prompt \"$PROMPT\" "
+            "python -m steps.cli.decoder 'model.gguf' --chat --prompt \"$PROMPT\" "
             "--temperature '0.7' --top-p '0.9' --seed '3'",
         ),
-        (["chat", "GPUS=2"], "python -m results.decoder --chat --gpus '2'"),
-        (["decoder", "BENCH=1", "GPUS=2"], "python -m results.decoder --check --bench --gpus '2'"),
+        (["chat", "GPUS=2"], "python -m steps.cli.decoder --chat --gpus '2'"),
+        (
+            ["decoder", "BENCH=1", "GPUS=2"],
+            "python -m steps.cli.decoder --check --bench --gpus '2'",
+        ),
         (
             ["quality", "GGUF=model.gguf", "TEXT=a.txt", "LLAMA_CPP=1", "OUT=there.json"],
-            "python -m results.decoder 'model.gguf' --quality --text 'a.txt' --against-llama-cpp "
+            "python -m steps.cli.decoder 'model.gguf' --quality --text 'a.txt' --against-llama-cpp "
             "--json 'there.json'",
         ),
         (["chat", "SYSTEM=Be brief.", "REFERENCE=1"], '--chat --system "$SYSTEM" --reference'),
         (
             ["decoder", "BENCH=1", "OUT=there.json"],
-            "python -m results.decoder --check --bench --json 'there.json'",
+            "python -m steps.cli.decoder --check --bench --json 'there.json'",
         ),
         (["warm", "GGUF=model.gguf"], "python -m steps warm --gguf 'model.gguf'"),
         (["warm", "N=64", "K=256", "DTYPE=float16"], "warm --n '64' --k '256' --dtype 'float16'"),

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from results.decoder import files, parallel
-from results.decoder.compare import checks
-from results.decoder.model import generate, torch_products
-from results.decoder.parallel import Gathered, Ranks, Summed
+from steps.decoder import files, parallel
+from steps.decoder.compare import checks
+from steps.decoder.model import generate, torch_products
+from steps.decoder.parallel import Gathered, Ranks, Summed
 from steps.nn import all_reduce
 
 

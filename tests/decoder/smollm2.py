@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from results.decoder.files import installed_model
+from steps.decoder.files import installed_model
 
 
 def smollm2() -> Path:

@@ -16,11 +16,11 @@ from qformats.gguf_file import GGUFError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import files, rotary  # noqa: E402
-from results.decoder import model as parts  # noqa: E402
-from results.decoder.bench import decoder as bench  # noqa: E402
-from results.decoder.compare import checks  # noqa: E402
-from results.decoder.model import generate, step_products, torch_products  # noqa: E402
+from results.measure.decoder import decoder as bench  # noqa: E402
+from steps.decoder import files, rotary  # noqa: E402
+from steps.decoder import model as parts  # noqa: E402
+from steps.decoder.compare import checks  # noqa: E402
+from steps.decoder.model import generate, step_products, torch_products  # noqa: E402
 from steps.registry import ladder  # noqa: E402
 from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: E402, F401
 from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
@@ -193,7 +193,7 @@ def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch:
     step = added.template(3).choice.step
     parts.operator._templates.clear()
     others = [replace(one, adds_bias=False) if one is step else one for one in ladder()]
-    monkeypatch.setattr("steps.api.choice.ladder", lambda: others)
+    monkeypatch.setattr("steps.product.choice.ladder", lambda: others)
     behind = step_products("cpu")(blocks, False, bias)
     y = behind(x)
     assert (within.dtype, y.dtype) == (torch.float16, torch.float32)

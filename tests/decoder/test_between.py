@@ -17,13 +17,17 @@ from qformats import WEIGHT_FORMATS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import between, deferred, files, operations  # noqa: E402
-from results.decoder import model as parts  # noqa: E402
-from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.bench import between as bench_between  # noqa: E402
-from results.decoder.bench import decoder as bench  # noqa: E402
-from results.decoder.compare import checks  # noqa: E402
-from results.decoder.model import (  # noqa: E402
+from results.measure.decoder import decoder as bench  # noqa: E402
+from results.measure.decoder import operations as bench_between  # noqa: E402
+from steps import step18_decode_bulk  # noqa: E402
+from steps.cli.decoder import main  # noqa: E402
+from steps.compile.compiler import signature_of  # noqa: E402
+from steps.compile.of_arrays import OfArrays  # noqa: E402
+from steps.decoder import deferred, files, operations  # noqa: E402
+from steps.decoder import kernel_operations as between  # noqa: E402
+from steps.decoder import model as parts  # noqa: E402
+from steps.decoder.compare import checks  # noqa: E402
+from steps.decoder.model import (  # noqa: E402
     Concatenated,
     Config,
     Embedding,
@@ -31,15 +35,12 @@ from results.decoder.model import (  # noqa: E402
     step_products,
     torch_products,
 )
-from steps import step18_decode_bulk  # noqa: E402
-from steps.api.choice import Choice  # noqa: E402
-from steps.api.compile import signature_of  # noqa: E402
-from steps.api.machines import Simulator  # noqa: E402
-from steps.api.of_arrays import OfArrays  # noqa: E402
-from steps.components.decode import tiles  # noqa: E402
+from steps.driver.machines import Simulator  # noqa: E402
+from steps.kernels.decode import tiles  # noqa: E402
 from steps.nn import operator as torch_operator  # noqa: E402
-from tests.api.fake_gpu import gpu  # noqa: E402, F401 - a fixture
+from steps.product.choice import Choice  # noqa: E402
 from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
+from tests.driver.fake_gpu import gpu  # noqa: E402, F401 - a fixture
 from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
 LLAMA = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}

@@ -15,13 +15,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
 
-from results.decoder import __main__ as command  # noqa: E402
-from results.decoder import files  # noqa: E402
-from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.compare import checks  # noqa: E402
-from results.decoder.model import generate, torch_products  # noqa: E402
-from results.decoder.text.chat import Chat, Pace, Template  # noqa: E402
-from results.decoder.text.stream import Sampling, Stream  # noqa: E402
+from steps.cli import decoder as command  # noqa: E402
+from steps.cli.decoder import main  # noqa: E402
+from steps.decoder import files  # noqa: E402
+from steps.decoder.compare import checks  # noqa: E402
+from steps.decoder.model import generate, torch_products  # noqa: E402
+from steps.decoder.text.chat import Chat, Pace, Template  # noqa: E402
+from steps.decoder.text.stream import Sampling, Stream  # noqa: E402
 from tests.decoder.smollm2 import smollm2  # noqa: E402
 from tests.decoder.test_decoder import SMALL, filled, reference  # noqa: E402
 from tests.decoder.test_vocabulary import byte_level, of  # noqa: E402
@@ -140,7 +140,7 @@ def test_a_first_prompt_is_compiled_for_on_all_cores(capsys: Any) -> None:
 
 
 def test_a_cache_grows_while_an_answer_does(tiny: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("results.decoder.text.stream.SHORTEST", 256)
+    monkeypatch.setattr("steps.decoder.text.stream.SHORTEST", 256)
     stream, ids = Stream(tiny), checks.prompt(files.WORDS, 250)
     found, lengths = [], []
     for one in stream.tokens(ids, 12):

@@ -20,16 +20,16 @@ from qformats.gguf_file import GGUFError, metadata
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import files, operations  # noqa: E402
-from results.decoder import model as parts  # noqa: E402
-from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.bench import decoder as bench  # noqa: E402
-from results.decoder.compare import checks  # noqa: E402
-from results.decoder.model import generate, step_products, torch_products  # noqa: E402
+from results.measure.decoder import decoder as bench  # noqa: E402
 from steps import find  # noqa: E402
-from steps.api import parallel_compile  # noqa: E402
-from steps.api.compile import signature_of  # noqa: E402
-from steps.components.activations.layouts import GATED  # noqa: E402
+from steps.cli.decoder import main  # noqa: E402
+from steps.compile import parallel_compile  # noqa: E402
+from steps.compile.compiler import signature_of  # noqa: E402
+from steps.decoder import files, operations  # noqa: E402
+from steps.decoder import model as parts  # noqa: E402
+from steps.decoder.compare import checks  # noqa: E402
+from steps.decoder.model import generate, step_products, torch_products  # noqa: E402
+from steps.kernels.parts.activations.layouts import GATED  # noqa: E402
 from steps.nn.linear import QuantLinear  # noqa: E402
 from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
 
@@ -610,7 +610,7 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_committed_comparison_is_right() -> None:
-    """What `--against-llama-cpp --json results/decoder/compare/llama_cpp.json` wrote."""
+    """What `--against-llama-cpp --json steps/decoder/compare/llama_cpp.json` wrote."""
     from results.record import ROOT
 
     found = json.loads((ROOT / "results" / "decoder" / "compare" / "llama_cpp.json").read_text())

@@ -18,11 +18,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from results.decoder import files, operations, parallel  # noqa: E402
-from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.bench import decoder as bench  # noqa: E402
-from results.decoder.bench import parallel as bench_parallel  # noqa: E402
-from results.decoder.model import Config, Embedding, step_products  # noqa: E402
+from results.measure.decoder import decoder as bench  # noqa: E402
+from results.measure.decoder import several_gpus as bench_parallel  # noqa: E402
+from steps.cli.decoder import main  # noqa: E402
+from steps.decoder import files, operations, parallel  # noqa: E402
+from steps.decoder.model import Config, Embedding, step_products  # noqa: E402
 from steps.nn import all_reduce  # noqa: E402
 from tests.decoder import parallel_cases  # noqa: E402
 from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
@@ -215,7 +215,7 @@ def test_what_gpus_cannot_share(made: Any, told: str) -> None:
 @pytest.mark.xdist_group("ranks")
 def test_the_command_line_starts_ranks(tmp_path: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
-    command = [sys.executable, "-m", "results.decoder", str(path), "--reference", "--ids", "1,5"]
+    command = [sys.executable, "-m", "steps.cli.decoder", str(path), "--reference", "--ids", "1,5"]
     command += ["--tokens", "3"]
     alone, shared = (
         subprocess.run(
@@ -249,7 +249,7 @@ def test_what_is_refused(
 def test_fewer_gpus_than_asked_for_are_told(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"--gpus 2: torch finds 1 on"):
-        parallel.start("results.decoder", [], 2, on_gpu=True)
+        parallel.start("steps.decoder", [], 2, on_gpu=True)
 
 
 def test_questions_are_typed_at_the_first_rank(monkeypatch: Any) -> None:
@@ -340,7 +340,7 @@ def test_right_and_measured_on_two_gpus(tmp_path: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     there = tmp_path / "found.json"
-    command = [sys.executable, "-m", "results.decoder", "--check", "--gpus", "2"]
+    command = [sys.executable, "-m", "steps.cli.decoder", "--check", "--gpus", "2"]
     command += ["--tokens", "16", "--json", str(there)]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False

@@ -15,12 +15,12 @@ from rich.console import Console
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.decoder import files  # noqa: E402
-from results.decoder.__main__ import main  # noqa: E402
-from results.decoder.compare import checks, quality  # noqa: E402
-from results.decoder.compare.emulation import emulated_products  # noqa: E402
-from results.decoder.compare.quality import Quality, Tally  # noqa: E402
 from results.record import ROOT  # noqa: E402
+from steps.cli.decoder import main  # noqa: E402
+from steps.decoder import files  # noqa: E402
+from steps.decoder.compare import checks, quality  # noqa: E402
+from steps.decoder.compare.emulation import emulated_products  # noqa: E402
+from steps.decoder.compare.quality import Quality, Tally  # noqa: E402
 from tests.decoder.test_decoder import SMALL  # noqa: E402
 
 
@@ -243,7 +243,7 @@ def test_the_committed_distances() -> None:
 def test_products_by_the_steps_are_as_near_as_emulated_ones(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    from results.decoder.model import step_products
+    from steps.decoder.model import step_products
 
     file = files.Model(files.write_tiny(tmp_path / "tiny.gguf"))
     # whole chunks: with fewer tokens an exact step may be the faster one, also for fast products

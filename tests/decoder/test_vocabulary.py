@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFWriter
 
 from qformats.gguf_file import GGUFError, metadata
-from results.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
+from steps.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="tokenizers is not installed: pip install tokenizers"
@@ -195,7 +195,7 @@ def test_merges_of_scores() -> None:
 
 def test_words_of_random_models(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-    from results.decoder import files
+    from steps.decoder import files
 
     vocabulary = files.Model(
         files.write_tiny(tmp_path / "tiny.gguf", embedding_length=64)

@@ -16,14 +16,14 @@ from qformats.integer_scales import Grid, integer_grid, integer_tiles, integer_w
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
 from reference import GOLDEN, CoarseTokens, Problem, Tokens, both_tokens, check, nmse
 from reference.recipes import check_tokens
-from steps.api.compile import machine_code
-from steps.components.activations.layouts import coarse_int8_rows, decode, encode
-from steps.components.unpack.integer_scales import integer_format
+from steps.compile.compiler import machine_code
+from steps.kernels.parts.activations.layouts import coarse_int8_rows, decode, encode
+from steps.kernels.parts.weights.integer_scales import integer_format
 from steps.simulator.launch import simulate
-from tests.components.packed_tiles import by_row_tile
-from tests.components.passes import what_it_makes
-from tests.components.test_halves import blocks_with, exact_weights
 from tests.formats.test_repack import any_blocks
+from tests.kernels.packed_tiles import by_row_tile
+from tests.kernels.passes import what_it_makes
+from tests.kernels.test_halves import blocks_with, exact_weights
 from tests.steps.test_bytes import MACHINES, READS, byte_reader, drawn, odd_rows
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)

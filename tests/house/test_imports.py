@@ -16,14 +16,14 @@ ROOMS = (
     ("steps.simulator",),
     ("steps.instructions",),
     ("steps.contract",),
-    ("steps.components",),
-    ("steps.stepNN", "steps.between"),
+    ("steps.kernels",),
+    ("steps.stepNN", "steps.kernels.between"),
     ("steps.registry",),
     ("steps.api",),
-    ("steps", "steps.checks", "steps.exercises", "steps.nn", "steps.pitfalls"),
+    ("steps", "steps.checks", "steps.learn.exercises", "steps.nn", "steps.learn.pitfalls"),
     ("results.record",),
     ("results.measure", "results.baselines"),
-    ("results.render", "results.decoder", "results"),
+    ("results.render", "steps.decoder", "results"),
     ("steps.cli", "steps.__main__"),
 )
 """From the ground up: a file imports from its own line and from those above it in this table."""

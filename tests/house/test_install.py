@@ -28,7 +28,7 @@ assert np.array_equal(machine.host(out), c)
 """
 FACTS_OF_FILES = """
 from results.record import environment, provenance, store
-from steps.api import tuning_table
+from steps.product import tuning_table
 
 print(provenance.source_hash(1))
 print(len(tuning_table.known()[0].entries))

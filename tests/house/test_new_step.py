@@ -136,7 +136,7 @@ def test_what_is_generated_does_not_drift(house: Path) -> None:
 CHOOSE = """
 from types import SimpleNamespace
 from qformats import WEIGHT_FORMATS
-from steps.api.choice import choose
+from steps.product.choice import choose
 from steps.contract import Shape
 
 for cc in ((7, 5), (8, 6), (9, 0), (12, 0)):

@@ -70,8 +70,8 @@ def test_every_check_in_it_says_right(executed: Path) -> None:
 
 def test_its_own_step_is_compiled_for_a_t4() -> None:
     """A GPU that a reader may have for nothing: compute capability 7.5."""
-    from steps.api.compile import machine_code, signature_of
-    from steps.api.dry_run import launches
+    from steps.compile.compiler import machine_code, signature_of
+    from steps.compile.dry_run import launches
     from steps.contract import Work
 
     source = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "two_tokens" in str(c))

@@ -13,7 +13,6 @@ import numpy as np
 from numba import cuda, float32, int8, int32, uint8, uint16, uint32
 
 from reference import bfloat16_bits, bfloat16_values
-from steps.components.activations.gated import exp2, reciprocal
 from steps.instructions import (
     address,
     and_xor,
@@ -69,6 +68,7 @@ from steps.instructions import (
 )
 from steps.instructions.approximate import rsqrt
 from steps.instructions.transpose import movmatrix_trans
+from steps.kernels.parts.activations.gated import exp2, reciprocal
 
 
 @dataclass(frozen=True)

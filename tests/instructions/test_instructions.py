@@ -10,7 +10,7 @@ from numba import cuda, float32, int32, uint8
 from numba.core.errors import TypingError
 
 from steps import instructions
-from steps.api.compile import machine_code, signature_of
+from steps.compile.compiler import machine_code, signature_of
 from steps.instructions import (
     cp_async_16,
     hfma2,

@@ -30,8 +30,8 @@ def dimensions(extent: int | tuple) -> tuple:
 def test_hardware_equals_numpy(case, seed):
     from numba import cuda
 
-    from steps.api.launcher import load
     from steps.contract import Launch
+    from steps.driver.launcher import load
 
     cc = cuda.get_current_device().compute_capability
     oldest = int(case.oldest[3]), int(case.oldest[4])
@@ -49,8 +49,8 @@ def test_hardware_equals_numpy(case, seed):
 def test_more_than_48_kb_of_dynamic_shared_memory():
     from numba import cuda, int32
 
-    from steps.api.launcher import load
     from steps.contract import Launch
+    from steps.driver.launcher import load
 
     @cuda.jit
     def far(out):
@@ -69,7 +69,7 @@ def test_offline_code_is_what_is_launched():
     """Compiled offline for this GPU, a kernel has the registers that it has when launched."""
     from numba import cuda
 
-    from steps.api.compile import machine_code, signature_of
+    from steps.compile.compiler import machine_code, signature_of
 
     case = next(case for case in CASES if case.name == "dp4a")
     inputs, expected = case.prepare(seed=0)

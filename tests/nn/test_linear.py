@@ -18,17 +18,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.api.test_gemm_on_device import MOST_US, python_us
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
-from steps.api import encode_map, launcher, tuning_table
-from steps.api.compile import signature_of
-from steps.api.kept import Kept
-from steps.api.machines import Simulator
+from steps.compile.compiler import signature_of
+from steps.driver import encode_map, launcher
+from steps.driver.kept import Kept
+from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
+from steps.product import tuning_table
 from steps.simulator.launch import simulate
-from tests.api.fake_gpu import FakeGpu, encode, stream_in
-from tests.api.test_gemm_on_device import MOST_US, python_us
+from tests.driver.fake_gpu import FakeGpu, encode, stream_in
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
@@ -440,7 +441,7 @@ def test_torch_is_told_to_be_missing_in_one_sentence() -> None:
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: steps.nn.linear needs torch"), ran.stderr
-    fine = "import sys; from steps.api import gemm, plan; assert 'torch' not in sys.modules"
+    fine = "import sys; from steps.product import gemm, plan; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", fine], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from steps.api.machines import Simulator
+from steps.driver.machines import Simulator
 
 
 def no_effect(launches: Sequence[Any]) -> None:

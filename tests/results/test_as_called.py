@@ -19,7 +19,7 @@ from results.measure.as_called import SWEEP, TABLED, WAYS, Way, host_us, in_loop
 from results.measure.protocol import Budget
 from results.record import provenance
 from results.record.schema import AsCalled, Environment, Run
-from steps.components.activations.layouts import inputs
+from steps.kernels.parts.activations.layouts import inputs
 from tests.results.fake_stopwatch import FakeStopwatch
 
 H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)

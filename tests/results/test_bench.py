@@ -28,10 +28,10 @@ from results.measure.products import Data
 from results.measure.protocol import Budget
 from results.record import provenance, store
 from results.record.schema import Environment, Git, Limits, Peer, Row, Run
-from steps.api.machines import Simulator
 from steps.checks.select import select
 from steps.cli import bench as command
 from steps.contract import BRANCHES, FLOATS, Work
+from steps.driver.machines import Simulator
 from steps.registry import find, ladder
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 

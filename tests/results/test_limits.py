@@ -10,9 +10,9 @@ import pytest
 
 from results.measure import limits
 from results.measure.limits import CEILINGS, Ceiling
-from steps.api.compile import MachineCode, machine_code, opcodes, signature_of
-from steps.api.machines import Simulator
+from steps.compile.compiler import MachineCode, machine_code, opcodes, signature_of
 from steps.contract import why_no_gpu
+from steps.driver.machines import Simulator
 
 
 def compiled(ceiling: Ceiling) -> MachineCode:
@@ -142,7 +142,7 @@ def test_limits_of_this_gpu():
     if reason := why_no_gpu():
         pytest.skip(reason)
     from results.measure.protocol import GpuStopwatch
-    from steps.api.machines import Gpu
+    from steps.driver.machines import Gpu
 
     measured = limits.measure_limits(GpuStopwatch(), Gpu())
     assert measured.copy_tbps is not None

@@ -17,9 +17,9 @@ import pytest
 
 from results.record import ROOT
 from results.render.traced import trace
-from steps.api.compile import machine_code, signature_of, source_lines
-from steps.api.dry_run import launches
 from steps.cli.counters import METRICS, launched
+from steps.compile.compiler import machine_code, signature_of, source_lines
+from steps.compile.dry_run import launches
 from steps.contract import Size, Work
 from steps.registry import find, source
 

@@ -21,7 +21,7 @@ from results.render.compiled import Compiled, Opcode, compiled
 from results.render.memory_picture import Picture, picture
 from steps import ladder
 from steps.contract import BRANCHES, Step
-from steps.pitfalls import pitfalls
+from steps.learn.pitfalls import pitfalls
 from steps.registry import diff_base, find, following, source
 from steps.simulator.lanes import Site
 from steps.simulator.trace import Instruction

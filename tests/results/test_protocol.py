@@ -182,7 +182,7 @@ def test_a_round_on_this_gpu_times_each_graph_by_itself() -> None:
     """Two lengths of one loop take turns, in graphs that are queued together. A GPU with other
     processes gives each a turn of its own, which either graph may meet."""
     from results.measure import limits
-    from steps.api.machines import Gpu
+    from steps.driver.machines import Gpu
 
     stopwatch, machine = gpu(), Gpu()
     (fp32,) = (ceiling for ceiling in limits.CEILINGS if ceiling.unit == "fp32")

@@ -13,7 +13,7 @@ import pytest
 from results.record import ROOT, provenance
 from results.record.provenance import OUTSIDE_OF_STEPS, is_stale, source_hash, step_module
 from results.record.schema import Run
-from steps.api.import_closure import ROOMS, import_closure
+from steps.compile.import_closure import ROOMS, import_closure
 from steps.registry import ladder
 from tests.results.test_record import make_call, make_row, make_run
 
@@ -115,8 +115,8 @@ def test_moving_files_changes_nothing(tree: Path) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_the_closure_has_activation_passes_and_unpackers_and_no_host_code(step: int) -> None:
     names = set(sources(step))
-    assert "steps.components.activations.layouts" in names
-    assert any(name.startswith("steps.components.unpack.") for name in names)
+    assert "steps.kernels.parts.activations.layouts" in names
+    assert any(name.startswith("steps.kernels.parts.weights.") for name in names)
     assert "steps.instructions.define" in names
     assert not any(name.startswith(("steps.simulator", "steps.api", "steps.nn")) for name in names)
     assert not any(name.startswith(("results", "reference", "numba")) for name in names)
@@ -129,7 +129,7 @@ def test_the_closure_is_what_the_imports_say() -> None:
         for path in names.values():
             for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                    ("steps.components", "qformats.")
+                    ("steps.kernels", "qformats.")
                 ):
                     base = node.module or ""
                     each = {f"{base}.{alias.name}" for alias in node.names} | {base}

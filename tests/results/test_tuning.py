@@ -19,12 +19,12 @@ from results.record import ROOT, store
 from results.record.provenance import source_hash
 from results.record.schema import Environment, Row, Run
 from steps import find
-from steps.api import tuning_table as tuning
-from steps.api.machines import Simulator
-from steps.api.tuning_table import Entry, Tuning, TuningError
 from steps.checks.select import select
 from steps.cli.main import main
 from steps.contract import Work, why_no_gpu
+from steps.driver.machines import Simulator
+from steps.product import tuning_table as tuning
+from steps.product.tuning_table import Entry, Tuning, TuningError
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
 ENV = Environment(gpu="NVIDIA H200", cc=(9, 0), sms=132)

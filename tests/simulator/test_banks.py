@@ -14,10 +14,9 @@ from numba import cuda, float32, uint8
 import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem
-from steps.api.machines import Simulator
 from steps.checks.verify import prepare
-from steps.components import mma_tiles, stream_k_tiles
 from steps.contract import Family
+from steps.driver.machines import Simulator
 from steps.instructions import (
     cp_async_16,
     cp_async_commit,
@@ -28,9 +27,10 @@ from steps.instructions import (
     load_u32,
     store_u32x4,
 )
+from steps.kernels.prefill import mma_tiles, stream_k_tiles
 from steps.simulator.banks import BankCounter, wavefronts, without_conflicts
 from steps.simulator.launch import SimulatorError, simulate
-from tests.components.passes import RemembersPasses
+from tests.kernels.passes import RemembersPasses
 from tests.steps.works import in_turn, marks_by_turn
 
 LANES = range(32)

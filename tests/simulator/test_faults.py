@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.api.test_gemm import OnDevice, Untouched
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
@@ -30,11 +31,10 @@ from reference import (
     same_operands_a16,
 )
 from reference.exact import pack_block
-from steps.api import gemm as door
-from steps.api.machines import Simulator
-from steps.components.activations.layouts import decode
 from steps.contract import Family, Machine, Shape, Step
-from tests.api.test_gemm import OnDevice, Untouched
+from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import decode
+from steps.product import gemm as door
 from tests.steps.works import REQUANTIZED, WORKS, slow_unless_in_turn
 
 MACHINE = Simulator()
@@ -315,7 +315,7 @@ ENDS = (
 @pytest.mark.gpu
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_odd_operands_on_a_gpu(step: Step, family: Family, name: str) -> None:
-    from steps.api.machines import Gpu
+    from steps.driver.machines import Gpu
 
     half = keeps_sums_in_half(step, family)
     a, blocks, machine = odd_tokens(half), odd_weights(name), Gpu()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint8, uint32
 
-from steps.api.compile import machine_code
+from steps.compile.compiler import machine_code
 from steps.instructions import (
     barrier_arrive,
     barrier_sync,

@@ -45,9 +45,9 @@ from numba.cuda.dispatcher import CUDADispatcher
 
 import steps
 from reference import Problem, check
-from steps.api.machines import Simulator
 from steps.checks.verify import Prepared, operands, prepare, result
 from steps.contract import Family, Size, Step
+from steps.driver.machines import Simulator
 from steps.simulator.errors import (
     BarrierDivergence,
     Deadlock,
@@ -364,7 +364,7 @@ def needed(module: str) -> frozenset[str]:
         name = rest.pop()
         if name in found or not path_of(name).is_file():
             continue
-        if name.startswith(("steps.components", "steps.step")):
+        if name.startswith(("steps.kernels", "steps.step")):
             found.add(name)
             rest += imports(path_of(name))
     return frozenset(found)
@@ -393,7 +393,7 @@ def imported(step: Step, trees: Mapping[str, ast.Module]) -> Iterator[Mapping[st
     """The modules of a step, by name, those imported anew that a change concerns."""
     module = f"steps.{step.name}"
     anew = {name for name in needed(module) if name == module or not needed(name).isdisjoint(trees)}
-    packages = [name for name in sys.modules if name.startswith("steps.components")]
+    packages = [name for name in sys.modules if name.startswith("steps.kernels")]
     kept = {name: sys.modules[name] for name in (*packages, *needed(module)) if name in sys.modules}
     finder = _Finder(trees)
     sys.meta_path.insert(0, finder)

@@ -17,7 +17,7 @@ from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, u
 from reference.limits import INTEGER_NMSE
 from steps.checks.verify import multiply, prepare
 from steps.contract import Family, Step
-from tests.components.passes import RemembersPasses
+from tests.kernels.passes import RemembersPasses
 from tests.steps.works import WORKS, by_turn
 
 SHAPE = (4, 512, 1024)

@@ -12,10 +12,10 @@ import pytest
 import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem, Tokens
-from steps.api import tuning_table as tuning
-from steps.api.choice import choose, supporting
-from steps.api.machines import Simulator
 from steps.contract import ACCURACIES, Shape
+from steps.driver.machines import Simulator
+from steps.product import tuning_table as tuning
+from steps.product.choice import choose, supporting
 from tests.steps.works import REQUANTIZED
 
 FAST = [step for step in steps.ladder() if step.accuracy == "fast"]

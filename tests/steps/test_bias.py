@@ -14,10 +14,10 @@ import steps
 from qformats import FORMATS, dequantize
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
-from steps.api.compile import machine_code, signature_of
-from steps.api.dry_run import launches, packed_types
-from steps.api.machines import Simulator
+from steps.compile.compiler import machine_code, signature_of
+from steps.compile.dry_run import launches, packed_types
 from steps.contract import FLOATS, Family, Shape, Step, Work, array_dtype
+from steps.driver.machines import Simulator
 from tests.steps.test_steps_machine_code import no_local_memory_where_it_counts
 
 M, N, K, FORMAT = 3, 21, 96, "q5_1"

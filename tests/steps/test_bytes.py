@@ -18,18 +18,18 @@ from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
 from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.recipes import check_tokens
-from steps.api.compile import machine_code, signature_of
-from steps.api.machines import Gpu, Simulator
-from steps.components.activations.layouts import decode, encode, int8_rows
-from steps.components.activations.rows import token_quantizer
-from steps.components.unpack.codes import tile_format
-from steps.components.unpack.int8 import ByteFormat, byte_format
+from steps.compile.compiler import machine_code, signature_of
+from steps.driver.machines import Gpu, Simulator
 from steps.instructions import store_u32x4
+from steps.kernels.parts.activations.layouts import decode, encode, int8_rows
+from steps.kernels.parts.activations.rows import token_quantizer
+from steps.kernels.parts.weights.codes import tile_format
+from steps.kernels.parts.weights.int8 import ByteFormat, byte_format
 from steps.simulator.launch import simulate
-from tests.components.packed_tiles import by_row_tile, unordered
-from tests.components.passes import what_it_makes, writes_what_is_its_own
-from tests.components.test_halves import blocks_with, exact_weights
 from tests.formats.test_repack import any_blocks
+from tests.kernels.packed_tiles import by_row_tile, unordered
+from tests.kernels.passes import what_it_makes, writes_what_is_its_own
+from tests.kernels.test_halves import blocks_with, exact_weights
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 READS = uint8[::1], uint32[:, :, :, :, ::1]

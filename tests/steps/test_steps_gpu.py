@@ -10,11 +10,11 @@ import pytest
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem, nmse, same_operands_a16, unquantized
 from reference.limits import INTEGER_NMSE
 from steps import registry as steps
-from steps.api.machines import Gpu
 from steps.checks.cases import cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, prepare, verify
 from steps.contract import Family, Step, Work
+from steps.driver.machines import Gpu
 from tests.steps.works import WORKS
 
 pytestmark = pytest.mark.gpu

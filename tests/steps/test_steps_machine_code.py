@@ -16,12 +16,12 @@ import pytest
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
-from steps.api.compile import MachineCode, machine_code, signature_of
-from steps.api.dry_run import launches as dry_run
-from steps.api.machines import Simulator
+from steps.blocks.codes import safe_load
 from steps.checks.verify import prepare
-from steps.components.unpack.blocks import safe_load
+from steps.compile.compiler import MachineCode, machine_code, signature_of
+from steps.compile.dry_run import launches as dry_run
 from steps.contract import Family, Launch, Size, Step, Work
+from steps.driver.machines import Simulator
 from tests.steps.works import in_turn, marks_by_turn
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")

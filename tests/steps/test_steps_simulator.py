@@ -12,15 +12,15 @@ import pytest
 
 import steps
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
-from steps.api.machines import Simulator
 from steps.checks.cases import cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.components import mma_tiles
-from steps.components.activations.layouts import reading
-from steps.components.decode import tiles as decode_tiles
 from steps.contract import Family, Step, Work
-from tests.components.passes import RemembersPasses
+from steps.driver.machines import Simulator
+from steps.kernels.decode import tiles as decode_tiles
+from steps.kernels.parts.activations.layouts import reading
+from steps.kernels.prefill import mma_tiles
+from tests.kernels.passes import RemembersPasses
 from tests.steps.works import WORKS, by_turn, in_turn, slow_unless_in_turn
 
 DESCENDING = -1
@@ -177,7 +177,7 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name:
 # On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is.
 # Step 10: work ranges that end within tiles. Steps 17 and 18: rings used again and again, for
 # several pairs of row tiles; warps along N; tiles of A in the slots, with K that ends in a tile;
-# groups of tokens (tests.components.test_decode has more). Step 11: split-K, and tiles of many
+# groups of tokens (tests.kernels.test_decode has more). Step 11: split-K, and tiles of many
 # tokens, which no small product has, with K longer than the ring. Steps 12 and 13: such tiles, and
 # a ring used again and again. Steps 14 to 16: work ranges, two accumulator halves, three
 # warpgroups, partial sums in two slices, or in four by five blocks. Constants are those of the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import transformers
 
-from results.decoder.files import installed_model
+from steps.decoder.files import installed_model
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,188 @@
+"""What the operations between a decoder's products take: this project's kernels beside torch's.
+
+    python -m steps.cli.decoder --bench --parts between
+
+For each operation two figures of either side, both of CUDA graphs whose rounds take turns:
+
+    alone   a graph of `ALONE` launches one behind the other, on memory that is in the L2
+    chain   what it adds to the products: a graph of all layers, with products and all operations,
+            less the same graph without this one
+
+In a chain a product may load its first weights while an operation runs, so the second figure may be
+the smaller one. "products" is the time of a layer's products with nothing between them. Torch's
+side is compiled by Inductor, autotuned, with programmatic dependent launch where torch has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from results.measure.decoder.decoder import CONTEXT, STEPS, in_turn, models
+from steps.decoder import kernel_operations as between
+from steps.decoder import operations
+from steps.decoder.model import LLAMA_3_8B, Cache, CapturedGraph, Config, Decoder, torch
+from steps.decoder.operations import Operations
+
+SIDES: Final = ("kernels", "torch")
+NAMES: Final = ("add_and_norm", "attention", "swiglu")
+TOKENS: Final = (1, 16, 512)
+"""Up to 16 a token each of as many sequences, which have `CONTEXT` tokens before it; 512 of a
+prompt, where attention is torch's on either side and is left out."""
+CONTEXTS: Final = (CONTEXT, 700, 4095)
+"""Tokens before the one, for attention alone."""
+ALONE: Final = 64
+ROUNDS: Final = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An operation in microseconds of a call, by side: medians. `chain` is None where it is not
+    measured."""
+
+    operation: str
+    tokens: int
+    context: int
+    alone: dict[str, float]
+    chain: dict[str, float] | None
+
+
+class Inputs:
+    """What operations and products of one number of tokens read; the same in every layer."""
+
+    def __init__(self, model: Decoder, tokens: int, context: int) -> None:
+        config, device = model.config, model.device
+        self.model, self.tokens = model, tokens
+        self.cache: Cache = model.cache(tokens if tokens <= 16 else 1, context + STEPS)
+        for keys_values in self.cache.layers:
+            keys_values.normal_()
+        self.cache.position.fill_(context)
+        self.h = torch.randn((tokens, config.width), device=device)
+        self.y = torch.randn((tokens, config.width), device=device, dtype=torch.float16)
+        self.qkv = torch.randn((tokens, config.qkv), device=device, dtype=torch.float16)
+        self.gates = torch.randn((tokens, 2 * config.hidden), device=device, dtype=torch.float16)
+        self._x: dict[Any, Any] = {}
+
+    def x(self, product: Any) -> Any:
+        """Random values as a product reads them."""
+        key = product.k, product.input_dtype(self.tokens)
+        if key not in self._x:
+            shape = self.tokens, product.k
+            self._x[key] = torch.randn(shape, device=self.model.device, dtype=key[1])
+        return self._x[key]
+
+    def call(self, do: Operations, name: str, layer: int, y: Any = None) -> Any:
+        """What the next product reads: an operation of a layer, on what the product before it made,
+        or on random values."""
+        config, one, cache = self.model.config, self.model.layers[layer], self.cache
+        if name == "attention":
+            cached = cache.layers[layer], cache.position, cache.cos, cache.sin
+            wanted = one.out.input_dtype(self.tokens)
+            return do.attention(self.qkv if y is None else y, *cached, config.heads, wanted)
+        if name == "swiglu":
+            wanted = one.down.input_dtype(self.tokens)
+            return do.swiglu(self.gates if y is None else y, wanted)
+        wanted = one.qkv.input_dtype(self.tokens)
+        y = self.y if y is None else y
+        return do.add_and_norm(self.h, y, one.before_attention, config.epsilon, wanted)[1]
+
+    def layers(self, do: Operations, names: tuple[str, ...]) -> None:
+        """All layers, with these operations between the products."""
+        y: Any = None
+
+        def of(name: str, product: Any, i: int) -> Any:
+            return self.call(do, name, i, y) if name in names else self.x(product)
+
+        for i, layer in enumerate(self.model.layers):
+            y = layer.qkv(of("add_and_norm", layer.qkv, i))
+            y = layer.out(of("attention", layer.out, i))
+            y = layer.gate_up(of("add_and_norm", layer.gate_up, i))
+            y = layer.down(of("swiglu", layer.down, i))
+
+
+def _graph(work: Callable[[], Any]) -> Callable[[], None]:
+    work()
+    return CapturedGraph(work).replay
+
+
+def _us(works: list[Callable[[], None]], calls: int) -> list[float]:
+    took = in_turn([_graph(work) for work in works], ROUNDS)
+    return [statistics.median(one) / calls * 1e6 for one in took]
+
+
+def _alone(inputs: Inputs, sides: tuple[Operations, ...], name: str) -> dict[str, float]:
+    def work(do: Operations) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(ALONE):
+                inputs.call(do, name, 0)
+
+        return run
+
+    return dict(zip(SIDES, _us([work(do) for do in sides], ALONE), strict=True))
+
+
+def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterator[Row]:
+    """The rows of one number of tokens; the one of the products comes first."""
+    names, layers = NAMES if tokens <= 16 else ("add_and_norm", "swiglu"), len(model.layers)
+    inputs = Inputs(model, tokens, CONTEXT)
+    chains = [(do, left) for do in sides for left in (None, *names)]
+    works: list[Callable[[], None]] = [lambda: inputs.layers(sides[0], ())]
+    for do, left in chains:
+        kept = tuple(name for name in names if name != left)
+        works.append(lambda do=do, kept=kept: inputs.layers(do, kept))  # type: ignore[misc]
+    products, *times = _us(works, layers)
+    yield Row("products", tokens, CONTEXT, dict.fromkeys(SIDES, products), None)
+    found = dict(zip(((do.mode, left) for do, left in chains), times, strict=True))
+    for name in names:
+        count = 2 if name == "add_and_norm" else 1
+        chain = {
+            side: (found[do.mode, None] - found[do.mode, name]) / count
+            for side, do in zip(SIDES, sides, strict=True)
+        }
+        yield Row(name, tokens, CONTEXT, _alone(inputs, sides, name), chain)
+    if tokens <= 16:
+        for context in CONTEXTS[1:]:
+            there = Inputs(model, tokens, context)
+            yield Row("attention", tokens, context, _alone(there, sides, "attention"), None)
+
+
+@torch.no_grad()
+def measure(
+    format_name: str = "q4_0",
+    config: Config = LLAMA_3_8B,
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """All rows as data, see `Row`."""
+    sides = between.Kernels().operations(), operations.compiled(None, True)
+    model, _ = models(config, format_name, sides[0], torch.device("cuda"))
+    if jobs > 1:
+        count = model.compile_ahead([("exact", tokens) for tokens in TOKENS], jobs, say)
+        say(f"{count} kernels compiled by other processes")
+    rows = []
+    for tokens in TOKENS:
+        for row in _rows(model, sides, tokens):
+            say(line(row))
+            rows.append(row)
+    return {
+        "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
+        "format": format_name,
+        "sides": {side: do.mode for side, do in zip(SIDES, sides, strict=True)},
+        "rows": [{name: getattr(one, name) for name in Row.__dataclass_fields__} for one in rows],
+    }
+
+
+def line(row: Row) -> str:
+    """A row in a sentence."""
+    if row.operation == "products":
+        return f"{row.tokens} tokens: the products of a layer take {row.alone['kernels']:.1f} us"
+    text = f"{row.tokens} tokens, {row.operation}"
+    text += f" after {row.context}" if row.operation == "attention" else ""
+    of = [f"{side} {row.alone[side]:.2f} us alone" for side in SIDES]
+    if row.chain is not None:
+        of = [
+            f"{one}, {row.chain[side]:.2f} in a chain" for one, side in zip(of, SIDES, strict=True)
+        ]
+    return f"{text}: {'; '.join(of)}"

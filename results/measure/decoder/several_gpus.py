@@ -1,0 +1,277 @@
+"""Tokens a second of one GPU and of several that share the model, in one run.
+
+    torchrun --standalone --nproc-per-node 2 -m steps.cli.decoder --bench     # or --gpus 2
+
+Weights are random, as in `bench`: rows are drawn, and each rank repeats them on its GPU up to its
+share. Rank 0 has the whole model too. The two take turns: while rank 0 runs the whole one the other
+GPUs idle, then all of them run the shared one. Both are CUDA graphs, and rank 0's clock counts.
+
+Of what all ranks take, the products of a rank and the sums are also timed alone, one after another
+with nothing between them. The rest is norms, which each rank computes for itself, and attention.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from results.measure.decoder import decoder as bench
+from steps.decoder.model import (
+    LLAMA_3_8B,
+    CapturedGraph,
+    Config,
+    Decoder,
+    Embedding,
+    Layer,
+    torch,
+)
+from steps.decoder.operations import Operations
+from steps.decoder.parallel import Ranks, Summed
+from steps.decoder.workspace import Workspace
+
+LLAMA_3_70B: Final = Config(80, 8192, 28672, 64, 8, 128, 128256, 1e-5, 500000.0, 128)
+MODELS: Final = (
+    ("Llama 3 8B", LLAMA_3_8B, (("decode", 1), ("prefill", 4096))),
+    ("Llama 3 70B", LLAMA_3_70B, (("decode", 1), ("prefill", 512))),
+)
+"""Shapes, and cases: sequences that decode, or tokens of a prompt."""
+WANTED: Final = {
+    ("Llama 3 8B", "prefill 4096"): 1.75,
+    ("Llama 3 70B", "decode, batch 1"): 1.4,
+    ("Llama 3 70B", "prefill 512"): 1.7,
+}
+"""How many times as fast two GPUs are meant to be."""
+ROUNDS: Final = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case: tokens a second of one GPU and of all `gpus` (medians of `rounds`), and how many
+    times as fast these are (median of the rounds' ratios).
+
+    ms: of a graph: of one GPU, of all, and of these the products and the sums alone.
+    """
+
+    model: str
+    case: str
+    gpus: int
+    one: float
+    all: float
+    x: float
+    rounds: int
+    spread: float  # (80 % quantile - 20 % quantile) / median of all GPUs together
+    ms: dict[str, float]
+
+
+def model(
+    config: Config,
+    format_name: str,
+    operations: Operations,
+    embedding: Embedding,
+    ranks: Ranks | None = None,
+) -> Decoder:
+    """A decoder of random weights on the current GPU: this rank's share, or, without ranks, all."""
+    device, rng = torch.device("cuda"), np.random.default_rng(0)
+    own = config if ranks is None else ranks.share(config).config
+    rows = config.vocabulary if ranks is None else -(-config.vocabulary // ranks.count)
+    workspace, width = Workspace(), config.width
+    kinds = [
+        (name, bench.Drawn.of(format_name, k, rng, device, "exact"), n)
+        for name, n, k in (
+            ("attn_q", own.qkv, width),
+            ("attn_output", width, own.heads * own.head_dim),
+            ("ffn_up", 2 * own.hidden, width),
+            ("ffn_down", width, own.hidden),
+        )
+    ]
+
+    def joined(product: Any, name: str, n: int) -> Any:
+        return product if ranks is None else ranks.joined(product, f"{name}.weight", n)
+
+    norm, layers = torch.ones(width, device=device), []
+    for i in range(config.layers):
+        qkv, out, gate_up, down = (
+            joined(drawn.product(n, i, workspace), name, n) for name, drawn, n in kinds
+        )
+        layers.append(Layer(norm, qkv, out, norm, gate_up, down))
+    last = bench.Drawn.of(format_name, width, rng, device, "exact")
+    output = joined(last.product(rows, 0, workspace, True), "output", config.vocabulary)
+    return Decoder(own, embedding, layers, norm, output, operations=operations)
+
+
+def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
+    """The sums of a graph alone, of zeros."""
+    width = decoder.config.width
+
+    def work() -> None:
+        for layer in decoder.layers:
+            for product in layer.products:
+                if isinstance(product, Summed):
+                    wide = tokens <= product.products[0].wide
+                    dtype = torch.float32 if wide else torch.float16
+                    product.sums(torch.zeros(tokens, width, dtype=dtype, device=decoder.device))
+
+    return captured(work)
+
+
+def graph(decoder: Decoder, kind: str, count: int) -> Callable[[], None]:
+    """A round: a prompt of `count` tokens, or `bench.STEPS` tokens of as many sequences."""
+    if kind == "prefill":
+        return bench.prefilling(decoder, count, "exact")[0]
+    return bench.decoding(decoder, count)
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    work()
+    return CapturedGraph(work).replay
+
+
+def in_turn(
+    ranks: Ranks, alone: Callable[[], None] | None, together: Callable[[], None], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of rank 0 `alone`, if there is such work here, and of all ranks together, in each
+    round. They take turns in beginning one, and the first does not count."""
+    took: tuple[list[float], list[float]] = ([], [])
+    for number in range(-1, rounds):
+        for side in (number % 2, 1 - number % 2):
+            ranks.wait()
+            if (work := together if side else alone) is None:
+                continue
+            spent = bench.seconds(work)
+            if number >= 0:
+                took[side].append(spent)
+    return took
+
+
+def row(
+    name: str,
+    case: str,
+    gpus: int,
+    tokens: int,
+    graphs: int,
+    took: tuple[Sequence[float], Sequence[float]],
+    parts: Mapping[str, Sequence[float]],
+) -> Row:
+    """took: seconds of one GPU and of all in each round of `tokens` and so many graphs. parts: of
+    the products and the sums of one graph."""
+    one, every = took
+    p20, median, p80 = np.quantile(every, [0.2, 0.5, 0.8])
+    ms = {"one": one, "all": every}
+    return Row(
+        name,
+        case,
+        gpus,
+        tokens / statistics.median(one),
+        tokens / float(median),
+        statistics.median(a / b for a, b in zip(one, every, strict=True)),
+        len(every),
+        float((p80 - p20) / median),
+        {side: statistics.median(s) / graphs * 1e3 for side, s in ms.items()}
+        | {part: statistics.median(s) * 1e3 for part, s in parts.items()},
+    )
+
+
+def of_model(
+    name: str,
+    config: Config,
+    cases: Sequence[tuple[str, int]],
+    ranks: Ranks,
+    operations: Operations,
+    format_name: str,
+    jobs: int,
+    tell: Callable[[str], None],
+) -> list[Row]:
+    """The cases of one model; rank 0's rows count."""
+    rng = np.random.default_rng(1)
+    table = bench.random_blocks(format_name, bench.DRAWN, config.width, rng)
+    table = table[np.arange(config.vocabulary) % bench.DRAWN]
+    rest = torch.device("cuda"), torch.float32, operations.embedding_rows
+    embedding = Embedding.of(table, *rest)
+    shared = model(config, format_name, operations, embedding, ranks)
+    whole = model(config, format_name, operations, embedding) if ranks.rank == 0 else None
+    tell(f"{name}: {torch.cuda.memory_allocated() / 1e9:.1f} GB: the whole model and a share")
+    if whole is not None and jobs > 1:
+        for one in (whole, shared):
+            one.compile_ahead([("exact", count) for _, count in cases], jobs, tell)
+    rows: list[Row] = []
+    for kind, count in cases:
+        prompt = kind == "prefill"
+        case = f"prefill {count}" if prompt else f"decode, batch {count}"
+        alone = None if whole is None else graph(whole, kind, count)
+        ranks.wait()
+        together = graph(shared, kind, count)
+        tell(f"{name}, {case}: compiled and captured")
+        took = in_turn(ranks, alone, together, ROUNDS)
+        works = {
+            "products": bench.products(shared, count, 1 if prompt else count, "exact"),
+            "sums": sums(shared, count),
+        }
+        parts = {part: in_turn(ranks, None, work, ROUNDS)[1] for part, work in works.items()}
+        graphs = 1 if prompt else bench.STEPS
+        if ranks.rank == 0:
+            rows.append(row(name, case, ranks.count, count * graphs, graphs, took, parts))
+            tell(line(rows[-1]))
+    return rows
+
+
+@torch.no_grad()
+def measure(
+    ranks: Ranks,
+    operations: Operations,
+    format_name: str = "q4_0",
+    models: Sequence[Any] = MODELS,
+    parts: Sequence[str] = ("decode", "prefill"),
+    jobs: int = 1,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """All cases of the parts as data, see `Row`. Every rank calls this."""
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        say(f"{time.perf_counter() - start:6.1f} s  {what}")
+
+    rows: list[Row] = []
+    for name, config, cases in models:
+        wanted = [one for one in cases if one[0] in parts]
+        rows += of_model(name, config, wanted, ranks, operations, format_name, jobs, tell)
+        gc.collect()  # graphs, and the memory that they hold
+        torch.cuda.empty_cache()
+    return {
+        "format": format_name,
+        "gpus": ranks.count,
+        "sums": ranks.sums.how,
+        "between_products": operations.mode,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "context": bench.CONTEXT,
+        "steps": bench.STEPS,
+        "seconds": time.perf_counter() - start,
+        "rows": [asdict(one) for one in rows],
+    }
+
+
+def line(one: Row) -> str:
+    """A row in a sentence."""
+    ms = " ".join(f"{name} {ms:.3g}" for name, ms in one.ms.items())
+    return (
+        f"{one.model}, {one.case}: {one.gpus} GPUs {one.all:,.0f} tokens/s, {one.x:.2f}x of one "
+        f"with {one.one:,.0f}; ms {ms}"
+    )
+
+
+def table(found: dict[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    count = found["gpus"]
+    lines = [f"| | | one GPU | {count} GPUs | | wanted of 2 |", "|:--|:--|--:|--:|--:|--:|"]
+    for one in found["rows"]:
+        wanted = WANTED.get((one["model"], one["case"]))
+        lines.append(
+            f"| {one['model']} | {one['case']} | {one['one']:,.0f} tokens/s "
+            f"| {one['all']:,.0f} tokens/s | {one['x']:.2f}x | {f'{wanted}x' if wanted else ''} |"
+        )
+    return "\n".join(lines)

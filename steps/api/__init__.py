@@ -1,1 +1,0 @@
-"""`gemm`, `pack` and `plan`: argument checks, the choice of a step, launching."""

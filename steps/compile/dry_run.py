@@ -1,0 +1,155 @@
+"""A dry run: the launches of a product, made without a GPU on arrays that lie nowhere.
+
+Which kernel a step launches, with what grid and what arguments, follows from the types and shapes
+of its arrays. So a `Placeholder` can stand for each of them. Listings and the parallel compiler
+read the kernels and signatures of such launches; `steps.product.launch_template` loads them and
+puts real addresses where those of the placeholders stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from qformats import FORMATS
+from steps.contract import Launch, Shape, Size, Work, array_dtype
+from steps.kernels.parts.activations.layouts import reading_of
+
+REGION: Final = 1 << 52
+"""Bytes of addresses for each operand: more than any array has, so that an address in a launch says
+which operand it belongs to, and where in it."""
+
+A, OUT, ZEROED, WORKSPACE, WEIGHTS = (REGION * (1 + i) for i in range(5))
+"""Where the operands' placeholders begin: activations, C, memory that must be zero before the first
+launch, memory that may hold anything, and the first array of the weights. The others follow."""
+
+ALIGNMENT: Final = 256
+"""Bytes; every array in a workspace begins at a multiple of it, as CUDA's own allocations do."""
+
+ROWS: Final = 128
+K: Final = 256
+"""The weights whose packing tells the types of a packing's arrays."""
+
+ArrayType = tuple[tuple[int, ...], Any]
+"""(shape, dtype) of an array."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placeholder:
+    """A C-contiguous array that lies nowhere. `address` stands for the one it will have."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes, as NumPy's."""
+        item = self.dtype.itemsize
+        return tuple(item * math.prod(self.shape[i + 1 :]) for i in range(self.ndim))
+
+
+class DryRun:
+    """A machine that hands out placeholders and adds up the bytes that they stand for.
+
+    zeroed : of those that are zero at first, nbytes: of the others; both multiples of `ALIGNMENT`.
+    """
+
+    name = "dry run"
+    cc: tuple[int, int] | None = None
+
+    def __init__(self) -> None:
+        self._used = {ZEROED: 0, WORKSPACE: 0}
+
+    @property
+    def zeroed(self) -> int:
+        return self._used[ZEROED]
+
+    @property
+    def nbytes(self) -> int:
+        return self._used[WORKSPACE]
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Placeholder:
+        return self._placeholder(WORKSPACE, shape, np.dtype(dtype))
+
+    def array(self, host: np.ndarray) -> Placeholder:
+        """TypeError unless all of it is zero: a placeholder has no values."""
+        if host.any():
+            raise TypeError("a step's scratch memory must be all zero at first")
+        return self._placeholder(ZEROED, host.shape, host.dtype)
+
+    def host(self, array: Any) -> np.ndarray:
+        raise RuntimeError("arrays of a dry run have no values")
+
+    def run(self, launch: Launch) -> None:
+        raise RuntimeError("a dry run launches nothing")
+
+    def _placeholder(
+        self, region: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> Placeholder:
+        if not math.prod(shape):
+            return Placeholder(0, shape, dtype)  # nothing lies nowhere
+        made = Placeholder(region + self._used[region], shape, dtype)
+        self._used[region] += -(-made.size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return made
+
+
+def launches(
+    work: Work,
+    size: Size,
+    *,
+    output: str = "float32",
+    input: str = "float32",
+    weights: Sequence[ArrayType] | None = None,
+    invariant: bool = False,
+    machine: DryRun | None = None,
+) -> tuple[tuple[Launch, ...], Launch]:
+    """(launches of the activation pass, the step's own launch) of one product, on placeholders.
+
+    output  : dtype of C.
+    input   : how A comes: "float32", "float16", "bfloat16" or "gated". Where the step cannot read
+              it so, A is what `steps.kernels.parts.activations.layouts.reading_of` says.
+    weights : types of the packed arrays; by default those of a few weights, whose dtypes are right
+              and whose shapes no launch looks at.
+    invariant : see `steps.contract.Shape`.
+    machine : adds up the memory that is asked for.
+    """
+    (m, n, k), shape = size, Shape(*size, invariant)
+    step, machine = work.step, machine or DryRun()
+    make, _, (columns, dtype) = reading_of(step, input, work.family)
+    a = Placeholder(A, (m, columns * k), array_dtype(dtype))
+    out = Placeholder(OUT, (m, n), array_dtype(output))
+    types = packed_types(step.pack, work.format) if weights is None else weights
+    packed = tuple(
+        Placeholder(WEIGHTS + i * REGION, shape, np.dtype(kind))
+        for i, (shape, kind) in enumerate(types)
+    )
+    activations = make(work.family, a, machine)
+    own = step.prepare(
+        machine, FORMATS[work.format], work.family, shape, packed, activations.arrays, out
+    )
+    return activations.launches, own
+
+
+@cache
+def packed_types(pack: Any, format_name: str) -> tuple[ArrayType, ...]:
+    """The types of the arrays that `pack` makes of a few weights."""
+    fmt = FORMATS[format_name]
+    arrays = pack(np.zeros((ROWS, K // fmt.elements), fmt.dtype))
+    return tuple((array.shape, array.dtype) for array in arrays)

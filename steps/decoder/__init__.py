@@ -1,0 +1,17 @@
+"""A llama or Qwen of a GGUF file, every matrix product through this project, the rest from torch.
+
+    files.py       configuration and weights of a GGUF file; a tiny random one to write
+    model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
+    rotary.py      frequencies of the rotary embedding, scaled as files say
+    operations.py  what lies between products, by torch: norms, attention, SwiGLU
+    between.py     the same by the kernels of `steps.kernels.between`
+    deferred.py    norms of few tokens that are no launches
+    workspace.py   the memory that launches bring, for one stream
+    parallel.py    a model on several GPUs, a process for each: who has what, and who says what
+    text/          tokens of a vocabulary, answers as they are generated, conversations
+    compare/       checks against torch and llama.cpp; perplexity and the distance from float32
+    bench/         tokens a second beside float16 torch.matmul, on one GPU or more
+    __main__.py    the command line: python -m steps.cli.decoder
+
+All of it but `files`, `rotary` and `text.vocabulary` needs torch, an extra of this project.
+"""

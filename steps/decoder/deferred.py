@@ -1,0 +1,158 @@
+"""Norms of few tokens that are no launches: `steps.kernels.between.deferred_norm` for a decoder.
+
+    left by the norm before | product before: h += y, x, partial sums | product after: r, y
+
+The product after may be that of gates and ups, which ends with silu(gate) * up
+(`steps.kernels.between.gated_product`): then those are no launch either. It is taken where both
+products
+are one launch of step 18 that reads float16: not where a product is several of them side by side,
+or a sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from qformats import FORMATS
+from steps import step18_decode_bulk
+from steps.compile.of_arrays import OfArrays
+from steps.contract import Launch, Machine
+from steps.decoder.model import Product
+from steps.kernels.between import add_and_norm, deferred_norm, gated_product
+from steps.kernels.between.eight import EIGHT
+from steps.nn import operator as operator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = operator.torch
+
+
+class DeferredNorms:
+    """launch(make, arrays, *rest) queues make(*rest, *arrays, machine), as `between.Kernels` does.
+
+    x is float16 [M, width]: of a norm what can be known in the product before it. left: float32
+    [M, 1 + parts], what a norm leaves for the product after it and for the next norm.
+    """
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch = launch
+
+    def takes(self, before: Any, after: Any, h: Tensor, weight: Tensor) -> bool:
+        """Whether the norm with this weight, between two products of a residual h, can be."""
+        floats = h.dtype is weight.dtype is torch.float32 and h.is_contiguous()
+        few = len(h) <= deferred_norm.MOST_TOKENS and h.shape[1] % EIGHT == 0
+        return floats and few and all(_by_step_18(one, len(h)) for one in (before, after))
+
+    def launched(
+        self, rows: Sequence[Tensor], weight: Tensor, epsilon: float, dtype: Any, before: Product
+    ) -> tuple[Tensor, Tensor]:
+        """(x of a dtype, left) of a norm that is a launch, where the next one, behind the product
+        `before`, is none. rows: the residual h, to which one or two terms of y are added in place.
+        """
+        h, *terms = rows
+        size = len(h), before.n, before.k
+        parts = deferred_norm.partial_sums(FORMATS[before.format], *size)
+        x, left = torch.empty_like(h, dtype=dtype), h.new_empty((len(h), 1 + parts))
+        self._launch(of_norm, (h, weight, x, left, *terms), epsilon)
+        return x, left
+
+    def before(
+        self, product: Product, a: Tensor, h: Tensor, weight: Tensor, epsilon: float, left: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(x, left) of a norm: h += a @ W^T in place. left: that of the norm before."""
+        parts = deferred_norm.partial_sums(FORMATS[product.format], len(h), product.n, product.k)
+        x, own = torch.empty_like(h, dtype=torch.float16), h.new_empty((len(h), 1 + parts))
+        arrays = a, h, weight, left, own, x, *_weights(product)
+        self._launch(of_product_before, arrays, product.format, epsilon)
+        return x, own
+
+    def after(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
+        """y of the norm, in the dtype that the product writes."""
+        _, _, writes, *_ = product.wanted(len(x))
+        y = x.new_empty((len(x), product.n), dtype=getattr(torch, writes))
+        arrays = x, left, y, *_weights(product)
+        self._launch(of_product_after, arrays, product.format, epsilon)
+        return y
+
+    def takes_gates(self, product: Product, down: Any, m: int) -> bool:
+        """Whether `gated` can be, of a product of gates and ups that is the one after a deferred
+        norm. down: the product that reads what comes out."""
+        of = FORMATS[product.format], m, product.n // 2, product.k
+        plain = product.bias is None and down.input_dtype(m) is torch.float16
+        return plain and gated_product.supports(*of)
+
+    def gated(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
+        """silu(gate) * up, float16 [M, hidden], of y = [gate, up] of `after`."""
+        gates = x.new_empty((len(x), product.n // 2))
+        self._launch(of_gated, (x, left, gates, *_weights(product)), product.format, epsilon)
+        return gates
+
+    def ahead(
+        self, norms: Iterable[tuple[Any, Tensor, Any, Any]], m: int, epsilon: float
+    ) -> tuple[list[OfArrays], set[Product]]:
+        """(what these norms launch for m tokens, for `steps.compile.parallel_compile`; the products
+        around them, which launch nothing else). norms: see `Decoder._norms`."""
+        found: dict[Hashable, OfArrays] = {}
+
+        def record(make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
+            types = operator.array_types(arrays)
+            found[make, types, rest] = OfArrays(partial(make, *rest), types)
+
+        here, around, left = DeferredNorms(record), set(), None
+        for before, weight, after, reads_gates in norms:
+            h = weight.new_empty((m, len(weight)))
+            if not here.takes(before, after, h, weight):
+                left = None
+                continue
+            around |= {before, after}
+            a = h.new_empty((m, before.k), dtype=torch.float16)
+            if left is None:
+                _, left = here.launched((h,), weight, epsilon, torch.float16, before)
+            x, left = here.before(before, a, h, weight, epsilon, left)
+            if reads_gates is not None and here.takes_gates(after, reads_gates, m):
+                here.gated(after, x, left, epsilon)
+            else:
+                here.after(after, x, left, epsilon)
+        return [*found.values()], around
+
+
+def _by_step_18(product: Any, m: int) -> bool:
+    if not isinstance(product, Product):
+        return False
+    choice = product.choice(m)
+    return choice.step is step18_decode_bulk.STEP and choice.family == "A16"
+
+
+def _weights(product: Product) -> tuple[Tensor, ...]:
+    packed = product.packed[step18_decode_bulk.STEP.pack.__name__]
+    return (*packed, *(() if product.bias is None else (product.bias,)))
+
+
+def of_norm(
+    epsilon: float, h: Any, weight: Any, x: Any, left: Any, y: Any = None, other: Any = None, *,
+    machine: Machine,
+) -> Launch:  # fmt: skip
+    return add_and_norm.launch(h, y, weight, epsilon, x, other, left)
+
+
+def of_product_before(
+    format: str, epsilon: float, a: Any, h: Any, weight: Any, before: Any, after: Any, x: Any,
+    *weights: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    rest = a, h, weight, before, epsilon, after, x
+    return deferred_norm.launch_residual(FORMATS[format], weights, *rest)
+
+
+def of_product_after(
+    format: str, epsilon: float, x: Any, left: Any, y: Any, *weights: Any, machine: Machine
+) -> Launch:
+    return deferred_norm.launch_normed(FORMATS[format], weights, x, left, epsilon, y)
+
+
+def of_gated(
+    format: str, epsilon: float, x: Any, left: Any, gates: Any, *weights: Any, machine: Machine
+) -> Launch:
+    return gated_product.launch(FORMATS[format], weights, x, left, epsilon, gates)

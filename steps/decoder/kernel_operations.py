@@ -1,0 +1,265 @@
+"""The operations between products by the kernels of `steps.kernels.between`, in place of torch's.
+
+    do = chosen("kernels")                      # an `Operations`, for a `Decoder`
+
+A launch is compiled and laid out once for each shape and dtype, as those of products are
+(`steps.product.launch_template`), and then takes addresses. It allocates nothing but its results,
+so it may run while a stream is captured. Compiled kernels are kept on disk
+(`steps.compile.kernel_cache`).
+What no kernel takes, plain torch does: float64, heads of odd sizes, rows that are not a multiple of
+8 values. A prompt's attention is torch's own kernel, on what a kernel here has rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from qformats import BLOCK
+from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun
+from steps.compile.of_arrays import OfArrays
+from steps.contract import Launch, Machine
+from steps.decoder import operations
+from steps.decoder.deferred import DeferredNorms
+from steps.decoder.operations import PLAIN, Operations
+from steps.decoder.workspace import Workspace
+from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
+from steps.kernels.between.eight import EIGHT, OF_DTYPE
+from steps.nn import operator as operator
+from steps.product.launch_template import RelocatableLaunches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+torch = operator.torch
+
+MODE: Final = "kernels"
+LEAST_CC: Final = (8, 0)
+"""The kernels take GPUs from there on; before 9.0 a launch waits for the end of the one before."""
+ALIGNMENT: Final = 16  # bytes, of every array
+
+Make = Callable[..., Launch]
+"""(*arrays, machine) -> a launch."""
+
+
+class Template:
+    """A launch of one operation, compiled and loaded for arrays of these shapes and dtypes.
+
+    zeroed, nbytes: of the memory that a call brings, see `steps.product.launch_template`.
+    """
+
+    def __init__(self, make: Make, arrays: Sequence[Tensor]) -> None:
+        from steps.driver.launcher import load
+
+        of, memory = OfArrays(make, operator.array_types(arrays)), DryRun()
+        with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
+            loaded = load(of.launch(memory))
+        self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
+        places = (one.address for one in of.placeholders())
+        self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
+
+    def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:
+        """Queue the launch on the current stream of the arrays' device."""
+        addresses = (zeros, workspace, *(one.data_ptr() for one in arrays))
+        self._launches(addresses, operator.current_stream(arrays[0].get_device()))
+
+
+def name_of(one: Tensor) -> str:
+    """ "float32", as `steps.contract.array_dtype` takes it."""
+    return str(one.dtype).removeprefix("torch.")
+
+
+def takes(*arrays: Tensor) -> bool:
+    """Whether kernels read and write such arrays: contiguous, aligned, of 16 or 32 bits."""
+    return all(
+        one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0 and name_of(one) in OF_DTYPE
+        for one in arrays
+    )
+
+
+def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
+    """The same of rows, where h and weight are float32."""
+    floats = h.dtype is weight.dtype is torch.float32
+    return floats and h.shape[-1] % EIGHT == 0 and takes(h, weight, *others)
+
+
+class Kernels:
+    """The functions of an `Operations`, and norms without a launch, on one stream.
+
+    template: makes a `Template`, or what stands for one in tests.
+    """
+
+    def __init__(self, template: Callable[..., Any] = Template) -> None:
+        self._template = template
+        self._templates: dict[Hashable, Any] = {}
+        self._workspace = Workspace()
+
+    def operations(self) -> Operations:
+        return Operations(
+            MODE,
+            self.embedding_rows,
+            self.rms_norm,
+            self.add_and_norm,
+            self.attention,
+            self.swiglu,
+            self.argmax_of_rows,
+            swiglu_overlaps=True,
+            deferred=DeferredNorms(self._launch),
+        )
+
+    def embedding_rows(self, ids: Tensor, fields: tuple[Tensor, ...], zero_point: int) -> Tensor:
+        given = [one.view(-1) for one in fields if one.numel()]
+        if not all(one.is_contiguous() and one.data_ptr() % ALIGNMENT == 0 for one in fields):
+            return PLAIN.embedding_rows(ids, fields, zero_point)
+        d, m, _, qh = fields
+        rows = d.new_empty((ids.numel(), d.shape[1] * BLOCK), dtype=torch.float32)
+        flat = ids.reshape(-1)
+        self._launch(of_embedding, (flat, rows, *given), zero_point, m.numel() > 0, qh.numel() > 0)
+        return rows.view(*ids.shape, -1)
+
+    def argmax_of_rows(self, logits: Tensor) -> Tensor:
+        if logits.dtype is not torch.float32 or not takes(logits):
+            return PLAIN.argmax_of_rows(logits)
+        found = logits.new_empty(len(logits), dtype=torch.int64)
+        self._launch(of_argmax, (logits, found))
+        return found
+
+    def rms_norm(self, h: Tensor, weight: Tensor, epsilon: float, dtype: Any) -> Tensor:
+        x = torch.empty_like(h, dtype=dtype)
+        if not takes_rows(h, weight, x):
+            return PLAIN.rms_norm(h, weight, epsilon, dtype)
+        self._launch(of_norm, (h, weight, x), epsilon)
+        return x
+
+    def add_and_norm(
+        self,
+        h: Tensor,
+        y: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        dtype: Any,
+        other: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """h is the residual's memory from then on: y is added in place."""
+        x, others = torch.empty_like(h, dtype=dtype), () if other is None else (other,)
+        if not takes_rows(h, weight, x, y, *others):
+            return PLAIN.add_and_norm(h, y, weight, epsilon, dtype, other)
+        self._launch(of_add_and_norm, (h, y, weight, x, *others), epsilon)
+        return h, x
+
+    def attention(
+        self,
+        qkv: Tensor,
+        cache: Tensor,
+        position: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        dtype: Any,
+        head_norms: tuple[Tensor, Tensor, float] | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        batch, twice, _, size = cache.shape
+        *weights, epsilon = head_norms or (0.0,)
+        arrays = [qkv, cos, sin, *weights]
+        known = size in attention.SIZES and cache.dtype is torch.float16
+        if not known or not takes(*arrays):
+            rest = heads, dtype, head_norms, first
+            return PLAIN.attention(qkv, cache, position, cos, sin, *rest)
+        if len(qkv) > batch:
+            queries = qkv.new_empty((len(qkv), heads * size), dtype=cache.dtype)
+            given = (qkv, cache, position, cos, sin, queries, *weights)
+            self._launch(of_rotary, given, epsilon)
+            return of_prompt(queries, cache, first).to(dtype)
+        if not attention.supports(heads, twice // 2, size):
+            return PLAIN.attention(qkv, cache, position, cos, sin, heads, dtype, head_norms)
+        y = qkv.new_empty((batch, heads * size), dtype=dtype)
+        self._launch(of_attention, (qkv, cache, position, cos, sin, y, *weights), epsilon)
+        return y
+
+    def swiglu(self, y: Tensor, dtype: Any) -> Tensor:
+        x = y.new_empty((len(y), y.shape[1] // 2), dtype=dtype)
+        if x.shape[1] % EIGHT or not takes(y, x):
+            return PLAIN.swiglu(y, dtype)
+        self._launch(of_swiglu, (y, x))
+        return x
+
+    def _launch(self, make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
+        types = tuple((one.shape, one.dtype) for one in arrays)
+        key = make, types, rest, arrays[0].device
+        made = self._templates.get(key)
+        if made is None:
+            made = self._templates[key] = self._template(partial(make, *rest), arrays)
+        made(arrays, *self._workspace.of(made, arrays[0].device))
+
+
+def of_prompt(queries: Tensor, cache: Tensor, first: int) -> Tensor:
+    """Attention of rotated queries [B * T, heads * D] at positions `first` and on, whose keys and
+    values are in the cache."""
+    batch, twice, _, size = cache.shape
+    q = queries.view(batch, -1, queries.shape[1] // size, size).transpose(1, 2)
+    k, v = cache[:, :, : first + q.shape[2]].split(twice // 2, 1)
+    return operations.of_prompt(q, k, v).transpose(1, 2).reshape(queries.shape)
+
+
+def of_embedding(
+    zero_point: int, has_minimum: bool, has_fifth_bits: bool,
+    ids: Any, rows: Any, d: Any, *fields: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    rest = list(fields)
+    m = rest.pop(0) if has_minimum else None
+    qs, qh = rest.pop(0), rest.pop(0) if has_fifth_bits else None
+    return embedding.launch(ids, d, m, qs, qh, zero_point, rows)
+
+
+def of_argmax(logits: Any, found: Any, *, machine: Machine) -> Launch:
+    return argmax.launch(logits, found, machine)
+
+
+def of_rotary(
+    epsilon: float, qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, queries: Any,
+    *weights: Any, machine: Machine,
+) -> Launch:  # fmt: skip
+    head_norms = (*weights, epsilon) if weights else None
+    return rotary.launch(qkv, cache, position, cos, sin, queries, head_norms)
+
+
+def of_norm(epsilon: float, h: Any, weight: Any, x: Any, *, machine: Machine) -> Launch:
+    return add_and_norm.launch(h, None, weight, epsilon, x)
+
+
+def of_add_and_norm(
+    epsilon: float, h: Any, y: Any, weight: Any, x: Any, other: Any = None, *, machine: Machine
+) -> Launch:
+    return add_and_norm.launch(h, y, weight, epsilon, x, other)
+
+
+def of_attention(
+    epsilon: float, qkv: Any, cache: Any, position: Any, cos: Any, sin: Any, y: Any, *weights: Any,
+    machine: Machine,
+) -> Launch:  # fmt: skip
+    head_norms = (*weights, epsilon) if weights else None
+    return attention.launch(qkv, cache, position, cos, sin, y, machine, head_norms)
+
+
+def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
+    return swiglu.launch(y, x)
+
+
+def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
+    """The operations in a mode: "kernels" or one of `operations.MODES`; by default the kernels.
+
+    autotuned: of Inductor's kernels, see there.
+    ValueError for a mode that there is not on this GPU.
+    """
+    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CC
+    if mode == MODE and not can:
+        raise ValueError(
+            "the operations between products cannot be 'kernels' here: their kernels take a GPU of "
+            "compute capability 8.0 or later; use plain or compiled"
+        )
+    if mode != MODE and (mode or not can):
+        return operations.compiled(mode, autotuned)
+    return Kernels().operations()

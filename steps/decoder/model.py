@@ -1,0 +1,650 @@
+"""A decoder of the llama family whose matrix products are this project's or torch's.
+
+    model = files.load("model.gguf", step_products())       # or torch_products()
+    tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
+
+A `Product` takes the place of a `steps.nn.linear.QuantLinear`. It knows that its calls follow each
+other on one stream. So its workspace is set to zero once and not at each call, and the operations
+between products write the dtype that the next product reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from qformats import WEIGHT_FORMATS
+from qformats.codec import format_of
+from steps.compile import parallel_compile
+from steps.compile.of_arrays import OfArrays
+from steps.contract import Shape
+from steps.decoder import rotary
+from steps.decoder.operations import PLAIN, Operations
+from steps.decoder.workspace import Workspace
+from steps.driver.machines import Gpu
+from steps.kernels.parts.activations.layouts import GATED
+from steps.nn import operator as operator
+from steps.nn.linear import QuantLinear
+from steps.product.choice import Choice, choose_uncast, written_dtype
+from steps.product.launch_template import LaunchTemplate
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+torch = operator.torch
+if not TYPE_CHECKING:
+    nn = torch.nn
+
+MOST_SEQUENCES: Final = 16
+"""Up to so many tokens at a time are one each of as many sequences; more are a prompt."""
+CACHE_STEP: Final = 256
+"""Positions; lengths of caches are multiples of it, as torch compiles attention for each length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes of a llama. head_dim: values of a head, of which the first `rotated` have a rotary
+    embedding with the frequencies' base `base` and their `scaling`; epsilon: of the norms;
+    context: positions that the model is made for, 0 where nobody says."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    epsilon: float = 1e-5
+    base: float = 10000.0
+    rotated: int = 0
+    scaling: rotary.Scaling = rotary.UNSCALED
+    context: int = 0
+
+    @property
+    def qkv(self) -> int:
+        """Features of a layer's queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+LLAMA_3_8B: Final = Config(32, 4096, 14336, 32, 8, 128, 128256, 1e-5, 500000.0, 128)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+Swiglu = Callable[["Tensor", Any], "Tensor"]
+"""`operations.swiglu`."""
+
+
+class Product(nn.Module):
+    """y[M, N] = x[M, K] @ dequantize(W)^T by the steps, through launch templates.
+
+    packed : name of a packing -> its arrays on the GPU (`steps.product.choice.packings`).
+    output : "float16": y is float16 where the step for so many tokens writes it, else float32.
+    accuracy : may be changed between calls, where both packings are there.
+    family : "A8" rounds x to Q8_1; by default the steps that read 16 bits of it as they are.
+    bias : float32 [N] on the GPU, added to y: by the step, or, where that adds none, behind it.
+    wide : y of up to so many tokens is float32, for a sum that is not complete.
+    """
+
+    wide = 0
+
+    def __init__(
+        self,
+        format: str,
+        n: int,
+        k: int,
+        packed: Mapping[str, Sequence[Tensor]],
+        workspace: Workspace,
+        accuracy: str = "exact",
+        output: str = "float16",
+        bias: Tensor | None = None,
+        family: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
+        self.workspace, self.accuracy, self.output = workspace, accuracy, output
+        self.bias, self.family = bias, family
+        self._choices: dict[tuple[int, str, str], Choice] = {}
+
+    def wanted(
+        self, m: int, machine: Any = None, input: str = "float16"
+    ) -> parallel_compile.Wanted:
+        """The launches for m tokens, as `steps.compile.parallel_compile` takes them."""
+        choice, output, bias = self.choice(m, input, machine), self._output(m), self._bias_dtype
+        if bias and not choice.step.adds_bias:
+            output, bias = "float32", None
+        return choice.work, (m, self.n, self.k), written_dtype(choice.step, output), input, bias
+
+    def choice(self, m: int, input: str = "float16", machine: Any = None) -> Choice:
+        """The step for m tokens, as `template` has it; nothing is compiled."""
+        key = m, input, self.accuracy
+        if key not in self._choices:
+            dtype = "float16" if input == GATED else input
+            rest = self.packed, machine or Gpu(), self.accuracy, dtype, self.family
+            self._choices[key] = choose_uncast(self.format, Shape(m, self.n, self.k), *rest)
+        return self._choices[key]
+
+    def template(self, m: int, input: str = "float16") -> LaunchTemplate:
+        """The launches for m tokens; `input` is how x comes, where the step can read it so."""
+        size = self.format, self.n, self.k
+        w = operator.Weights(*size, self.accuracy, self.packed, family=self.family)
+        with torch.cuda.device(w.device):
+            return operator.template(w, m, self._output(m), input, self._bias_dtype)
+
+    def _output(self, m: int) -> str:
+        return "float32" if m <= self.wide else self.output
+
+    @property
+    def _bias_dtype(self) -> str | None:
+        return None if self.bias is None else "float32"
+
+    def input_dtype(self, m: int) -> Any:
+        """The dtype that x must have for m tokens. In float16, values beyond 65504 become infinite,
+        as in any float16 llama."""
+        return getattr(torch, self.template(m).reads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of x [M, K], contiguous, of `input_dtype`."""
+        return self._launch(self.template(len(x)), x)
+
+    def after_swiglu(self, y: Tensor, swiglu: Swiglu) -> Tensor:
+        """The product of silu(gate) * up, y = [gate, up] of [M, 2 K]. The step's activation pass
+        computes that, or `swiglu` where the step has no such pass."""
+        if y.dtype is torch.float16 and (made := self.template(len(y), GATED)).reads == GATED:
+            return self._launch(made, y)
+        return self(swiglu(y, self.input_dtype(len(y))))
+
+    def _launch(self, made: LaunchTemplate, x: Tensor) -> Tensor:
+        y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
+        arrays = [one.data_ptr() for one in self.packed[made.packing]]
+        if made.adds_bias and self.bias is not None:
+            arrays.append(self.bias.data_ptr())
+        memory = self.workspace.of(made, x.device)
+        made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.current_stream(x.get_device()))
+        return y if self.bias is None or made.adds_bias else y.add_(self.bias)
+
+
+class Plain(nn.Module):
+    """A product by torch: weights [N, K], x and y in one float dtype; bias [N] or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias, self.k = bias, weight.shape[1]
+
+    def input_dtype(self, m: int) -> Any:
+        return self.weight.dtype
+
+    def after_swiglu(self, y: Tensor, swiglu: Swiglu) -> Tensor:
+        return self(swiglu(y, self.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Concatenated(nn.Module):
+    """Products of the same x with matrices of different types, their outputs side by side."""
+
+    def __init__(self, products: Sequence[Any]) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(products)
+
+    def input_dtype(self, m: int) -> Any:
+        first, *others = (one.input_dtype(m) for one in self.products)
+        return first if all(one is first for one in others) else torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([one(x.to(one.input_dtype(len(x)))) for one in self.products], -1)
+
+
+Maker = Callable[[np.ndarray, bool, "np.ndarray | None"], Any]
+"""(blocks [N, K/32] or float32 [N, K], whether y are the logits, bias float32 [N] or None) -> a
+product."""
+
+
+def step_products(
+    device: Any = "cuda", accuracy: str = "exact", family: str | None = None
+) -> Maker:
+    """Makes products by the steps, see `Product`. Logits are always float32."""
+    workspace = Workspace()
+
+    def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Product:
+        layer = QuantLinear.from_blocks(weights, bias, accuracy=accuracy).to(device)
+        size = layer.format, layer.out_features, layer.in_features
+        output = "float32" if last else "float16"
+        return Product(*size, layer.packed, workspace, accuracy, output, layer.bias, family)
+
+    return make
+
+
+def torch_products(device: Any = "cpu", dtype: Any = torch.float64) -> Maker:
+    """Makes products by torch, of the dequantized weights."""
+
+    def moved(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.array(values)).to(device, dtype)
+
+    def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Plain:
+        values = format_of(weights).dequantize(weights) if weights.dtype.names else weights
+        return Plain(moved(values), None if bias is None else moved(bias))
+
+    return make
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """An embedding table, dequantized row by row when it is looked up.
+
+    fields: the fields of the blocks, one tensor each, or one tensor of floats as the file has them.
+    dtype: of the rows. rows: `operations.embedding_rows`, perhaps compiled.
+    """
+
+    def __init__(self, fields: Sequence[Tensor], zero_point: int, dtype: Any, rows: Any) -> None:
+        super().__init__()
+        self.fields, self.zero_point = tuple(fields), zero_point
+        self.dtype, self._rows = dtype, rows
+
+    @classmethod
+    def of(cls, table: np.ndarray, device: Any, dtype: Any, rows: Any) -> Embedding:
+        """table: blocks [V, K/32] or floats [V, K]. Blocks of file formats become floats."""
+        if table.dtype.names and format_of(table).name not in WEIGHT_FORMATS:
+            table = format_of(table).dequantize(table)
+        if table.dtype.names is None:
+            floats = torch.from_numpy(np.array(table)).to(device)
+            return cls([floats], 0, dtype, rows)
+        fmt = format_of(table)
+        empty = np.empty(0, np.float16)
+        arrays = [
+            table[name] if name in (fmt.dtype.names or ()) else empty
+            for name in ("d", "m", "qs", "qh")
+        ]
+        fields = [torch.from_numpy(np.array(one)).to(device) for one in arrays]
+        return cls(fields, {"q4_0": 8, "q5_0": 16}.get(fmt.name, 0), dtype, rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[*ids, width] of ids, int64."""
+        if len(self.fields) == 1:
+            return self.fields[0][ids].to(self.dtype)
+        return self._rows(ids, self.fields, self.zero_point).to(self.dtype)
+
+
+@dataclass(slots=True)
+class Layer:
+    """The products of a layer, and the weights of its two norms, [width].
+
+    head_norms: weights [head_dim] of the norms of queries and of keys, and epsilon, or None.
+    """
+
+    before_attention: Tensor
+    qkv: Any
+    out: Any
+    before_hidden: Tensor
+    gate_up: Any
+    down: Any
+    head_norms: tuple[Tensor, Tensor, float] | None = None
+
+    @property
+    def products(self) -> tuple[Any, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class Cache:
+    """Keys and values of up to `length` positions, and how many there are, on the device.
+
+    layers: [B, 2 kv_heads, length, head_dim] of each layer. position: int64 [], the next one that
+    is written. cos, sin: [length, head_dim], for `operations.rotary`.
+    """
+
+    def __init__(
+        self, config: Config, batch: int, length: int, frequencies: np.ndarray, like: Tensor
+    ) -> None:
+        shape = (batch, 2 * config.kv_heads, length, config.head_dim)
+        self.layers = [torch.zeros_like(like).expand(shape).clone() for _ in range(config.layers)]
+        self.position = torch.zeros((), dtype=torch.int64, device=like.device)
+        angles = torch.from_numpy(np.arange(length)[:, None] * frequencies.repeat(2))
+        signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(frequencies))
+        size = torch.ones_like(signs)
+        size[: config.rotated or config.head_dim] = config.scaling.magnitude
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.cos = (angles.cos() * size).to(like.device, wide)
+        self.sin = (angles.sin() * size * signs).to(like.device, wide)
+        self.batch, self.length = batch, length
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens of each sequence that go through a layer together: all of them, or half of a prompt.
+
+    first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
+    h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
+    one, or a function that returns the terms of which it is the sum (`parallel.Summed.begin`).
+    x: where the last product has added it already, and begun the norm that follows, what it left of
+    that. left: of the last norm, where the next one is deferred (`deferred.DeferredNorms`).
+    """
+
+    tokens: int
+    first: int
+    position: Tensor
+    h: Tensor
+    y: Any = None
+    x: Tensor | None = None
+    left: Tensor | None = None
+
+    def begin(self, product: Any, x: Tensor) -> None:
+        """Make y by a product of x, or begin to, where ranks add it up."""
+        self.y = getattr(product, "begin", product)(x)
+
+    def terms(self) -> tuple[Tensor, ...]:
+        """One tensor or two, whose sum is y."""
+        return self.y() if callable(self.y) else (self.y,)
+
+
+class Decoder:
+    """A llama. cache_dtype: float16, or more in a reference."""
+
+    def __init__(
+        self,
+        config: Config,
+        embedding: Embedding,
+        layers: Sequence[Layer],
+        norm: Tensor,
+        output: Any,
+        *,
+        frequencies: np.ndarray | None = None,
+        cache_dtype: Any = torch.float16,
+        operations: Operations = PLAIN,
+    ) -> None:
+        self.config, self.embedding, self.layers = config, embedding, layers
+        self.norm, self.output, self.operations = norm, output, operations
+        self.cache_dtype = cache_dtype
+        self.frequencies = rotary_frequencies(config) if frequencies is None else frequencies
+
+    @property
+    def device(self) -> Any:
+        return self.norm.device
+
+    @property
+    def products(self) -> Iterable[Any]:
+        """All products; a `Concatenated` counts as one."""
+        return (*(one for layer in self.layers for one in layer.products), self.output)
+
+    def set_accuracy(self, accuracy: str) -> None:
+        """Set the accuracy of all products from here on."""
+        for product in self.products:
+            for one in getattr(product, "products", [product]):
+                one.accuracy = accuracy
+
+    def compile_ahead(
+        self,
+        cases: Sequence[tuple[str, int]],
+        jobs: int,
+        say: Callable[[str], None] = print,
+        report: Callable[[int, int], None] = lambda done, of: None,
+    ) -> int:
+        """Compile the kernels for (accuracy, tokens) of each case in `jobs` processes; how many.
+        They are those of products, and of norms within these.
+
+        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt. Those
+        that are kept on disk are not compiled; see `steps.compile.parallel_compile.compile_ahead`,
+        which is told `say` and `report`.
+        """
+        wanted: list[parallel_compile.Wanted | OfArrays] = []
+        before, machine, deferred = self.output.accuracy, Gpu(), self.operations.deferred
+        inner = [
+            (one, GATED if one is layer.down and not self.operations.swiglu_overlaps else "float16")
+            for layer in self.layers
+            for one in layer.products
+        ]
+        for accuracy, m in cases:
+            self.set_accuracy(accuracy)
+            last = self.output, "float16", m if m <= MOST_SEQUENCES else 1
+            sizes, others = self._sizes(1, m) if m > MOST_SEQUENCES else [m], set()
+            if deferred is not None and m <= MOST_SEQUENCES:
+                norms, others = deferred.ahead(self._norms(), m, self.config.epsilon)
+                wanted += norms
+            for product, input, tokens in (*((*one, n) for one in inner for n in sizes), last):
+                if product in others:
+                    continue
+                for one in getattr(product, "products", [product]):
+                    each = one.wanted(tokens, machine, input)
+                    if each not in wanted:  # layers are alike
+                        wanted.append(each)
+        self.set_accuracy(before)
+        return parallel_compile.compile_ahead(wanted, machine, say, jobs, report=report)
+
+    def cache(self, batch: int, length: int) -> Cache:
+        """A cache for at least `length` positions."""
+        length = -(-length // CACHE_STEP) * CACHE_STEP
+        like = torch.empty((), dtype=self.cache_dtype, device=self.device)
+        return Cache(self.config, batch, length, self.frequencies, like)
+
+    def prefill(self, ids: Tensor, cache: Cache, every: bool = False) -> Tensor:
+        """Logits [B, V] after the last of ids [B, T], or, with `every`, [B, T, V] after each one.
+
+        The cache is filled from its first position, with T positions.
+        """
+        cache.position.zero_()
+        logits = self._forward(ids, cache, every)
+        cache.position.fill_(ids.shape[1])
+        return logits
+
+    def step(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, V] after one more token each, ids [B]. Nothing waits for the GPU."""
+        logits = self._forward(ids[:, None], cache, False)
+        cache.position.add_(1)
+        return logits
+
+    def _sizes(self, sequences: int, tokens: int) -> list[int]:
+        """Tokens of each sequence that go through a layer together, part by part."""
+        parts = getattr(self.layers[0].out, "parts", None)
+        found: list[int] = parts(sequences, tokens) if parts else [tokens]
+        return found
+
+    def _ends(self) -> list[tuple[Tensor, Any]]:
+        """Of each layer, the weight of the norm that follows, and the product that reads it."""
+        ends = [(one.before_attention, one.qkv) for one in self.layers[1:]]
+        return [*ends, (self.norm, self.output)]
+
+    def _norms(self) -> Iterator[tuple[Any, Tensor, Any, Any]]:
+        """Each norm but the first: (product before, weight, product after, the one that reads its
+        gates or None)."""
+        for layer, end in zip(self.layers, self._ends(), strict=True):
+            yield layer.out, layer.before_hidden, layer.gate_up, layer.down
+            yield layer.down, *end, None
+
+    def _forward(self, ids: Tensor, cache: Cache, every: bool) -> Tensor:
+        parts, first = [], 0
+        for some in ids.split(self._sizes(*ids.shape), 1):
+            h = self.embedding(some).reshape(-1, self.config.width)
+            position = cache.position + first if first else cache.position
+            parts.append(Part(some.shape[1], first, position, h))
+            first += some.shape[1]
+        ends = self._ends()
+        for layer, end, keys_values in zip(self.layers, ends, cache.layers, strict=True):
+            for part in parts:
+                self._attend(layer, part, keys_values, cache)
+            for part in parts:
+                self._feed(layer, part, *end)
+        if parts[0].x is not None:  # there is one part, of one token of each sequence
+            logits = self._of_normed(parts[0], *ends[-1])
+            return logits[:, None] if every else logits
+        rows = [(part.h, *part.terms()) for part in parts]
+        if every:
+            shape = len(ids), -1, self.config.vocabulary
+            return torch.cat([self._logits(one).view(shape) for one in rows], 1)
+        last, tokens = rows[-1], parts[-1].tokens
+        if tokens > 1:
+            last = tuple(one.view(len(ids), tokens, -1)[:, -1].contiguous() for one in last)
+        return self._logits(last)
+
+    def _attend(self, layer: Layer, part: Part, keys_values: Tensor, cache: Cache) -> None:
+        """Attention, up to the product behind it."""
+        m, do = len(part.h), self.operations
+        follows = layer.out, layer.before_hidden, layer.gate_up
+        qkv = self._of_normed(part, layer.before_attention, layer.qkv, follows)
+        cached = keys_values, part.position, cache.cos, cache.sin
+        given = self.config.heads, layer.out.input_dtype(m), layer.head_norms, part.first
+        self._add(part, do.attention(qkv, *cached, *given), *follows)
+
+    def _feed(self, layer: Layer, part: Part, weight: Tensor, after: Any) -> None:
+        """The feed-forward products. weight, after: of the norm that follows, and the product that
+        reads it."""
+        do, follows, m = self.operations, (layer.down, weight, after), len(part.h)
+        if part.x is not None and do.deferred.takes_gates(layer.gate_up, layer.down, m):
+            given = layer.gate_up, part.x, part.left, self.config.epsilon
+            self._add(part, do.deferred.gated(*given), *follows)
+            return
+        y = self._of_normed(part, layer.before_hidden, layer.gate_up, follows)
+        if do.swiglu_overlaps:
+            self._add(part, do.swiglu(y, layer.down.input_dtype(len(y))), *follows)
+        else:
+            part.y = layer.down.after_swiglu(y, do.swiglu)
+
+    def _defers(self, part: Part, product: Any, weight: Tensor, after: Any) -> bool:
+        """Whether the norm between two products is no launch."""
+        deferred = self.operations.deferred
+        one_each = deferred is not None and part.tokens == 1
+        return one_each and deferred.takes(product, after, part.h, weight)
+
+    def _add(self, part: Part, x: Tensor, product: Any, weight: Tensor, after: Any) -> None:
+        """Add a product of x to the residual, or leave that to the norm that follows."""
+        if self._defers(part, product, weight, after):
+            given = part.h, weight, self.config.epsilon, part.left
+            part.x, part.left = self.operations.deferred.before(product, x, *given)
+        else:
+            part.x = None
+            part.begin(product, x)
+
+    def _of_normed(
+        self, part: Part, weight: Tensor, product: Any, follows: tuple[Any, ...] | None = None
+    ) -> Tensor:
+        """A product of the norm of the residual, after y is added to it. follows: the product
+        before the next norm, that norm's weight and the product after it."""
+        deferred, epsilon = self.operations.deferred, self.config.epsilon
+        if part.x is not None:
+            y: Tensor = deferred.after(product, part.x, part.left, epsilon)
+        elif follows is not None and self._defers(part, *follows):
+            rows = part.h, *(() if part.y is None else part.terms())
+            rest = weight, epsilon, product.input_dtype(len(part.h)), follows[0]
+            x, part.left = deferred.launched(rows, *rest)
+            y = product(x)
+        else:
+            y = product(self._normed(part, weight, product))
+        return y
+
+    def _normed(self, part: Part, weight: Tensor, product: Any) -> Tensor:
+        """What a product reads: the norm of the residual, after y is added to it."""
+        if part.y is None:
+            dtype = product.input_dtype(len(part.h))
+            return self.operations.rms_norm(part.h, weight, self.config.epsilon, dtype)
+        part.h, x = self._add_and_norm((part.h, *part.terms()), weight, product)
+        return x
+
+    def _logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """Logits [M, V] of the residual, and the terms of what the last product adds to it."""
+        _, x = self._add_and_norm(rows, self.norm, self.output)
+        logits: Tensor = self.output(x)
+        return logits
+
+    def _add_and_norm(
+        self, rows: Sequence[Tensor], weight: Tensor, product: Any
+    ) -> tuple[Tensor, Tensor]:
+        """rows: the residual, and the one or two terms of y."""
+        h, y, *other = rows
+        rest = weight, self.config.epsilon, product.input_dtype(len(h))
+        return self.operations.add_and_norm(h, y, *rest, *other)
+
+
+def rotary_frequencies(config: Config, factors: np.ndarray | None = None) -> np.ndarray:
+    """Radians per position for each pair of a head, float64 [head_dim/2]: `rotary.frequencies`, and
+    0 beyond `rotated`."""
+    rotated = config.rotated or config.head_dim
+    found = rotary.frequencies(rotated, config.base, config.scaling, factors)
+    return np.concatenate([found, np.zeros((config.head_dim - rotated) // 2)])
+
+
+# --- greedy generation ----------------------------------------------------------------------------
+
+
+class Greedy:
+    """Decoding: each `run` adds one token to each sequence. Nothing comes to the host.
+
+    tokens: int64 [B, length], the token at each position. logits: of the last run. choose: tokens
+    [B] of logits [B, V]; the likeliest by default. On a GPU `capture` puts a run into a CUDA graph,
+    which `run` then replays.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Cache,
+        token: Tensor,
+        choose: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.model, self.cache, self.token = model, cache, token
+        self.choose = choose or model.operations.argmax_of_rows
+        self.tokens = token.new_zeros((cache.batch, cache.length))
+        self.logits = token
+        self._graph: CapturedGraph | None = None
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self.tokens.index_copy_(1, self.cache.position.view(1), self.token[:, None])
+        self.logits = self.model.step(self.token, self.cache)
+        self.token.copy_(self.choose(self.logits))
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def capture(self) -> None:
+        """Run once, so that all kernels are compiled and loaded, undo that, and capture a run."""
+        token, position = self.token.clone(), self.cache.position.clone()
+        self.run()
+        self._graph = CapturedGraph(self.run)
+        self.token.copy_(token)
+        self.cache.position.copy_(position)
+
+
+class CapturedGraph:
+    """A CUDA graph of `work`, which has run before. It keeps the memory that the graph uses."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        torch.cuda.synchronize()
+        self._work, self._graph = work, torch.cuda.CUDAGraph()
+        # Of several GPUs: threads of NCCL may ask for events meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder, ids: Tensor, count: int, *, graph: bool | None = None, keep: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """The `count` tokens after ids [B, T] by greedy decoding, int64 [B, count], and logits.
+
+    graph : whether steps are replayed from a CUDA graph; by default on a GPU.
+    keep  : also return the logits [B, V] that each token was chosen from; else none.
+    """
+    _, tokens = ids.shape
+    cache = model.cache(len(ids), tokens + count)
+    logits = model.prefill(ids, cache)
+    steps = Greedy(model, cache, model.operations.argmax_of_rows(logits))
+    if ids.is_cuda if graph is None else graph:
+        steps.capture()
+    kept = [logits]
+    for _ in range(count):
+        steps.run()
+        if keep:
+            kept.append(steps.logits.clone())
+    return steps.tokens[:, tokens : tokens + count].clone(), kept[:count] if keep else []

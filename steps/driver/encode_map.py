@@ -1,0 +1,95 @@
+"""Tensor maps among the parameters of a launch, as the driver encodes them.
+
+The driver alone knows what the 16 words of a map say; of a matrix at another address they are
+others. It is called through `ctypes`, on numbers laid out once: that takes the host 3 us, between
+the layers of a model 12, and cuda.bindings, which lays them out at each call, 17 us. A model's
+matrices come back to the same few addresses, so the words of those used last are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Final
+
+from cuda.bindings.driver import CUresult
+
+from steps.driver.driver_library import driver_library
+from steps.driver.kept import Kept
+from steps.instructions.tensor_map import MAP_WORDS, TensorMap, require_map_place
+
+_DATA_TYPES: Final = {1: 0, 2: 6}
+"""CUtensorMapDataType by bytes of a number: UINT8 and FLOAT16. A copy moves the bits, whatever they
+say."""
+_NOT_INTERLEAVED: Final = 0
+_SWIZZLE_128B: Final = 3
+_L2_PROMOTION_256B: Final = 3  # what the L2 loads from memory at once
+_ZEROS_BEYOND: Final = 0  # the matrix, not NaN
+_ALIGNMENT: Final = 64  # bytes; the driver writes a map to no other place
+
+ADDRESSES: Final = 64
+"""Maps that a launch keeps, of 128 bytes."""
+
+
+@cache
+def driver_function() -> Any:
+    """cuTensorMapEncodeTiled."""
+    function = driver_library().cuTensorMapEncodeTiled
+    function.restype = ctypes.c_int
+    function.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+        *[ctypes.c_void_p] * 4,
+        *[ctypes.c_int] * 4,
+    )
+    return function
+
+
+class EncodedMap:
+    """The words of a tensor map among the parameters of a launch, all zero until `put`."""
+
+    __slots__ = ("_address", "_data_type", "_facts", "_known", "_map", "_room", "_words")
+
+    def __init__(self, source: TensorMap, words: int) -> None:
+        """words: where the map is among the parameters, an address of this process."""
+        (m, k), (tokens, wide) = source.array.shape, source.box
+        extents = (ctypes.c_uint64 * 2)(k, m)
+        row_bytes = (ctypes.c_uint64 * 1)(source.item_bytes * k)
+        box = (ctypes.c_uint32 * 2)(wide, tokens)
+        every_element = (ctypes.c_uint32 * 2)(1, 1)
+        self._data_type = _DATA_TYPES[source.item_bytes]
+        self._facts = (extents, row_bytes, box, every_element)
+        self._room = (ctypes.c_uint64 * (MAP_WORDS + _ALIGNMENT // 8))()
+        self._map = -(-ctypes.addressof(self._room) // _ALIGNMENT) * _ALIGNMENT
+        self._words = words
+        self._address: int | None = None
+        self._known: Kept[bytes] = Kept(ADDRESSES)
+
+    def put(self, address: int) -> None:
+        """Make it the map of the matrix at an address. The thread has a context.
+
+        ValueError where the hardware takes no matrix; the map is then as it was.
+        """
+        if address != self._address:
+            known = self._known.get(address) or self._known.put(address, self._encoded(address))
+            ctypes.memmove(self._words, known, len(known))
+            self._address = address
+
+    def _encoded(self, address: int) -> bytes:
+        require_map_place(address)
+        error = driver_function()(
+            self._map,
+            self._data_type,
+            2,
+            address,
+            *self._facts,
+            _NOT_INTERLEAVED,
+            _SWIZZLE_128B,
+            _L2_PROMOTION_256B,
+            _ZEROS_BEYOND,
+        )
+        if error:
+            raise RuntimeError(
+                f"a tensor map is not possible on this GPU: {CUresult(error).name} for a matrix at "
+                f"{address:#x}"
+            )
+        return ctypes.string_at(self._map, 8 * MAP_WORDS)

@@ -1,0 +1,177 @@
+"""A to shared memory as it is: by `cp.async`, lane by lane (step 17), or by bulk copies (step 18).
+
+A warp copies tiles of 128 K: all of its part of K once, which stays, or one tile with each tile of
+weights. Where A ends inside the last tile, zeros follow: the weights have scales of 0 there, and
+what lies behind A could be Inf or NaN.
+
+    float16 A, row-major           token 0 | 128 K of tile 0 | tile 1 | ... | 16 bytes
+                                   token 1 | ...
+    Q8_1 A, K-outermost            codes [16 K][token][16], then scales and sums [32 K][token][2]
+
+The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks.
+
+Step 17 teaches this with `cp.async`, step 18 with bulk copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda, int32, int64, uint32
+
+from qformats.repack import CHUNK, TILE_K
+from steps.contract import Family
+from steps.instructions import (
+    bulk_copy,
+    cp_async_4,
+    cp_async_16,
+    cp_async_16_zfill,
+    load_f32x2,
+    store_f32x2,
+    store_u32x4,
+)
+from steps.kernels.decode.product import BLOCKS
+from steps.kernels.decode.product_a8 import SCALE_BYTES
+
+CHUNKS: Final = TILE_K // CHUNK
+"""16-byte chunks of 128 K of int8, of a token."""
+
+ROW_BYTES: Final = 2 * TILE_K
+"""Of 128 K of float16, of a token."""
+
+PAD: Final = 16
+"""Bytes between the rows of two tokens of float16."""
+
+
+@cache
+def async_copy(family: Family, tokens: int) -> Any:
+    """copy(smem, to, scales_to, pitch, a, a_scales, rows, k_tile, lane): a warp issues `cp.async`
+    of a tile of A to byte `to`, and of its scales to byte `scales_to`. rows: (M, the first token,
+    how many: at most `tokens`). pitch: bytes from token to token of float16."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_a16(smem, to, scales_to, pitch, a, a_scales, rows, k_tile, lane):
+        _, m0, here = rows
+        K = int32(a.shape[1])
+        for i in range(0, 2 * CHUNKS * tokens, 32):
+            token, chunk = int32((i + lane) >> 4), int32((i + lane) & 15)
+            k = int32(k_tile * TILE_K + 8 * chunk)
+            if token < here:
+                size = uint32(CHUNK) if k < K else uint32(0)
+                at = int32(to + token * pitch + chunk * CHUNK)
+                cp_async_16_zfill(smem, at, a, int64(m0 + token) * K + k, size)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_a8(smem, to, scales_to, pitch, a, a_scales, rows, k_tile, lane):
+        M, m0, here = rows
+        for i in range(0, CHUNKS * tokens, 32):
+            chunk, token = int32((i + lane) // tokens), int32((i + lane) & (tokens - 1))
+            if i + lane < CHUNKS * tokens and token < here:
+                source = int64(k_tile * CHUNKS + chunk) * M + m0 + token
+                cp_async_16(smem, to + (chunk * here + token) * CHUNK, a, source * CHUNK)
+        words = 2 * tokens  # of a block: scales and sums
+        for i in range(0, BLOCKS * words, 32):
+            block, word = int32((i + lane) // words), int32((i + lane) & (words - 1))
+            if i + lane < BLOCKS * words and word < 2 * here:
+                source = 2 * (int64(k_tile * BLOCKS + block) * M + m0) + word
+                cp_async_4(smem, scales_to + 4 * (2 * block * here + word), a_scales, source)
+
+    return copy_a16 if family == "A16" else copy_a8
+
+
+@dataclass(frozen=True, slots=True)
+class BulkCopies:
+    """Device functions of a warp; arguments as of `async_copy`, for `count` tiles from `k_tile` on.
+
+    size(a, rows, k_tile, count) -> bytes of the copies
+    issue(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane)
+        issues copies that report to the mbarrier at byte `bar`
+    has_tail(a) -> whether A ends inside a tile
+    zero_tail(smem, to, pitch, a, rows, k_tile, count, lane)
+        zeros behind the end of A, where it ends inside these tiles
+    """
+
+    size: Any
+    issue: Any
+    has_tail: Any
+    zero_tail: Any
+
+
+@cache
+def bulk_copies(family: Family) -> BulkCopies:
+    """The device functions, for capture in a kernel factory."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def row_bytes(a, k_tile, count):
+        """Of a token of float16: those that A has in these tiles."""
+        return int32(2 * min(int32(count * TILE_K), int32(a.shape[1] - k_tile * TILE_K)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def size_a16(a, rows, k_tile, count):
+        return int32(rows[2] * row_bytes(a, k_tile, count))
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue_a16(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane):
+        _, m0, here = rows
+        if lane < here:
+            source = int64(m0 + lane) * a.shape[1] + k_tile * TILE_K
+            bulk_copy(smem, to + lane * pitch, a, source, row_bytes(a, k_tile, count), smem, bar)
+
+    @cuda.jit(device=True, forceinline=True)
+    def has_tail_a16(a):
+        return int32(a.shape[1]) % TILE_K != 0
+
+    @cuda.jit(device=True, forceinline=True)
+    def zero_tail_a16(smem, to, pitch, a, rows, k_tile, count, lane):
+        zero, size = uint32(0), row_bytes(a, k_tile, count)
+        if size < count * ROW_BYTES:
+            for token in range(rows[2]):
+                at = int32(size + CHUNK * lane)  # less than 32 chunks are missing
+                if at < count * ROW_BYTES:
+                    store_u32x4(smem, to + token * pitch + at, zero, zero, zero, zero)
+
+    @cuda.jit(device=True, forceinline=True)
+    def size_a8(a, rows, k_tile, count):
+        M, _, here = rows
+        with_scales = TILE_K + BLOCKS * SCALE_BYTES if here == M else TILE_K
+        return int32(count * here * with_scales)
+
+    @cuda.jit(device=True, forceinline=True)
+    def issue_a8(smem, to, scales_to, pitch, bar, a, a_scales, rows, k_tile, count, lane):
+        """All tokens are one piece of memory. Some of them are one piece for 16 K, and their
+        scales, which are not aligned for bulk copies, are copied lane by lane: a barrier of the
+        warp must follow before they are read."""
+        M, m0, here = rows
+        first, scales = int64(k_tile * CHUNKS) * M, int64(k_tile * BLOCKS) * M
+        if here == M:
+            if lane == 0:
+                size = int32(count * here * TILE_K)
+                bulk_copy(smem, to, a, first * CHUNK, size, smem, bar)
+                size = int32(count * here * (BLOCKS * SCALE_BYTES))
+                bulk_copy(smem, scales_to, a_scales, 2 * scales, size, smem, bar)
+        else:
+            size, i = int32(here * CHUNK), lane
+            while i < count * (BLOCKS * here):
+                source = 2 * (scales + int64(i // here) * M + m0 + i % here)
+                x, y = load_f32x2(a_scales, source)
+                store_f32x2(smem, scales_to + SCALE_BYTES * i, x, y)
+                i = int32(i + 32)
+            i = int32(0)
+            while i < count * CHUNKS and lane == 0:
+                source = (first + int64(i) * M + m0) * CHUNK
+                bulk_copy(smem, to + i * size, a, source, size, smem, bar)
+                i = int32(i + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def has_tail_a8(a):
+        return False  # prequantized A is whole tiles
+
+    @cuda.jit(device=True, forceinline=True)
+    def zero_tail_a8(smem, to, pitch, a, rows, k_tile, count, lane):
+        pass
+
+    if family == "A16":
+        return BulkCopies(size_a16, issue_a16, has_tail_a16, zero_tail_a16)
+    return BulkCopies(size_a8, issue_a8, has_tail_a8, zero_tail_a8)

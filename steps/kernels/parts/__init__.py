@@ -1,0 +1,1 @@
+"""What kernels of several rooms share: weights, activation passes, epilogues, stream-K."""

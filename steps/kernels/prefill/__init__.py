@@ -1,0 +1,1 @@
+"""Products of many tokens: kernels of mma.sync and wgmma, their tiles and rings."""

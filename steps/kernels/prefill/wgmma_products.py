@@ -1,0 +1,69 @@
+"""64 K of a tile by wgmma: weights become numbers in registers and meet all tokens of the tile.
+
+Step 12 teaches this in its own kernel; steps 13 and 14 use it, with the loads of codes and scales
+apart, so that they can be issued before a wait.
+
+A warp has the fragment-packed tiles of its 16 features in shared memory, 128 K a stage. It loads
+the codes and scales of 64 K, half of a stage, makes four A fragments of 16 K each, and its
+warpgroup multiplies them with the tokens' box of these 64 K (steps/kernels/prefill/row_tiles.py).
+wgmma returns at once, so the next half is loaded and unpacked meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from numba import cuda
+
+from steps.instructions import wgmma_bf16, wgmma_commit, wgmma_f16, wgmma_fence
+from steps.kernels.parts.weights.bfloats import float_format
+
+NEXT_16_K: Final = 2
+"""In a swizzled descriptor: 16 K are 32 bytes of a token's row."""
+
+
+@dataclass(frozen=True, slots=True)
+class HalfStage:
+    """Device functions for 64 K.
+
+    tile_bytes: of a fragment-packed tile, 16 features x 128 K
+    load(memory, at, lane, half) -> codes and scales of this lane
+        of half 0 or 1 of the packed tile at byte `at` of shared memory
+    multiply(acc, loaded, b) -> acc + 64 features x 64 K times the tokens at the swizzled descriptor
+        b, one commit group
+    """
+
+    tile_bytes: int
+    load: Any
+    multiply: Any
+
+
+@cache
+def half_stage(format_name: str, kind: str) -> HalfStage:
+    """The device functions for the weights of a storage format and tokens of this kind, "float16"
+    or "bfloat16", for capture in a kernel factory."""
+    form, mma = float_format(format_name, kind), wgmma_f16 if kind == "float16" else wgmma_bf16
+    words, scales = form.words, form.scales
+    multipliers, fragments = form.multipliers, form.fragments
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(memory, at, lane, half):
+        return words(memory, at, lane, half), scales(memory, at, lane, half)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, loaded, b):
+        w, s = loaded
+        block0, block1 = multipliers(s, 0), multipliers(s, 1)
+        w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
+        w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
+        wgmma_fence()
+        acc = mma(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
+        acc = mma(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
+        acc = mma(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
+        acc = mma(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
+        wgmma_commit()
+        return acc
+
+    return HalfStage(form.tile_bytes, load, multiply)

@@ -1,0 +1,237 @@
+"""Checks an exercise: smallest problem first, up to the first that fails, then which hole it is.
+
+Holes that are not filled in yet hold the step's own code meanwhile, so each hole can be checked as
+soon as it is written. A failed one is found by putting the step's own code into the others.
+"""
+
+from __future__ import annotations
+
+import linecache
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from qformats import WEIGHT_FORMATS
+from reference import GOLDEN
+from steps.checks.cases import Case
+from steps.contract import Step
+from steps.learn.exercises.advice import memory_traffic
+from steps.learn.exercises.compiled import machine_code_advice, refused
+from steps.learn.exercises.diagnose import diagnose
+from steps.learn.exercises.diagnosis import Diagnosis, File
+from steps.learn.exercises.load import Unloadable, load
+from steps.learn.exercises.text import Exercise, tasks
+from steps.learn.exercises.trial import FIRST_WITH_STAGES, PATIENCE, Subject, Trial, attempt
+
+FIRST: Final = "q4_0"
+GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
+TELLING: Final = Case((3, 5, 64), "integer", 1)
+"""Where one wrong number could have several causes: this has thirty."""
+
+WIDE: Final = Case((32, 80, 64), "integer", 1)
+"""With more rows than a tile of 64: what is out of range there is in range in small problems."""
+
+CASES: Final = (
+    Case((5, 51, 96), "integer", 2, -1),
+    Case((33, 34, 32), "normal", 4, 2),
+    Case((18, 20, 96), "normal", 3, 1),
+)
+"""More than a tile of 32 features; more than a tile of 32 both ways; more tokens than the tiles for
+few. Ragged, in several orders of the lanes."""
+
+LARGE_TILES: Final = Case((40, 20, 64), "integer", 9, 2)
+"""On one SM, the larger tiles of a step that chooses: before those that take seconds."""
+
+DEEP: Final = (
+    Case((2, 3, 672), "integer", 5),
+    Case((1, 300, 672), "integer", 7, 1),
+    Case((40, 20, 288), "normal", 8, 2),
+)
+"""More of K than a ring of four stages holds, more features than the warps of a block take at once,
+and large tiles: for the steps with rings, on one SM, which then has all of the work."""
+
+DECODE: Final = 17
+"""The step whose warps share rows and K among them: only many features tell which part is wrong."""
+
+OTHERS: Final = Case((2, 3, 64), "integer", 6)
+"""Of each other format, after its golden case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found. `wrong` is None where all that is filled in is right; `hole` the one to
+    look at: the wrong one, or the next to fill in, None where there is none; `suspected` are all
+    holes that are wrong by themselves."""
+
+    exercise: Exercise
+    cases: int = 0
+    seconds: float = 0.0
+    wrong: Diagnosis | None = None
+    hole: int | None = None
+    suspected: tuple[int, ...] = ()
+    advice: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Right, and nothing left to do."""
+        return self.wrong is None and not self.exercise.unfilled
+
+
+def subjects(step: Step) -> Iterator[Subject]:
+    """What a step is tried on, in this order: each family in Q4_0, then the other formats."""
+    for family in step.families:
+        for case in (GOLDEN_CASE, TELLING):
+            yield Subject(family, FIRST, case)
+        small = [Subject(family, FIRST, case) for case in CASES]
+        deep = [Subject(family, FIRST, case, sms=1) for case in (LARGE_TILES, *DEEP)]
+        if step.number < FIRST_WITH_STAGES:
+            yield from small
+        elif step.number == DECODE:
+            yield from (*deep[1:], deep[0], *small)
+        else:  # deep ones take seconds
+            yield from (*small, *deep)
+    for name in WEIGHT_FORMATS:
+        for family in step.families:
+            if name != FIRST and name in step.formats:
+                golden = (GOLDEN_CASE,) if name in GOLDEN else ()
+                yield from (Subject(family, name, case) for case in (*golden, OTHERS))
+
+
+def count(step: Step) -> int:
+    """How many problems a right step is tried on."""
+    return len(tuple(subjects(step)))
+
+
+def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) -> Report:
+    """The whole check; report: is told of each problem before it is tried."""
+    began = time.perf_counter()
+    linecache.checkcache(str(exercise.path))
+    if exercise.holes and not exercise.filled:
+        return Report(exercise, hole=exercise.unfilled[0])
+    try:
+        step = _loaded(exercise, exercise.unfilled)
+    except Unloadable as error:
+        wrong, hole = _unloadable(exercise, error)
+        return Report(exercise, wrong=wrong, hole=hole, suspected=(hole,) if hole else ())
+    cases = 0
+    for subject in subjects(step):
+        report(str(subject))
+        trial = attempt(step, subject, exercise.path, PATIENCE)
+        cases += 1
+        if not trial.ok:
+            wrong, holes = _blamed(exercise, step, trial)
+            hole = holes[0] if holes else exercise.hole_at(wrong.line)
+            return Report(exercise, cases, time.perf_counter() - began, wrong, hole, holes)
+    unfilled, seconds = exercise.unfilled, time.perf_counter() - began
+    if unfilled:
+        return Report(exercise, cases, seconds, hole=unfilled[0])
+    if no := refused(step, exercise.path):
+        return Report(exercise, cases, seconds, no, exercise.hole_at(no.line))
+    advice = list(machine_code_advice(step))
+    if exercise.reference is not None:
+        advice += memory_traffic(step, exercise.reference)
+    return Report(exercise, cases, seconds, advice=tuple(advice))
+
+
+def _loaded(exercise: Exercise, solved: Sequence[int]) -> Step:
+    text, rows = exercise.composed(solved)
+    return load(text, exercise.path, rows)
+
+
+def _unloadable(exercise: Exercise, error: Unloadable) -> tuple[Diagnosis, int | None]:
+    """Python refuses the file."""
+    text = linecache.getline(str(exercise.path), error.line).strip()
+    where = f"{exercise.path.name}:{error.line}" + (f" `{text}`" if text else "")
+    advice = "Python cannot read the file: mend this line, or the one above it."
+    if exercise.hole_at(error.line) is None and exercise.holes:
+        advice = "This line was not yours to change: put it back, or make the exercise anew."
+    diagnosis = Diagnosis("syntax", error.line, (f"{where}: {error.why}.", advice))
+    return diagnosis, exercise.hole_at(error.line)
+
+
+def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tuple[int, ...]]:
+    """What is wrong, and the holes that are wrong by themselves. Of several the first is diagnosed,
+    without the mistakes of the others."""
+    bad: list[tuple[int, Step, Trial]] = []
+    if len(exercise.filled) == 1:
+        bad = [(exercise.filled[0], step, trial)]
+    elif exercise.filled:
+        for hole in exercise.filled:
+            others = [number for number in exercise.holes if number != hole]
+            try:
+                alone = _loaded(exercise, others)
+            except Unloadable:
+                continue
+            found = attempt(alone, trial.subject, exercise.path, PATIENCE)
+            if not found.ok:
+                bad.append((hole, alone, found))
+    own = exercise.filled
+    if len(bad) > 1:
+        hole, step, trial = bad[0]
+        own = (hole,)
+    stands_in = {exercise.code_line(n): n for n in exercise.holes if n not in own}
+
+    def larger() -> Iterator[Trial]:
+        for case in (TELLING, WIDE):
+            subject = Subject(trial.subject.family, trial.subject.format, case)
+            yield attempt(step, subject, exercise.path, PATIENCE)
+
+    file = File(exercise.path, stands_in)
+    wrong = diagnose(trial, step, exercise.reference, file, larger)
+    return wrong, tuple(hole for hole, *_ in bad)
+
+
+def lines(report: Report) -> list[str]:
+    """The report as it is printed."""
+    exercise = report.exercise
+    said = []
+    if report.wrong is not None:
+        first, *others = report.wrong.sentences
+        said.append(f"wrong: {first}")
+        said += [f"  {one}" for one in others if one]
+        said += _where(report)
+        return said
+    if exercise.holes and not exercise.filled:
+        said.append(f"0 of {len(exercise.holes)} TODOs are filled in")
+    elif exercise.unfilled:
+        stand_in = "the step's own code stands in for the others"
+        filled = _todos(exercise.filled)
+        said.append(f"right so far: {filled} of {len(exercise.holes)}; {stand_in}")
+        said.append(f"  {report.cases} problems in {report.seconds:.1f} s")
+    else:
+        said.append(f"right: {report.cases} problems in {report.seconds:.1f} s")
+        said += [f"  advice: {one}" for one in report.advice]
+    if report.hole is not None:
+        todo = tasks(exercise.number)[report.hole].todo.strip().splitlines()
+        line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
+        said.append(f"next: TODO {report.hole} is not filled in yet ({line}): {todo[0]}")
+        said.append("  HINT=1 shows its idea.")
+    return said
+
+
+def _where(report: Report) -> list[str]:
+    """Where to look, and what helps."""
+    exercise, said = report.exercise, []
+    if report.hole is not None:
+        line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
+        if report.suspected and len(exercise.filled) > 1:
+            said.append(
+                f"  The mistake is in TODO {report.hole} ({line}): with the step's own code "
+                "everywhere else it is still there."
+            )
+        else:
+            said.append(f"  Look at TODO {report.hole} ({line}).")
+        if len(report.suspected) > 1:
+            said.append(f"  After it: {_todos(report.suspected[1:])}, wrong as well.")
+        said.append(f"  HINT=1 shows the idea of TODO {report.hole}, SOLUTION=1 all of the step.")
+    elif exercise.filled:
+        said.append(
+            "  Each TODO is right by itself, together they are not: compare the names and shapes "
+            "that one hands to the next."
+        )
+    return said
+
+
+def _todos(holes: Sequence[int]) -> str:
+    return "TODO " + ", ".join(map(str, holes))

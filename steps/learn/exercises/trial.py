@@ -1,0 +1,220 @@
+"""One attempt: a step on one problem in the simulator, and all that can be said of its result."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+
+from reference import GOLDEN, Bfloats, Check, Halves, Problem, check
+from steps import contract
+from steps.checks.cases import Case
+from steps.checks.run import drawn
+from steps.checks.verify import Prepared, multiply, operands, prepare, require_unchanged
+from steps.contract import Family, Step, scheme
+from steps.driver.machines import Simulator
+from steps.learn.exercises.suspects import Terms
+from steps.simulator.errors import SimulatorError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+UNWRITTEN: Final = 0x7F85EED5
+ADDED_TO: Final = UNWRITTEN | 1 << 22
+"""The signalling NaN that C is filled with. What still has it was never stored to; a sum with it is
+the quiet NaN with the same low bits, so a kernel that computes C += is noticed."""
+
+FIRST_WITH_STAGES: Final = 7
+"""The first step that takes several blocks of K at a time, and has tiles of several sizes."""
+
+PATIENCE: Final = 60.0
+"""Seconds after which a trial is taken to run for ever; right ones take a few."""
+
+_WHERE: Final = re.compile(
+    r"(?P<what>.*) \[block \((?P<block>[^)]*)\), thread \((?P<thread>[^)]*)\), .*\]", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is tried: a family and a format of a step on one problem. `sms`: of the GPU that the
+    launch is sized for, where it is not the usual one: few of them have much work each."""
+
+    family: Family
+    format: str
+    case: Case
+    sms: int | None = None
+
+    def __str__(self) -> str:
+        m, n, k = self.case.shape
+        what = "one block, by hand" if self.case.distribution == "golden" else ""
+        what = what or ("small integers" if self.case.distribution == "integer" else "floats")
+        what += f", on {self.sms} SM" if self.sms else ""
+        return f"{scheme(self.format, self.family)} {self.format}, M={m} N={n} K={k} ({what})"
+
+    @property
+    def problem(self) -> Problem:
+        return drawn(self.format, self.case.shape, self.case.distribution, self.case.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why there is no result. `kind`: the class of the error; `what`: its sentence; `line`: the
+    innermost line of the file on the way to it, 0 where there is none; `block`, `thread`: whose
+    fault, as the simulator writes them."""
+
+    kind: str
+    what: str
+    line: int
+    block: str = ""
+    thread: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of it. Where there is no fault: `c` and `expected` [M, N]; `tolerance` [M, N], how
+    near a value must be to one that a mistake would give; `unwritten` and
+    `added_to`, masks; `found`, the verdict
+    of `reference.check`. `expected` and `terms` are None for weights that are not the blocks'."""
+
+    subject: Subject
+    fault: Fault | None = None
+    c: Array | None = None
+    expected: Array | None = None
+    tolerance: Array = field(default_factory=lambda: np.zeros((1, 1)))
+    unwritten: Array | None = None
+    added_to: Array | None = None
+    terms: Terms | None = None
+    found: Check | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.found is not None and self.found.ok
+
+
+def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
+    """Run the step of the file at `path` on the subject."""
+    began, problem = time.perf_counter(), subject.problem
+    machine = Simulator(subject.case.order)
+    try:
+        with limit(patience):
+            prepared = prepared_for(step, subject, machine)
+            out = prepared.out.view(np.uint32)
+            out[...] = UNWRITTEN
+            multiply(prepared, machine)
+            require_unchanged(prepared, machine, step, problem.given, problem.blocks)
+    except Exception as error:  # whatever a beginner's kernel or launch does
+        return Trial(subject, fault=fault_of(error, path), seconds=time.perf_counter() - began)
+    used = operands(prepared, machine)
+    terms = Terms.of(problem, used)
+    unwritten, added_to = out == UNWRITTEN, out == ADDED_TO
+    c = np.where(unwritten, np.float32(np.nan).view(np.uint32), out).view(np.float32)
+    found = check(c, problem, subject.family, used)
+    return Trial(
+        subject,
+        c=c.astype(np.float64),
+        expected=None if terms is None else terms.product(),
+        tolerance=np.zeros(c.shape) if terms is None else _tolerance(problem, used) * terms.size(),
+        unwritten=unwritten,
+        added_to=added_to,
+        terms=terms,
+        found=found,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _tolerance(problem: Problem, used: Any) -> float:
+    """Of the terms' magnitudes: what weights and activations rounded to float16 may be off by where
+    the problem is not exact, else what float32 sums may."""
+    return 2e-3 if isinstance(used, Halves | Bfloats) and not problem.exact else 1e-5
+
+
+def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:
+    """Its operands and launch."""
+    problem = subject.problem
+    golden = subject.case.distribution == "golden"
+    bits = GOLDEN[subject.format].q81 if golden else None
+    operands = problem.given, problem.blocks
+    with sized_for(subject.sms):
+        return prepare(step, subject.family, subject.format, *operands, machine, bits)
+
+
+@contextmanager
+def sized_for(sms: int | None) -> Iterator[None]:
+    """Launches are made for a GPU of so many SMs. (A contract cannot be told to stop pretending:
+    processes that compile never do.)"""
+    if sms is None:
+        yield
+        return
+    before, shared = contract._pretended, contract.shared_memory()
+    contract.pretend(sms, shared)
+    try:
+        yield
+    finally:
+        contract._pretended = before
+        contract.multiprocessors.cache_clear()
+        contract.shared_memory.cache_clear()
+
+
+def fault_of(error: Exception, path: Path) -> Fault:
+    """An error of the simulator, or of Python on the host."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    line = _line_of(cause, path) or _line_of(error, path)
+    text = str(error)
+    where = _WHERE.fullmatch(text)
+    kind = type(cause).__name__
+    if not isinstance(error, SimulatorError) or where is None:
+        return Fault(kind, text.removeprefix(f"{kind}: "), line or _line_in(text, path))
+    what = where["what"].removeprefix(f"{kind}: ")
+    return Fault(kind, what, line or _line_in(text, path), where["block"], where["thread"])
+
+
+def _line_of(error: BaseException, path: Path) -> int:
+    """The innermost line of the file in a traceback."""
+    line, step = 0, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == str(path):
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
+def _line_in(text: str, path: Path) -> int:
+    """The first line of the file that a sentence names."""
+    found = re.search(rf"{re.escape(path.name)}:(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+class Endless(SimulatorError):
+    """A kernel that runs on and on."""
+
+
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Endless in whatever runs after so long: in the lane that does. (Only a main thread has
+    signals, and not on every system.)"""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    ):
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Endless(f"still running after {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

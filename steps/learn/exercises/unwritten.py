@@ -1,0 +1,151 @@
+"""Which load makes a NaN: one of shared memory to which nobody has stored.
+
+Shared memory begins as NaN in the simulator. The launch is run once more and every load of bytes
+that nobody has stored to is noted. Right kernels have such loads too, of leftovers that are never
+stored to C. So it is run again for each of them, with zeros everywhere but there: the one with
+which C is still NaN is the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from steps.contract import Launch, Step
+from steps.learn.exercises.diagnosis import File
+from steps.learn.exercises.probe import Array, runs
+from steps.learn.exercises.trial import Subject
+from steps.learn.exercises.witness import LOADS, lines_of, run_again
+from steps.simulator import banks
+from steps.simulator.arrays import CheckedArray, owner
+from steps.simulator.banks import APART, Gatherer
+from steps.simulator.lanes import Lane
+from steps.simulator.scheduler import now
+
+MOST: Final = 16  # loads that are tried
+SHOWN: Final = 3  # ranges of elements
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load of what nobody has stored to. `lines`: of the file, the innermost first; `thread`: its
+    index in the block, or None where it is a wgmma's; `missing`: by byte of the array."""
+
+    lines: tuple[int, ...]
+    name: str
+    thread: int | None
+    missing: Array
+
+
+class Unwritten(Gatherer):
+    """Notes the loads of shared memory that nobody has stored to. With `only`, all of it begins as
+    zeros but the bytes that this load misses."""
+
+    def __init__(self, path: Path, only: Load | None = None) -> None:
+        super().__init__()
+        self.path, self.only = path, only
+        self.loads: dict[tuple[tuple[int, ...], str], Load] = {}
+        self.names: dict[int, str] = {}  # of allocations, by the identity of their owner
+        self.stored: dict[int, Array] = {}  # by byte
+        self.itemsize: dict[str, int] = {}
+        self._kept: list[Any] = []  # so that no identity is given twice
+
+    def _missed(self, whole: int, places: Any, thread: int | None) -> None:
+        """A load of these bytes."""
+        stored = self.stored[whole]
+        if stored[places].all():
+            return
+        key = lines_of(self.path), self.names[whole]
+        load = self.loads.setdefault(key, Load(*key, thread, np.zeros(stored.size, bool)))
+        load.missing[places] |= ~stored[places]
+
+    # --- what the simulator calls
+    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
+        whole = owner(data)
+        if space == "shared" and id(whole) not in self.names:
+            self._kept.append(whole)
+            self.names[id(whole)], self.itemsize[name] = name, data.itemsize
+            self.stored[id(whole)] = np.zeros(whole.nbytes, bool)
+            if self.only is not None:
+                same = name == self.only.name and whole.nbytes == self.only.missing.size
+                whole.reshape(-1).view(np.uint8)[~self.only.missing if same else slice(None)] = 0
+            if whole.nbytes:
+                allocation: Any = now().lane.block.memory.allocations[id(whole)]
+                allocation.shadow = _Shadow(allocation.shadow, self, id(whole))
+        return super().array(data, name, space, alignment)
+
+    def add(self, lane: Lane, what: banks.Access, address: int) -> None:
+        whole, at = divmod(address, APART)
+        if whole not in self.stored:
+            return
+        if what.kind in LOADS:
+            self._missed(whole, slice(at, at + what.size), lane.index)
+        else:
+            self.stored[whole][at : at + what.size] = True
+
+
+class _Shadow:
+    """In place of what looks for races: tells of the loads of a wgmma."""
+
+    def __init__(self, shadow: Any, told: Unwritten, whole: int) -> None:
+        self._shadow, self._told, self._whole = shadow, told, whole
+
+    def load_async(self, lanes: Any, places: Array, accesses: Any) -> None:
+        self._told._missed(self._whole, places.reshape(-1), None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shadow, name)
+
+
+def unwritten(step: Step, subject: Subject, file: File, m: int, n: int) -> tuple[int, str] | None:
+    """(line, sentences) of the load that makes C[m, n] NaN; None where that is none of shared
+    memory."""
+    first = Unwritten(file.path)
+    launch = run_again(step, subject, first).launch
+    for load in islice(first.loads.values(), MOST):
+        alone = run_again(step, subject, Unwritten(file.path, load))
+        if np.isnan(alone.out[m, n]):
+            return load.lines[0] if load.lines else 0, _said(load, first, launch, file)
+    return None
+
+
+def _said(load: Load, found: Unwritten, launch: Launch, file: File) -> str:
+    name, size = load.name, found.itemsize[load.name]
+    where = ", called at ".join(map(file.line, load.lines))
+    element = f"{name}[{int(np.argmax(load.missing)) // size}]"
+    more = np.count_nonzero(load.missing) // size - 1
+    if load.thread is None:
+        others = f" and {more} more bytes" if more else ""
+        said = f"A wgmma reads {element}{others} at {where}"
+    else:
+        said = f"Thread {load.thread} loads {element} at {where}"
+    said += ", and nobody has stored to it: shared memory begins as NaN."
+    stored = np.zeros_like(load.missing)
+    for whole, mask in found.stored.items():
+        if found.names[whole] == name and mask.size == stored.size:
+            stored |= mask
+    if stored.any():
+        ranges = [
+            f"[{a}]" if a == b else f"[{a}] to [{b}]"
+            for a, b in runs(np.unique(np.flatnonzero(stored) // size).tolist())
+        ]
+        shown = ", ".join(ranges[:SHOWN]) + (" ..." if len(ranges) > SHOWN else "")
+        return f"{said} Stored to are {name}{shown}: is its place right, and is its store?"
+    lines = [file.line(line) for line in _stores(name, launch, file)]
+    if lines:
+        return f"{said} No thread comes to the store at {' or '.join(lines)}: is its branch right?"
+    return f"{said} Nothing stores to {name} at all: the store is missing."
+
+
+def _stores(name: str, launch: Launch, file: File) -> Iterator[int]:
+    """The lines of the kernel that store to an array."""
+    code = launch.kernel.py_func.__code__
+    for line in sorted({line for *_, line in code.co_lines() if line}):
+        if re.search(rf"`{name}\[[^\]]*\] *=[^=]", file.line(line)):
+            yield line

@@ -1,0 +1,84 @@
+"""A block of Q4_0 has 18 bytes and its codes begin at byte 2, so addresses are only known to be
+even. A 4-byte load there works on any CPU, and in any test that runs on one. A GPU stops at the
+first block with error 716, misaligned address. Use two 2-byte loads, or a layout that stores the
+codes apart. Q4_1, Q5_1 and Q8_1 have blocks of 20, 24 and 36 bytes, which allow 4-byte loads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from reference import GOLDEN
+from steps.instructions import load_u16, load_u32
+from steps.learn.pitfalls.exhibit import Pitfall, product
+from steps.learn.pitfalls.right import half
+
+
+@cuda.jit(device=True)
+def word_b4(w, at):
+    return load_u32(w, at)
+
+
+@cuda.jit(device=True)
+def word_b2(w, at):
+    return uint32(load_u16(w, at)) | uint32(load_u16(w, at + 2)) << uint32(16)
+
+
+@cuda.jit
+def wrong(w, q, d, s, c):
+    n, m = cuda.grid(2)
+    if m >= c.shape[0] or n >= c.shape[1]:
+        return
+    total = float32(0)
+    for b in range(d.shape[1]):
+        at = b * 18
+        dots = int32(0)
+        for i in range(4):
+            word = word_b4(w, n * w.shape[1] + at + 2 + 4 * i)  # <- address % 4 == 2
+            for t in range(4):
+                byte = int32(word >> uint32(8 * t)) & 255
+                dots += (byte & 15) * int32(q[m, b * 32 + 4 * i + t])
+                dots += (byte >> 4) * int32(q[m, b * 32 + 16 + 4 * i + t])
+        total += half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
+    c[m, n] = total
+
+
+@cuda.jit
+def right(w, q, d, s, c):
+    n, m = cuda.grid(2)
+    if m >= c.shape[0] or n >= c.shape[1]:
+        return
+    total = float32(0)
+    for b in range(d.shape[1]):
+        at = b * 18
+        dots = int32(0)
+        for i in range(4):
+            word = word_b2(w, n * w.shape[1] + at + 2 + 4 * i)
+            for t in range(4):
+                byte = int32(word >> uint32(8 * t)) & 255
+                dots += (byte & 15) * int32(q[m, b * 32 + 4 * i + t])
+                dots += (byte >> 4) * int32(q[m, b * 32 + 16 + 4 * i + t])
+        total += half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
+    c[m, n] = total
+
+
+def on_a_cpu() -> float:
+    """The golden block with the same 4-byte words, read by NumPy on a CPU."""
+    golden = GOLDEN["q4_0"]
+    words = np.frombuffer(golden.blocks.tobytes(), dtype="<u4", count=4, offset=2)
+    qs = words.view(np.uint8).astype(int)
+    q = golden.q81.q[0].astype(int)
+    return 0.25 * (0.5 * float((qs & 15) @ q[:16] + (qs >> 4) @ q[16:]) - 8.0 * -8.0)
+
+
+PITFALL = Pitfall(
+    number=7,
+    title="4-byte loads at 2-byte alignment",
+    story=__doc__,
+    format="q4_0",
+    wrong=product(wrong),
+    right=product(right),
+    golden=float("nan"),  # it stops before it writes
+    caught_by=("misaligned",),
+    aside=lambda: f"A CPU that reads the same words gets {on_a_cpu():g} and reports nothing.",
+)

@@ -1,0 +1,55 @@
+"""The kernel computes and never writes: a refactoring lost its last line. C keeps the NaN that it
+was filled with, and the checker calls it right. It asked whether any error is *larger* than the
+limit, and every comparison with NaN is false. Ask whether every error is *within* the limit, or
+look for NaN first. Fill C with NaN, too: zeros, or the right result of the last run, would hide
+the bug."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda, float32, int32
+
+from reference import GOLDEN
+from steps.learn.pitfalls.exhibit import Array, Pitfall, product
+from steps.learn.pitfalls.right import half, w4a8
+
+
+@cuda.jit
+def wrong(w, q, d, s, c):
+    n, m = cuda.grid(2)
+    if m >= c.shape[0] or n >= c.shape[1]:
+        return
+    total = float32(0)
+    for b in range(d.shape[1]):
+        at = b * 18
+        dots = int32(0)
+        for j in range(16):
+            byte = int32(w[n, at + 2 + j])
+            dots += (byte & 15) * int32(q[m, b * 32 + j])
+            dots += (byte >> 4) * int32(q[m, b * 32 + 16 + j])
+        total += half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
+    # <- c[m, n] = total
+
+
+def lenient(c: Array, expected: Array) -> bool:
+    """The checker of the story: it looks reasonable and passes NaN."""
+    return not bool((np.abs(c - expected) > 1e-3 * np.abs(expected)).any())
+
+
+def aside() -> str:
+    expected = np.full((1, 1), GOLDEN["q4_0"].value)
+    verdict = "right" if lenient(np.full((1, 1), np.nan), expected) else "wrong"
+    return f"The checker of the story says: {verdict}."
+
+
+PITFALL = Pitfall(
+    number=11,
+    title="a checker that NaN passes",
+    story=__doc__,
+    format="q4_0",
+    wrong=product(wrong),
+    right=product(w4a8),
+    golden=float("nan"),
+    caught_by=("golden value", "nan", "exact", "bound", "nmse"),
+    aside=aside,
+)

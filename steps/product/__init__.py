@@ -1,0 +1,2 @@
+"""One way for every product: a request is decided once, prepared once, and called with
+addresses."""

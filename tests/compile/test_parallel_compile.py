@@ -1,0 +1,212 @@
+"""Kernels compiled by other processes: those that are launched, with the same machine code."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS, WEIGHT_FORMATS, quantize
+from reference import BENCH_SHAPES, Problem
+from steps import contract
+from steps.checks.select import select
+from steps.compile import compiler as compiling
+from steps.compile import dry_run, kernel_cache, parallel_compile
+from steps.compile.compiler import (
+    architecture,
+    disassemble,
+    machine_code,
+    opcodes,
+    signature_of,
+)
+from steps.compile.of_arrays import OfArrays
+from steps.compile.parallel_compile import compile_ahead
+from steps.contract import Shape, Work, array_dtype
+from steps.driver.machines import Gpu
+from steps.kernels.between import swiglu
+from steps.kernels.parts.activations.rows import row_rounder
+from steps.product import choice
+from steps.product.choice import choose_packed
+from steps.product.launch_template import LaunchTemplate
+from steps.registry import find, ladder
+from tests.driver.fake_gpu import FakeGpu
+
+HOPPER = SimpleNamespace(cc=(9, 0))
+SIZE = (1, 64, 256)
+
+
+@pytest.fixture(autouse=True)
+def nothing_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LADDER_CACHE", "off")
+
+
+@pytest.fixture
+def forgotten() -> Any:
+    """Kernels by name, as nobody has compiled them before or will have after."""
+    kernels: dict[str, Any] = {}
+    for work in select((find(1), find(2)), ["q4_0"]):
+        for launch, _ in parallel_compile._launches(work, SIZE, "float32"):
+            kernels[launch.kernel.__name__] = launch.kernel
+    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels.values()}
+    yield kernels
+    kernel_cache._known.update(before)
+
+
+def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
+    forgotten: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
+    works = select((find(1), find(2)), ["q4_0"])
+    said: list[str] = []
+    wanted = [(work, SIZE, "float32") for work in works]
+    steps: list[tuple[int, int]] = []
+    report = lambda *done: steps.append(done)  # noqa: E731
+    assert compile_ahead(wanted, HOPPER, said.append, fewest=3, report=report) == 3
+    assert said == []
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    for work in works:
+        before, own = dry_run.launches(work, SIZE)
+        for launch in (*before, own):
+            signature = signature_of(launch.args)
+            made = kernel_cache._known[launch.kernel][signature, "sm_90a"]
+            assert made is kernel_cache.find(launch.kernel, signature, "sm_90a")
+            here = machine_code(launch.kernel, signature, "sm_90a")
+            assert opcodes(disassemble(made.cubin)) == here.instructions
+            assert made.name.encode() in made.cubin
+    assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0, "all of it is known"
+
+
+def test_a_launch_that_is_no_products_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
+    of = (((4, 64), "float16"), ((4, 32), "float16")), (((4, 64), "float32"), ((4, 32), "float16"))
+    wanted = [OfArrays(of_swiglu, types) for types in of]
+    kernels = {one.launch().kernel for one in wanted}
+    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels}
+    try:
+        assert compile_ahead([*wanted, *wanted], HOPPER, print, fewest=1) == 2, "each once"
+        for one in wanted:
+            launch = one.launch()
+            made = kernel_cache.find(launch.kernel, signature_of(launch.args), "sm_90a")
+            here = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
+            assert made is not None
+            assert opcodes(disassemble(made.cubin)) == here.instructions
+    finally:
+        kernel_cache._known.update(before)
+
+
+def of_swiglu(y: Any, x: Any, *, machine: Any) -> Any:
+    return swiglu.launch(y, x)
+
+
+@pytest.mark.gpu
+def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, size, step = Gpu(), (40, 68, 288), find(14)
+    for factory in (sys.modules[step.launch.__module__].kernel, row_rounder):
+        factory.cache_clear()  # what other tests have compiled
+    packed = step.pack(quantize(Problem(*size, "q4_0").w, "q4_0"))
+    types = tuple((one.shape, one.dtype) for one in packed)
+    # this step, whatever the table of this GPU says of so small a product
+    monkeypatch.setattr(choice, "ladder", lambda: (step,))
+    wanted = [(Work(step, "A16", "q4_0"), size, output) for output in step.outputs]
+    assert compile_ahead(wanted, gpu, print, 2, fewest=1) == 1 + len(step.outputs), "and the pass"
+    monkeypatch.setattr(compiling, "compile_kernel", None)  # nothing is compiled here
+    for output in step.outputs:
+        chosen = choose_packed("q4_0", Shape(*size), [step.pack.__name__], gpu)
+        made = LaunchTemplate(chosen, types, output=output)
+        assert made.choice.step is step
+
+
+def test_what_another_process_cannot_compile_is_said(
+    forgotten: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
+    unknown = Work(replace(find(2), number=99), "A8", "q4_0")
+    said: list[str] = []
+    assert compile_ahead([(unknown, SIZE, "float32")], HOPPER, said.append, fewest=1) == 0
+    (sentence,) = said
+    assert sentence.startswith(
+        "2 kernels were not compiled by other processes: ValueError: there is no step 99"
+    )
+    assert not any(kernel_cache._known.get(kernel) for kernel in forgotten.values())
+
+
+@pytest.mark.parametrize(("fewest", "cores"), [(4, 2), (1, 1)])
+def test_few_kernels_or_one_core_are_no_reason_to_start_processes(
+    forgotten: Any, fewest: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(parallel_compile, "ProcessPoolExecutor", None)
+    wanted = [(work, SIZE, "float32") for work in select((find(1), find(2)), ["q4_0"])]
+    assert compile_ahead(wanted, HOPPER, print, fewest=fewest) == 0
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_launches_depend_on_no_shape_of_packed_weights(name: str) -> None:
+    """A dry run has the types of a few weights, whatever the product."""
+    n, k, fmt = 1056, 4128, FORMATS[name]
+    large: dict[Any, Any] = {}
+    for work in select(ladder(), [name]):
+        if (pack := work.step.pack) not in large:
+            arrays = pack(np.zeros((n, k // fmt.elements), fmt.dtype))
+            large[pack] = [(array.shape, array.dtype) for array in arrays]
+        for m in (1, 300):
+            made = [
+                [(one.kernel, one.grid, one.shared_bytes, signature_of(one.args)) for one in each]
+                for weights in (None, large[pack])
+                for before, own in [dry_run.launches(work, (m, n, k), weights=weights)]
+                for each in [(*before, own)]
+            ]
+            assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
+    fmt = FORMATS[name]
+    for work in select(ladder(), [name]):
+        gpu, step = FakeGpu(), work.step
+        weights = tuple(gpu.empty(*one) for one in dry_run.packed_types(step.pack, name))
+        for output in step.outputs:
+            activations = step.activations(work.family, gpu.empty((1, 256), np.float32), gpu)
+            own = step.prepare(
+                gpu, fmt, work.family, Shape(*SIZE), weights, activations.arrays,
+                gpu.empty((1, 64), array_dtype(output)),
+            )  # fmt: skip
+            wanted = [(one.kernel, signature_of(one.args)) for one in (*activations.launches, own)]
+            assert [
+                (o.kernel, s) for o, s in parallel_compile._launches(work, SIZE, output)
+            ] == wanted
+
+
+def test_what_a_gpu_cannot_run_is_not_compiled_for_it() -> None:
+    works = select((find(14),), ["q4_0"])
+    wanted = [(works[0], (512, 4096, 4096), "float32")]
+    assert len(parallel_compile.missing_kernels(wanted, (9, 0))) == 2
+    assert parallel_compile.missing_kernels(wanted, (8, 0)) == {}
+    assert [architecture(cc) for cc in ((7, 5), (8, 9), (9, 0))] == ["sm_75", "sm_89", "sm_90a"]
+
+
+def test_each_kernel_is_compiled_once() -> None:
+    works = select((find(1), find(2), find(3)), ["q4_0"])
+    wanted = [(work, size, "float32") for work in works for size in BENCH_SHAPES]
+    found = parallel_compile.missing_kernels(wanted, (9, 0))
+    assert len(found) == 5, "of three steps, one of them of two families, and one pass"
+    assert len({kernel for kernel, _ in found}) == 5
+
+
+def test_a_process_is_told_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "_pretended", None)
+    monkeypatch.setattr(parallel_compile, "_arch", "")
+    monkeypatch.setattr(parallel_compile.signal, "signal", lambda *_: None)
+    before = contract.multiprocessors(), contract.shared_memory()
+    try:
+        parallel_compile._begin("sm_80", 108, 163 * 1024)
+        assert (contract.multiprocessors(), contract.shared_memory()) == (108, 163 * 1024)
+    finally:
+        contract._pretended = None
+        contract.multiprocessors.cache_clear()
+        contract.shared_memory.cache_clear()
+    assert (contract.multiprocessors(), contract.shared_memory()) == before

@@ -1,0 +1,395 @@
+"""File formats in kernels: elements of blocks, the contents of packed tiles, products.
+
+Expectations come from the codec, which is held to `gguf` bit for bit, and from float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda, float32, uint8, uint32
+
+import steps
+from qformats import FILE_FORMATS, FORMATS, dequantize, quantize
+from qformats.repack import (
+    HALF_SCALE,
+    TILE_GROUP,
+    TILE_K,
+    TILE_ROWS,
+    byte_tiles,
+    byte_weights,
+    tiles,
+)
+from qformats.storage import storage_format, stored_weights
+from reference import Problem, check
+from reference.product import least_half, same_operands_a16
+from steps import gemm
+from steps.blocks.elements import device_elements
+from steps.checks.cases import SUPER_CHECK_SHAPES, cases
+from steps.checks.select import UsageError
+from steps.checks.verify import multiply, operands, prepare, verify
+from steps.cli.arguments import formats_of
+from steps.compile.compiler import machine_code, signature_of
+from steps.compile.dry_run import launches
+from steps.contract import Shape, Work
+from steps.driver.machines import Simulator
+from steps.instructions import store_u32
+from steps.kernels.parts.weights.storage_formats import half_format, tile_format
+from steps.product import tuning_table as tuning
+from steps.product.choice import choose
+from steps.simulator.launch import simulate
+from tests.kernels.passes import RemembersPasses
+
+of_each = pytest.mark.parametrize("name", FILE_FORMATS)
+STEPS = (1, 10, 11, 12, 13, 15)
+QUICK = ("mxfp4", "q4_k", "q6_k")  # of a step one of them, with `make test QUICK=1`
+WORKS = [
+    pytest.param(n, name, marks=() if name == QUICK[n % 3] else pytest.mark.slow)
+    for n in STEPS
+    for name in FILE_FORMATS
+    if name in steps.find(n).formats
+]
+
+
+def random_blocks(name: str, n: int, k: int, seed: int = 0) -> np.ndarray:
+    """Any bytes, but d and dmin numbers of either sign, some of them subnormal, and 2^-20 to 2^19
+    for MXFP4's scales."""
+    fmt = FORMATS[name]
+    rng = np.random.default_rng([seed, n, k])
+    size = (n, k // fmt.elements * fmt.block_bytes)
+    blocks = rng.integers(0, 256, size, np.uint8).view(fmt.dtype).copy()
+    for field in ("d", "dmin"):
+        if field in fmt.dtype.names:
+            blocks[field] = rng.standard_normal(blocks.shape) * 2.0 ** rng.integers(-18, 4)
+    if name == "mxfp4":
+        blocks["e"] = rng.integers(108, 148, blocks.shape)
+    return blocks
+
+
+# --- ggml's own bytes ---
+
+
+@cache
+def reader(name: str) -> Any:
+    """kernel(w, values): each block's values, one thread a block."""
+    fmt, fields = FORMATS[name], device_elements(name)
+    level, scale, offset = fields.level, fields.scale, fields.offset
+    size, elements, group = fmt.block_bytes, fmt.elements, fmt.group
+
+    @cuda.jit
+    def read(w, values):
+        b = cuda.threadIdx.x
+        for j in range(elements):
+            at, g = b * size, j // group
+            product = scale(w, at, g) * float32(level(w, at, j))
+            values[b * elements + j] = product + offset(w, at, g)
+
+    return read
+
+
+@of_each
+def test_elements_are_those_of_the_codec_bit_for_bit(name: str) -> None:
+    blocks = random_blocks(name, 1, 6 * 256)
+    if name == "mxfp4":
+        blocks["e"][0, :4] = 0, 1, 2, 255  # both subnormal scales, and the largest
+    values = np.zeros(6 * 256, np.float32)
+    with np.errstate(over="ignore"):
+        simulate(reader(name), 1, blocks.size, (blocks.view(np.uint8).reshape(-1), values))
+    np.testing.assert_array_equal(values, dequantize(blocks)[0])
+
+
+# --- packed tiles ---
+
+
+@of_each
+def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None:
+    blocks = random_blocks(name, 5, 1024)
+    storage_format_named, exact = stored_weights(blocks), dequantize(blocks).astype(np.float64)
+    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
+    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+    offsets = (
+        0.0
+        if storage_format_named.offset is None
+        else np.repeat(storage_format_named.offset, group, axis=1)
+    )
+    off = np.abs(products + offsets - exact)
+    ulp = np.abs(exact) * 2.0**-24  # of the float32 in which the codec adds them up
+    assert (off <= 2.0**-11 * (np.abs(products) + np.abs(offsets)) + ulp).all()
+    if not name.endswith("_k"):
+        assert not off.any()
+    else:
+        assert off.max() > ulp.max(), "d times an integer has more bits than a float16"
+        blocks["d"] = 0.25
+        if "dmin" in blocks.dtype.names:
+            blocks["dmin"] = -2.0
+        storage_format_named, again = stored_weights(blocks), dequantize(blocks)
+        values = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+        values += (
+            0.0
+            if storage_format_named.offset is None
+            else np.repeat(storage_format_named.offset, group, axis=1)
+        )
+        np.testing.assert_array_equal(values, again)
+
+
+@cache
+def unpacker(name: str) -> Any:
+    """kernel(m, bytes, halves): words of one warp, of the first packed tile: [half, lane, 8]
+    of `tile_format` and [half, step, lane, 4] of `half_format`."""
+    tile, form = tile_format(name), half_format(name)
+    load, codes = tile.load, tile.fragments
+    words, scales = form.words, form.scales
+    multipliers, fragments = form.multipliers, form.fragments
+
+    @cuda.jit
+    def unpack(m, as_bytes, halves):
+        storage_format_named = cuda.shared.array(0, uint8, alignment=128)
+        lane = cuda.threadIdx.x
+        for i in range(lane, m.shape[0], 32):
+            storage_format_named[i] = m[i]
+        cuda.syncwarp()
+        for half in range(2):
+            eight = codes(load(storage_format_named, 0, lane, half))
+            for i in range(8):
+                store_u32(as_bytes, 4 * (256 * half + 8 * lane + i), uint32(eight[i]))
+            w, s = (
+                words(storage_format_named, 0, lane, half),
+                scales(storage_format_named, 0, lane, half),
+            )
+            for step in range(4):
+                four = fragments(w, step, multipliers(s, step >> 1))
+                for i in range(4):
+                    at = 512 * half + 128 * step + 4 * lane + i
+                    store_u32(halves, 4 * at, uint32(four[i]))
+
+    return unpack
+
+
+@of_each
+def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
+    """By every lane, as `mma` takes them: rows g and g + 8, K as the docstrings have it."""
+    n, k = 13, 256  # three rows less than a packed tile, of which this is the first along K
+    if name == "mxfp4":
+        blocks = random_blocks(name, n, k)
+        blocks["e"] = np.random.default_rng(1).integers(118, 134, blocks.shape)
+    else:
+        blocks = random_blocks(name, n, k)
+    storage_format_named, kind = stored_weights(blocks), storage_format(FORMATS[name]).name
+    packed, factors = tiles(blocks)
+    tile = tile_format(kind)
+    assert packed.size == TILE_GROUP * 2 * tile.tile_bytes
+    as_bytes, halves = np.zeros(2048, np.uint8), np.zeros(4096, np.uint8)
+    packed_tile = np.ascontiguousarray(packed[: tile.tile_bytes])
+    simulate(unpacker(kind), 1, 32, (packed_tile, as_bytes, halves), shared_bytes=tile.tile_bytes)
+
+    levels = np.zeros((TILE_ROWS, TILE_K), np.int64)
+    levels[:n] = storage_format_named.levels[:, :TILE_K]
+    # [half, g, t, block, part of 16 K, row g or g + 8, byte: k = 2t + (0, 8, 1, 9)]
+    found = as_bytes.view(np.int8 if tile.signed else np.uint8).astype(np.int64)
+    found = found.reshape(2, 8, 4, 2, 2, 2, 2, 2).transpose(5, 1, 0, 3, 4, 7, 2, 6)
+    found = found.reshape(16, TILE_K)
+    np.testing.assert_array_equal(found[:n], tile.code_scale * levels[:n])
+
+    # [half, step, g, t, (row g, row g + 8) twice: k = 2t and 2t + 1, then what is 8 further]
+    found = halves.view(np.float16).astype(np.float64).reshape(2, 4, 8, 4, 2, 2, 2)
+    found = found.transpose(5, 2, 0, 1, 4, 3, 6).reshape(16, TILE_K)[:n]
+    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
+    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
+    offsets = (
+        0.0
+        if storage_format_named.offset is None
+        else np.repeat(storage_format_named.offset, group, axis=1)
+    )
+    exact, least = products + offsets, least_half(blocks)[:, None]
+    size = np.abs(products) + np.abs(offsets)
+    off = np.abs(found * factors[:n, None] - exact[:, :TILE_K])
+    assert (off <= 2.0**-11 * np.maximum(size, 2.0**11 * least)[:, :TILE_K]).all()
+    if name == "mxfp4":  # 16 powers of two, of which all are float16 multiples of HALF_SCALE
+        assert not off.any()
+
+
+def test_mxfp4_scales_far_below_the_largest_are_lost_and_no_others() -> None:
+    blocks = quantize(np.ones((1, 256), np.float32), "mxfp4")
+    blocks["e"] = [[100, 99, 90, 86, 85, 69, 68, 40]]
+    packed, factors = tiles(blocks)
+    tile = tile_format("c5")
+    first = packed[: tile.tile_bytes][tile.scales_at :][:4]
+    second = packed[TILE_GROUP * tile.tile_bytes :][: tile.tile_bytes][tile.scales_at :][:4]
+    d = (np.concatenate([first, second]).astype(np.uint16) << 8).view(np.float16)
+    kept = d.astype(np.float64) * HALF_SCALE * factors[0]
+    right = 2.0 ** (blocks["e"][0].astype(np.float64) - 128)
+    np.testing.assert_array_equal(kept[:6], right[:6])
+    assert kept[6] == kept[7] == 0, "2^-32 of the row's largest"
+
+
+@of_each
+def test_int8_weights_are_within_half_a_step_of_a_row(name: str) -> None:
+    blocks = random_blocks(name, 9, 512)
+    codes, factor = byte_weights(blocks)
+    w = dequantize(blocks).astype(np.float64)
+    off = np.abs(codes * factor[:, None].astype(np.float64) - w)
+    assert (off <= factor[:, None] * 0.5001).all()
+    assert (factor <= np.abs(w).max(axis=1) / 126).all(), "the range of int8 is used"
+    packed, factors = byte_tiles(blocks)
+    assert packed.size == 128 * 512
+    np.testing.assert_array_equal(factors[:9], factor)
+    # the highest bit of each byte is flipped; K | tile block g t part r i
+    flat = (packed ^ np.uint8(128)).view(np.int8).reshape(4, TILE_GROUP, 4, 8, 4, 2, 2, 4)
+    rows = flat.transpose(1, 6, 3, 0, 2, 5, 4, 7).reshape(128, 512)
+    np.testing.assert_array_equal(rows[:9], codes)
+    assert not rows[9:].any()
+
+
+# --- products ---
+
+
+@pytest.mark.parametrize(("number", "name"), WORKS)
+def test_products(number: int, name: str) -> None:
+    """Ragged in M and N; whole numbers, which must come out bit for bit, and others."""
+    step, shapes = steps.find(number), [((3, 21, 256), "integer"), ((1, 17, 512), "llm")]
+    if number in (17, 18):  # one token, up to four, eight, sixteen: each its own kernel
+        shapes += [((2, 5, 256), "normal"), ((4, 5, 256), "integer"), ((7, 33, 256), "uniform")]
+        shapes += [((19, 5, 256), "integer")]
+    for order, (shape, distribution) in enumerate(shapes):
+        problem = Problem(*shape, name, distribution, seed=order)
+        found = verify(step, step.families[-1], problem, RemembersPasses(order))
+        assert found.ok, found.verdict
+
+
+@pytest.mark.parametrize("number", [14, 17, 18])
+def test_scales_that_change_places_are_found(number: int) -> None:
+    """Scales of lower and upper halves of blocks swapped, in Q6_K: the product is wrong by that."""
+    step = steps.find(number)
+    at = tile_format("c6").scales_at
+
+    def swapped(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+        packed, factors = step.pack(blocks)
+        each = packed.reshape(-1, tile_format("c6").tile_bytes).copy()
+        each[:, at:] = each[:, at:].reshape(len(each), -1, 2, 2)[:, :, ::-1].reshape(len(each), -1)
+        return each.reshape(-1), factors
+
+    problem = Problem(3, 16, 256, "q6_k", "normal")
+    broken = replace(step, pack=swapped)
+    assert verify(step, step.families[-1], problem, Simulator()).ok
+    found = verify(broken, step.families[-1], problem, Simulator())
+    assert {"bound", "nmse"} <= set(found.failures)
+
+
+def test_the_sharp_limit_is_against_what_records_hold() -> None:
+    """A Q4_K product with exact scales would be further from the operands than is let through: the
+    check knows which of both a step multiplied."""
+    problem, step = Problem(5, 40, 512, "q4_k", "normal"), steps.find(17)
+    machine = Simulator()
+    given = prepare(step, "A8", "q4_k", problem.a, problem.blocks, machine)
+    c, bits = multiply(given, machine), operands(given, machine)
+    assert check(c, problem, "A8", bits).ok
+    exact = same_operands_a16(bits.values(), problem.blocks).astype(np.float32)
+    assert "nmse" in check(exact, problem, "A8", bits).failures
+    off = np.sum((c - exact.astype(np.float64)) ** 2) / np.sum(exact.astype(np.float64) ** 2)
+    assert 1e-8 < off < 16 * 2.0**-22, "what rounding the scales costs, and no more than is said"
+
+
+def test_the_front_door_takes_them() -> None:
+    for name in ("q4_k", "mxfp4"):
+        problem = Problem(2, 20, 256, name, "normal")
+        c, choice = gemm(problem.a, problem.blocks, machine=Simulator(), explain=True)
+        assert choice.step.number == 18
+        right = problem.a.astype(np.float64) @ dequantize(problem.blocks).T
+        assert np.sum((c - right) ** 2) < 1e-3 * np.sum(right**2)
+    with pytest.raises(ValueError, match="w has 1 blocks of 256 in a row, K=256"):
+        gemm(np.ones((1, 32), np.float32), problem_blocks("q4_k"), machine=Simulator())
+
+
+def problem_blocks(name: str) -> np.ndarray:
+    return Problem(1, 4, 256, name, "normal").blocks
+
+
+class Hopper:
+    name, cc, sms = "NVIDIA H200", (9, 0), 132
+
+
+@of_each
+def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
+    few = choose(name, Shape(1, 4096, 14336), Hopper())
+    many = choose(name, Shape(2048, 4096, 4096), Hopper())
+    assert few.step.most_tokens == (16 if name != "q2_k" else None)
+    assert many.step.number == 14
+    tuned = {entry.format for table in tuning.known() for entry in table.entries}
+    assert (f"stored most like {name}" in many.why) == (name not in tuned)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "shape"),
+    [
+        (17, "q6_k", (1, 4096, 14336)),
+        pytest.param(18, "q6_k", (1, 4096, 14336), marks=pytest.mark.slow),
+        pytest.param(11, "mxfp4", (512, 4096, 4096), marks=pytest.mark.slow),
+        pytest.param(14, "q2_k", (512, 4096, 4096), marks=pytest.mark.slow),
+    ],
+)
+def test_machine_code_has_no_spills(number: int, name: str, shape: tuple[int, int, int]) -> None:
+    step = steps.find(number)
+    *_, own = launches(Work(step, step.families[-1], name), shape)
+    code = machine_code(own.kernel, signature_of(own.args), "sm_90a")
+    assert code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
+    for promise in step.contains[step.families[-1]]:
+        assert any(op.startswith(promise) for op in code.instructions)
+    assert not [op for op in code.instructions if op.startswith(step.forbids[step.families[-1]])]
+
+
+# --- what cannot be ---
+
+
+def test_refusals_are_one_sentence() -> None:
+    assert formats_of(["all"]) == formats_of([]) == steps.find(2).formats
+    assert formats_of(["q6_k,q4_0"]) == ("q4_0", "q6_k")
+    with pytest.raises(UsageError, match="unknown format 'q7_k'"):
+        formats_of(["q7_k"])
+    assert steps.find(4).supports("q4_k", "A8").startswith("step 4 has no q4_k: it takes q4_0")
+    assert steps.find(17).supports("q2_k", "A8").startswith("step 17 has no q2_k")
+    with pytest.raises(
+        UsageError, match="K=96 is not a multiple of 256, the block of q4_k: use 256"
+    ):
+        cases("q4_k", simulated=True, shape=(1, 1, 96))
+    with pytest.raises(ValueError, match="K=96 is not a multiple of the block of 256: use 256"):
+        Problem(1, 1, 96, "q6_k")
+    with pytest.raises(ValueError, match="there is no golden case of mxfp4"):
+        Problem(1, 1, 32, "mxfp4", "golden")
+    blocks = quantize(np.ones((2, 64), np.float32), "mxfp4")
+    blocks["e"][1, 1] = 254
+    with pytest.raises(ValueError, match=r"block 1 of row 1 has a scale of 2\^126"):
+        tiles(blocks)
+    blocks = problem_blocks("q5_k").copy()
+    blocks["dmin"][2, 0] = np.inf
+    with pytest.raises(ValueError, match="w has dmin = inf in block 0 of row 2"):
+        gemm(np.ones((1, 256), np.float32), blocks, machine=Simulator())
+
+
+@of_each
+def test_the_cases_of_a_check(name: str) -> None:
+    every = cases(name, simulated=True)
+    assert all(case.shape[2] % FORMATS[name].elements == 0 for case in every)
+    assert all(case.distribution != "golden" for case in every)
+    if name.endswith("_k"):
+        assert tuple(case.shape for case in every) == SUPER_CHECK_SHAPES
+
+
+def test_layers_of_blocks_from_files() -> None:
+    torch = pytest.importorskip("torch")
+    from steps.nn.linear import QuantLinear
+
+    problem = Problem(3, 7, 512, "q4_k", "normal")
+    layer = QuantLinear.from_blocks(problem.blocks)
+    assert (layer.in_features, layer.out_features, layer.format) == (512, 7, "q4_k")
+    y = layer(torch.from_numpy(problem.a.copy())).numpy()
+    np.testing.assert_allclose(y, problem.a @ problem.w.T, rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        ValueError, match="a q4_k layer needs in_features that are a multiple of 256"
+    ):
+        QuantLinear(64, 4, format="q4_k")
+    with pytest.raises(ValueError, match="q4_k blocks are read here, not written"):
+        QuantLinear.from_float(np.ones((4, 256), np.float32), "q4_k")

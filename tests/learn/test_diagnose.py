@@ -1,0 +1,154 @@
+"""Wrong holes: the message names the cause, and the hole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reference import GOLDEN, Q81, Problem
+from steps.learn.exercises.check import GOLDEN_CASE, TELLING, check, lines
+from steps.learn.exercises.diagnose import region
+from steps.learn.exercises.load import load
+from steps.learn.exercises.places import places
+from steps.learn.exercises.probe import RIGHT, UNKNOWN, Fate, pairing, told
+from steps.learn.exercises.suspects import SUSPECTS, Terms
+from steps.learn.exercises.trial import Subject
+from steps.learn.pitfalls.exhibit import SHAPE, pitfalls
+from steps.registry import find
+from tests.learn.mistakes import MISTAKES, Mistake
+
+
+def mistake(one: Mistake) -> pytest.param:
+    """`make test` runs the first of each hole, QUICK=1 the first of each step."""
+    of_step = [each for each in MISTAKES if each.step == one.step]
+    first = next(each for each in of_step if each.hole == one.hole)
+    marks = pytest.mark.slow if one is first else pytest.mark.every
+    return pytest.param(one, id=one.id, marks=() if one is of_step[0] or one.step <= 2 else marks)
+
+
+@pytest.mark.parametrize("one", [mistake(each) for each in MISTAKES])
+def test_a_mistake_is_named(one: Mistake, tmp_path: Path) -> None:
+    exercise = one.written(tmp_path)
+    report = check(exercise)
+    said = "\n".join(lines(report))
+    assert report.wrong is not None
+    assert (report.wrong.cause, report.hole) == (one.cause, one.hole), said
+    assert one.says in said
+    assert report.suspected == (one.hole,)
+    first = exercise.code_line(one.hole)
+    assert f"{exercise.path.name}:{first}" in said, "where to look"
+
+
+def test_a_race_comes_with_both_threads_and_both_lines(tmp_path: Path) -> None:
+    one = next(each for each in MISTAKES if (each.step, each.hole, each.cause) == (3, 1, "race"))
+    exercise = one.written(tmp_path)
+    report = check(exercise)
+    found = re.search(
+        r"race on tile_a\[(\d+), (\d+)\]: thread (\d+) stores to it at \S+py:(\d+) `(.+?)`, "
+        r"thread (\d+) loads it at \S+py:(\d+) `(.+?)`\.",
+        report.wrong.sentences[0],
+    )
+    assert found, report.wrong.sentences[0]
+    row, column, writer, store_line, store, reader, load_line, load = found.groups()
+    assert int(writer) == 32 * int(row) + int(column) != int(reader)
+    assert store == "tile_a[ty, tx] = x" == exercise.lines[int(store_line) - 1].strip()
+    assert load == "acc += tile_a[ty, j] * tile_w[tx, j]"
+    assert load == exercise.lines[int(load_line) - 1].strip()
+
+
+# --- suspects against the museum ------------------------------------------------------------------
+
+OF_THE_MUSEUM = [one for one in SUSPECTS if one.pitfall]
+
+
+@pytest.mark.parametrize("one", OF_THE_MUSEUM, ids=lambda one: one.cause)
+def test_a_suspect_computes_what_the_museums_kernel_computes(one: object) -> None:
+    pitfall = next(each for each in pitfalls() if each.number == one.pitfall)
+    golden = GOLDEN[pitfall.format]
+    terms = Terms.of(Problem(1, 1, 32, pitfall.format, "golden"), golden.q81)
+    assert next(one.computes(terms)).item() == pitfall.golden
+    problem = Problem(*SHAPE, pitfall.format, "normal")
+    q81 = Q81.of_values(problem.a)
+    made, wrong = next(one.computes(Terms.of(problem, q81))), pitfall.wrong(problem.blocks, q81)
+    np.testing.assert_allclose(made, wrong, rtol=1e-4, atol=1e-4 * np.abs(wrong).max())
+
+
+def test_every_pitfall_of_values_is_suspected() -> None:
+    values = {each.number for each in pitfalls() if {"exact", "bound"} <= set(each.caught_by)}
+    stored = {11, 12}  # outputs that nobody stores to are told without computing
+    assert {one.pitfall for one in OF_THE_MUSEUM} == values - stored
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1"])
+def test_the_telling_problem_shows_every_suspect(name: str) -> None:
+    """What it computes there is not right, unless the format has no such mistake."""
+    problem = Problem(*TELLING.shape, name, TELLING.distribution, TELLING.seed)
+    terms = Terms.of(problem, Q81.of_values(problem.a))
+    for one in SUSPECTS:
+        made = list(one.computes(terms))
+        assert not made or not all(np.allclose(each, terms.product()) for each in made), one.cause
+        assert made or ("fifth" in one.cause) or one.cause == "weights unsigned"
+
+
+# --- where ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "words"),
+    [
+        (slice(None), slice(None), "all 20 outputs"),
+        (slice(None), slice(3, None), "every column from 3 on"),
+        (slice(2, None), slice(None), "every row from 2 on"),
+        (slice(None), slice(1, 2), "column 1"),
+        (slice(0, 2), slice(None), "rows 0 to 1"),
+        (slice(1, 2), slice(2, 4), "row 1, columns 2 to 3"),
+        ([0, 2], slice(None), "rows 0, 2"),
+    ],
+)
+def test_regions_in_words(rows: object, columns: object, words: str) -> None:
+    bad = np.zeros((4, 5), bool)
+    bad[rows, columns] = True
+    assert region(bad) == words
+    bad[0, 0] = False
+    if words.startswith("all"):
+        assert region(bad) == "19 outputs in rows 0 to 3, columns 0 to 4"
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q8_0"])
+def test_weights_and_activations_are_paired(name: str, tmp_path: Path) -> None:
+    """Right, and with activations 4i .. of step 2 in the order of pitfall 3."""
+    subject = Subject("A8", name, GOLDEN_CASE)
+    assert pairing(find(2), subject) is None
+    one = Mistake(2, 2, "b4(a, at_a + QA + i)", "b4(a, at_a + QA + (i ^ 4))", "")
+    exercise = one.written(tmp_path)
+    step = load(*(exercise.composed(())[0], exercise.path, exercise.composed(())[1]))
+    assert pairing(step, subject) == (
+        "wrong pairs",
+        "In a block, elements 0 to 3 of A meet weights 4 to 7; likewise 8 to 11; elements 4 to 7 "
+        "of A meet weights 0 to 3; likewise 12 to 15.",
+    )
+
+
+def test_fates_in_words() -> None:
+    fates = [RIGHT] * 32
+    assert told(fates, []) is None
+    fates[3] = fates[4] = Fate(weights=())
+    fates[9] = UNKNOWN
+    assert told(fates, []).says == (
+        "In a block, elements 3 to 4 of A meet nothing; element 9 of A gives products that no sum "
+        "of weights explains."
+    )
+    each = [Fate(weights=((31 - 2 * m, 1.0),)) for m in range(32)]
+    assert told(each, []).says.endswith("; and so on.")
+    assert told([UNKNOWN] * 32, []) is None, "nothing can be said"
+
+
+@pytest.mark.parametrize(("number", "family"), [(7, "A8"), (12, "A16")])
+def test_operands_of_a_right_step_are_in_their_places(number: int, family: str) -> None:
+    assert places(find(number), Subject(family, "q4_0", TELLING)) is None

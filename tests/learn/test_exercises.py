@@ -1,0 +1,227 @@
+"""Every exercise, filled from its step: right; its text, and how it is read back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from steps.learn.exercises.advice import memory_traffic
+from steps.learn.exercises.check import GOLDEN_CASE, check, lines
+from steps.learn.exercises.load import load
+from steps.learn.exercises.text import Exercise, ExerciseError, make, numbers, solutions, tasks
+from steps.learn.exercises.trial import Subject
+from steps.registry import HOLE, find, lesson, source
+from tests.learn.mistakes import MISTAKES
+
+QUICK = 2
+"""Steps up to this one are checked in a second; the others are `slow`."""
+
+
+def of_step(number: int) -> pytest.param:
+    return pytest.param(number, marks=() if number <= QUICK else pytest.mark.slow)
+
+
+def written(
+    folder: Path, number: int, solved: tuple[int, ...], text: str | None = None
+) -> Exercise:
+    path = folder / f"{find(number).name}.py"
+    path.write_text(make(find(number), solved) if text is None else text, encoding="utf-8")
+    return Exercise.read(path)
+
+
+def test_there_are_enough() -> None:
+    assert {*range(1, 10), 11, 12, 17} <= set(numbers())
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_holes_of_a_step(number: int) -> None:
+    """Three to six, numbered in order, each with a task, a hint and two mistakes."""
+    own = solutions(number)
+    assert list(own) == list(range(1, len(own) + 1))
+    assert 3 <= len(own) <= 6
+    assert set(tasks(number)) == set(own)
+    for hole, task in tasks(number).items():
+        assert len(task.todo.split()) > 2
+        assert len(task.hint.split()) > 4
+        assert sum((one.step, one.hole) == (number, hole) for one in MISTAKES) == 2
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_an_exercise_is_the_step_but_for_its_holes(number: int, tmp_path: Path) -> None:
+    """Filled with the step's own lines it is the step again, and the holes say nothing of them."""
+    step = find(number)
+    empty, full = make(step), make(step, tuple(solutions(number)))
+    kept = [
+        line for line in full.splitlines(keepends=True) if not re.match(r" *# (end of )?TODO", line)
+    ]
+    said = [line for line in kept if not re.match(r" *#   \S", line)]
+    own = [line for line in lesson(source(step)) if not re.match(r" *#   \S", line)]
+    assert said == own
+    assert not any(HOLE.match(line) for line in empty.splitlines())
+    assert all(len(line) <= 100 for line in empty.splitlines())
+    exercise = written(tmp_path, number, ())
+    solved, rows = exercise.composed(tuple(exercise.holes))
+    assert solved == full
+    assert len(rows) == len(full.splitlines())
+    assert rows == sorted(rows)
+    assert rows[-1] == len(exercise.lines)
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_an_empty_one_can_be_imported_and_says_where_to_begin(number: int, tmp_path: Path) -> None:
+    exercise = written(tmp_path, number, ())
+    assert load(*_text(exercise)).number == number
+    assert exercise.unfilled == tuple(solutions(number))
+    report = check(exercise)
+    assert (report.ok, report.wrong, report.hole, report.cases) == (False, None, 1, 0)
+    said = lines(report)
+    line = int(re.search(r"TODO 1 is not filled in yet \(\w+\.py:(\d+)\)", "\n".join(said))[1])
+    assert exercise.lines[line - 1].strip() == tasks(number)[1].instead.split("\n")[0]
+
+
+@pytest.mark.parametrize("number", [of_step(number) for number in numbers()])
+def test_filled_from_the_step_it_is_right(number: int, tmp_path: Path) -> None:
+    report = check(written(tmp_path, number, tuple(solutions(number))))
+    assert report.ok, "\n".join(lines(report))
+    assert report.advice == ()
+    assert lines(report)[0].startswith(f"right: {report.cases} problems in ")
+
+
+def _text(exercise: Exercise) -> tuple[str, Path, list[int]]:
+    text, rows = exercise.composed(())
+    return text, exercise.path, rows
+
+
+# --- one hole after the other ---------------------------------------------------------------------
+
+
+def test_each_hole_can_be_checked_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    for solved in ((1,), (2,), (1, 2, 3), (1, 2, 3, 4)):
+        report = check(written(tmp_path, 1, solved))
+        assert (report.ok, report.wrong) == (False, None)
+        assert report.hole == min({1, 2, 3, 4, 5} - set(solved))
+        assert lines(report)[0].startswith(
+            f"right so far: TODO {', '.join(map(str, solved))} of 5;"
+        )
+
+
+def test_two_wrong_holes_are_told_one_at_a_time(tmp_path: Path) -> None:
+    text = make(find(1), (1, 2, 3, 4, 5)).replace(" + z)", ")").replace("= acc\n", "+= acc\n")
+    report = check(written(tmp_path, 1, (), text))
+    assert report.suspected == (3, 4)
+    assert (report.hole, report.wrong.cause) == (3, "no compensation")
+    assert "After it: TODO 4, wrong as well." in "\n".join(lines(report))
+
+
+def test_a_file_without_its_marks_is_checked_as_a_whole(tmp_path: Path) -> None:
+    text = "".join(lesson(source(find(1))))
+    assert check(written(tmp_path, 1, (), text)).ok
+    report = check(written(tmp_path, 1, (), text.replace(" + z)", ")")))
+    assert (report.wrong.cause, report.hole) == ("no compensation", None)
+
+
+# --- what Python and the kernel say ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cause", "says"),
+    [
+        ("acc += a[m", "acc += (a[m", "syntax", "was never closed"),
+        ("        c[m, n] = acc", "          c[m, n] = acc", "syntax", "indent"),
+        ("c[m, n] = acc", "c[m, n] = akk", "name", "name 'akk' is not defined"),
+        ("c[m, n] = acc", "c[m, n] = acc[0]", "error", "IndexError"),
+        ("ceil_div(shape.m, BLOCK_M))", "ceil_div(shape.m))", "error", "missing 1 required"),
+        ("ceil_div(shape.m, BLOCK_M))", "ceil_div(shape.m, BLOCK_X))", "name", "BLOCK_X"),
+        ("c[m, n] = acc", "c[m, n] = acc; w[1] = 0", "operands changed", "changed its weights"),
+    ],
+)
+def test_errors_come_with_the_line_of_the_file(
+    old: str, new: str, cause: str, says: str, tmp_path: Path
+) -> None:
+    text = make(find(1), (1, 2, 3, 4, 5))
+    assert text.count(old) == 1
+    exercise = written(tmp_path, 1, (), text.replace(old, new))
+    report = check(exercise)
+    said = "\n".join(lines(report))
+    assert report.wrong.cause == cause, said
+    assert says in said
+    if cause != "operands changed":
+        assert new.strip() in exercise.lines[report.wrong.line - 1], said
+    assert report.hole is not None
+    assert report.hole == exercise.hole_at(report.wrong.line or exercise.code_line(4))
+
+
+def test_a_loop_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steps.learn.exercises.check.PATIENCE", 1.0)
+    text = make(find(1), (1, 2, 3, 4, 5))
+    endless = text.replace("for b in range(blocks_k):", "b = 0\n        while b < blocks_k:")
+    report = check(written(tmp_path, 1, (), endless))
+    assert report.wrong.cause == "endless"
+    assert "still running after 1 seconds" in report.wrong.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("# end of TODO 2", "", "TODO 2 of line 51 has no end: put `# end of TODO 2` back"),
+        ("# TODO 2: set at", "# set at", "ends TODO 2, which nothing begins"),
+        ("    number=1,\n", "    number=one,\n", "has no `STEP = Step(number=...`"),
+    ],
+)
+def test_lost_marks_are_refused_in_one_sentence(
+    old: str, new: str, says: str, tmp_path: Path
+) -> None:
+    exercise = written(tmp_path, 1, (), make(find(1)).replace(old, new))
+    with pytest.raises(ExerciseError, match=re.escape(says)):
+        check(exercise)
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "at"),
+    [
+        (
+            {"ROW_F32: Final = BLOCK + 1": "ROW_F32: Final = BLOCK"},
+            r"\d+ bank conflicts in family A16, that of the step 0: ",
+            "acc += tile_a[ty, j] * tile_w[tx, j]",
+        ),
+        (
+            {
+                "if m0 + ty < c.shape[0]:\n                x = a[m0 + ty, b * BLOCK + tx]": (
+                    "if m0 + tx < c.shape[0]:\n                x = a[m0 + tx, b * BLOCK + ty]"
+                ),
+                "tile_a[ty, tx] = x": "tile_a[tx, ty] = x",
+            },
+            r"\d+ sectors of global memory in family A16, that of the step \d+: ",
+            "x = a[m0 + tx, b * BLOCK + ty]",
+        ),
+    ],
+)
+def test_more_traffic_than_the_steps_is_advice(
+    changes: dict[str, str], says: str, at: str, tmp_path: Path
+) -> None:
+    text = make(find(3), tuple(solutions(3)))
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    exercise = written(tmp_path, 3, (), text)
+    own = load(*_text(exercise))
+    (sentence,) = memory_traffic(own, find(3))
+    assert re.match(f"the first warp has {says}", sentence)
+    assert at in sentence
+
+
+def test_advice_is_given_with_a_right_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = Subject("A16", "q4_0", GOLDEN_CASE)
+    monkeypatch.setattr("steps.learn.exercises.check.subjects", lambda step: iter([golden]))
+    text = make(find(3), tuple(solutions(3))).replace("= BLOCK + 1", "= BLOCK")
+    report = check(written(tmp_path, 3, (), text))
+    assert report.ok
+    assert lines(report)[1].startswith("  advice: the first warp has ")
+    assert check(written(tmp_path, 3, tuple(solutions(3)))).advice == ()

@@ -1,0 +1,182 @@
+"""Tests of the tests: each known bug is caught, by the layers that its story names."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qformats import FORMATS
+from reference import GOLDEN, Q81, Problem, check
+from steps.learn.pitfalls import Finding, Pitfall, __main__, examine, pitfalls
+from steps.learn.pitfalls import p05_qh_interleaved_twice as p05
+from steps.learn.pitfalls.p06_adjacent_pairs import other_packing
+from steps.learn.pitfalls.p07_misaligned_load import on_a_cpu
+from steps.learn.pitfalls.p07_misaligned_load import wrong as misaligned
+from steps.learn.pitfalls.p11_nan_passes import lenient
+from steps.learn.pitfalls.right import w4a8
+from steps.simulator.launch import Misaligned, Race
+
+MUSEUM = pitfalls()
+
+# number -> the wrong value on the golden block (141; Q5_0: 342), and what exactly catches it
+SIGNATURES = {
+    1: (125, {"golden value", "exact", "bound", "nmse"}),
+    2: (157, {"golden value", "exact", "bound", "nmse"}),
+    3: (85, {"golden value", "exact", "bound", "nmse"}),
+    4: (214, {"golden value", "exact", "bound", "nmse"}),
+    5: (342, {"golden bytes"}),
+    6: (64, {"golden value", "exact", "bound", "nmse"}),
+    7: (math.nan, {"misaligned"}),
+    8: (2189, {"golden value", "exact", "bound", "nmse"}),
+    9: (141, {"race"}),
+    10: (141, {"nan", "bound", "nmse", "activations"}),
+    11: (math.nan, {"golden value", "nan", "exact", "bound", "nmse"}),
+    12: (math.nan, {"golden value", "nan", "exact", "bound", "nmse"}),
+}
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[int, Finding]:
+    return {pitfall.number: examine(pitfall) for pitfall in MUSEUM}
+
+
+def test_the_museum_is_complete() -> None:
+    assert [pitfall.number for pitfall in MUSEUM] == list(SIGNATURES) == list(range(1, 13))
+    assert len({pitfall.title for pitfall in MUSEUM}) == 12
+    assert all(len(pitfall.story.split()) > 25 for pitfall in MUSEUM)
+
+
+@pytest.mark.parametrize("pitfall", MUSEUM, ids=lambda p: f"{p.number}-{p.title}")
+def test_each_bug_is_caught_as_its_story_says(
+    pitfall: Pitfall, findings: dict[int, Finding]
+) -> None:
+    finding = findings[pitfall.number]
+    value, layers = SIGNATURES[pitfall.number]
+    assert finding.caught, finding.layers
+    assert finding.golden == pytest.approx(value, abs=0, nan_ok=True)
+    assert set(finding.layers) == layers
+    assert set(pitfall.caught_by) <= layers
+    assert finding.complaints == {}, "the right one must pass the same checks"
+
+
+def test_errors_of_wrong_kernels_are_far_from_any_limit(findings: dict[int, Finding]) -> None:
+    for number in (1, 2, 3, 4, 6, 8):
+        assert findings[number].nmse > 1
+    assert findings[5].nmse < 1e-11  # the one that no comparison with itself can see
+    for number in (10, 11, 12):
+        assert findings[number].nmse == math.inf
+    for number in (7, 9):  # the simulator stops there
+        assert math.isnan(findings[number].nmse)
+
+
+def test_the_numbers_of_the_other_packing() -> None:
+    """The classical debugging story of this kernel, told on adjacent pairs."""
+    assert other_packing() == (71.0, 139.0)
+
+
+def test_misaligned_words_are_silent_on_a_cpu_and_named_in_the_simulator() -> None:
+    assert on_a_cpu() == 141.0
+    from steps.learn.pitfalls.exhibit import launch
+
+    golden = GOLDEN["q4_0"]
+    with pytest.raises(Misaligned, match=r"w: index 2 is byte 2.*p07_misaligned_load\.py"):
+        launch(misaligned, golden.blocks, golden.q81)
+
+
+def test_a_codec_wrong_on_both_sides_is_only_seen_from_outside() -> None:
+    x = Problem(1, 64, 1024, "q5_0", "normal").w
+    ours, theirs = p05.quantize(x), FORMATS["q5_0"].quantize(x)
+    assert ours["qs"].tobytes() == theirs["qs"].tobytes()
+    assert ours["qh"].tobytes() != theirs["qh"].tobytes()
+    gguf = pytest.importorskip("gguf")
+    written = gguf.quants.quantize(p05.GOLDEN_VALUES[None], gguf.GGMLQuantizationType.Q5_0)
+    assert (
+        written.tobytes()
+        == p05.GOLDEN_BYTES
+        == FORMATS["q5_0"].quantize(p05.GOLDEN_VALUES).tobytes()
+    )
+
+
+def test_the_missing_barrier_is_named_in_ascending_order_where_all_goes_well() -> None:
+    problem = Problem(5, 7, 96, "q4_0", "normal")
+    named = r"a load of byte \d+ of scales, to which thread \d+ stores: a barrier is missing"
+    with pytest.raises(Race, match=named):
+        MUSEUM[8].wrong(problem.blocks, Q81.of_values(problem.a))
+
+
+def test_the_lenient_checker_passes_nan_and_ours_does_not() -> None:
+    problem = Problem(2, 3, 64, "q4_0")
+    nothing = np.full((2, 3), np.nan, np.float32)
+    assert lenient(nothing, np.ones((2, 3), np.float32))
+    assert not lenient(np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32))
+    assert check(nothing, problem, "A16").failures[0] == "nan"
+
+
+def test_a_bug_that_gets_through_fails_the_museum(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The museum itself must not be a checker that everything passes."""
+    harmless = replace(MUSEUM[0], wrong=MUSEUM[0].right)
+    elsewhere = replace(MUSEUM[1], golden=1.0)
+    broken = replace(MUSEUM[2], right=MUSEUM[2].wrong)
+    other_layer = replace(MUSEUM[3], caught_by=("misaligned",))
+    for pitfall in (harmless, elsewhere, broken, other_layer):
+        assert not examine(pitfall).caught
+    monkeypatch.setattr(__main__, "pitfalls", lambda: (harmless, MUSEUM[11]))
+    assert __main__.main([]) == 1
+    printed = capsys.readouterr()
+    assert "NOT CAUGHT" in printed.out
+    assert printed.err == "not caught as its story says: pitfall 1\n"
+
+
+def test_exhibits_are_real_kernels() -> None:
+    """They compile for a GPU, too."""
+    from steps.compile.compiler import machine_code, signature_of
+
+    problem = Problem(5, 7, 96, "q4_0")
+    q81 = Q81.of_values(problem.a)
+    w = problem.blocks.view(np.uint8).reshape(7, -1)
+    types = signature_of((w, q81.q, q81.d, q81.s, np.zeros((5, 7), np.float32)))
+    loads = {
+        kernel.py_func.__name__: machine_code(kernel, types).instructions
+        for kernel in (w4a8, misaligned)
+    }
+    assert loads["wrong"]["LDG.E"] > loads["w4a8"]["LDG.E"]  # the 4-byte loads that would trap
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "steps.learn.pitfalls", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_command_prints_plain_text_in_a_pipe() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+    for pitfall in MUSEUM:
+        assert f"\n{pitfall.number}. {pitfall.title}\n" in done.stdout
+
+
+def test_the_command_prints_json() -> None:
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    museum = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert [exhibit["number"] for exhibit in museum] == list(range(1, 13))
+    assert all(exhibit["caught"] for exhibit in museum)
+    assert museum[0]["golden"] == {"right": 141.0, "wrong": 125.0}
+    assert museum[6]["golden"]["wrong"] is None

@@ -1,0 +1,461 @@
+"""gemm and pack: right products come out, wrong requests are refused and nothing is written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import steps
+from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize, quantize
+from reference import Problem, nmse, same_operands_a16
+from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
+from steps.contract import Step, why_no_gpu
+from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import inputs
+from steps.product import gemm as api
+from steps.product.choice import step_numbers
+
+MACHINE = Simulator()
+A8_WITHIN_A16 = 1e-4
+SENTINEL = np.float32(-7.0)
+
+
+class Untouched:
+    """A machine on which nothing may happen; `cc` None as the simulator's."""
+
+    name = "untouched"
+    cc = None
+
+    def __getattr__(self, name: str):
+        raise AssertionError(f"a refused request used machine.{name}")
+
+
+class OnDevice:
+    """What gemm sees of an array on a GPU: its __cuda_array_interface__."""
+
+    def __init__(self, shape, typestr="<f4", strides=None, address=4096, read_only=False) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "data": (address, read_only),
+            "version": 3,
+        }
+
+
+def activations(m: int = 2, k: int = 64) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((m, k), dtype=np.float32)
+
+
+def weights(n: int = 3, k: int = 64, name: str = "q4_0") -> np.ndarray:
+    return quantize(np.random.default_rng(1).standard_normal((n, k), dtype=np.float32), name)
+
+
+# --- right products -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("step", [None, 1, 3])
+def test_products_in_every_format(name: str, step: int | None) -> None:
+    problem = Problem(3, 5, 96, name)
+    c = api.gemm(problem.a, problem.blocks, step=step, machine=MACHINE)
+    assert c.dtype == np.float32
+    assert c.shape == (3, 5)
+    assert nmse(c, same_operands_a16(problem.a, problem.blocks)) < A8_WITHIN_A16
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    m=st.integers(1, 5),
+    n=st.integers(1, 9),
+    blocks_k=st.integers(1, 3),
+    name=st.sampled_from(WEIGHT_FORMATS),
+    family=st.sampled_from([None, "A16", "A8"]),
+    packed=st.booleans(),
+)
+def test_any_small_shape(m, n, blocks_k, name, family, packed) -> None:
+    a, w = activations(m, blocks_k * BLOCK), weights(n, blocks_k * BLOCK, name)
+    step = 3 if family else None
+    held = api.pack(w, step=step, family=family, machine=MACHINE) if packed else w
+    c = api.gemm(a, held, step=step, family=family, machine=MACHINE)
+    want = same_operands_a16(a, w)
+    size = np.abs(a) @ np.abs(FORMATS[name].dequantize(w)).T
+    assert (np.abs(c - want) <= 0.02 * size).all(), "Q8_1 rounds an activation to half of 1/127"
+
+
+def test_one_pack_serves_many_products() -> None:
+    w = weights()
+    handle = api.pack(w, machine=MACHINE)
+    *_, highest = (s for s in steps.ladder() if s.accuracy == "exact" and s.chosen_untuned)
+    alike = [s for s in steps.ladder() if s.pack is highest.pack]
+    assert repr(handle) == f"Packed(q4_0 [3, 64] for {step_numbers(alike)})"
+    for m in (1, 4):
+        a = activations(m)
+        np.testing.assert_array_equal(
+            api.gemm(a, handle), api.gemm(a, w, machine=MACHINE), strict=True
+        )
+
+
+def test_out_is_filled_and_returned() -> None:
+    a, w = activations(), weights()
+    out = np.full((2, 3), SENTINEL, np.float32)
+    assert api.gemm(a, w, out=out, machine=MACHINE) is out
+    np.testing.assert_array_equal(out, api.gemm(a, w, machine=MACHINE))
+
+
+def test_c_may_be_float16_where_a_step_writes_it() -> None:
+    """Rounded once from the float32 that it writes otherwise."""
+    a, w = activations(), weights()
+    for step in (one for one in steps.ladder() if "float16" in one.outputs):
+        full = api.gemm(a, w, step=step.number, machine=MACHINE)
+        c = api.gemm(a, w, step=step.number, dtype="float16", machine=MACHINE)
+        np.testing.assert_array_equal(c, full.astype(np.float16), strict=True)
+        out = np.zeros((2, 3), np.float16)
+        handle = api.pack(w, step=step.number, machine=MACHINE)
+        assert api.gemm(a, handle, out=out, dtype=np.float16) is out
+        np.testing.assert_array_equal(out, c)
+    _, choice = api.gemm(a, w, dtype=np.float16, machine=MACHINE, explain=True)
+    assert "float16" in choice.step.outputs
+
+
+READERS = [step for step in steps.ladder() if "float16" in inputs(step, step.families[-1])]
+
+
+@pytest.mark.parametrize("step", READERS, ids=lambda step: step.name)
+def test_a_may_be_of_16_bits_where_a_step_reads_it(step: Step) -> None:
+    """It is multiplied as it is: one launch of A16, whose products are those of its numbers."""
+    family, w = step.families[-1], weights()
+    rounded = activations().astype(np.float16).astype(np.float32)
+    for input in inputs(step, family)[1:]:
+        bits = input == "bfloat16"
+        numbers = rounded_to_bfloat16(rounded) if bits else rounded
+        a = bfloat16_bits(numbers) if bits else numbers.astype(np.float16)
+        machine = Counts()
+        c, choice = api.gemm(a, w, step=step.number, machine=machine, explain=True)
+        assert choice.family == family
+        assert machine.ran == (1 if family == "A16" else 2), "no pass but that of a quantizer"
+        same = same_operands_a16(numbers, w)
+        limit = {"float16": 1e-6, "bfloat16": 1e-5}[input]  # weights are rounded as A is
+        assert nmse(c, same) < (limit if family == "A16" else 1e-3)
+        if input in step.outputs:
+            half = api.gemm(a, w, step=step.number, dtype=input, machine=machine)
+            want = bfloat16_bits(c) if bits else c.astype(np.float16)
+            np.testing.assert_array_equal(half, want, strict=True)
+
+
+class Counts(Simulator):
+    """`ran`: the launches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = 0
+
+    def run(self, launch) -> None:
+        self.ran += 1
+        super().run(launch)
+
+
+def test_the_step_is_one_that_reads_a() -> None:
+    w = weights()
+    for a in (activations(17).astype(np.float16), bfloat16_bits(activations(17))):
+        _, choice = api.gemm(a, w, machine=MACHINE, explain=True)
+        assert "bfloat16" in inputs(choice.step, choice.family)
+    half = activations().astype(np.float16)
+    _, choice = api.gemm(half, w, machine=MACHINE, explain=True)
+    assert "float16" in inputs(choice.step, choice.family)
+    assert choice.step.most_tokens is not None
+    handle = api.pack(w, step=5, machine=MACHINE)
+    with pytest.raises(ValueError, match="no step can do this: step 5 reads A as float32, not flo"):
+        api.gemm(half, handle)
+
+
+def test_a_dtype_that_no_step_writes_is_refused() -> None:
+    a, w = activations(), weights()
+    for dtype in (np.float64, np.int8, "half a float", None):
+        with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16, got "):
+            api.gemm(a, w, dtype=dtype, machine=Untouched())
+    with pytest.raises(ValueError, match="step 5 writes C as float32, not float16"):
+        api.gemm(a, w, step=5, dtype=np.float16, machine=Untouched())
+    with pytest.raises(TypeError, match="out must be float32, got float16"):
+        api.gemm(a, w, out=np.zeros((2, 3), np.float16), machine=Untouched())
+    with pytest.raises(TypeError, match="out must be float16, got float32"):
+        api.gemm(a, w, out=np.zeros((2, 3), np.float32), dtype="float16", machine=Untouched())
+    handle = api.pack(w, step=7, machine=MACHINE)
+    with pytest.raises(ValueError, match=r"no step can do this: step .* not float16"):
+        api.gemm(a, handle, dtype=np.float16)
+
+
+@pytest.fixture
+def with_fast(monkeypatch):
+    """A last step that is not exact and reads the layout of those before it (step 7's kernel)."""
+    from dataclasses import replace
+
+    from steps.product import choice
+
+    fast = replace(steps.find(7), number=97, accuracy="fast")
+    monkeypatch.setattr(choice, "ladder", lambda: (*steps.ladder(), fast))
+    return fast
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_that_is_not_exact_multiplies_on_request_alone(prepared, with_fast) -> None:
+    a, w = activations(17), weights()
+
+    def who(given, **options) -> int:
+        if prepared:
+            return steps.gemm.plan(17, given, machine=MACHINE, **options).choice.step.number
+        return api.gemm(a, given, machine=MACHINE, explain=True, **options)[1].step.number
+
+    handle = api.pack(w, machine=MACHINE)
+    assert with_fast in handle.steps, "its layout is that of the highest exact one"
+    assert who(handle, accuracy="fast", family="A8") == 97
+    assert who(handle, family="A8") != 97
+    assert who(handle) != 97
+    asked = api.pack(w, accuracy="fast", family="A8", machine=MACHINE)
+    assert who(asked) == 97
+    assert who(asked, accuracy="exact") != 97
+    with pytest.raises(
+        ValueError, match="accuracy is 'good': it must be one of exact, fast, coarse"
+    ):
+        api.pack(w, accuracy="good", machine=Untouched())
+    with pytest.raises(
+        ValueError, match="accuracy is 'good': it must be one of exact, fast, coarse"
+    ):
+        who(handle, accuracy="good")
+
+
+def test_inputs_come_back_unchanged() -> None:
+    a, w = activations(), weights()
+    before = a.copy(), w.copy()
+    api.gemm(a, w, machine=MACHINE)
+    assert a.tobytes() == before[0].tobytes()
+    assert w.tobytes() == before[1].tobytes()
+
+
+def test_the_package_exports_the_same_functions() -> None:
+    handle = steps.pack(weights(), step=2, machine=MACHINE)
+    assert steps.gemm(activations(), handle, family="A8").shape == (2, 3)
+    if why_no_gpu() is None:
+        c = steps.gemm(activations(), weights())
+        assert c.shape == (2, 3)
+    else:
+        with pytest.raises(RuntimeError, match="no CUDA GPU can be used here"):
+            steps.gemm(activations(), weights())
+
+
+# --- refused requests -----------------------------------------------------------------------------
+
+A, W = activations(), weights()
+NAN = A.copy()
+NAN[1, 5] = np.nan
+BAD_SCALE = W.copy()
+BAD_SCALE["d"][2, 1] = np.inf
+READ_ONLY = np.zeros((2, 3), np.float32)
+READ_ONLY.setflags(write=False)
+
+
+@pytest.mark.parametrize(
+    ("a", "w", "options", "error", "said"),
+    [
+        (A.tolist(), W, {}, TypeError, "a must be a NumPy array or one on the GPU"),
+        (A.astype(np.float64), W, {}, TypeError, "a must be float32, .* bfloat16, got float64"),
+        (A.astype(">f4"), W, {}, TypeError, "a must be float32, float16 or bfloat16, got >f4"),
+        (A[0], W, {}, ValueError, "a must have 2 dimensions, got 1"),
+        (A[:, ::2], W, {}, ValueError, r"a must be C-contiguous, got strides \(256, 8\)"),
+        (np.asfortranarray(A), W, {}, ValueError, "a must be C-contiguous"),
+        (A[:0], W, {}, ValueError, r"a is empty: its shape is \(0, 64\)"),
+        (A[:, :33].copy(), W, {}, ValueError, "K=33 is not a multiple .* to 64 columns"),
+        (A[:, :32].copy(), W, {}, ValueError, "a has K=32 columns and w has 2 blocks .* K=64"),
+        (NAN, W, {}, ValueError, "a has 1 values that are NaN or Inf"),
+        (A, W.view(np.uint8), {}, TypeError, "w must hold blocks of q4_0, .* got uint8"),
+        (A, quantize(A, "q8_1"), {}, TypeError, "a Q8_1 block is for activations"),
+        (A, A, {}, TypeError, "w must hold blocks"),
+        (
+            A,
+            "q4_0",
+            {},
+            TypeError,
+            "w must be a NumPy array of blocks .* or what steps.pack made of one, got str",
+        ),
+        (A, W[0], {}, ValueError, r"w must have shape \[N, K/32\], got 1 dimensions"),
+        (A, W[:0], {}, ValueError, "w is empty"),
+        (A, BAD_SCALE, {}, ValueError, "w has d = inf in block 1 of row 2: it must be finite"),
+        (A, W, {"step": 99}, ValueError, "there is no step 99"),
+        (A, W, {"step": 2, "family": "A16"}, ValueError, "step 2 is of family A8, not A16"),
+        (A, W, {"family": "A4"}, ValueError, "family is 'A4': it must be A16 or A8"),
+        (A, W, {"out": np.zeros((3, 2), np.float32)}, ValueError, r"\[2, 3\], got \[3, 2\]"),
+        (A, W, {"out": np.zeros((2, 3))}, TypeError, "out must be float32, got float64"),
+        (A, W, {"out": np.zeros((2, 6), np.float32)[:, ::2]}, ValueError, "C-contiguous"),
+        (
+            A,
+            W,
+            {"out": READ_ONLY},
+            ValueError,
+            r"out \[2, 3\] is read-only: C needs an array that may be written",
+        ),
+        (A, W, {"out": [0.0]}, TypeError, "out must be a NumPy array"),
+        (A, W, {"out": OnDevice((2, 3))}, TypeError, "out must be a NumPy array, as a is"),
+        (OnDevice((2, 64)), W, {}, TypeError, "a is on a GPU and the machine is"),
+        (OnDevice((2, 64), "<f8"), W, {}, TypeError, "a must be float32, .* got float64"),
+        (OnDevice((2, 64), address=4098), W, {}, ValueError, "a begins 2 bytes past .* of 4,"),
+        (
+            OnDevice((2, 64), "<f2", address=4104),
+            W,
+            {},
+            ValueError,
+            "a begins at 0x1008, 8 bytes past a multiple of 16, and kernels copy float16 16 bytes "
+            r"at a time: make an aligned copy, in torch a.clone\(\)",
+        ),
+        (OnDevice((2, 64), "<u2", address=4098), W, {}, ValueError, "kernels copy bfloat16 16 "),
+        (OnDevice((2, 64), "<f2", strides=(2, 4)), W, {}, ValueError, "make a contiguous copy"),
+        (
+            A.astype(np.float16),
+            W,
+            {"step": 5},
+            ValueError,
+            "step 5 reads A as float32, not float16",
+        ),
+        (
+            A.astype(np.float16),
+            W,
+            {"step": 3, "family": "A8"},
+            ValueError,
+            "step 3 reads A as float32 in family A8, not float16",
+        ),
+        (NAN.astype(np.float16), W, {}, ValueError, "a has 1 values that are NaN or Inf"),
+        (bfloat16_bits(NAN), W, {}, ValueError, "a has 1 values that are NaN or Inf"),
+        (OnDevice((2, 64), strides=(4, 8)), W, {}, ValueError, "C-contiguous"),
+        (OnDevice((2, 64)), W, {"out": A}, TypeError, "out must be on the GPU, as a is"),
+        (
+            OnDevice((2, 64)),
+            W,
+            {"out": OnDevice((2, 3), address=4096 + 508)},
+            ValueError,
+            r"out \(24 bytes at 0x11fc\) overlaps a \(512 bytes at 0x1000\)",
+        ),
+        (
+            OnDevice((2, 64), "<f2"),
+            W,
+            {"out": OnDevice((2, 3), "<u2", address=4096 + 240), "dtype": "bfloat16"},
+            ValueError,
+            r"out \(12 bytes at 0x10f0\) overlaps a \(256 bytes at 0x1000\)",
+        ),
+        (
+            OnDevice((2, 64)),
+            W,
+            {"out": OnDevice((2, 3), address=9000, read_only=True)},
+            ValueError,
+            r"out \[2, 3\] is read-only",
+        ),
+        (
+            OnDevice((2, 64)),
+            W,
+            {"out": OnDevice((2, 3), address=9000)},
+            ValueError,
+            "out begins 8 bytes past a multiple of 16",
+        ),
+    ],
+)
+def test_refused_with_one_sentence_and_nothing_written(a, w, options, error, said) -> None:
+    out = options.get("out")
+    before = out.copy() if isinstance(out, np.ndarray) else None
+    with pytest.raises(error, match=said) as refused:
+        api.gemm(a, w, machine=Untouched(), **options)
+    assert "\n" not in str(refused.value)
+    if before is not None:
+        np.testing.assert_array_equal(out, before)
+
+
+def test_sums_that_a_block_cannot_hold_are_refused_or_multiplied() -> None:
+    """Steps 2 to 4 keep s in f16, step 5 in float32: one clear sentence, or the right result."""
+    loud = np.full((1, 64), 3000.0, np.float32)
+    for step in (2, 3, 4):
+        run, out = steps.plan(1, W, step=step, machine=Simulator()), np.ones((1, len(W)), "f4")
+        with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
+            api.gemm(loud, W, step=step, machine=Simulator())
+        with pytest.raises(ValueError, match=r"q8_1 needs s = 96000 .* limit of 65504"):
+            run(loud, out)
+        assert (out == 1).all()
+    c = api.gemm(loud, W, step=5, machine=Simulator())
+    np.testing.assert_allclose(c, loud @ dequantize(W).T, rtol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 70), min_size=0, max_size=3).map(tuple),
+    dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int8, np.int32, np.bool_]),
+    n=st.integers(1, 4),
+    blocks_k=st.integers(1, 3),
+)
+def test_whatever_is_refused_touches_no_machine(shape, dtype, n, blocks_k) -> None:
+    """Any array that is no float [M, 32 x blocks_k] is a TypeError or a ValueError."""
+    a, w = np.ones(shape, dtype), weights(n, blocks_k * BLOCK)
+    fits = len(shape) == 2 and shape[0] > 0 and shape[1] == blocks_k * BLOCK
+    if fits and dtype in (np.float32, np.float16):
+        return
+    with pytest.raises((TypeError, ValueError)):
+        api.gemm(a, w, machine=Untouched())
+
+
+def test_packed_weights_stay_where_they_are() -> None:
+    handle = api.pack(W, step=2, machine=MACHINE)
+    with pytest.raises(ValueError, match="packed for step 2, not for step 5"):
+        api.gemm(A, handle, step=5)
+    with pytest.raises(ValueError, match="packed on simulator, not on untouched"):
+        api.gemm(A, handle, machine=Untouched())
+    with pytest.raises(ValueError, match="step 2 is of family A8, not A16"):
+        api.gemm(A, handle, family="A16")
+
+
+def test_a_kernel_that_fails_leaves_out_alone() -> None:
+    class Failing(Simulator):
+        def run(self, launch) -> None:
+            raise RuntimeError("the launch failed")
+
+    out = np.full((2, 3), SENTINEL, np.float32)
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        api.gemm(A, W, out=out, machine=Failing())
+    assert (out == SENTINEL).all()
+
+
+def test_too_many_blocks_are_refused() -> None:
+    from steps.contract import Launch
+    from steps.product.operands import require_grid
+
+    with pytest.raises(ValueError, match="needs 65536 thread blocks along y"):
+        require_grid(Launch(None, (1, 65536), (16, 16), ()), 2**20, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_on_a_gpu(name: str) -> None:
+    from numba import cuda
+
+    problem = Problem(33, 66, 96, name)
+    want = same_operands_a16(problem.a, problem.blocks)
+    c = steps.gemm(problem.a, problem.blocks)
+    assert nmse(c, want) < A8_WITHIN_A16
+    handle = api.pack(problem.blocks)
+    on_device = cuda.to_device(problem.a)
+    result = api.gemm(on_device, handle)
+    np.testing.assert_array_equal(result.copy_to_host(), c)
+    out = cuda.device_array((33, 66), np.float32)
+    assert api.gemm(on_device, handle, out=out) is out
+    np.testing.assert_array_equal(out.copy_to_host(), c)
+
+
+def test_a_row_of_an_invariant_product_has_the_same_bits_at_every_m() -> None:
+    """On its own, in a plan, and whatever the other rows are."""
+    problem, machine = Problem(5, 40, 288, "q4_0", input="float16"), Simulator()
+    w = steps.pack(problem.blocks, machine=machine)
+    a = problem.given
+    every = steps.gemm(a, w, invariant=True)
+    for m in (1, 3):
+        assert np.array_equal(steps.gemm(a[:m], w, invariant=True), every[:m])
+        others = np.concatenate([a[:m], 7 * a[m:]])
+        assert np.array_equal(steps.gemm(others, w, invariant=True)[:m], every[:m])
+        out = np.empty((m, 40), np.float32)
+        steps.plan(m, w, input="float16", invariant=True)(np.ascontiguousarray(a[:m]), out)
+        assert np.array_equal(out, every[:m])
