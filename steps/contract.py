@@ -9,7 +9,7 @@ printing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from typing import Any, Final, Literal, Protocol, get_args
@@ -130,56 +130,45 @@ Scratch = Callable[[Format, Family, Shape], tuple[tuple[tuple[int, ...], Any], .
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One rung of the ladder.
+class Kernel:
+    """A kernel of products and what it can do: what `gemm` chooses among.
 
-    number, name, title: 4, "step04_dp4a_emulated", one line for tables.
+    number: the lesson that teaches it; `gemm(step=)`, tables and messages name a kernel so.
+    name, title: "wgmma_float16"; one line for tables.
     families: the activation families it multiplies, the one that continues the ladder last.
-    branch: its branch of the ladder, a key of `BRANCHES`.
-    homes: the shapes where it is compared with its parent, if not those of its branch.
-    parents: the step each family is compared with ("x parent"); absent for a first rung.
-    diff_from: the step whose text it grew from, where that is not its parent; for `make diff`.
     unit: the arithmetic unit that bounds it, per family.
     pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
     activations: (family, a, machine) -> `Activations` (timed apart).
-    launch: (format, family, shape, weights, activations, out) -> `Launch`; for a step with
+    launch: (format, family, shape, weights, activations, out) -> `Launch`; for a kernel with
         `scratch`, its arrays follow as one more argument.
     scratch: (format, family, shape) -> ((shape, dtype), ...) of memory the kernel works in besides,
         such as partial sums that thread blocks hand each other. The last of these arrays, of
         counters, is all zero before the first launch, and the kernel leaves it so for the next one;
         the others may hold anything.
-    contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
-        alternatives of one promise are joined by "|".
     outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`. A may have
         those that `steps.kernels.parts.activations.layouts.inputs` names.
     adds_bias: whether `launch` takes a bias [N], of any dtype of `FLOATS`, behind the packed
         weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
-    accuracy: "fast" or "coarse" for a step that changes its weights, see `Accuracy`.
+    accuracy: "fast" or "coarse" for a kernel that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
     invariant: the families in which the launch heeds `Shape.invariant`.
     most_k: the largest K that its sums hold, None for any.
     chosen_untuned: whether `gemm` may choose it where no tuning table has a time for it, and
-        `pack` its layout. A new step says no until it has been measured.
+        `pack` its layout. A new kernel says no until it has been measured.
     """
 
     number: int
     name: str
     title: str
-    branch: str
     families: tuple[Family, ...]
     unit: Mapping[Family, Unit]
     pack: PackWeights
     activations: MakeActivations
     launch: MakeLaunch
     scratch: Scratch | None = None
-    homes: tuple[Size, ...] = ()
-    parents: Mapping[Family, int] = field(default_factory=dict)
-    diff_from: int | None = None
-    contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
-    forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     formats: tuple[str, ...] = WEIGHT_FORMATS
     outputs: tuple[str, ...] = ("float32",)
     adds_bias: bool = False
@@ -190,11 +179,6 @@ class Step:
     most_k: int | None = None
     invariant: tuple[Family, ...] = ()
     chosen_untuned: bool = False
-
-    @property
-    def home_shapes(self) -> tuple[Size, ...]:
-        """The shapes at which the ladder compares it with its parent, the one of charts first."""
-        return self.homes or BRANCHES[self.branch].homes
 
     def prepare(
         self,
@@ -239,6 +223,37 @@ class Step:
             need = least if cc < self.min_cc else f"{most} at most"
             return f"step {self.number} needs compute capability {need}; this GPU has {have}"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Kernel):
+    """One rung of the ladder: a kernel, and its place among the others.
+
+    name: that of its file, "step04_dp4a_emulated".
+    branch: its branch of the ladder, a key of `BRANCHES`.
+    homes: the shapes where it is compared with its parent, if not those of its branch.
+    parents: the step each family is compared with ("x parent"); absent for a first rung.
+    diff_from: the step whose text it grew from, where that is not its parent; for `make diff`.
+    contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
+        alternatives of one promise are joined by "|".
+    """
+
+    branch: str
+    homes: tuple[Size, ...] = ()
+    parents: Mapping[Family, int] = field(default_factory=dict)
+    diff_from: int | None = None
+    contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kernel: Kernel, **place: Any) -> Step:
+        """The lesson of an engineered kernel: what that can do, and the fields of its place."""
+        return cls(**{one.name: getattr(kernel, one.name) for one in fields(kernel)} | place)
+
+    @property
+    def home_shapes(self) -> tuple[Size, ...]:
+        """The shapes at which the ladder compares it with its parent, the one of charts first."""
+        return self.homes or BRANCHES[self.branch].homes
 
 
 def dtype_name(array: Any) -> str:

@@ -1,15 +1,17 @@
-"""Finds the steps: every module `steps/stepNN_<idea>.py` that defines `STEP`."""
+"""Finds the steps, every module `steps/stepNN_<idea>.py` that defines `STEP`, and the engineered
+kernels that callers launch."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Final
 
-from steps.contract import Step
+from steps.contract import Kernel, Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
 HOLE: Final = re.compile(r" *# (?P<end>end of )?hole (?P<number>\d+)$")
@@ -30,6 +32,26 @@ def ladder() -> tuple[Step, ...]:
             )
         steps.append(step)
     return tuple(steps)
+
+
+KERNELS: Final = (
+    *("prefill.mma_int8", "prefill.mma_float16", "prefill.wgmma_specialized"),
+    *("prefill.wgmma_float16", "prefill.wgmma_int8", "decode.cp_async", "decode.bulk"),
+)
+"""The modules of `steps.kernels` that define a `KERNEL`."""
+
+
+@cache
+def kernels() -> tuple[Kernel, ...]:
+    """Every engineered kernel, in the order of the lessons that teach them."""
+    found = (importlib.import_module(f"steps.kernels.{name}").KERNEL for name in KERNELS)
+    return tuple(sorted(found, key=lambda one: one.number))
+
+
+def lessons() -> tuple[Step, ...]:
+    """The steps that have a kernel of their own, not an engineered one."""
+    engineered = {one.number for one in kernels()}
+    return tuple(one for one in ladder() if one.number not in engineered)
 
 
 _registered: dict[int, Step] = {}
@@ -76,8 +98,8 @@ def following(step: Step) -> tuple[Step, ...]:
 
 
 def source(step: Step) -> list[str]:
-    """The lines of its file."""
-    path = Path(__file__).with_name(f"{step.name}.py")
+    """The lines of the file that has its kernel: its own, or that of an engineered kernel."""
+    path = Path(sys.modules[step.launch.__module__].__file__ or "")
     return path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 

@@ -33,10 +33,10 @@ import numpy as np
 
 from qformats import WEIGHT_FORMATS
 from results.measure.products import THREADS
-from results.measure.stated_errors import BFLOAT16, SAFETY, disturbed
 from results.record import model_rows, store
 from results.record.environment import environment, finished
 from results.record.model_rows import ModelRow, ModelRun
+from steps.decoder.compare.stated_errors import BFLOAT16, SAFETY, disturbed
 
 LLAMA_3_2_1B: Final[Mapping[str, Any]] = {
     "vocab_size": 128256,

@@ -16,12 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qformats import FORMATS
-from steps import step18_decode_bulk
 from steps.compile.of_arrays import OfArrays
 from steps.contract import Launch, Machine
 from steps.decoder.model import Product
 from steps.kernels.between import add_and_norm, deferred_norm, gated_product
 from steps.kernels.between.eight import EIGHT
+from steps.kernels.decode import bulk
 from steps.nn import operator as operator
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def _by_step_18(product: Any, m: int) -> bool:
     if not isinstance(product, Product):
         return False
     choice = product.choice(m)
-    return choice.step is step18_decode_bulk.STEP and choice.family == "A16"
+    return choice.step is bulk.KERNEL and choice.family == "A16"
 
 
 def _weights(product: Product) -> tuple[Tensor, ...]:
-    packed = product.packed[step18_decode_bulk.STEP.pack.__name__]
+    packed = product.packed[bulk.KERNEL.pack.__name__]
     return (*packed, *(() if product.bias is None else (product.bias,)))
 
 

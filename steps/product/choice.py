@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from qformats.storage import nearest_weight_format
-from steps.contract import ACCURACIES, Accuracy, Family, Launch, Shape, Step, Work, scheme
+from steps.contract import ACCURACIES, Accuracy, Family, Kernel, Launch, Shape, Work, scheme
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product import tuning_table as tuning
 from steps.product.operands import one_of
-from steps.registry import find, ladder
+from steps.registry import find, kernels, lessons
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Choice:
     configuration: blocks, threads and shared memory of its launch; empty before there is one.
     """
 
-    step: Step
+    step: Kernel
     family: Family
     format: str
     shape: Shape
@@ -45,7 +45,11 @@ class Choice:
 
     @property
     def work(self) -> Work:
-        return Work(self.step, self.family, self.format)
+        return Work(
+            self.step,  # type: ignore[arg-type]
+            self.family,
+            self.format,
+        )
 
     def __str__(self) -> str:
         m, n, k = self.shape.m, self.shape.n, self.shape.k
@@ -63,7 +67,7 @@ def choose(
     *,
     step: int | None = None,
     family: str | None = None,
-    among: Sequence[Step] | None = None,
+    among: Sequence[Kernel] | None = None,
     output: str = "float32",
     accuracy: str = "exact",
     input: str = "float32",
@@ -139,13 +143,13 @@ def choose(
 
 
 def _invariant(
-    asked: Asked, shape: Shape, among: Sequence[Step] | None, step: int | None
+    asked: Asked, shape: Shape, among: Sequence[Kernel] | None, step: int | None
 ) -> Choice | None:
     """The choice where a row must have the same bits at every M; None for too many tokens."""
-    known = [one for one in ladder() if one.invariant]
+    known = [one for one in kernels() if one.invariant]
     if shape.m > max(one.most_tokens or 0 for one in known):
         return None
-    possible = ladder() if among is None else among
+    possible = kernels() if among is None else among
     found = [
         (one, of_family)
         for one in known
@@ -176,7 +180,7 @@ def choose_packed(
 ) -> Choice:
     """`choose` among the steps that read one of the packings that are there, by their names."""
     names = set(packed)
-    among = [one for one in ladder() if one.pack.__name__ in names]
+    among = [one for one in (*lessons(), *kernels()) if one.pack.__name__ in names]
     options: dict[str, Any] = {"accuracy": accuracy, "input": input, "cast_us": cast_us}
     options["family"] = family
     return choose(format_name, shape, machine, among=among, output=output, **options)
@@ -215,18 +219,18 @@ class Asked:
     k: int | None = None
     biased: bool = False
 
-    def reads(self, step: Step, family: Family) -> bool:
+    def reads(self, step: Kernel, family: Family) -> bool:
         """Whether it reads A as it is."""
         return self.input in inputs(step, family)
 
-    def families(self, step: Step) -> list[Family]:
+    def families(self, step: Kernel) -> list[Family]:
         """The families in which it can do this; those that read A as it is last."""
         families = [one for one in step.families if self.family in (None, one)]
         reading = [one for one in families if self.reads(step, one)]
         others = [one for one in families if one not in reading and self.cast_us is not None]
         return others + reading
 
-    def why_not(self, step: Step) -> str | None:
+    def why_not(self, step: Kernel) -> str | None:
         """None, or one sentence saying why the step cannot do this."""
         family = known_family(self.family or step.families[-1])
         why = step.supports(self.format, family, self.cc, self.output)
@@ -240,16 +244,16 @@ class Asked:
             where = f" in family {family}" if step.families[1:] else ""
             why = f"step {step.number} reads A as {known}{where}, not {self.input}"
         if why is None and self.biased and not step.adds_bias:
-            adding = step_numbers([one for one in ladder() if one.adds_bias])
+            adding = step_numbers([one for one in kernels() if one.adds_bias])
             why = f"step {step.number} adds no bias: take one of {adding}, or add it to C yourself"
         return why
 
-    def supporting(self, among: Sequence[Step] | None, accuracy: str) -> list[Step]:
+    def supporting(self, among: Sequence[Kernel] | None, accuracy: str) -> list[Kernel]:
         """The steps that can, lowest first; ValueError where there is none."""
-        found: list[Step] = []
-        refused: list[Step] = []
+        found: list[Kernel] = []
+        refused: list[Kernel] = []
         why, lowest = "there is no step", ACCURACIES.index(known_accuracy(accuracy))
-        for one in ladder() if among is None else among:
+        for one in kernels() if among is None else among:
             reason = self.why_not(one)
             if reason is None and ACCURACIES.index(one.accuracy) <= lowest:
                 found.append(one)
@@ -259,13 +263,15 @@ class Asked:
                 why = reason
         if self.biased and not found:
             unbiased = replace(self, biased=False)
-            others = [one for one in among or ladder() if unbiased.why_not(one) is None]
+            others = [one for one in among or kernels() if unbiased.why_not(one) is None]
             if others:
                 add = "add" if others[1:] else "adds"
                 why = f"{step_numbers(others)} {add} no bias: add it to C yourself"
         if refused:
             best = min(refused, key=lambda one: ACCURACIES.index(one.accuracy))
             why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
+        if not found and among is None:
+            return self.supporting(lessons(), accuracy)
         if not found:
             raise ValueError(f"no step can do this: {why}")
         return found
@@ -275,17 +281,17 @@ def supporting(
     format_name: str,
     family: str | None,
     cc: tuple[int, int] | None,
-    among: Sequence[Step] | None = None,
+    among: Sequence[Kernel] | None = None,
     output: str = "float32",
     accuracy: str = "exact",
     k: int | None = None,
-) -> list[Step]:
+) -> list[Kernel]:
     """The steps that can run a format, lowest first; ValueError where there is none. k: where the
     K of the products is known, only steps whose sums hold it."""
     return Asked(format_name, family, cc, output, k=k).supporting(among, accuracy)
 
 
-def defaults(possible: Sequence[Step]) -> list[Step]:
+def defaults(possible: Sequence[Kernel]) -> list[Kernel]:
     """Those that may be chosen without a measurement; ValueError where none may."""
     found = [one for one in possible if one.chosen_untuned]
     if not found:
@@ -302,7 +308,7 @@ def packing_step(
     cc: tuple[int, int] | None,
     accuracy: str,
     k: int | None = None,
-) -> Step:
+) -> Kernel:
     """The step whose layout weights are packed in where none is named: of the defaults with the
     lowest accuracy that is allowed, the highest. k: as for `supporting`."""
     allowed = defaults(supporting(format_name, family, cc, accuracy=accuracy, k=k))
@@ -311,19 +317,19 @@ def packing_step(
 
 def packings(
     format_name: str, cc: tuple[int, int] | None, accuracy: str, k: int | None = None
-) -> tuple[Step, ...]:
+) -> tuple[Kernel, ...]:
     """A step for each packing that products of this accuracy want: of exact steps first, then of
     less exact ones where these are allowed and read another packing. k: as for `supporting`."""
     exact, lowest = (packing_step(format_name, None, cc, each, k) for each in ("exact", accuracy))
     return (exact,) if lowest.pack is exact.pack else (exact, lowest)
 
 
-def written_dtype(step: Step, wanted: str) -> str:
+def written_dtype(step: Kernel, wanted: str) -> str:
     """The dtype of C that is wanted where the step writes it, else float32."""
     return wanted if wanted in step.outputs else "float32"
 
 
-Time = tuple[float, Step, Family]
+Time = tuple[float, Kernel, Family]
 """Microseconds of a step in a family."""
 
 BFLOAT16_FEW: Final = 1.07
@@ -333,7 +339,7 @@ bfloat16 weights, in a decode step and in others: medians over formats and shape
 dceeb1ed."""
 
 
-def _times(entry: tuning.Entry | None, possible: Sequence[Step], asked: Asked) -> list[Time]:
+def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], asked: Asked) -> list[Time]:
     """What an entry of the table says of some steps. A step that reads A as it is takes no longer
     than from float32."""
     found: list[Time] = []
@@ -351,7 +357,7 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Step], asked: Asked) -
     return found
 
 
-def _measured_family(step: Step, asked: Asked) -> Family:
+def _measured_family(step: Kernel, asked: Asked) -> Family:
     """The family of a step that has no time here: of those with a time in some table, or else of
     all, the last."""
     families, tables = asked.families(step), tuning.known()
@@ -386,7 +392,7 @@ def known_family(name: str) -> Family:
     raise ValueError(f"family is {name!r}: it must be A16 or A8")
 
 
-def step_numbers(steps: Sequence[Step]) -> str:
+def step_numbers(steps: Sequence[Kernel]) -> str:
     """ "step 2", "steps 7, 9 and 17"."""
     *first, last = (str(step.number) for step in steps)
     return f"steps {', '.join(first)} and {last}" if first else f"step {last}"

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.contract import ACCURACIES, Accuracy, Activations, Family, Launch, Shape, Step
+from steps.contract import ACCURACIES, Accuracy, Activations, Family, Kernel, Launch, Shape
 from steps.driver.kept import Kept
 from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
 from steps.product.choice import (
@@ -86,7 +86,7 @@ class Packed:
     accuracy : of products that do not name one.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[Kernel, ...]
     family: Family | None
     accuracy: Accuracy
     format: str

@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 
 from results.measure.decoder import decoder as bench  # noqa: E402
 from results.measure.decoder import operations as bench_between  # noqa: E402
-from steps import step18_decode_bulk  # noqa: E402
 from steps.cli.decoder import main  # noqa: E402
 from steps.compile.compiler import signature_of  # noqa: E402
 from steps.compile.of_arrays import OfArrays  # noqa: E402
@@ -36,7 +35,7 @@ from steps.decoder.model import (  # noqa: E402
     torch_products,
 )
 from steps.driver.machines import Simulator  # noqa: E402
-from steps.kernels.decode import tiles  # noqa: E402
+from steps.kernels.decode import bulk, tiles  # noqa: E402
 from steps.nn import operator as torch_operator  # noqa: E402
 from steps.product.choice import Choice  # noqa: E402
 from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
@@ -111,7 +110,7 @@ def norms_and_products(launched: list[Any]) -> list[str]:
 
 def step_18(format_name: str, shape: Any, *rest: Any) -> Choice:
     """`choose_uncast`."""
-    return Choice(step18_decode_bulk.STEP, "A16", format_name, shape, "asked for")
+    return Choice(bulk.KERNEL, "A16", format_name, shape, "asked for")
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
 from qformats import FORMATS, quantize  # noqa: E402
-from results.measure import stated_errors  # noqa: E402
 from steps.decoder import files  # noqa: E402
-from steps.decoder.compare import checks  # noqa: E402
+from steps.decoder.compare import checks, stated_errors  # noqa: E402
 from steps.decoder.compare.emulation import emulated_products  # noqa: E402
 from steps.decoder.model import torch_products  # noqa: E402
 from tests.decoder.smollm2 import smollm2  # noqa: E402

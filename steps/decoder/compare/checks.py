@@ -3,9 +3,9 @@
 Logits are compared along one sequence of tokens, so that an early difference does not grow: the
 root mean square of all differences, divided by that of the logits.
 
-The bound is made of what the products state, and of the model: `results.measure.stated_errors` says
-how. `expected` is by how much the logits change where each product of the reference is off by what
-it states, and the bound is `SAFETY` times that.
+The bound is made of what the products state, and of the model:
+`steps.decoder.compare.stated_errors` says how. `expected` is by how much the logits change where
+each product of the reference is off by what it states, and the bound is `SAFETY` times that.
 
 Each side also decodes on its own. Where the tokens differ first, both tokens are named, with the
 distance of their logits in the reference. The difference is explained if that distance is no more
@@ -22,9 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from results.measure import stated_errors
-from results.measure.stated_errors import SAFETY
 from steps.decoder import files
+from steps.decoder.compare import stated_errors
+from steps.decoder.compare.stated_errors import SAFETY
 from steps.decoder.model import (
     Decoder,
     generate,

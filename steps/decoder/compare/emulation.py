@@ -19,7 +19,7 @@ import numpy as np
 
 from qformats.codec import format_of
 from reference.operands import Q81, CoarseTokens, Halves, Tokens
-from results.measure.stated_errors import EXACT_TOKENS
+from steps.decoder.compare.stated_errors import EXACT_TOKENS
 from steps.decoder.model import Maker, Plain, torch
 
 if TYPE_CHECKING:

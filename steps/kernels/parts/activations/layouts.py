@@ -26,10 +26,10 @@ from steps.contract import (
     FLOATS,
     Activations,
     Family,
+    Kernel,
     Launch,
     Machine,
     MakeActivations,
-    Step,
     ceil_div,
     dtype_name,
 )
@@ -164,7 +164,7 @@ def reading(
     return make, takes, (1, takes)
 
 
-def inputs(step: Step, family: Family) -> tuple[str, ...]:
+def inputs(step: Kernel, family: Family) -> tuple[str, ...]:
     """The dtypes of A that a step reads as they are, float32 first. Kernels that read rows of A
     multiply bfloat16 if they write it, too."""
     return _inputs(step.activations, family, "bfloat16" in step.outputs)
@@ -179,7 +179,7 @@ def _inputs(make: MakeActivations, family: Family, bfloat16: bool) -> tuple[str,
 
 
 def reading_of(
-    step: Step, source: str, family: Family
+    step: Kernel, source: str, family: Family
 ) -> tuple[MakeActivations, str, tuple[int, str]]:
     """`reading` of a step, which takes a dtype that it does not read (`inputs`) as float32."""
     reads = source == GATED or source in inputs(step, family)
