@@ -1,1 +1,1 @@
-"""The same products by others: cuBLAS, llama.cpp, and recorded figures."""
+"""The same products by others: Humming's layers, and figures that were recorded elsewhere."""

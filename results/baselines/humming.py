@@ -9,11 +9,9 @@ float16 A and returns float16 C, a pass that quantizes A included, so its time s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib import metadata
 from typing import Any, Final
 
-from results.baselines.recorded import recorded
 from results.record.schema import Peer, Size
 
 PACKAGE: Final = "humming-kernels"
@@ -67,11 +65,6 @@ def peer(name: str, size: Size, us: float) -> Peer:
         same_run=True,
         source=f"{PACKAGE} {_version()}, its layer called, float16 A to float16 C, graph",
     )
-
-
-def figures(gpu: str | None, sizes: Iterable[Size]) -> tuple[Peer, ...]:
-    """Its figures of another run on such a GPU."""
-    return recorded(gpu, sizes, {weights for weights, *_ in SCHEMES.values()})
 
 
 def _version() -> str | None:

@@ -1,9 +1,8 @@
 """Figures of others that were measured in another run: `results/baselines/*.json`.
 
 Each file names the baseline, the GPU, what was measured, when and by which protocol; figures of
-another GPU say nothing here. llama.cpp's of an H200 are those of `results.baselines.llama_cpp` with
-a CUDA build of llama-cpp-python; formats that it was not measured in come from a build of ggml
-alone. Humming's of an H200 are those of its W4A16 kernel.
+another GPU say nothing here. A file for a GPU of yours, such as of llama.cpp's `test-backend-ops
+perf -o MUL_MAT`, looks like the ones that are here, and a bench takes it from then on.
 """
 
 from __future__ import annotations

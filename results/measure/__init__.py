@@ -8,6 +8,7 @@ as_called.py            what a caller gets: gemm.plan and QuantLinear beside tor
 host_time.py            the host's time for an eager call, beside torch's own
 transformers_llama.py   a whole model of torch, quantized, beside its own bfloat16
 torch_graphs.py         calls of torch as contestants
+cublas.py               cuBLAS through torch
 tune.py                 totals at many M, by which gemm chooses
 limits.py               what this GPU can do at most
 """

@@ -20,7 +20,7 @@ from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
 from reference.sampling import sample
-from results.baselines import cublas
+from results.measure import cublas
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import COMPARED, Data, Product, Shared, failed, in_threads
 from results.measure.protocol import ROTATION, Budget, Stopwatch

@@ -22,7 +22,7 @@ from qformats import FORMATS
 from reference import Check, Problem, Reference, check
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.product import unquantized
-from results.baselines import cublas
+from results.measure import cublas
 from results.measure.loop import Contestant
 from results.measure.protocol import (
     Budget,

@@ -6,11 +6,13 @@ What is measured in which order is in `results.measure.bench` and `results.measu
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from results.baselines import humming
+from results.baselines.humming import SCHEMES
+from results.baselines.recorded import recorded
 from results.measure import as_called
 from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
@@ -151,32 +153,25 @@ def _measured(
         recorder.limits = measuring.limits
         with table.progress(count) as progress:
             rest = (measuring.machine, measuring.stopwatch, of_calls, progress, remark)
-            beside = humming.figures(recorder.env.gpu, {size for size, _ in calls})
+            beside = () if args.no_baselines else _recorded(recorder.env.gpu, loops, calls)
             for rows, peers in as_called.measure(calls, *rest):
                 recorder.add(as_called=rows, peers=[*beside, *peers])
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
-                recorder.add(found, peers)
+                recorder.add(found, [*beside, *peers])
     except Exception as error:
         if not fatal(error):
             raise
         broken = f"{type(error).__name__}: {error}"
-    if broken is None and loops and not args.no_baselines:
-        formats = tuple(dict.fromkeys(one.work.format for one in wanted))
-        shapes = [size for size, _ in loops]
-        l2_bytes = measuring.stopwatch.l2_bytes
-        recorder.add(peers=_llama_cpp(recorder, shapes, formats, l2_bytes, args.fresh))
     return broken
 
 
-def _llama_cpp(
-    recorder: Recorder, shapes: list[Size], formats: tuple[str, ...], l2_bytes: int, fresh: bool
+def _recorded(
+    gpu: str | None,
+    loops: Sequence[tuple[Size, Sequence[Wanted]]],
+    calls: Sequence[as_called.Call],
 ) -> tuple[Peer, ...]:
-    """llama.cpp at these shapes, of the formats in which some were not measured yet."""
-    from results.baselines import llama_cpp
-
-    known = {peer.key for peer in recorder.run.peers if peer.same_run and not fresh}
-    need = [name for name in formats if any(("ggml", name, shape) not in known for shape in shapes)]
-    found, why = llama_cpp.figures(recorder.env.gpu, shapes, need, l2_bytes)
-    if why and need:
-        remark(f"llama.cpp's figures are recorded ones, where there are any: {why}")
-    return found
+    """Figures of others at these shapes, of another run on such a GPU: of llama.cpp in the formats
+    of the rows, and of Humming."""
+    formats = {one.work.format for _, own in loops for one in own}
+    formats |= {weights for weights, *_ in SCHEMES.values()}
+    return recorded(gpu, {size for size, _ in [*loops, *calls]}, formats)

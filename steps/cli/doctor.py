@@ -80,7 +80,6 @@ class Findings:
     no_simulator: str | None = None
     no_machine_code: str | None = None
     no_gpu: str | None = None
-    no_llama_cpp: str | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +115,6 @@ def examine() -> Findings:
         _machine_code,
         _driver,
         _gpu,
-        _llama_cpp,
         _steps,
         _env,
     ):
@@ -289,12 +287,6 @@ def _other_processes() -> list[str] | None:
     return [line for line in lines if line.split()[0] != str(os.getpid())]
 
 
-def _llama_cpp(found: Findings) -> None:
-    from results.baselines.llama_cpp import why_not
-
-    found.no_llama_cpp = why_not()
-
-
 def _steps(found: Findings) -> None:
     import steps
 
@@ -344,15 +336,11 @@ def _abilities(found: Findings) -> list[tuple[str, str]]:
         ("check steps in the simulator", _yes_or_no(found.no_simulator)),
         ("show PTX and machine code", _yes_or_no(found.no_machine_code) + emits),
         ("time cuBLAS", _yes_or_no(found.no_gpu or torch)),
-        (
-            "time llama.cpp",
-            _yes_or_no(found.no_llama_cpp, "; recorded times stand in its place"),
-        ),
     ]
 
 
-def _yes_or_no(reason: str | None, instead: str = "") -> str:
-    return f"no: {reason}{instead}" if reason else "yes"
+def _yes_or_no(reason: str | None) -> str:
+    return f"no: {reason}" if reason else "yes"
 
 
 def _on_the_gpu(found: Findings) -> str:

@@ -212,7 +212,7 @@ def _parser() -> Parser:
     one = command(
         "bench",
         "bench:bench",
-        "measure what is missing or stale of the matrix, beside cuBLAS and llama.cpp",
+        "measure what is missing or stale of the matrix, beside cuBLAS and Humming",
         own,
         _data(),
         as_json,

@@ -28,7 +28,8 @@ ROOMS = (
     ("steps", "steps.checks", "steps.learn", "steps.nn"),
     ("steps.decoder",),
     ("results.record",),
-    ("results.measure", "results.baselines"),
+    ("results.baselines",),
+    ("results.measure",),
     ("results.render", "results"),
     ("steps.cli", "steps.__main__"),
 )

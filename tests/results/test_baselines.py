@@ -14,8 +14,8 @@ import pytest
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES
-from results.baselines import cublas, humming, recorded
-from results.measure import torch_graphs
+from results.baselines import humming, recorded
+from results.measure import cublas, torch_graphs
 from results.record.schema import RecordError, Run, in_order
 
 
@@ -53,12 +53,12 @@ def test_another_gpu_has_no_recorded_figures() -> None:
 
 
 def test_hummings_recorded_figures_are_those_of_its_w4a16_layer() -> None:
-    found = humming.figures("NVIDIA H200", [(128, 4096, 14336), (77, 4096, 4096)])
+    sizes = [(128, 4096, 14336), (77, 4096, 4096)]
+    found = recorded.recorded("NVIDIA H200", sizes, ["int4_group32"])
     (one,) = found
     assert (one.peer, one.us, one.same_run) == (humming.W4A16, 31.66, False)
     for part in ("humming-kernels 0.1.19", "2026-11-22", "float16 A to float16 C"):
         assert part in one.source
-    assert humming.figures("NVIDIA H100 80GB HBM3", [(128, 4096, 14336)]) == ()
 
 
 def test_humming_is_called_as_it_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:

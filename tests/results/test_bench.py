@@ -27,7 +27,7 @@ from results.measure.loop import Contestant
 from results.measure.products import Data
 from results.measure.protocol import Budget
 from results.record import provenance, store
-from results.record.schema import Environment, Git, Limits, Peer, Row, Run
+from results.record.schema import Environment, Git, Limits, Row, Run
 from steps.checks.select import select
 from steps.cli import bench as command
 from steps.contract import BRANCHES, FLOATS, Work
@@ -616,25 +616,15 @@ def test_seconds_scale_the_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (cpu_count() or 1) >= 1
 
 
-def test_llama_cpp_is_asked_for_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from results.baselines import llama_cpp
-
-    def peer(name: str, same_run: bool) -> Peer:
-        m, n, k = SHAPE
-        return Peer(peer="ggml", format=name, M=m, N=n, K=k, us=1.0, same_run=same_run, source="x")
-
-    heard: list[Any] = []
-
-    def figures(gpu: Any, shapes: Any, formats: Any, l2_bytes: int) -> Any:
-        heard.append((gpu, shapes, formats))
-        return (), None
-
-    monkeypatch.setattr(llama_cpp, "figures", figures)
-    run = Run(env=ENV, peers=(peer("q4_0", True), peer("q4_1", False)))
-    recorder = Recorder(Path("none"), ENV, run)
-    command._llama_cpp(recorder, [SHAPE], ("q4_0", "q4_1", "q5_0"), 1, False)
-    command._llama_cpp(recorder, [SHAPE], ("q4_0",), 1, True)
-    assert heard == [("A GPU", [SHAPE], ["q4_1", "q5_0"]), ("A GPU", [SHAPE], ["q4_0"])]
+def test_recorded_figures_are_those_of_the_formats_and_shapes_that_are_measured() -> None:
+    home, few = (512, 4096, 4096), (16, 4096, 14336)
+    loops = [(home, [Wanted(the_work(1, "q5_0"), home)])]
+    found = command._recorded("NVIDIA H200", loops, [(few, as_called.WAYS[0])])
+    assert {(one.peer, one.format, one.shape) for one in found} == {
+        *(("ggml", "q5_0", size) for size in (home, few)),
+        *(("humming_w4a16", "int4_group32", size) for size in (home, few)),
+    }
+    assert command._recorded("Another", loops, []) == ()
 
 
 # --- cuBLAS beside the rows -----------------------------------------------------------------------
