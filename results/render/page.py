@@ -39,8 +39,9 @@ from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, Keys, stale_keys
 from results.render.templates import templates
 from results.render.trace_page import LEGEND
-from steps import ladder, pitfalls
+from steps import ladder
 from steps.contract import BRANCHES, Step
+from steps.learn import pitfalls
 from steps.learn.pitfalls import Finding, Pitfall, right
 from steps.learn.pitfalls.__main__ import error_of, value_of
 from steps.registry import HOLE, diff_base, find, following, parent_of, source
