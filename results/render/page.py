@@ -26,24 +26,24 @@ from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, markup, query, text, traced
+from results.render import captions, charts, complete, markup, query, text
 from results.render.arguments import parser_of, run_path
 from results.render.block_picture import block
 from results.render.captions import Caption
 from results.render.compiled import Compiled, Compiler, compiled, main_work
 from results.render.machine_lines import Beside, beside
-from results.render.memory_picture import Picture, picture
 from results.render.query import Rung, cell, dims, number, percent, ratio
 from results.render.readme import called_table
 from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, Keys, stale_keys
 from results.render.templates import templates
-from results.render.trace_page import LEGEND
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn import pitfalls
 from steps.learn.pitfalls import Finding, Pitfall, right
 from steps.learn.pitfalls.__main__ import error_of, value_of
+from steps.learn.trace import traced
+from steps.learn.trace.picture import LEGEND, Picture, picture
 from steps.registry import HOLE, diff_base, find, following, parent_of, source
 
 OUT: Final = Path("build", "report.html")

@@ -19,7 +19,7 @@ from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, on
 from steps.cli.report import shape_text
 from steps.compile.dry_run import launches
 from steps.contract import BRANCHES, Step, scheme
-from steps.registry import diff_base, following, ladder, lesson, parent_of, source
+from steps.registry import diff_base, following, label_of, ladder, lesson, parent_of, source
 
 _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
@@ -99,8 +99,8 @@ def _between_steps(args: Namespace) -> Iterator[str]:
     return difflib.unified_diff(
         lesson(source(base)),
         lesson(source(step)),
-        f"steps/{base.name}.py",
-        f"steps/{step.name}.py",
+        label_of(base),
+        label_of(step),
         n=args.lines,
     )
 

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from results.render import text as table
-from results.render import traced
+from results.render.query import dims
+from results.render.templates import templates
 from results.render.text import Column, Line, Table
-from results.render.trace_page import page
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli.arguments import dtype_of, home_shapes_of, machines, one_work
 from steps.cli.report import shape_text
 from steps.contract import Work
+from steps.learn.trace import traced
+from steps.learn.trace.picture import LEGEND, picture
+from steps.registry import path_of
 from steps.simulator.trace import BULK, Instruction, first_warps
 
 WIDEST = 44
@@ -42,7 +45,7 @@ def trace(args: Namespace) -> int:
         print(json.dumps(facts | {"instructions": [_as_json(each) for each in shown]}, indent=1))
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(found, shown), encoding="utf-8")
+    args.out.write_text(_page(found, shown), encoding="utf-8")
     notes = (
         "Counts of one warp and as the source has them; sect/req: sectors of 32 bytes per request.",
         f"wrote {args.out}, with a picture of each",
@@ -52,9 +55,28 @@ def trace(args: Namespace) -> int:
     return 0
 
 
+def _page(trace: traced.Trace, instructions: Sequence[Instruction]) -> str:
+    """A document with the picture of each of these instructions."""
+    what = (
+        f"{trace.kernel} ({trace.work.scheme}) at {dims(trace.size)}: a grid of "
+        f"{_extent(trace.grid)} blocks of {_extent(trace.block)} threads, of which the simulator "
+        "ran one block."
+    )
+    return (
+        templates()
+        .get_template("trace.html.jinja")
+        .render(
+            title=f"Memory accesses of step {trace.work.step.number}, {trace.work.format.upper()}",
+            what=what,
+            legend=LEGEND,
+            pictures=[picture(each, f"request-{i}") for i, each in enumerate(instructions)],
+        )
+    )
+
+
 def _at(line: int | None, work: Work, found: Sequence[Instruction]) -> list[Instruction]:
-    """Those that a line of the step's file executes; UsageError where it executes none."""
-    name = f"{work.step.name}.py"
+    """Those that a line of the kernel's file executes; UsageError where it executes none."""
+    name = path_of(work.step).name
     lines = [
         {site.line for site in each.way if Path(site.code.co_filename).name == name}
         for each in found

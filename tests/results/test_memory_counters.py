@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from results.record import ROOT
-from results.render.traced import trace
 from steps.cli.counters import METRICS, launched
 from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.compile.dry_run import launches
 from steps.contract import Size, Work
+from steps.learn.trace.traced import trace
 from steps.registry import find, source
 
 STEPS = range(1, 10)

@@ -18,10 +18,10 @@ from results.record import schema, store
 from results.record.schema import Run
 from results.render import captions, markup, page, query
 from results.render.compiled import Compiled, Opcode, compiled
-from results.render.memory_picture import Picture, picture
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn.pitfalls import pitfalls
+from steps.learn.trace.picture import Picture, picture
 from steps.registry import diff_base, find, following, source
 from steps.simulator.lanes import Site
 from steps.simulator.trace import Instruction

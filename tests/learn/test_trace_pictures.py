@@ -8,9 +8,9 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from results.render.compiled import main_work
-from results.render.memory_picture import figures_of, in_words, picture, what_of
 from results.render.roof import roof
-from results.render.traced import main_requests, size_of, trace
+from steps.learn.trace.picture import figures_of, in_words, picture, what_of
+from steps.learn.trace.traced import main_requests, size_of, trace
 from steps.registry import find, source
 from steps.simulator.lanes import Site
 from steps.simulator.trace import Instruction

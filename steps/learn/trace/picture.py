@@ -2,8 +2,8 @@
 
 Global memory is drawn as the sectors of 32 bytes that are touched, in the order of their addresses,
 with a gap where sectors in between are not; shared memory as its 32 banks, a line for each cycle
-that the request takes. Colours are those of `memory.css`, which also lets the lanes come one after
-the other: a picture has no script.
+that the request takes. Colours are those of `results/render/memory.css`, which also lets the lanes
+come one after the other: a picture has no script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-from results.render.markup import python
 from steps.simulator.banks import BANKS, SECTOR, WORD, lanes_together, served
 from steps.simulator.trace import BULK, PREFETCH, Instruction
 
@@ -26,13 +25,20 @@ SECTOR_WIDE, SECTOR_HIGH = 40.0, 24
 MOST_LABELS: Final = 9
 LETTER: Final = 6  # pixels of a letter of a label
 
+LEGEND: Final = (
+    "One request of each memory instruction: lanes above, what they touch below, each lane in a "
+    "colour of its own. Global memory comes in sectors of 32 bytes; gaps are sectors that are not "
+    "touched. Shared memory has 32 banks, and a line for each cycle. Counts are of the source: a "
+    "compiler may merge loads, or keep a value. Bytes are counted from where the array begins."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A memory instruction as the page shows it."""
 
     place: str  # "step03_shared_tiled.py:114"
-    line: Markup  # the source there, highlighted
+    line: str  # the source there
     by: str  # the places that led from there to the instruction, where a function executes it
     warp: int
     what: str  # "load, 4 bytes a lane, of a in global memory"
@@ -45,7 +51,7 @@ def picture(instruction: Instruction, identity: str) -> Picture:
     place, *inner = reversed(instruction.way)
     return Picture(
         place=place.name,
-        line=Markup().join(each.html for each in python(place.text)),
+        line=place.text,
         by=", then ".join(site.name for site in inner),
         warp=instruction.warp,
         what=what_of(instruction),
