@@ -21,8 +21,8 @@ from steps.learn.exercises import progress
 from steps.learn.exercises.check import Report, count, lines
 from steps.learn.exercises.check import check as checked
 from steps.learn.exercises.load import Unloadable, load
-from steps.learn.exercises.text import Exercise, ExerciseError, make, tasks
-from steps.registry import lesson, source
+from steps.learn.exercises.text import Exercise, ExerciseError, make, tasks, text_of
+from steps.registry import label_of, lesson
 
 BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
 
@@ -140,10 +140,9 @@ def solution(found: Exercise) -> list[str]:
     if found.holes:
         solved, _ = found.composed(tuple(found.holes))
     else:
-        solved = "".join(lesson(source(found.reference)))
-    after = f"steps/{found.reference.name}.py"
+        solved = "".join(lesson(text_of(found.reference)))
     texts = (found.lines, solved.splitlines(keepends=True))
-    return list(difflib.unified_diff(*texts, str(found.path), after, n=2))
+    return list(difflib.unified_diff(*texts, str(found.path), label_of(found.reference), n=2))
 
 
 def diff(args: Namespace) -> list[str]:
@@ -151,8 +150,8 @@ def diff(args: Namespace) -> list[str]:
     found = opened(args.file)
     if found.reference is None:
         raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
-    before = lesson(source(found.reference))
-    labels = f"steps/{found.reference.name}.py", str(found.path)
+    before = lesson(text_of(found.reference))
+    labels = label_of(found.reference), str(found.path)
     return list(difflib.unified_diff(before, found.lines, *labels, n=args.lines))
 
 

@@ -10,9 +10,17 @@ import pytest
 from steps.learn.exercises.advice import memory_traffic
 from steps.learn.exercises.check import GOLDEN_CASE, check, lines
 from steps.learn.exercises.load import load
-from steps.learn.exercises.text import Exercise, ExerciseError, make, numbers, solutions, tasks
+from steps.learn.exercises.text import (
+    Exercise,
+    ExerciseError,
+    make,
+    numbers,
+    solutions,
+    tasks,
+    text_of,
+)
 from steps.learn.exercises.trial import Subject
-from steps.registry import HOLE, find, lesson, source
+from steps.registry import HOLE, find, lesson
 from tests.learn.mistakes import MISTAKES
 
 QUICK = 2
@@ -57,7 +65,7 @@ def test_an_exercise_is_the_step_but_for_its_holes(number: int, tmp_path: Path) 
         line for line in full.splitlines(keepends=True) if not re.match(r" *# (end of )?TODO", line)
     ]
     said = [line for line in kept if not re.match(r" *#   \S", line)]
-    own = [line for line in lesson(source(step)) if not re.match(r" *#   \S", line)]
+    own = [line for line in lesson(text_of(step)) if not re.match(r" *#   \S", line)]
     assert said == own
     assert not any(HOLE.match(line) for line in empty.splitlines())
     assert all(len(line) <= 100 for line in empty.splitlines())
@@ -116,7 +124,7 @@ def test_two_wrong_holes_are_told_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_file_without_its_marks_is_checked_as_a_whole(tmp_path: Path) -> None:
-    text = "".join(lesson(source(find(1))))
+    text = "".join(lesson(text_of(find(1))))
     assert check(written(tmp_path, 1, (), text)).ok
     report = check(written(tmp_path, 1, (), text.replace(" + z)", ")")))
     assert (report.wrong.cause, report.hole) == ("no compensation", None)

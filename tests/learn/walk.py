@@ -25,7 +25,7 @@ from steps.learn.exercises.progress import path_for
 from steps.learn.exercises.text import Exercise
 from steps.registry import find
 
-PAGE: Final = Path(__file__).resolve().parents[2] / "steps" / "exercises" / "WALK.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "steps" / "learn" / "exercises" / "WALK.md"
 _BLOCK: Final = re.compile(r"^```(python|text)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _CODE: Final = re.compile(r"# step (\d+), TODO (\d+)\n(.*)", re.DOTALL)
 _OPTIONS: Final = {"FILE": "--file", "HINT": "--hint", "SOLUTION": "--solution", "STEP": ""}

@@ -1,14 +1,19 @@
-"""Imports the text of an exercise as a step, as if it stood among the steps."""
+"""Imports the text of an exercise as a step, as if it stood among the steps.
+
+A file that defines an engineered KERNEL has the place of the lesson that teaches it.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
-from steps.contract import Step
+from steps.contract import Kernel, Step
+from steps.registry import find
 
 
 class Unloadable(Exception):
@@ -20,8 +25,8 @@ class Unloadable(Exception):
 
 
 def load(text: str, path: Path, rows: Sequence[int]) -> Step:
-    """The STEP of the text; rows: its lines' places in the file at `path`, which messages and
-    tracebacks name. Unloadable where Python refuses it."""
+    """The STEP of the text, or that of its KERNEL; rows: its lines' places in the file at `path`,
+    which messages and tracebacks name. Unloadable where Python refuses it."""
 
     def row(line: int | None) -> int:
         return rows[min(line or 1, len(rows)) - 1] if rows else 1
@@ -40,9 +45,17 @@ def load(text: str, path: Path, rows: Sequence[int]) -> Step:
     except Exception as error:
         raise _refused(error, path) from None
     step = getattr(module, "STEP", None)
-    if not isinstance(step, Step):
+    if isinstance(step, Step):
+        return step
+    kernel = getattr(module, "KERNEL", None)
+    if not isinstance(kernel, Kernel):
         raise Unloadable(row(len(rows)), "the file ends without STEP = Step(...)")
-    return step
+    try:
+        place = find(kernel.number)
+    except ValueError as error:
+        raise Unloadable(row(len(rows)), str(error)) from None
+    own = {one.name: getattr(kernel, one.name) for one in fields(Kernel) if one.name != "name"}
+    return replace(place, **own)
 
 
 def _place(tree: ast.Module, rows: Sequence[int]) -> None:

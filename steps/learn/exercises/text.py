@@ -13,6 +13,7 @@ names the rest of the kernel wants.
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 import tomllib
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from steps.contract import Step
-from steps.registry import HOLE, find, ladder, source
+from steps.registry import HOLE, find, ladder, path_of, source
 
 WIDTH: Final = 100
 _TODO: Final = re.compile(r" *# (?P<end>end of )?TODO (?P<number>\d+)\b")
@@ -80,7 +81,21 @@ def tasks(number: int) -> dict[int, Task]:
 @cache
 def solutions(number: int) -> dict[int, Hole]:
     """Hole -> the step's own lines."""
-    return {hole.number: hole for hole in holes(source(find(number)), HOLE)}
+    return {hole.number: hole for hole in holes(text_of(find(number)), HOLE)}
+
+
+def text_of(step: Step) -> list[str]:
+    """The lines of the file that has its kernel, under the docstring of the lesson."""
+    kernel, lesson = path_of(step), Path(__file__).parents[2] / f"{step.name}.py"
+    lines = source(step)
+    if kernel == lesson:
+        return lines
+    own = lesson.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [*own[: _docstring_ends(own)], *lines[_docstring_ends(lines) :]]
+
+
+def _docstring_ends(lines: Sequence[str]) -> int:
+    return ast.parse("".join(lines)).body[0].end_lineno or 0
 
 
 def holes(lines: Sequence[str], marker: re.Pattern[str]) -> Iterator[Hole]:
@@ -123,7 +138,7 @@ def make(step: Step, solved: Collection[int] = ()) -> str:
         raise ExerciseError(
             f"step {step.number} has no exercise: these have one: {', '.join(map(str, numbers()))}"
         )
-    lines, made = source(step), []
+    lines, made = text_of(step), []
     at = 0
     for hole in solutions(step.number).values():
         made += lines[at : hole.first - 1]
