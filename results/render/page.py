@@ -41,7 +41,7 @@ from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn import pitfalls
 from steps.learn.pitfalls import Finding, Pitfall, right
-from steps.learn.pitfalls.__main__ import error_of, value_of
+from steps.learn.pitfalls.exhibit import error_of, value_of
 from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, Picture, picture
 from steps.registry import HOLE, diff_base, find, following, parent_of, source

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -29,9 +29,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     args, others = _parser().parse_known_args(argv)
-    if others and args.command != "pitfalls":
+    if others:
         _parser().error(f"{args.command} does not know {' '.join(others)}; see `{args.command} -h`")
-    args.others = others
     where = f"python -m steps {args.command}"
     try:
         status: int = _command(args.runs)(args)
@@ -121,11 +120,9 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(
-        name: str, runs: str, text: str, *parents: Parser, steps: str | None = None, **options: Any
+        name: str, runs: str, text: str, *parents: Parser, steps: str | None = None
     ) -> argparse.ArgumentParser:
-        one = commands.add_parser(
-            name, help=text, description=text, parents=list(parents), **options
-        )
+        one = commands.add_parser(name, help=text, description=text, parents=list(parents))
         one.set_defaults(runs=runs, steps=[])
         if steps == "*":
             one.add_argument("steps", nargs="*", metavar="STEP", help="numbers, or all (default)")
@@ -371,5 +368,5 @@ def _parser() -> Parser:
 
     command("launch", "run:launch", "launch a step once, for a profiler", _data(), dtype, steps="1")
     command("doctor", "doctor:doctor", "what runs on this machine, and what is missing", as_json)
-    command("pitfalls", "tools:pitfalls", "known bugs, and what catches each", add_help=False)
+    command("pitfalls", "pitfalls:show", "known bugs, and what catches each", as_json)
     return parser

@@ -128,10 +128,3 @@ def _run(command: Sequence[str], hint: str = "") -> int:
     if code and hint:
         print(f"{Path(command[0]).name} ended with {code}: {hint}", file=sys.stderr)
     return 1 if code else 0
-
-
-def pitfalls(args: Namespace) -> int:
-    """The museum of wrong kernels; it has its own command line."""
-    return subprocess.run(
-        [sys.executable, "-m", "steps.learn.pitfalls", *args.others], cwd=ROOT, check=False
-    ).returncode

@@ -168,12 +168,6 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
     assert cli.main(["fuzz", "--case", "step=0"]) == 2
 
 
-def test_pitfalls_has_a_command_line_of_its_own() -> None:
-    done = typed("pitfalls", "--help")
-    assert done.returncode == 0
-    assert "steps.learn.pitfalls" in done.stdout
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 

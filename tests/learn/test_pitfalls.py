@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +11,17 @@ import pytest
 
 from qformats import FORMATS
 from reference import GOLDEN, Q81, Problem, check
-from steps.learn.pitfalls import Finding, Pitfall, __main__, examine, pitfalls
+from steps.cli import main as cli
+from steps.cli import pitfalls as command
+from steps.compile.compiler import machine_code, signature_of
+from steps.learn.pitfalls import Finding, Pitfall, examine, pitfalls
 from steps.learn.pitfalls import p05_qh_interleaved_twice as p05
+from steps.learn.pitfalls.exhibit import launch
 from steps.learn.pitfalls.p06_adjacent_pairs import other_packing
 from steps.learn.pitfalls.p07_misaligned_load import on_a_cpu
 from steps.learn.pitfalls.p07_misaligned_load import wrong as misaligned
 from steps.learn.pitfalls.p11_nan_passes import lenient
-from steps.learn.pitfalls.right import w4a8
+from steps.learn.pitfalls.right import kernel, q4_0
 from steps.simulator.launch import Misaligned, Race
 
 MUSEUM = pitfalls()
@@ -82,8 +84,6 @@ def test_the_numbers_of_the_other_packing() -> None:
 
 def test_misaligned_words_are_silent_on_a_cpu_and_named_in_the_simulator() -> None:
     assert on_a_cpu() == 141.0
-    from steps.learn.pitfalls.exhibit import launch
-
     golden = GOLDEN["q4_0"]
     with pytest.raises(Misaligned, match=r"w: index 2 is byte 2.*p07_misaligned_load\.py"):
         launch(misaligned, golden.blocks, golden.q81)
@@ -128,8 +128,8 @@ def test_a_bug_that_gets_through_fails_the_museum(
     other_layer = replace(MUSEUM[3], caught_by=("misaligned",))
     for pitfall in (harmless, elsewhere, broken, other_layer):
         assert not examine(pitfall).caught
-    monkeypatch.setattr(__main__, "pitfalls", lambda: (harmless, MUSEUM[11]))
-    assert __main__.main([]) == 1
+    monkeypatch.setattr(command, "pitfalls", lambda: (harmless, MUSEUM[11]))
+    assert cli.main(["pitfalls"]) == 1
     printed = capsys.readouterr()
     assert "NOT CAUGHT" in printed.out
     assert printed.err == "not caught as its story says: pitfall 1\n"
@@ -137,45 +137,29 @@ def test_a_bug_that_gets_through_fails_the_museum(
 
 def test_exhibits_are_real_kernels() -> None:
     """They compile for a GPU, too."""
-    from steps.compile.compiler import machine_code, signature_of
-
     problem = Problem(5, 7, 96, "q4_0")
     q81 = Q81.of_values(problem.a)
     w = problem.blocks.view(np.uint8).reshape(7, -1)
     types = signature_of((w, q81.q, q81.d, q81.s, np.zeros((5, 7), np.float32)))
-    loads = {
-        kernel.py_func.__name__: machine_code(kernel, types).instructions
-        for kernel in (w4a8, misaligned)
-    }
-    assert loads["wrong"]["LDG.E"] > loads["w4a8"]["LDG.E"]  # the 4-byte loads that would trap
+    right, wrong = (machine_code(one, types).instructions for one in (kernel(q4_0), misaligned))
+    assert wrong["LDG.E"] > right["LDG.E"]  # the 4-byte loads that would trap
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "steps.learn.pitfalls", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def test_the_command_prints_plain_text_in_a_pipe() -> None:
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+def test_the_command_prints_text_or_json(
+    findings: dict[int, Finding],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a pipe without colours."""
+    monkeypatch.setattr(command, "examine", lambda pitfall: findings[pitfall.number])
+    assert cli.main(["pitfalls"]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert all(len(line) <= 120 for line in said.splitlines())
     for pitfall in MUSEUM:
-        assert f"\n{pitfall.number}. {pitfall.title}\n" in done.stdout
-
-
-def test_the_command_prints_json() -> None:
-    done = run("--json")
-    assert done.returncode == 0, done.stderr
-    museum = json.loads(done.stdout, parse_constant=pytest.fail)
+        assert f"\n{pitfall.number}. {pitfall.title}\n" in said
+    assert cli.main(["pitfalls", "--json"]) == 0
+    museum = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [exhibit["number"] for exhibit in museum] == list(range(1, 13))
     assert all(exhibit["caught"] for exhibit in museum)
     assert museum[0]["golden"] == {"right": 141.0, "wrong": 125.0}

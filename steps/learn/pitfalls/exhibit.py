@@ -9,15 +9,16 @@ ggml's bytes).
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 
 from reference import GOLDEN, Q81, Problem, check
+from steps.learn.pitfalls import right
 from steps.simulator.launch import (
     BarrierDivergence,
     Misaligned,
@@ -35,15 +36,44 @@ TILE: Final = 4  # a block of threads covers TILE x TILE outputs
 SHAPE: Final = (5, 7, 96)  # ragged against TILE, three K blocks, all three sizes different
 
 
+def launch(kernel: Any, blocks: Array, q81: Q81, *, floor: bool = False) -> Array:
+    """kernel(w, q, d, s, c) over a grid of TILE x TILE tiles, C pre-filled with NaN.
+
+    w uint8[N, K/32 * block bytes], q int8[M, K], d and s float32[M, K/32], c float32[M, N].
+    `floor` forgets the last partial tile (pitfall 12).
+    """
+    m, n = q81.q.shape[0], blocks.shape[0]
+    c = np.full((m, n), np.nan, np.float32)
+    w = np.ascontiguousarray(blocks).view(np.uint8).reshape(n, -1)
+    grid = (n // TILE, m // TILE) if floor else (-(-n // TILE), -(-m // TILE))
+    if all(grid):
+        simulate(kernel, grid, (TILE, TILE), (w, q81.q, q81.d, q81.s, c))
+    return c
+
+
+def product(kernel: Any, **options: Any) -> Multiply:
+    """The kernel as a `Multiply`."""
+    return lambda blocks, q81: launch(kernel, blocks, q81, **options)
+
+
+RIGHT: Final = {
+    "q4_0": product(right.kernel(right.q4_0)),
+    "q5_0": product(right.kernel(right.q5_0)),
+}
+WRONG_VALUES: Final = ("golden value", "exact", "bound", "nmse")
+"""The layers that find outputs that are far off."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pitfall:
     """One bug.
 
     number, title   as the museum's table shows them
     story           what happens, why it gets written, what a user sees
+    wrong           a product that differs from that of `RIGHT` in a line or two
+    golden          what it returns for the golden block (NaN: nothing was written)
     format          weight format it is shown on
-    wrong, right    the two products; they differ in a line or two
-    golden          what the wrong one returns for the golden block (NaN: nothing was written)
+    right           what the wrong one should have been
     caught_by       the layers that must catch it, at least
     problems        what it is shown on, besides the golden block
     activations     the wrong one's quantizer of A, where the bug is in it
@@ -54,11 +84,11 @@ class Pitfall:
     number: int
     title: str
     story: str
-    format: str
     wrong: Multiply
-    right: Multiply
     golden: float
-    caught_by: tuple[str, ...]
+    format: str = "q4_0"
+    right: Multiply = RIGHT["q4_0"]
+    caught_by: tuple[str, ...] = WRONG_VALUES
     problems: tuple[Problem, ...] = ()
     activations: Callable[[Array], Q81] | None = None
     extra: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
@@ -85,47 +115,11 @@ class Finding:
     aside: str = field(default="")
 
 
-@dataclass(frozen=True)
-class LargeActivations(Problem):
-    """A problem whose activations are 2^14 times larger: the sums of a block overflow
-    float16."""
-
-    @cached_property
-    def a(self) -> Array:
-        large: Array = super().a * np.float32(2**14)
-        large.setflags(write=False)
-        return large
-
-
 def pitfalls() -> tuple[Pitfall, ...]:
     """Every exhibit, by number: the modules steps/learn/pitfalls/pNN_*.py."""
     package = importlib.import_module("steps.learn.pitfalls")
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] == "p")
     return tuple(importlib.import_module(f"steps.learn.pitfalls.{name}").PITFALL for name in names)
-
-
-def launch(kernel: Any, blocks: Array, q81: Q81, *, floor: bool = False) -> Array:
-    """kernel(w, q, d, s, c) over a grid of TILE x TILE tiles, C pre-filled with NaN.
-
-    w uint8[N, K/32 * block bytes], q int8[M, K], d and s float32[M, K/32], c float32[M, N].
-    `floor` forgets the last partial tile (pitfall 12).
-    """
-    m, n = q81.q.shape[0], blocks.shape[0]
-    c = np.full((m, n), np.nan, np.float32)
-    w = np.ascontiguousarray(blocks).view(np.uint8).reshape(n, -1)
-    grid = (n // TILE, m // TILE) if floor else (-(-n // TILE), -(-m // TILE))
-    if all(grid):
-        simulate(kernel, grid, (TILE, TILE), (w, q81.q, q81.d, q81.s, c))
-    return c
-
-
-def product(kernel: Any, **options: Any) -> Multiply:
-    """The kernel as a `Multiply`."""
-
-    def multiply(blocks: Array, q81: Q81) -> Array:
-        return launch(kernel, blocks, q81, **options)
-
-    return multiply
 
 
 def examine(pitfall: Pitfall) -> Finding:
@@ -197,10 +191,24 @@ def _kernel_error(pitfall: Pitfall) -> float:
 
 
 def _layer_of(error: SimulatorError) -> str:
-    names = {
-        Misaligned: "misaligned",
-        OutOfRange: "out of range",
-        BarrierDivergence: "barrier",
-        Race: "race",
-    }
-    return names.get(type(error), "simulator")
+    return _LAYERS.get(type(error), "simulator")
+
+
+_LAYERS: Final[dict[type[SimulatorError], str]] = {
+    Misaligned: "misaligned",
+    OutOfRange: "out of range",
+    BarrierDivergence: "barrier",
+    Race: "race",
+}
+
+
+def value_of(finding: Finding) -> str:
+    """The wrong one's value on the golden block, as a cell."""
+    if not math.isnan(finding.golden):
+        return f"{finding.golden:g}"
+    return "trap" if "misaligned" in finding.layers else "NaN"
+
+
+def error_of(nmse: float) -> str:
+    """Its NMSE, as a cell."""
+    return "-" if math.isnan(nmse) else f"{nmse:.1e}" if math.isfinite(nmse) else "NaN/Inf"

@@ -11,9 +11,9 @@ import numpy as np
 
 from qformats import BLOCK, FORMATS
 from reference import Q81
-from steps.learn.pitfalls.exhibit import Array, Pitfall, launch, product
+from steps.learn.pitfalls.exhibit import RIGHT, Array, Pitfall, launch
 from steps.learn.pitfalls.p04_qh_interleaved import wrong as reader
-from steps.learn.pitfalls.right import w5a8
+from steps.learn.pitfalls.right import kernel
 
 # What ggml writes for x[j] = (j - 16) / 4: the largest is x[0] = -4, so d = -4 / -16 = 0.25, which
 # is 0x3400, and the code of element j is j: fifth bits in elements 16 ... 31; byte j of qs holds j
@@ -39,7 +39,7 @@ def _interleaved(blocks: Array) -> Array:
 
 def self_consistent(blocks: Array, q81: Q81) -> Array:
     """The product with this codec on both sides: its own blocks of the same weights, its reader."""
-    return launch(reader, _interleaved(blocks), q81)
+    return launch(kernel(reader), _interleaved(blocks), q81)
 
 
 def golden_bytes() -> tuple[dict[str, str], dict[str, str]]:
@@ -58,8 +58,8 @@ PITFALL = Pitfall(
     title="qh interleaved in quantizer and reader",
     story=__doc__,
     format="q5_0",
+    right=RIGHT["q5_0"],
     wrong=self_consistent,
-    right=product(w5a8),
     golden=342.0,  # right!
     caught_by=("golden bytes",),
     extra=golden_bytes,

@@ -11,7 +11,7 @@ from numba import cuda, float32, int32, uint32
 from reference import GOLDEN
 from steps.instructions import load_u16, load_u32
 from steps.learn.pitfalls.exhibit import Pitfall, product
-from steps.learn.pitfalls.right import half
+from steps.learn.pitfalls.right import half, kernel
 
 
 @cuda.jit(device=True)
@@ -24,42 +24,25 @@ def word_b2(w, at):
     return uint32(load_u16(w, at)) | uint32(load_u16(w, at + 2)) << uint32(16)
 
 
-@cuda.jit
-def wrong(w, q, d, s, c):
-    n, m = cuda.grid(2)
-    if m >= c.shape[0] or n >= c.shape[1]:
-        return
-    total = float32(0)
-    for b in range(d.shape[1]):
-        at = b * 18
-        dots = int32(0)
+def block(word):
+    """The product of a block of Q4_0 whose codes are loaded by word(w, at), at from the first byte
+    of w."""
+
+    @cuda.jit(device=True)
+    def of_words(w, q, d, s, n, m, b):
+        at, dots = b * 18, int32(0)
         for i in range(4):
-            word = word_b4(w, n * w.shape[1] + at + 2 + 4 * i)  # <- address % 4 == 2
+            four = word(w, n * w.shape[1] + at + 2 + 4 * i)  # <- address % 4 == 2
             for t in range(4):
-                byte = int32(word >> uint32(8 * t)) & 255
+                byte = int32(four >> uint32(8 * t)) & 255
                 dots += (byte & 15) * int32(q[m, b * 32 + 4 * i + t])
                 dots += (byte >> 4) * int32(q[m, b * 32 + 16 + 4 * i + t])
-        total += half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
-    c[m, n] = total
+        return half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
+
+    return of_words
 
 
-@cuda.jit
-def right(w, q, d, s, c):
-    n, m = cuda.grid(2)
-    if m >= c.shape[0] or n >= c.shape[1]:
-        return
-    total = float32(0)
-    for b in range(d.shape[1]):
-        at = b * 18
-        dots = int32(0)
-        for i in range(4):
-            word = word_b2(w, n * w.shape[1] + at + 2 + 4 * i)
-            for t in range(4):
-                byte = int32(word >> uint32(8 * t)) & 255
-                dots += (byte & 15) * int32(q[m, b * 32 + 4 * i + t])
-                dots += (byte >> 4) * int32(q[m, b * 32 + 16 + 4 * i + t])
-        total += half(w, n, at) * (d[m, b] * float32(dots) - float32(8) * s[m, b])
-    c[m, n] = total
+wrong, right = kernel(block(word_b4)), kernel(block(word_b2))
 
 
 def on_a_cpu() -> float:
@@ -75,7 +58,6 @@ PITFALL = Pitfall(
     number=7,
     title="4-byte loads at 2-byte alignment",
     story=__doc__,
-    format="q4_0",
     wrong=product(wrong),
     right=product(right),
     golden=float("nan"),  # it stops before it writes

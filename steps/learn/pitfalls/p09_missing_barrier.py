@@ -14,61 +14,39 @@ from steps.learn.pitfalls.right import half
 MOST_BLOCKS = 16  # of a row, in shared memory
 
 
-@cuda.jit
-def wrong(w, q, d, s, c):
-    scales = cuda.shared.array((TILE, MOST_BLOCKS), float32)
-    n, m = cuda.grid(2)
-    row = cuda.threadIdx.y
-    # --- global -> shared
-    if cuda.threadIdx.x == 0 and m < c.shape[0]:
-        for b in range(d.shape[1]):
-            scales[row, b] = d[m, b]
-    # <- cuda.syncthreads()
-    # --- multiply
-    if m < c.shape[0] and n < c.shape[1]:
-        total = float32(0)
-        for b in range(d.shape[1]):
-            at = b * 18
-            dots = int32(0)
-            for j in range(16):
-                byte = int32(w[n, at + 2 + j])
-                dots += (byte & 15) * int32(q[m, b * 32 + j])
-                dots += (byte >> 4) * int32(q[m, b * 32 + 16 + j])
-            total += half(w, n, at) * (scales[row, b] * float32(dots) - float32(8) * s[m, b])
-        c[m, n] = total
+def kernel(synchronized):
+    @cuda.jit
+    def product_of_scales(w, q, d, s, c):
+        scales = cuda.shared.array((TILE, MOST_BLOCKS), float32)
+        n, m = cuda.grid(2)
+        row = cuda.threadIdx.y
+        # --- global -> shared
+        if cuda.threadIdx.x == 0 and m < c.shape[0]:
+            for b in range(d.shape[1]):
+                scales[row, b] = d[m, b]
+        if synchronized:  # <- the wrong one is not
+            cuda.syncthreads()
+        # --- multiply
+        if m < c.shape[0] and n < c.shape[1]:
+            total = float32(0)
+            for b in range(d.shape[1]):
+                at, dots = b * 18, int32(0)
+                for j in range(16):
+                    byte = int32(w[n, at + 2 + j])
+                    dots += (byte & 15) * int32(q[m, b * 32 + j])
+                    dots += (byte >> 4) * int32(q[m, b * 32 + 16 + j])
+                total += half(w, n, at) * (scales[row, b] * float32(dots) - float32(8) * s[m, b])
+            c[m, n] = total
 
-
-@cuda.jit
-def right(w, q, d, s, c):
-    scales = cuda.shared.array((TILE, MOST_BLOCKS), float32)
-    n, m = cuda.grid(2)
-    row = cuda.threadIdx.y
-    # --- global -> shared
-    if cuda.threadIdx.x == 0 and m < c.shape[0]:
-        for b in range(d.shape[1]):
-            scales[row, b] = d[m, b]
-    cuda.syncthreads()
-    # --- multiply
-    if m < c.shape[0] and n < c.shape[1]:
-        total = float32(0)
-        for b in range(d.shape[1]):
-            at = b * 18
-            dots = int32(0)
-            for j in range(16):
-                byte = int32(w[n, at + 2 + j])
-                dots += (byte & 15) * int32(q[m, b * 32 + j])
-                dots += (byte >> 4) * int32(q[m, b * 32 + 16 + j])
-            total += half(w, n, at) * (scales[row, b] * float32(dots) - float32(8) * s[m, b])
-        c[m, n] = total
+    return product_of_scales
 
 
 PITFALL = Pitfall(
     number=9,
     title="a missing barrier",
     story=__doc__,
-    format="q4_0",
-    wrong=product(wrong),
-    right=product(right),
+    wrong=product(kernel(synchronized=False)),
+    right=product(kernel(synchronized=True)),
     golden=141.0,  # right: the one lane that works is the one that copied
     caught_by=("race",),
 )

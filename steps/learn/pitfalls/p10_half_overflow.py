@@ -6,11 +6,24 @@ store s and d as float32."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
-from reference import Q81
-from steps.learn.pitfalls.exhibit import SHAPE, Array, LargeActivations, Pitfall, product
-from steps.learn.pitfalls.right import w4a8
+from reference import Q81, Problem
+from steps.learn.pitfalls.exhibit import RIGHT, SHAPE, Array, Pitfall
+
+
+@dataclass(frozen=True)
+class LargeActivations(Problem):
+    """A problem whose activations are 2^14 times larger: the sums of a block overflow float16."""
+
+    @cached_property
+    def a(self) -> Array:
+        large: Array = super().a * np.float32(2**14)
+        large.setflags(write=False)
+        return large
 
 
 def in_half(a: Array) -> Q81:
@@ -25,9 +38,7 @@ PITFALL = Pitfall(
     number=10,
     title="float16 overflow of s or d",
     story=__doc__,
-    format="q4_0",
-    wrong=product(w4a8),
-    right=product(w4a8),
+    wrong=RIGHT["q4_0"],
     golden=141.0,  # right: s = -8 fits
     problems=(LargeActivations(*SHAPE, "q4_0", "normal"),),
     activations=in_half,

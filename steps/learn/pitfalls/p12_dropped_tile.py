@@ -9,9 +9,9 @@ import numpy as np
 
 from reference import Q81, Problem, check
 from steps.learn.pitfalls.exhibit import SHAPE, Pitfall, product
-from steps.learn.pitfalls.right import w4a8
+from steps.learn.pitfalls.right import kernel, q4_0
 
-dropping = product(w4a8, floor=True)  # <- the kernel is right, the grid is not
+dropping = product(kernel(q4_0), floor=True)  # <- the kernel is right, the grid is not
 
 
 def aside() -> str:
@@ -29,9 +29,7 @@ PITFALL = Pitfall(
     number=12,
     title="last partial tile dropped",
     story=__doc__,
-    format="q4_0",
     wrong=dropping,
-    right=product(w4a8),
     golden=float("nan"),  # 1 x 1 is all partial tile
     caught_by=("golden value", "nan", "exact", "bound", "nmse"),
     aside=aside,
