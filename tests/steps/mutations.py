@@ -5,16 +5,16 @@ something (a barrier, a fence, an arrival, a wait) is taken out of the source on
 checked as it is then: the simulator must stop it, or its result be wrong. Other mutations are
 finer: another stage, the other parity, an mbarrier that takes another number of arrivals.
 
-    mutations = own_sites(number)       of a step's file and of components that no step before needs
+    mutations = own_sites(number)       of a step's kernel and of what no step before it needs
     outcome = tried(mutation, number)   what noticed it
 
-The source is changed as a syntax tree, and the step imported once more from it, with the components
+The source is changed as a syntax tree, and the step imported once more from it, with the modules
 that import what was changed. The cases are those in which the step's tests run (small shapes, and
 the work of few SMs in `tests.steps.test_steps_simulator`), the quick ones first, and of these only
 those that reach the call.
 
     .venv/bin/python -m tests.steps.mutations              writes results/worklog/mutations.md
-    .venv/bin/python -m tests.steps.mutations 13 17        writes the rows of these steps anew
+    .venv/bin/python -m tests.steps.mutations 13 17        tries these steps alone
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ def called_name(call: ast.Call, known: dict[str, str]) -> str | None:
 
 @cache
 def wrappers() -> frozenset[str]:
-    """Names of device functions in components that do nothing but synchronize: of fields such as
+    """Names of device functions in kernels that do nothing but synchronize: of fields such as
     `Ring.release`, too."""
     found = set()
-    for path in (ROOT / "steps" / "components").rglob("*.py"):
+    for path in (ROOT / "steps" / "kernels").rglob("*.py"):
         tree = tree_of(path)
         known = {n: f for n, f in aliases(tree).items() if f in FACTORIES}
         for function in device_functions(tree):
@@ -355,16 +355,20 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(name for name in found if path_of(name).is_file())
 
 
+SHARED: Final = ("steps.kernels", "steps.blocks")
+"""Rooms of device code that steps are made of."""
+
+
 @cache
 def needed(module: str) -> frozenset[str]:
-    """The module and the components and steps that it imports, and that these import."""
+    """The module, the device code and the steps that it imports, and that these import."""
     found: set[str] = set()
     rest = [module]
     while rest:
         name = rest.pop()
         if name in found or not path_of(name).is_file():
             continue
-        if name.startswith(("steps.kernels", "steps.step")):
+        if name.startswith((*SHARED, "steps.step")):
             found.add(name)
             rest += imports(path_of(name))
     return frozenset(found)
@@ -393,7 +397,7 @@ def imported(step: Step, trees: Mapping[str, ast.Module]) -> Iterator[Mapping[st
     """The modules of a step, by name, those imported anew that a change concerns."""
     module = f"steps.{step.name}"
     anew = {name for name in needed(module) if name == module or not needed(name).isdisjoint(trees)}
-    packages = [name for name in sys.modules if name.startswith("steps.kernels")]
+    packages = [name for name in sys.modules if name.startswith(SHARED)]
     kept = {name: sys.modules[name] for name in (*packages, *needed(module)) if name in sys.modules}
     finder = _Finder(trees)
     sys.meta_path.insert(0, finder)
@@ -670,7 +674,7 @@ def functions_of(function: Any) -> set[Any]:
 
 @cache
 def own_sites(number: int) -> tuple[Site, ...]:
-    """Those of a step's own kernel, and those of components that no step before it is made of."""
+    """Those of a step's own kernel, and those of what no step before it is made of."""
     before: set[Site] = set()
     for one in steps.ladder():
         if one.number < number:
@@ -773,12 +777,12 @@ EMPTY: Final = (
 
 EQUIVALENT: Final[dict[Key, str]] = {
     **{
-        ("step14_persistent", "w4a16_persistent", f"wait_for_all_but_one({acc})", i, "left out"): (
+        ("wgmma_float16", "w4a16_persistent", f"wait_for_all_but_one({acc})", i, "left out"): (
             COVERED
         )
         for acc, i in (("acc1", 1), ("acc1", 2), ("acc", 3))
     },
-    ("step17_decode", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
+    ("cp_async", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
 }
 """Mutations that change no result, by `Site.key`, and why. One that is noticed after all, or that
 no step has any more, fails the test."""
@@ -803,50 +807,73 @@ def stale() -> list[Key]:
 
 # --- the table ------------------------------------------------------------------------------------
 
-
-def row(outcome: Outcome) -> str:
-    site = outcome.site
-    where = f"{site.path.stem}.{site.function}"
-    by = outcome.by or f"nothing: {EQUIVALENT.get(site.key, 'NOT NOTICED')}"
-    return f"| {outcome.number} | {where} | `{site.text}` | {site.kind} | {by} | {outcome.on} |"
+COLUMNS: Final = ("race", "deadlock", "misuse", "wrong result", "machine code", "other", "nothing")
+"""What notices a mutation, in the order of the table."""
 
 
-def rows_of(page: str) -> list[list[str]]:
-    """The cells of each row of the table."""
-    return [line[2:-2].split(" | ") for line in re.findall(r"(?m)^\| \d+ \|.*", page)]
+def row(number: int, outcomes: Sequence[Outcome]) -> str:
+    """A step's line of the table: how many mutations, and how many each noticed."""
+    counts = Counter(outcome.by or "nothing" for outcome in outcomes)
+    counts["other"] = sum(counts[by] for by in counts if by not in COLUMNS)
+    cells = (number, len(outcomes), *(counts[name] or "" for name in COLUMNS))
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def rows_of(page: str) -> dict[int, list[int]]:
+    """The numbers of each line of the table, by step."""
+    lines = (line[2:-2].split(" | ") for line in re.findall(r"(?m)^\| \d+ \|.*", page))
+    return {int(line[0]): [int(cell.strip() or 0) for cell in line[1:]] for line in lines}
 
 
 def table(rows: Iterable[str]) -> str:
-    """The page with these rows, by step."""
+    """The page with these lines, by step."""
     in_order = sorted(rows, key=lambda one: int(one[2:].split(" ", 1)[0]))
-    noticed_by = Counter(cells[4].split(":")[0] for cells in rows_of("\n".join(in_order)))
-    summary = ", ".join(f"{by} {count}" for by, count in noticed_by.most_common())
-    return HEAD.format(count=len(in_order), summary=summary) + "\n".join(in_order) + "\n"
+    total, *by = map(sum, zip(*rows_of("\n".join(in_order)).values(), strict=True))
+    found = (f"{name} {count}" for name, count in zip(COLUMNS, by, strict=True))
+    why = defaultdict[str, Counter[str]](Counter)
+    for (stem, _, text, *_), reason in EQUIVALENT.items():
+        why[reason][f"`{text}` in `{stem}.py`"] += 1
+    reasons = (
+        f"- {', '.join(f'{count} of {place}' for place, count in places.items())}: {reason}."
+        for reason, places in why.items()
+    )
+    return PAGE.format(
+        count=total,
+        summary=", ".join(found),
+        head=f"| step | mutations | {' | '.join(COLUMNS)} |\n|{'--:|' * (2 + len(COLUMNS))}",
+        rows="\n".join(in_order),
+        reasons="\n".join(reasons),
+    )
 
 
-HEAD: Final = """# Mutations: what notices a synchronization that is missing or wrong
+PAGE: Final = """# Mutations: what notices a synchronization that is missing or wrong
 
-Each row is one change of the source, tried alone and without a GPU: a barrier, fence, arrival or
-wait is left out, a wait names the other parity or leaves one group more under way, a copy or a
+Each mutation is one change of the source, tried alone and without a GPU: a barrier, fence, arrival
+or wait is left out, a wait names the other parity or leaves one group more under way, a copy or a
 barrier is of another stage, a stage does not advance, an mbarrier takes one arrival more or less. A
-step's rows are those of its own kernel and of the components and activation passes that no step
-before it uses.
+step's mutations are those of its own kernel and of what no step before it uses.
 
 {count} mutations, noticed by: {summary}.
 
+{head}
+{rows}
+
 - **race**: the simulator finds two accesses, one of them a store, that nothing orders.
+- **deadlock**: no thread can go on.
 - **misuse**: an instruction is used as it must not be (arrivals, registers, accumulators).
-- **deadlock**, **barrier divergence**: no thread can go on.
-- **wrong result**, **out of range**: the check of C, or of an address.
+- **wrong result**: the check of C.
 - **machine code**: ptxas remarks, or registers that a running wgmma still reads are written.
-- **nothing**: the row says why no result changes.
+- **other**: threads of a block meet at different barriers, or an address is out of range.
 
-`tests/steps/test_mutations.py` tries them all, `make test QUICK=1` a tenth of them.
-`.venv/bin/python -m tests.steps.mutations` writes this page; with numbers of steps behind it, it
-writes their rows anew.
+## What nothing notices
 
-| step | where | call | mutation | noticed by | on |
-|--:|:--|:--|:--|:--|:--|
+No result changes where these are left out:
+
+{reasons}
+
+`tests/steps/test_mutations.py` tries all mutations with `make test ALL=1`, some of each step
+without. `.venv/bin/python -m tests.steps.mutations` writes this page and prints each mutation with
+what noticed it and in which case; with numbers of steps behind it, it tries these alone.
 """
 
 
@@ -858,15 +885,17 @@ def main(arguments: Sequence[str]) -> int:
         kept = re.findall(r"(?m)^\| \d+ \|.*", TABLE.read_text(encoding="utf-8"))
         rows += [each for each in kept if int(each.split()[1]) not in numbers]
     for number in numbers:
+        outcomes = []
         for site in own_sites(number):
             begun = time.process_time()
-            outcome = tried(site, number)
-            rows.append(row(outcome))
+            outcomes.append(outcome := tried(site, number))
             by, seconds = outcome.by or "NOTHING", time.process_time() - begun
             print(f"{seconds:5.2f} s  step {number:2}  {by}: {site}  [{outcome.on}]")
             print(f"         {outcome.said[:250]}", flush=True)
             if said := problem_with(outcome):
                 wrong.append(said)
+        if outcomes:
+            rows.append(row(number, outcomes))
     TABLE.write_text(table(rows), encoding="utf-8")
     print(f"wrote {TABLE.relative_to(ROOT)}", *wrong, sep="\n")
     return 1 if wrong else 0
