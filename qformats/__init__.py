@@ -5,10 +5,10 @@
     w_again = dequantize(blocks)      # float32[N, K]
 
 `python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what kernels take,
-`FILE_FORMATS` the others that GGUF files hold. `qformats.repack` rearranges blocks for kernels,
-`qformats.storage` says what kernels read of each format, and `qformats.integer_scales` fits small
-integer scales. All of it needs NumPy only; `qformats.gguf_file`, which nothing here imports, also
-needs gguf. The device code that unpacks blocks is in `steps.kernels.parts.weights`.
+`FILE_FORMATS` the others that GGUF files hold. `qformats.repack` rearranges blocks for kernels, and
+`qformats.storage` says what kernels read of each format. All of it needs NumPy only;
+`qformats.gguf_file`, which nothing here imports, also needs gguf. The device code that unpacks
+blocks is in `steps.kernels.parts.weights`.
 """
 
 from qformats.blocks import (

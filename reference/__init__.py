@@ -18,7 +18,7 @@ from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.check import Check, Reference, check
 from reference.golden import GOLDEN, Golden
 from reference.limits import Limits, bound, limits, nmse
-from reference.operands import Q81, Bfloats, CoarseTokens, Halves, Tokens
+from reference.operands import Q81, Bfloats, Halves, Tokens
 from reference.problem import DISTRIBUTIONS, INPUTS, PrequantizedProblem, Problem
 from reference.product import (
     both_tokens,
@@ -42,7 +42,6 @@ __all__ = [
     "Q81",
     "Bfloats",
     "Check",
-    "CoarseTokens",
     "Golden",
     "Halves",
     "Limits",

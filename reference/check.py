@@ -30,7 +30,7 @@ from qformats import format_of
 from reference.bfloat16 import bfloat16_values, rounded_to_bfloat16
 from reference.golden import GOLDEN, Golden
 from reference.limits import BFLOAT16_NMSE, bound, known_family, limits, nmse
-from reference.operands import Q81, Bfloats, CoarseTokens, Halves, Tokens
+from reference.operands import Q81, Bfloats, Halves, Tokens
 from reference.problem import Problem
 from reference.product import (
     both_a8,
@@ -227,7 +227,7 @@ def check(
     if isinstance(used, Halves | Bfloats):
         operands = "f16_weights" if isinstance(used, Halves) else "bf16_weights"
     if isinstance(used, Tokens):
-        operands = "integers" if isinstance(used, CoarseTokens) else "int8"
+        operands = "int8"
     if exact is None:
         golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
         exact = problem.exact or (golden is not None and _golden_bits(golden, used))

@@ -34,11 +34,7 @@ _OPERANDS: Final = {
     # and `Bfloats`; weights are rounded to float16 and then to bfloat16
     "bf16_weights": ((1 + 2.0**-8) * (1 + 2.0**-11) - 1, 1, 2 * FLOAT32_ROUNDOFF),
     "int8": (0.0, 0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
-    "integers": (0.0, 0, FLOAT32_ROUNDOFF),  # and here: `CoarseTokens`
 }
-
-# Operands that are int8, and their names in sentences.
-INT8_OPERANDS: Final = {"int8": "int8", "integers": "int8 and integer scales"}
 
 
 def nmse(x: Array, ref: Array) -> float:
@@ -76,11 +72,11 @@ def roundings(family: str, k: int, operands: str = "f32") -> int:
     9 terms a block. 9 K/32 - 1 additions, the product scale * da, its product with the sum, its
     rounding where s or a word is scaled apart, two to spare: 9 K/32 + 4.
 
-    A8 of int8 ("int8", "integers"): one integer sum over all of K, exact; it becomes a float32 and
+    A8 of int8: one integer sum over all of K, exact; it becomes a float32 and
     is multiplied by the factor of its row and by that of its token: 3, and one to spare.
     """
     known_family(family)
-    if operands in INT8_OPERANDS:
+    if operands == "int8":
         return 4
     return k + 4 if family == "A16" else 9 * (k // 32) + 4
 
@@ -91,8 +87,8 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
     family     "A16" or "A8"
     magnitude  float64[M, N], sum |t_i| of the terms of each output: `magnitude_a16`, `magnitude_a8`
     operands   what kernels round their operands to first: "f32" (to nothing), "f16", "bf16"; "int8"
-               and "integers" for `Tokens` and `CoarseTokens`; "f16_weights" and "bf16_weights"
-               where weights alone are rounded, with the magnitude of `magnitude_half`
+               for `Tokens`; "f16_weights" and "bf16_weights" where weights alone are rounded, with
+               the magnitude of `magnitude_half`
 
     With n roundings of unit u on every term (`roundings`), the computed sum is
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
@@ -160,14 +156,6 @@ INT8_NMSE: Final[dict[str, tuple[float, float]]] = {
 # on uniform data at K = 16384. Of other data the table's room is enough.
 INT8_OF_DRAWN_BLOCKS: Final = {"uniform": (1.3e-5, 1.2e-4)}
 
-# The same of weights with integer scales: rounding codes anew adds 2e-4 to 1.4e-3 (5 bits the most,
-# whose integers are the smallest), and a half as much again where K is 14336.
-INTEGER_NMSE: Final[dict[str, tuple[float, float]]] = {
-    "uniform": (1.3e-5, 1.1e-3),
-    "normal": (2.6e-5, 2.3e-3),
-    "llm": (3e-5, 1.4e-2),
-}
-
 # What rounding scales and minima of K-quants to float16 adds (`qformats.storage`): 2^-22 of the
 # energy of scale * code and of offset at most, up to 16 times that of the weights they come to.
 SCALE_NMSE: Final = 16 * 2.0**-22
@@ -225,8 +213,8 @@ def limits(
     if operands == "bf16_weights":
         added, made = (0.0, BFLOAT16_NMSE), "rounding weights to bfloat16"
     if family == "A8":
-        table = {"int8": INT8_NMSE, "integers": INTEGER_NMSE}.get(operands, ACTIVATION_NMSE)
-        added, made = table[problem.distribution], INT8_OPERANDS.get(operands, "Q8_1")
+        table, made = (INT8_NMSE, "int8") if operands == "int8" else (ACTIVATION_NMSE, "Q8_1")
+        added = table[problem.distribution]
     product: tuple[float, float] | None = None
     why_float = f"{count} independent outputs are too few to tell a format by its error"
     if expected is None:  # blocks are what is meant
@@ -243,7 +231,7 @@ def limits(
         return Limits(kernel, product, None, (why_kernel, why_float, why_weights))
     if count >= 1024:
         high = (expected + added[1]) * (1 + slack)
-        classical = operands not in INT8_OPERANDS and problem.format in WEIGHT_FORMATS
+        classical = operands != "int8" and problem.format in WEIGHT_FORMATS
         most = CLASSICAL if classical else math.inf  # more is asked of no others
         product = ((expected + added[0]) * (1 - slack), min(high, most))
         why_float = (
@@ -268,7 +256,7 @@ def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) ->
     # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) + 24 / n
     # times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
     few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
-    if operands in INT8_OPERANDS:
+    if operands == "int8":
         return (
             9 * FLOAT32_ROUNDOFF**2,
             "exact integer sums, three roundings of each output: (3 u)^2 at most",

@@ -1,8 +1,8 @@
 """Activations as kernels are given them: Q8_1, 16-bit floats, or int8 with one scale per token.
 
-`Q81`, `Halves`, `Bfloats`, `Tokens` and `CoarseTokens` hold the very bits that a kernel multiplied,
-and check their types and shapes. `of_values` is the recipe of each; it raises ValueError for what
-is no matrix [M, K].
+`Q81`, `Halves`, `Bfloats` and `Tokens` hold the very bits that a kernel multiplied, and check their
+types and shapes. `of_values` is the recipe of each; it raises ValueError for what is no matrix
+[M, K].
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from qformats import BLOCK
-from qformats.integer_scales import integer_weights
-from qformats.repack import byte_weights
 from reference.bfloat16 import rounded_to_bfloat16
 from reference.sampling import pieces
 
@@ -197,25 +195,11 @@ class Tokens:
 
     def rows(self, pick: Pick) -> Tokens:
         """The same, of some tokens only."""
-        return type(self)(self.q[pick], self.d[pick])
+        return Tokens(self.q[pick], self.d[pick])
 
     def values(self) -> Array:
         """d * q in float64[M, K]."""
         return self.q * self.d.astype(np.float64)[:, None]
-
-    def weights(self, blocks: Array) -> tuple[Array, Array]:
-        """What they are multiplied by: int8 [N, K] and a factor for each row."""
-        return byte_weights(blocks)
-
-
-@dataclass(frozen=True)
-class CoarseTokens(Tokens):
-    """`Tokens` for weights that are multiples of small integers, those of
-    `qformats.integer_scales.integer_weights`."""
-
-    def weights(self, blocks: Array) -> tuple[Array, Array]:
-        """As `Tokens.weights`."""
-        return integer_weights(blocks)
 
 
 def _require_matrix(a: Array, multiple: int = 1) -> None:

@@ -7,7 +7,7 @@ Three answers to "what should C be", for three questions:
     same_operands_a8(q81, blocks)   the Q8_1 bits it was given } error, and must be tiny
 
 The activations are those of `reference.operands`. Of `Halves` and `Bfloats` A is `values()`;
-`both_tokens` is the product of `Tokens` or `CoarseTokens` with int8 weights.
+`both_tokens` is the product of `Tokens` with int8 weights.
 
 Every sum is a float64 matrix product. Each term of the last two is exact in float64 (at most
 24 + 24 bits of significand for A16, 8 + 24 + 8 + 11 for A8), so their error is that of float64
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, WEIGHT_FORMATS, format_of
+from qformats.repack import byte_weights
 from qformats.storage import stored_weights
 from reference.operands import Q81, Tokens
 from reference.sampling import pieces
@@ -163,13 +164,13 @@ def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
 
 
 def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
-    """(the product of these int8 with those of their `weights`, sum |terms|), float64[M, N]."""
+    """(the product of these int8 with `byte_weights`, sum |terms|), float64[M, N]."""
     _same_k(tokens.q, blocks)
     values = tokens.values()
     same = np.empty((values.shape[0], blocks.shape[0]))
     size = np.empty_like(same)
     for part in pieces(blocks.shape[0], values.shape[1]):
-        codes, factor = tokens.weights(blocks[part])
+        codes, factor = byte_weights(blocks[part])
         weights = codes * factor.astype(np.float64)[:, None]
         same[:, part] = values @ weights.T
         size[:, part] = np.abs(values) @ np.abs(weights).T

@@ -21,13 +21,26 @@ from qformats import FORMATS, WEIGHT_FORMATS, Format
 Family = Literal["A16", "A8"]
 """How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
 
-Accuracy = Literal["exact", "fast", "coarse"]
+Accuracy = Literal["exact", "fast"]
 """exact: the step multiplies the weights as their format stores them, rounded to float16 at most.
-fast: it requantizes them to int8 with one scale per row. coarse: it also approximates block scales
-by small integers. A step that is not exact is used only when asked for."""
+fast: it requantizes them to int8 with one scale per row, and is used only when asked for."""
 
 ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
-"""From the most exact down. Asking for one allows those before it, too."""
+"""Asking for one allows those before it, too."""
+
+COARSE_IS_GONE: Final = 'it was 1.02x as fast as "fast" at the median of 75 sizes and less exact'
+"""Why there is no accuracy "coarse" and no step 16 any more: see results/worklog/step15.md."""
+
+
+def known_accuracy(name: str) -> Accuracy:
+    """ValueError for a name that is no accuracy."""
+    for accuracy in ACCURACIES:
+        if name == accuracy:
+            return accuracy
+    if name == "coarse":
+        raise ValueError(f'accuracy "coarse" is gone: {COARSE_IS_GONE}; use "fast" or "exact"')
+    raise ValueError(f"accuracy is {name!r}: it must be one of {', '.join(ACCURACIES)}")
+
 
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
 """The arithmetic unit whose measured peak bounds a step (`results.measure.limits`)."""
@@ -78,10 +91,9 @@ class Activations:
 
     `launches` run before the step's own: none when `arrays` is the caller's A itself.
     `layout` names what `arrays` hold (`steps.kernels.parts.activations.layouts`): Q8_1 as "blocks",
-    "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" and
-    "coarse_tokens" for int8 with one scale per token, for weights that are int8 or multiples of
-    small integers; "rows" for float16 or bfloat16 A[M, K], followed by token scales where it was
-    made of float32 A; None for float32 A.
+    "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" for
+    int8 with one scale per token; "rows" for float16 or bfloat16 A[M, K], followed by token scales
+    where it was made of float32 A; None for float32 A.
     """
 
     arrays: tuple[Any, ...]
@@ -151,7 +163,7 @@ class Kernel:
         weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
     max_cc: the greatest, None for any: what sm_90a has, later ones do not.
-    accuracy: "fast" or "coarse" for a kernel that changes its weights, see `Accuracy`.
+    accuracy: "fast" for a kernel that changes its weights, see `Accuracy`.
     most_tokens: the M up to which it is meant to be used, None for any: where no measurement says
         better, `gemm` takes it for no more. It is right for every M all the same.
     invariant: the families in which the launch heeds `Shape.invariant`.

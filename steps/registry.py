@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from steps.contract import Kernel, Step
+from steps.contract import COARSE_IS_GONE, Kernel, Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
 HOLE: Final = re.compile(r" *# (?P<end>end of )?hole (?P<number>\d+)$")
@@ -78,7 +78,8 @@ def find(number: int) -> Step:
         if step.number == number:
             return step
     numbers = ", ".join(str(step.number) for step in ladder())
-    raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")
+    why = f"step 16 is gone: {COARSE_IS_GONE}" if number == 16 else f"there is no step {number}"
+    raise ValueError(f"{why}: the ladder has steps {numbers}")
 
 
 def parent_of(step: Step) -> int | None:
@@ -92,9 +93,9 @@ def diff_base(step: Step) -> int | None:
 
 
 def following(step: Step) -> tuple[Step, ...]:
-    """The steps to read next: its children in the tree; for a leaf the next number, if any."""
+    """The steps to read next: its children in the tree; for a leaf the next in number, if any."""
     children = tuple(one for one in ladder() if parent_of(one) == step.number)
-    return children or tuple(one for one in ladder() if one.number == step.number + 1)
+    return children or tuple(one for one in ladder() if one.number > step.number)[:1]
 
 
 def path_of(step: Step) -> Path:

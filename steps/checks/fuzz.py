@@ -42,7 +42,7 @@ LARGEST: Final = {"float32": 2.0**128, "float16": 65504.0, "bfloat16": 2.0**128}
 LEAST: Final = 1e-30
 """Rows whose largest |a| is below it are only promised not to grow: scales get subnormal."""
 
-ERRORS: Final = {"exact": 1e-6, "fast": 1e-2, "coarse": 1e-1}
+ERRORS: Final = {"exact": 1e-6, "fast": 1e-2}
 """The error of a row against the product of A with the weights, as a share of sum a^2 w^2."""
 
 A8_ERROR: Final = 2e-3

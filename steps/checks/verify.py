@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from qformats import FORMATS
-from reference import Q81, Bfloats, Check, CoarseTokens, Halves, Problem, Tokens, check
+from reference import Q81, Bfloats, Check, Halves, Problem, Tokens, check
 from steps.contract import Activations, Family, Launch, Machine, Shape, Step, array_dtype
 from steps.kernels.parts.activations.layouts import decode, encode
 
@@ -61,9 +61,7 @@ def prepare(
     on_machine = machine.array(a)
     activations = step.activations(family, on_machine, machine)
     if q81 is not None and activations.layout not in (None, "inside", "rows"):
-        bits: Q81 | Tokens = q81
-        if activations.layout in ("tokens", "coarse_tokens"):
-            bits = (Tokens if activations.layout == "tokens" else CoarseTokens).of_q81(q81)
+        bits = Tokens.of_q81(q81) if activations.layout == "tokens" else q81
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
     guarded = machine.array(_guarded_nan(shape.m * shape.n, array_dtype(dtype)))

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 from qformats import WEIGHT_FORMATS
 from results.record.environment import environment, finished
 from results.render import text as table
+from steps.contract import known_accuracy
 from steps.driver.driver_library import driver_library
 
 BEGAN: Final = time.perf_counter()
@@ -80,7 +81,7 @@ def _parser() -> Parser:
         type=_count,
         help="how many to generate, at most (default 64; with --chat, what the context holds)",
     )
-    one.add_argument("--accuracy", choices=("exact", "fast"), default="exact")
+    one.add_argument("--accuracy", default="exact", help="of the products: exact or fast")
     one.add_argument(
         "--requantize",
         choices=WEIGHT_FORMATS,
@@ -104,8 +105,8 @@ def _parser() -> Parser:
     one.add_argument(
         "--quality",
         action="store_true",
-        help="perplexity, and the distance from float32, of exact, fast and coarse products and of "
-        "exact ones with Q8_1 activations; with --reference of emulated ones, on the CPU; with "
+        help="perplexity, and the distance from float32, of exact and fast products and of exact "
+        "ones with Q8_1 activations; with --reference of emulated ones, on the CPU; with "
         "--against-llama-cpp of llama.cpp too",
     )
     one.add_argument(
@@ -167,6 +168,7 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    _require_together(args)
     on_gpu = not (args.reference or (args.against_llama_cpp and not args.quality))
     if on_gpu and (args.gpus is None or "LOCAL_RANK" in os.environ):  # not what starts the ranks
         threading.Thread(target=_make_context, daemon=True).start()
@@ -180,7 +182,6 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     torch = operations.torch
     jobs = args.check or args.against_llama_cpp or args.bench or args.quality
-    _require_together(args)
     if (args.chat or args.quality) and args.model is None:
         args.model = installed_model()
     if args.model is None and (args.quality or not jobs):
@@ -324,7 +325,6 @@ def _quality(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     for name, accuracy, family in (
         ("exact", "exact", "A16"),
         ("fast", "fast", None),
-        ("coarse", "coarse", None),
         ("exact, Q8_1", "exact", "A8"),
     ):
         if args.reference:
@@ -370,7 +370,8 @@ def _sentence(found: dict[str, Any]) -> str:
 
 
 def _require_together(args: argparse.Namespace) -> None:
-    """ValueError for options that mean nothing beside the others."""
+    """ValueError for an unknown accuracy, and for options that mean nothing beside the others."""
+    known_accuracy(args.accuracy)
     if args.prompt is not None and args.ids is not None:
         raise ValueError("give --prompt or --ids, not both")
     if args.chat and args.ids is not None:

@@ -263,9 +263,8 @@ def _parser() -> Parser:
     )
     one.add_argument(
         "--accuracy",
-        choices=("exact", "fast", "coarse"),
         default="exact",
-        help="of the products (default exact)",
+        help="of the products: exact or fast (default exact)",
     )
     one.add_argument(
         "--arch", type=_architecture, help="for another GPU than this machine's, such as sm_90a"

@@ -13,7 +13,7 @@ several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (
 Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
 memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
 the host, on all cores, when the layer is moved there, and have the size of the blocks, N and K
-rounded up to 128; with `accuracy="fast"` or "coarse" there is a second packing. So a layer in q4_0
+rounded up to 128; with `accuracy="fast"` there is a second packing. So a layer in q4_0
 takes 4.5 bits per weight on a GPU, 9 where it is not exact.
 
 Products. On a GPU the layer selects the step from M at each call, as `steps.gemm` does, and keeps
@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, quantize
+from steps.contract import known_accuracy
 from steps.nn import operator as operator
 from steps.nn.shard import Shard, group_of
-from steps.product.choice import known_accuracy, packings
+from steps.product.choice import packings
 from steps.product.operands import weight_format
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if not TYPE_CHECKING:
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
 KINDS: Final = ("weights", "fast")
-"""Names of buffers: the packing of exact steps, and that of fast or coarse ones."""
+"""Names of buffers: the packing of exact steps, and that of fast ones."""
 
 
 class QuantLinear(nn.Module):
@@ -57,7 +58,7 @@ class QuantLinear(nn.Module):
     contiguous. Sums are float32, the bias is added to them, and they are rounded once. On a GPU of
     compute capability 8.0 or later steps read x and write y as they are: they multiply float16 and
     bfloat16 themselves, round float32 to float16 or, with a scale per 32 values, to int8; where
-    `accuracy` is "fast" or "coarse" they round x to int8 with a scale per token (see `steps.gemm`).
+    `accuracy` is "fast" they round x to int8 with a scale per token (see `steps.gemm`).
 
     x has a gradient, computed with the dequantized weights as if x had not been rounded. It
     dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
@@ -65,7 +66,7 @@ class QuantLinear(nn.Module):
     in_features  : K, a multiple of 32, of K-quants of 256.
     out_features : N, at least 1.
     format       : a name of `qformats.FORMATS` that kernels multiply.
-    accuracy     : "exact", "fast" or "coarse", see `steps.gemm`.
+    accuracy     : "exact" or "fast", see `steps.gemm`.
     invariant    : whether, up to 16 tokens, a row of y has the same bits on a GPU whatever the
                    number of tokens and whatever the other rows are, see `steps.gemm`.
     device, dtype : where the layer lies, and the dtype of the bias.

@@ -7,8 +7,8 @@ any time the default is the highest step that the GPU can run, as each step is m
 than the one before it; up to the M that a step is made for, that step. A new step is no default
 until it says so (`Step.chosen_untuned`).
 
-Both families are considered unless one is named. Steps that change the weights ("fast", "coarse")
-are considered only where their accuracy, or a lower one, is asked for.
+Both families are considered unless one is named. Steps that change the weights ("fast") are
+considered only where that is asked for.
 
 A in 16 bits (float16, bfloat16) is for steps that read it as it is. Where the caller can make
 float32 of it, the others count too, with the time that this takes.
@@ -22,7 +22,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from qformats.storage import nearest_weight_format
-from steps.contract import ACCURACIES, Accuracy, Family, Kernel, Launch, Shape, Work, scheme
+from steps.contract import (
+    ACCURACIES,
+    Accuracy,
+    Family,
+    Kernel,
+    Launch,
+    Shape,
+    Work,
+    known_accuracy,
+    scheme,
+)
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product import tuning_table as tuning
 from steps.product.operands import one_of
@@ -81,7 +91,7 @@ def choose(
     among        : only these, such as all that read weights as they are packed. A single one is
                    taken whatever its accuracy: packing for it asked for that.
     output       : the dtype of C.
-    accuracy     : "fast" also considers fast steps, "coarse" fast and coarse ones.
+    accuracy     : "fast" also considers fast steps.
     input        : the dtype of A, which the step reads as it is ...
     cast_us      : ... or as float32 that the caller makes of it, in so many microseconds.
     biased       : only steps that add a bias (`Step.adds_bias`).
@@ -373,14 +383,6 @@ def _passed_over(us: float, times: Sequence[Time], accuracy: Accuracy) -> str:
         return ""
     fast, one, _ = min(faster, key=lambda time: time[0])
     return f"; with accuracy={one.accuracy!r} step {one.number} would take {fast:.3g} us"
-
-
-def known_accuracy(name: str) -> Accuracy:
-    """ValueError for a name that is no accuracy."""
-    for accuracy in ACCURACIES:
-        if name == accuracy:
-            return accuracy
-    raise ValueError(f"accuracy is {name!r}: it must be one of {', '.join(ACCURACIES)}")
 
 
 def known_family(name: str) -> Family:

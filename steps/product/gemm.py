@@ -35,14 +35,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.contract import ACCURACIES, Accuracy, Activations, Family, Kernel, Launch, Shape
+from steps.contract import (
+    ACCURACIES,
+    Accuracy,
+    Activations,
+    Family,
+    Kernel,
+    Launch,
+    Shape,
+    known_accuracy,
+)
 from steps.driver.kept import Kept
 from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
 from steps.product.choice import (
     Asked,
     Choice,
     choose,
-    known_accuracy,
     launch_configuration,
     packing_step,
     step_numbers,
@@ -115,8 +123,8 @@ def pack(
     step     : pack for this step alone. By default the layout is that of the highest default step
                (`steps.product.choice`), and serves every step that reads it.
     family   : "A16" or "A8": products with these weights are of this family; by default of either.
-    accuracy : "exact", "fast" or "coarse", see `gemm`: of products that do not name one. The layout
-               is that of a step of this accuracy, if there is one.
+    accuracy : "exact" or "fast", see `gemm`: of products that do not name one. The layout is that
+               of a step of this accuracy, if there is one.
     machine  : by default the current GPU; `steps.driver.machines.Simulator()` needs none, and is
     slow.
 
@@ -177,10 +185,8 @@ def gemm(
               the weights to int8 with one scale per row, and `a` to int8 with one per token: on
               normal data that adds 2 % to the error of Q4_0, and several times its own to that of
               Q8_0; where a few channels of `a` are 20 times the others, 50 % to that of Q4_0.
-              "coarse" also allows steps that approximate block scales by small integers: on normal
-              data it adds 12 % to the error of Q4_0, 17 % to Q4_1, 76 % to Q5_0 and 93 % to Q5_1.
-              Neither is ever used unless it is asked for, here, by `step` or in `pack`; nor for K
-              beyond 132096, more than their integer sums hold.
+              It is never used unless it is asked for, here, by `step` or in `pack`; nor for K
+              beyond 132096, more than the integer sums hold.
     invariant : up to M=16 a row of C has the same bits whatever M is and whatever the other rows
               are, as whoever verifies drafted tokens needs. Such products are of the highest decode
               step and of family A16, and may take longer. ValueError where there is none.

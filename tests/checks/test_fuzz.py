@@ -33,7 +33,6 @@ FOUND = [
     "step=3 family=A8 format=q4_0 m=2 n=5 k=64 rows=small,plain",
     "step=4 family=A8 format=q4_1 m=2 n=5 k=64 rows=large,nan via=plan",
     "step=15 family=A8 format=q4_0 m=1 n=1 k=160000 rows=ones weights=most",
-    "step=16 family=A8 format=q4_0 m=1 n=1 k=160000 rows=ones weights=most",
     "step=7 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,plain",
     "step=8 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,plain",
     "step=17 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,ones",

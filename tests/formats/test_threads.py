@@ -21,7 +21,6 @@ from qformats import (
 from qformats import (
     format as format_module,
 )
-from qformats.integer_scales import integer_tiles
 from qformats.repack import byte_tiles, tiles
 
 WRITTEN = [name for name in (*WEIGHT_FORMATS, *FILE_FORMATS) if FORMATS[name].written]
@@ -60,13 +59,8 @@ def test_quantizing_on_several_cores_gives_the_bits_of_one(name: str, four: None
     assert parts.tobytes() == rows.tobytes()
 
 
-PACKINGS = [
-    *((pack, name) for pack in (tiles, byte_tiles) for name in (*WEIGHT_FORMATS, *FILE_FORMATS)),
-    *((integer_tiles, name) for name in WEIGHT_FORMATS),
-]
-
-
-@pytest.mark.parametrize(("pack", "name"), PACKINGS)
+@pytest.mark.parametrize("pack", [tiles, byte_tiles])
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
 def test_packing_on_several_cores_gives_the_bits_of_one(pack, name: str, four: None) -> None:
     blocks = random_blocks(name, 300, 512)
     parts, whole = pack(blocks), pack.__wrapped__(blocks)

@@ -376,7 +376,12 @@ BAD["d"][1, 0] = np.nan
         (
             lambda: QuantLinear(32, 5, accuracy="good"),
             ValueError,
-            "accuracy is 'good': it must be one of exact, fast, coarse",
+            "accuracy is 'good': it must be one of exact, fast",
+        ),
+        (
+            lambda: QuantLinear(32, 5, accuracy="coarse"),
+            ValueError,
+            '^accuracy "coarse" is gone: .*; use "fast" or "exact"$',
         ),
         (
             lambda: QuantLinear.from_float(nn.Linear(33, 5), "q4_0"),

@@ -33,18 +33,17 @@ LADDER = (
     (13, "step13_warp_specialized", "A16", 12, "tensor_fp16", 0.75, "producer and consumer warps"),
     (14, "step14_persistent", "A16", 13, "tensor_fp16", 0.83, "persistent blocks"),
     (15, "step15_wgmma_int8", "A8", 14, "tensor_int8", 0.73, "W4A8 with wgmma, one scale a row"),
-    (16, "step16_integer_scales", "A8", 15, "tensor_int8", 0.8, "W4A8 with integer scales"),
     (17, "step17_decode", "A8", 2, "tensor_int8", 0.085, "decode: weights stream, one launch"),
     (18, "step18_decode_bulk", "A8", 17, "tensor_int8", 0.04, "decode on Hopper: bulk copies"),
 )
 BRANCH = dict.fromkeys(range(1, 7), "cuda_cores") | dict.fromkeys(range(7, 11), "int8")
-BRANCH |= dict.fromkeys(range(11, 17), "float16") | {17: "decode", 18: "decode"}
+BRANCH |= dict.fromkeys(range(11, 16), "float16") | {17: "decode", 18: "decode"}
 HOMES = {10: ((128, 4096, 4096), (512, 4096, 14336))}
-TOPS_OF_BRANCHES = {10: (8, 4096), 14: (8, 4096), 15: (8, 4096), 16: (8, 4096), 18: (1, 16)}
+TOPS_OF_BRANCHES = {10: (8, 4096), 14: (8, 4096), 15: (8, 4096), 18: (1, 16)}
 """The steps measured at all shapes, and for which M."""
-IN_HALF = tuple(range(11, 17))
-ACCURACY = {15: "fast", 16: "coarse"}
-ADDED = {"exact": 0.0, "fast": 1e-4, "coarse": 1e-3}
+IN_HALF = tuple(range(11, 16))
+ACCURACY = {15: "fast"}
+ADDED = {"exact": 0.0, "fast": 1e-4}
 FORMATS = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
 NMSE = {"q4_0": 7.4e-3, "q4_1": 6.1e-3, "q5_0": 1.8e-3, "q5_1": 1.4e-3, "q8_0": 2.9e-5}
 TOPS = {
@@ -106,7 +105,7 @@ def make_row(
     weights = n * k // 32 * FORMATS[name]
     moved = weights + m * k * (4 if family == "A16" else 1.25) + int(output[-2:]) // 8 * m * n
     operations = 2 * m * n * k
-    reach = {10: 0.35, 11: 0.4, 17: 0.85, 18: 0.95} | dict.fromkeys(range(12, 17), 0.45)
+    reach = {10: 0.35, 11: 0.4, 17: 0.85, 18: 0.95} | dict.fromkeys(range(12, 16), 0.45)
     reach = reach.get(step, min(0.2, 3 * share))
     tokens = max(m, 16 if step >= 7 else 1)  # tiles are multiplied whole
     work = 2 * tokens * n * k / (TOPS[unit] * share * 1e6)

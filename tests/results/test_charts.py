@@ -195,9 +195,9 @@ def test_cliffs_are_where_one_token_more_takes_too_long(run) -> None:
 def test_the_error_of_the_product_shows_what_requantizing_costs(run, files) -> None:
     """The kernel's own error of these steps may be the least of all: it stands second."""
     rungs = {rung.row.step: rung.row for rung in error.rungs(run)}
-    exact, fast, coarse = (error.relative(run, rungs[step]) or 0 for step in (14, 15, 16))
+    exact, fast = (error.relative(run, rungs[step]) or 0 for step in (14, 15))
     assert exact == 1
-    assert 1 < fast < coarse
+    assert fast > 1
     with mpl.rc_context(style.STYLE):
         first, second = error.draw(run).axes
     assert "NMSE of the format" in first.get_xlabel()
@@ -220,7 +220,7 @@ def test_an_error_is_compared_with_that_of_its_own_problem(run) -> None:
 
 def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files) -> None:
     rows = roofline.rows_of(run)
-    assert {row.step for row in rows} == {6, 10, 14, 15, 16, 18}
+    assert {row.step for row in rows} == {6, 10, 14, 15, 18}
     assert len({(row.N, row.K, row.format) for row in rows}) == 1
     text = text_of(files["roofline.svg"])
     assert "memory, 4.35 TB/s" in text

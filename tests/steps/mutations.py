@@ -481,7 +481,7 @@ DECODE: Final = (
 
 MORE_WORK: Final[dict[int, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] = {
     10: ((1, (3, 896, 160), "float32", {"STAGES": 2}),),  # a tile and a part of the next one
-    **dict.fromkeys((14, 15, 16), PERSISTENT),
+    **dict.fromkeys((14, 15), PERSISTENT),
     **dict.fromkeys((17, 18), DECODE),
 }
 """Cases that no other test has: (SMs, shape, dtype of C, constants)."""

@@ -1,8 +1,8 @@
-"""Steps that trade accuracy for speed are used where they are asked for, and nowhere else: fast
-ones by "fast" and "coarse", coarse ones by "coarse" alone."""
+"""Steps that trade accuracy for speed are used where they are asked for, and nowhere else."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,30 +11,30 @@ import pytest
 
 import steps
 from qformats import WEIGHT_FORMATS
+from qformats.repack import byte_weights
 from reference import Problem, Tokens
-from steps.contract import ACCURACIES, Shape
+from steps.cli import decoder
+from steps.cli import main as cli
+from steps.contract import Shape
 from steps.driver.machines import Simulator
 from steps.product import tuning_table as tuning
 from steps.product.choice import choose, supporting
-from tests.steps.works import REQUANTIZED
+from steps.registry import kernels
 
-FAST = [step for step in steps.ladder() if step.accuracy == "fast"]
-COARSE = [step for step in steps.ladder() if step.accuracy == "coarse"]
+FAST = [step for step in kernels() if step.accuracy == "fast"]
 HOPPER = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
 SHAPE = Shape(512, 4096, 4096)
 
 
 class Everything:
-    """A table in which a coarse step is the fastest and then a fast one, and of the others the
-    higher is the slower."""
+    """A table in which a fast step is the fastest, and of the others the higher is the slower."""
 
     gpu = "NVIDIA H200"
 
     def entry(self, name: str, *shape: Any) -> Any:
-        more = {step.number: 99 for step in steps.ladder() if step.accuracy == "exact"}
-        more |= {step.number: 9 for step in FAST}
+        fast = {step.number for step in FAST}
         return SimpleNamespace(
-            format=name, where="here", us=lambda number, *_: 20 + number + more.get(number, -20)
+            format=name, where="here", us=lambda number, *_: number + (0 if number in fast else 99)
         )
 
 
@@ -44,9 +44,8 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "nearest", lambda *_: found)
 
 
-def test_there_are_some() -> None:
+def test_there_is_one() -> None:
     assert [step.number for step in FAST] == [15]
-    assert [step.number for step in COARSE] == [16]
 
 
 @pytest.mark.parametrize("family", [None, "A8"])
@@ -60,71 +59,83 @@ def test_none_is_chosen_unasked(name: str, family: str | None) -> None:
         assert choice.step.accuracy == "exact", str(choice)
         fast = choose(name, SHAPE, HOPPER, family=family, output=output, accuracy="fast")
         assert fast.step in FAST, str(fast)
-        coarse = choose(name, SHAPE, HOPPER, family=family, output=output, accuracy="coarse")
-        assert coarse.step in COARSE, str(coarse)
-    for accuracy, more in (("exact", []), ("fast", FAST), ("coarse", FAST + COARSE)):
+    for accuracy, more in (("exact", []), ("fast", FAST)):
         found = supporting(name, None, (9, 0), accuracy=accuracy)
         assert [step for step in found if step.accuracy != "exact"] == more
 
 
-def test_what_was_passed_over_is_of_the_next_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_passed_over_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "nearest", lambda *_: Everything())
-    why = [choose("q4_0", SHAPE, HOPPER, accuracy=a).why for a in ("exact", "fast", "coarse")]
-    assert why[0].endswith("; with accuracy='fast' step 15 would take 44 us")
-    assert why[1].endswith("; with accuracy='coarse' step 16 would take 16 us")
-    assert why[2].endswith("(16 us)")
-    assert ";" not in why[2]
+    why = [choose("q4_0", SHAPE, HOPPER, accuracy=a).why for a in ("exact", "fast")]
+    assert why[0].endswith("; with accuracy='fast' step 15 would take 15 us")
+    assert why[1].endswith("(15 us)")
 
 
 def test_where_there_is_nothing_else_it_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="15 is not exact: ask for it with accuracy='fast'"):
-        choose("q4_0", SHAPE, HOPPER, family="A8", output="float16", among=FAST + COARSE)
-    with pytest.raises(
-        ValueError, match="accuracy is 'low': it must be one of exact, fast, coarse"
-    ):
+        choose("q4_0", SHAPE, HOPPER, family="A8", output="float16", among=[*FAST, *FAST])
+    with pytest.raises(ValueError, match=r"accuracy is 'low': it must be one of exact, fast$"):
         choose("q4_0", SHAPE, HOPPER, accuracy="low")
     old = SimpleNamespace(name="older", cc=(8, 0), sms=108)
-    for accuracy in ("fast", "coarse"):
-        assert choose("q4_0", SHAPE, old, accuracy=accuracy).step.accuracy == "exact"
+    assert choose("q4_0", SHAPE, old, accuracy="fast").step.accuracy == "exact"
 
 
-@pytest.mark.parametrize("number", [step.number for step in FAST + COARSE])
-def test_what_is_asked_for_by_number_is_given(number: int) -> None:
-    assert choose("q4_0", SHAPE, HOPPER, step=number).step.number == number
+def test_what_is_asked_for_by_number_is_given() -> None:
+    assert choose("q4_0", SHAPE, HOPPER, step=15).step.number == 15
 
 
-@pytest.mark.parametrize("accuracy", ["fast", "coarse"])
-def test_gemm_pack_and_plan_keep_to_the_accuracy(accuracy: str) -> None:
+def test_gemm_pack_and_plan_keep_to_the_accuracy() -> None:
     """gemm, pack and plan: exact by default, int8 when told to; a handle keeps to its packing. For
     fewer tokens the decode step is the fastest, exact as it is."""
     problem, machine = Problem(19, 20, 96, "q4_1"), Simulator()
-    meant = {"fast": FAST, "coarse": COARSE}[accuracy]
     tokens = Tokens.of_values(problem.a)
-    w, factor = REQUANTIZED[accuracy](problem.blocks)
+    w, factor = byte_weights(problem.blocks)
     fast = (tokens.q.astype(np.int64) @ w.T.astype(np.int64)).astype(np.float32)
     fast = fast * factor * tokens.d[:, None]
 
     _, choice = steps.gemm(problem.a, problem.blocks, machine=machine, explain=True)
     assert choice.step.accuracy == "exact"
-    for handle in (problem.blocks, steps.pack(problem.blocks, machine=machine, accuracy=accuracy)):
-        c, choice = steps.gemm(problem.a, handle, machine=machine, accuracy=accuracy, explain=True)
-        assert choice.step in meant
+    for handle in (problem.blocks, steps.pack(problem.blocks, machine=machine, accuracy="fast")):
+        c, choice = steps.gemm(problem.a, handle, machine=machine, accuracy="fast", explain=True)
+        assert choice.step in FAST
         np.testing.assert_array_equal(c, fast)
-    assert handle.steps == tuple(meant)
+    assert handle.steps == tuple(FAST)
     np.testing.assert_array_equal(steps.gemm(problem.a, handle), fast)
-    for better in ACCURACIES[: ACCURACIES.index(accuracy)]:
-        refused = rf"step {meant[0].number} is not exact: ask for it with accuracy='{accuracy}'"
-        with pytest.raises(ValueError, match=refused):
-            steps.gemm(problem.a, handle, accuracy=better)
-        with pytest.raises(ValueError, match=refused):
-            steps.plan(19, handle, accuracy=better)
+    refused = "step 15 is not exact: ask for it with accuracy='fast'"
+    with pytest.raises(ValueError, match=refused):
+        steps.gemm(problem.a, handle, accuracy="exact")
+    with pytest.raises(ValueError, match=refused):
+        steps.plan(19, handle, accuracy="exact")
     exact = steps.pack(problem.blocks, machine=machine)
     assert all(step.accuracy == "exact" for step in exact.steps)
-    c, choice = steps.gemm(problem.a, exact, accuracy=accuracy, explain=True)
+    c, choice = steps.gemm(problem.a, exact, accuracy="fast", explain=True)
     assert choice.step.accuracy == "exact", "its weights are not there"
 
     out = np.empty((19, 20), np.float32)
-    plan = steps.plan(19, problem.blocks, machine=machine, accuracy=accuracy)
+    plan = steps.plan(19, problem.blocks, machine=machine, accuracy="fast")
     plan(problem.a, out)
     np.testing.assert_array_equal(out, fast)
     assert steps.plan(19, problem.blocks, machine=machine).choice.step.accuracy == "exact"
+
+
+def test_what_is_gone_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """accuracy="coarse" and step 16, in one sentence, wherever they can be named."""
+    a, w = np.zeros((1, 64), np.float32), Problem(1, 2, 64, "q4_0").blocks
+    machine = Simulator()
+    why = 'it was 1.02x as fast as "fast" at the median of 75 sizes and less exact'
+    gone = f'accuracy "coarse" is gone: {why}; use "fast" or "exact"'
+    kept = steps.pack(w, machine=machine)
+    for call in (
+        lambda: steps.gemm(a, w, machine=machine, accuracy="coarse"),
+        lambda: steps.gemm(a, kept, accuracy="coarse"),
+        lambda: steps.pack(w, machine=machine, accuracy="coarse"),
+        lambda: steps.plan(1, w, machine=machine, accuracy="coarse"),
+        lambda: steps.plan(1, kept, accuracy="coarse"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(gone)}$"):
+            call()
+    with pytest.raises(ValueError, match=f"^step 16 is gone: {why}: the ladder has steps 1, 2, "):
+        steps.gemm(a, w, machine=machine, step=16)
+    assert cli.main(["warm", "--n", "64", "--k", "64", "--accuracy", "coarse"]) == 2
+    assert decoder.main(["model.gguf", "--chat", "--accuracy", "coarse"]) == 2
+    assert capsys.readouterr().err.count(gone) == 2

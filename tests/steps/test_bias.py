@@ -74,7 +74,6 @@ SHARED: Final = {
     11: ((17, 20, 416), None),
     14: ((40, 20, 160), ((128, 64), 1, 2, 1)),  # each block adds up a slice of the tile
     15: ((17, 20, 160), ((128, 32), 1, 2, 1)),  # the last to arrive adds up all of it
-    16: ((40, 20, 160), ((128, 64), 1, 2, 1)),
 }
 """Products, and the tiling, in which two thread blocks or more share the one tile of C along K."""
 

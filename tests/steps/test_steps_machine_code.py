@@ -116,8 +116,8 @@ def test_contains_its_idea_and_nothing_of_a_later_one(
 
 
 # Steps 9 to 18 choose among kernels by shape. These shapes take the ones that the tables quote and
-# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 14 to 16 reduction slices,
-# and no stagger.
+# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 14 and 15 reduction
+# slices, and no stagger.
 LARGE: dict[int, list[Size]] = {
     8: [(512, 4096, 4096)],
     9: [(512, 4096, 4096)],
@@ -128,7 +128,6 @@ LARGE: dict[int, list[Size]] = {
     13: [(512, 4096, 4096)],
     14: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
     15: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
-    16: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
     18: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
 }
 
@@ -283,7 +282,7 @@ def wgmma_tiles() -> Iterator[pytest.param]:
     one call. The loop is of a tile, a format and what weights are unpacked to; the end, of a tile
     and the dtypes. Tiles between two powers of two have the registers of neither, and are looked at
     in one format."""
-    for number in (14, 15, 16):
+    for number in (14, 15):
         step = steps.find(number)
         for i, tile in enumerate(sys.modules[step.launch.__module__].TILES):
             for j, name in enumerate(WEIGHT_FORMATS):
@@ -381,20 +380,18 @@ def test_every_tile_of_wgmma(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "name", "tokens"),
+    ("name", "tokens"),
     [
-        pytest.param(n, name, (128, 256)[(n + i) % 2], marks=group(steps.find(n)))
-        for n in (15, 16)
+        pytest.param(name, (128, 256)[(1 + i) % 2], marks=group(steps.find(15)))
         for i, name in enumerate(WEIGHT_FORMATS)
     ],
 )
 def test_int8_weights_are_unpacked_above_the_wait(
-    number: int, name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So they become int8 while products run. Behind the waits, which are for the registers of the
-    operands, come the eight instructions that write them, and less than a third of all others.
-    (With float32 C, ptxas lets one half of a stage of step 16 wait in two formats.)"""
-    step = steps.find(number)
+    operands, come the eight instructions that write them, and less than a third of all others."""
+    step = steps.find(15)
     monkeypatch.setattr(
         sys.modules[step.launch.__module__], "tiling", lambda *_: ((128, tokens), 2, 1, 0)
     )

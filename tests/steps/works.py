@@ -8,8 +8,6 @@ import itertools
 import pytest
 
 from qformats import WEIGHT_FORMATS
-from qformats.integer_scales import integer_weights
-from qformats.repack import byte_weights
 from steps import ladder
 
 # (step, family, format)
@@ -18,9 +16,6 @@ WORKS = [
     for step in ladder()
     for family, name in itertools.product(step.families, WEIGHT_FORMATS)
 ]
-
-REQUANTIZED = {"fast": byte_weights, "coarse": integer_weights}
-"""By the accuracy of a step that is not exact: blocks -> the int8 it multiplies, and factors."""
 
 
 def in_turn(number: int) -> str:

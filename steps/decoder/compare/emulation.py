@@ -7,27 +7,23 @@ is float16 but for the logits. Products of up to 16 tokens are exact ones, as th
     exact, A8     x quantized to Q8_1, a scale for 32 values (steps 2 to 10 and 17)
     fast          x quantized to int8 with a scale for a token, weights requantized to int8 with a
                   scale for a row (step 15)
-    coarse        likewise, weights being multiples of small integers (step 16)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qformats.codec import format_of
-from reference.operands import Q81, CoarseTokens, Halves, Tokens
+from qformats.repack import byte_weights
+from reference.operands import Q81, Halves, Tokens
 from steps.decoder.compare.stated_errors import EXACT_TOKENS
 from steps.decoder.model import Maker, Plain, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_NOTHING: Final = np.zeros((1, 1), np.int8), np.ones(1, np.float32)
-INT8: Final = {"fast": Tokens(*_NOTHING), "coarse": CoarseTokens(*_NOTHING)}
-"""They know the weights that tokens of an accuracy are multiplied by."""
 
 
 class Emulated(Plain):
@@ -49,8 +45,8 @@ class Emulated(Plain):
             Q81.of_values if family == "A8" else Halves.of_values
         )
         self._int8: Tensor | None = None
-        if accuracy in INT8:
-            codes, factors = INT8[accuracy].weights(blocks)
+        if accuracy == "fast":
+            codes, factors = byte_weights(blocks)
             self._int8 = _floats(codes) * _floats(factors)[:, None]
 
     def input_dtype(self, m: int) -> Any:

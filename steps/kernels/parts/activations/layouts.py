@@ -2,8 +2,8 @@
 
 A step names one of these functions (or `by_family` of two); the harness runs and times the launches
 they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
-(`Q81`, `Halves`, `Bfloats`, `Tokens`, `CoarseTokens`), so that the checker can read the very bits a
-kernel multiplied and a test can hand it bits of its own.
+(`Q81`, `Halves`, `Bfloats`, `Tokens`), so that the checker can read the very bits a kernel
+multiplied and a test can hand it bits of its own.
 
 A layout is taught by the first step that reads it: float32 rows by step 1, Q8_1 by step 2, its
 K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int8 rows by step 15.
@@ -11,7 +11,7 @@ K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ import numpy as np
 from qformats import BLOCK, block_q8_1
 from qformats.repack import CHUNK, MMA_ORDER, TILE_K
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
-from reference.operands import Q81, Bfloats, CoarseTokens, Halves, Tokens
+from reference.operands import Q81, Bfloats, Halves, Tokens
 from steps.blocks.q8_1 import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
 from steps.contract import (
     FLOATS,
@@ -119,11 +119,6 @@ def int8_rows(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((codes, scales), (launch,), "tokens")
 
 
-def coarse_int8_rows(family: Family, a: Any, machine: Machine) -> Activations:
-    """`int8_rows`, for a step whose weights are those of `qformats.integer_scales`."""
-    return replace(int8_rows(family, a, machine), layout="coarse_tokens")
-
-
 GATED: Final = "gated"
 
 
@@ -159,7 +154,7 @@ def reading(
     if make is float16_rows:
         return make, source, (1, source)
     takes = "float32"
-    if make in (int8_rows, coarse_int8_rows):
+    if make is int8_rows:
         takes = "float16" if source == GATED else source
     return make, takes, (1, takes)
 
@@ -187,11 +182,7 @@ def reading_of(
 
 
 # Other layouts are made of Q81.
-_MADE_OF = {
-    "rows": (Halves, Bfloats),
-    "tokens": (Tokens,),
-    "coarse_tokens": (CoarseTokens,),
-}
+_MADE_OF = {"rows": (Halves, Bfloats), "tokens": (Tokens,)}
 Operands = Q81 | Halves | Bfloats | Tokens
 
 
@@ -234,8 +225,8 @@ def decode(layout: str, arrays: tuple[np.ndarray, ...], m: int, k: int) -> Opera
     if layout == "rows":
         factor = arrays[1] if len(arrays) == 2 else np.ones(m, np.float32)
         return Halves(arrays[0], factor)
-    if layout in ("tokens", "coarse_tokens"):
-        return (Tokens if layout == "tokens" else CoarseTokens)(*arrays)
+    if layout == "tokens":
+        return Tokens(*arrays)
     if layout in ("k_outermost", "mma_order"):
         qs, ds = arrays
         chunks = qs.reshape(-1, m, CHUNK)[: k // CHUNK]

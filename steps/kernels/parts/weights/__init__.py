@@ -8,6 +8,5 @@ step
 11      bfloats.py           ... as bfloat16 weights
 11      storage_formats.py   packed tiles of MXFP4 and of formats with a scale for 16 elements
 15      int8.py              requantized to int8, by one float16 multiply-add
-16      integer_scales.py    int8 from codes and integer scales
 17      offset_numbers.py    codes as numbers with an offset, their scales left to the sums
 """

@@ -40,8 +40,7 @@ from steps.kernels.parts.weights.halves import (
 
 @dataclass(frozen=True, slots=True)
 class ByteFormat:
-    """How lanes make the byte weights of a packed tile of `qformats.repack.byte_tiles`, or of
-    `qformats.integer_scales.integer_tiles`.
+    """How lanes make the byte weights of a packed tile of `qformats.repack.byte_tiles`.
 
     tile_bytes: of one packed tile
     words(m, offset, lane, half), scales(m, offset, lane, half)
@@ -49,16 +48,12 @@ class ByteFormat:
     fragments(words, scales, block) -> (a0, a1, a2, a3)
         of block 0 or 1 of that half, as `wgmma_s8` takes them
 
-    Of `byte_tiles`: eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits two
+    Eight codes cost a shift, four LOP3, four HFMA2 and two PRMT, with 5 bits two
     LOP3 and two shifts more. A word of scales holds those of a row for both blocks; their multiples
     cost two instructions (one in formats with minima), and HFMA2 picks the half that it needs.
     Bytes of formats of 8 bits are stored with their highest bit flipped, and flipped back here: so
     an instruction writes the operands' registers, as in all formats. Loads would have to wait until
     the product before has read them.
-
-    Of `integer_tiles`: in one register four codes are multiplied at once. Eight of them cost a
-    shift, four LOP3 and two IMAD, with 5 bits one LOP3 and three quarters of a shift more; and two
-    PRMT for what depends on the scale.
     """
 
     tile_bytes: int
