@@ -14,7 +14,7 @@ step
 12      wgmma_products.py       64 K of a tile by wgmma, float16 or bfloat16
 13      ring.py                 an mbarrier ring between a producer and consumers
 13      stage_copies.py         the copies of a stage: boxes by tensor map, weights by bulk copies
-14      wgmma_tiles.py          tile heuristics of steps 13 to 16
+14      wgmma_tiles.py          tile heuristics of steps 13 to 15
 17      decode/                 decode: which tiles a warp reads, products, A, the final sum
 
 Constants that were measured say so; all of them were measured on an H200.

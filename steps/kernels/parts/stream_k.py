@@ -14,7 +14,7 @@ multiple of theirs, this is split-K: equal parts of each tile. No block waits fo
 number of blocks is right. The ranges depend on the shape and the number of blocks alone: the same
 bits in every run.
 
-Step 10 (stream-K) teaches this; steps 14 to 16 use it with warpgroups.
+Step 10 (stream-K) teaches this; steps 14 and 15 use it with warpgroups.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ producer fills a stage in round r after `empty` of round r - 1, which has the ot
 barrier the wait for parity 1 returns at once, so the first round needs no case of its own. A thread
 keeps its (stage, parity) in two registers.
 
-Step 13 teaches this; steps 14 to 16 use it.
+Step 13 teaches this; steps 14 and 15 use it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ring:
     end: the first byte behind the barriers
     make(memory, consumers)
         by one thread, before a block-wide barrier: the barriers. consumers: how many release a
-        stage; in steps 13 to 16 every warp of the consumer warpgroups does
+        stage; in steps 13 to 15 every warp of the consumer warpgroups does
     next_stage(stage, parity) -> (stage, parity)
     wait_empty(memory, stage, parity)
         the producer: the stage may be filled
