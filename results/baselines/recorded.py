@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from results.record import ROOT
-from results.record.schema import Peer, RecordError, Size
+from results.record.codec import RecordError
+from results.record.schema import Peer, Size, mnk
 
 FOLDER: Final = ROOT / "results" / "baselines"
 LABELS: Final = {"cublas_fp16": "cuBLAS fp16", "ggml": "llama.cpp"}
@@ -42,9 +43,7 @@ def recorded(
                 Peer(
                     peer=data["baseline"],
                     format=row["format"],
-                    M=row["M"],
-                    N=row["N"],
-                    K=row["K"],
+                    **mnk((row["M"], row["N"], row["K"])),
                     us=float(row["us"]),
                     same_run=False,
                     source=source,

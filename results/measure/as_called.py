@@ -15,8 +15,6 @@ time against M.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ from reference import BENCH_SHAPES, nmse
 from reference.product import unquantized
 from reference.sampling import sample
 from results.baselines import humming
-from results.measure.loop import Contestant, ratio, round_robin
+from results.measure.loop import Contestant, host_seconds, ratio, round_robin
 from results.measure.products import THREADS, Data
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
@@ -448,8 +446,6 @@ def _hummings(
 
 def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
     way, (m, n, k), timing = one.way, one.size, one.ours.timing
-    x = ratio(one.theirs, one.ours)
-    assert x is not None
     return AsCalled(
         api=way.api,
         accuracy=way.accuracy,
@@ -463,7 +459,7 @@ def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
         p20_us=timing.p20_us,
         p80_us=timing.p80_us,
         cublas_us=one.theirs.timing.us,
-        x_cublas=x,
+        x_cublas=ratio(one.theirs.times, one.ours.times),
         host_us=host.get(one.eager[0]),
         torch_host_us=host.get(one.eager[1]),
         rounds=timing.rounds,
@@ -471,14 +467,5 @@ def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
 
 
 def host_us(call: Callable[[], Any], drain: Callable[[], None]) -> float:
-    """Microseconds of the host for one call: the median of many, the queue being drained, outside
-    of what is timed, every `DRAINED` calls."""
-    taken = []
-    for _ in range(DRAINS):
-        drain()
-        for _ in range(DRAINED):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-    drain()
-    return statistics.median(taken) * 1e6
+    """Microseconds of the host for one call: the median of many."""
+    return float(np.median(host_seconds([call], drain, DRAINED, DRAINS))) * 1e6

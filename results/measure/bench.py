@@ -407,7 +407,7 @@ class Bench:
         us = made.contestant.timing.us
         for one in timed:
             assert one.total is not None
-            x = ratio(made.contestant, one.total)
+            x = ratio(made.contestant.times, one.total.times)
             one.row = replace(one.row, cublas_us=us, x_cublas=x)
         peer = Peer(
             peer=cublas.NAME,

@@ -7,15 +7,20 @@ order shuffled by a fixed seed, back to back without pauses. Ratios are taken wi
 what drifts slowly is in both sides.
 
 A contestant may be a kernel, an activation pass, both, a product of cuBLAS, or a call of an API.
+
+What the host begins and waits for, such as a chain of graphs, a whole model or an eager call, takes
+turns in `in_turn`. Every figure is a `Timing`, and every comparison a `ratio`, of such rounds.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -27,6 +32,7 @@ WARM_AT_MOST: Final = 4  # times Budget.warm_seconds
 
 Work = Callable[[int], Sequence[Any]]
 """slot -> the launches of one repetition on that copy of the weights."""
+Times = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,18 @@ class Timing:
     p20_us: float
     p80_us: float
     rounds: int
+
+    @classmethod
+    def of(cls, seconds: Times) -> Timing:
+        """Of a repetition's seconds in each round, NaN where it sat out."""
+        times = np.array([each for each in seconds if not math.isnan(each)]) * 1e6
+        p20, median, p80 = (float(x) for x in np.quantile(times, [0.2, 0.5, 0.8]))
+        return cls(median, p20, p80, len(times))
+
+    @property
+    def spread(self) -> float:
+        """(80 % quantile - 20 % quantile) / median."""
+        return (self.p80_us - self.p20_us) / self.us
 
 
 class Contestant:
@@ -102,9 +120,7 @@ class Contestant:
 
     @property
     def timing(self) -> Timing:
-        times = np.array([each for each in self.times if not math.isnan(each)]) * 1e6
-        p20, median, p80 = (float(x) for x in np.quantile(times, [0.2, 0.5, 0.8]))
-        return Timing(median, p20, p80, len(times))
+        return Timing.of(self.times)
 
 
 def turns(slots: int, repetitions: int) -> list[range]:
@@ -187,8 +203,49 @@ def _known(times: Sequence[float], budget: Budget) -> bool:
     return error <= budget.relative_error * float(np.median(times))
 
 
-def ratio(theirs: Contestant, ours: Contestant) -> float | None:
-    """The median over the rounds of their time over ours; None where they never met."""
-    found = np.array(theirs.times) / np.array(ours.times)
-    found = found[np.isfinite(found)]
-    return float(np.median(found)) if found.size else None
+def ratio(theirs: Times, ours: Times) -> float:
+    """The median over the rounds of their time over ours; rounds in which one sat out are left
+    out."""
+    found = np.array(theirs) / np.array(ours)
+    return float(np.median(found[np.isfinite(found)]))
+
+
+# --- what the host begins -------------------------------------------------------------------------
+
+Took = TypeVar("Took")
+
+
+def in_turn(
+    sides: Sequence[Callable[[], Took]], rounds: int, warm_up: int = 0, rotate: bool = True
+) -> list[list[Took]]:
+    """[side][round] what each side says it took, such as seconds. Sides take turns in beginning a
+    round, unless `rotate` is false; the first `warm_up` rounds do not count."""
+    took: list[list[Took]] = [[] for _ in sides]
+    for number in range(-warm_up, rounds):
+        for i in range(len(sides)):
+            side = (i + number * rotate) % len(sides)
+            one = sides[side]()
+            if number >= 0:
+                took[side].append(one)
+    return took
+
+
+def host_seconds(
+    calls: Sequence[Callable[[], Any]], drain: Callable[[], Any], batch: int, rounds: int
+) -> list[list[list[float]]]:
+    """[call][round][of a batch] seconds until an eager call returned. It has queued its work by
+    then, and the GPU is not waited for: `drain` does so between batches, outside of what is timed,
+    so that no call waits for room in the queue."""
+
+    def timed(call: Callable[[], Any]) -> list[float]:
+        drain()
+        taken = []
+        for _ in range(batch):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+        return taken
+
+    taken = in_turn([partial(timed, call) for call in calls], rounds, rotate=False)
+    drain()
+    return taken

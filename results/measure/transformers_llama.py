@@ -18,24 +18,18 @@ be off by `SAFETY` times what errors as large as the products state change in th
 
 from __future__ import annotations
 
-import argparse
 import copy
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from qformats import WEIGHT_FORMATS
+from results.measure.command import Wrong, main
+from results.measure.loop import Timing, in_turn, ratio
 from results.measure.products import THREADS
-from results.record import model_rows, store
-from results.record.environment import environment, finished
-from results.record.model_rows import ModelRow, ModelRun
+from results.record.schema import ModelRow, ModelRun
 from steps.decoder.compare.stated_errors import BFLOAT16, SAFETY, disturbed
 
 LLAMA_3_2_1B: Final[Mapping[str, Any]] = {
@@ -106,10 +100,6 @@ def calls(model: Any, case: str, device: Any) -> Call:
     return partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
 
 
-class WrongLogits(Exception):
-    """A quantized model is not the one that it was made of."""
-
-
 def relative(logits: Any, theirs: Any) -> float:
     """Root mean square of the difference over that of `theirs`."""
     off = (logits.float() - theirs.float()).square().mean() / theirs.float().square().mean()
@@ -129,7 +119,7 @@ def expected(baseline: Any, quantized: Iterable[str], call: Call, right: Any) ->
 
 def differences(logits: Mapping[str, Any], stated: Mapping[str, float]) -> dict[str, float]:
     """Of each side from `BASELINE`, and their bounds: root mean square of the difference over that
-    of the logits. stated: accuracy -> what is `expected`. WrongLogits beyond a bound."""
+    of the logits. stated: accuracy -> what is `expected`. Wrong beyond a bound."""
     facts = {}
     for name in [name for name in logits if name != BASELINE]:
         off = relative(logits[name], logits[BASELINE])
@@ -137,7 +127,7 @@ def differences(logits: Mapping[str, Any], stated: Mapping[str, float]) -> dict[
         facts[f"rms difference of logits, {name}"] = off
         facts[f"bound of it, {name}"] = bound
         if not off <= bound:
-            raise WrongLogits(
+            raise Wrong(
                 f"the logits of {name} differ by {off:.3g} of their root mean square from those of "
                 f"{BASELINE}, the bound is {bound:.3g}: nothing more was timed"
             )
@@ -153,18 +143,8 @@ def timed(call: Call, wait: Call) -> tuple[float, Any]:
     return time.perf_counter() - begin, got
 
 
-def in_turn(sides: Mapping[str, Call], rounds: int, wait: Call) -> dict[str, list[float]]:
-    """Seconds in each round, by side; sides take turns in beginning one. Two calls of each come
-    first and do not count."""
-    names = list(sides)
-    for name in 2 * names:
-        sides[name]()
-    took: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            took[name].append(timed(sides[name], wait)[0])
-    return took
+def seconds(call: Call, wait: Call) -> float:
+    return timed(call, wait)[0]
 
 
 def rows(
@@ -173,18 +153,17 @@ def rows(
     """A row for each side of a case."""
     found = []
     for side, times in took.items():
-        p20, median, p80 = (float(x) * 1e3 for x in np.quantile(times, [0.2, 0.5, 0.8]))
-        pairs = zip(took[BASELINE], times, strict=True)
+        timing = Timing.of(times)
         found.append(
             ModelRow(
                 case=case,
                 side=side,
-                ms=median,
-                p20_ms=p20,
-                p80_ms=p80,
-                tokens_per_s=tokens / median * 1e3,
-                x_bfloat16=statistics.median(theirs / ours for theirs, ours in pairs),
-                rounds=len(times),
+                ms=timing.us * 1e-3,
+                p20_ms=timing.p20_us * 1e-3,
+                p80_ms=timing.p80_us * 1e-3,
+                tokens_per_s=tokens / timing.us * 1e6,
+                x_bfloat16=ratio(took[BASELINE], times),
+                rounds=timing.rounds,
                 first_s=first[side],
             )
         )
@@ -197,7 +176,7 @@ def measure(
     device: str = "cuda",
     say: Callable[[str], None] = print,
 ) -> tuple[list[ModelRow], dict[str, float]]:
-    """(rows, facts). WrongLogits where a side's are; of a case that fails, a sentence."""
+    """(rows, facts). Wrong where a side's are; of a case that fails, a sentence."""
     import torch
 
     with torch.no_grad():
@@ -214,8 +193,11 @@ def measure(
                     right = logits[BASELINE]
                     stated = expected(sides[BASELINE], quantized, work[BASELINE], right)
                     facts |= differences(logits, stated)
-                took = in_turn(work, rounds, wait)
-            except WrongLogits:
+                for call in 2 * list(work.values()):
+                    call()
+                sides_of = [partial(seconds, call, wait) for call in work.values()]
+                took = dict(zip(work, in_turn(sides_of, rounds), strict=True))
+            except Wrong:
                 raise
             except Exception as error:  # of the compiler, of any type
                 say(f"{case} was not measured: {type(error).__name__}: {error}")
@@ -244,46 +226,19 @@ def line(one: ModelRow) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="results.measure.transformers_llama")
-    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="q4_0")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="FILE",
-        help=f"write the results there (default results/<gpu>/{model_rows.NAME})",
-    )
-    options = parser.parse_args(arguments)
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as missing:
-        print(f"{missing.name} is not installed: pip install torch transformers", file=sys.stderr)
-        return 2
-    if not torch.cuda.is_available():
-        print("torch finds no CUDA GPU: nothing is measured", file=sys.stderr)
-        return 2
-    env = environment()
-    try:
-        found, facts = measure(options.format)
-    except WrongLogits as error:
-        print(error, file=sys.stderr)
-        return 1
-    run = ModelRun(
-        env=finished(env),
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        model="Llama 3.2 1B, random weights",
-        format=options.format,
-        facts=facts,
-        rows=found,
-    )
-    if options.json is not None:
-        default = store.path_for(env).with_name(model_rows.NAME)
-        print(model_rows.write(run, default if options.json == Path() else options.json))
-    return 0
+def _found(format_name: str) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    rows, facts = measure(format_name)
+    return {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "model": "Llama 3.2 1B, random weights",
+        "format": format_name,
+        "facts": facts,
+        "rows": tuple(rows),
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(ModelRun, ("torch", "transformers"), _found))

@@ -21,8 +21,9 @@ from results.measure.bench import Wanted
 from results.measure.loop import Contestant, round_robin
 from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
+from results.record.codec import plain
 from results.record.provenance import remembered, source_hash
-from results.record.schema import Environment, Run, plain
+from results.record.schema import Environment, Run
 from results.record.store import slug
 from steps.checks.run import fatal
 from steps.contract import Size, Work

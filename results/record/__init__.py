@@ -1,8 +1,8 @@
 """Measurements as data: the schema of a run, its file, its environment, and its provenance.
 
-schema.py        Row, Peer, AsCalled, Environment, Run; JSON both ways, validated
-model_rows.py    a whole model of torch: rows of their own in results/<gpu>/transformers.json
-store.py         results/<gpu>/run.json: read, merged, written atomically
+codec.py         what a result file is: declared by a dataclass, JSON both ways, checked
+schema.py        the records: Row, Peer, AsCalled, Environment, Run; HostRun, ModelRun
+store.py         results/<gpu>/: found, read, merged, written atomically
 provenance.py    the code a row was measured with, as a hash; which rows are stale
 environment.py   GPU, driver, software, commit and command
 """

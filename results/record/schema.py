@@ -1,7 +1,13 @@
-"""A run as data: who measured what, where, with which sources. One JSON file per GPU.
+"""What is recorded: who measured what, where, with which sources.
 
-The file has five keys: `schema`, `env`, `rows`, `peers`, `as_called`. Charts and tables are
-functions of this file and of nothing else, so everything they print is in it. Two rules:
+Each file of a GPU, `results/<gpu slug>/`, is one dataclass here (`results.record.codec`):
+
+    run.json            Run        rows of steps, baselines, and what a caller gets
+    host_time.json      HostRun    the host's time for an eager call
+    transformers.json   ModelRun   a whole model of torch, quantized
+
+Charts and tables are functions of these files and of nothing else, so everything they print is in
+them. Two rules:
 
 * what was not measured is null, never a guess (`None` here, "-" in the tables);
 * a row carries the hash of the code it was measured with (`source_hash`), its commit and its
@@ -10,21 +16,16 @@ functions of this file and of nothing else, so everything they print is in it. T
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import types
-import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Final, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
-
-SCHEMA: Final = 2
+from results.record.codec import Count, Positive, Rule
 
 Status = Literal["ok", "unsupported", "failed"]
+Scheme = Annotated[str, Rule("like W4A16", lambda text: re.fullmatch(r"W\d+A\d+", text))]
 Size = tuple[int, int, int]
 """M, N, K of a product."""
 
@@ -32,11 +33,26 @@ FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """The order of formats in a file; others (cuBLAS's float16) come last."""
 
 
-# -------------------------------------------------------------------------------------------- types
+class Sized:
+    """A record of a product."""
+
+    __slots__ = ()
+    M: int
+    N: int
+    K: int
+
+    @property
+    def shape(self) -> Size:
+        return self.M, self.N, self.K
+
+
+def mnk(size: Size) -> dict[str, Any]:
+    """M, N and K of a record, by name."""
+    return dict(zip("MNK", size, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Sized):
     """One step, one weight format, one shape: a checked and timed result, or why there is none.
 
     Times are microseconds per product, medians over the rounds of one loop in which kernel,
@@ -56,11 +72,11 @@ class Row:
     branch: str = ""  # a key of steps.contract.BRANCHES
     parent: int | None = None  # of this row's family
     unit: str = ""  # the arithmetic unit the step is limited by: a key of Limits.tops
-    scheme: str  # W{weight bits}A{16|8}
+    scheme: Scheme  # W{weight bits}A{16|8}
     format: str
-    M: int
-    N: int
-    K: int
+    M: Count
+    N: Count
+    K: Count
     home: bool = False  # the shape is one where the step is compared with its parent
     input: str = "float32"  # the dtype of A
     output: str = "float32"  # the dtype of C
@@ -100,33 +116,33 @@ class Row:
         return self.scheme[self.scheme.index("A") :]
 
     @property
-    def shape(self) -> Size:
-        return self.M, self.N, self.K
-
-    @property
     def key(self) -> tuple[Any, ...]:
         """What there is one row of in a run."""
         return (self.step, self.scheme, self.format, self.shape, self.input, self.output)
 
+    def wrong(self) -> str | None:
+        """A sentence if the row contradicts itself."""
+        if self.status != "ok":
+            return None if self.why else f"a row that is {self.status} must say why"
+        if min(us or 0.0 for us in (self.kernel_us, self.total_us)) <= 0:
+            return "an ok row needs a positive kernel_us and total_us"
+        return total_below_kernel(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class Peer(Sized):
     """The same product by someone else. `same_run` is false for figures recorded elsewhere."""
 
     peer: str  # "cublas_fp16", "ggml", "humming_w4a16", ...
     format: str
-    M: int
-    N: int
-    K: int
-    us: float
+    M: Count
+    N: Count
+    K: Count
+    us: Positive
     same_run: bool
     source: str
     commit: str | None = None
     utc: str | None = None
-
-    @property
-    def shape(self) -> Size:
-        return self.M, self.N, self.K
 
     @property
     def tflops(self) -> float:
@@ -138,7 +154,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsCalled:
+class AsCalled(Sized):
     """What a caller gets: one call of an API, tensor in to tensor out, beside torch's.
 
     `us` is GPU time per call, casts, memsets and activation pass included; `cublas_us` is
@@ -151,25 +167,21 @@ class AsCalled:
     accuracy: str
     dtype: str  # of A and C
     format: str
-    M: int
-    N: int
-    K: int
+    M: Count
+    N: Count
+    K: Count
     step: int  # the step that was chosen
-    us: float
-    p20_us: float
-    p80_us: float
-    cublas_us: float
-    x_cublas: float
-    host_us: float | None
-    torch_host_us: float | None
-    rounds: int
+    us: Positive
+    p20_us: Positive
+    p80_us: Positive
+    cublas_us: Positive
+    x_cublas: Positive
+    host_us: Positive | None
+    torch_host_us: Positive | None
+    rounds: Count
     commit: str | None = None
     utc: str | None = None
     source_hash: str | None = None
-
-    @property
-    def shape(self) -> Size:
-        return self.M, self.N, self.K
 
     @property
     def swept(self) -> bool:
@@ -244,14 +256,88 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
+    SCHEMA: ClassVar[int] = 2
     env: Environment
     rows: tuple[Row, ...] = ()
     peers: tuple[Peer, ...] = ()
     as_called: tuple[AsCalled, ...] = ()
 
 
-class RecordError(ValueError):
-    """A result file that is not one: names the file's field and what was found there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRow(Sized):
+    """An eager call and torch's own of the same shape and dtype: the host's time until it returns,
+    the GPU not being waited for. Medians of many calls, quantiles over them, in turn.
+
+    `torch_us` is torch.nn.Linear for QuantLinear, torch.matmul with `out` for a plan and for gemm;
+    `x_torch` is the median over the rounds of our time over theirs.
+    """
+
+    api: str  # "QuantLinear", "gemm.plan", "gemm, out" (given one), "gemm"
+    dtype: str  # of A and C
+    format: str
+    M: Count
+    N: Count
+    K: Count
+    us: Positive
+    p20_us: Positive
+    p80_us: Positive
+    torch_us: Positive
+    x_torch: Positive
+    calls: Count
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.api, self.dtype, self.format, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRun:
+    """torch: its version."""
+
+    SCHEMA: ClassVar[int] = 1
+    NAME: ClassVar[str] = "host_time.json"
+    env: Environment
+    torch: str
+    rows: tuple[HostRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """A case and who ran it: the median over rounds in which all sides take turns.
+
+    `ms` (`p20_ms`, `p80_ms`) is wall time from the call to the end of its last kernel;
+    `tokens_per_s` are those read or written in it; `x_bfloat16` is the median over the rounds of
+    bfloat16's time over this one; `first_s` is what the first call took, compiling included.
+    """
+
+    case: str
+    side: str  # "bfloat16", "q4_0", "q4_0, fast"
+    ms: Positive
+    p20_ms: Positive
+    p80_ms: Positive
+    tokens_per_s: Positive
+    x_bfloat16: Positive
+    rounds: Count
+    first_s: Positive
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.case, self.side)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRun:
+    """versions: of torch and transformers. model: its shapes, in words. facts: seconds of
+    quantizing and packing, errors."""
+
+    SCHEMA: ClassVar[int] = 1
+    NAME: ClassVar[str] = "transformers.json"
+    env: Environment
+    versions: dict[str, str]
+    model: str
+    format: str
+    facts: dict[str, float]
+    rows: tuple[ModelRow, ...]
 
 
 # ----------------------------------------------------------------------------------- derived values
@@ -302,164 +388,6 @@ def total_below_kernel(row: Row) -> str | None:
         f"the total of {total:.4g} us is below the {kernel:.4g} us of the kernel in it: one of the "
         "two was not timed as it runs"
     )
-
-
-# ---------------------------------------------------------------------------------- JSON, both ways
-
-
-def to_json(run: Run) -> str:
-    """The file's text: one record per line, so that a diff of two runs can be read."""
-
-    def lines(records: Iterable[Any]) -> str:
-        text = ",\n".join("  " + _line(record) for record in records)
-        return f"[\n{text}\n ]" if text else "[]"
-
-    env = json.dumps(plain(asdict(run.env)), allow_nan=False, ensure_ascii=False, indent=2)
-    env = env.replace("\n", "\n ")
-    return (
-        f'{{\n "schema": {SCHEMA},\n "env": {env},\n'
-        f' "rows": {lines(run.rows)},\n "peers": {lines(run.peers)},\n'
-        f' "as_called": {lines(run.as_called)}\n}}\n'
-    )
-
-
-@lru_cache(maxsize=1 << 14)
-def _line(record: Any) -> str:
-    """Remembered, as a bench writes all records after every loop."""
-    return json.dumps(plain(asdict(record)), allow_nan=False, ensure_ascii=False)
-
-
-def plain(value: Any) -> Any:
-    """JSON's own types: six significant digits (more would be noise), NaN and Inf as null."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if hasattr(value, "item"):  # a NumPy scalar
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-Record = TypeVar("Record")
-
-
-def from_json(text: str) -> Run:
-    """The inverse of to_json. RecordError for anything that is not a run."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecordError(f"a result file must be JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise RecordError(f"a result file must be a JSON object, not {type(data).__name__}")
-    schema = data.get("schema")
-    if schema != SCHEMA or isinstance(schema, bool):
-        raise RecordError(
-            f"schema is {schema!r}; this version reads schema {SCHEMA}: measure again, or use the "
-            "version of the project that wrote the file"
-        )
-    kinds = {"env": dict, "rows": list, "peers": list, "as_called": list}
-    if unknown := set(data) - {"schema", *kinds}:
-        raise RecordError(f"unknown keys {sorted(unknown)} in a result file")
-    for key, kind in kinds.items():
-        if not isinstance(data.get(key), kind):
-            raise RecordError(f"{key!r} must be a JSON {'object' if kind is dict else 'array'}")
-
-    def records(cls: type[Record], key: str) -> tuple[Record, ...]:
-        return tuple(build(cls, one, f"{key}[{i}]") for i, one in enumerate(data[key]))
-
-    run = Run(
-        env=build(Environment, data["env"], "env"),
-        rows=records(Row, "rows"),
-        peers=records(Peer, "peers"),
-        as_called=records(AsCalled, "as_called"),
-    )
-    validate(run)
-    return run
-
-
-def build(cls: type[Record], data: Any, where: str) -> Record:
-    """An instance of a dataclass from parsed JSON, each value checked against its annotation."""
-    if not isinstance(data, dict):
-        raise RecordError(f"{where} must be a JSON object, not {data!r}")
-    hints = _hints(cls)  # type: ignore[arg-type]
-    if unknown := set(data) - set(hints):
-        raise RecordError(f"{where} has unknown fields {sorted(unknown)}")
-    values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in data}
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise RecordError(f"{where}: {error}") from None
-
-
-@lru_cache(maxsize=16)
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in arguments:
-            return None
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return _value(inner, data, where)
-    if origin is Literal:
-        if data in arguments:
-            return data
-    elif origin is tuple:
-        if isinstance(data, list) and len(data) == len(arguments):
-            return tuple(_value(h, d, where) for h, d in zip(arguments, data, strict=True))
-    elif origin is dict:
-        if isinstance(data, dict):
-            return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
-    elif hasattr(hint, "__dataclass_fields__"):
-        return build(hint, data, where)
-    elif hint is float:
-        if isinstance(data, int | float) and not isinstance(data, bool) and math.isfinite(data):
-            return float(data)
-    elif isinstance(data, hint) and not (hint is int and isinstance(data, bool)):
-        return data
-    raise RecordError(f"{where} is {data!r}, expected {getattr(hint, '__name__', hint)}")
-
-
-def validate(run: Run) -> None:
-    """What types cannot say. Raises RecordError naming the first record that lies."""
-    for i, row in enumerate(run.rows):
-        where = f"rows[{i}] (step {row.step}, {row.scheme}, {row.format}, {row.shape})"
-        if not re.fullmatch(r"W\d+A\d+", row.scheme):
-            raise RecordError(f"{where}: scheme must be like W4A16")
-        if min(row.shape) < 1:
-            raise RecordError(f"{where}: M, N and K must be positive")
-        times = (row.kernel_us, row.total_us)
-        if row.status == "ok" and min(us or 0.0 for us in times) <= 0:
-            raise RecordError(f"{where}: an ok row needs a positive kernel_us and total_us")
-        if row.status == "ok" and (why := total_below_kernel(row)):
-            raise RecordError(f"{where}: {why}")
-        if row.status != "ok" and not row.why:
-            raise RecordError(f"{where}: a row that is {row.status} must say why")
-    for i, peer in enumerate(run.peers):
-        if peer.us <= 0 or min(peer.shape) < 1:
-            raise RecordError(f"peers[{i}] ({peer.peer}): time and shape must be positive")
-    for i, call in enumerate(run.as_called):
-        measured = (call.us, call.cublas_us, call.x_cublas, call.rounds, *call.shape)
-        host = [us for us in (call.host_us, call.torch_host_us) if us is not None]
-        if min(*measured, *host) <= 0:
-            raise RecordError(f"as_called[{i}] ({call.api}): times and shape must be positive")
-    kinds: tuple[tuple[str, tuple[Row | Peer | AsCalled, ...]], ...] = (
-        ("rows", run.rows),
-        ("peers", run.peers),
-        ("as_called", run.as_called),
-    )
-    for name, records in kinds:
-        seen: set[tuple[Any, ...]] = set()
-        for i, one in enumerate(records):
-            if one.key in seen:
-                raise RecordError(f"{name}[{i}] {one.key}: measured twice in one run")
-            seen.add(one.key)
 
 
 def in_order(run: Run) -> Run:

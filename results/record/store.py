@@ -1,4 +1,4 @@
-"""Where a run is kept: `results/<gpu slug>/run.json`, one per GPU, merged and written atomically.
+"""Where result files are kept, `results/<gpu slug>/`: a run is merged, and each written atomically.
 
 A bench measures what is missing or stale and merges it into the file after every loop, so a bench
 that is killed loses one loop at most. History is git's.
@@ -12,32 +12,46 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 from results.record import ROOT
-from results.record.schema import (
-    AsCalled,
-    Environment,
-    Peer,
-    RecordError,
-    Row,
-    Run,
-    from_json,
-    in_order,
-    to_json,
-)
+from results.record.codec import File, OneFile, RecordError, from_json, to_json
+from results.record.schema import AsCalled, Environment, Peer, Row, Run, in_order
 
 RESULTS: Final = ROOT / "results"
 NAME: Final = "run.json"
 
 
-def read(path: Path | str) -> Run:
-    """Raises RecordError with the file's name in it."""
-    path = Path(path)
+@overload
+def read(path: Path | str) -> Run: ...
+@overload
+def read(path: Path | str, kind: type[OneFile]) -> OneFile: ...
+def read(path: Path | str, kind: Any = Run) -> Any:
+    """A run, or a file of another kind. RecordError, with the file's name, for anything else."""
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(kind, Path(path).read_text(encoding="utf-8"))
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
+
+
+def write(file: File, path: Path) -> Path:
+    """Write the file whole or not at all, in place of what was there."""
+    text = to_json(file)
+    from_json(type(file), text)  # never write what could not be read back
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the rename stays on one file system and is therefore atomic.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        return path
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def slug(gpu: str | None) -> str:
@@ -45,29 +59,9 @@ def slug(gpu: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", (gpu or "unknown-gpu").lower()).strip("-")
 
 
-def path_for(env: Environment, root: Path = RESULTS) -> Path:
-    """Where the run of this GPU is kept."""
-    return root / slug(env.gpu) / NAME
-
-
-def write(run: Run, path: Path) -> Path:
-    """Write the run whole or not at all, in place of what was there."""
-    text = to_json(run)
-    from_json(text)  # never write what could not be read back
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that the rename stays on one file system and is therefore atomic.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-        return path
-    finally:
-        temporary.unlink(missing_ok=True)
+def path_for(env: Environment, root: Path = RESULTS, name: str = NAME) -> Path:
+    """Where the run of this GPU is kept, or another file of it."""
+    return root / slug(env.gpu) / name
 
 
 Record = TypeVar("Record", Row, Peer, AsCalled)

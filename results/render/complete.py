@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from results.record import ROOT, model_rows
-from results.record.schema import AsCalled, Environment, Row, Run, Size
+from results.record import ROOT
+from results.record.schema import AsCalled, Environment, ModelRun, Row, Run, Size
 from results.record.store import headline, read, runs
 from results.render import charts, models
 from results.render.arguments import NOTHING
@@ -98,7 +98,7 @@ def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
     for title, made in (
         ("What a caller gets", _calls(run, stale)),
         ("Every number of tokens", _swept(run, stale)),
-        ("A model of transformers", models.of_transformers(path.with_name(model_rows.NAME))),
+        ("A model of transformers", models.of_transformers(path.with_name(ModelRun.NAME))),
         ("A decoder", models.of_decoder(path.with_name(models.DECODER))),
         ("Two GPUs and more", models.of_gpus(path.with_name(models.GPUS))),
         ("How near a real model stays", models.of_quality(path.with_name(models.QUALITY))),

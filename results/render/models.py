@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from results.record import model_rows
+from results.record.schema import ModelRun
+from results.record.store import read
 from results.render.markdown import grid
 from results.render.query import ABSENT, number, ratio
 
@@ -28,7 +29,7 @@ def of_transformers(path: Path) -> list[str]:
     """A model of torch by `quantize_model`; nothing where it was not measured."""
     if not path.exists():
         return []
-    run = model_rows.read(path)
+    run = read(path, ModelRun)
     lines = [
         [
             one.case,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import asdict
@@ -291,14 +292,15 @@ def test_one_gpu_and_all_take_turns(monkeypatch: Any) -> None:
     monkeypatch.setattr(bench, "seconds", lambda work: work() or len(ran))
     here = SimpleNamespace(wait=lambda: ran.append("wait"))
     works = [lambda: ran.append("one"), lambda: ran.append("all")]
-    one, every = bench_parallel.in_turn(here, *works, 3)  # type: ignore[arg-type]
+    one, every = bench_parallel.in_turn(here, works, 3)  # type: ignore[arg-type]
     turns = [("all", "one"), ("one", "all")] * 2
     assert [name for name in ran if name != "wait"] == [name for turn in turns for name in turn]
     assert ran[::2] == ["wait"] * 8, "every rank waits before each"
     assert (len(one), len(every)) == (3, 3)
     ran.clear()
-    one, every = bench_parallel.in_turn(here, None, works[1], 2)  # type: ignore[arg-type]
-    assert (len(one), len(every), ran.count("wait")) == (0, 2, 6)
+    one, every = bench_parallel.in_turn(here, (None, works[1]), 2)  # type: ignore[arg-type]
+    assert [math.isnan(each) for each in (*one, *every)] == [True, True, False, False]
+    assert ran.count("wait") == 6
 
 
 def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: Any) -> None:  # noqa: F811

@@ -15,7 +15,7 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from reference.product import unquantized
 from results.baselines import humming
 from results.measure import as_called
-from results.measure.as_called import SWEEP, TABLED, WAYS, Way, host_us, in_loops, missing
+from results.measure.as_called import SWEEP, TABLED, WAYS, Way, in_loops, missing
 from results.measure.protocol import Budget
 from results.record import provenance
 from results.record.schema import AsCalled, Environment, Run
@@ -128,24 +128,6 @@ def test_only_calls_that_are_missing_or_stale_are_measured() -> None:
     run = Run(env=Environment(), as_called=rows)
     assert missing(four, run, H200) == four[1:]
     assert missing([], run, None) == []
-
-
-def test_host_time_is_of_a_call_and_the_queue_is_drained_outside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [0.0]
-    calls: list[float] = []
-
-    def call() -> None:
-        calls.append(clock[0])
-        clock[0] += 7e-6
-
-    def drain() -> None:
-        clock[0] += 1.0
-
-    monkeypatch.setattr(as_called.time, "perf_counter", lambda: clock[0])
-    assert host_us(call, drain) == pytest.approx(7.0)
-    assert len(calls) == as_called.DRAINED * as_called.DRAINS
 
 
 # --- a loop ---------------------------------------------------------------------------------------

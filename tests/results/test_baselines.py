@@ -16,7 +16,8 @@ from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import BENCH_SHAPES
 from results.baselines import humming, recorded
 from results.measure import cublas, torch_graphs
-from results.record.schema import RecordError, Run, in_order
+from results.record.codec import RecordError
+from results.record.schema import Run, in_order
 
 
 def test_the_recorded_figures_are_llama_cpps_on_an_h200() -> None:

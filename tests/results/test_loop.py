@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from results.measure.loop import Contestant, ratio, round_robin, turns
+from results.measure.loop import (
+    Contestant,
+    Timing,
+    host_seconds,
+    in_turn,
+    ratio,
+    round_robin,
+    turns,
+)
 from results.measure.protocol import MAX_LAUNCHES, Budget
 
 SHORT = Budget(
@@ -91,16 +101,7 @@ def test_a_drift_is_in_both_sides_of_a_round() -> None:
     clock.drift = 1.02
     round_robin(clock, [ours, theirs], replace(SHORT, min_rounds=20, max_rounds=20))
     assert ours.timing.p80_us > 1.2 * ours.timing.p20_us
-    assert ratio(theirs, ours) == pytest.approx(1.3)
-
-
-def test_the_median_is_of_the_ratios() -> None:
-    clock = Clock()
-    ours, theirs = contestant(clock, "ours", 1), contestant(clock, "theirs", 1)
-    ours.times, theirs.times = [1.0, 2.0, 2.0, math.nan], [2.0, 2.0, 6.0, 9.0]
-    assert ratio(theirs, ours) == pytest.approx(2.0), "2, 1 and 3"
-    ours.times = [math.nan] * 4
-    assert ratio(theirs, ours) is None, "they never met"
+    assert ratio(theirs.times, ours.times) == pytest.approx(1.3)
 
 
 def test_one_slow_outlier_does_not_move_the_median() -> None:
@@ -152,7 +153,7 @@ def test_a_slow_contestant_sits_most_rounds_out() -> None:
     assert names(clock)[0] == ["fast"], "nor does it warm anything up"
     assert (fast.timing.rounds, slow.timing.rounds) == (12, 2)
     assert slow.timing.us == pytest.approx(80_000)
-    assert ratio(slow, fast) == pytest.approx(800), "of the rounds in which both ran"
+    assert ratio(slow.times, fast.times) == pytest.approx(800), "of the rounds in which both ran"
     clock = Clock()
     slow = contestant(clock, "slow", 80_000)
     round_robin(clock, [slow], SHORT)
@@ -223,3 +224,43 @@ def test_budget_scales() -> None:
     assert half.replay_seconds == whole.replay_seconds
     assert whole.scaled(0.001).min_rounds == whole.slow_rounds
     assert whole.scaled(9.0).min_rounds == whole.min_rounds
+
+
+# --- what the host begins -------------------------------------------------------------------------
+
+
+def test_a_figure_is_the_median_of_rounds_and_a_ratio_that_of_their_ratios() -> None:
+    assert ratio([2.0, 2.0, 6.0, 9.0], [1.0, 2.0, 2.0, math.nan]) == 2.0, "2, 1 and 3"
+    timing = Timing.of([0.2, math.nan, 0.1, 0.4, 0.3, 0.5])
+    assert astuple(timing) == pytest.approx((0.3e6, 0.18e6, 0.42e6, 5))
+    assert timing.spread == pytest.approx(0.8)
+
+
+def test_sides_take_turns_in_beginning_a_round() -> None:
+    order: list[int] = []
+    sides = [lambda i=i: order.append(i) or 10 * i for i in range(3)]
+    took = in_turn(sides, 3, warm_up=1)
+    assert order == [2, 0, 1, 0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert took == [[0] * 3, [10] * 3, [20] * 3], "the first round does not count"
+    order.clear()
+    assert in_turn(sides, 2, rotate=False) == [[0] * 2, [10] * 2, [20] * 2]
+    assert order == [0, 1, 2] * 2
+
+
+def test_host_time_is_of_calls_and_the_queue_is_drained_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, order = [0.0], []
+
+    def spent(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            order.append(name)
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    calls = [spent("a", 1e-6), spent("b", 2e-6)]
+    taken = host_seconds(calls, spent("drain", 1.0), 3, 2)
+    assert order == [*["drain", *"aaa", "drain", *"bbb"] * 2, "drain"]
+    assert np.array(taken) == pytest.approx(np.array([1e-6, 2e-6])[:, None, None] * np.ones((2, 3)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from qformats import FORMATS
-from results.record import schema, store
+from results.record import codec, store
 from results.record.schema import Run
 from results.render import captions, markup, page, query
 from results.render.compiled import Compiled, Opcode, compiled
@@ -153,7 +153,7 @@ def traced(step: Step) -> list[Picture]:
 @pytest.fixture(scope="module")
 def run() -> Run:
     made = make_run(HOMES)
-    return schema.from_json(schema.to_json(made))  # with the digits that a file has
+    return codec.from_json(Run, codec.to_json(made))  # with the digits that a file has
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,35 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from results.measure import command, host_time
 from results.measure import transformers_llama as llama
-from results.measure.transformers_llama import BASELINE, WrongLogits
-from results.record import model_rows, store
-from results.record.model_rows import ModelRow, ModelRun
-from results.record.schema import Environment, Git, RecordError
+from results.measure.command import Wrong
+from results.measure.transformers_llama import BASELINE
+from results.record import store
+from results.record.schema import Environment, HostRun, ModelRun
 from results.render import complete
 from tests.results.synthetic_run import make_run
-
-
-def test_sides_take_turns_in_beginning_a_round_after_two_calls_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, order = [0.0], []
-
-    def call(name: str, seconds: float) -> Any:
-        def run() -> str:
-            order.append(name)
-            clock[0] += seconds
-            return name
-
-        return run
-
-    monkeypatch.setattr(llama.time, "perf_counter", lambda: clock[0])
-    sides = {"a": call("a", 1.0), "b": call("b", 2.0)}
-    assert llama.timed(sides["b"], lambda: None) == (2.0, "b")
-    order.clear()
-    took = llama.in_turn(sides, 3, lambda: None)
-    assert "".join(order) == "abab" + "ab" + "ba" + "ab"
-    assert took == {"a": [1.0] * 3, "b": [2.0] * 3}
+from tests.results.test_record import MODEL
 
 
 def test_a_call_is_timed_until_its_kernels_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,76 +76,54 @@ def test_logits_that_are_of_another_model_are_an_error() -> None:
         ("q4_0, fast", [4.0, -4.0], "0.1"),
     ):
         told = f"the logits of {side} differ by .* bound is {bound}:"
-        with pytest.raises(WrongLogits, match=told):
+        with pytest.raises(Wrong, match=told):
             llama.differences({BASELINE: own, side: logits(wrong)}, stated)
 
 
-def test_without_its_packages_or_a_gpu_it_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_writes_what_it_measured_or_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(llama.sys.modules, "torch", None)  # type: ignore[arg-type]
-    assert llama.main([]) == 2
-    assert "pip install torch transformers" in capsys.readouterr().err
-    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False), __version__="9")
-    monkeypatch.setitem(llama.sys.modules, "torch", torch)  # type: ignore[arg-type]
-    monkeypatch.setitem(llama.sys.modules, "transformers", SimpleNamespace(__version__="9"))  # type: ignore[arg-type]
-    assert llama.main([]) == 2
-    assert capsys.readouterr().err == "torch finds no CUDA GPU: nothing is measured\n"
+    def measure(name: str) -> dict[str, Any]:
+        if name == "q8_0":
+            raise Wrong("logits differ")
+        return {"torch": "9.9", "rows": ()}
+
+    def called(*arguments: str) -> tuple[int, str]:
+        status = command.main(HostRun, ("torch", "transformers"), measure, arguments)
+        return status, capsys.readouterr().err
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+    assert called() == (2, "torch is not installed: pip install torch transformers\n")
+    cuda = SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    assert called() == (2, "torch finds no CUDA GPU: nothing is measured\n")
+    cuda.is_available = lambda: True
+    monkeypatch.setattr(command, "environment", lambda: Environment(gpu="A GPU"))
+    monkeypatch.setattr(store.path_for, "__defaults__", (tmp_path, "run.json"))
+    assert called("--json", "--format", "q8_0") == (1, "logits differ\n")
+    assert called() == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    for arguments in (("--json",), ("--json", str(tmp_path / "b.json"))):
+        assert called(*arguments) == (0, "")
+    for path in (tmp_path / "a-gpu" / "host_time.json", tmp_path / "b.json"):
+        assert store.read(path, HostRun).torch == "9.9"
 
 
-# --- the record -----------------------------------------------------------------------------------
-
-
-def a_run() -> ModelRun:
-    row = ModelRow(
-        case="prefill, 512 tokens",
-        side="q4_0",
-        ms=20.0,
-        p20_ms=19.0,
-        p80_ms=21.0,
-        tokens_per_s=25600.0,
-        x_bfloat16=1.5,
-        rounds=9,
-        first_s=3.0,
-    )
-    return ModelRun(
-        env=Environment(gpu="NVIDIA H200", git=Git(sha="0123abcd"), utc="2026-01-02T03:04:05Z"),
-        versions={"torch": "9.9"},
-        model="a llama",
-        format="q4_0",
-        facts={"quantize_model s, q4_0": 2.5},
-        rows=(row, replace(row, side="bfloat16", x_bfloat16=1.0)),
-    )
-
-
-def test_a_run_is_written_and_read(tmp_path: Path) -> None:
-    path = model_rows.write(a_run(), tmp_path / "new" / "transformers.json")
-    assert model_rows.read(path) == a_run()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": 2}, "schema is 2, expected 1"),
-        ({"rows": [{"case": "x"}]}, r"rows\[0\]"),
-        ({"env": None}, "env must be a JSON object"),
-        ({"more": 1}, "unexpected keyword argument 'more'"),
-    ],
-)
-def test_a_file_that_is_none_is_refused_by_name(
-    change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = model_rows.write(a_run(), tmp_path / "transformers.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(RecordError, match=rf"transformers.json: .*{message}"):
-        model_rows.read(path)
+def test_a_slow_round_of_both_sides_does_not_change_the_ratio_of_host_times() -> None:
+    ours, theirs = [[1e-6] * 3, [1e-5] * 3, [1e-6] * 3], [[2e-6] * 3, [2e-5] * 3, [2e-6] * 3]
+    (row,) = host_time.rows_of(["gemm.plan"], [ours, theirs], (1, 2, 3), "float32", "q4_0")
+    assert (row.api, row.dtype, row.shape, row.calls) == ("gemm.plan", "float32", (1, 2, 3), 9)
+    assert (row.us, row.p20_us, row.torch_us) == pytest.approx((1.0, 1.0, 2.0))
+    assert row.p80_us > 5
+    assert row.x_torch == pytest.approx(0.5)
 
 
 def test_results_have_its_table_where_it_was_measured(tmp_path: Path) -> None:
     run = make_run(shapes=((1, 4096, 4096),), formats=("q4_0",), peers=False)
     path = store.write(run, tmp_path / "results" / "nvidia-h200" / "run.json")
     assert "A model of transformers" not in complete.page(tmp_path)
-    model_rows.write(a_run(), path.with_name(model_rows.NAME))
+    store.write(MODEL, path.with_name(ModelRun.NAME))
     section = complete.page(tmp_path).split("### A model of transformers")[1].split("\n###")[0]
     assert "a llama, torch 9.9, on an NVIDIA H200, 2026-01-02, commit 0123abcd." in section
     line = "| prefill, 512 tokens | q4_0 | 20.0 ms | 19.0-21.0 | 25,600 | 1.50x | 3.00 s |"

@@ -18,16 +18,18 @@ scale per row. It is for prompts: decoding takes the same step either way.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import FORMATS
 from qformats.repack import TILE_GROUP, TILE_ROWS
+from results.measure import loop
+from results.measure.loop import Timing, ratio
 from steps.decoder.model import (
     LLAMA_3_8B,
     CapturedGraph,
@@ -186,16 +188,8 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def in_turn(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """Seconds of each side in each round. Sides take turns in beginning a round; the first round
-    does not count."""
-    took: list[list[float]] = [[] for _ in sides]
-    for number in range(-1, rounds):
-        for i in range(len(sides)):
-            one = (i + number) % len(sides)
-            spent = seconds(sides[one])
-            if number >= 0:
-                took[one].append(spent)
-    return took
+    """GPU seconds of each side in each round, after one that does not count."""
+    return loop.in_turn([partial(seconds, side) for side in sides], rounds, warm_up=1)
 
 
 SIDES: Final = ("exact", "fp16", "fast")
@@ -210,26 +204,20 @@ def row(
 ) -> Row:
     """took: seconds of each side (exact, fp16 and perhaps fast) in each round of `tokens` and so
     many graphs. alone: those of the products of one graph."""
-
-    def rate(side: Sequence[float]) -> float:
-        return tokens / statistics.median(side)
-
-    def x(side: Sequence[float]) -> float:
-        return statistics.median(r / ours for ours, r in zip(side, baseline, strict=True))
-
-    exact, baseline, *fast = took
-    p20, median, p80 = np.quantile(exact, [0.2, 0.5, 0.8])
+    timings = {name: Timing.of(one) for name, one in zip(SIDES, took, strict=False)}
+    rate = {name: tokens / timing.us * 1e6 for name, timing in timings.items()}
+    x = {name: ratio(took[1], one) for name, one in zip(SIDES, took, strict=False)}
     return Row(
         case,
-        rate(exact),
-        rate(fast[0]) if fast else None,
-        rate(baseline),
-        x(exact),
-        x(fast[0]) if fast else None,
-        len(exact),
-        float((p80 - p20) / median),
-        {name: statistics.median(s) / graphs * 1e3 for name, s in zip(SIDES, took, strict=False)},
-        {name: statistics.median(s) * 1e3 for name, s in zip(SIDES, alone, strict=False)},
+        rate["exact"],
+        rate.get("fast"),
+        rate["fp16"],
+        x["exact"],
+        x.get("fast"),
+        timings["exact"].rounds,
+        timings["exact"].spread,
+        {name: timing.us / graphs * 1e-3 for name, timing in timings.items()},
+        {name: Timing.of(s).us * 1e-3 for name, s in zip(SIDES, alone, strict=False)},
     )
 
 
@@ -358,7 +346,7 @@ def measure(
         "context": CONTEXT,
         "steps": STEPS,
         "seconds": time.perf_counter() - start,
-        "rows": [{f: getattr(one, f) for f in Row.__dataclass_fields__} for one in rows],
+        "rows": [asdict(one) for one in rows],
         "rms_difference_of_logits_from_fp16": differences,
         "choices": choices,
     }

@@ -15,12 +15,12 @@ side is compiled by Inductor, autotuned, with programmatic dependent launch wher
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from results.measure.decoder.decoder import CONTEXT, STEPS, in_turn, models
+from results.measure.loop import Timing
 from steps.decoder import kernel_operations as between
 from steps.decoder import operations
 from steps.decoder.model import LLAMA_3_8B, Cache, CapturedGraph, Config, Decoder, torch
@@ -109,7 +109,7 @@ def _graph(work: Callable[[], Any]) -> Callable[[], None]:
 
 def _us(works: list[Callable[[], None]], calls: int) -> list[float]:
     took = in_turn([_graph(work) for work in works], ROUNDS)
-    return [statistics.median(one) / calls * 1e6 for one in took]
+    return [Timing.of(one).us / calls for one in took]
 
 
 def _alone(inputs: Inputs, sides: tuple[Operations, ...], name: str) -> dict[str, float]:
@@ -170,7 +170,7 @@ def measure(
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,
         "sides": {side: do.mode for side, do in zip(SIDES, sides, strict=True)},
-        "rows": [{name: getattr(one, name) for name in Row.__dataclass_fields__} for one in rows],
+        "rows": [asdict(one) for one in rows],
     }
 
 

@@ -13,15 +13,18 @@ with nothing between them. The rest is norms, which each rank computes for itsel
 from __future__ import annotations
 
 import gc
-import statistics
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
+from results.measure import loop
 from results.measure.decoder import decoder as bench
+from results.measure.loop import Timing, ratio
 from steps.decoder.model import (
     LLAMA_3_8B,
     CapturedGraph,
@@ -133,20 +136,16 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def in_turn(
-    ranks: Ranks, alone: Callable[[], None] | None, together: Callable[[], None], rounds: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of rank 0 `alone`, if there is such work here, and of all ranks together, in each
-    round. They take turns in beginning one, and the first does not count."""
-    took: tuple[list[float], list[float]] = ([], [])
-    for number in range(-1, rounds):
-        for side in (number % 2, 1 - number % 2):
-            ranks.wait()
-            if (work := together if side else alone) is None:
-                continue
-            spent = bench.seconds(work)
-            if number >= 0:
-                took[side].append(spent)
-    return took
+    ranks: Ranks, sides: Sequence[Callable[[], None] | None], rounds: int
+) -> list[list[float]]:
+    """GPU seconds of each side in each round, after one that does not count. Every rank waits for
+    the others before each side, also for one that it has no part in (None), which is NaN."""
+
+    def taken(work: Callable[[], None] | None) -> float:
+        ranks.wait()
+        return math.nan if work is None else bench.seconds(work)
+
+    return loop.in_turn([partial(taken, side) for side in sides], rounds, warm_up=1)
 
 
 def row(
@@ -155,25 +154,23 @@ def row(
     gpus: int,
     tokens: int,
     graphs: int,
-    took: tuple[Sequence[float], Sequence[float]],
+    took: Sequence[Sequence[float]],
     parts: Mapping[str, Sequence[float]],
 ) -> Row:
     """took: seconds of one GPU and of all in each round of `tokens` and so many graphs. parts: of
     the products and the sums of one graph."""
-    one, every = took
-    p20, median, p80 = np.quantile(every, [0.2, 0.5, 0.8])
-    ms = {"one": one, "all": every}
+    one, every = map(Timing.of, took)
     return Row(
         name,
         case,
         gpus,
-        tokens / statistics.median(one),
-        tokens / float(median),
-        statistics.median(a / b for a, b in zip(one, every, strict=True)),
-        len(every),
-        float((p80 - p20) / median),
-        {side: statistics.median(s) / graphs * 1e3 for side, s in ms.items()}
-        | {part: statistics.median(s) * 1e3 for part, s in parts.items()},
+        tokens / one.us * 1e6,
+        tokens / every.us * 1e6,
+        ratio(*took),
+        every.rounds,
+        every.spread,
+        {"one": one.us / graphs * 1e-3, "all": every.us / graphs * 1e-3}
+        | {part: Timing.of(s).us * 1e-3 for part, s in parts.items()},
     )
 
 
@@ -207,12 +204,12 @@ def of_model(
         ranks.wait()
         together = graph(shared, kind, count)
         tell(f"{name}, {case}: compiled and captured")
-        took = in_turn(ranks, alone, together, ROUNDS)
+        took = in_turn(ranks, (alone, together), ROUNDS)
         works = {
             "products": bench.products(shared, count, 1 if prompt else count, "exact"),
             "sums": sums(shared, count),
         }
-        parts = {part: in_turn(ranks, None, work, ROUNDS)[1] for part, work in works.items()}
+        parts = {part: in_turn(ranks, (work,), ROUNDS)[0] for part, work in works.items()}
         graphs = 1 if prompt else bench.STEPS
         if ranks.rank == 0:
             rows.append(row(name, case, ranks.count, count * graphs, graphs, took, parts))

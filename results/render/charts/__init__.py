@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from results.record import ROOT
-from results.record.schema import Run, to_json
+from results.record.codec import to_json
+from results.record.schema import Run
 from results.render.charts import called, error, ladder, roofline, tokens
 from results.render.charts.style import STYLE
 from results.render.query import ladder as panels_of
