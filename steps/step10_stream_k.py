@@ -25,7 +25,7 @@ Machine code
 Prerequisites
     Step 9. Taught here: kernels.parts.stream_k (which block does what) and split_k_reduction (the
     counter); stream_k_tiles only chooses the tiles. griddepcontrol_wait returns when the launch
-    before this one, the activation pass, has ended (steps/instructions/launch_order.py). Weights
+    before this one, the activation pass, has ended (steps/instructions/memory.py). Weights
     do not depend on it, so they are copied before.
 """
 

@@ -2,19 +2,20 @@
 
 The driver alone knows what the 16 words of a map say; of a matrix at another address they are
 others. It is called through `ctypes`, on numbers laid out once: that takes the host 3 us, between
-the layers of a model 12, and cuda.bindings, which lays them out at each call, 17 us. A model's
-matrices come back to the same few addresses, so the words of those used last are kept.
+the layers of a model 12, and cuda.bindings, which lays them out at each call and wraps what comes
+back, 17 us. A model's matrices come back to the same few addresses, so the words of those used last
+are kept.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any, Final
 
 from cuda.bindings.driver import CUresult
 
-from steps.driver.driver_library import driver_library
 from steps.driver.kept import Kept
 from steps.instructions.tensor_map import MAP_WORDS, TensorMap, require_map_place
 
@@ -29,6 +30,13 @@ _ALIGNMENT: Final = 64  # bytes; the driver writes a map to no other place
 
 ADDRESSES: Final = 64
 """Maps that a launch keeps, of 128 bytes."""
+
+
+@cache
+def driver_library() -> ctypes.CDLL:
+    """The library of the CUDA driver. It lets other threads run while a call is made. OSError where
+    no driver is installed."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 @cache

@@ -32,8 +32,7 @@ from steps.compile.compiler import architecture, compiled, signature_of
 from steps.compile.dry_run import Placeholder
 from steps.compile.kernel_cache import CompiledKernel
 from steps.contract import Launch
-from steps.driver.driver_library import driver_library
-from steps.driver.encode_map import EncodedMap
+from steps.driver.encode_map import EncodedMap, driver_library
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
 
 DEFAULT_SHARED_BYTES: Final = 48 * 1024

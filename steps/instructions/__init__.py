@@ -5,8 +5,8 @@
     from steps.compile.compiler import machine_code           compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
-operands are always (array, index), the index counting elements of that array taken as flat. Two
-files are not gathered here, because no product of a step needs them: `approximate` and `prefetch`.
+operands are always (array, index), the index counting elements of that array taken as flat. One
+file is not gathered here, because no lesson needs it: `approximate`.
 """
 
 from steps.instructions.arithmetic import (
@@ -43,10 +43,11 @@ from steps.instructions.bulk_copy import (
     mbarrier_wait,
     prefetch_l2,
 )
-from steps.instructions.launch_order import griddepcontrol_launch_dependents, griddepcontrol_wait
 from steps.instructions.memory import (
     address,
     fence,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     load_f32,
     load_f32x2,
     load_f32x4,
@@ -72,6 +73,7 @@ from steps.instructions.tensor_core import (
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    movmatrix_trans,
     stmatrix_x4_trans,
 )
 from steps.instructions.tensor_map import (
@@ -153,6 +155,7 @@ __all__ = [
     "mma_m16n8k16_f16",
     "mma_m16n8k32_s8",
     "mma_m16n8k32_u8",
+    "movmatrix_trans",
     "prefetch_l2",
     "prefetch_tensor_map",
     "prmt",

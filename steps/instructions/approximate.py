@@ -1,8 +1,7 @@
-"""A function that the special function unit approximates in one instruction (MUFU).
+"""Functions that the special function unit approximates in one instruction (MUFU).
 
-It takes and returns float32; subnormal numbers count as zero. The twin rounds the exact value, so
-the GPU's result may differ from the simulator's in its last places. Two more are where they were
-needed first: `exp2` and `reciprocal` of `steps.kernels.parts.activations.gated`.
+They take and return float32; subnormal numbers count as zero. The twins round the exact value, so
+the GPU's results may differ from the simulator's in their last places.
 """
 
 import numpy as np
@@ -16,3 +15,17 @@ def rsqrt(x):
     """1 / sqrt(x), off by 2^-22.9 of itself at most (PTX ISA, rsqrt). MUFU.RSQ."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.float32(1) / np.sqrt(np.float32(x))
+
+
+@ptx("ex2.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
+def exp2(x):
+    """2^x, off by 2^-22 of itself at most (PTX ISA, ex2). MUFU.EX2."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.exp2(np.float32(x))
+
+
+@ptx("rcp.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
+def reciprocal(x):
+    """1 / x, off by one last place at most (PTX ISA, rcp). MUFU.RCP."""
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / np.float32(x)

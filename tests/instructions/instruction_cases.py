@@ -52,6 +52,7 @@ from steps.instructions import (
     mma_m16n8k16_f16,
     mma_m16n8k32_s8,
     mma_m16n8k32_u8,
+    movmatrix_trans,
     prmt,
     select_bits,
     shfl,
@@ -66,9 +67,7 @@ from steps.instructions import (
     store_u32x2,
     store_u32x4,
 )
-from steps.instructions.approximate import rsqrt
-from steps.instructions.transpose import movmatrix_trans
-from steps.kernels.parts.activations.gated import exp2, reciprocal
+from steps.instructions.approximate import exp2, reciprocal, rsqrt
 
 
 @dataclass(frozen=True)

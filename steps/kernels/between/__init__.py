@@ -11,7 +11,7 @@
 
 A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,
-`steps.instructions.launch_order`), and it leaves room on its SM for a product: few threads, few
+`steps.instructions.memory`), and it leaves room on its SM for a product: few threads, few
 registers, no more shared memory than a product leaves. The next product is then resident, and has
 issued the copies of its first weights, before the operation ends.
 

@@ -61,16 +61,15 @@ from steps.instructions import (
     ldmatrix_x4_trans,
     load_u32x4,
     mma_m16n8k16_f16,
+    movmatrix_trans,
     shfl_xor,
     store_u32x4,
 )
-from steps.instructions.approximate import rsqrt
-from steps.instructions.transpose import movmatrix_trans
+from steps.instructions.approximate import exp2, reciprocal, rsqrt
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.kernels.between.heads import SIZES, add_scaled_from, quotient, rotate_neighbours
 from steps.kernels.between.partial_sums import MOST_SPLITS, THREADS, sum_of_splits
 from steps.kernels.between.values import add_scaled, as_halves, dot, eight_of, put
-from steps.kernels.parts.activations.gated import exp2, reciprocal
 from steps.kernels.parts.activations.sources import four_floats
 from steps.kernels.parts.split_k_reduction import count_block_arrival
 

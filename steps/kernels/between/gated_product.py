@@ -34,13 +34,14 @@ from qformats.repack import TILE_GROUP, TILE_ROWS
 from qformats.storage import storage_format
 from steps.contract import Launch, dtype_name
 from steps.instructions import float_to_half, load_f32, store_u16
+from steps.instructions.approximate import reciprocal
 from steps.kernels.between.deferred_norm import MOST_TOKENS, WARP, configuration, norm_of_token
 from steps.kernels.decode.bulk import kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
 from steps.kernels.decode.product import PAIR
 from steps.kernels.decode.products import product_of
 from steps.kernels.decode.tiles import Variant
-from steps.kernels.parts.activations.gated import reciprocal, silu_times
+from steps.kernels.parts.activations.gated import silu_times
 
 GROUP_ROWS: Final = TILE_GROUP * TILE_ROWS
 

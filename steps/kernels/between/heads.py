@@ -7,9 +7,9 @@ from typing import Final
 from numba import cuda, float32, int32
 
 from steps.instructions import load_f32x4
+from steps.instructions.approximate import reciprocal
 from steps.kernels.between.eight import EIGHT
 from steps.kernels.between.values import add_scaled
-from steps.kernels.parts.activations.gated import reciprocal
 
 SIZES: Final = (16, 32, 64, 128, 256)
 """Of heads: a power of two, so that a warp has whole groups of threads."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64
 
 from steps.instructions import load_f32x2, load_f32x4
+from steps.instructions.approximate import exp2, reciprocal
 from steps.kernels.between.eight import OF_DTYPE
 from steps.kernels.between.values import put, put_zeros
-from steps.kernels.parts.activations.gated import exp2, reciprocal
 
 THREADS: Final = 128  # of the thread block
 MOST_SPLITS: Final = 16

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-import numpy as np
 from numba import cuda, float32, int64, uint16, uint32
 
 from qformats.repack import CHUNK_HALVES
@@ -21,24 +20,10 @@ from steps.instructions import (
     load_u32x4,
     store_u32x4,
 )
-from steps.instructions.define import ptx
+from steps.instructions.approximate import exp2, reciprocal
 
 LOG2_E: Final = float32(math.log2(math.e))
 GATED_THREADS: Final = 256  # of a thread block, at most
-
-
-@ptx("ex2.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def exp2(x):
-    """2^x, off by 2^-22 of itself at most (PTX ISA, ex2). MUFU.EX2."""
-    with np.errstate(over="ignore", under="ignore"):
-        return np.exp2(np.float32(x))
-
-
-@ptx("rcp.approx.ftz.f32 $0, $1;", returns=float32, takes=(float32,))
-def reciprocal(x):
-    """1 / x, off by one last place at most (PTX ISA, rcp). MUFU.RCP."""
-    with np.errstate(divide="ignore"):
-        return np.float32(1) / np.float32(x)
 
 
 @cuda.jit(device=True, forceinline=True)
