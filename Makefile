@@ -19,8 +19,9 @@
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
 #   RUN=            tune: the run.json of a bench, whose times are taken; needs no GPU
-#   PROMPT= SYSTEM= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat: one question, how to answer,
+#   PROMPT= TOKENS= TEMPERATURE= TOP_P= SEED= ACCURACY=   chat, decoder: one question or a text,
 #                   tokens of an answer, drawn tokens and their seed, exact or fast products
+#   SYSTEM=         chat: how to answer
 #   REFERENCE=1     chat, decoder, quality: torch on the dequantized weights, on the CPU
 #   TEXT= LLAMA_CPP=1    quality: another text; llama.cpp on the CPU too, where it is installed
 #   GPUS=2          chat, decoder: share the model among so many GPUs
@@ -38,16 +39,29 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready$(CUDA)
 endif
 
-DATA = $(if $(FORMAT),--format '$(FORMAT)') $(if $(SCHEME),--scheme '$(SCHEME)') \
-       $(if $(M),--m '$(M)') $(if $(N),--n '$(N)') $(if $(K),--k '$(K)') \
-       $(if $(DIST),--dist '$(DIST)') $(if $(SEED),--seed '$(SEED)')
-TYPE = $(if $(DTYPE),--dtype '$(DTYPE)')
-WEIGHTS = $(if $(GGUF),--gguf '$(GGUF)') $(if $(TENSOR),--tensor '$(TENSOR)')
-TOLD = $(DATA) $(TYPE) $(WEIGHTS) $(if $(LONG),--long)
-OWN = $(if $(FILE),--file '$(FILE)')
+# What is typed as NAME=value reaches the shell as "$$NAME", of the environment, and is expanded neither
+# by make nor by the shell: quotes, dollars and blanks in it stay what they are.
+VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE \
+          LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPUS
+$(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
+
+# $(call options,M:m OUT:json) is --m "$$M" --json "$$OUT", of those that have a value;
+# $(call flags,LONG:long) is --long where LONG= is not empty.
+options = $(foreach one,$(1),$(call option,$(subst :, ,$(one))))
+option = $(if $($(firstword $(1))),--$(lastword $(1)) "$$$(firstword $(1))")
+flags = $(foreach one,$(1),$(if $($(firstword $(subst :, ,$(one)))),--$(lastword $(subst :, ,$(one)))))
+
+STEPS = $(if $(STEP),"$$STEP")
+MODEL = $(if $(GGUF),"$$GGUF")
+OWN = $(call options,FILE:file)
+DATA = $(call options,FORMAT:format SCHEME:scheme M:m N:n K:k DIST:dist SEED:seed)
+TYPE = $(call options,DTYPE:dtype)
+TOLD = $(DATA) $(TYPE) $(call options,GGUF:gguf TENSOR:tensor) $(call flags,LONG:long)
+DRAWN = $(call options,PROMPT:prompt TOKENS:tokens TEMPERATURE:temperature TOP_P:top-p SEED:seed \
+        ACCURACY:accuracy GPUS:gpus) $(call flags,REFERENCE:reference)
 LINTED = qformats reference results steps tests
 TYPED = qformats reference results steps
-need-step = @test -n '$(STEP)$(FILE)' || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
+need-step = @test -n "$$STEP$$FILE" || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
 .PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat quality \
@@ -72,18 +86,17 @@ list: $(READY) ## the steps, their branches and home shapes
 	@$(PY) -m steps list
 
 check: $(READY) ## all check shapes of all steps (or STEP=), nothing timed; or FILE=, what is wrong with it
-	@$(PY) -m steps check $(STEP) $(OWN) $(TOLD) $(if $(HINT),--hint) $(if $(SOLUTION),--solution)
+	@$(PY) -m steps check $(STEPS) $(OWN) $(TOLD) $(call flags,HINT:hint SOLUTION:solution)
 
 exercise: $(READY) ## STEP= with holes to fill in: build/exercises/<step>.py (or OUT=)
 	$(need-step)
-	@$(PY) -m steps exercise $(STEP) $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps exercise $(STEPS) $(call options,OUT:out)
 
 exercises: $(READY) ## how far the exercises are
 	@$(PY) -m steps exercises
 
 fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED=], or one CASE=
-	@$(PY) -m steps fuzz $(STEP) $(if $(SECONDS),--seconds '$(SECONDS)') \
-		$(if $(SEED),--seed '$(SEED)') $(if $(CASE),--case '$(CASE)')
+	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case)
 
 LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
 
@@ -92,76 +105,65 @@ test: $(READY) ## the tests, no GPU needed: two formats a step (QUICK=1: one; AL
 	@$(PY) -m pytest -m 'alone$(LEFT_OUT)'
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
-	@$(PY) -m steps bench $(STEP) $(OWN) $(DATA) $(if $(FRESH),--fresh) $(if $(ONLY),--only '$(ONLY)') \
-		$(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps bench $(STEPS) $(OWN) $(DATA) $(call flags,FRESH:fresh) $(call options,ONLY:only OUT:out)
 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses (or of RUN=)
-	@$(PY) -m steps tune $(STEP) $(DATA) $(if $(RUN),--run '$(RUN)')
+	@$(PY) -m steps tune $(STEPS) $(DATA) $(call options,RUN:run)
 
 charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md from the runs
 	@$(PY) -m results.render.charts
 	@$(PY) -m results.render.tables
 
 report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=); two minutes
-	@$(PY) -m results.render.page $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m results.render.page $(call options,OUT:out)
 
 chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)
-	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') --chat $(if $(PROMPT),--prompt "$$PROMPT") \
-		$(if $(SYSTEM),--system "$$SYSTEM") $(if $(TOKENS),--tokens '$(TOKENS)') \
-		$(if $(TEMPERATURE),--temperature '$(TEMPERATURE)') $(if $(TOP_P),--top-p '$(TOP_P)') \
-		$(if $(SEED),--seed '$(SEED)') $(if $(ACCURACY),--accuracy '$(ACCURACY)') \
-		$(if $(REFERENCE),--reference) $(if $(GPUS),--gpus '$(GPUS)')
+	@$(PY) -m steps chat $(MODEL) $(DRAWN) $(call options,SYSTEM:system OUT:json)
 
 quality: $(READY) ## perplexity and distance from float32 of GGUF=model.gguf [TEXT=file] (needs torch, tokenizers)
-	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') --quality $(if $(TEXT),--text '$(TEXT)') \
-		$(if $(REFERENCE),--reference) $(if $(LLAMA_CPP),--against-llama-cpp) \
-		$(if $(OUT),--json '$(OUT)')
+	@$(PY) -m steps quality $(MODEL) $(call options,TEXT:text OUT:json) \
+		$(call flags,REFERENCE:reference LLAMA_CPP:against-llama-cpp)
 
 decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or BENCH=1 (needs torch)
-	@$(PY) -m steps.cli.decoder $(if $(GGUF),'$(GGUF)') $(if $(PROMPT),--prompt '$(PROMPT)') \
-		$(if $(IDS),--ids '$(IDS)') $(if $(TOKENS),--tokens '$(TOKENS)') \
-		$(if $(BENCH),--check --bench) $(if $(REFERENCE),--reference) $(if $(OUT),--json '$(OUT)') \
-		$(if $(GPUS),--gpus '$(GPUS)')
+	@$(PY) -m steps decoder $(MODEL) $(DRAWN) $(call options,IDS:ids OUT:json) $(if $(BENCH),--check --bench)
 
 doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor
 
 diff: $(READY) ## what STEP= changes in the step it grew from
 	$(need-step)
-	@$(PY) -m steps diff $(STEP) $(OWN)
+	@$(PY) -m steps diff $(STEPS) $(OWN)
 
 ptx: $(READY) ## the PTX of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps ptx $(STEP) $(OWN) --arch '$(ARCH)' $(DATA) $(TYPE)
+	@$(PY) -m steps ptx $(STEPS) $(OWN) $(call options,ARCH:arch) $(DATA) $(TYPE)
 
 sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 	$(need-step)
-	@$(PY) -m steps sass $(STEP) $(OWN) --arch '$(ARCH)' $(DATA) $(TYPE)
+	@$(PY) -m steps sass $(STEPS) $(OWN) $(call options,ARCH:arch) $(DATA) $(TYPE)
 
 trace: $(READY) ## what a warp of STEP= loads and stores, lane by lane: build/trace.html [LINE= WARP=]; no GPU
 	$(need-step)
-	@$(PY) -m steps trace $(STEP) $(DATA) $(TYPE) $(if $(LINE),--line '$(LINE)') \
-		$(if $(WARP),--warp '$(WARP)') $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps trace $(STEPS) $(DATA) $(TYPE) $(call options,LINE:line WARP:warp OUT:out)
 
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)
-	@$(PY) -m steps profile $(STEP) $(DATA) $(TYPE)
+	@$(PY) -m steps profile $(STEPS) $(DATA) $(TYPE)
 
 counters: $(READY) ## Nsight Compute on the launches of a bench (or STEP=), into results/<gpu>/ncu.json
-	@$(PY) -m steps counters $(STEP) $(if $(FORMAT),--format '$(FORMAT)') $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps counters $(STEPS) $(call options,FORMAT:format OUT:out)
 
 sanitize: $(READY) ## Compute Sanitizer (all tools, or TOOL=) over the checks (or STEP=)
-	@$(PY) -m steps sanitize $(STEP) $(if $(FORMAT),--format '$(FORMAT)') \
-		$(if $(SCHEME),--scheme '$(SCHEME)') $(TYPE) $(if $(TOOL),--tool $(TOOL))
+	@$(PY) -m steps sanitize $(STEPS) $(call options,FORMAT:format SCHEME:scheme TOOL:tool) $(TYPE)
 
 gpu-tests: $(READY) ## all GPU tests, the sanitizer and fuzzing, on record in results/<gpu>/ [SECONDS=540]
-	@$(PY) -m steps gpu-tests $(if $(SECONDS),--seconds '$(SECONDS)') $(if $(OUT),--out '$(OUT)')
+	@$(PY) -m steps gpu-tests $(call options,SECONDS:seconds OUT:out)
 
 warm: $(READY) ## compile what GGUF=model.gguf, or N= K= [FORMAT= M= DTYPE=], needs, on all cores
-	@$(PY) -m steps warm $(DATA) $(TYPE) $(if $(GGUF),--gguf '$(GGUF)')
+	@$(PY) -m steps warm $(DATA) $(TYPE) $(call options,GGUF:gguf)
 
 cache: $(READY) ## the compiled kernels kept on disk (CLEAR=1: remove them)
-	@$(PY) -m steps cache $(if $(CLEAR),--clear)
+	@$(PY) -m steps cache $(call flags,CLEAR:clear)
 
 pitfalls: $(READY) ## the museum of known bugs, and what catches each
 	@$(PY) -m steps pitfalls

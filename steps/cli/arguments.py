@@ -43,14 +43,15 @@ def machines(asked: str) -> tuple[str, MachineOf, str | None]:
 
 
 def steps_of(texts: Sequence[str]) -> tuple[Step, ...]:
-    """Steps by number ("4", "04", "step4"); all for "all" or nothing.
+    """Steps by number ("4", "04", "step4", "2 3"); all for "all" or nothing.
 
     UsageError for one that does not exist.
     """
-    if not texts or "all" in texts:
+    asked = [text for several in texts for text in several.split()]
+    if not asked or "all" in asked:
         return ladder()
     found = {}
-    for text in texts:
+    for text in asked:
         number = text.lower().removeprefix("step")
         if not number.isascii() or not number.isdigit():
             raise UsageError(f"{text!r} is not a step: give a number, such as 4, or all")

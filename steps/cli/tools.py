@@ -109,7 +109,7 @@ def sanitize(args: Namespace) -> int:
         *(["--dtype", args.dtype] if args.dtype else []),
     ]
     bad = []
-    for name in args.tool or SANITIZERS:
+    for name in (one for several in args.tool or [SANITIZERS] for one in several):
         command = [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1"]
         if _run([*command, *_this("check", *checks)]):
             bad.append(name)

@@ -19,7 +19,7 @@ from steps.cli.run import remark
 from steps.compile.compiler import architecture, capability, compiled
 from steps.compile.kernel_cache import VARIABLE, cache_folder
 from steps.compile.parallel_compile import Wanted, compile_ahead, missing_kernels
-from steps.contract import FLOATS, H200_SMS, Shape, known_accuracy
+from steps.contract import FLOATS, H200_SMS, Shape
 from steps.product.choice import choose, choose_uncast, packings, written_dtype
 
 TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(160, 513, 32), 768, 1024, 2048, 4096)
@@ -34,10 +34,6 @@ def warm(args: Namespace) -> int:
     """Compiles, on all cores, what `gemm` and `QuantLinear` launch; 1 if a kernel failed."""
     if cache_folder() is None:
         raise UsageError(f"compiled kernels are not kept: {VARIABLE} is off")
-    try:
-        known_accuracy(args.accuracy)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     began, gpu, weights = time.monotonic(), _gpu(args), _weights(args)
     tokens, dtypes = args.m or TOKENS, (args.dtype,) if args.dtype else FLOATS
     wanted = list(products(weights, tokens, dtypes, args.accuracy, gpu))

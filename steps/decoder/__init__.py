@@ -4,14 +4,13 @@
     model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
     rotary.py      frequencies of the rotary embedding, scaled as files say
     operations.py  what lies between products, by torch: norms, attention, SwiGLU
-    between.py     the same by the kernels of `steps.kernels.between`
+    kernel_operations.py   the same by the kernels of `steps.kernels.between`
     deferred.py    norms of few tokens that are no launches
     workspace.py   the memory that launches bring, for one stream
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
     text/          tokens of a vocabulary, answers as they are generated, conversations
     compare/       checks against torch and llama.cpp; perplexity and the distance from float32
-    bench/         tokens a second beside float16 torch.matmul, on one GPU or more
-    __main__.py    the command line: python -m steps.cli.decoder
 
+`python -m steps chat`, `decoder` and `quality` run it (`steps.cli.language_model`).
 All of it but `files`, `rotary` and `text.vocabulary` needs torch, an extra of this project.
 """

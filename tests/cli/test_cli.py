@@ -244,6 +244,7 @@ def test_what_takes_a_gpu_says_so(arguments: list[str], said: str, capsys) -> No
         ([], ["memcheck", "racecheck", "initcheck", "synccheck"]),
         (["--tool", "synccheck"], ["synccheck"]),
         (["--tool", "initcheck", "memcheck"], ["initcheck", "memcheck"]),
+        (["--tool", "initcheck memcheck"], ["initcheck", "memcheck"]),
     ],
 )
 def test_sanitize_runs_every_tool_and_remembers_what_failed(
@@ -344,7 +345,7 @@ def test_a_closed_pipe_is_not_a_traceback() -> None:
 
 
 def test_steps_by_any_of_their_names() -> None:
-    assert [step.number for step in arguments.steps_of(["step4", "02", "4"])] == [2, 4]
+    assert [step.number for step in arguments.steps_of(["step4", "02", "4 5"])] == [2, 4, 5]
     assert arguments.steps_of([]) == arguments.steps_of(["all"]) == ladder()
     with pytest.raises(UsageError, match="not a step"):
         arguments.steps_of(["²"])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from steps.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -32,126 +34,110 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def would_run(*arguments: str) -> str:
-    """The commands of a target, not run; with the interpreter named python, and no set-up."""
-    done = make("--dry-run", "VENV=system", "PYTHON=python", *arguments)
-    assert done.returncode == 0, done.stderr
-    return re.sub(r"\s+", " ", done.stdout.replace("\\\n", " ")).strip()
-
-
 def targets() -> set[str]:
     """The names a user may give, as the rules define them."""
     found = re.findall(r"^([a-z][a-z%-]*):(?!=)", MAKEFILE, re.MULTILINE)
     return {name.replace("%", "N") for name in found}
 
 
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A python that prints its arguments."""
+    program = tmp_path_factory.mktemp("bin") / "python"
+    program.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\nprintf "\\n"\n')
+    program.chmod(0o755)
+    return program
+
+
+def runs(echo: Path, *arguments: str, **environment: str) -> list[list[str]]:
+    """The commands of a target: what python gets, word by word."""
+    done = make("VENV=system", f"PYTHON={echo}", *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return [line.split("\0") for line in done.stdout.split("\0\n")[:-1]]
+
+
 def test_help_is_the_default_and_lists_every_target() -> None:
     done = make()
     assert done.returncode == 0
     listed = set(re.findall(r"^  ([\w-]+) +\S", done.stdout, re.MULTILINE))
-    assert listed == targets()
-    assert len(listed) > 15
-
-
-def test_every_target_but_the_pattern_is_phony() -> None:
     phony = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
     assert phony
-    assert set(phony[1].replace("\\\n", " ").split()) == targets() - {"stepN"}
+    assert listed == targets() == {*phony[1].replace("\\\n", " ").split(), "stepN"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "command"),
+    ("typed", "runs_"),
     [
-        (["step4"], "python -m steps run 4"),
-        (
-            ["step12", "FORMAT=q4_0", "M=3", "N=5", "K=64", "SCHEME=W4A8", "DIST=llm"],
-            "python -m steps run 12 --format 'q4_0' --scheme 'W4A8' --m '3' --n '5' --k '64' "
-            "--dist 'llm'",
-        ),
-        (["ladder", "LONG=1"], "python -m steps ladder --long"),
-        (["check", "LONG=1", "STEP=2"], "python -m steps check 2 --long"),
-        (["fuzz", "SECONDS=9", "SEED=3"], "python -m steps fuzz --seconds '9' --seed '3'"),
-        (["fuzz", "STEP=2", "CASE=step=2 m=1"], "python -m steps fuzz 2 --case 'step=2 m=1'"),
-        (
-            ["step12", "GGUF=a model.gguf", "TENSOR=blk.0.ffn_up.weight", "M=512"],
-            "python -m steps run 12 --m '512' --gguf 'a model.gguf' --tensor 'blk.0.ffn_up.weight'",
-        ),
-        (["check", "STEP=3", "GGUF=m.gguf", "TENSOR=w"], "check 3 --gguf 'm.gguf' --tensor 'w'"),
-        (["check", "STEP=12", "DTYPE=float16"], "python -m steps check 12 --dtype 'float16'"),
-        (["sass", "STEP=12", "DTYPE=bfloat16"], "--arch 'sm_90a' --dtype 'bfloat16'"),
-        (["profile", "STEP=12", "DTYPE=float16"], "steps profile 12 --dtype 'float16'"),
-        (["counters", "STEP=12"], "python -m steps counters 12"),
-        (["tune", "RUN=results/a/run.json"], "steps tune --run 'results/a/run.json'"),
-        (["gpu-tests", "SECONDS=90"], "python -m steps gpu-tests --seconds '90'"),
-        (["sanitize", "DTYPE=float16"], "python -m steps sanitize --dtype 'float16'"),
-        (["diff", "STEP=5"], "python -m steps diff 5"),
-        (["exercise", "STEP=5", "OUT=mine.py"], "python -m steps exercise 5 --out 'mine.py'"),
-        (["exercises"], "python -m steps exercises"),
-        (["check", "FILE=a file.py", "HINT=1"], "python -m steps check --file 'a file.py' --hint"),
-        (["check", "FILE=mine.py", "SOLUTION=1"], "steps check --file 'mine.py' --solution"),
-        (["bench", "FILE=mine.py", "M=3"], "python -m steps bench --file 'mine.py' --m '3'"),
-        (["sass", "FILE=mine.py"], "python -m steps sass --file 'mine.py' --arch 'sm_90a'"),
-        (["diff", "FILE=mine.py"], "python -m steps diff --file 'mine.py'"),
-        (["sass", "STEP=4", "ARCH=sm_80"], "python -m steps sass 4 --arch 'sm_80'"),
-        (["ptx", "STEP=4"], "python -m steps ptx 4 --arch 'sm_90a'"),
-        (["trace", "STEP=3"], "python -m steps trace 3"),
-        (
-            ["trace", "STEP=3", "FORMAT=q5_1", "LINE=114", "WARP=4", "OUT=t.html"],
-            "steps trace 3 --format 'q5_1' --line '114' --warp '4' --out 't.html'",
-        ),
-        (["sanitize"], "python -m steps sanitize"),
-        (
-            ["sanitize", "STEP=4", "TOOL=memcheck racecheck"],
-            "python -m steps sanitize 4 --tool memcheck racecheck",
-        ),
-        (["test"], "loadgroup --no-loadscope-reorder -m 'not alone and not every'"),
-        (["test"], "python -m pytest -m 'alone and not every'"),
-        (["test", "QUICK=1"], "no-loadscope-reorder -m 'not alone and not slow and not every'"),
-        (["test", "QUICK=1"], "python -m pytest -m 'alone and not slow and not every'"),
-        (["test", "ALL=1"], "loadgroup --no-loadscope-reorder -m 'not alone'"),
-        (["test", "ALL=1"], "python -m pytest -m 'alone'"),
-        (["report"], "python -m results.render.page"),
-        (["report", "OUT=there.html"], "python -m results.render.page --out 'there.html'"),
-        (
-            ["decoder", "GGUF=model.gguf", "IDS=1,2", "TOKENS=8"],
-            "python -m steps.cli.decoder 'model.gguf' --ids '1,2' --tokens '8'",
-        ),
-        (
-            [
-                "chat",
-                "GGUF=model.gguf",
-                "PROMPT=What's up?",
-                "TEMPERATURE=0.7",
-                "TOP_P=0.9",
-                "SEED=3",
-            ],
-            "python -m steps.cli.decoder 'model.gguf' --chat --prompt \"$PROMPT\" "
-            "--temperature '0.7' --top-p '0.9' --seed '3'",
-        ),
-        (["chat", "GPUS=2"], "python -m steps.cli.decoder --chat --gpus '2'"),
-        (
-            ["decoder", "BENCH=1", "GPUS=2"],
-            "python -m steps.cli.decoder --check --bench --gpus '2'",
-        ),
-        (
-            ["quality", "GGUF=model.gguf", "TEXT=a.txt", "LLAMA_CPP=1", "OUT=there.json"],
-            "python -m steps.cli.decoder 'model.gguf' --quality --text 'a.txt' --against-llama-cpp "
-            "--json 'there.json'",
-        ),
-        (["chat", "SYSTEM=Be brief.", "REFERENCE=1"], '--chat --system "$SYSTEM" --reference'),
-        (
-            ["decoder", "BENCH=1", "OUT=there.json"],
-            "python -m steps.cli.decoder --check --bench --json 'there.json'",
-        ),
-        (["warm", "GGUF=model.gguf"], "python -m steps warm --gguf 'model.gguf'"),
-        (["warm", "N=64", "K=256", "DTYPE=float16"], "warm --n '64' --k '256' --dtype 'float16'"),
-        (["cache"], "python -m steps cache"),
-        (["cache", "CLEAR=1"], "python -m steps cache --clear"),
-        (["docs-check"], "python -m results.render.tables --check"),
+        ("step12 FORMAT=q4_0 M=3 N=5 K=64 SCHEME=W4A8 DIST=llm SEED=7 LONG=1",
+         "run 12 --format q4_0 --scheme W4A8 --m 3 --n 5 --k 64 --dist llm --seed 7 --long"),
+        ("ladder DTYPE=float16", "ladder --dtype float16"),
+        ("check STEP=3 GGUF=m.gguf TENSOR=w HINT=1",
+         "check 3 --gguf m.gguf --tensor w --hint"),
+        ("check FILE=mine.py SOLUTION=1", "check --file mine.py --solution"),
+        ("fuzz SECONDS=9 SEED=3 CASE=m=1", "fuzz --seconds 9 --seed 3 --case m=1"),
+        ("bench FRESH=1 ONLY=home OUT=a", "bench --fresh --only home --out a"),
+        ("tune STEP=3 RUN=a/run.json", "tune 3 --run a/run.json"),
+        ("exercise STEP=5 OUT=mine.py", "exercise 5 --out mine.py"),
+        ("diff FILE=mine.py", "diff --file mine.py"),
+        ("sass STEP=4 DTYPE=float16", "sass 4 --arch sm_90a --dtype float16"),
+        ("ptx STEP=4 ARCH=sm_80", "ptx 4 --arch sm_80"),
+        ("trace STEP=3 LINE=114 WARP=4 OUT=t.html", "trace 3 --line 114 --warp 4 --out t.html"),
+        ("profile STEP=12", "profile 12"),
+        ("counters FORMAT=q8_0", "counters --format q8_0"),
+        ("sanitize TOOL=memcheck SCHEME=A8", "sanitize --scheme A8 --tool memcheck"),
+        ("gpu-tests SECONDS=90", "gpu-tests --seconds 90"),
+        ("warm N=64 K=256", "warm --n 64 --k 256"),
+        ("cache CLEAR=1", "cache --clear"),
+        ("chat GGUF=a.gguf PROMPT=Hi TEMPERATURE=0.7 TOP_P=0.9 SEED=3 GPUS=2 ACCURACY=fast",
+         "chat a.gguf --prompt Hi --temperature 0.7 --top-p 0.9 --seed 3 --accuracy fast --gpus 2"),
+        ("decoder BENCH=1 IDS=1,2 TOKENS=8 OUT=a.json",
+         "decoder --tokens 8 --ids 1,2 --json a.json --check --bench"),
+        ("quality TEXT=a.txt LLAMA_CPP=1 REFERENCE=1",
+         "quality --text a.txt --reference --against-llama-cpp"),
     ],
+)  # fmt: skip
+def test_options_are_passed_on(echo: Path, typed: str, runs_: str) -> None:
+    """And every command there knows them."""
+    assert runs(echo, *typed.split()) == [["-m", "steps", *runs_.split()]]
+    args, others = main._parser().parse_known_args(runs_.split())
+    assert (args.command, others) == (runs_.split()[0], [])
+
+
+VALUES = (
+    "it's",
+    "5$ or $HOME",
+    'a "b" \\ `c` #d',
+    "two  blanks",
+    "1;exit 3",
+    "$(shell exit)",
+    "a\nb",
 )
-def test_what_a_target_runs(arguments: list[str], command: str) -> None:
-    assert command in would_run(*arguments)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_arrives_as_it_was_typed(echo: Path, value: str) -> None:
+    """From make's command line and from the environment; of what has no name of its own too."""
+    for target, name, before in (
+        ("chat", "PROMPT", ["chat", "--prompt"]),
+        ("quality", "GGUF", ["quality"]),
+        ("check", "STEP", ["check"]),
+        ("bench", "FILE", ["bench", "--file"]),
+        ("sanitize", "TOOL", ["sanitize", "--tool"]),
+        ("report", "OUT", ["--out"]),
+    ):
+        (command,) = runs(echo, target, f"{name}={value}")
+        assert command[2:] == [*before, value]
+    (command,) = runs(echo, "decoder", PROMPT=value)
+    assert command[2:] == ["decoder", "--prompt", value]
+
+
+def test_which_tests_run(echo: Path) -> None:
+    for typed, left_out in (([], " and not every"), (["QUICK=1"], " and not slow and not every")):
+        together, alone = runs(echo, "test", *typed)
+        assert together[-1] == f"not alone{left_out}"
+        assert alone[-1] == f"alone{left_out}"
+    together, alone = runs(echo, "test", "ALL=1")
+    assert (together[-1], alone[-1]) == ("not alone", "alone")
 
 
 @pytest.mark.parametrize("target", ["diff", "ptx", "sass", "trace", "profile"])

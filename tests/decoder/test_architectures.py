@@ -16,7 +16,7 @@ from qformats.gguf_file import GGUFError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.measure.decoder import decoder as bench  # noqa: E402
+from results.measure.models import one_gpu as bench  # noqa: E402
 from steps.decoder import files, rotary  # noqa: E402
 from steps.decoder import model as parts  # noqa: E402
 from steps.decoder.compare import checks  # noqa: E402

@@ -17,9 +17,9 @@ from qformats import WEIGHT_FORMATS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.measure.decoder import decoder as bench  # noqa: E402
-from results.measure.decoder import operations as bench_between  # noqa: E402
-from steps.cli.decoder import main  # noqa: E402
+from results.measure.models import one_gpu as bench  # noqa: E402
+from results.measure.models import operations as bench_between  # noqa: E402
+from steps.cli.main import main  # noqa: E402
 from steps.compile.compiler import signature_of  # noqa: E402
 from steps.compile.of_arrays import OfArrays  # noqa: E402
 from steps.decoder import deferred, files, operations  # noqa: E402
@@ -341,7 +341,7 @@ def test_a_bench_leaves_out_one_operation_at_a_time(tmp_path: Any, monkeypatch: 
 
 def test_parts_that_there_are_not_are_refused(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["--bench", "--parts", "decode,glue"])
+        main(["decoder", "--bench", "--parts", "decode,glue"])
     assert stopped.value.code == 2
     assert "'decode,glue' is not a list of decode, prefill and between" in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
 
-from steps.cli import decoder as command  # noqa: E402
-from steps.cli.decoder import main  # noqa: E402
+from steps.cli import language_model as command  # noqa: E402
+from steps.cli.main import main  # noqa: E402
 from steps.decoder import files  # noqa: E402
 from steps.decoder.compare import checks  # noqa: E402
 from steps.decoder.model import generate, torch_products  # noqa: E402
@@ -291,7 +291,7 @@ def test_a_text_is_continued(tmp_path: Path, capsys: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     there = tmp_path / "found.json"
     arguments = [path, "--reference", "--prompt", "the hat", "--tokens", 5, "--json", there]
-    assert main([str(one) for one in arguments]) == 0
+    assert main(["decoder", *map(str, arguments)]) == 0
     shown, written = capsys.readouterr(), json.loads(there.read_text())
     vocabulary = files.Model(path).vocabulary
     logits = filled(reference(path), [*written["ids"], *written["tokens"]])
@@ -305,7 +305,7 @@ def test_a_text_is_continued(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
-    assert main([str(path), "--chat", "--reference"]) == 2
+    assert main(["chat", str(path), "--reference"]) == 2
     assert "tiny.gguf has no chat template: give --prompt" in capsys.readouterr().err
 
 
@@ -326,7 +326,7 @@ class Driver:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_context_is_made_while_torch_is_imported(fails: bool, monkeypatch: Any) -> None:
     driver = Driver(fails)
-    monkeypatch.setattr(command, "driver_library", lambda: driver)
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setenv("LOCAL_RANK", "1")
     command._make_context()
     assert driver.made == ([] if fails else [1])
@@ -336,12 +336,12 @@ def test_on_a_cpu_there_is_no_context(tmp_path: Path, monkeypatch: Any) -> None:
     begun: list[bool] = []
     monkeypatch.setattr(command, "_make_context", lambda: begun.append(True))
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
-    assert main([str(path), "--reference", "--prompt", "the hat", "--tokens", "1"]) == 0
+    assert main(["decoder", str(path), "--reference", "--prompt", "the hat", "--tokens", "1"]) == 0
     assert not begun
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([str(path), "--prompt", "the hat", "--gpus", "2"]) == 2
+    assert main(["decoder", str(path), "--prompt", "the hat", "--gpus", "2"]) == 2
     assert not begun, "torchrun's processes make their own"
-    assert main([str(path), "--prompt", "the hat"]) == 2
+    assert main(["decoder", str(path), "--prompt", "the hat"]) == 2
     assert begun
 
 
@@ -349,7 +349,7 @@ def test_a_real_model_answers(capsys: Any) -> None:
     """SmolLM2 from torch's products in float32, on the CPU."""
     smollm2()
     question = "What is the capital of France? One sentence."
-    assert main(["--chat", "--reference", "--prompt", question, "--tokens", "12"]) == 0
+    assert main(["chat", "--reference", "--prompt", question, "--tokens", "12"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "The capital of France is Paris.\n"
     assert "8 tokens, first one after" in shown.err
@@ -383,8 +383,8 @@ def test_a_real_model_on_a_gpu(capsys: Any) -> None:
     """SmolLM2 by the steps: right in both accuracies, and it knows what it knows on the CPU."""
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    assert main([str(smollm2()), "--check"]) == 0
+    assert main(["decoder", str(smollm2()), "--check"]) == 0
     assert capsys.readouterr().out.count(": right: ") == 2
     question = "What is the capital of France? One sentence."
-    assert main(["--chat", "--prompt", question, "--tokens", "12"]) == 0
+    assert main(["chat", "--prompt", question, "--tokens", "12"]) == 0
     assert "Paris" in capsys.readouterr().out

@@ -20,9 +20,9 @@ from qformats.gguf_file import GGUFError, metadata
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
-from results.measure.decoder import decoder as bench  # noqa: E402
+from results.measure.models import one_gpu as bench  # noqa: E402
 from steps import find  # noqa: E402
-from steps.cli.decoder import main  # noqa: E402
+from steps.cli.main import main  # noqa: E402
 from steps.compile import parallel_compile  # noqa: E402
 from steps.compile.compiler import signature_of  # noqa: E402
 from steps.decoder import files, operations  # noqa: E402
@@ -499,7 +499,7 @@ def test_rounds_are_in_turn_and_ratios_those_of_a_round(monkeypatch: pytest.Monk
 
 def said(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
     try:
-        status = main([str(one) for one in arguments])
+        status = main(["decoder", *map(str, arguments)])
     except SystemExit as error:
         status = int(error.code or 0)
     captured = capsys.readouterr()
@@ -527,12 +527,10 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
     ("arguments", "told"),
     [
         ([], "name a model: make chat GGUF=model.gguf"),
-        (["{tiny}", "--chat", "--ids", "1"], "--chat takes text: give --prompt, or no --ids"),
-        (["{tiny}", "--system", "a"], "--system is for --chat"),
         (["{tiny}", "--top-p", "0.5"], "--top-p is for drawn tokens: give --temperature too"),
         (["{tiny}", "--temperature", "-1", "--reference"], "temperature is -1 and top-p 1: the f"),
         (["--ids", "1,x"], "'1,x' is not a list of tokens like 1,2,3"),
-        (["--tokens", "0"], "'0' is not a whole number from 1 to"),
+        (["--tokens", "0"], "'0' is not a positive whole number"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
         (["{tiny}", "--reference", "--ids", "300"], "has 300 and .* tokens 0 to 287: give tokens"),
         (["nowhere.gguf", "--reference"], "No such file"),

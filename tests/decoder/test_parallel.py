@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from results.measure.decoder import decoder as bench  # noqa: E402
-from results.measure.decoder import several_gpus as bench_parallel  # noqa: E402
-from steps.cli.decoder import main  # noqa: E402
+from results.measure.models import one_gpu as bench  # noqa: E402
+from results.measure.models import several_gpus as bench_parallel  # noqa: E402
+from steps.cli.main import main  # noqa: E402
 from steps.decoder import files, operations, parallel  # noqa: E402
 from steps.decoder.model import Config, Embedding, step_products  # noqa: E402
 from steps.nn import all_reduce  # noqa: E402
@@ -216,7 +216,7 @@ def test_what_gpus_cannot_share(made: Any, told: str) -> None:
 @pytest.mark.xdist_group("ranks")
 def test_the_command_line_starts_ranks(tmp_path: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
-    command = [sys.executable, "-m", "steps.cli.decoder", str(path), "--reference", "--ids", "1,5"]
+    command = [sys.executable, "-m", "steps", "decoder", str(path), "--reference", "--ids", "1,5"]
     command += ["--tokens", "3"]
     alone, shared = (
         subprocess.run(
@@ -241,7 +241,7 @@ def test_what_is_refused(
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
-    assert main([str(path), "--reference", *more]) == 2
+    assert main(["decoder", str(path), "--reference", *more]) == 2
     _, err = capsys.readouterr()
     assert told in err
     assert len(err.splitlines()) == 1
@@ -250,7 +250,7 @@ def test_what_is_refused(
 def test_fewer_gpus_than_asked_for_are_told(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"--gpus 2: torch finds 1 on"):
-        parallel.start("steps.decoder", [], 2, on_gpu=True)
+        parallel.start("steps", [], 2, on_gpu=True)
 
 
 def test_questions_are_typed_at_the_first_rank(monkeypatch: Any) -> None:
@@ -342,7 +342,7 @@ def test_right_and_measured_on_two_gpus(tmp_path: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     there = tmp_path / "found.json"
-    command = [sys.executable, "-m", "steps.cli.decoder", "--check", "--gpus", "2"]
+    command = [sys.executable, "-m", "steps", "decoder", "--check", "--gpus", "2"]
     command += ["--tokens", "16", "--json", str(there)]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False

@@ -16,7 +16,7 @@ from rich.console import Console
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 
 from results.record import ROOT  # noqa: E402
-from steps.cli.decoder import main  # noqa: E402
+from steps.cli.main import main  # noqa: E402
 from steps.decoder import files  # noqa: E402
 from steps.decoder.compare import checks, quality  # noqa: E402
 from steps.decoder.compare.emulation import emulated_products  # noqa: E402
@@ -172,9 +172,9 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     text, there = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text("the hat on that hen and the ant " * 6)
     monkeypatch.setattr(quality, "CONTEXT", 64)
-    rest = ["--quality", "--reference", "--text", str(text), "--json", str(there)]
+    rest = ["--reference", "--text", str(text), "--json", str(there)]
     rest += ["--chunks", "1"]
-    assert main([str(path), *rest]) == 0
+    assert main(["quality", str(path), *rest]) == 0
     shown = capsys.readouterr()
     found = json.loads(there.read_text())["quality"]
     assert [row["side"] for row in found["rows"]] == [
@@ -190,14 +190,10 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--text", "a.txt"], "--text is for --quality: add that"),
-        (["--chunks", "2"], "--chunks is for --quality: add that"),
-        (["--quality", "--chat"], "give --quality or --chat, not both"),
-        (["--quality", "--gpus", "2"], "--quality runs on one GPU: leave out --gpus"),
-        (["--quality"], "torch finds no CUDA GPU: use one, or --reference"),
-        (["--quality", "--reference", "--text", "nowhere.txt"], "No such file"),
-        (["--quality", "--reference", "--text", "{path}"], "is no text in UTF-8"),
-        (["--quality", "--reference", "--text", "{short}"], "tokens and a chunk 512: give a long"),
+        ([], "torch finds no CUDA GPU: use one, or --reference"),
+        (["--reference", "--text", "nowhere.txt"], "No such file"),
+        (["--reference", "--text", "{path}"], "is no text in UTF-8"),
+        (["--reference", "--text", "{short}"], "tokens and a chunk 512: give a long"),
     ],
 )
 def test_what_is_refused(
@@ -209,7 +205,7 @@ def test_what_is_refused(
     short = tmp_path / "short.txt"
     short.write_text("the hat")
     given = [one.format(path=path, short=short) for one in arguments]
-    assert main([str(path), *given]) == 2
+    assert main(["quality", str(path), *given]) == 2
     shown = capsys.readouterr()
     assert said in shown.err
     assert len(shown.err.splitlines()) == 1
@@ -223,7 +219,7 @@ def test_without_llama_cpp_it_says_so(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_the_committed_distances() -> None:
-    """What `--quality --reference --against-llama-cpp --chunks 4` wrote of SmolLM2 with `--json`:
+    """What `quality --reference --against-llama-cpp --chunks 4` wrote of SmolLM2 with `--json`:
     emulated products, and llama.cpp itself."""
     found = json.loads((ROOT / "results" / "decoder" / "compare" / "quality_cpu.json").read_text())
     rows = {row["side"]: row for row in found["quality"]["rows"]}

@@ -118,7 +118,9 @@ def test_the_closure_has_activation_passes_and_unpackers_and_no_host_code(step: 
     assert "steps.kernels.parts.activations.layouts" in names
     assert any(name.startswith(("steps.blocks.", "steps.kernels.parts.weights.")) for name in names)
     assert "steps.instructions.define" in names
-    assert not any(name.startswith(("steps.simulator", "steps.product", "steps.nn")) for name in names)
+    assert not any(
+        name.startswith(("steps.simulator", "steps.product", "steps.nn")) for name in names
+    )
     assert not any(name.startswith(("results", "reference", "numba")) for name in names)
 
 

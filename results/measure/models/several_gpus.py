@@ -1,6 +1,6 @@
 """Tokens a second of one GPU and of several that share the model, in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m steps.cli.decoder --bench     # or --gpus 2
+    torchrun --standalone --nproc-per-node 2 -m steps decoder --bench     # or --gpus 2
 
 Weights are random, as in `bench`: rows are drawn, and each rank repeats them on its GPU up to its
 share. Rank 0 has the whole model too. The two take turns: while rank 0 runs the whole one the other
@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from results.measure import loop
-from results.measure.decoder import decoder as bench
 from results.measure.loop import Timing, ratio
+from results.measure.models import one_gpu as bench
 from steps.decoder.model import (
     LLAMA_3_8B,
     CapturedGraph,

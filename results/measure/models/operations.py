@@ -1,6 +1,6 @@
 """What the operations between a decoder's products take: this project's kernels beside torch's.
 
-    python -m steps.cli.decoder --bench --parts between
+    python -m steps decoder --bench --parts between
 
 For each operation two figures of either side, both of CUDA graphs whose rounds take turns:
 
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from results.measure.decoder.decoder import CONTEXT, STEPS, in_turn, models
 from results.measure.loop import Timing
+from results.measure.models.one_gpu import CONTEXT, STEPS, in_turn, models
 from steps.decoder import kernel_operations as between
 from steps.decoder import operations
 from steps.decoder.model import LLAMA_3_8B, Cache, CapturedGraph, Config, Decoder, torch
