@@ -57,7 +57,7 @@ def test_without_a_compiler_the_check_goes_on(
     def missing(*_: object) -> None:
         raise RuntimeError("nvdisasm was not found:\n pip install it")
 
-    monkeypatch.setattr("steps.learn.exercises.compiled.machine_code", missing)
+    monkeypatch.setattr("steps.learn.exercises.advice.machine_code", missing)
     report = check(own(tmp_path, 1, "", ""))
     assert report.ok
     assert report.advice == ("not compiled here: nvdisasm was not found: pip install it",)

@@ -10,28 +10,29 @@ import linecache
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final
 
 from qformats import WEIGHT_FORMATS
 from reference import GOLDEN
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.learn.exercises.advice import memory_traffic
-from steps.learn.exercises.compiled import machine_code_advice, refused
-from steps.learn.exercises.diagnose import diagnose
-from steps.learn.exercises.diagnosis import Diagnosis, File
+from steps.learn.exercises.advice import machine_code_advice, memory_traffic, refused
+from steps.learn.exercises.diagnose import TELLING, diagnose
 from steps.learn.exercises.load import Unloadable, load
 from steps.learn.exercises.text import Exercise, tasks
-from steps.learn.exercises.trial import FIRST_WITH_STAGES, PATIENCE, Subject, Trial, attempt
+from steps.learn.exercises.trial import (
+    FIRST_WITH_STAGES,
+    PATIENCE,
+    Diagnosis,
+    File,
+    Subject,
+    Trial,
+    attempt,
+)
 
 FIRST: Final = "q4_0"
 GOLDEN_CASE: Final = Case((1, 1, 32), "golden")
-TELLING: Final = Case((3, 5, 64), "integer", 1)
-"""Where one wrong number could have several causes: this has thirty."""
-
-WIDE: Final = Case((32, 80, 64), "integer", 1)
-"""With more rows than a tile of 64: what is out of range there is in range in small problems."""
-
 CASES: Final = (
     Case((5, 51, 96), "integer", 2, -1),
     Case((33, 34, 32), "normal", 4, 2),
@@ -172,13 +173,14 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
         own = (hole,)
     stands_in = {exercise.code_line(n): n for n in exercise.holes if n not in own}
 
-    def larger() -> Iterator[Trial]:
-        for case in (TELLING, WIDE):
-            subject = Subject(trial.subject.family, trial.subject.format, case)
-            yield attempt(step, subject, exercise.path, PATIENCE)
+    @cache
+    def again(case: Case) -> Trial:
+        subject = Subject(trial.subject.family, trial.subject.format, case)
+        return (
+            trial if subject == trial.subject else attempt(step, subject, exercise.path, PATIENCE)
+        )
 
-    file = File(exercise.path, stands_in)
-    wrong = diagnose(trial, step, exercise.reference, file, larger)
+    wrong = diagnose(trial, step, exercise.reference, File(exercise.path, stands_in), again)
     return wrong, tuple(hole for hole, *_ in bad)
 
 

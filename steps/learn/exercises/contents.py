@@ -16,13 +16,10 @@ import numpy as np
 
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.learn.exercises.diagnosis import File
-from steps.learn.exercises.probe import Array, Finding
-from steps.learn.exercises.trial import Subject
-from steps.learn.exercises.witness import LOADS, lines_of, run_again
+from steps.learn.exercises.probe import Finding
+from steps.learn.exercises.rerun import LOADS, Watch, run_again
+from steps.learn.exercises.trial import Array, File, Subject
 from steps.simulator import banks
-from steps.simulator.arrays import CheckedArray, owner
-from steps.simulator.banks import APART, Gatherer
 from steps.simulator.lanes import Lane
 
 CASE: Final = Case((5, 40, 96), "normal", 9)
@@ -36,7 +33,8 @@ class Contents:
     """Of one allocation: `loaded`, the first values of its bytes that were loaded, where `known`;
     `line`, that which stored to a byte last before."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, whole: int, size: int) -> None:
+        self.whole = whole
         self.loaded, self.known = np.zeros(size, np.uint8), np.zeros(size, bool)
         self.line = np.zeros(size, int)
 
@@ -47,35 +45,27 @@ class Contents:
         return self.loaded[:whole].view(np.uint32), known
 
 
-class FirstLoads(Gatherer):
+class FirstLoads(Watch):
     """Notes what the first block of a launch finds in shared memory."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+        super().__init__(path, "shared")
         self.contents: dict[str, Contents] = {}
-        self._bytes: dict[int, tuple[str, Array]] = {}  # by the identity of their owner
 
-    # --- what the simulator calls
-    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
-        whole = owner(data)
-        if space == "shared" and name not in self.contents:
-            self.contents[name] = Contents(whole.nbytes)
-            self._bytes[id(whole)] = name, whole.reshape(-1).view(np.uint8)
-        return super().array(data, name, space, alignment)
+    def allocated(self, whole: int, name: str, data: Any) -> None:
+        self.contents.setdefault(name, Contents(whole, self.allocations[whole][1].size))
 
-    def add(self, lane: Lane, what: banks.Access, address: int) -> None:
-        whole, at = divmod(address, APART)
-        if whole not in self._bytes:
-            return
-        name, data = self._bytes[whole]
+    def accessed(self, lane: Lane, what: banks.Access, whole: int, at: int) -> None:
+        name, data = self.allocations[whole]
         found, part = self.contents[name], slice(at, at + what.size)
+        if found.whole != whole:
+            return
         if what.kind in LOADS:
             new = ~found.known[part]
             found.loaded[part][new] = data[part][new]
             found.known[part] = True
         elif not found.known[part].any():
-            found.line[part] = next(iter(lines_of(self.path)), 0)
+            found.line[part] = next(iter(self.lines()), 0)
 
 
 def misplaced(step: Step, right: Step, subject: Subject, file: File) -> Finding | None:

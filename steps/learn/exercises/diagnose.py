@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
 from qformats import BLOCK
+from steps.checks.cases import Case
 from steps.contract import Step
 from steps.learn.exercises.contents import misplaced
-from steps.learn.exercises.diagnosis import Diagnosis, File
 from steps.learn.exercises.faults import of_fault
 from steps.learn.exercises.places import places
 from steps.learn.exercises.probe import SHOWN, Finding, pairing, runs
-from steps.learn.exercises.suspects import SUSPECTS, Suspect
-from steps.learn.exercises.trial import Trial
+from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
+from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
 from steps.learn.exercises.unwritten import unwritten
 from steps.learn.pitfalls.exhibit import pitfalls
 
-Array = np.ndarray[Any, np.dtype[Any]]
+TELLING: Final = Case((3, 5, 64), "integer", 1)
+"""Where one wrong number could have several causes: this has thirty."""
+
+WIDE: Final = Case((32, 80, 64), "integer", 1)
+"""With more rows than a tile of 64: what is out of range there is in range in small problems."""
 
 FEW: Final = 12  # wrong outputs, up to which each is sought among the right values of others
 NEAR: Final = 1e-2  # relative: such an error is one of rounding
 
+Again = Callable[[Case], Trial]
+"""The same step, family and format on another problem."""
 
-def diagnose(
-    trial: Trial,
-    step: Step,
-    right: Step | None,
-    file: File,
-    larger: Callable[[], Iterator[Trial]],
-) -> Diagnosis:
-    """What is wrong with a trial that failed.
 
-    right: the step as it should be, if there is one.
-    larger: the same step on larger problems, one by one, which are asked for where one wrong number
-    could have several causes.
-    """
-    if trial.fault is not None:
-        return of_fault(trial.fault, trial.subject, step, file)
-    assert trial.c is not None, "a trial without a fault has a result"
-    if trial.unwritten is not None and trial.unwritten.any():
-        return _unwritten(trial)
-    if not np.isfinite(trial.c).all():
-        return _not_finite(trial, step, file)
-    return _wrong_values(trial, step, right, file, larger)
+def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Again) -> Diagnosis:
+    """What is wrong with a trial that failed. right: the step as it should be, if there is one."""
+    if isinstance(trial.result, Fault):
+        return of_fault(trial.result, trial.subject, step, file)
+    at, v = str(trial.subject), trial.result
+    if v.unwritten.any():
+        return Diagnosis("not written", 0, _unwritten(at, v.unwritten))
+    if not np.isfinite(v.c).all():
+        return _not_finite(trial.subject, v, step, file)
+    if v.terms is None:  # a step of another kind, whose weights are not those of the blocks
+        return Diagnosis("wrong value", 0, (f"{at}: {v.found.verdict}.",))
+    if not v.bad.any():  # only as a whole: many small errors
+        return Diagnosis("rounding", 0, (f"{at}: {v.found.verdict}.", _ROUNDING))
+    m, n = _first(v.bad)
+    what = f"{at}: C[{m}, {n}] is {v.c[m, n]:.6g}, expected {v.expected[m, n]:.6g}"
+    what += f"; wrong are {region(v.bad)}." if v.bad.size > 1 else "."
+
+    def said(finding: Finding) -> Diagnosis:
+        return Diagnosis(finding.cause, 0, (what, finding.says))
+
+    if found := (
+        _suspected(v, again) or _by_a_factor(v) or _transposed(v) or _elsewhere(v) or _part_of_k(v)
+    ):
+        return said(found)
+    for case, probe in ((TELLING, pairing), (WIDE, places)):
+        other = again(case).result
+        if isinstance(other, Fault):
+            subject = Subject(trial.subject.family, trial.subject.format, case)
+            return of_fault(other, subject, step, file)
+        if found := probe(step, trial.subject):
+            return said(found)
+    if right is not None and (found := misplaced(step, right, trial.subject, file)):
+        return said(found)
+    if found := _integer_sum(v) or _nearly(v):
+        return said(found)
+    unknown = "No known mistake gives these values. Compute this output by hand from its block."
+    return said(Finding("wrong value", unknown))
 
 
 def region(bad: Array) -> str:
@@ -73,41 +95,41 @@ def _range(what: str, indices: Array, extent: int) -> str:
     return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
-def _unwritten(trial: Trial) -> Diagnosis:
-    assert trial.unwritten is not None
-    missing = trial.unwritten
+def _first(bad: Array) -> tuple[int, int]:
+    m, n = np.unravel_index(int(np.argmax(bad)), bad.shape)
+    return int(m), int(n)
+
+
+# --- outputs that are no numbers ------------------------------------------------------------------
+
+
+def _unwritten(at: str, missing: Array) -> tuple[str, str]:
     m, n = missing.shape
     what = (
-        f"{trial.subject}: {np.count_nonzero(missing)} of {missing.size} outputs are never stored "
-        f"to: {region(missing)}."
+        f"{at}: {np.count_nonzero(missing)} of {missing.size} outputs are never stored to: "
+        f"{region(missing)}."
     )
-    advice = "Does every thread with m < M and n < N come to the line that stores to c?"
     if missing.all():
-        advice = "No thread stores to c: is the store there, and is its condition ever true?"
-    elif not missing[0, 0]:
-        advice = (
-            f"C has {m} rows and {n} columns. Either the grid has too few thread blocks (it takes "
-            "ceil_div(extent, tile) of them, as the last tile is not full; pitfall 12), or a guard "
-            "lets too many threads return."
-        )
-    return Diagnosis("not written", 0, (what, advice))
-
-
-def _not_finite(trial: Trial, step: Step, file: File) -> Diagnosis:
-    assert trial.c is not None
-    bad = ~np.isfinite(trial.c)
-    if trial.added_to is not None and trial.added_to.any():
-        what = f"{trial.subject}: the kernel adds to what C held before in {region(bad)}."
-        return Diagnosis(
-            "added to", 0, (what, "C may hold anything: store the sum with =, not +=.")
-        )
-    m, n = _first(bad)
-    what = (
-        f"{trial.subject}: C[{m}, {n}] is {trial.c[m, n]}; so are {region(bad)}."
-        if bad.size > 1
-        else f"{trial.subject}: C[{m}, {n}] is {trial.c[m, n]}."
+        return what, "No thread stores to c: is the store there, and is its condition ever true?"
+    if missing[0, 0]:
+        return what, "Does every thread with m < M and n < N come to the line that stores to c?"
+    return what, (
+        f"C has {m} rows and {n} columns. Either the grid has too few thread blocks (it takes "
+        "ceil_div(extent, tile) of them, as the last tile is not full; pitfall 12), or a guard "
+        "lets too many threads return."
     )
-    if found := unwritten(step, trial.subject, file, m, n):
+
+
+def _not_finite(subject: Subject, v: Values, step: Step, file: File) -> Diagnosis:
+    bad = ~np.isfinite(v.c)
+    if v.added_to.any():
+        what = f"{subject}: the kernel adds to what C held before in {region(bad)}."
+        advice = "C may hold anything: store the sum with =, not +=."
+        return Diagnosis("added to", 0, (what, advice))
+    m, n = _first(bad)
+    others = f"; so are {region(bad)}" if bad.size > 1 else ""
+    what = f"{subject}: C[{m}, {n}] is {v.c[m, n]}{others}."
+    if found := unwritten(step, subject, file, m, n):
         return Diagnosis("nan", found[0], (what, found[1]))
     advice = (
         "The kernel stores it, so a term of the sum is no number. Shared and local memory begin as "
@@ -116,156 +138,77 @@ def _not_finite(trial: Trial, step: Step, file: File) -> Diagnosis:
     return Diagnosis("nan", 0, (what, advice))
 
 
-def _first(bad: Array) -> tuple[int, int]:
-    m, n = np.unravel_index(int(np.argmax(bad)), bad.shape)
-    return int(m), int(n)
+# --- wrong values: what their numbers say ---------------------------------------------------------
 
 
-def _wrong_values(
-    trial: Trial, step: Step, right: Step | None, file: File, larger: More
-) -> Diagnosis:
-    c, expected, found = trial.c, trial.expected, trial.found
-    assert c is not None
-    assert found is not None
-    if expected is None:  # a step of another kind, whose weights are not those of the blocks
-        return Diagnosis("wrong value", 0, (f"{trial.subject}: {found.verdict}.",))
-    bad = np.abs(c - expected) > trial.tolerance
-    if not bad.any():  # only as a whole: many small errors
-        return Diagnosis("rounding", 0, (f"{trial.subject}: {found.verdict}.", _ROUNDING))
-    m, n = _first(bad)
-    what = f"{trial.subject}: C[{m}, {n}] is {c[m, n]:.6g}, expected {expected[m, n]:.6g}"
-    if bad.size > 1:
-        what += f"; wrong are {region(bad)}"
-    what += "."
-    for search in (_suspected, _by_a_factor, _transposed, _elsewhere, _part_of_k):
-        if said := search(trial, bad, larger):
-            exact = places(step, trial.subject) if said[0] in VAGUE else None
-            return Diagnosis(*_found(exact, what) if exact else (said[0], 0, (what, *said[1:])))
-    problems = larger()
-    for second in islice(problems, 1):
-        if second.fault is not None:
-            return of_fault(second.fault, second.subject, step, file)
-    if met := pairing(step, trial.subject):  # its products are as large as the other problem
-        return Diagnosis(*_found(met, what))
-    for second in problems:
-        if second.fault is not None:
-            return of_fault(second.fault, second.subject, step, file)
-    if met := places(step, trial.subject):
-        return Diagnosis(*_found(met, what))
-    if right is not None and (met := misplaced(step, right, trial.subject, file)):
-        return Diagnosis(*_found(met, what))
-    for search in (_integer_sum, _nearly):
-        if said := search(trial, bad, larger):
-            return Diagnosis(said[0], 0, (what, *said[1:]))
-    unknown = "No known mistake gives these values. Compute this output by hand from its block."
-    return Diagnosis("wrong value", 0, (what, unknown))
+def suspects(v: Values) -> list[str]:
+    """The causes that give the wrong outputs, the likelier first."""
+    assert v.terms is not None
+    found = set()
+    with np.errstate(all="ignore"):
+        for terms in (v.terms, v.terms.centred()):
+            for cause, made in suspected(terms):
+                near = np.abs(v.c - made) <= v.tolerance + 1e-6 * np.abs(made)
+                if near[v.bad].all():
+                    found.add(cause)
+    return [cause for cause in SAYS if cause in found]
 
 
-VAGUE: Final = ("scales of another row", "scales of another block")
-"""Causes of suspects of which products made for it may say more: whose scales, and which row."""
-
-
-def _found(finding: Finding, what: str) -> tuple[str, int, tuple[str, ...]]:
-    return finding.cause, 0, (what, finding.says)
-
-
-_ROUNDING: Final = (
-    "Each output is near, all together are too far: something is rounded on the way, such as a sum "
-    "kept in float16 or a scale in an integer."
-)
-
-Found = tuple[str, ...] | None
-More = Callable[[], Iterator[Trial]]
-
-
-def _suspected(trial: Trial, bad: Array, larger: More) -> Found:
+def _suspected(v: Values, again: Again) -> Finding | None:
     """A known mistake that gives these very values, on a larger problem too."""
-    matches = suspects(trial, bad)
-    if len(matches) > 1 or (matches and bad.size == 1):
-        second = next(larger())
-        if second.fault is None and not second.ok:
-            assert second.c is not None
-            assert second.expected is not None
-            wrong = np.abs(second.c - second.expected) > second.tolerance
-            both = suspects(second, wrong) if wrong.any() else []
+    matches = suspects(v)
+    if len(matches) > 1 or (matches and v.bad.size == 1):
+        second = again(TELLING).result
+        if isinstance(second, Values) and not second.found.ok:
+            both = suspects(second) if second.bad.any() else []
             matches = [one for one in matches if one in both]
     if not matches:
         return None
-    one = matches[0]
-    said = f"This is what a kernel computes that {one.says}"
-    if one.pitfall:
-        title = next(each.title for each in pitfalls() if each.number == one.pitfall)
-        said += f" (pitfall {one.pitfall} of `make pitfalls`: {title})"
-    return one.cause, f"{said}."
+    said = f"This is what a kernel computes that {SAYS[matches[0]]}"
+    if number := PITFALLS.get(matches[0]):
+        title = next(each.title for each in pitfalls() if each.number == number)
+        said += f" (pitfall {number} of `make pitfalls`: {title})"
+    return Finding(matches[0], f"{said}.")
 
 
-def suspects(trial: Trial, bad: Array) -> list[Suspect]:
-    """Those whose C equals the wrong outputs of the trial, the likelier first."""
-    assert trial.c is not None
-    assert trial.terms is not None
-    c, tolerance, matches = trial.c, trial.tolerance, []
-    for one in SUSPECTS:
-        with np.errstate(all="ignore"):
-            every = (one.computes(terms) for terms in (trial.terms, trial.terms.centred()))
-            for made in chain.from_iterable(every):
-                near = np.abs(c - made) <= tolerance + 1e-6 * np.abs(made)
-                if near[bad].all():
-                    matches.append(one)
-                    break
-    return matches
-
-
-def _by_a_factor(trial: Trial, bad: Array, larger: More) -> Found:
-    c, expected = trial.c, trial.expected
-    assert c is not None
-    assert expected is not None
-    telling = bad & (np.abs(expected) > 0)
-    if np.count_nonzero(telling) < 2 or (bad & (expected == 0)).any():
+def _by_a_factor(v: Values) -> Finding | None:
+    telling = v.bad & (np.abs(v.expected) > 0)
+    if np.count_nonzero(telling) < 2 or (v.bad & (v.expected == 0)).any():
         return None
-    ratio = c[telling] / expected[telling]
+    ratio = v.c[telling] / v.expected[telling]
     if np.ptp(ratio) > 1e-4 * np.abs(ratio).max():
         return None
     factor = float(np.median(ratio))
-    said = f"Every wrong output is {factor:.4g} times what it should be"
+    why = "a scale is missing, there twice, or another one"
     if abs(factor - round(factor)) < 1e-4 and factor > 1:
-        return "factor", f"{said}: something is added {round(factor)} times."
-    if abs(factor + 1) < 1e-4:
-        return "factor", f"{said}: a sign is wrong."
-    return "factor", f"{said}: a scale is missing, there twice, or another one."
+        why = f"something is added {round(factor)} times"
+    elif abs(factor + 1) < 1e-4:
+        why = "a sign is wrong"
+    return Finding("factor", f"Every wrong output is {factor:.4g} times what it should be: {why}.")
 
 
-def _transposed(trial: Trial, bad: Array, larger: More) -> Found:
-    c, expected = trial.c, trial.expected
-    assert c is not None
-    assert expected is not None
-    side = min(c.shape)
-    square = np.abs(c[:side, :side] - expected[:side, :side].T) <= trial.tolerance[:side, :side]
-    off = ~np.eye(side, dtype=bool)
-    if side < 2 or not square.all() or not bad[:side, :side][off].any():
+def _transposed(v: Values) -> Finding | None:
+    side = min(v.c.shape)
+    part = slice(side), slice(side)
+    square = np.abs(v.c[part] - v.expected[part].T) <= v.tolerance[part]
+    if side < 2 or not square.all() or not v.bad[part][~np.eye(side, dtype=bool)].any():
         return None
-    return (
+    return Finding(
         "transposed",
         "C[m, n] holds what belongs to C[n, m]: m and n are exchanged, x is the fast axis and goes "
         "with n.",
     )
 
 
-def _elsewhere(trial: Trial, bad: Array, larger: More) -> Found:
+def _elsewhere(v: Values) -> Finding | None:
     """Right values in wrong places."""
-    c, expected = trial.c, trial.expected
-    assert c is not None
-    assert expected is not None
-    tolerance = trial.tolerance
-    places = np.argwhere(bad)
-    if len(places) < 3:
-        return None
-    found: list[tuple[int, int, int, int]] = []
-    for m, n in places[:FEW]:
-        near = np.argwhere(np.abs(expected - c[m, n]) <= tolerance)
-        if len(near) != 1:
-            continue
-        found.append((int(m), int(n), int(near[0][0]), int(near[0][1])))
-    if len(found) < min(len(places), FEW) * 2 // 3 or len(found) < 3:
+    wrong = np.argwhere(v.bad).tolist()
+    found = []
+    for m, n in wrong[:FEW]:
+        near = np.argwhere(np.abs(v.expected - v.c[m, n]) <= v.tolerance).tolist()
+        if len(near) == 1:
+            found.append((m, n, near[0][0], near[0][1]))
+    if len(found) < max(3, min(len(wrong), FEW) * 2 // 3):
         return None
     shifts = {(i - m, j - n) for m, n, i, j in found}
     examples = "; ".join(f"C[{m}, {n}] what belongs to C[{i}, {j}]" for m, n, i, j in found[:3])
@@ -273,25 +216,24 @@ def _elsewhere(trial: Trial, bad: Array, larger: More) -> Found:
     if len(shifts) == 1:
         ((down, right),) = shifts
         said += f" Each is {abs(down)} rows and {abs(right)} columns away from where it belongs."
-    return "wrong place", said
+    return Finding("wrong place", said)
 
 
-def _part_of_k(trial: Trial, bad: Array, larger: More) -> Found:
+def _part_of_k(v: Values) -> Finding | None:
     """The products that count otherwise than once, of pieces of K: they follow from the values
     where there are more outputs than pieces."""
-    t, c, size = trial.terms, trial.c, BLOCK // 4
-    assert c is not None
+    t, wrong, size = v.terms, v.c[v.bad], BLOCK // 4
     assert t is not None
     values = (t.d[..., None] * t.code + t.z[..., None]).reshape(*t.d.shape, -1, size)
-    pieces = np.einsum("nbpj,mbpj->mnbp", values, t.x.reshape(*t.s.shape, -1, size))[bad]
+    pieces = np.einsum("nbpj,mbpj->mnbp", values, t.x.reshape(*t.s.shape, -1, size))[v.bad]
     pieces = pieces.reshape(len(pieces), -1)
     if len(pieces) < 2 * pieces.shape[1]:
         return None
-    times = np.linalg.lstsq(pieces, c[bad], rcond=None)[0]
+    times = np.linalg.lstsq(pieces, wrong, rcond=None)[0]
     whole = np.round(times)
     if (np.abs(times - whole) > 0.02).any() or (whole == 1).all():
         return None
-    if (np.abs(pieces @ whole - c[bad]) > 2 * trial.tolerance[bad]).any():
+    if (np.abs(pieces @ whole - wrong) > 2 * v.tolerance[v.bad]).any():
         return None
     said = []
     for count, how in ((0, "left out"), (2, "counted twice")):
@@ -302,35 +244,38 @@ def _part_of_k(trial: Trial, bad: Array, larger: More) -> Found:
             said.append(f"{', '.join(ks[:SHOWN])}{more} {'is' if len(ks) == 1 else 'are'} {how}")
     if not said or not np.isin(whole, (0, 1, 2)).all():
         return None
-    return "part of K", f"The outputs are those of a sum over a part of K: {'; '.join(said)}."
+    what = f"The outputs are those of a sum over a part of K: {'; '.join(said)}."
+    return Finding("part of K", what)
 
 
-def _integer_sum(trial: Trial, bad: Array, larger: More) -> Found:
+def _integer_sum(v: Values) -> Finding | None:
     """Of one block of Q8_1: what the integer sum must have been."""
-    t, c = trial.terms, trial.c
-    assert c is not None
+    t = v.terms
     if t is None or t.q is None or t.da is None or t.d.shape[1] != 1:
         return None
-    m, n = _first(bad)
-    d, da = t.d[n, 0], t.da[m, 0]
-    if d * da == 0:
+    m, n = _first(v.bad)
+    scale = t.d[n, 0] * t.da[m, 0]
+    if scale == 0:
         return None
     right = float((t.code[n, 0] * t.q[m, 0]).sum())
-    sum_of = (c[m, n] - t.z[n, 0] * t.s[m, 0]) / (d * da)
+    sum_of = (v.c[m, n] - t.z[n, 0] * t.s[m, 0]) / scale
     if abs(sum_of - round(sum_of)) > 1e-3 * max(1.0, abs(sum_of)):
         return None
-    return (
+    return Finding(
         "wrong sum",
         f"If its scales are right, the integer sum of the block is {round(sum_of)}, expected "
         f"{right:.0f}: look first at the codes and at how they are multiplied.",
     )
 
 
-def _nearly(trial: Trial, bad: Array, larger: More) -> Found:
-    c, expected = trial.c, trial.expected
-    assert c is not None
-    assert expected is not None
-    off = float(np.abs(c - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+_ROUNDING: Final = (
+    "Each output is near, all together are too far: something is rounded on the way, such as a sum "
+    "kept in float16 or a scale in an integer."
+)
+
+
+def _nearly(v: Values) -> Finding | None:
+    off = float(np.abs(v.c - v.expected).max() / max(float(np.abs(v.expected).max()), 1e-30))
     if off > NEAR:
         return None
-    return "rounding", f"It is off by {off:.1e} of the largest output. {_ROUNDING}"
+    return Finding("rounding", f"It is off by {off:.1e} of the largest output. {_ROUNDING}")

@@ -1,19 +1,104 @@
-"""A race in words: both threads and both lines, and the wait or barrier that is missing."""
+"""A race in words: both threads and both lines, and the wait or barrier that is missing.
+
+The simulator finds a race at its second access and knows the thread of the first, not its line. So
+the launch is run once more, and every access to that byte noted.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from steps.contract import Step
-from steps.learn.exercises.diagnosis import Diagnosis, File
-from steps.learn.exercises.trial import Fault, Subject
-from steps.learn.exercises.witness import Copy, Witness, run_again
+from steps.learn.exercises.rerun import LOADS, Watch, run_again
+from steps.learn.exercises.trial import Diagnosis, Fault, File, Subject
+from steps.simulator import banks
+from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
+from steps.simulator.lanes import Lane
 
 _RACE: Final = re.compile(
     r"(?P<doing>.*?) byte (?P<byte>\d+) of (?P<name>\w+).*?thread (?P<other>\d+) (?P<did>\w+)",
     re.DOTALL,
 )
+
+
+class Access(NamedTuple):
+    """Of a thread, by its index in the block: the line of the file, and whether it stores."""
+
+    thread: int
+    line: int
+    stores: bool
+
+
+class Copy(NamedTuple):
+    """A cp.async under way: the line that issued it, and its group, the newest of the thread being
+    1; 0 where it is not committed."""
+
+    line: int
+    group: int
+
+
+class Witness(Watch):
+    """Notes the accesses of one block to one byte of the allocation whose first array is called
+    `name`. `element` is how the kernel calls that byte, "" where it cannot be said. `copies`: by
+    thread and line of an access and by thread that copies, the copy that was under way then."""
+
+    def __init__(self, path: Path, block: str, name: str, byte: int) -> None:
+        super().__init__(path, "shared", "global")
+        self.block, self.name, self.byte = block, name, byte
+        self.accesses: list[Access] = []
+        self.element = ""
+        self.copies: dict[tuple[int, int, int], Copy] = {}
+        self._copying: dict[int, tuple[Lane, int]] = {}  # by thread; the line of its last cp.async
+
+    def before(self, thread: int, line: int, other: int, stores: bool) -> Access | None:
+        """The last access of `other` of that kind before the first one of `thread` at `line` that
+        follows it."""
+        last: Access | None = None
+        for access in self.accesses:
+            if access.thread == other and access.stores == stores:
+                last = access
+            elif last is not None and (access.thread, access.line) == (thread, line):
+                return last
+        return last
+
+    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
+        made = super().array(data, name, space, alignment)
+        if self._is_mine(data) and not self.element:
+            at = (self.byte - offset_in_allocation(data)) // data.itemsize
+            if 0 <= at < data.size:
+                place = map(str, np.unravel_index(at, data.shape))
+                self.element = f"{name}[{', '.join(place)}]"
+        return made
+
+    def accessed(self, lane: Lane, what: banks.Access, whole: int, at: int) -> None:
+        if self.allocations[whole][0] != self.name or not at <= self.byte < at + what.size:
+            return
+        if ", ".join(map(str, lane.block.index)) != self.block:
+            return
+        line = next(iter(self.lines()), 0)
+        self.accesses.append(Access(lane.index, line, what.kind not in LOADS))
+        for thread, (issuer, issued) in self._copying.items():
+            if (group := self._group_of(issuer)) is not None:
+                self.copies.setdefault((lane.index, line, thread), Copy(issued, group))
+        if what.kind == "cp.async":
+            self._copying[lane.index] = lane, line
+
+    def _is_mine(self, data: Any) -> bool:
+        name, _ = self.allocations.get(id(owner(data)), ("", None))
+        return name == self.name
+
+    def _group_of(self, lane: Lane) -> int | None:
+        """That of the lane's cp.async to this byte, if it has not arrived."""
+        for newer, group in enumerate([lane.copies, *reversed(lane.groups)]):
+            for destination, at, size, *_ in group:
+                first = offset_in_allocation(destination.data) + at
+                if self._is_mine(destination.data) and 0 <= self.byte - first < size:
+                    return newer
+        return None
 
 
 def race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:

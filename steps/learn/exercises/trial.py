@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -78,33 +79,85 @@ class Fault:
     thread: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong. `cause`: in a word or two, for tests and tables; `line`: of the file, 0 where
+    no line says it; `sentences`: what a person reads, the numbers first."""
+
+    cause: str
+    line: int
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """The file at `path` as messages name its lines. `stands_in`: lines in whose place the step's
+    own code ran -> the hole."""
+
+    path: Path
+    stands_in: Mapping[int, int]
+
+    def line(self, line: int) -> str:
+        """ "step03_shared_tiled.py:88 `acc += ...`"."""
+        text = f"`{linecache.getline(str(self.path), line).strip()}`"
+        if line in self.stands_in:
+            text = f"(the step's own code for TODO {self.stands_in[line]})"
+        return f"{self.path.name}:{line} {text}"
+
+    def place(self, fault: Fault) -> str:
+        """ "It happens at file:line `text`, in thread (1, 0, 0) of block (0, 0, 0)."; "" where no
+        line of the file took part."""
+        lanes = f", in thread ({fault.thread}) of block ({fault.block})" if fault.thread else ""
+        return f"It happens at {self.line(fault.line)}{lanes}." if fault.line else ""
+
+
 @dataclass(frozen=True)
+class Values:
+    """A result: `c` float64[M, N], NaN where nothing was stored; `unwritten` and `added_to`, masks;
+    `found`, the verdict of `reference.check`; `terms` of the operands, None for weights that are
+    not the blocks'; `rounding`, of the terms' magnitudes: how near a value must be to one that a
+    mistake would give."""
+
+    c: Array
+    unwritten: Array
+    added_to: Array
+    found: Check
+    terms: Terms | None
+    rounding: float
+
+    @cached_property
+    def expected(self) -> Array:
+        """[M, N], where there are terms."""
+        assert self.terms is not None
+        return self.terms.product()
+
+    @cached_property
+    def tolerance(self) -> Array:
+        """[M, N], where there are terms."""
+        assert self.terms is not None
+        return self.rounding * self.terms.size()
+
+    @cached_property
+    def bad(self) -> Array:
+        """The outputs that are wrong."""
+        return np.abs(self.c - self.expected) > self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of it. Where there is no fault: `c` and `expected` [M, N]; `tolerance` [M, N], how
-    near a value must be to one that a mistake would give; `unwritten` and
-    `added_to`, masks; `found`, the verdict
-    of `reference.check`. `expected` and `terms` are None for weights that are not the blocks'."""
+    """What came of it: a fault, or values."""
 
     subject: Subject
-    fault: Fault | None = None
-    c: Array | None = None
-    expected: Array | None = None
-    tolerance: Array = field(default_factory=lambda: np.zeros((1, 1)))
-    unwritten: Array | None = None
-    added_to: Array | None = None
-    terms: Terms | None = None
-    found: Check | None = None
-    seconds: float = 0.0
+    result: Fault | Values
 
     @property
     def ok(self) -> bool:
-        return self.found is not None and self.found.ok
+        return isinstance(self.result, Values) and self.result.found.ok
 
 
 def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
     """Run the step of the file at `path` on the subject."""
-    began, problem = time.perf_counter(), subject.problem
-    machine = Simulator(subject.case.order)
+    problem, machine = subject.problem, Simulator(subject.case.order)
     try:
         with limit(patience):
             prepared = prepared_for(step, subject, machine)
@@ -113,29 +166,21 @@ def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
             multiply(prepared, machine)
             require_unchanged(prepared, machine, step, problem.given, problem.blocks)
     except Exception as error:  # whatever a beginner's kernel or launch does
-        return Trial(subject, fault=fault_of(error, path), seconds=time.perf_counter() - began)
+        return Trial(subject, fault_of(error, path))
     used = operands(prepared, machine)
-    terms = Terms.of(problem, used)
-    unwritten, added_to = out == UNWRITTEN, out == ADDED_TO
+    unwritten = out == UNWRITTEN
     c = np.where(unwritten, np.float32(np.nan).view(np.uint32), out).view(np.float32)
-    found = check(c, problem, subject.family, used)
-    return Trial(
-        subject,
+    # weights and activations rounded to float16 where the problem is not exact, else float32 sums
+    rounded = isinstance(used, Halves | Bfloats) and not problem.exact
+    values = Values(
         c=c.astype(np.float64),
-        expected=None if terms is None else terms.product(),
-        tolerance=np.zeros(c.shape) if terms is None else _tolerance(problem, used) * terms.size(),
         unwritten=unwritten,
-        added_to=added_to,
-        terms=terms,
-        found=found,
-        seconds=time.perf_counter() - began,
+        added_to=out == ADDED_TO,
+        found=check(c, problem, subject.family, used),
+        terms=Terms.of(problem, used),
+        rounding=2e-3 if rounded else 1e-5,
     )
-
-
-def _tolerance(problem: Problem, used: Any) -> float:
-    """Of the terms' magnitudes: what weights and activations rounded to float16 may be off by where
-    the problem is not exact, else what float32 sums may."""
-    return 2e-3 if isinstance(used, Halves | Bfloats) and not problem.exact else 1e-5
+    return Trial(subject, values)
 
 
 def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:

@@ -18,13 +18,10 @@ from typing import Any, Final
 import numpy as np
 
 from steps.contract import Launch, Step
-from steps.learn.exercises.diagnosis import File
-from steps.learn.exercises.probe import Array, runs
-from steps.learn.exercises.trial import Subject
-from steps.learn.exercises.witness import LOADS, lines_of, run_again
+from steps.learn.exercises.probe import runs
+from steps.learn.exercises.rerun import LOADS, Watch, run_again
+from steps.learn.exercises.trial import Array, File, Subject
 from steps.simulator import banks
-from steps.simulator.arrays import CheckedArray, owner
-from steps.simulator.banks import APART, Gatherer
 from steps.simulator.lanes import Lane
 from steps.simulator.scheduler import now
 
@@ -43,49 +40,40 @@ class Load:
     missing: Array
 
 
-class Unwritten(Gatherer):
+class Unwritten(Watch):
     """Notes the loads of shared memory that nobody has stored to. With `only`, all of it begins as
     zeros but the bytes that this load misses."""
 
     def __init__(self, path: Path, only: Load | None = None) -> None:
-        super().__init__()
-        self.path, self.only = path, only
+        super().__init__(path, "shared")
+        self.only = only
         self.loads: dict[tuple[tuple[int, ...], str], Load] = {}
-        self.names: dict[int, str] = {}  # of allocations, by the identity of their owner
         self.stored: dict[int, Array] = {}  # by byte
         self.itemsize: dict[str, int] = {}
-        self._kept: list[Any] = []  # so that no identity is given twice
 
-    def _missed(self, whole: int, places: Any, thread: int | None) -> None:
+    def missed(self, whole: int, places: Any, thread: int | None) -> None:
         """A load of these bytes."""
         stored = self.stored[whole]
         if stored[places].all():
             return
-        key = lines_of(self.path), self.names[whole]
+        key = self.lines(), self.allocations[whole][0]
         load = self.loads.setdefault(key, Load(*key, thread, np.zeros(stored.size, bool)))
         load.missing[places] |= ~stored[places]
 
-    # --- what the simulator calls
-    def array(self, data: Any, name: str, space: str, alignment: int | None = None) -> CheckedArray:
-        whole = owner(data)
-        if space == "shared" and id(whole) not in self.names:
-            self._kept.append(whole)
-            self.names[id(whole)], self.itemsize[name] = name, data.itemsize
-            self.stored[id(whole)] = np.zeros(whole.nbytes, bool)
-            if self.only is not None:
-                same = name == self.only.name and whole.nbytes == self.only.missing.size
-                whole.reshape(-1).view(np.uint8)[~self.only.missing if same else slice(None)] = 0
-            if whole.nbytes:
-                allocation: Any = now().lane.block.memory.allocations[id(whole)]
-                allocation.shadow = _Shadow(allocation.shadow, self, id(whole))
-        return super().array(data, name, space, alignment)
+    def allocated(self, whole: int, name: str, data: Any) -> None:
+        content = self.allocations[whole][1]
+        self.itemsize[name] = data.itemsize
+        self.stored[whole] = np.zeros(content.size, bool)
+        if self.only is not None:
+            same = name == self.only.name and content.size == self.only.missing.size
+            content[~self.only.missing if same else slice(None)] = 0
+        if content.size:
+            allocation: Any = now().lane.block.memory.allocations[whole]
+            allocation.shadow = _Shadow(allocation.shadow, self, whole)
 
-    def add(self, lane: Lane, what: banks.Access, address: int) -> None:
-        whole, at = divmod(address, APART)
-        if whole not in self.stored:
-            return
+    def accessed(self, lane: Lane, what: banks.Access, whole: int, at: int) -> None:
         if what.kind in LOADS:
-            self._missed(whole, slice(at, at + what.size), lane.index)
+            self.missed(whole, slice(at, at + what.size), lane.index)
         else:
             self.stored[whole][at : at + what.size] = True
 
@@ -97,7 +85,7 @@ class _Shadow:
         self._shadow, self._told, self._whole = shadow, told, whole
 
     def load_async(self, lanes: Any, places: Array, accesses: Any) -> None:
-        self._told._missed(self._whole, places.reshape(-1), None)
+        self._told.missed(self._whole, places.reshape(-1), None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._shadow, name)
@@ -128,7 +116,7 @@ def _said(load: Load, found: Unwritten, launch: Launch, file: File) -> str:
     said += ", and nobody has stored to it: shared memory begins as NaN."
     stored = np.zeros_like(load.missing)
     for whole, mask in found.stored.items():
-        if found.names[whole] == name and mask.size == stored.size:
+        if found.allocations[whole][0] == name and mask.size == stored.size:
             stored |= mask
     if stored.any():
         ranges = [
