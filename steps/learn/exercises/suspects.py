@@ -93,6 +93,9 @@ SAYS: Final[Mapping[str, str]] = {
         "multiplies the nibbles of word i with activations of words 2i and 2i + 1; they belong to "
         "words i and i + 4"
     ),
+    "fifth bits interleaved": (
+        "takes fifth bits 2j and 2j + 1 for the codes of byte j; they are bits j and j + 16"
+    ),
     "adjacent pairs": (
         "takes the nibbles of byte j for elements 2j and 2j + 1; they are elements j and j + 16"
     ),
@@ -162,6 +165,7 @@ PITFALLS: Final[Mapping[str, int]] = {
     "no compensation": 1,
     "compensated twice": 2,
     "wrong words": 3,
+    "fifth bits interleaved": 4,
     "adjacent pairs": 6,
     "activations unsigned": 8,
 }
@@ -200,6 +204,9 @@ def _of_codes(t: Terms) -> Iterator[tuple[str, Array]]:
         yield "adjacent pairs", t.product(x=t.x[..., 2 * (j % HALF) + j // HALF])
         yield "nibbles swapped", t.product(x=t.x[..., (j + HALF) % BLOCK])
     if t.fmt.bits == 5:
+        fifth = t.code.astype(int) >> 4
+        read = np.concatenate([fifth[..., 0::2], fifth[..., 1::2]], axis=-1)
+        yield "fifth bits interleaved", t.product(code=t.code % 16 + 16 * read)
         yield "no fifth bits", t.product(code=t.code % 16)
     if t.fmt.bits == 8:
         yield "weights unsigned", t.product(code=t.code % 256)
