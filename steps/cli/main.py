@@ -238,7 +238,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
                 "or that at every M up to 128"),
         _path("--out", "the file (default results/<gpu>/run.json)"),
     )),
-    "fuzz": ("fuzz:fuzz", "random products, checked and repeated", (
+    "fuzz": ("run:fuzz", "random products, checked and repeated", (
         STEPS,
         _count("--seconds", "how long (default 60)", default=60),
         _option("--seed", type=_seed, help="of the cases (default: another each time)"),

@@ -23,7 +23,7 @@ def test_doctor_always_prints_and_names_every_step() -> None:
     assert [step["number"] for step in data["steps"]] == [step.number for step in ladder()]
     assert data["something_runs"] is True
     assert data["no_simulator"] is None
-    assert data["compiler"]["ptx"]
+    assert data["ptx"]
     assert data["env"]["python"]
 
 
@@ -47,7 +47,7 @@ def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> 
 def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
-    found = doctor.Findings(compiler={"ptx": "9.0"})
+    found = doctor.Findings(ptx="9.0")
     doctor._driver(found)
     assert found.driver == {"cuda": "12.4", "ptx": "8.4"}
     (problem,) = found.problems
@@ -58,7 +58,7 @@ def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.Monkey
 def test_doctor_names_the_steps_that_this_gpu_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [{"number": n, "title": "", "gpu": None} for n in (1, 2)]
     steps[1]["gpu"] = "step 2 needs compute capability 9.0; this GPU has 8.6"
-    doctor._print(doctor.Findings(steps=steps, gpu={"name": "A GPU", "l2_bytes": 2**20}))
+    doctor._print(doctor.Findings(steps=steps, env={"gpu": "A GPU", "l2_bytes": 2**20}))
     printed = capsys.readouterr().out
     assert re.search(r"on a GPU +yes, 1 of 2 steps; step 2 needs compute capability 9.0", printed)
-    assert re.search(r"GPU l2_bytes +1 MiB", printed)
+    assert re.search(r"l2_bytes +1 MiB", printed)

@@ -136,3 +136,8 @@ def test_the_ladder_lies_flat_and_alone() -> None:
     flat = {path.name for path in (ROOT / "steps").glob("*.py")}
     steps = {name for name in flat if name.startswith("step")}
     assert flat - steps == {"__init__.py", "__main__.py", "contract.py", "registry.py"}
+
+
+def test_no_two_packages_have_one_name() -> None:
+    names = [path.parent.name for path in MODULES.values() if path.name == "__init__.py"]
+    assert sorted(names) == sorted(set(names))

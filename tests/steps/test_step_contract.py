@@ -22,9 +22,6 @@ HEADINGS = (
     "Machine code",
     "Prerequisites",
 )
-LONGEST = 250  # lines: what a person reads in one sitting
-# Longer than that, and no longer: their listing says why.
-LONGER = {"step05_vectorized": 270}
 ALLOWED = {
     "__future__",
     "collections",
@@ -88,10 +85,6 @@ def test_docstring_has_its_headings_in_order(path: Path, tree: ast.Module) -> No
     parts = pieces[2::2]
     for heading, part in zip(HEADINGS, parts, strict=True):
         assert len(part.strip()) > 8, f"{heading} says nothing"
-
-
-def test_a_step_is_no_longer_than_a_lesson(path: Path, source: str) -> None:
-    assert 50 <= len(source.splitlines()) <= LONGER.get(path.stem, LONGEST)
 
 
 def test_a_step_imports_the_vocabulary_and_no_other_step(tree: ast.Module) -> None:
