@@ -23,10 +23,10 @@ What it costs
 Machine code
     As step 9, and a fence (MEMBAR) and an atomic (ATOMG) for the counter.
 Prerequisites
-    Step 9. Taught here: kernels.parts.stream_k (which block does what) and split_k_reduction (the
-    counter); stream_k_tiles only chooses the tiles. griddepcontrol_wait returns when the launch
-    before this one, the activation pass, has ended (steps/instructions/memory.py). Weights
-    do not depend on it, so they are copied before.
+    Step 9. The kernel is steps/kernels/prefill/mma_int8.py. Taught here: kernels.parts.stream_k
+    (which block does what) and kernels.parts.split_k_reduction (the counter). griddepcontrol_wait
+    returns when the launch before this one, the activation pass, has ended
+    (steps/instructions/memory.py). Weights do not depend on it, so they are copied before.
 """
 
 from steps.contract import Step

@@ -32,10 +32,10 @@ Machine code
     HMMA.16816.F32, HFMA2, LOP3, LDSM and LDGSTS in the loop, and no I2FP, no FFMA.
 Prerequisites
     Steps 8 (ldmatrix, fragments loaded ahead), 9 (ring of stages) and 10 (partial sums, arrival
-    counter). Taught here: kernels.parts.weights.halves (weights) and kernels.prefill.row_tiles (a
-    stage).
-    Not needed to follow the kernel: unpack.bfloats, mma_tiles (which tile for which shape) and
-    epilogue.mma (a tile through shared memory to C, with the partial sums of step 10).
+    counter). The kernel is steps/kernels/prefill/mma_float16.py. Taught here:
+    kernels.parts.weights.halves (weights) and kernels.prefill.row_tiles (a stage).
+    Not needed to follow it: bfloat16 weights, which tile for which shape, and the end of a tile
+    (kernels.parts.epilogue.mma: through shared memory to C, with the partial sums of step 10).
 """
 
 from steps.contract import Step

@@ -34,8 +34,7 @@ What it costs
 Machine code
     HGMMA with A in registers, HFMA2, LOP3, LDGSTS; no HMMA, no LDSM; STSM where C is float16.
 Prerequisites
-    Step 11 (float16 weights, kernels.prefill.row_tiles) and steps/instructions/warpgroup.py
-    (wgmma).
+    Step 11 (float16 weights, kernels.prefill.row_tiles); steps/instructions/warpgroup.py (wgmma).
     Taught here: kernels.parts.epilogue.half_tile (from a warpgroup's sums to C in 16 or 32 bits).
 """
 

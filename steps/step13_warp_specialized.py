@@ -39,10 +39,10 @@ Machine code
     UTMALDG (tensor_copy), UBLKCP (bulk_copy) and SYNCS (mbarriers) instead of LDGSTS; HGMMA in a
     loop without loads from global memory; USETMAXREG in both roles.
 Prerequisites
-    Step 12 (wgmma, descriptors, the end of a tile). kernels.prefill.wgmma_products has its
+    Step 12 (wgmma, descriptors, the end of a tile). The kernel is
+    steps/kernels/prefill/wgmma_specialized.py; kernels.prefill.wgmma_products has step 12's
     `multiply`, with the loads of weights apart. steps/instructions/tensor_map.py has the picture of
-    a box.
-    Taught here: kernels.prefill.ring (mbarriers, and why one bit of parity is enough).
+    a box. Taught here: kernels.prefill.ring (mbarriers, and why one bit of parity is enough).
 """
 
 from steps.contract import Step

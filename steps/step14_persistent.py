@@ -29,9 +29,9 @@ What it costs
 Machine code
     As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
 Prerequisites
-    Steps 13 (ring, producer, consumers) and 10 (kernels.parts.stream_k).
-    kernels.prefill.stage_copies has step 13's copies for wider tiles. Taught here:
-    kernels.parts.epilogue.wgmma (shared tiles to C).
+    Steps 13 (ring, producer, consumers) and 10 (kernels.parts.stream_k). The kernel is
+    steps/kernels/prefill/wgmma_float16.py; kernels.prefill.stage_copies has step 13's copies for
+    wider tiles. Taught here: kernels.parts.epilogue.wgmma (shared tiles to C).
 """
 
 from steps.contract import Step

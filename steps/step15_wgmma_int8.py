@@ -13,8 +13,7 @@ What is new
     One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
     to an integer; the low byte is the int8 (kernels.parts.weights.int8 has the picture). Q8_0 and
     file formats are requantized when they are packed. The rest is step 14's kernel, but for a
-    tile's
-    second accumulator half: it has tokens 128 to 255 of the same features.
+    tile's second accumulator half: it has tokens 128 to 255 of the same features.
 Why it should help
     128 x 128 outputs and 128 K are 512 cycles of the tensor cores. PRMTs wait until the product
     before has read the registers that they write: 90 more. Meanwhile the two warps of a scheduler
@@ -28,7 +27,8 @@ What it costs
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
-    Step 14: this kernel with other operands. Taught here: kernels.parts.weights.int8.
+    Step 14: its kernel with other operands, steps/kernels/prefill/wgmma_int8.py. Taught here:
+    kernels.parts.weights.int8.
 """
 
 from steps.contract import Step

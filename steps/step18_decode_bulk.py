@@ -21,7 +21,8 @@ What it costs
 Machine code
     UBLKCP of weights before ACQBULK, the wait; HMMA or IMMA; in the loop no barrier but SYNCS.
 Prerequisites
-    Steps 17, 13 (bulk copies, mbarriers) and 14 (launches that overlap); kernels.decode.copies.
+    Steps 17, 13 (bulk copies, mbarriers) and 14 (launches that overlap). The kernel is
+    steps/kernels/decode/bulk.py; kernels.decode.copies has the copies of A.
 """
 
 from steps.contract import Step

@@ -1,8 +1,8 @@
 """Which code a kernel is made of: the import closure of a module, and a hash over it.
 
 The *import closure* of a module is the module and what it imports of `steps` and `qformats`, and
-what those import in turn, wherever in a file the import stands. So activation passes, unpackers and
-components are in it, and no list of names has to be kept. `steps.simulator` is left out: it never
+what those import in turn, wherever in a file the import stands. So activation passes, unpacking and
+tiles are in it, and no list of names has to be kept. `steps.simulator` is left out: it never
 runs on a GPU.
 
 The hash covers code: comments, docstrings, blank lines and import statements are left out, and so

@@ -1,7 +1,7 @@
 """Compiled kernels, kept on disk: a process that finds its kernels there compiles nothing.
 
 A kernel is found by all that its machine code depends on (`steps.compile.kernel_key`). A changed
-line of a component, or another toolkit, is another key; nothing has to be cleared.
+line of anything it imports, or another toolkit, is another key; nothing has to be cleared.
 
 The environment variable LADDER_CACHE names the folder, or is "off"; by default it is the user's
 cache folder. Who can write there can run code on the GPU. A file is written beside its place and

@@ -11,8 +11,8 @@ from steps.contract import Family, Launch, MakeActivations
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.rows import row_grid
 
-PASSES = "steps.kernels.parts.activations"
-"""The package with all of their kernels, and with no other."""
+PASSES = ("steps.kernels.parts.activations", "steps.blocks")
+"""The packages with all of their kernels, and with no other."""
 
 
 def what_it_makes(
