@@ -13,16 +13,16 @@ Of each case
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from qformats import FORMATS, format_of
-from reference import Check, Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
+from reference import Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
-from steps.checks.run import fatal
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
 from steps.contract import Step
 from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
@@ -34,7 +34,7 @@ from steps.registry import find
 if TYPE_CHECKING:
     from steps.driver.machines import Gpu, Simulator
 
-MachineOf = Callable[[int], "Gpu | Simulator"]
+Machine: TypeAlias = "Gpu | Simulator"
 
 LARGEST: Final = {"float32": 2.0**128, "float16": 65504.0, "bfloat16": 2.0**128}
 """Of C, by its dtype. Sums that may come to an eighth of it are promised to be finite."""
@@ -58,33 +58,7 @@ ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Unit roundoff of C and A, by dtype."""
 
 
-def fuzz(
-    some: Iterable[FuzzCase],
-    machine: MachineOf,
-    seconds: float,
-    report: Callable[[FuzzCase, list[str]], None],
-) -> int:
-    """Runs cases for so long, at least one; tells `report` of those with complaints. Returns how
-    many cases it ran. After an error of the GPU that ends its context there are no more."""
-    stop, count = time.monotonic() + seconds, 0
-    for case in some:
-        found, lost = _complaints(case, machine)
-        count += 1
-        if found:
-            report(case, found)
-        if lost or time.monotonic() >= stop:
-            break
-    return count
-
-
-def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
-    try:
-        return complaints(case, machine(case.order)), False
-    except Exception as error:  # a kernel may fail in any way
-        return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
-
-
-def complaints(case: FuzzCase, machine: Gpu | Simulator) -> list[str]:
+def complaints(case: FuzzCase, machine: Machine) -> list[str]:
     """One sentence for each thing that is wrong with a case."""
     step, problem = find(case.step), case.problem()
     a, blocks = problem.given, problem.blocks
@@ -94,9 +68,10 @@ def complaints(case: FuzzCase, machine: Gpu | Simulator) -> list[str]:
     c = np.array(multiply(prepared, machine))
     require_unchanged(prepared, machine, step, a, blocks)
     found = _wrong_rows(case, step, problem, c, operands(prepared, machine))
-    for again in _repeats(case, a, blocks, machine):
+    for again in _again(case, a, blocks, machine):
         if not np.array_equal(_floats(again), _floats(c), equal_nan=True):
-            where = np.argwhere(~_same(_floats(again), _floats(c)))[0]
+            x, y = _floats(again), _floats(c)
+            where = np.argwhere((x != y) & ~(np.isnan(x) & np.isnan(y)))[0]
             found.append(f"via {case.via} C has other bits, the first at {tuple(map(int, where))}")
     return found
 
@@ -124,16 +99,14 @@ def _in_blocks(case: FuzzCase, step: Step) -> bool:
 
 
 def _refusals(
-    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator, numbers: Any
+    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine, numbers: tuple[str, ...]
 ) -> list[str]:
     """What `gemm`, a plan and, for K, `pack` have let pass."""
-    options: dict[str, Any] = {"step": case.step, "machine": machine}
     calls: dict[str, Callable[[], Any]] = {
-        "gemm": lambda: _by_gemm(case, a, blocks, machine),
-        "plan": lambda: _by_plan(case, a, blocks, machine, graph=False),
+        via: partial(_again, replace(case, via=via), a, blocks, machine) for via in ("gemm", "plan")
     }
     if numbers != ("65504",):
-        calls["pack"] = lambda: pack(blocks, **options)
+        calls["pack"] = partial(pack, blocks, step=case.step, machine=machine)
     if _refused_by_gemm(case, machine):
         del calls["gemm"]  # which says another thing
     found = []
@@ -154,25 +127,23 @@ def _refusals(
 def _wrong_rows(
     case: FuzzCase, step: Step, problem: Problem, c: np.ndarray, used: Any
 ) -> list[str]:
-    values, found = _floats(c), []
+    found: list[str] = []
     for kind in sorted(set(case.kinds)):
         rows = np.flatnonzero([case.kind_of(m) == kind for m in range(case.m)])
-        if not rows.size:
-            continue
-        part = values[rows]
+        part = _floats(c)[rows]
         if kind in ("nan", "inf"):
-            right = np.isnan(part) if kind == "nan" else ~np.isfinite(part)
-            if not right.all():
-                m, n = (int(i) for i in np.argwhere(~right)[0])
+            wrong = ~np.isnan(part) if kind == "nan" else np.isfinite(part)
+            if wrong.any():
+                m, n = (int(i) for i in np.argwhere(wrong)[0])
                 found.append(
-                    f"{np.count_nonzero(~right)} of {part.size} outputs of rows with {kind} hide "
+                    f"{np.count_nonzero(wrong)} of {part.size} outputs of rows with {kind} hide "
                     f"it, the first at ({rows[m]}, {n}): got {part[m, n]:.9g}"
                 )
-            continue
-        if case.rows == "plain" and case.weights == "drawn":
-            verdict = check(c, problem, case.family, used)
-            found += [] if verdict.ok else [verdict.verdict]
-        found += _wrong_kind(case, step, problem, c, used, rows)
+        elif rows.size:
+            if case.as_drawn:
+                verdict = check(c, problem, case.family, used)
+                found += [] if verdict.ok else [verdict.verdict]
+            found += _wrong_kind(case, step, problem, c, used, rows)
     return found
 
 
@@ -191,8 +162,7 @@ def _wrong_kind(
             f"first at ({rows[m]}, {n}): got {part[m, n]}, expected {wanted[m, n]:.9g}"
         ]
     kept = finite_sums.all(axis=1)
-    rows, a, x, part = rows[kept], a[kept], x[kept], part[kept]
-    size, wanted = size[kept], wanted[kept]
+    rows, a, x, part, size, wanted = (one[kept] for one in (rows, a, x, part, size, wanted))
     if not rows.size:
         return []
     largest = np.abs(x).max(axis=1)
@@ -201,8 +171,9 @@ def _wrong_kind(
             return [f"{kind} rows have outputs of {np.abs(part).max():.3g}, larger than their sums"]
         return []
     found = []
-    if case.rows != "plain" or case.weights != "drawn":
-        verdict = _checked(case, problem, c[rows], a, used, rows)
+    if not case.as_drawn:
+        own = GivenProblem(a, problem.blocks, problem.input)
+        verdict = check(c[rows], own, case.family, None if used is None else used.rows(rows))
         # Each output has its bound. What all of them come to is judged by roundings that fall
         # at random: not where the steps of C are coarse, nor where terms are alike, and so rounded,
         # nor where all outputs of a token are one.
@@ -211,13 +182,6 @@ def _wrong_kind(
         right = verdict.ok or ((coarse or alike) and verdict.failures == ("nmse",))
         found += [] if right else [f"{kind} rows are {verdict.verdict}"]
     return found + _far_off(case, step, problem.blocks, x, part, wanted, rows)
-
-
-def _checked(
-    case: FuzzCase, problem: Problem, c: np.ndarray, a: np.ndarray, used: Any, rows: np.ndarray
-) -> Check:
-    own = GivenProblem(a, problem.blocks, problem.input)
-    return check(c, own, case.family, None if used is None else used.rows(rows))
 
 
 def _far_off(
@@ -243,11 +207,15 @@ def _far_off(
         permitted += (
             (np.abs(x).max(axis=1, keepdims=True) / 127) ** 2 / 12 * (weights**2).sum(axis=1)
         )
-    permitted += _of_scales(x, blocks) + ROUNDED[case.c] ** 2 * wanted**2
+    permitted += ROUNDED[case.c] ** 2 * wanted**2
+    if not format_of(blocks).written:  # K-quants, see `qformats.storage`: scales and minima become
+        # float16, which costs 2^-11 of what each multiplies
+        permitted += 2.0**-22 * sum(one**2 + other**2 for one, other in _groups(x, blocks))
     if _in_blocks(case, step):
         permitted += LEAST_IN_BLOCKS**2 * (weights**2).sum(axis=1)
-        if case.kind_of(int(rows[0])) == "ones":
-            permitted += _of_blocks(x, blocks)
+        if case.kind_of(int(rows[0])) == "ones":  # its blocks' scales and sums are rounded alike
+            parts = zip(*_groups(x, blocks), strict=True)
+            permitted += 2.0**-22 * sum(abs(sum(part)) for part in parts) ** 2
     permitted += LEAST_OF_C[case.c] ** 2
     few = 1 + 30 / part.shape[1]
     permitted, error = few * permitted.sum(axis=1) + 2.0**-50, ((part - wanted) ** 2).sum(axis=1)
@@ -259,22 +227,6 @@ def _far_off(
         f"row {rows[m]} ({case.kind_of(int(rows[m]))}) is off by {error[m] / whole:.2g} of "
         f"sum a^2 w^2, and {permitted[m] / whole:.2g} is allowed"
     ]
-
-
-def _of_scales(x: np.ndarray, blocks: np.ndarray) -> Any:
-    """What rounding the scales and minima of K-quants to float16 may cost each output: 2^-11 of the
-    part that is multiplied by one, see `qformats.storage`."""
-    if format_of(blocks).written:
-        return 0.0
-    return 2.0**-22 * sum(scaled**2 + added**2 for scaled, added in _groups(x, blocks))
-
-
-def _of_blocks(x: np.ndarray, blocks: np.ndarray) -> Any:
-    """What the float16 scale and sum of 36-byte blocks may cost the outputs of a row of ones, all
-    of whose blocks are rounded by the same: 2^-11 of all that either is multiplied by."""
-    groups = [*_groups(x, blocks)]
-    scaled, added = sum(one for one, _ in groups), sum(one for _, one in groups)
-    return 2.0**-22 * (np.abs(scaled) + np.abs(added)) ** 2
 
 
 def _groups(x: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -290,63 +242,41 @@ def _groups(x: np.ndarray, blocks: np.ndarray) -> Iterator[tuple[np.ndarray, np.
 # --- the same again -------------------------------------------------------------------------------
 
 
-def _repeats(
-    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator
-) -> list[np.ndarray]:
-    """C of the same product, made in the way that the case names."""
+def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) -> list[np.ndarray]:
+    """C of the same product, made in the way that the case names. Of a plan by two calls: the
+    second finds the workspace as the first has left it."""
     if case.via == "step":
-        step = find(case.step)
-        prepared = prepare(step, case.family, case.format, a, blocks, machine, dtype=case.c)
+        prepared = prepare(
+            find(case.step), case.family, case.format, a, blocks, machine, dtype=case.c
+        )
         return [np.array(multiply(prepared, machine))]
+    options: dict[str, Any] = {"step": case.step, "family": case.family, "dtype": case.c}
+    options["machine"] = machine
+    on_gpu = machine.cc is not None
+    empty = np.full((case.m, case.n), 0x7F, np.uint8).astype(ARRAYS[case.c])
+    at = _on_gpu(a, case.offset, case.a) if on_gpu else a
+    outs = [_on_gpu(empty, case.offset) if on_gpu else empty.copy() for _ in range(2)]
     if case.via == "gemm":
         if _refused_by_gemm(case, machine):
             return []
-        return [_by_gemm(case, a, blocks, machine)]
-    return _by_plan(case, a, blocks, machine, graph=case.via == "graph")
-
-
-def _refused_by_gemm(case: FuzzCase, machine: Gpu | Simulator) -> bool:
-    """Whether A has a NaN or infinity and is NumPy's, where it costs little to look."""
-    return machine.cc is None and bool({"nan", "inf"} & {case.kind_of(m) for m in range(case.m)})
-
-
-def _by_gemm(
-    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator
-) -> np.ndarray:
-    options: dict[str, Any] = {"step": case.step, "family": case.family, "dtype": case.c}
-    if machine.cc is None:
-        return np.array(gemm(a, blocks, machine=machine, **options))
-    shape = case.m, case.n
-    at, out = _on_gpu(a, case.offset, case.a), _on_gpu(np.empty(shape, ARRAYS[case.c]), case.offset)
-    gemm(at, blocks, out=out, machine=machine, stream=_stream(case), **options)
-    return _fetched(out)
-
-
-def _by_plan(
-    case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Gpu | Simulator, graph: bool
-) -> list[np.ndarray]:
-    """Of two calls: the second finds the workspace as the first has left it."""
-    run = plan(
-        case.m, blocks, dtype=case.c, input=case.a, step=case.step, family=case.family,
-        machine=machine,
-    )  # fmt: skip
-    empty = np.full((case.m, case.n), 0x7F, np.uint8).astype(ARRAYS[case.c])
-    outs = [empty.copy(), empty.copy()]
-    if machine.cc is None:
-        for out in outs:
-            run(a, out)
-        return outs
-    at, outs = _on_gpu(a, case.offset, case.a), [_on_gpu(out, case.offset) for out in outs]
+        gemm(at, blocks, out=outs[0], stream=_stream(case, machine), **options)
+        return [_fetched(outs[0])]
+    run = plan(case.m, blocks, input=case.a, **options)
 
     def calls(stream: Any) -> None:
         for out in outs:
             run(at, out, stream=stream)
 
-    if graph:
+    if case.via == "graph":
         _replayed(calls)
     else:
-        calls(_stream(case))
+        calls(_stream(case, machine))
     return [_fetched(out) for out in outs]
+
+
+def _refused_by_gemm(case: FuzzCase, machine: Machine) -> bool:
+    """Whether A has a NaN or infinity and is NumPy's, where it costs little to look."""
+    return machine.cc is None and bool({"nan", "inf"} & {case.kind_of(m) for m in range(case.m)})
 
 
 def _replayed(calls: Callable[[Any], None]) -> None:
@@ -365,10 +295,10 @@ def _replayed(calls: Callable[[Any], None]) -> None:
     stream.sync()
 
 
-def _stream(case: FuzzCase) -> Any:
+def _stream(case: FuzzCase, machine: Machine) -> Any:
     from numba import cuda
 
-    return cuda.stream() if case.stream else None
+    return cuda.stream() if case.stream and machine.cc is not None else None
 
 
 def _on_gpu(host: np.ndarray, offset: int, dtype: str = "bytes") -> Any:
@@ -385,6 +315,8 @@ def _on_gpu(host: np.ndarray, offset: int, dtype: str = "bytes") -> Any:
 
 
 def _fetched(array: Any) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
     from numba import cuda
 
     cuda.synchronize()
@@ -395,7 +327,3 @@ def _fetched(array: Any) -> np.ndarray:
 def _floats(c: np.ndarray) -> np.ndarray:
     """C as floats: of bfloat16 its values."""
     return bfloat16_values(c) if c.dtype == np.uint16 else c
-
-
-def _same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.asarray((x == y) | (np.isnan(x) & np.isnan(y)))

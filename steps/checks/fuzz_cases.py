@@ -78,37 +78,26 @@ class FuzzCase:
             name, _, value = word.partition("=")
             if name not in known or not value:
                 raise UsageError(f"{word!r} is none of {'=, '.join(known)}=")
-            whole = known[name].type == "int"
-            if whole and not value.removeprefix("-").isdigit():
-                raise UsageError(f"{word!r} is not a whole number")
-            found[name] = int(value) if whole else value
-        missing = [
-            name for name in ("step", "family", "format", "m", "n", "k") if name not in found
-        ]
-        if missing:
-            raise UsageError(f"the case lacks {', '.join(missing)}")
+            try:
+                found[name] = int(value) if known[name].type == "int" else value
+            except ValueError:
+                raise UsageError(f"{word!r} is not a whole number") from None
+        if lacking := [name for name in list(known)[:6] if name not in found]:
+            raise UsageError(f"the case lacks {', '.join(lacking)}")
         one = cls(**found)
-        one._require()
-        return one
-
-    def _require(self) -> None:
         try:
-            step = find(self.step)
+            step = find(one.step)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if why := step.supports(self.format, self.family, None, self.c):
+        if why := step.supports(one.format, one.family, None, one.c):
             raise UsageError(why)
-        require_depth(self.format, self.k)
-        for name, known in (
-            ("a", inputs(step, self.family)),
-            ("data", DATA),
-            ("weights", WEIGHTS),
-            ("via", VIA),
-        ):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}={getattr(self, name)} is none of {', '.join(known)}")
-        if wrong := set(self.kinds) - set(ROWS):
-            raise UsageError(f"rows={', '.join(wrong)} is none of {', '.join(ROWS)}")
+        require_depth(one.format, one.k)
+        choices = {"a": inputs(step, one.family), "data": DATA, "weights": WEIGHTS, "via": VIA}
+        asked = [(name, getattr(one, name)) for name in choices]
+        for name, value in [*asked, *(("rows", kind) for kind in one.kinds)]:
+            if value not in (these := choices.get(name, ROWS)):
+                raise UsageError(f"{name}={value} is none of {', '.join(these)}")
+        return one
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -119,12 +108,19 @@ class FuzzCase:
         """The kind of a row."""
         return self.kinds[m % len(self.kinds)]
 
+    @property
+    def as_drawn(self) -> bool:
+        """Whether A and W are a `Problem`'s own."""
+        return self.rows == "plain" and self.weights == "drawn"
+
     def problem(self) -> Problem:
         """The product: a `Problem`, or one with other rows or weights."""
         drawn = Problem(self.m, self.n, self.k, self.format, self.data, self.seed, self.a)
-        if self.kinds == ("plain",) and self.weights == "drawn":
+        if self.as_drawn:
             return drawn
-        blocks = drawn.blocks if self.weights == "drawn" else _most(self.format, self.n, self.k)
+        blocks = drawn.blocks
+        if self.weights == "most":  # as large as codes can make them, and all alike
+            blocks = FORMATS[self.format].quantize(np.full((self.n, self.k), -0.125, np.float32))
         return GivenProblem(self._activations(drawn.a.astype(np.float32)), blocks, self.a)
 
     def _activations(self, x: np.ndarray) -> np.ndarray:
@@ -158,11 +154,6 @@ class GivenProblem(PrequantizedProblem):
         self.__dict__["a"] = a
 
 
-def _most(name: str, n: int, k: int) -> np.ndarray:
-    """Blocks whose weights are all as large as their codes can make them, and all alike."""
-    return FORMATS[name].quantize(np.full((n, k), -0.125, np.float32))
-
-
 def cases(
     seed: int, steps: Sequence[Step], cc: tuple[int, int] | None, alike: int
 ) -> Iterator[FuzzCase]:
@@ -171,18 +162,15 @@ def cases(
     select(steps, ALL_FORMATS, None, cc)  # there is one at least
     rng = np.random.default_rng(seed)
     while True:
-        step = steps[int(rng.integers(len(steps)))]
-        family = step.families[int(rng.integers(len(step.families)))]
-        name = step.formats[int(rng.integers(len(step.formats)))]
-        output = step.outputs[int(rng.integers(len(step.outputs)))]
-        if step.supports(name, family, cc, output) is not None:
-            continue
-        reads = inputs(step, family)
-        work = FuzzCase(
-            step.number, family, name, 1, 1, 1, reads[int(rng.integers(len(reads)))], output
+        step = _one(rng, steps)
+        family, name, output = (
+            _one(rng, some) for some in (step.families, step.formats, step.outputs)
         )
-        for _ in range(alike):
-            yield _drawn(rng, work, cc is None)
+        if step.supports(name, family, cc, output) is None:
+            reads = _one(rng, inputs(step, family))
+            work = FuzzCase(step.number, family, name, 1, 1, 1, reads, output)
+            for _ in range(alike):
+                yield _drawn(rng, work, cc is None)
 
 
 def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCase:
@@ -200,7 +188,7 @@ def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCas
     plain = rng.random() < 0.4
     weights = "most" if rng.random() < 0.1 and work.format in WEIGHT_FORMATS else "drawn"
     some = rng.choice(ROWS, size=rng.integers(1, 5))
-    via = VIA[int(rng.integers(3 if simulated else 4))]
+    via = _one(rng, VIA[:3] if simulated else VIA)
     return replace(
         work,
         m=m,
@@ -227,3 +215,7 @@ GPU_WEIGHTS: Final = 2**21
 def _log(rng: np.random.Generator, low: int, high: int) -> int:
     """From low to high, small ones as likely as large ones."""
     return int(np.exp(rng.uniform(np.log(low), np.log(high + 0.999))))
+
+
+def _one(rng: np.random.Generator, some: Sequence[Any]) -> Any:
+    return some[int(rng.integers(len(some)))]

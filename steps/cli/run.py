@@ -114,20 +114,29 @@ def fuzz(args: Namespace) -> int:
     seconds, what = args.seconds, "products"
     if args.case is not None:
         some, seconds, what = [FuzzCase.parse(args.case)], 0, "case"
-    wrong = 0
-
-    def report(case: FuzzCase, found: list[str]) -> None:
-        nonlocal wrong
-        wrong += 1
-        sentences = "\n  ".join(found)
-        print(f'{case}\n  {sentences}\n  again: make fuzz CASE="{case}"', flush=True)
-
+    count = wrong = 0
     start = time.monotonic()
-    count = fuzzer.fuzz(some, machine, seconds, report)
+    for case in some:
+        found, lost = _complaints(case, machine)
+        count += 1
+        if found:
+            wrong += 1
+            sentences = "\n  ".join(found)
+            print(f'{case}\n  {sentences}\n  again: make fuzz CASE="{case}"', flush=True)
+        if lost or time.monotonic() - start >= seconds:
+            break
     took = time.monotonic() - start
     seeded = "" if args.case is not None else f", SEED={seed}"
     print(f"{count} {what} on the {name} in {took:.0f} s{seeded}: {wrong or 'none'} wrong")
     return 1 if wrong else 0
+
+
+def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
+    """(what is wrong with a case, whether the GPU's context is lost, so that no more can run)."""
+    try:
+        return fuzzer.complaints(case, machine(case.order)), False
+    except Exception as error:  # a kernel may fail in any way
+        return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
 
 
 def launch(args: Namespace) -> int:

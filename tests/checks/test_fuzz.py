@@ -40,7 +40,7 @@ FOUND = [
     "step=18 family=A16 format=q8_0 m=2 n=17 k=64 a=bfloat16 rows=large,plain",
     "step=11 family=A16 format=q5_k m=2 n=17 k=256 rows=ones,plain",
     "step=12 family=A16 format=q4_k m=2 n=17 k=256 rows=ones,plain",
-    "step=3 family=A16 format=q8_0 m=1 n=2 k=4096 rows=ones weights=most",  # all rounded alike
+    "step=1 family=A16 format=q8_0 m=1 n=2 k=4096 rows=ones weights=most",  # all rounded alike
 ]
 
 
@@ -151,9 +151,7 @@ def test_wrong_rows_are_found(
 
 
 def test_other_bits_of_a_repeat_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        fuzz, "gemm", lambda a, blocks, **_: np.zeros((len(a), len(blocks)), np.float32)
-    )
+    monkeypatch.setattr(fuzz, "gemm", lambda *_, out, **__: out.fill(0))
     found = fuzz.complaints(FuzzCase(1, "A16", "q4_0", 2, 5, 32, via="gemm"), Simulator())
     assert found == ["via gemm C has other bits, the first at (0, 0)"]
 
@@ -173,7 +171,7 @@ def test_operands_that_are_far_off_are_found() -> None:
 
 def test_what_ought_to_be_refused_is_found_where_it_is_not(monkeypatch: Any) -> None:
     monkeypatch.setattr(fuzz, "pack", lambda *_, **__: None)
-    monkeypatch.setattr(fuzz, "_by_gemm", lambda *_: None)
+    monkeypatch.setattr(fuzz, "gemm", lambda *_, **__: None)
     case = FuzzCase(15, "A8", "q4_0", 1, 1, 132128)
     assert fuzz.complaints(case, Simulator()) == [
         f"{name} does not refuse it, as it must for 132128 and 132096" for name in ("gemm", "pack")
