@@ -170,6 +170,13 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
+NEEDS_A_GPU = [
+    (["run", "1", "--m", "4096", "--n", "4096"], "too many for the simulator"),
+    (["check", "1", "--machine", "gpu"], "no CUDA GPU can be used here"),
+    *(([name], "no CUDA GPU can be used here") for name in ("bench", "sanitize")),
+    *(([name, "4"], "no CUDA GPU can be used here") for name in ("profile", "counters", "launch")),
+]
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -200,7 +207,11 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
         (["sass", "1", "--activations"], "has no activation pass"),
         (["launch"], "STEP"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["chat", "--ids", "1"], "chat does not know --ids"),
+        (["decoder", "--tokens", "0"], "'0' is not a positive whole number"),
+        (["quality", "--gpus", "2"], "quality does not know --gpus"),
         ([], "COMMAND"),
+        *(pytest.param(*case, marks=without_gpu) for case in NEEDS_A_GPU),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -211,28 +222,6 @@ def test_bad_requests_get_one_sentence(arguments: list[str], said: str, capsys) 
         status = stop.code
     printed = capsys.readouterr()
     assert status == 2
-    assert printed.out == ""
-    assert one_sentence(printed.err), printed.err
-    assert said in printed.err
-
-
-@without_gpu
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["run", "1", "--m", "4096", "--n", "4096"], "too many for the simulator"),
-        (["check", "1", "--machine", "gpu"], "no CUDA GPU can be used here"),
-        (["bench"], "no CUDA GPU can be used here"),
-        (["profile", "4"], "no CUDA GPU can be used here"),
-        (["counters", "4"], "no CUDA GPU can be used here"),
-        (["sanitize"], "no CUDA GPU can be used here"),
-        (["launch", "1"], "no CUDA GPU can be used here"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_takes_a_gpu_says_so(arguments: list[str], said: str, capsys) -> None:
-    assert cli.main(arguments) == 2
-    printed = capsys.readouterr()
     assert printed.out == ""
     assert one_sentence(printed.err), printed.err
     assert said in printed.err

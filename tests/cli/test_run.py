@@ -21,7 +21,7 @@ CHEAP = ["--format", "q4_0"]
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+def unchecked(monkeypatch: Any) -> None:
     """Every check passes, without a kernel."""
     monkeypatch.setattr(
         run, "check_works", lambda works, *_: Outcomes([Outcome(work, 2) for work in works])
@@ -33,8 +33,7 @@ def numbers(works: Any) -> list[int]:
 
 
 def test_a_step_is_measured_at_its_home_shapes_with_its_parent(
-    measured: list[Any],
-    capsys: pytest.CaptureFixture[str],
+    measured: list[Any], capsys: Any
 ) -> None:
     assert cli.main(["run", "5", *CHEAP]) == 0
     (at,) = measured
@@ -46,12 +45,16 @@ def test_a_step_is_measured_at_its_home_shapes_with_its_parent(
     assert [line.split()[0] for line in lines] == ["4", "5"]
     assert "2.00x" in lines[-1]
     assert lines[-1].endswith("ok, 2 cases")
+    assert cli.main(["run", "5", *CHEAP, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [check["step"] for check in data["checks"]] == [4, 5]
+    assert [row["step"] for row in data["rows"]] == [4, 5]
+    assert all(row["kernel_us"] > 0 for row in data["rows"])
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_the_ladder_measures_every_step_at_the_home_that_charts_show(
-    measured: list[Any],
-    capsys: pytest.CaptureFixture[str],
+    measured: list[Any], capsys: Any
 ) -> None:
     assert cli.main(["ladder", *CHEAP]) == 0
     (at,) = measured
@@ -68,17 +71,13 @@ def test_the_ladder_measures_every_step_at_the_home_that_charts_show(
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_single_step_is_measured_at_all_of_its_homes(measured: list[Any]) -> None:
+def test_a_single_step_has_all_of_its_homes_and_m_n_and_k_replace_theirs(
+    measured: list[Any], capsys: Any
+) -> None:
     step = next(one for one in ladder() if len(one.home_shapes) > 1)
     assert cli.main(["run", str(step.number), *CHEAP]) == 0
-    assert tuple(measured[0]) == step.home_shapes
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_m_n_and_k_replace_those_of_the_home_shape(
-    measured: list[Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    assert tuple(measured.pop()) == step.home_shapes
+    capsys.readouterr()
     assert cli.main(["run", "2", "17", *CHEAP, "--m", "4"]) == 0
     assert {shape: numbers(works) for shape, works in measured[0].items()} == {
         (4, 4096, 4096): [1, 2],
@@ -88,9 +87,7 @@ def test_m_n_and_k_replace_those_of_the_home_shape(
 
 
 @pytest.mark.usefixtures("unchecked", "measured")
-def test_several_steps_are_folded_unless_long_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_several_steps_are_folded_unless_long_is_asked_for(capsys: Any) -> None:
     assert cli.main(["run", "1", "2"]) == 0
     assert re.search(r"naive_w4a8 +A8 +512x4096x4096", capsys.readouterr().out)
     assert cli.main(["run", "1", "2", "--long"]) == 0
@@ -99,18 +96,7 @@ def test_several_steps_are_folded_unless_long_is_asked_for(
 
 
 @pytest.mark.usefixtures("measured")
-def test_json_has_the_checks_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "5", *CHEAP, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert [check["step"] for check in data["checks"]] == [4, 5]
-    assert [row["step"] for row in data["rows"]] == [4, 5]
-    assert all(row["kernel_us"] > 0 for row in data["rows"])
-
-
-@pytest.mark.usefixtures("measured")
-def test_what_failed_is_shown_by_format_and_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_failed_is_shown_by_format_and_said(monkeypatch: Any, capsys: Any) -> None:
     def wrong(works: Any, *_: Any) -> Outcomes:
         failures = {find(2).number: ("step 2 is wrong",)}
         return Outcomes(
@@ -128,9 +114,7 @@ def test_what_failed_is_shown_by_format_and_said(
 
 
 def test_a_lost_gpu_ends_the_run_before_anything_is_timed(
-    measured: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    measured: list[Any], monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(run, "check_works", lambda *_: Outcomes([], "an illegal address"))
     assert cli.main(["run", "1", *CHEAP]) == 1
@@ -139,9 +123,7 @@ def test_a_lost_gpu_ends_the_run_before_anything_is_timed(
 
 
 @pytest.mark.usefixtures("unchecked", "measured")
-def test_the_ladder_ends_with_its_chart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ladder_ends_with_its_chart(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["ladder", *CHEAP]) == 0
@@ -156,7 +138,7 @@ def test_the_ladder_ends_with_its_chart(
 
 
 @pytest.mark.usefixtures("measured")
-def test_all_that_a_run_launches_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_a_run_launches_is_compiled_first(monkeypatch: Any) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(run, "compile_ahead", lambda wanted, gpu, say: seen.extend(wanted))
     assert cli.main(["run", "5", *CHEAP]) == 0
@@ -168,7 +150,7 @@ def test_all_that_a_run_launches_is_compiled_first(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("unchecked")
 def test_of_a_dtype_that_is_asked_for_nothing_else_is_measured(
-    measured: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: list[Any], monkeypatch: Any, capsys: Any
 ) -> None:
     """Steps and parents that write it, checked and timed; A comes so where they read it."""
     seen: list[Any] = []
@@ -200,7 +182,7 @@ def test_of_a_dtype_that_is_asked_for_nothing_else_is_measured(
 
 
 def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, capsys: Any
 ) -> None:
     gpu = PretendedGpu()
     asked: list[Any] = []
