@@ -42,7 +42,7 @@ endif
 # What is typed as NAME=value reaches the shell as "$$NAME", of the environment, and is expanded neither
 # by make nor by the shell: quotes, dollars and blanks in it stay what they are.
 VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE \
-          LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPUS
+          LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPU GPUS
 $(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
 
 # $(call options,M:m OUT:json) is --m "$$M" --json "$$OUT", of those that have a value;
@@ -64,8 +64,8 @@ TYPED = qformats reference results steps
 need-step = @test -n "$$STEP$$FILE" || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts report chat quality \
-        decoder doctor diff ptx sass trace profile \
+.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts results report chat \
+        quality decoder doctor diff ptx sass trace profile \
         counters sanitize gpu-tests warm cache pitfalls lint docs-check clean clean-venv
 
 help: ## this list
@@ -110,12 +110,14 @@ bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json 
 tune: $(READY) ## time the steps at many M into results/<gpu>/tuning.json, by which gemm chooses (or of RUN=)
 	@$(PY) -m steps tune $(STEPS) $(DATA) $(call options,RUN:run)
 
-charts: $(READY) ## redraw charts, README.md's tables and results/RESULTS.md from the runs
-	@$(PY) -m results.render.charts
-	@$(PY) -m results.render.tables
+charts: $(READY) ## redraw charts, README.md's tables, results/RESULTS.md and CSV files from the runs
+	@$(PY) -m results charts
+
+results: $(READY) ## any row of the runs: M= N= K= FORMAT= STEP= GPU= (or python -m results API=gemm.plan)
+	@$(PY) -m results $(foreach key,M N K FORMAT STEP SCHEME GPU,$(if $($(key)),"$(key)=$$$(key)"))
 
 report: $(READY) ## one page of all of it for a browser: build/report.html (or OUT=); two minutes
-	@$(PY) -m results.render.page $(call options,OUT:out)
+	@$(PY) -m results page $(call options,OUT:out)
 
 chat: $(READY) ## talk to a model, GGUF=model.gguf [PROMPT= SYSTEM= TEMPERATURE=] (needs torch, tokenizers)
 	@$(PY) -m steps chat $(MODEL) $(DRAWN) $(call options,SYSTEM:system OUT:json)
@@ -173,8 +175,8 @@ lint: $(READY) ## ruff and mypy
 	@$(PY) -m ruff check $(LINTED)
 	@$(PY) -m mypy $(TYPED)
 
-docs-check: $(READY) ## whether charts, README.md's tables and results/RESULTS.md are those of the runs
-	@$(PY) -m results.render.tables --check
+docs-check: $(READY) ## whether charts, README.md's tables, RESULTS.md and CSV files are those of the runs
+	@$(PY) -m results check
 
 clean: ## remove caches
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build

@@ -21,16 +21,13 @@ from results.render.query import (
     Panel,
     baseline_us,
     cliffs,
-    dims,
     in_order,
     ladder,
-    number,
     of_one_dtype,
-    percent,
-    ratio,
     tabled,
     timed,
 )
+from results.render.table import dims, number, percent, ratio
 
 
 @dataclass(frozen=True, slots=True)

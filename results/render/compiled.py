@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from results.render.query import MAIN_FORMAT, dims
+from results.render.query import MAIN_FORMAT
+from results.render.table import dims
 from steps.compile import dry_run
 from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme

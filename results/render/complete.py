@@ -1,116 +1,105 @@
-"""results/RESULTS.md: every table that is too wide or too long for the README, for every GPU."""
+"""results/RESULTS.md: what people look for, for every GPU. All rows are in CSV files beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from results.record import ROOT
-from results.record.schema import AsCalled, Environment, ModelRun, Row, Run, Size
-from results.record.store import headline, read, runs
+from results.record.schema import AsCalled, Environment, Row, Run, Size
 from results.render import charts, models
-from results.render.arguments import NOTHING
 from results.render.charts import tokens
-from results.render.markdown import grid, link
 from results.render.query import (
-    ABSENT,
-    BASELINES,
     CLIFF,
-    CUBLAS,
-    LAYERS,
-    LLAMA_CPP,
     UNITS,
-    baseline,
-    baseline_us,
+    Rung,
     called,
-    cell,
     cliffs,
-    dims,
     formats,
     in_order,
     jump,
     kind_name,
+    ladder,
     main_format,
-    number,
-    percent,
-    ratio,
-    span,
+    of_one_dtype,
     sweep,
     tabled,
     timed,
     tops,
     when,
 )
-from results.render.staleness import STALE, Keys, stale_keys
-from results.render.text import error
-from steps.contract import BRANCHES
+from results.render.readme import NOTHING
+from results.render.rows import NAMES, csv_files
+from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
+from results.render.table import (
+    ABSENT,
+    Column,
+    Table,
+    cell,
+    dims,
+    markdown,
+    number,
+    of_records,
+    ratio,
+    span,
+)
 
 NAME: Final = "RESULTS.md"
 HEAD: Final = """# Results
 
-All that was measured, one section per GPU. `make charts` writes this file from the `run.json` files
-beside it; nobody edits it. README.md says how it is measured.
+What people look for, by GPU. Every row is in the CSV files beside each `run.json`, and
+`python -m results M=8 FORMAT=q5_1` prints any of them. `make charts` writes all of it from the
+runs; nobody edits it. README.md says how it is measured.
 """
-CALLS: Final = (
-    ("gemm.plan", "exact", "float32"),
-    ("gemm.plan", "exact", "float16"),
-    ("gemm.plan", "exact", "bfloat16"),
-    ("QuantLinear", "exact", "float32"),
-    ("QuantLinear", "exact", "float16"),
-    ("QuantLinear", "exact", "bfloat16"),
-    ("QuantLinear", "fast", "float16"),
-    ("QuantLinear", "fast", "bfloat16"),
+COMPARED: Final = tuple(
+    ("QuantLinear", accuracy, dtype)
+    for accuracy in ("exact", "fast")
+    for dtype in ("float16", "bfloat16")
 )
-"""The columns of calls: (api, accuracy, dtype of A and C)."""
-COMPARED: Final = tuple(kind for kind in CALLS if kind[0] == "QuantLinear" and kind[2] != "float32")
-"""Those that are told of all formats at once."""
+"""Calls that are told of all formats: (api, accuracy, dtype of A and C)."""
+WEIGHTS: Final = (4096, 14336)
+"""N and K of the tables of one size."""
+JUMPS: Final = 3
+"""Places where time jumps that are told, the worst."""
 
 
-def page(root: Path = ROOT) -> str:
-    """The file, for the runs in `root`: the one that the README shows first."""
-    folder = root / "results"
-    first = headline(folder)
-    if first is None:
+Part = str | Table | None
+"""Of a section: a paragraph or a table; None where nothing was measured."""
+
+
+def page(every: Sequence[Measured]) -> str:
+    """The file, a section for each of these runs; charts are of the first."""
+    if not every:
         return f"{HEAD}\n{NOTHING}\n"
-    others = [path for path in runs(folder) if path != first]
-    return "\n".join(
-        [HEAD, *(text for path in (first, *others) for text in _gpu(path, root, path == first))]
-    )
+    return "\n".join([HEAD, *(text for i, one in enumerate(every) for text in _gpu(one, i == 0))])
 
 
-def _gpu(path: Path, root: Path, pictured: bool) -> list[str]:
-    run = read(path)
-    stale = stale_keys(run, root)
+def _gpu(one: Measured, pictured: bool) -> list[str]:
+    path, run, stale = one.path, one.run, one.stale
     records: list[Row | AsCalled] = [*run.rows, *run.as_called]
-    lines = [
-        f"## {run.env.where}",
-        "",
-        f"From [{path.parent.name}/{path.name}]({link(path, (root / 'results').resolve())}): "
-        f"{len(run.rows)} rows of steps, {len(run.as_called)} of calls"
-        + (f", {when(records)}" if when(records) else "")
-        + ".",
-        "",
+    folder = path.parent.name
+    files = ", ".join(f"[{name}]({folder}/{name})" for name in (path.name, *csv_files(run)))
+    lines = [f"## {run.env.where}", "", f"{files}: {len(run.rows)} rows of steps, "]
+    lines[-1] += f"{len(run.as_called)} of calls" + f", {when(records)}" * bool(when(records)) + "."
+    lines += [STALE_NOTE] * any(r.key in stale for r in records) + [""]
+    for name in charts.plans(run) if pictured else ():
+        lines += [f"![{name}](charts/{name}.svg)"]
+    lines += [""] * pictured
+    of_models: list[tuple[str, Part]] = [
+        (title, made(path.with_name(name))) for title, made, name in models.TABLES
     ]
-    if pictured:
-        for name in charts.plans(run):
-            lines += [f"![{name}](charts/{name}.svg)", ""]
-    for title, made in (
+    sections: list[tuple[str, list[Part]]] = [
         ("What a caller gets", _calls(run, stale)),
         ("Every number of tokens", _swept(run, stale)),
-        ("A model of transformers", models.of_transformers(path.with_name(ModelRun.NAME))),
-        ("A decoder", models.of_decoder(path.with_name(models.DECODER))),
-        ("Two GPUs and more", models.of_gpus(path.with_name(models.GPUS))),
-        ("How near a real model stays", models.of_quality(path.with_name(models.QUALITY))),
-        ("Each step at its home shapes", _homes(run, stale)),
-        ("The last step of each branch at every shape", _everywhere(run, stale)),
-        ("Baselines", _baselines(run)),
-        ("Limits of this GPU", _limits(run.env)),
-        ("Environment", _environment(run.env)),
+        *((title, [table]) for title, table in of_models),
+        ("Each step at home, in every format", [_homes(run, stale)]),
+        ("The last step of each branch", [None if run.as_called else _everywhere(run, stale)]),
+        ("Limits and environment", _machine(run)),
         ("Failed, not possible, stale", _exceptions(run, stale)),
-    ):
-        if made:
-            lines += [f"### {title}", "", *made, ""]
+    ]
+    for title, parts in sections:
+        told = [markdown(part) if isinstance(part, Table) else part for part in parts if part]
+        lines += [f"### {title}", "", "\n\n".join(told), ""] if told else []
     return lines
 
 
@@ -121,301 +110,154 @@ def _mark(one: Row | AsCalled, stale: Keys) -> str:
 # ------------------------------------------------------------------------------ what a caller gets
 
 
-def _calls(run: Run, stale: Keys) -> list[str]:
+def _kind(one: AsCalled) -> tuple[str, str, str]:
+    return one.api, one.accuracy, one.dtype
+
+
+def _calls(run: Run, stale: Keys) -> list[Part]:
+    """The least over all sizes by M, then one size of weights in all formats."""
     calls = tabled(run)
     if not calls:
         return []
-    text = [
-        "GPU time of one call in us, tensor in to tensor out, casts and passes included; then how "
-        "many times as fast as torch with dequantized weights in the same loop. The dtype is that "
-        "of A and C; llama.cpp has float32, Humming float16.",
-        "",
-        *_least(calls),
-    ]
-    for name in formats(calls):
-        text += ["", f"#### {name.upper()}", "", *_of_format(run, name, stale)]
-    name = main_format(calls)
-    for kind in CALLS:
-        own = [one for one in calls if _kind(one) == kind and one.format == name]
-        if own:
-            title = f"#### {kind_name(kind)}, {name.upper()}, in detail"
-            text += ["", title, "", *_call_lines(own, stale)]
-    return text
-
-
-def _least(calls: Sequence[AsCalled]) -> list[str]:
-    """A line per M: the least ratio over all N x K, a range where formats differ."""
     kinds = [kind for kind in COMPARED if any(_kind(one) == kind for one in calls)]
-    lines = []
-    for m in sorted({one.M for one in calls}):
-        cells = []
-        for kind in kinds:
+    ms = sorted({one.M for one in calls})
+
+    def least(kind: tuple[str, str, str]) -> Callable[[int], str]:
+        def text(m: int) -> str:
             own = [one for one in calls if _kind(one) == kind and m == one.M]
-            worst = (min(c.x_cublas for c in own if c.format == name) for name in formats(own))
-            cells.append(span(worst))
-        lines.append([str(m), *cells])
-    head = ["M", *map(kind_name, kinds)]
+            return span(min(c.x_cublas for c in own if c.format == f) for f in formats(own))
+
+        return text
+
+    n, k = _weights(one.shape for one in calls)
+    layer = ("QuantLinear", "exact", "float16")
+
+    def told(name: str) -> Callable[[int], str]:
+        def text(m: int) -> str:
+            one = called(run, *layer, (m, n, k), name)
+            return f"{number(one.us)}, {ratio(one.x_cublas)}{_mark(one, stale)}" if one else ABSENT
+
+        return text
+
+    tokens_column = Column("M")
     return [
-        "The least over all N x K, from the format where it is least to the one where it is most:",
-        "",
-        *grid(head, "r" * len(head), lines),
+        "GPU time of one call in us, tensor in to tensor out, casts and passes included, and how "
+        "many times as fast that is as torch with dequantized weights in the same loop.",
+        of_records(
+            [tokens_column, *(Column(kind_name(kind), least(kind)) for kind in kinds)],
+            ms,
+            "The least over all N x K, from the format where it is least to the one where it is "
+            "most:",
+        ),
+        of_records(
+            [tokens_column, *(Column(f.upper(), told(f)) for f in formats(calls))],
+            ms,
+            f"{kind_name(layer)}, N x K = {n} x {k}, by format:",
+        ),
     ]
 
 
-def _of_format(run: Run, name: str, stale: Keys) -> list[str]:
-    """A line per size: every way of calling in one format, beside the baselines."""
-    calls = [one for one in tabled(run) if one.format == name]
-    columns = [each for each in CALLS if any(_kind(one) == each for one in calls)]
-    sizes = in_order(one.shape for one in calls)
-    others = {LLAMA_CPP: BASELINES[LLAMA_CPP]} | (
-        LAYERS if name == main_format(tabled(run)) else {}
-    )
-    known = [one for one in others if any(baseline_us(run, one, name, size) for size in sizes)]
-    lines = []
-    for size in sizes:
-        own = [called(run, *each, size, name) for each in columns]
-        theirs = next((one.cublas_us for one in own if one and one.dtype == "float16"), None)
-        lines.append(
-            [
-                *map(str, size),
-                *(
-                    f"{number(one.us)}, {ratio(one.x_cublas)}{_mark(one, stale)}" if one else ABSENT
-                    for one in own
-                ),
-                cell(theirs),
-                *(cell(baseline_us(run, other, name, size)) for other in known),
-            ]
-        )
-    head = ["M", "N", "K", *map(kind_name, columns), BASELINES[CUBLAS]]
-    head += [others[other] for other in known]
-    return grid(head, "r" * len(head), lines)
+def _weights(sizes: Iterable[Size]) -> tuple[int, int]:
+    """`WEIGHTS`, or the largest there are."""
+    every = [(n, k) for _, n, k in in_order(sizes)]
+    return WEIGHTS if WEIGHTS in every else every[-1]
 
 
-def _call_lines(calls: Sequence[AsCalled], stale: Keys) -> list[str]:
-    """With the spread, the host's time and the step that was chosen."""
-    order = {size: i for i, size in enumerate(in_order(one.shape for one in calls))}
-    head = ["M", "N", "K", "us", "20-80 %", "torch us", "x torch"]
-    head += ["host us", "torch host us", "step", "rounds"]
-    lines = [
-        [
-            *map(str, one.shape),
-            number(one.us) + _mark(one, stale),
-            f"{number(one.p20_us)}-{number(one.p80_us)}",
-            number(one.cublas_us),
-            ratio(one.x_cublas),
-            cell(one.host_us),
-            cell(one.torch_host_us),
-            str(one.step),
-            str(one.rounds),
-        ]
-        for one in sorted(calls, key=lambda one: order[one.shape])
-    ]
-    return grid(head, "r" * len(head), lines)
-
-
-def _swept(run: Run, stale: Keys) -> list[str]:
+def _swept(run: Run, stale: Keys) -> list[Part]:
     """Where a step is chosen at the M of the sweep, and where time jumps."""
     drawn = tokens.sizes(run)
     if not drawn:
         return []
     old = any(one.swept and one.key in stale for one in run.as_called)
-    lines = []
-    for n, k in drawn:
-        for accuracy, label, _ in tokens.LINES:
-            own = sweep(run, accuracy, n, k)
-            told = (f"{step} (M={low}-{high})" for step, low, high in tokens.ranges_of_steps(own))
-            lines.append([label, f"{n} x {k}", ", ".join(told)])
+
+    def steps(line: tuple[int, int, str, str]) -> str:
+        n, k, accuracy, _ = line
+        own = tokens.ranges_of_steps(sweep(run, accuracy, n, k))
+        return ", ".join(f"{step} (M={low}-{high})" for step, low, high in own)
+
     found = cliffs(run)
-    jumps = [f"- {jump(one, more)}" for one, more in found]
     most = f"{CLIFF:g} times"
+    told = [f"One token more takes more than {most} as long in {len(found)} places; the worst:", ""]
+    told += [f"- {jump(*pair)}" for pair in found[:JUMPS]]
     return [
-        f"Time against M is drawn in tokens.svg{f' {STALE}' * old}. The step that was chosen:",
-        "",
-        *grid(["", "N x K", "steps"], "lll", lines),
-        "",
-        f"One token more takes more than {most} as long here:"
-        if found
-        else f"Nowhere does one token more take more than {most} as long.",
-        *([""] if found else []),
-        *jumps,
+        of_records(
+            (
+                Column("", lambda line: line[3], words=True),
+                Column("N x K", lambda line: dims(line[:2]), words=True),
+                Column("steps", steps, words=True),
+            ),
+            [(*size, accuracy, label) for size in drawn for accuracy, label, _ in tokens.LINES],
+            f"Time against M is drawn in tokens.svg{f' {STALE}' * old}. The step that was chosen:",
+        ),
+        "\n".join(told) if found else f"Nowhere does one token more take more than {most} as long.",
     ]
-
-
-def _kind(one: AsCalled) -> tuple[str, str, str]:
-    return one.api, one.accuracy, one.dtype
 
 
 # ------------------------------------------------------------------------------------ the steps
 
 
-def _homes(run: Run, stale: Keys) -> list[str]:
-    """A table per branch and home shape, a line per step, scheme, format and dtype."""
-    rows = [row for row in run.rows if row.home]
+def _homes(run: Run, stale: Keys) -> Part:
+    """A line per format, a column per step: the kernel's time at the step's home."""
+    panels = ladder(run)
+    rungs = [rung for panel in panels for rung in panel.rungs]
+
+    def us(rung: Rung) -> Callable[[str], str]:
+        rows = {row.format: row for row in rung.every}
+
+        def text(name: str) -> str:
+            row = rows.get(name)
+            return (
+                cell(row.kernel_us) if row and row.status == "ok" else row.status if row else ABSENT
+            )
+
+        return text
+
+    columns = [Column("step", str.upper, words=True)]
+    columns += [Column(f"{rung.row.step}{_mark(rung.row, stale)}", us(rung)) for rung in rungs]
+    homes = [f"{panel.title}: {dims(panel.home)}" for panel in panels]
+    away = [f"step {rung.row.step}: {dims(rung.row.shape)}" for rung in rungs if rung.away]
+    title = f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}."
+    names = formats(row for rung in rungs for row in rung.every)
+    return of_records(columns, names, title) if rungs else None
+
+
+def _everywhere(run: Run, stale: Keys) -> Part:
+    """A line per M: kernel and total of the last steps in one format at one size of weights."""
+    rows = [row for row in of_one_dtype(timed(run.rows)) if row.step in tops(run)]
+    rows = [row for row in rows if row.format == main_format(rows)]
     if not rows:
-        return []
-    text = [
-        "Times in us: the kernel alone with its 20 % and 80 % quantiles, the pass that prepares A, "
-        "the total of both. x cuBLAS compares the total; x parent and x step 1 compare kernels.",
-    ]
-    for branch in (*BRANCHES, *sorted({row.branch for row in rows} - set(BRANCHES))):
-        own = [row for row in rows if row.branch == branch]
-        for shape in in_order(row.shape for row in own):
-            title = BRANCHES[branch].title if branch in BRANCHES else branch
-            here = [row for row in own if row.shape == shape]
-            text += ["", f"#### {title}, {dims(shape)}", "", *_wide(here, stale)]
-    return text
+        return None
+    weights = _weights(row.shape for row in rows)
+    at = {(row.M, row.step): row for row in rows if weights == (row.N, row.K)}
 
+    def text(step: int) -> Callable[[int], str]:
+        def told(m: int) -> str:
+            row = at.get((m, step))
+            if row is None:
+                return ABSENT
+            times = f"{cell(row.kernel_us)} / {cell(row.total_us)}, {ratio(row.x_cublas)}"
+            return times + _mark(row, stale)
 
-WIDE: Final = (
-    ("step", "r"),
-    ("scheme", "l"),
-    ("format", "l"),
-    ("A, C", "l"),
-    ("kernel", "r"),
-    ("20-80 %", "r"),
-    ("pass", "r"),
-    ("total", "r"),
-    ("x cuBLAS", "r"),
-    ("TFLOPS", "r"),
-    ("GB/s", "r"),
-    ("of its limit", "r"),
-    ("x parent", "r"),
-    ("x step 1", "r"),
-    ("NMSE, product", "r"),
-    ("NMSE, kernel", "r"),
-    ("registers", "r"),
-    ("spills", "r"),
-    ("shared memory", "r"),
-)
+        return told
 
-
-def _wide(rows: Sequence[Row], stale: Keys) -> list[str]:
-    known = formats(rows)
-    ordered = sorted(
-        rows, key=lambda r: (r.step, r.scheme[-3:], r.output, known.index(r.format), r.input)
+    steps = sorted({step for _, step in at})
+    return of_records(
+        [Column("M"), *(Column(f"step {step}", text(step)) for step in steps)],
+        sorted({m for m, _ in at}),
+        f"Microseconds, kernel / total, then how many times as fast as cuBLAS; "
+        f"{rows[0].format.upper()}, N x K = {dims(weights)}.",
     )
-    lines = [
-        [
-            f"{row.step}{_mark(row, stale)}",
-            row.scheme,
-            row.format.upper(),
-            dtypes(row),
-            cell(row.kernel_us) if row.status == "ok" else row.status,
-            ABSENT
-            if row.p20_us is None or row.p80_us is None
-            else f"{number(row.p20_us)}-{number(row.p80_us)}",
-            cell(row.activation_us),
-            cell(row.total_us),
-            ratio(row.x_cublas),
-            cell(row.tflops),
-            cell(row.gbps),
-            percent(row.limit_share),
-            ratio(row.x_parent),
-            ratio(row.x_step1),
-            error(row.nmse_float),
-            error(row.nmse_same_operands),
-            whole(row.registers),
-            whole(row.spill_bytes),
-            whole(row.smem_bytes),
-        ]
-        for row in ordered
-    ]
-    return grid([head for head, _ in WIDE], "".join(side for _, side in WIDE), lines)
 
 
-def whole(value: int | None) -> str:
-    return ABSENT if value is None else str(value)
-
-
-def dtypes(row: Row) -> str:
-    """ "float16", or "float32, float16" where A and C differ."""
-    return row.input if row.input == row.output else f"{row.input}, {row.output}"
-
-
-def _everywhere(run: Run, stale: Keys) -> list[str]:
-    """A table per step and dtypes: kernel and total of every format at every shape."""
-    rows = timed(run.rows)
-    text: list[str] = []
-    for step in tops(run):
-        own = [row for row in rows if row.step == step]
-        if all(row.home for row in own):
-            continue
-        for kind in sorted({dtypes(row) for row in own}, reverse=True):
-            here = [row for row in own if dtypes(row) == kind]
-            text += ["", f"#### Step {step}, {kind}", "", *_shapes(here, stale)]
-    if not text:
-        return []
-    return ["Microseconds, kernel / total, then how many times as fast as cuBLAS.", *text]
-
-
-def _shapes(rows: Sequence[Row], stale: Keys) -> list[str]:
-    names = formats(rows)
-    at: dict[tuple[Size, str], Row] = {(row.shape, row.format): row for row in rows}
-
-    def text(row: Row | None) -> str:
-        if row is None:
-            return ABSENT
-        times = f"{cell(row.kernel_us)} / {cell(row.total_us)}, {ratio(row.x_cublas)}"
-        return times + _mark(row, stale)
-
-    lines = [
-        [*map(str, shape), *(text(at.get((shape, name))) for name in names)]
-        for shape in in_order(row.shape for row in rows)
-    ]
-    head = ["M", "N", "K", *(name.upper() for name in names)]
-    return grid(head, "r" * len(head), lines)
-
-
-# -------------------------------------------------------------------------- baselines and machine
-
-
-def _baselines(run: Run) -> list[str]:
-    if not run.peers:
-        return []
-    names = formats(row for row in run.rows)
-    names = [
-        name for name in names if any(p.peer == LLAMA_CPP and p.format == name for p in run.peers)
-    ]
-    layers = [name for name in LAYERS if any(p.peer == name for p in run.peers)]
-    lines = []
-    for size in in_order(peer.shape for peer in run.peers):
-        theirs = baseline(run, CUBLAS, "f16", size)
-        lines.append(
-            [
-                *map(str, size),
-                cell(theirs.us if theirs else None),
-                cell(theirs.tflops if theirs else None),
-                *(cell(baseline_us(run, LLAMA_CPP, name, size)) for name in names),
-                *(cell(baseline_us(run, name, "", size)) for name in layers),
-            ]
-        )
-    head = ["M", "N", "K", BASELINES[CUBLAS], "TFLOPS"]
-    head += [f"{BASELINES[LLAMA_CPP]} {name.upper()}" for name in names]
-    head += [LAYERS[name] for name in layers]
-    labels = BASELINES | LAYERS
-    sources = dict.fromkeys(
-        f"- {labels.get(peer.peer, peer.peer)}: {peer.source}"
-        + ("" if peer.same_run else ". From another run on the same GPU model")
-        for peer in run.peers
-    )
-    return [
-        "Microseconds. cuBLAS: the kernel alone, both operands already float16. llama.cpp: from "
-        "float32 A to float32 C. Humming: a layer called, from float16 A to float16 C.",
-        "",
-        *grid(head, "r" * len(head), lines),
-        "",
-        *sources,
-    ]
+# ------------------------------------------------------------------------------------- the machine
 
 
 def limits(env: Environment) -> list[tuple[str, str]]:
     """What the GPU did at most, one fact a line."""
     rates = (("copy", env.limits.copy_tbps), ("read", env.limits.read_tbps))
     found = [(what, f"{number(rate)} TB/s") for what, rate in rates if rate]
-    tops = sorted(env.limits.tops.items(), key=lambda item: item[1])
-    return found + [
-        (UNITS.get(unit, unit), f"{number(rate)} T operations/s") for unit, rate in tops
-    ]
+    units = sorted(env.limits.tops.items(), key=lambda item: item[1])
+    return found + [(UNITS.get(unit, unit), f"{number(x)} T operations/s") for unit, x in units]
 
 
 def facts(env: Environment) -> list[tuple[str, str]]:
@@ -445,36 +287,27 @@ def facts(env: Environment) -> list[tuple[str, str]]:
     return [(what, str(value)) for what, value in given if value is not None]
 
 
-def _pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    return [f"- {what}: {value}" for what, value in pairs]
+def _machine(run: Run) -> list[Part]:
+    sources = dict.fromkeys(
+        f"{NAMES.get(peer.peer, peer.peer)}: {peer.source}"
+        + ("" if peer.same_run else ". From another run on the same GPU model")
+        for peer in run.peers
+    )
+    parts = [limits(run.env), facts(run.env)]
+    told = ["; ".join(f"{what}: {value}" for what, value in pairs) for pairs in parts if pairs]
+    return ["\n".join(f"- {line}" for line in [*told, *sources])]
 
 
-def _limits(env: Environment) -> list[str]:
-    return _pairs(limits(env))
-
-
-def _environment(env: Environment) -> list[str]:
-    return _pairs(facts(env))
-
-
-def _exceptions(run: Run, stale: Keys) -> list[str]:
+def _exceptions(run: Run, stale: Keys) -> list[Part]:
     """What the tables above have no figure for, and what is no fact about this tree."""
-    said: dict[str, int] = {}
-    for row in run.rows:
-        if row.status != "ok":
-            text = f"step {row.step}, {row.status}: {row.why}"
-            said[text] = said.get(text, 0) + 1
-    lines = [
-        f"- {text}" + (f" ({count} rows)" if count > 1 else "") for text, count in said.items()
-    ]
-    old: dict[str, int] = {}
-    records: list[Row | AsCalled] = [*sorted(run.rows, key=lambda row: row.step), *run.as_called]
+    said: Counter[str] = Counter()
+    old: Counter[str] = Counter()
+    records: Sequence[Row | AsCalled] = [*sorted(run.rows, key=lambda r: r.step), *run.as_called]
     for one in records:
-        if one.key in stale:
-            what = f"step {one.step}" if isinstance(one, Row) else f"{one.api} with step {one.step}"
-            old[what] = old.get(what, 0) + 1
-    lines += [
-        f"- {what}, stale: {count} rows are older than its code; `make bench` measures them again"
-        for what, count in old.items()
-    ]
-    return lines or ["None."]
+        what = f"step {one.step}" if isinstance(one, Row) else f"{one.api} with step {one.step}"
+        if isinstance(one, Row) and one.status != "ok":
+            said[f"{what}, {one.status}: {one.why}"] += 1
+        old[what] += one.key in stale
+    lines = [f"- {text} ({count} rows)" for text, count in said.items()]
+    counts = ", ".join(f"{what} ({count})" for what, count in old.items() if count)
+    return ["\n".join([*lines, *([f"- Rows older than their code: {counts}."] * bool(counts))])]

@@ -12,9 +12,11 @@ import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 from pygments.lexers import PythonLexer
@@ -307,3 +309,21 @@ def picture(svg: bytes, name: str, title: str, description: str) -> Markup:
         said.text = text
         root.insert(place, said)
     return Markup(ET.tostring(root, encoding="unicode"))
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+@cache
+def templates() -> Environment:
+    """The templates of pages: what stands in them is escaped, and has to be there."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["python"] = lambda text: Markup().join(one.html for one in python(text))
+    made.filters["inline"] = inline
+    return made

@@ -26,17 +26,18 @@ from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, markup, query, text
-from results.render.arguments import parser_of, run_path
+from results.render import captions, charts, complete, markup, query, readme, table
+from results.render import rows as columns
 from results.render.block_picture import block
 from results.render.captions import Caption
 from results.render.compiled import Compiled, Compiler, compiled, main_work
 from results.render.machine_lines import Beside, beside
-from results.render.query import Rung, cell, dims, number, percent, ratio
+from results.render.markup import templates
+from results.render.query import Rung
 from results.render.readme import called_table
 from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, Keys, stale_keys
-from results.render.templates import templates
+from results.render.table import cell, dims, number, percent, ratio
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn import pitfalls
@@ -178,10 +179,10 @@ def _line(step: Step, rung: Rung | None) -> LadderLine:
     row = rung.row if rung else None
     away = step.home_shapes[0] != BRANCHES[step.branch].homes[0]
     figures = [
-        ("us", cell(row.kernel_us) if row else query.ABSENT),
-        ("TFLOPS", cell(row.tflops) if row else query.ABSENT),
-        ("x parent", ratio(row.x_parent) if row else query.ABSENT),
-        ("of its limit", percent(row.limit_share) if row else query.ABSENT),
+        ("us", cell(row.kernel_us) if row else table.ABSENT),
+        ("TFLOPS", cell(row.tflops) if row else table.ABSENT),
+        ("x parent", ratio(row.x_parent) if row else table.ABSENT),
+        ("of its limit", percent(row.limit_share) if row else table.ABSENT),
     ]
     title = step.title + ("" if step.accuracy == "exact" else f" ({step.accuracy})")
     return LadderLine(step.number, title, dims(step.home_shapes[0]) if away else "", figures)
@@ -253,13 +254,13 @@ def section(
 
 
 def _cells(row: Row) -> list[str]:
-    spread = query.ABSENT
+    spread = table.ABSENT
     if row.p20_us is not None and row.p80_us is not None:
         spread = f"{number(row.p20_us)}-{number(row.p80_us)}"
     return [
         row.format.upper(),
         row.scheme,
-        complete.dtypes(row),
+        columns.dtypes(row),
         cell(row.kernel_us),
         spread,
         cell(row.total_us),
@@ -268,8 +269,8 @@ def _cells(row: Row) -> list[str]:
         ratio(row.x_parent),
         ratio(row.x_step1),
         percent(row.limit_share),
-        text.error(row.nmse_float),
-        text.error(row.nmse_same_operands),
+        table.scientific(row.nmse_float),
+        table.scientific(row.nmse_same_operands),
     ]
 
 
@@ -329,7 +330,7 @@ def build(
     stale = stale_keys(run, root)
     log = markup.worklog(root / "results" / "worklog")
     steps, museum = ladder(), pitfalls.pitfalls()
-    with text.progress(len(steps) + 2) as say:
+    with table.progress(len(steps) + 2) as say:
         say("charts")
         pictures = drawn(run)
         sections = []
@@ -346,7 +347,9 @@ def build(
             env=run.env,
             measured=path is not None,
             when=query.when([*run.rows, *run.as_called]),
-            called=markup.markdown(called, "What a caller gets"),
+            called=markup.markdown(
+                table.markdown(called) if called else readme.NOTHING, "What a caller gets"
+            ),
             tree=tree(steps, run),
             ladder=next((each for each in pictures if each.name == "ladder"), None),
             charts=[each for each in pictures if each.name != "ladder"],
@@ -367,18 +370,3 @@ def build(
             findings=log.general,
         )
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of("page", __doc__)
-    parser.add_argument("--out", type=Path, default=OUT, help="default: build/report.html")
-    options = parser.parse_args(arguments)
-    made = build(run_path(options.run))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(made, encoding="utf-8")
-    print(options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What charts, tables and captions ask of a run, and how its numbers are written.
+"""What charts, tables and captions ask of a run.
 
 A figure that is shown comes from here, so a chart, a table and a caption cannot disagree.
 """
@@ -11,6 +11,7 @@ from typing import Final
 
 from results.baselines.humming import SCHEMES, W4A8, W4A16
 from results.record.schema import FORMATS, AsCalled, Peer, Row, Run, Size
+from results.render.table import number, ratio
 from steps.contract import BRANCHES
 
 MAIN_FORMAT: Final = "q4_0"
@@ -31,8 +32,6 @@ UNITS: Final = {
     "tensor_int8": "int8 tensor cores",
     "tensor_fp16": "float16 tensor cores",
 }
-ABSENT: Final = "-"
-"""What stands where nothing was measured."""
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -129,21 +128,6 @@ def cliffs(run: Run, most: float = CLIFF) -> list[tuple[AsCalled, AsCalled]]:
     return sorted(pairs, key=lambda pair: pair[0].us / pair[1].us)
 
 
-def kind_name(kind: tuple[str, str, str]) -> str:
-    """ "QuantLinear float16, fast", of (api, accuracy, dtype of A and C)."""
-    api, accuracy, dtype = kind
-    return f"{api} {dtype}" + ("" if accuracy == "exact" else f", {accuracy}")
-
-
-def jump(one: AsCalled, more: AsCalled) -> str:
-    """One of `cliffs` in words."""
-    return (
-        f"{kind_name((one.api, one.accuracy, one.dtype))}, {one.format.upper()}, N x K = {one.N} x "
-        f"{one.K}: M={one.M} {number(one.us)} us with step {one.step}, M={more.M} "
-        f"{number(more.us)} us with step {more.step}, {ratio(more.us / one.us)}"
-    )
-
-
 # ------------------------------------------------------------------------------------- the ladder
 
 
@@ -220,44 +204,7 @@ def tops(run: Run) -> list[int]:
     return sorted(found.values())
 
 
-# ---------------------------------------------------------------------------------------- writing
-
-
-def number(x: float) -> str:
-    """Three significant digits, no exponent, alike for neighbours: 0.042, 0.90, 1.20, 12.0, 188."""
-    if x < 0.1:
-        return f"{x:.2g}"
-    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
-
-
-def cell(value: float | None, unit: str = "") -> str:
-    return ABSENT if value is None else number(value) + unit
-
-
-def ratio(value: float | None) -> str:
-    """ "1.02x", "20x", "89x"."""
-    return ABSENT if value is None else f"{value:.0f}x" if value >= 19.5 else f"{number(value)}x"
-
-
-def percent(share: float | None) -> str:
-    """ "12 %"; below one per cent with a digit after the point."""
-    if share is None:
-        return ABSENT
-    return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1f} %"
-
-
-def span(values: Iterable[float | None]) -> str:
-    """ "2.10-2.40x" over the formats, "2.10x" where they agree, "-" where there is none."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ABSENT
-    low, high = number(min(known)), number(max(known))
-    return f"{low}x" if low == high else f"{low}-{high}x"
-
-
-def dims(size: Size) -> str:
-    """ "512 x 4096 x 4096": M x N x K."""
-    return " x ".join(map(str, size))
+# ---------------------------------------------------------------------------------------- in words
 
 
 def idea(row: Row) -> str:
@@ -277,3 +224,18 @@ def when(records: Iterable[Row | AsCalled | Peer]) -> str:
     elif commits:
         dates.append(f"{len(commits)} commits")
     return ", ".join(dates)
+
+
+def kind_name(kind: tuple[str, str, str]) -> str:
+    """ "QuantLinear float16, fast", of (api, accuracy, dtype of A and C)."""
+    api, accuracy, dtype = kind
+    return f"{api} {dtype}" + ("" if accuracy == "exact" else f", {accuracy}")
+
+
+def jump(one: AsCalled, more: AsCalled) -> str:
+    """One of `cliffs` in words."""
+    return (
+        f"{kind_name((one.api, one.accuracy, one.dtype))}, {one.format.upper()}, N x K = {one.N} x "
+        f"{one.K}: M={one.M} {number(one.us)} us with step {one.step}, M={more.M} "
+        f"{number(more.us)} us with step {more.step}, {ratio(more.us / one.us)}"
+    )

@@ -8,40 +8,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from results.baselines.humming import W4A16
-from results.record import ROOT
-from results.record.schema import Run, Size
-from results.record.store import headline, read
-from results.render.arguments import NOTHING
-from results.render.markdown import grid, link
+from results.record.schema import AsCalled, Row, Run, Size
 from results.render.query import (
-    ABSENT,
     BASELINES,
     CUBLAS,
     LAYERS,
     LLAMA_CPP,
-    Rung,
+    Panel,
     baseline,
     called,
-    cell,
-    dims,
     idea,
     ladder,
     main_format,
-    percent,
-    ratio,
     tabled,
     when,
 )
-from results.render.staleness import STALE, STALE_NOTE, Keys, stale_keys
+from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
+from results.render.table import (
+    ABSENT,
+    Column,
+    Line,
+    Table,
+    cell,
+    dims,
+    markdown,
+    of_records,
+    percent,
+    ratio,
+)
+from steps.contract import BRANCHES, Step
 
+NOTHING: Final = (
+    "Nothing is measured yet: `make bench` on a machine with a CUDA GPU, then `make charts`."
+)
 RATIO_NOTE: Final = (
     "x parent compares two times of one loop: it is left out where the parent's is of another."
 )
-
 CALLED: Final[tuple[Size, ...]] = (
     (1, 4096, 14336),
     (16, 4096, 14336),
@@ -51,113 +58,140 @@ CALLED: Final[tuple[Size, ...]] = (
     (4096, 4096, 14336),
 )
 """The sizes of the README's table: the weights of the two home shapes."""
+OF_LADDER: Final = (
+    Column("step"),
+    Column("idea", words=True),
+    *map(Column, ("time (us)", "TFLOPS", "x parent", "of its limit")),
+)
 
 
-def ladder_table(run: Run, source: str, stale: Keys = ()) -> str:
-    """A line per step in one format at its home shape. `source` is the run's file as linked."""
+def ladder_table(
+    run: Run,
+    source: str,
+    stale: Keys = (),
+    every: Sequence[Step] = (),
+    href: Callable[[int, str], str] = lambda _, name: f"steps/{name}.py",
+) -> Table | None:
+    """A line per step in one format at its home shape; None where none was measured.
+
+    source: the run's file as linked. every: these steps too where they were not measured. href:
+    where the link of a step leads, by its number and name.
+    """
     panels = ladder(run)
-    if not panels:
-        return NOTHING
     shown = [rung.row for panel in panels for rung in panel.rungs]
-    head = ["step", "idea", "time (us)", "TFLOPS", "x parent", "of its limit"]
-    above = [
-        f"{shown[0].format.upper()} on an {run.env.where}, {when(shown)} "
-        f"([run]({source})). The kernel alone, at the M x N x K of its branch."
-    ]
+    title = []
+    if shown:
+        title.append(
+            f"{shown[0].format.upper()} on an {run.env.where}, {when(shown)} "
+            f"([run]({source})). The kernel alone, at the M x N x K of its branch."
+        )
     if any(row.parent and not row.x_parent and row.status == "ok" for row in shown):
-        above.append(RATIO_NOTE)
+        title.append(RATIO_NOTE)
+    if any(row.key in stale for row in shown):
+        title.append(STALE_NOTE)
+    missing = [step for step in every if step.number not in {row.step for row in shown}]
+    for key in BRANCHES:
+        if key not in {panel.branch for panel in panels} and any(s.branch == key for s in missing):
+            panels.append(Panel(key, BRANCHES[key].title, BRANCHES[key].homes[0], ()))
     lines = []
     for panel in panels:
-        lines.append(["", f"**{panel.title}**, {dims(panel.home)}", *[""] * (len(head) - 2)])
-        lines += [_rung(rung, stale) for rung in panel.rungs]
-    marked = [STALE_NOTE] if any(row.key in stale for row in shown) else []
-    return "\n".join([*above, *marked, "", *grid(head, "rl" + "r" * (len(head) - 2), lines)])
+        lines.append(Line(("", f"**{panel.title}**, {dims(panel.home)}", *[""] * 4)))
+        figures: dict[int, tuple[str, ...]] = {
+            rung.row.step: (
+                f"[{rung.row.step}]({href(rung.row.step, rung.row.name)})",
+                idea(rung.row)
+                + f", at {dims(rung.row.shape)}" * rung.away
+                + _mark(rung.row, stale),
+                cell(rung.row.kernel_us) if rung.row.status == "ok" else rung.row.status,
+                cell(rung.row.tflops),
+                ratio(rung.row.x_parent) if rung.row.x_parent else "",
+                percent(rung.row.limit_share),
+            )
+            for rung in panel.rungs
+        }
+        for step in missing:
+            if step.branch == panel.branch:
+                link = f"[{step.number}]({href(step.number, step.name)})"
+                figures[step.number] = (link, step.title, *[ABSENT] * 4)
+        lines += [Line(figures[number]) for number in sorted(figures)]
+    return Table(OF_LADDER, tuple(lines), "\n".join(title)) if lines else None
 
 
-def _rung(rung: Rung, stale: Keys) -> list[str]:
-    row = rung.row
-    at = f", at {dims(row.shape)}" if rung.away else ""
-    mark = f" {STALE}" if row.key in stale else ""
-    return [
-        f"[{row.step}](steps/{row.name}.py)",
-        idea(row) + at + mark,
-        cell(row.kernel_us) if row.status == "ok" else row.status,
-        cell(row.tflops),
-        ratio(row.x_parent) if row.x_parent else "",
-        percent(row.limit_share),
-    ]
+def _mark(one: Row | AsCalled, stale: Keys) -> str:
+    return f" {STALE}" if one.key in stale else ""
 
 
-def called_table(run: Run, source: str, stale: Keys = ()) -> str:
+def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
     """What a caller of QuantLinear gets, in microseconds, beside cuBLAS float16, llama.cpp and,
-    where it was measured, Humming's W4A16."""
+    where it was measured, Humming's W4A16; None where nothing was measured."""
     name = main_format(tabled(run))
-    found = {
-        (accuracy, size): one
-        for accuracy in ("exact", "fast")
+    ours = {
+        size: [called(run, "QuantLinear", how, "float16", size, name) for how in ("exact", "fast")]
         for size in CALLED
-        if (one := called(run, "QuantLinear", accuracy, "float16", size, name))
     }
+    found = [one for both in ours.values() for one in both if one]
     if not found:
-        return NOTHING
-    others = {size: baseline(run, LLAMA_CPP, name, size) for size in CALLED}
-    layers = {size: peer for size in CALLED if (peer := baseline(run, W4A16, name, size))}
-    lines = []
-    for size in CALLED:
-        exact, fast = found.get(("exact", size)), found.get(("fast", size))
-        beside = exact or fast
-        theirs = others[size]
-        lines.append(
-            [
-                str(size[0]),
-                f"{size[1]} x {size[2]}",
-                *(
-                    ABSENT if one is None else cell(one.us) + f" {STALE}" * (one.key in stale)
-                    for one in (exact, fast)
-                ),
-                cell(beside.cublas_us if beside else None),
-                cell(theirs.us if theirs else None),
-                *([cell(layers[size].us if size in layers else None)] if layers else []),
-            ]
+        return None
+    theirs = {size: baseline(run, LLAMA_CPP, name, size) for size in CALLED}
+    layers = {size: baseline(run, W4A16, name, size) for size in CALLED}
+
+    def us(at: int) -> Callable[[Size], str]:
+        def text(size: Size) -> str:
+            one = ours[size][at]
+            return cell(one.us) + _mark(one, stale) if one else ABSENT
+
+        return text
+
+    def torch(size: Size) -> str:
+        return cell(next((one.cublas_us for one in ours[size] if one), None))
+
+    columns = [
+        Column("tokens", lambda size: str(size[0])),
+        Column("N x K", lambda size: f"{size[1]} x {size[2]}", words=True),
+        Column("this project", us(0)),
+        Column("fast", us(1)),
+        Column(BASELINES[CUBLAS], torch),
+        Column(BASELINES[LLAMA_CPP], lambda size: cell(one.us if (one := theirs[size]) else None)),
+    ]
+    if any(layers.values()):
+        columns.append(
+            Column(LAYERS[W4A16], lambda size: cell(one.us if (one := layers[size]) else None))
         )
-    above = (
-        f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, "
-        f"{when(found.values())} ([run]({source}))."
+    title = (
+        f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, {when(found)} "
+        f"([run]({source}))."
     )
-    known = [one for one in others.values() if one]
-    if known:
-        elsewhere = "" if all(one.same_run for one in known) else ", from another run"
-        above += f" {BASELINES[LLAMA_CPP]}: float32 in and out{elsewhere}."
-    another_run = not all(one.same_run for one in layers.values())
-    notes = [f"{LAYERS[W4A16]}: from another run."] if another_run else []
-    notes += [STALE_NOTE] if any(one.key in stale for one in found.values()) else []
-    head = ["tokens", "N x K", "this project", "fast", BASELINES[CUBLAS], BASELINES[LLAMA_CPP]]
-    head += [LAYERS[W4A16]] if layers else []
-    return "\n".join([above, *notes, "", *grid(head, "rl" + "r" * (len(head) - 2), lines)])
+    if any(theirs.values()):
+        same = all(one.same_run for one in theirs.values() if one)
+        title += f" {BASELINES[LLAMA_CPP]}: float32 in and out"
+        title += "." if same else ", from another run."
+    if not all(one.same_run for one in layers.values() if one):
+        title += f"\n{LAYERS[W4A16]}: from another run."
+    if any(one.key in stale for one in found):
+        title += f"\n{STALE_NOTE}"
+    return of_records(columns, CALLED, title)
 
 
-TABLES: Final = ("ladder", "called")
-"""The names of the markers."""
+# --- between the markers --------------------------------------------------------------------------
 
 
-def readme_tables(root: Path = ROOT) -> dict[str, str]:
-    """What belongs between the markers of each name, for the runs in `root`."""
-    path = headline(root / "results")
-    if path is None:
-        return dict.fromkeys(TABLES, NOTHING)
-    run = read(path)
-    stale = stale_keys(run, root)
-    return {
-        "ladder": ladder_table(run, link(path, root), stale),
-        "called": called_table(run, link(path, root), stale),
-    }
+def filled(text: str, shown: Measured | None, root: Path) -> str:
+    """README.md in `root` with the tables of a run; ValueError where a marker is missing."""
+    for name, made in (("ladder", ladder_table), ("called", called_table)):
+        table = None
+        if shown:
+            link = shown.path.resolve().relative_to(root.resolve()).as_posix()
+            table = made(shown.run, link, shown.stale)
+        before, _, after = split(text, name)
+        text = f"{before}\n{markdown(table) if table else NOTHING}\n{after}"
+    return text
 
 
 def split(text: str, name: str) -> tuple[str, str, str]:
     """(before, between, after) the markers; ValueError unless there is one of each, in order."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"needs one {begin} and after it one {end}")
+        raise ValueError(f"README.md needs one {begin} and after it one {end}")
     before, rest = text.split(begin)
     between, after = rest.split(end)
     return before + begin, between, end + after

@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from results.record.schema import Limits, Row
 from results.render.charts.roofline import intensity
-from results.render.query import UNITS, dims, number, percent
+from results.render.query import UNITS
+from results.render.table import dims, number, percent
 
 WIDE, HIGH = 440, 200
 LEFT, RIGHT, TOP, BELOW = 34, 10, 10, 30

@@ -11,6 +11,7 @@ from typing import Any, Final
 from results.record import ROOT
 from results.record.provenance import called_hash, source_hash
 from results.record.schema import AsCalled, Environment, Run
+from results.record.store import ranked
 
 Keys = Collection[tuple[Any, ...]]
 """The keys of the records whose code has changed since they were measured."""
@@ -56,3 +57,18 @@ def _chosen(one: AsCalled, env: Environment) -> int | None:
         return None
     way = Way(one.api, one.accuracy, one.dtype, one.format)
     return way.choice((one.M, one.N, one.K), Gpu(env.gpu, env.cc, env.sms)).step.number
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A GPU's run, and what of it is stale."""
+
+    path: Path
+    run: Run
+    stale: Keys
+
+
+def measured(root: Path = ROOT) -> list[Measured]:
+    """The run of every GPU, first the one that the README and the charts show."""
+    found = ranked(root / "results")
+    return [Measured(path, run, stale_keys(run, root)) for path, run in found]

@@ -19,8 +19,7 @@ from results.measure.bench import Bench, Recorder, Wanted
 from results.record import store
 from results.record.environment import environment
 from results.record.schema import Peer, Size
-from results.render import query
-from results.render import text as table
+from results.render import query, table
 from steps.checks.run import fatal
 from steps.checks.select import UsageError, select
 from steps.cli import exercises, report

@@ -7,7 +7,7 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 
-from results.render import text as table
+from results.render import table
 from steps.compile import kernel_cache
 from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, Final
 
-from results.render import text as table
-from results.render.text import Column, Line, Table
+from results.render import table
+from results.render.table import Column, Line, Table
 
 PACKAGES: Final = (
     "numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-toolkit", "nvidia-nvvm",

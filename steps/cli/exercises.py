@@ -11,8 +11,8 @@ from typing import Final
 
 from results.measure.beside import Beside, beside
 from results.measure.protocol import Budget
-from results.render import text as table
-from results.render.text import Column, Line, Table
+from results.render import table
+from results.render.table import Column, Line, Table
 from steps.checks.select import UsageError, select
 from steps.cli.arguments import dtype_of, formats_of, home_shapes_of, machines, one_step
 from steps.cli.report import shape_text

@@ -91,8 +91,8 @@ class FileWeights:
 PART: Final = "checked in the simulator, not timed, on a part of"
 
 NOTES: Final = (
-    "kernel error: against the float64 product of the same operands",
-    "format error: unknown, as the file has only quantized weights",
+    "NMSE, kernel: against the float64 product of the same operands",
+    "NMSE, product: unknown, as the file has only quantized weights",
 )
 
 

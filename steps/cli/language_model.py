@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from results.record.environment import environment, finished
-from results.render import text as table
+from results.render import table
 from steps.checks.select import UsageError
 
 BEGAN: Final = time.perf_counter()

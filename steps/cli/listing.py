@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from results.render import text as table
-from results.render.text import Column, Line, Table
+from results.render import table
+from results.render.table import Column, Line, Table
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises

@@ -9,8 +9,8 @@ import textwrap
 from argparse import Namespace
 from typing import Any, Final
 
-from results.render import text as table
-from results.render.text import Column, Line, Table
+from results.render import table
+from results.render.table import Column, Line, Table
 from steps.learn.pitfalls import Finding, Pitfall, examine, pitfalls
 from steps.learn.pitfalls.exhibit import error_of, value_of
 

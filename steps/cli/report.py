@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from results.record.schema import Row
-from results.render import text as table
-from results.render.text import Column, Line, Table, Tone
+from results.render import table
+from results.render.rows import of_rows
+from results.render.table import Column, Table, Tone
 from steps.checks.run import Outcome, Outcomes
 from steps.checks.select import ALL_FORMATS
 from steps.contract import Family, Size, Step, Work
@@ -68,27 +69,25 @@ def folded(
     """One line for each step and family, and each shape where it was measured; formats are
     columns."""
     names = sorted({o.work.format for o in outcomes}, key=ALL_FORMATS.index)
-    head = [Column("step"), Column("name", words=True), Column("A", words=True)]
-    head += [Column("MxNxK")] if rows else []
-    head += [Column(name) for name in names]
-    head += [Column(name) for name in ("x parent", "x cuBLAS", "of limit")] if rows else []
-    head += [Column("verdict", words=True)]
-    lines = []
-    for rung in _rungs(outcomes, rows):
-        cells = [str(rung.step.number), rung.step.name[len("stepNN_") :], rung.family]
-        if rows:
-            cells += [shape_text(rung.shape) if rung.shape else table.ABSENT]
-            cells += [_time(rung.rows.get(name)) for name in names]
-            cells += [
-                table.times(rung.median(lambda row: row.x_parent)),
-                table.times(rung.median(lambda row: row.x_cublas)),
-                table.share(rung.median(lambda row: row.limit_share)),
-            ]
-        else:
-            cells += [_error(rung.outcomes.get(name)) for name in names]
-        lines.append(Line((*cells, rung.verdict), "" if rung.ok else "bad"))
+    columns = [
+        Column("step", lambda rung: str(rung.step.number)),
+        Column("name", lambda rung: rung.step.name[len("stepNN_") :], words=True),
+        Column("A", lambda rung: rung.family, words=True),
+    ]
+    if rows:
+        columns += [
+            Column("MxNxK", lambda rung: shape_text(rung.shape) if rung.shape else table.ABSENT),
+            *(Column(name, _time_in(name)) for name in names),
+            Column("x parent", lambda rung: table.ratio(rung.median(lambda row: row.x_parent))),
+            Column("x cuBLAS", lambda rung: table.ratio(rung.median(lambda row: row.x_cublas))),
+            Column("of limit", lambda rung: table.percent(rung.median(lambda r: r.limit_share))),
+        ]
+    else:
+        columns += [Column(name, _error_in(name)) for name in names]
+    columns.append(Column("verdict", lambda rung: rung.verdict, words=True))
     notes = (FAMILIES, *(OF_TIMES if rows else OF_CHECKS), *notes)
-    return Table(tuple(head), tuple(lines), title, notes)
+    rungs = _rungs(outcomes, rows)
+    return table.of_records(columns, rungs, title, notes, lambda rung: "" if rung.ok else "bad")
 
 
 def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
@@ -113,29 +112,42 @@ def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
     ]
 
 
-def _time(row: Row | None) -> str:
-    if row is None or row.status == "unsupported":
-        return table.ABSENT
-    return table.figure(row.kernel_us) if row.status == "ok" else "FAILED"
+def _time_in(name: str) -> Callable[[_Rung], str]:
+    def text(rung: _Rung) -> str:
+        row = rung.rows.get(name)
+        if row is None or row.status == "unsupported":
+            return table.ABSENT
+        return table.cell(row.kernel_us) if row.status == "ok" else "FAILED"
+
+    return text
 
 
-def _error(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return table.ABSENT
-    return table.error(outcome.nmse_same_operands) if outcome.ok else "FAILED"
+def _error_in(name: str) -> Callable[[_Rung], str]:
+    def text(rung: _Rung) -> str:
+        outcome = rung.outcomes.get(name)
+        if outcome is None:
+            return table.ABSENT
+        return table.scientific(outcome.nmse_same_operands) if outcome.ok else "FAILED"
+
+    return text
 
 
 # --- one line a format ----------------------------------------------------------------------------
 
-_MEASURED: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("kernel", lambda row: table.microseconds(row.kernel_us)),
-    ("total", lambda row: table.microseconds(row.total_us)),
-    ("TFLOPS", lambda row: table.figure(row.tflops)),
-    ("GB/s", lambda row: table.figure(row.gbps)),
-    ("of limit", lambda row: table.share(row.limit_share)),
-    ("x parent", lambda row: table.times(row.x_parent)),
-    ("x cuBLAS", lambda row: table.times(row.x_cublas)),
-    ("registers", lambda row: table.ABSENT if row.registers is None else str(row.registers)),
+_CHECK = (
+    Column("step", lambda outcome: str(outcome.work.step.number)),
+    Column("scheme", lambda outcome: outcome.work.scheme, words=True),
+    Column("format", lambda outcome: outcome.work.format, words=True),
+)
+_ROW = (
+    *of_rows("step", "scheme"),
+    Column("format", lambda row: row.format, words=True),
+    Column("MxNxK", lambda row: shape_text(row.shape)),
+)
+_ERRORS = of_rows("NMSE, kernel", "NMSE, product")
+_MEASURED = of_rows(
+    *("kernel us", "total us", "TFLOPS", "GB/s"),
+    *("of its limit", "x parent", "x cuBLAS", "registers"),
 )
 
 
@@ -150,37 +162,28 @@ def run_table(
 
     asked: the steps that were named; others, measured to compare with, are faint.
     """
-    head = [Column("step"), Column("scheme", words=True), Column("format", words=True)]
-    several = any((row.input, row.output) != ("float32", "float32") for row in rows)
-    if rows:
-        head += [Column("MxNxK")]
-    if several:
-        head += [Column("A to C", words=True)]
-    head += [Column("kernel error"), Column("format error")]
-    if rows:  # without a GPU these columns would only say that nothing was measured
-        head += [Column(name) for name, _ in _MEASURED]
-    head += [Column("verdict", words=True)]
+    if not rows:  # without a GPU the columns of times would only say that nothing was measured
+        columns = (
+            *_CHECK,
+            *_ERRORS,
+            Column("verdict", lambda o: _verdict("ok" if o.ok else "failed", o), words=True),
+        )
+        return table.of_records(columns, outcomes, title, notes, lambda o: "" if o.ok else "bad")
     checked = {(o.work.step.number, o.work.scheme, o.work.format): o for o in outcomes}
-    wanted = set(asked)
-    lines = []
-    for row in rows:
-        cells = [str(row.step), row.scheme, row.format, shape_text(row.shape)]
-        if several:
-            cells += [f"{row.input} to {row.output}"]
-        cells += [table.error(row.nmse_same_operands), table.error(row.nmse_float)]
-        cells += [text(row) for _, text in _MEASURED]
-        cells += [_verdict(row.status, checked.get((row.step, row.scheme, row.format)))]
-        tone: Tone = "bad" if row.status == "failed" else ""
-        if not tone and wanted and row.step not in wanted:
-            tone = "faint"
-        lines.append(Line(tuple(cells), tone))
-    for outcome in () if rows else outcomes:
-        work = outcome.work
-        cells = [str(work.step.number), work.scheme, work.format]
-        cells += [table.error(outcome.nmse_same_operands), table.error(outcome.nmse_float)]
-        cells += [_verdict("ok" if outcome.ok else "failed", outcome)]
-        lines.append(Line(tuple(cells), "" if outcome.ok else "bad"))
-    return Table(tuple(head), tuple(lines), title, tuple(notes))
+    named = set(asked)
+
+    def verdict(row: Row) -> str:
+        return _verdict(row.status, checked.get((row.step, row.scheme, row.format)))
+
+    def tone(row: Row) -> Tone:
+        other = named and row.step not in named
+        return "bad" if row.status == "failed" else "faint" if other else ""
+
+    several = any((row.input, row.output) != ("float32", "float32") for row in rows)
+    from_to = (Column("A to C", lambda row: f"{row.input} to {row.output}", words=True),) * several
+    ends = Column("verdict", verdict, words=True)
+    columns = (*_ROW, *from_to, *_ERRORS, *_MEASURED, ends)
+    return table.of_records(columns, rows, title, notes, tone)
 
 
 def _verdict(status: str, outcome: Outcome | None) -> str:

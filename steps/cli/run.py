@@ -18,7 +18,7 @@ from typing import Final
 from results.measure import bench as benching
 from results.record.environment import environment, finished
 from results.record.schema import Environment, Peer, Row, Run, rows_in_order
-from results.render import text as table
+from results.render import table
 from steps.checks import fuzz as fuzzer
 from steps.checks import fuzz_cases
 from steps.checks.cases import Case, cases

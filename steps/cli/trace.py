@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results.render import text as table
-from results.render.query import dims
-from results.render.templates import templates
-from results.render.text import Column, Line, Table
+from results.render import table
+from results.render.markup import templates
+from results.render.table import Column, Line, Table, dims
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli.arguments import dtype_of, home_shapes_of, machines, one_work

@@ -11,7 +11,7 @@ from reference import BENCH_SHAPES
 from results.measure import tune as tuning
 from results.record import store
 from results.record.environment import environment, finished
-from results.render import text as table
+from results.render import table
 from steps.checks.select import UsageError, select
 from steps.cli.arguments import formats_of, machines, shape_of, steps_of
 from steps.cli.run import remark

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
-from results.render import text as table
+from results.render import table
 from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines
 from steps.cli.gguf_weights import tensors_of

@@ -40,7 +40,15 @@ def test_a_step_is_measured_at_its_home_shapes_with_its_parent(
     assert {shape: numbers(works) for shape, works in at.items()} == {(512, 4096, 4096): [4, 5]}
     title, _, head, _, *lines = capsys.readouterr().out.splitlines()
     assert title == "Pretended GPU, each step at its home shape"
-    for name in ("MxNxK", "kernel error", "kernel", "total", "x parent", "x cuBLAS", "verdict"):
+    for name in (
+        "MxNxK",
+        "NMSE, kernel",
+        "kernel us",
+        "total us",
+        "x parent",
+        "x cuBLAS",
+        "verdict",
+    ):
         assert name in head
     assert [line.split()[0] for line in lines] == ["4", "5"]
     assert "2.00x" in lines[-1]

@@ -10,11 +10,11 @@ from dataclasses import replace
 import matplotlib as mpl
 import pytest
 
+from results import __main__ as command
 from results.baselines.humming import W4A16
 from results.record import store
 from results.record.schema import Environment, Run
-from results.render import captions, charts, query
-from results.render.charts import __main__ as command
+from results.render import captions, charts, query, table
 from results.render.charts import called, error, ladder, roofline, style, tokens
 from steps.contract import BRANCHES
 from tests.results.synthetic_run import CALLED_TOKENS, FEW, FORMATS, LADDER, SWEPT, make_run
@@ -59,7 +59,7 @@ def test_the_ladder_has_a_panel_per_branch_with_its_home_shape(files) -> None:
     text = text_of(files["ladder.svg"])
     for branch in BRANCHES.values():
         assert branch.title in text
-        assert query.dims(branch.homes[0]) in text
+        assert table.dims(branch.homes[0]) in text
     for label in ("1 naive W4A16", "3 shared tiled", "15 wgmma int8 (fast)", "18 decode bulk"):
         assert label in text
     assert "10 stream k, M=128" in text, "its home is not that of its branch"
@@ -88,9 +88,9 @@ def test_figures_in_the_ladder_are_those_of_the_run(run, files) -> None:
     for panel in query.ladder(run):
         for rung in panel.rungs:
             speed = rung.row.kernel_us if panel.branch == ladder.DECODE else rung.row.tflops
-            assert query.number(speed or 0) in text
+            assert table.number(speed or 0) in text
             if rung.row.x_parent:
-                assert query.ratio(rung.row.x_parent) in text
+                assert table.ratio(rung.row.x_parent) in text
 
 
 def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
@@ -289,10 +289,10 @@ def test_labels_are_spread_apart_in_order() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypatch) -> None:
+def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys) -> None:
     path = store.write(run, tmp_path / "run.json")
     out = tmp_path / "charts"
-    assert command.main([str(path), "--out", str(out)]) == 0
+    assert command.main(["charts", "--run", str(path), "--out", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(NAMES)
     run = store.read(path)
     assert charts.drifts(run, out) == []
@@ -304,12 +304,11 @@ def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypa
     assert "error.svg is missing: run `make charts`" in found[0]
     assert "old.svg shows what no run holds: remove it" in " ".join(found)
     assert sum("shows another state of the run" in one for one in found) == len(NAMES) - 1
-    assert command.main([str(path), "--out", str(out)]) == 0
+    assert command.main(["charts", "--run", str(path), "--out", str(out)]) == 0
     assert charts.drifts(newer, out) == [], "what no run holds is removed"
     assert charts.drifts(None, out) != []
-    monkeypatch.setattr("results.render.arguments.headline", lambda: None)
-    assert command.main(["--out", str(out)]) == 0
-    assert "Nothing is measured yet" in capsys.readouterr().err
+    assert command.main(["charts", "--root", str(tmp_path), "--out", str(out)]) == 0
+    assert "Nothing is measured yet" in capsys.readouterr().out
     assert charts.drifts(None, out) == []
 
 
@@ -318,12 +317,12 @@ def test_captions_hold_the_figures_of_their_charts(run) -> None:
     assert set(said) == NAMES
     for panel in query.ladder(run):
         for rung in panel.rungs:
-            assert query.number(rung.row.kernel_us or 0) in said["ladder"].figures
+            assert table.number(rung.row.kernel_us or 0) in said["ladder"].figures
     for _, points in called.curves(run, 4096, 4096):
         for _, x in points:
-            assert query.ratio(x) in said["as_called"].figures
+            assert table.ratio(x) in said["as_called"].figures
     for _, points in tokens.curves(run, 4096, 4096):
-        assert query.number(points[-1][1]) in said["tokens"].figures
+        assert table.number(points[-1][1]) in said["tokens"].figures
     none = "nowhere does one token more take more than 1.15 times as long"
     assert none in said["tokens"].finding
     jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
@@ -331,13 +330,13 @@ def test_captions_hold_the_figures_of_their_charts(run) -> None:
     assert none not in other
     assert "x from M=32 as long" in other
     for row in roofline.rows_of(run):
-        assert query.number(row.tflops or 0) in said["roofline"].figures
+        assert table.number(row.tflops or 0) in said["roofline"].figures
     assert "fast steps" in said["error"].finding
 
 
 def test_importing_results_needs_neither_matplotlib_nor_torch() -> None:
     code = (
-        "import sys; import results.render.charts, results.render.tables, results.render.complete;"
+        "import sys; import results.render.charts, results.render.generated;"
         "print(sorted({'matplotlib', 'torch', 'numba'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

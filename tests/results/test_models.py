@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from results.record import ROOT
-from results.render import complete, models
+from results.record import ROOT, store
+from results.render import complete, models, table
+from results.render.staleness import Measured
 
 ENV = {
     "gpu": "NVIDIA H9",
@@ -51,6 +52,11 @@ QUALITY = {
 }
 
 
+def told(made: table.Table | None) -> list[str]:
+    assert made is not None
+    return table.markdown(made).splitlines()
+
+
 def write(path: Path, **parts: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"schema": 1, "env": ENV, **parts}))
@@ -58,7 +64,7 @@ def write(path: Path, **parts: Any) -> Path:
 
 
 def test_a_decoder_stands_beside_float16(tmp_path: Path) -> None:
-    text = models.of_decoder(write(tmp_path / models.DECODER, bench=BENCH))
+    text = told(models.of_decoder(write(tmp_path / "decoder.json", bench=BENCH)))
     assert text[0].startswith(
         "Shapes of Llama 9, random weights in Q5_1, 1.23 GB, on an NVIDIA H9 @ "
     )
@@ -74,16 +80,16 @@ def test_several_gpus_stand_beside_one(tmp_path: Path) -> None:
     row = {"model": "Llama 9", "case": "prefill 7", "one": 1234.5, "all": 2345.6, "x": 1.9}
     rows = [row | {"gpus": 3, "rounds": 7, "spread": 0.1, "ms": parts}]
     bench = {"format": "q5_1", "gpus": 3, "sums": "by hand", "rows": rows}
-    path = write(tmp_path / models.GPUS, **{"bench on GPUs": bench})
-    text = models.of_gpus(path)
+    path = write(tmp_path / "gpus.json", **{"bench on GPUs": bench})
+    text = told(models.of_gpus(path))
     assert "in Q5_1, shared by 3 GPUs, on an NVIDIA H9" in text[0]
     assert "Sums: by hand." in text[0]
     assert text[-1] == "| Llama 9 | prefill 7 | 1,234 | 2,346 | 1.90x | 100 | 60.5 | 50.0 | 8.25 |"
 
 
 def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
-    path = write(tmp_path / "h9" / models.QUALITY, quality=QUALITY)
-    text = models.of_quality(path)
+    path = write(tmp_path / "h9" / "quality.json", quality=QUALITY)
+    text = told(models.of_quality(path))
     assert text[0].startswith("model.gguf, 77 predictions of book.txt, on an NVIDIA H9")
     assert text[-2:] == [
         "| float32 | 5.000 |  |  |  |",
@@ -92,32 +98,26 @@ def test_a_model_stands_beside_float32_and_llama_cpp(tmp_path: Path) -> None:
     theirs = QUALITY["rows"][1] | {"side": models.LLAMA_CPP, "same_top": 0.5}  # type: ignore[operator,index]
     beside = QUALITY | {"rows": [theirs], "predictions": 11}
     write(tmp_path / models.CPU, quality=beside)
-    assert models.of_quality(path) == [
+    assert told(models.of_quality(path)) == [
         *text,
         "",
         "llama.cpp itself, on a CPU and the first 11 of these: mean KL 2.0e-05, 99.9 % KL 3.0e-04, "
         "same top token 50.0 %.",
     ]
     write(tmp_path / models.CPU, quality=beside | {"file": "other.gguf"})
-    assert models.of_quality(path) == text
+    assert told(models.of_quality(path)) == text
 
 
 @pytest.mark.parametrize(
     "made", [models.of_decoder, models.of_gpus, models.of_quality, models.of_transformers]
 )
 def test_what_was_not_measured_is_left_out(tmp_path: Path, made: Any) -> None:
-    assert made(tmp_path / "nothing.json") == []
+    assert made(tmp_path / "nothing.json") is None
 
 
 def test_results_have_them() -> None:
-    folder = ROOT / "results" / "nvidia-h200"
-    decoder = models.of_decoder(folder / models.DECODER)
-    quality = models.of_quality(folder / models.QUALITY)
-    gpus = models.of_gpus(folder / models.GPUS)
-    assert decoder
-    assert gpus
-    assert quality
-    page = complete.page()
-    assert "\n".join(["### A decoder", "", *decoder]) in page
-    assert "\n".join(["### Two GPUs and more", "", *gpus]) in page
-    assert "\n".join(["### How near a real model stays", "", *quality]) in page
+    path = ROOT / "results" / "nvidia-h200" / "run.json"
+    page = complete.page([Measured(path, store.read(path), ())])
+    for title, made, name in models.TABLES:
+        found = made(ROOT / "results" / "nvidia-h200" / name)
+        assert "\n".join([f"### {title}", "", *told(found)]) in page

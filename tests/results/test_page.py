@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from qformats import FORMATS
+from results import __main__ as command
 from results.record import codec, store
 from results.record.schema import Run
-from results.render import captions, markup, page, query
+from results.render import captions, markup, page, query, table
 from results.render.compiled import Compiled, Opcode, compiled
 from steps import ladder
 from steps.contract import BRANCHES, Step
@@ -250,12 +251,12 @@ def test_the_ladder_stands_on_top_by_branch(invented: Page, run: Run) -> None:
     assert places == sorted(places)
     for branch in BRANCHES.values():
         assert branch.title in text
-        assert f"at {query.dims(branch.homes[0])}" in text
+        assert f"at {table.dims(branch.homes[0])}" in text
     for step in ladder():
         assert step.title in text, "measured or not"
     for panel in query.ladder(run):
         for rung in panel.rungs:
-            assert query.number(rung.row.kernel_us or 0) in text
+            assert table.number(rung.row.kernel_us or 0) in text
 
 
 def numbered(step: Step) -> list[tuple[int, str]]:
@@ -316,17 +317,17 @@ def test_each_step_has_its_lesson_its_outcome_and_its_figures(invented: Page, ru
         rows = [r for r in run.rows if r.step == step.number and r.shape in step.home_shapes]
         for row in rows:
             for value in (row.kernel_us, row.total_us, row.tflops):
-                assert query.number(value or 0) in text
+                assert table.number(value or 0) in text
 
 
 def test_figures_of_a_step_are_those_of_the_run(run: Run) -> None:
     rows = query.of_one_dtype(row for row in run.rows if row.step == 15)
     said = dict(captions.step_facts(run, 15))
-    assert said["Most TFLOPS"].startswith(query.number(max(row.tflops or 0 for row in rows)))
+    assert said["Most TFLOPS"].startswith(table.number(max(row.tflops or 0 for row in rows)))
     ratios = [row.x_parent for row in rows if row.x_parent and row.home]
     against = said["Against step 14"]
-    assert against.startswith(query.ratio(min(ratios)))
-    assert f"to {query.ratio(max(ratios))}" in against
+    assert against.startswith(table.ratio(min(ratios)))
+    assert f"to {table.ratio(max(ratios))}" in against
     assert captions.step_facts(run, 99) == []
 
 
@@ -378,7 +379,7 @@ def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> 
     assert run.env.where in text
     assert str(run.env.git.sha) in text
     for rate in run.env.limits.tops.values():
-        assert query.number(rate) in text
+        assert table.number(rate) in text
     assert "20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
 
 
@@ -481,13 +482,12 @@ def test_the_command_writes_the_file(
 ) -> None:
     monkeypatch.setattr(page, "build", lambda path: f"<!DOCTYPE html>{path}")
     out = tmp_path / "new" / "page.html"
-    assert page.main(["a.json", "--out", str(out)]) == 0
+    assert command.main(["page", "--run", "a.json", "--out", str(out)]) == 0
     assert out.read_text() == "<!DOCTYPE html>a.json"
     assert capsys.readouterr().out.strip() == str(out)
-    monkeypatch.setattr("results.render.arguments.headline", lambda: None)
-    assert page.main(["--out", str(out)]) == 0
+    assert command.main(["page", "--root", str(tmp_path), "--out", str(out)]) == 0
     assert out.read_text() == "<!DOCTYPE html>None"
-    assert "Nothing is measured yet" in capsys.readouterr().err
+    assert "Nothing is measured yet" in capsys.readouterr().out
 
 
 # --- in a browser ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from results.measure.transformers_llama import BASELINE
 from results.record import store
 from results.record.schema import Environment, HostRun, ModelRun
 from results.render import complete
+from results.render.staleness import measured
 from tests.results.synthetic_run import make_run
 from tests.results.test_record import MODEL
 
@@ -122,13 +123,15 @@ def test_a_slow_round_of_both_sides_does_not_change_the_ratio_of_host_times() ->
 def test_results_have_its_table_where_it_was_measured(tmp_path: Path) -> None:
     run = make_run(shapes=((1, 4096, 4096),), formats=("q4_0",), peers=False)
     path = store.write(run, tmp_path / "results" / "nvidia-h200" / "run.json")
-    assert "A model of transformers" not in complete.page(tmp_path)
+    assert "A model of transformers" not in complete.page(measured(tmp_path))
     store.write(MODEL, path.with_name(ModelRun.NAME))
-    section = complete.page(tmp_path).split("### A model of transformers")[1].split("\n###")[0]
+    section = (
+        complete.page(measured(tmp_path)).split("### A model of transformers")[1].split("\n###")[0]
+    )
     assert "a llama, torch 9.9, on an NVIDIA H200, 2026-01-02, commit 0123abcd." in section
     line = "| prefill, 512 tokens | q4_0 | 20.0 ms | 19.0-21.0 | 25,600 | 1.50x | 3.00 s |"
     assert line in section
-    assert "- quantize_model s, q4_0: 2.5" in section
+    assert "quantize_model s, q4_0: 2.5" in section
 
 
 # --- the model itself -----------------------------------------------------------------------------

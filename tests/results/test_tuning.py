@@ -348,12 +348,12 @@ def test_a_step_for_few_tokens_is_not_missed_where_there_are_more(tmp_path: Path
 
 
 def test_the_command_prints_the_fastest_of_each_entry() -> None:
-    from results.render import text
+    from results.render import table
     from steps.cli.tune import fastest
 
     half = Entry("q4_0", 4096, 4096, 16, {"5 A8": 21.0, "12 A16": 22.0, "12 A16 float16": 8.0})
     entries = [entry(1, s5A8=20.0, s3A16=9.0), half]
-    lines = text.plain(fastest("NVIDIA H200", entries)).splitlines()
+    lines = table.plain(fastest("NVIDIA H200", entries)).splitlines()
     assert lines[0] == "The fastest step and family on NVIDIA H200"
     assert lines[-2].split() == ["q4_0", "4096", "4096", "float32", "3", "A16", "5", "A8"]
     assert lines[-1].split() == ["q4_0", "4096", "4096", "float16", "-", "12", "A16"]

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Row, Run
 from results.render.charts import style
-from results.render.query import (
-    ABSENT,
-    BASELINES,
-    Panel,
-    Rung,
-    baseline_us,
-    cell,
-    dims,
-    ladder,
-    number,
-    ratio,
-)
+from results.render.query import BASELINES, Panel, Rung, baseline_us, ladder
+from results.render.table import ABSENT, cell, dims, number, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

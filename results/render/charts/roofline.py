@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from results.record.schema import Row, Run, Size
 from results.render.charts import style
 from results.render.charts.ladder import short
-from results.render.query import UNITS, main_format, number, of_one_dtype, timed, tops
+from results.render.query import UNITS, main_format, of_one_dtype, timed, tops
+from results.render.table import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
