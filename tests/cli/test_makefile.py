@@ -123,10 +123,12 @@ def test_a_value_arrives_as_it_was_typed(echo: Path, value: str) -> None:
         ("check", "STEP", ["check"]),
         ("bench", "FILE", ["bench", "--file"]),
         ("sanitize", "TOOL", ["sanitize", "--tool"]),
-        ("report", "OUT", ["--out"]),
+        ("report", "OUT", ["page", "--out"]),
     ):
         (command,) = runs(echo, target, f"{name}={value}")
         assert command[2:] == [*before, value]
+    (command,) = runs(echo, "results", "M=8", f"FORMAT={value}")
+    assert command[1:] == ["results", "M=8", f"FORMAT={value}"]
     (command,) = runs(echo, "decoder", PROMPT=value)
     assert command[2:] == ["decoder", "--prompt", value]
 
