@@ -5,7 +5,7 @@ tile's counter. The value before tells how many came earlier. The block that fin
 adds up all partial sums, in the order of K, so the result has the same bits in every run. The
 counter is set back to zero, as the next launch must find it. No block waits for another.
 
-Step 10 teaches this; the ends of steps 11 and 14 to 16 use these functions too.
+Step 10 teaches this; the ends of steps 11, 14 and 15 use these functions too.
 
 `poll_and_count_arrival` is inlined by Numba, as if it stood in the kernel: LLVM simplifies a
 function before it inlines it, and the code that came of this was longer.

@@ -3,7 +3,7 @@
 A thread block has an SM to itself and stays there, tile after tile
 (`steps.kernels.parts.stream_k`), so its cycles can be added up beforehand. The steps differ in what
 128 K of a tile cost. The constants here were measured on an H200. Step 14 teaches the tiles; step
-13 takes its stage's cycles from here, steps 15 and 16 theirs and all else.
+13 takes its stage's cycles from here, step 15 its own and all else.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ as the ring is full of the next tile already:
                time, so that a thread has four neighbouring features of a token, 16 bytes, and half
                a warp a token's 64
 
-Step 14 teaches this; steps 15 and 16 use it for int32.
+Step 14 teaches this; step 15 uses it for int32.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ writes C. Where they finish together, each adds up a *slice*, some of the tile's
     block 0   K 0..1023      [multiply ][store partial sums][poll][add up slice 0][C]
     block 1   K 1024..2047   [multiply  ][store partial sums][poll][add up slice 1][C]
 
-Step 14 teaches this; steps 15 and 16 use it for int32.
+Step 14 teaches this; step 15 uses it for int32.
 """
 
 from __future__ import annotations
