@@ -35,9 +35,9 @@ from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Peer, Run
 from steps.checks.run import fatal
-from steps.contract import Shape, Size, Work
-from steps.kernels.parts.activations.layouts import reading_of
-from steps.product.choice import Choice, choose, choose_uncast, packings, written_dtype
+from steps.contract import Kernel, Size
+from steps.product.choice import Choice, choose, packings
+from steps.product.request import Request
 
 DEVICE: Final = "cuda"
 FORMAT: Final = "q4_0"
@@ -84,17 +84,12 @@ class Way:
 
     def choice(self, size: Size, machine: Any) -> Choice:
         """The step that this call chooses here."""
-        shape, input, name = Shape(*size), self.dtype, self.format
-        if self.api == "gemm.plan":
-            return choose(name, shape, machine, accuracy=self.accuracy, output=input, input=input)
-        packed = [step.pack.__name__ for step in packings(name, machine.cc, self.accuracy)]
-        return choose_uncast(name, shape, packed, machine, self.accuracy, input)
-
-    def wanted(self, size: Size, machine: Any) -> tuple[Work, Size, str, str]:
-        """What it launches, for `compile_ahead`: (work, M N K, dtype of C, dtype of A)."""
-        choice = self.choice(size, machine)
-        reads = reading_of(choice.step, self.dtype, choice.family)[1]
-        return choice.work, size, written_dtype(choice.step, self.dtype), reads
+        request = Request(self.format, *size, self.dtype, self.dtype, accuracy=self.accuracy)
+        if self.api == "QuantLinear":
+            packed = packings(self.format, machine.cc, self.accuracy)
+            layouts = tuple(one.pack.__name__ for one in packed)
+            request = replace(request, layouts=layouts, adapted=True)
+        return choose(request, machine)
 
     def __str__(self) -> str:
         return f"{self.api} {self.accuracy} {self.dtype} {self.format}"
@@ -134,7 +129,7 @@ def missing(calls: Iterable[Call], run: Run, machine: Any) -> list[Call]:
     good = {(one.key, one.step, one.source_hash) for one in run.as_called}
 
     def fresh(size: Size, way: Way) -> bool:
-        step = way.choice(size, machine).step.number
+        step = way.choice(size, machine).kernel.number
         key = (way.api, way.accuracy, way.dtype, way.format, size)
         return (key, step, now(way.api, step)) in good
 
@@ -215,14 +210,14 @@ class Calls:
             self._layers[key] = [first, *more]
         return self._layers[key]
 
-    def packed(self, work: Work) -> list[Any]:
+    def packed(self, kernel: Kernel, format_name: str) -> list[Any]:
         """What `pack` makes, with each copy of the weights."""
         from steps import pack
 
-        key = work.step.pack, work.format
+        key = kernel.pack, format_name
         if key not in self._packed:
-            blocks = self.data.blocks(work.format)
-            first = pack(blocks, step=work.step.number, machine=self.machine)
+            blocks = self.data.blocks(format_name)
+            first = pack(blocks, step=kernel.number, machine=self.machine)
             copies = [
                 replace(first, arrays=tuple(map(self.stopwatch.duplicate, first.arrays)))
                 for _ in range(self._slots(blocks.nbytes) - 1)
@@ -260,17 +255,17 @@ class Calls:
         choice = way.choice((m, self.data.n, self.data.k), self.machine)
         if way.api == "QuantLinear":
             layers = self.layers(way.format, way.accuracy)
-            return [partial(layer, a) for layer in layers], choice.step.number
+            return [partial(layer, a) for layer in layers], choice.kernel.number
         from steps import gemm
 
         out = a.new_full((m, self.data.n), float("nan"))
         calls: list[Callable[[], Any]] = []
-        for packed in self.packed(choice.work):
-            options: dict[str, Any] = {"step": choice.step.number, "family": choice.family}
+        for packed in self.packed(choice.kernel, way.format):
+            options: dict[str, Any] = {"step": choice.kernel.number, "family": choice.family}
             options |= {"dtype": way.dtype, "input": way.dtype}
             plan = gemm.plan(m, packed, machine=self.machine, **options)  # type: ignore[attr-defined]
             calls.append(partial(_called, plan, a, out))
-        return calls, choice.step.number
+        return calls, choice.kernel.number
 
     def torchs(self, way: Way, m: int) -> list[Callable[[], Any]]:
         """The same by torch."""

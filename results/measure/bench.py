@@ -32,6 +32,7 @@ from results.record.store import merge, read, write
 from steps.checks.run import fatal
 from steps.contract import BRANCHES, Family, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
+from steps.product.choice import Choice
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
@@ -80,9 +81,9 @@ class Wanted:
         )
 
     @property
-    def launched(self) -> tuple[Work, Size, str, str]:
-        """What `compile_ahead` is to be told of it."""
-        return self.work, self.size, self.output, self.input
+    def launched(self) -> Choice:
+        """What it launches, for `compile_ahead`."""
+        return Choice.of_work(self.work, self.size, self.input, self.output)
 
     @property
     def at_home(self) -> bool:
@@ -115,7 +116,7 @@ class Wanted:
 
 def wanted_in(work: Work, size: Size, output: str) -> Wanted:
     """The row for a dtype of C; A is of that dtype where the step reads it."""
-    return Wanted(work, size, reading_of(work.step, output, work.family)[1], output)
+    return Wanted(work, size, reading_of(work.step, output, work.family).source, output)
 
 
 def wanted_of(work: Work, size: Size) -> list[Wanted]:
@@ -553,7 +554,7 @@ def loop_seconds(wanted: Sequence[Wanted], budget: Budget) -> float:
 
 def estimate(
     loops: Sequence[tuple[Size, Sequence[Wanted]]],
-    launched: Iterable[tuple[Work, Size, str, str]],
+    launched: Iterable[Choice],
     budget: Budget,
     cores: int,
     apart: float = 0.0,
@@ -561,7 +562,11 @@ def estimate(
     """Seconds of a bench, about. launched: all that is compiled (`Wanted.launched`). apart: seconds
     of what is measured in other loops."""
     wanted = [one for _, own in loops for one in own]
-    kernels = {(str(work), *dtypes, size[0] > FEW_TOKENS) for work, size, *dtypes in launched}
+    kernels = {
+        (one.kernel.number, one.family, one.reading, one.writes, asked.m > FEW_TOKENS, asked.format)
+        for one in launched
+        for asked in (one.request,)
+    }
     device = sum(loop_seconds(own, budget) for _, own in loops)
     host = PRODUCT_SECONDS * len(wanted) + LOOP_SECONDS * len(loops)
     return device + host + COMPILE_SECONDS * len(kernels) / cores + apart

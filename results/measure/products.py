@@ -255,12 +255,12 @@ class Shared:
 
     def activations(self, work: Work, input: str) -> tuple[tuple[Any, ...], Any]:
         """(what names it, `Activations`) of a step's pass, which has been run once."""
-        make, takes, (columns, _) = reading_of(work.step, input, work.family)
-        if takes != input or columns != 1:
-            raise ValueError(f"{work} reads A as {takes}, not as {input}")
-        key = (make, work.family, input)
+        reading = reading_of(work.step, input, work.family)
+        if reading.source != input or reading.columns != 1:
+            raise ValueError(f"{work} reads A as {reading.source}, not as {input}")
+        key = (reading.make, work.family, input)
         if key not in self._activations:
-            made = make(work.family, self.a(input), self.machine)
+            made = reading.make(work.family, self.a(input), self.machine)
             for launch in made.launches:
                 self.machine.run(launch)
             self.stopwatch.wait()

@@ -8,9 +8,9 @@ from typing import Final
 
 from results.render.query import MAIN_FORMAT
 from results.render.table import dims
-from steps.compile import dry_run
 from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme
+from steps.product.choice import Choice
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
 LISTED: Final = 14
@@ -62,7 +62,7 @@ def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | 
     if cc is None or step.supports(name, family, cc) is not None:
         cc = step.min_cc
     arch = f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= HOPPER else "")
-    _, launch = dry_run.launches(work, shape)
+    launch = Choice.of_work(work, shape).launches()[-1]
     try:
         code = machine_code(launch.kernel, signature_of(launch.args), arch, line_info=True)
     except (ValueError, RuntimeError) as error:

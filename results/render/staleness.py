@@ -56,7 +56,7 @@ def _chosen(one: AsCalled, env: Environment) -> int | None:
     if not (env.gpu and env.cc and env.sms):
         return None
     way = Way(one.api, one.accuracy, one.dtype, one.format)
-    return way.choice((one.M, one.N, one.K), Gpu(env.gpu, env.cc, env.sms)).step.number
+    return way.choice((one.M, one.N, one.K), Gpu(env.gpu, env.cc, env.sms)).kernel.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def refused(case: FuzzCase, step: Step, problem: Problem) -> tuple[str, ...]:
 
 def _in_blocks(case: FuzzCase, step: Step) -> bool:
     """Whether A is kept in 36-byte blocks, with scales and sums in float16."""
-    return reading_of(step, case.a, case.family)[0] is q8_1_blocks
+    return reading_of(step, case.a, case.family).make is q8_1_blocks
 
 
 def _refusals(

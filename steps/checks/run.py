@@ -106,7 +106,7 @@ def _results(
     problem_of: Callable[[str], Problem] | None,
     dtype: str,
 ) -> Iterator[Result]:
-    input = reading_of(work.step, dtype, work.family)[1]
+    input = reading_of(work.step, dtype, work.family).source
     for case in some:
         bits = GOLDEN[work.format].q81 if case.distribution == "golden" else None
         try:

@@ -132,4 +132,4 @@ def dtype_of(args: Namespace) -> str:
 
 def input_of(args: Namespace, work: Work) -> str:
     """The dtype of A that a step reads where C is of `dtype_of`."""
-    return reading_of(work.step, dtype_of(args), work.family)[1]
+    return reading_of(work.step, dtype_of(args), work.family).source

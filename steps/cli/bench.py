@@ -133,7 +133,7 @@ def _measured(
     ends."""
     loops, of_calls = benching.in_loops(wanted), as_called.BUDGET
     count = len(loops) + len(as_called.in_loops(calls))
-    called = [way.wanted(size, gpu) for size, way in calls]
+    called = [way.choice(size, gpu) for size, way in calls]
     launched = [*called, *(one.launched for one in wanted)]
     budget, cores, apart = benching.Budget(), cpu_count() or 1, as_called.seconds(calls)
     seconds = benching.estimate(loops, launched, budget, cores, apart)

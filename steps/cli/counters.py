@@ -29,7 +29,6 @@ from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines, steps_of
 from steps.cli.run import remark
 from steps.cli.tools import ROOT, find_tool
-from steps.compile.dry_run import launches
 from steps.compile.parallel_compile import compile_ahead
 from steps.product.operands import ARRAYS
 from steps.registry import ladder
@@ -146,9 +145,7 @@ def launched(args: Namespace, cc: tuple[int, int]) -> list[Wanted]:
 
 def names(wanted: Iterable[Wanted]) -> list[str]:
     """Of the kernels, which an activation pass is not among."""
-    kernels = (
-        launches(one.work, one.size, output=one.output, input=one.input)[1].kernel for one in wanted
-    )
+    kernels = (one.launched.launches()[-1].kernel for one in wanted)
     return sorted({kernel.__name__ for kernel in kernels})
 
 

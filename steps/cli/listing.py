@@ -17,8 +17,8 @@ from steps.checks.select import UsageError
 from steps.cli import exercises
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work
 from steps.cli.report import shape_text
-from steps.compile.dry_run import launches
 from steps.contract import BRANCHES, Step, scheme
+from steps.product.choice import Choice
 from steps.registry import diff_base, following, label_of, ladder, lesson, parent_of, source
 
 _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
@@ -139,7 +139,7 @@ def _print_code(args: Namespace, kind: str) -> int:
     work = exercises.own_work(args) if args.file else one_work(args)
     shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
-    before, own = launches(work, shape, output=dtype_of(args), input=input_of(args, work))
+    *before, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()
     if args.activations and not before:
         raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
     launch = before[0] if args.activations else own

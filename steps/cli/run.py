@@ -40,7 +40,8 @@ from steps.cli.arguments import (
     steps_of,
 )
 from steps.cli.gguf_weights import FileWeights
-from steps.compile.parallel_compile import Wanted, compile_ahead
+from steps.compile.dry_run import Recipe
+from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Family, Size, Step, Work
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
@@ -180,7 +181,7 @@ def checked(
     weights: FileWeights | None,
     *,
     quick: bool = False,
-    ahead: Sequence[Wanted] = (),
+    ahead: Sequence[Recipe] = (),
 ) -> Outcomes:
     """The checks of works. ahead: what is launched afterwards, compiled with them on a GPU."""
     only_checked = simulated or args.command == "check"

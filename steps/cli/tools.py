@@ -17,7 +17,7 @@ from typing import Final
 
 from steps.checks.select import UsageError
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, machines, one_work
-from steps.compile.dry_run import launches
+from steps.product.choice import Choice
 
 WHERE: Final = (
     "/usr/local/cuda/bin",
@@ -66,7 +66,7 @@ def profile(args: Namespace) -> int:
     work = one_work(args)
     shape = home_shapes_of(args, work.step)[0]
     machines("gpu")
-    _, own = launches(work, shape, output=dtype_of(args), input=input_of(args, work))
+    *_, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()
     tool = find_tool("ncu")
     if tool is None:
         raise UsageError(

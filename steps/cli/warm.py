@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -18,9 +20,10 @@ from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile.compiler import architecture, capability, compiled
 from steps.compile.kernel_cache import VARIABLE, cache_folder
-from steps.compile.parallel_compile import Wanted, compile_ahead, missing_kernels
-from steps.contract import FLOATS, H200_SMS, Shape
-from steps.product.choice import choose, choose_uncast, packings, written_dtype
+from steps.compile.parallel_compile import compile_ahead, missing_kernels
+from steps.contract import FLOATS, H200_SMS
+from steps.product.choice import Choice, choose, packings
+from steps.product.request import Request
 
 TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(160, 513, 32), 768, 1024, 2048, 4096)
 """The M whose kernels are compiled where --m names none. Products of other M share them; where one
@@ -110,23 +113,16 @@ def products(
     dtypes: Iterable[str],
     accuracy: str,
     gpu: Any,
-) -> Iterator[Wanted]:
-    """The products by the steps that `gemm` chooses for blocks and for packed weights, and
-    `QuantLinear` for its packings."""
+) -> Iterator[Choice]:
+    """The products by the kernels that `gemm` chooses for blocks and for packed weights, and
+    `QuantLinear` for its layouts."""
     for name, n, k, biased in weights:
-        packed = [step.pack.__name__ for step in packings(name, gpu.cc, accuracy)]
-        for m in tokens:
-            for dtype in dtypes:
-                rest, size = (name, Shape(m, n, k)), (m, n, k)
-                kind: dict[str, Any] = {"output": dtype, "input": dtype, "accuracy": accuracy}
-                layer = choose_uncast(*rest, packed, gpu, accuracy, dtype)
-                choices = [layer]
-                with suppress(ValueError):  # no step reads and writes this dtype here
-                    choices.append(choose(*rest, gpu, **kind))
-                for one in choices:
-                    yield one.work, size, written_dtype(one.step, dtype), dtype
-                if biased and layer.step.adds_bias:
-                    for bias in {dtype, "float32"}:
-                        yield layer.work, size, written_dtype(layer.step, dtype), dtype, bias
-                elif biased:  # the layer adds it to float32
-                    yield layer.work, size, "float32", dtype
+        layouts = tuple(one.pack.__name__ for one in packings(name, gpu.cc, accuracy))
+        for m, dtype in itertools.product(tokens, dtypes):
+            called = Request(name, m, n, k, dtype, dtype, accuracy=accuracy)
+            layer = replace(called, layouts=layouts, adapted=True)
+            yield choose(layer, gpu)
+            with suppress(ValueError):  # no kernel reads and writes this dtype here
+                yield choose(called, gpu)
+            for bias in {dtype, "float32"} if biased else ():
+                yield choose(replace(layer, bias=bias), gpu)

@@ -2,23 +2,22 @@
 
 Which kernel a step launches, with what grid and what arguments, follows from the types and shapes
 of its arrays. So a `Placeholder` can stand for each of them. Listings and the parallel compiler
-read the kernels and signatures of such launches; `steps.product.launch_template` loads them and
+read the kernels and signatures of such launches; `steps.product.prepared` loads them and
 puts real addresses where those of the placeholders stand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from qformats import FORMATS
-from steps.contract import Launch, Shape, Size, Work, array_dtype
-from steps.kernels.parts.activations.layouts import reading_of
+from steps.contract import Launch, array_dtype
 
 REGION: Final = 1 << 52
 """Bytes of addresses for each operand: more than any array has, so that an address in a launch says
@@ -110,41 +109,37 @@ class DryRun:
         return made
 
 
-def launches(
-    work: Work,
-    size: Size,
-    *,
-    output: str = "float32",
-    input: str = "float32",
-    weights: Sequence[ArrayType] | None = None,
-    invariant: bool = False,
-    machine: DryRun | None = None,
-) -> tuple[tuple[Launch, ...], Launch]:
-    """(launches of the activation pass, the step's own launch) of one product, on placeholders.
+class Recipe(Protocol):
+    """What makes launches of arrays that lie nowhere. Another process makes the same ones, if it
+    can be pickled."""
 
-    output  : dtype of C.
-    input   : how A comes: "float32", "float16", "bfloat16" or "gated". Where the step cannot read
-              it so, A is what `steps.kernels.parts.activations.layouts.reading_of` says.
-    weights : types of the packed arrays; by default those of a few weights, whose dtypes are right
-              and whose shapes no launch looks at.
-    invariant : see `steps.contract.Shape`.
-    machine : adds up the memory that is asked for.
-    """
-    (m, n, k), shape = size, Shape(*size, invariant)
-    step, machine = work.step, machine or DryRun()
-    make, _, (columns, dtype) = reading_of(step, input, work.family)
-    a = Placeholder(A, (m, columns * k), array_dtype(dtype))
-    out = Placeholder(OUT, (m, n), array_dtype(output))
-    types = packed_types(step.pack, work.format) if weights is None else weights
-    packed = tuple(
-        Placeholder(WEIGHTS + i * REGION, shape, np.dtype(kind))
-        for i, (shape, kind) in enumerate(types)
-    )
-    activations = make(work.family, a, machine)
-    own = step.prepare(
-        machine, FORMATS[work.format], work.family, shape, packed, activations.arrays, out
-    )
-    return activations.launches, own
+    def launches(self) -> Sequence[Launch]: ...
+    def runs_on(self, cc: tuple[int, int]) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfArrays:
+    """The recipe of a launch that is no product's, such as norms and attention
+    (`steps.kernels.between`): make(*arrays, machine=...) of arrays of these shapes and dtypes."""
+
+    make: Callable[..., Launch]
+    arrays: tuple[ArrayType, ...]
+
+    def launches(self, machine: DryRun | None = None) -> tuple[Launch, ...]:
+        """machine: adds up the memory that the launch asks for. The arrays are at `operands`."""
+        placeholders = [
+            Placeholder(at, shape or (1,), array_dtype(dtype))
+            for at, (shape, dtype) in zip(operands(len(self.arrays)), self.arrays, strict=True)
+        ]
+        return (self.make(*placeholders, machine=machine or DryRun()),)
+
+    def runs_on(self, cc: tuple[int, int]) -> bool:
+        return True
+
+
+def operands(count: int) -> list[int]:
+    """Where the placeholders of so many operands begin: `WEIGHTS` and on, `REGION` apart."""
+    return [WEIGHTS + i * REGION for i in range(count)]
 
 
 @cache

@@ -13,45 +13,23 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, Final
 
 from steps.compile import kernel_cache
 from steps.compile.compiler import architecture, compile_kernel, signature_of
-from steps.compile.dry_run import launches, packed_types
+from steps.compile.dry_run import Recipe
 from steps.compile.kernel_cache import CompiledKernel
-from steps.compile.of_arrays import OfArrays
-from steps.contract import (
-    Launch,
-    Size,
-    Work,
-    array_dtype,
-    multiprocessors,
-    pretend,
-    shared_memory,
-)
-from steps.registry import find
+from steps.contract import multiprocessors, pretend, shared_memory
 
 FEWEST: Final = 8
 """Kernels from which on other processes, which take seconds to start, save time."""
 
-Wanted = (
-    tuple[Work, Size, str] | tuple[Work, Size, str, str] | tuple[Work, Size, str, str, str | None]
-)
-"""(work, (M, N, K), dtype of C, how A comes, dtype of a bias): A as
-`steps.compile.dry_run.launches` has it, float32 if it is left out; a bias only for a step that adds
-one."""
-
-
-Recipe = tuple[int, Any, str, Size, str, str, str | None, int] | OfArrays
-"""(step, family, format, (M, N, K), dtype of C, how A comes, dtype of a bias, index of the launch):
-what another process needs to make a kernel."""
-
 
 def compile_ahead(
-    wanted: Iterable[Wanted | OfArrays],
+    wanted: Iterable[Recipe],
     gpu: Any,
     say: Callable[[str], None],
     processes: int | None = None,
@@ -75,7 +53,7 @@ def compile_ahead(
     spawn = get_context("spawn")  # a process with a CUDA context must not be forked
     count, why = 0, ""
     with ProcessPoolExecutor(processes, spawn, _begin, facts) as pool:
-        jobs = {pool.submit(_compiled, recipe): key for key, recipe in found.items()}
+        jobs = {pool.submit(_compiled, *recipe): key for key, recipe in found.items()}
         try:
             for job in as_completed(jobs):
                 try:
@@ -94,45 +72,25 @@ def compile_ahead(
 
 
 def missing_kernels(
-    wanted: Iterable[Wanted | OfArrays], cc: tuple[int, int]
-) -> dict[tuple[Any, Any], Recipe]:
-    """What is not in the cache, each kernel and signature once, and how another process makes it.
+    wanted: Iterable[Recipe], cc: tuple[int, int]
+) -> dict[tuple[Any, Any], tuple[Recipe, int]]:
+    """What is not in the cache, each kernel and signature once: its recipe, and which of the
+    launches it is.
 
     Products that cannot be launched are left out: it is reported where they are.
     """
-    found: dict[tuple[Any, Any], Recipe] = {}
-    for one in wanted:
-        if isinstance(one, OfArrays):
-            launch = one.launch()
-            found.setdefault((launch.kernel, signature_of(launch.args)), one)
-            continue
-        work, size, output, *rest = one
-        input = (rest[0] if rest else None) or "float32"
-        bias = rest[1] if len(rest) == 2 else None
-        if work.step.supports(work.format, work.family, cc, output):
+    found: dict[tuple[Any, Any], tuple[Recipe, int]] = {}
+    for recipe in wanted:
+        if not recipe.runs_on(cc):
             continue
         try:
-            launches = list(_launches(work, size, output, input, bias))
+            launches = recipe.launches()
         except Exception:  # of any type
             continue
-        for i, (launch, signature) in enumerate(launches):
-            of_step = work.step.number, work.family, work.format
-            recipe = (*of_step, size, output, input, bias, i)
-            found.setdefault((launch.kernel, signature), recipe)
+        for i, launch in enumerate(launches):
+            found.setdefault((launch.kernel, signature_of(launch.args)), (recipe, i))
     arch = architecture(cc)
     return {key: recipe for key, recipe in found.items() if not kernel_cache.find(*key, arch)}
-
-
-def _launches(
-    work: Work, size: Size, output: str, input: str = "float32", bias: str | None = None
-) -> Iterator[tuple[Launch, Any]]:
-    """Each launch of a product, made in a dry run, and what its kernel is compiled for."""
-    weights = packed_types(work.step.pack, work.format)
-    if bias:
-        weights = (*weights, ((size[1],), array_dtype(bias)))
-    before, own = launches(work, size, output=output, input=input, weights=weights)
-    for launch in (*before, own):
-        yield launch, signature_of(launch.args)
 
 
 # --- in a process of its own ----------------------------------------------------------------------
@@ -147,11 +105,6 @@ def _begin(arch: str, sms: int, shared_bytes: int) -> None:
     pretend(sms, shared_bytes)
 
 
-def _compiled(recipe: Recipe) -> CompiledKernel:
-    if isinstance(recipe, OfArrays):
-        launch = recipe.launch()
-        return compile_kernel(launch.kernel, signature_of(launch.args), _arch)
-    number, family, format_name, size, output, input, bias, index = recipe
-    work = Work(find(number), family, format_name)
-    launch, signature = list(_launches(work, size, output, input, bias))[index]
-    return compile_kernel(launch.kernel, signature, _arch)
+def _compiled(recipe: Recipe, index: int) -> CompiledKernel:
+    launch = recipe.launches()[index]
+    return compile_kernel(launch.kernel, signature_of(launch.args), _arch)

@@ -6,7 +6,6 @@
     operations.py  what lies between products, by torch: norms, attention, SwiGLU
     kernel_operations.py   the same by the kernels of `steps.kernels.between`
     deferred.py    norms of few tokens that are no launches
-    workspace.py   the memory that launches bring, for one stream
     parallel.py    a model on several GPUs, a process for each: who has what, and who says what
     text/          tokens of a vocabulary, answers as they are generated, conversations
     compare/       checks against torch and llama.cpp; perplexity and the distance from float32

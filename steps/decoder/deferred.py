@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qformats import FORMATS
-from steps.compile.of_arrays import OfArrays
+from steps.compile.dry_run import OfArrays
 from steps.contract import Launch, Machine
 from steps.decoder.model import Product
 from steps.kernels.between import add_and_norm, deferred_norm, gated_product
@@ -71,8 +71,7 @@ class DeferredNorms:
 
     def after(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
         """y of the norm, in the dtype that the product writes."""
-        _, _, writes, *_ = product.wanted(len(x))
-        y = x.new_empty((len(x), product.n), dtype=getattr(torch, writes))
+        y = x.new_empty((len(x), product.n), dtype=product.output_dtype(len(x)))
         arrays = x, left, y, *_weights(product)
         self._launch(of_product_after, arrays, product.format, epsilon)
         return y
@@ -123,7 +122,7 @@ def _by_step_18(product: Any, m: int) -> bool:
     if not isinstance(product, Product):
         return False
     choice = product.choice(m)
-    return choice.step is bulk.KERNEL and choice.family == "A16"
+    return choice.kernel is bulk.KERNEL and choice.family == "A16"
 
 
 def _weights(product: Product) -> tuple[Tensor, ...]:

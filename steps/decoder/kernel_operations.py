@@ -3,7 +3,7 @@
     do = chosen("kernels")                      # an `Operations`, for a `Decoder`
 
 A launch is compiled and laid out once for each shape and dtype, as those of products are
-(`steps.product.launch_template`), and then takes addresses. It allocates nothing but its results,
+(`steps.product.prepared`), and then takes addresses. It allocates nothing but its results,
 so it may run while a stream is captured. Compiled kernels are kept on disk
 (`steps.compile.kernel_cache`).
 What no kernel takes, plain torch does: float64, heads of odd sizes, rows that are not a multiple of
@@ -18,17 +18,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from qformats import BLOCK
-from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun
-from steps.compile.of_arrays import OfArrays
+from steps.compile.dry_run import DryRun, OfArrays, operands
 from steps.contract import Launch, Machine
 from steps.decoder import operations
 from steps.decoder.deferred import DeferredNorms
 from steps.decoder.operations import PLAIN, Operations
-from steps.decoder.workspace import Workspace
 from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.kernels.between.eight import EIGHT, OF_DTYPE
 from steps.nn import operator as operator
-from steps.product.launch_template import RelocatableLaunches
+from steps.product.prepared import Prepared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,26 +42,13 @@ Make = Callable[..., Launch]
 """(*arrays, machine) -> a launch."""
 
 
-class Template:
-    """A launch of one operation, compiled and loaded for arrays of these shapes and dtypes.
-
-    zeroed, nbytes: of the memory that a call brings, see `steps.product.launch_template`.
-    """
-
-    def __init__(self, make: Make, arrays: Sequence[Tensor]) -> None:
-        from steps.driver.launcher import load
-
-        of, memory = OfArrays(make, operator.array_types(arrays)), DryRun()
-        with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
-            loaded = load(of.launch(memory))
-        self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
-        places = (one.address for one in of.placeholders())
-        self._launches = RelocatableLaunches([loaded], (ZEROED, WORKSPACE, *places))
-
-    def __call__(self, arrays: Sequence[Tensor], zeros: int, workspace: int) -> None:
-        """Queue the launch on the current stream of the arrays' device."""
-        addresses = (zeros, workspace, *(one.data_ptr() for one in arrays))
-        self._launches(addresses, operator.current_stream(arrays[0].get_device()))
+def prepared(make: Make, arrays: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    """A launch of one operation, compiled and loaded for arrays of these shapes and dtypes: call it
+    with such arrays, to queue it on the current stream of their device."""
+    recipe, memory = OfArrays(make, operator.array_types(arrays)), DryRun()
+    with torch.cuda.device(arrays[0].device) if arrays[0].is_cuda else nullcontext():
+        made = Prepared(recipe.launches(memory), memory, operands(len(arrays)))
+    return partial(operator.launch, made)
 
 
 def name_of(one: Tensor) -> str:
@@ -88,13 +73,12 @@ def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
 class Kernels:
     """The functions of an `Operations`, and norms without a launch, on one stream.
 
-    template: makes a `Template`, or what stands for one in tests.
+    prepare: `prepared`, or what stands for it in tests.
     """
 
-    def __init__(self, template: Callable[..., Any] = Template) -> None:
-        self._template = template
-        self._templates: dict[Hashable, Any] = {}
-        self._workspace = Workspace()
+    def __init__(self, prepare: Callable[..., Any] = prepared) -> None:
+        self._prepare = prepare
+        self._prepared: dict[Hashable, Any] = {}
 
     def operations(self) -> Operations:
         return Operations(
@@ -189,10 +173,10 @@ class Kernels:
     def _launch(self, make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:
         types = tuple((one.shape, one.dtype) for one in arrays)
         key = make, types, rest, arrays[0].device
-        made = self._templates.get(key)
+        made = self._prepared.get(key)
         if made is None:
-            made = self._templates[key] = self._template(partial(make, *rest), arrays)
-        made(arrays, *self._workspace.of(made, arrays[0].device))
+            made = self._prepared[key] = self._prepare(partial(make, *rest), arrays)
+        made(arrays)
 
 
 def of_prompt(queries: Tensor, cache: Tensor, first: int) -> Tensor:

@@ -3,8 +3,7 @@
     model = files.load("model.gguf", step_products())       # or torch_products()
     tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
 
-A `Product` takes the place of a `steps.nn.linear.QuantLinear`. It knows that its calls follow each
-other on one stream. So its workspace is set to zero once and not at each call, and the operations
+A `Product` is a `steps.nn.linear.QuantLinear` that says what it reads and writes: so the operations
 between products write the dtype that the next product reads.
 """
 
@@ -19,17 +18,14 @@ import numpy as np
 from qformats import WEIGHT_FORMATS
 from qformats.codec import format_of
 from steps.compile import parallel_compile
-from steps.compile.of_arrays import OfArrays
-from steps.contract import Shape
+from steps.compile.dry_run import Recipe
 from steps.decoder import rotary
 from steps.decoder.operations import PLAIN, Operations
-from steps.decoder.workspace import Workspace
 from steps.driver.machines import Gpu
 from steps.kernels.parts.activations.layouts import GATED
 from steps.nn import operator as operator
 from steps.nn.linear import QuantLinear
-from steps.product.choice import Choice, choose_uncast, written_dtype
-from steps.product.launch_template import LaunchTemplate
+from steps.product.choice import Choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,13 +76,13 @@ Swiglu = Callable[["Tensor", Any], "Tensor"]
 
 
 class Product(nn.Module):
-    """y[M, N] = x[M, K] @ dequantize(W)^T by the steps, through launch templates.
+    """y[M, N] = x[M, K] @ dequantize(W)^T by `steps.nn.operator.multiply`.
 
-    packed : name of a packing -> its arrays on the GPU (`steps.product.choice.packings`).
-    output : "float16": y is float16 where the step for so many tokens writes it, else float32.
-    accuracy : may be changed between calls, where both packings are there.
-    family : "A8" rounds x to Q8_1; by default the steps that read 16 bits of it as they are.
-    bias : float32 [N] on the GPU, added to y: by the step, or, where that adds none, behind it.
+    packed : name of a layout -> its arrays on the GPU (`steps.product.choice.packings`).
+    output : "float16": y is float16 where the kernel for so many tokens writes it, else float32.
+    accuracy : may be changed between calls, where both layouts are there.
+    family : "A8" rounds x to Q8_1; by default the kernels that read 16 bits of it as they are.
+    bias : float32 [N] on the GPU, added to y.
     wide : y of up to so many tokens is float32, for a sum that is not complete.
     """
 
@@ -98,7 +94,6 @@ class Product(nn.Module):
         n: int,
         k: int,
         packed: Mapping[str, Sequence[Tensor]],
-        workspace: Workspace,
         accuracy: str = "exact",
         output: str = "float16",
         bias: Tensor | None = None,
@@ -106,66 +101,50 @@ class Product(nn.Module):
     ) -> None:
         super().__init__()
         self.format, self.n, self.k, self.packed = format, n, k, dict(packed)
-        self.workspace, self.accuracy, self.output = workspace, accuracy, output
-        self.bias, self.family = bias, family
-        self._choices: dict[tuple[int, str, str], Choice] = {}
+        self.accuracy, self.output, self.bias, self.family = accuracy, output, bias, family
+        self._weights: dict[str, operator.Weights] = {}
 
-    def wanted(
-        self, m: int, machine: Any = None, input: str = "float16"
-    ) -> parallel_compile.Wanted:
-        """The launches for m tokens, as `steps.compile.parallel_compile` takes them."""
-        choice, output, bias = self.choice(m, input, machine), self._output(m), self._bias_dtype
-        if bias and not choice.step.adds_bias:
-            output, bias = "float32", None
-        return choice.work, (m, self.n, self.k), written_dtype(choice.step, output), input, bias
+    @property
+    def weights(self) -> operator.Weights:
+        """The packed weights in the present accuracy."""
+        found = self._weights.get(self.accuracy)
+        if found is None:
+            rest = self.accuracy, self.packed, False, self.family
+            found = operator.Weights(self.format, self.n, self.k, *rest)
+            self._weights[self.accuracy] = found
+        return found
 
-    def choice(self, m: int, input: str = "float16", machine: Any = None) -> Choice:
-        """The step for m tokens, as `template` has it; nothing is compiled."""
-        key = m, input, self.accuracy
-        if key not in self._choices:
-            dtype = "float16" if input == GATED else input
-            rest = self.packed, machine or Gpu(), self.accuracy, dtype, self.family
-            self._choices[key] = choose_uncast(self.format, Shape(m, self.n, self.k), *rest)
-        return self._choices[key]
-
-    def template(self, m: int, input: str = "float16") -> LaunchTemplate:
-        """The launches for m tokens; `input` is how x comes, where the step can read it so."""
-        size = self.format, self.n, self.k
-        w = operator.Weights(*size, self.accuracy, self.packed, family=self.family)
-        with torch.cuda.device(w.device):
-            return operator.template(w, m, self._output(m), input, self._bias_dtype)
+    def choice(self, m: int, input: str = "float16") -> Choice:
+        """The kernel for m tokens; `input` is how x comes, where it can be read so."""
+        bias = None if self.bias is None else "float32"
+        return self.weights.choice(m, input, self._output(m), bias)
 
     def _output(self, m: int) -> str:
         return "float32" if m <= self.wide else self.output
 
-    @property
-    def _bias_dtype(self) -> str | None:
-        return None if self.bias is None else "float32"
-
     def input_dtype(self, m: int) -> Any:
         """The dtype that x must have for m tokens. In float16, values beyond 65504 become infinite,
         as in any float16 llama."""
-        return getattr(torch, self.template(m).reads)
+        return getattr(torch, self.choice(m).reading.dtype)
+
+    def output_dtype(self, m: int) -> Any:
+        """The dtype of y for m tokens."""
+        choice = self.choice(m)
+        adds = self.bias is None or choice.bias is not None
+        return getattr(torch, choice.writes if adds else "float32")
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x [M, K], contiguous, of `input_dtype`."""
-        return self._launch(self.template(len(x)), x)
+        return operator.multiply(x, self.bias, self.weights, self.output_dtype(len(x)))
 
     def after_swiglu(self, y: Tensor, swiglu: Swiglu) -> Tensor:
-        """The product of silu(gate) * up, y = [gate, up] of [M, 2 K]. The step's activation pass
-        computes that, or `swiglu` where the step has no such pass."""
-        if y.dtype is torch.float16 and (made := self.template(len(y), GATED)).reads == GATED:
-            return self._launch(made, y)
-        return self(swiglu(y, self.input_dtype(len(y))))
-
-    def _launch(self, made: LaunchTemplate, x: Tensor) -> Tensor:
-        y = x.new_empty((len(x), self.n), dtype=getattr(torch, made.writes))
-        arrays = [one.data_ptr() for one in self.packed[made.packing]]
-        if made.adds_bias and self.bias is not None:
-            arrays.append(self.bias.data_ptr())
-        memory = self.workspace.of(made, x.device)
-        made(x.data_ptr(), y.data_ptr(), arrays, *memory, operator.current_stream(x.get_device()))
-        return y if self.bias is None or made.adds_bias else y.add_(self.bias)
+        """The product of silu(gate) * up, y = [gate, up] of [M, 2 K]. The kernel's activation pass
+        computes that, or `swiglu` where the kernel has no such pass."""
+        m = len(y)
+        if y.dtype is torch.float16 and self.choice(m, GATED).reading.source == GATED:
+            dtype = self.output_dtype(m)
+            return operator.multiply(y, self.bias, self.weights, dtype, gated=True)
+        return self(swiglu(y, self.input_dtype(m)))
 
 
 class Plain(nn.Module):
@@ -210,13 +189,12 @@ def step_products(
     device: Any = "cuda", accuracy: str = "exact", family: str | None = None
 ) -> Maker:
     """Makes products by the steps, see `Product`. Logits are always float32."""
-    workspace = Workspace()
 
     def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Product:
         layer = QuantLinear.from_blocks(weights, bias, accuracy=accuracy).to(device)
         size = layer.format, layer.out_features, layer.in_features
         output = "float32" if last else "float16"
-        return Product(*size, layer.packed, workspace, accuracy, output, layer.bias, family)
+        return Product(*size, layer.packed, accuracy, output, layer.bias, family)
 
     return make
 
@@ -393,8 +371,8 @@ class Decoder:
         that are kept on disk are not compiled; see `steps.compile.parallel_compile.compile_ahead`,
         which is told `say` and `report`.
         """
-        wanted: list[parallel_compile.Wanted | OfArrays] = []
-        before, machine, deferred = self.output.accuracy, Gpu(), self.operations.deferred
+        wanted: list[Recipe] = []
+        before, deferred = self.output.accuracy, self.operations.deferred
         inner = [
             (one, GATED if one is layer.down and not self.operations.swiglu_overlaps else "float16")
             for layer in self.layers
@@ -411,11 +389,11 @@ class Decoder:
                 if product in others:
                     continue
                 for one in getattr(product, "products", [product]):
-                    each = one.wanted(tokens, machine, input)
+                    each = one.choice(tokens, input)
                     if each not in wanted:  # layers are alike
                         wanted.append(each)
         self.set_accuracy(before)
-        return parallel_compile.compile_ahead(wanted, machine, say, jobs, report=report)
+        return parallel_compile.compile_ahead(wanted, Gpu(), say, jobs, report=report)
 
     def cache(self, batch: int, length: int) -> Cache:
         """A cache for at least `length` positions."""

@@ -1,10 +1,10 @@
-"""The values that were used last, by key: launches that calls like earlier ones find again."""
+"""A thread-safe LRU cache."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -37,6 +37,11 @@ class Kept(Generic[T]):
             while len(self._values) > self._most:
                 self._values.popitem(last=False)
         return value
+
+    def of(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, made if it is not kept."""
+        found = self.get(key)
+        return self.put(key, make()) if found is None else found
 
     def clear(self) -> None:
         with self._changing:

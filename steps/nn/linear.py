@@ -272,7 +272,8 @@ class QuantLinear(nn.Module):
     def _product(self, x: Tensor, *, wide: bool = False, biased: bool = True) -> Tensor:
         """The product of this rank's blocks, in float32 where it is wide."""
         if not torch.compiler.is_compiling() and (held := self._directly(x)) is not None:
-            return operator.multiply(x, self._parameters["bias"] if biased else None, held, wide)
+            bias = self._parameters["bias"] if biased else None
+            return operator.multiply(x, bias, held, torch.float32 if wide else None)
         weights = self._arrays("weights")
         here = (weights[0] if weights else self.blocks).device
         if x.device != here:
@@ -349,7 +350,7 @@ class QuantLinear(nn.Module):
         held, name = self._on_gpu(), operator.NAMES[dtype]
         assert held is not None
         with torch.cuda.device(self.device):
-            return str(operator.template(held, m, name, name).choice)
+            return str(operator.prepared(held, m, name, name)[0])
 
     def extra_repr(self) -> str:
         options = "" if self.accuracy == "exact" else f", accuracy={self.accuracy}"

@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -33,12 +34,13 @@ import numpy as np
 
 from qformats import FORMATS, Format
 from steps.compile.dry_run import ArrayType
-from steps.contract import FLOATS, Shape
+from steps.contract import FLOATS
 from steps.driver.kept import Kept
 from steps.kernels.parts.activations.layouts import GATED
-from steps.product.choice import choose_uncast
-from steps.product.launch_template import LaunchTemplate, RelocatableLaunches
+from steps.product.choice import Choice, choose
 from steps.product.operands import ALIGNMENT
+from steps.product.prepared import Prepared, prepare
+from steps.product.request import Request
 
 try:
     import torch
@@ -64,9 +66,9 @@ NAMES: Final = {getattr(torch, name): name for name in FLOATS}
 
 DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
 
-TEMPLATES: Final = 512
-"""Launch templates that are kept, those used last: some KB of host memory each, none of the GPU's.
-Kernels stay loaded for good, so a graph outlives the template that it was captured with."""
+PREPARED: Final = 512
+"""Prepared launches that are kept, those used last: some KB of host memory each, none of the GPU's.
+Kernels stay loaded for good, so a graph outlives the launches that it was captured with."""
 
 CALLS: Final = 32
 """Shapes of x for which a layer keeps what `multiply` worked out, those used last."""
@@ -115,7 +117,7 @@ def _on_gpu(x: Tensor, bias: Tensor | None, _blocks: Tensor | None, *rest: Any) 
     _require(x, k)
     packed = by_packing(packings, weights, fast)
     held = Weights(format, n, k, accuracy, packed, *options[:1])
-    return multiply(x, bias, held, *options[1:])
+    return multiply(x, bias, held, torch.float32 if any(options[1:]) else None)
 
 
 def _shape_of(x: Tensor, *rest: Any) -> Tensor:
@@ -198,12 +200,9 @@ def by_packing(
 
 class Weights:
     """Packed weights [N, K] as `multiply` takes them: their arrays, of one GPU, stay where they
-    are. packed: name of a packing -> its arrays. accuracy, invariant, family: see `steps.gemm`."""
+    are. packed: name of a layout -> its arrays. accuracy, invariant, family: see `steps.gemm`."""
 
-    __slots__ = (
-        *("accuracy", "addresses", "calls", "device", "family", "first", "format", "invariant"),
-        *("k", "key", "n", "packed"),
-    )
+    __slots__ = ("addresses", "asked", "calls", "device", "first", "key", "types")
 
     def __init__(
         self,
@@ -215,15 +214,26 @@ class Weights:
         invariant: bool = False,
         family: str | None = None,
     ) -> None:
-        self.format, self.n, self.k, self.accuracy, self.packed = format, n, k, accuracy, packed
-        self.invariant, self.family = invariant, family
+        self.asked = Request(
+            format, 0, n, k, accuracy=accuracy, family=family, layouts=tuple(packed),
+            invariant=invariant, adapted=True,
+        )  # fmt: skip
         self.addresses = {
             name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()
         }
+        self.types = {name: array_types(arrays) for name, arrays in packed.items()}
         self.first = next(iter(packed.values()))[0]
         self.device = self.first.get_device()
-        self.key = (format, n, k, accuracy, invariant, family, self.device, *packed)
+        self.key = self.asked, self.device
         self.calls: Kept[_Call] = Kept(CALLS)
+
+    def choice(self, m: int, a: str, c: str, bias: str | None = None) -> Choice:
+        """The kernel for m tokens. a, c, bias: dtypes of x, y and of a bias; a may be "gated".
+        Where the kernel does not read, write or add them, `multiply` does."""
+        return _choices.of((self.key, m, a, c, bias), lambda: self._chosen(m, a, c, bias))
+
+    def _chosen(self, m: int, a: str, c: str, bias: str | None) -> Choice:
+        return choose(replace(self.asked, m=m, a=a, c=c, bias=bias), _machine())
 
 
 class _Call:
@@ -231,39 +241,43 @@ class _Call:
     read, how x is to come and y is to be."""
 
     __slots__ = (
-        *("adds_bias", "arrays", "dtype", "launch", "nbytes", "reads", "shape", "strides"),
+        *("adds_bias", "arrays", "dtype", "made", "nbytes", "reads", "shape", "strides"),
         *("writes", "zeroed"),
     )
 
-    def __init__(self, x: Tensor, bias: Any, w: Weights, wide: bool) -> None:
-        _require(x, w.k)
-        self.shape = shape = (*x.shape[:-1], w.n)
+    def __init__(self, x: Tensor, bias: Any, w: Weights, dtype: Any, gated: bool) -> None:
+        asked, columns = w.asked, w.asked.k * (1 + gated)
+        _require(x, columns)
+        self.shape = shape = (*x.shape[:-1], asked.n)
         self.strides = tuple(prod(shape[i:]) for i in range(1, len(shape) + 1))
-        self.dtype = torch.float32 if wide else x.dtype
+        self.dtype = dtype or x.dtype
         of_bias = None if bias is None else NAMES.get(bias, "float32")
-        m = x.numel() // w.k
-        self.launch: RelocatableLaunches | None = None
-        if m:
-            made = template(w, m, NAMES[self.dtype], NAMES[x.dtype], of_bias)
-            self.launch, self.arrays = made.launches, w.addresses[made.packing]
-            self.adds_bias = made.adds_bias
-            self.reads, self.writes = DTYPES[made.reads], DTYPES[made.writes]
-            self.zeroed, self.nbytes = made.zeroed, made.nbytes
+        self.made: Prepared | None = None
+        if m := x.numel() // columns:
+            a = GATED if gated else NAMES[x.dtype]
+            choice, self.made = prepared(w, m, a, NAMES[self.dtype], of_bias)
+            self.arrays, self.adds_bias = w.addresses[choice.layout], choice.bias is not None
+            self.reads, self.writes = DTYPES[choice.reading.dtype], DTYPES[choice.writes]
+            self.zeroed, self.nbytes = self.made.zeroed, self.made.nbytes
 
 
-def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> Tensor:
-    """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in the dtype of x.
+def multiply(
+    x: Tensor, bias: Tensor | None, w: Weights, dtype: Any = None, gated: bool = False
+) -> Tensor:
+    """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in a dtype, by default
+    that of x.
 
     It is `product` without what torch does before it. x [..., K] is there too, in one of `NAMES`.
-    Every line counts here: a model calls it for each product, and its Python may take longer than
-    the GPU.
+    gated: x is float16 [..., 2 K], K gates and K ups, and silu(gate) * up is multiplied; only for
+    weights whose `choice` reads it so. Every line counts here: a model calls it for each product,
+    and its Python may take longer than the GPU.
     """
     if w.device != current_device():
         with torch.cuda.device(w.device):
-            return multiply(x, bias, w, wide)
-    key = (x.shape, x.dtype, wide, bias if bias is None else bias.dtype)
-    call = w.calls.get(key) or w.calls.put(key, _Call(x, key[3], w, wide))
-    if (launch := call.launch) is None:
+            return multiply(x, bias, w, dtype, gated)
+    key = (x.shape, x.dtype, dtype, gated, bias if bias is None else bias.dtype)
+    call = w.calls.get(key) or w.calls.put(key, _Call(x, key[4], w, dtype, gated))
+    if (made := call.made) is None:
         return x.new_empty(call.shape, dtype=call.dtype)
     at = x.data_ptr()
     if x.dtype is not call.reads or at % ALIGNMENT or not x.is_contiguous():
@@ -280,15 +294,27 @@ def multiply(x: Tensor, bias: Tensor | None, w: Weights, wide: bool = False) -> 
         bias = _addable(bias, w)
         if call.adds_bias:
             arrays, bias = (*arrays, bias.data_ptr()), None
-    launch((at, y.data_ptr(), zeros, workspace, *arrays), stream)
+    made((at, y.data_ptr(), *arrays), zeros, workspace, stream)
     return y if bias is None and call.writes is call.dtype else finished(y, call.dtype, bias)
+
+
+def launch(made: Prepared, arrays: Sequence[Tensor]) -> None:
+    """Queue launches that are no product's on the current stream of the arrays' GPU."""
+    first, zeros, workspace = arrays[0], 0, 0
+    stream = current_stream(first.get_device())
+    if made.zeroed:
+        zeros = counters(made.zeroed, first, stream).data_ptr()
+    if made.nbytes:
+        room = first.new_empty((made.nbytes,), dtype=torch.uint8)
+        workspace = room.data_ptr()
+    made([one.data_ptr() for one in arrays], zeros, workspace, stream)
 
 
 def _addable(bias: Tensor, w: Weights) -> Tensor:
     """A bias [N] on the weights' GPU as kernels read it: contiguous, in one of `NAMES`."""
-    if bias.shape != (w.n,) or bias.get_device() != w.device:
+    if bias.shape != (w.asked.n,) or bias.get_device() != w.device:
         raise ValueError(
-            f"bias must have shape [{w.n}] and be on GPU {w.device} as x is, got "
+            f"bias must have shape [{w.asked.n}] and be on GPU {w.device} as x is, got "
             f"{list(bias.shape)} on {bias.device}"
         )
     return (bias if bias.dtype in NAMES else bias.to(torch.float32)).contiguous()
@@ -302,41 +328,28 @@ def _readable(x: Tensor, dtype: Any) -> Tensor:
     return a.clone() if a.data_ptr() % ALIGNMENT and dtype is not torch.float32 else a
 
 
-_templates: Kept[LaunchTemplate] = Kept(TEMPLATES)
+_choices: Kept[Choice] = Kept(PREPARED)
+_prepared: Kept[tuple[Choice, Prepared]] = Kept(PREPARED)
 
 
-def template(
-    w: Weights,
-    m: int,
-    output: str = "float32",
-    input: str = "float32",
-    bias: str | None = None,
-) -> LaunchTemplate:
-    """The launches for m tokens on the weights' device, which is the current one. Kernels not used
-    before are compiled and loaded.
+def prepared(
+    w: Weights, m: int, a: str, c: str, bias: str | None = None
+) -> tuple[Choice, Prepared]:
+    """`Weights.choice`, and its launches on the weights' device, which is the current one. Kernels
+    not used before are compiled and loaded.
 
-    output, input : of y and x, where the step writes and reads them so (`LaunchTemplate`).
-    bias : dtype of a bias. Where the step does not add it, y is float32, for the caller to add it.
     RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
     """
-    key = (w.key, m, output, input, bias)
-    made = _templates.get(key)
-    return made or _templates.put(key, _loaded(w, m, output, input, bias))
+    return _prepared.of((w.key, m, a, c, bias), lambda: _loaded(w, m, a, c, bias))
 
 
-def _loaded(w: Weights, m: int, output: str, input: str, bias: str | None) -> LaunchTemplate:
-    shape, dtype = Shape(m, w.n, w.k, w.invariant), "float16" if input == GATED else input
+def _loaded(w: Weights, m: int, a: str, c: str, bias: str | None) -> tuple[Choice, Prepared]:
     with _loading_allowed():
         try:
-            machine = _machine()
-            choice = choose_uncast(w.format, shape, w.packed, machine, w.accuracy, dtype, w.family)
-            arrays = w.packed[choice.step.pack.__name__]
-            if bias is not None and not choice.step.adds_bias:
-                bias, output = None, "float32"  # so that the sum is rounded once
-            types = array_types(arrays)
-            return LaunchTemplate(choice, types, output=output, input=input, bias=bias)
+            choice = w.choice(m, a, c, bias)
+            return prepare(choice, w.types[choice.layout])
         except (TypeError, ValueError):
-            raise  # no step can do this
+            raise  # no kernel can do this
         except Exception as error:  # Numba and the driver have many types for it
             if not is_capturing():
                 raise
@@ -347,7 +360,7 @@ def _loaded(w: Weights, m: int, output: str, input: str, bias: str | None) -> La
 
 
 def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:
-    """(shape, dtype) of each tensor, as a `LaunchTemplate` takes them."""
+    """(shape, dtype) of each tensor, as a dry run takes them."""
     return tuple((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in arrays)
 
 

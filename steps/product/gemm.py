@@ -28,34 +28,16 @@ such step is chosen for its speed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from qformats import FORMATS, Format
-from steps.contract import (
-    ACCURACIES,
-    Accuracy,
-    Activations,
-    Family,
-    Kernel,
-    Launch,
-    Shape,
-    known_accuracy,
-)
+from steps.contract import Accuracy, Family, known_accuracy
 from steps.driver.kept import Kept
-from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
-from steps.product.choice import (
-    Asked,
-    Choice,
-    choose,
-    launch_configuration,
-    packing_step,
-    step_numbers,
-    supporting,
-)
+from steps.kernels.parts.activations.layouts import q8_1_blocks
+from steps.product.choice import Choice, choose, packing_kernel, step_numbers, supporting, why_not
 from steps.product.operands import (
     ARRAYS,
     activations_facts,
@@ -67,13 +49,13 @@ from steps.product.operands import (
     float_name,
     is_device_array,
     require_finite,
-    require_grid,
     require_out,
     require_place,
     require_start_of_a,
     stream_of,
     weight_format,
 )
+from steps.product.request import Request
 from steps.registry import find
 
 if TYPE_CHECKING:
@@ -87,25 +69,36 @@ CALLS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights [N, K] of one format on one machine, in the layout that all of `steps` read. Made by
-    `pack`; M decides which of these steps multiplies.
+    """Weights [N, K] of one format on one machine, in one layout. Made by `pack`; M decides which
+    of the kernels that read this layout multiplies.
 
+    step     : the only one that may, where they were packed for one; else None.
     family   : the only family of products with them, None for either.
     accuracy : of products that do not name one.
+    layout   : the name of the function that packed them.
     """
 
-    steps: tuple[Kernel, ...]
+    step: int | None
     family: Family | None
     accuracy: Accuracy
     format: str
     n: int
     k: int
+    layout: str
     arrays: tuple[Any, ...]
     machine: Gpu | Simulator
-    calls: Kept[_Call] = field(init=False, default_factory=lambda: Kept(CALLS), compare=False)
+    calls: Kept[Call] = field(init=False, default_factory=lambda: Kept(CALLS), compare=False)
 
     def __repr__(self) -> str:
-        return f"Packed({self.format} [{self.n}, {self.k}] for {step_numbers(self.steps)})"
+        return f"Packed({self.format} [{self.n}, {self.k}] for {self.readers})"
+
+    @property
+    def readers(self) -> str:
+        """Which steps read them: "steps 13 and 14"."""
+        if self.step is not None:
+            return step_numbers([find(self.step)])
+        every = Request(self.format, 1, self.n, self.k, accuracy="fast", family=self.family)
+        return step_numbers(supporting(replace(every, layouts=(self.layout,)), self.machine.cc))
 
 
 def pack(
@@ -134,19 +127,18 @@ def pack(
     blocks = blocks_of(w)
     fmt = weight_format(blocks)
     where = machine_for(machine)
-    known_accuracy(accuracy)
     n, k = blocks.shape[0], blocks.shape[1] * fmt.elements
+    request = Request(fmt.name, 1, n, k, accuracy=known_accuracy(accuracy), family=family)
     if step is None:
-        layout = packing_step(fmt.name, family, where.cc, accuracy, k).pack
-        every = supporting(fmt.name, family, where.cc, accuracy=ACCURACIES[-1], k=k)
-        steps = tuple(one for one in every if one.pack is layout)
+        kernel = packing_kernel(request, where.cc)
     else:
-        steps = (find(step),)
-        if why := Asked(fmt.name, family, where.cc, k=k).why_not(steps[0]):
+        kernel = find(step)
+        if why := why_not(kernel, request, where.cc):
             raise ValueError(why)
-    arrays = tuple(where.array(array) for array in steps[0].pack(blocks))
+    arrays = tuple(where.array(array) for array in kernel.pack(blocks))
     where.synchronize()  # an upload may be read on any stream from here on
-    return Packed(steps, family, accuracy, fmt.name, n, k, arrays, where)
+    layout = kernel.pack.__name__
+    return Packed(step, family, known_accuracy(accuracy), fmt.name, n, k, layout, arrays, where)
 
 
 def gemm(
@@ -225,12 +217,14 @@ def gemm(
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
-    shape = Shape(m, n, k, invariant)
-    biased = bias is not None
-    choice = choice_for(fmt, shape, w, where, step, family, output, accuracy, input, biased)
-    weights = w if isinstance(w, Packed) else pack(w, step=choice.step.number, machine=where)
+    request = Request(
+        fmt.name, m, n, k, input, output, of_bias, accuracy or "exact", family, step,
+        invariant=invariant,
+    )  # fmt: skip
+    choice = choose(asked_of(w, request, named=accuracy is not None), where)
+    weights = w if isinstance(w, Packed) else pack(w, step=choice.kernel.number, machine=where)
     if on_device:
-        call = _Call(choice, weights, input, output, of_bias)
+        call = Call(choice, weights)
         if key:
             call = weights.calls.put(key, call)
         c = call(given, result, stream, added)
@@ -239,9 +233,9 @@ def gemm(
     if stream is not None:
         where = where.on(stream)
     source, target = where.array(a), where.empty((m, n), ARRAYS[output])
-    arrays = (*weights.arrays, where.array(bias)) if biased else weights.arrays
-    activations, own = prepare(choice, where, arrays, source, target)
-    if uses_blocks(choice, input):
+    arrays = weights.arrays if bias is None else (*weights.arrays, where.array(bias))
+    activations, own = choice.on(where, arrays, source, target)
+    if reads_blocks(choice):
         require_sums_in_blocks(a)
     for launch in (*activations.launches, own):
         where.run(launch)
@@ -249,48 +243,22 @@ def gemm(
     if out is not None:
         out[...] = c
         c = out
-    return (c, replace(choice, configuration=launch_configuration(own))) if explain else c
+    return (c, choice.launched(own)) if explain else c
 
 
-def prepare(
-    choice: Choice, machine: Gpu | Simulator, weights: Sequence[Any], a: Any, out: Any
-) -> tuple[Activations, Launch]:
-    """The activations and the step's own launch of a product, on arrays of the machine; a bias
-    stands behind the packed weights. ValueError for more thread blocks than CUDA launches."""
-    step, shape = choice.step, choice.shape
-    activations = step.activations(choice.family, a, machine)
-    own = step.prepare(
-        machine,
-        FORMATS[choice.format],
-        choice.family,
-        shape,
-        tuple(weights),
-        activations.arrays,
-        out,
-    )
-    for launch in (*activations.launches, own):
-        require_grid(launch, shape.m, shape.n)
-    return activations, own
-
-
-def uses_blocks(choice: Choice, input: str) -> bool:
-    """Whether a product keeps A in 36-byte blocks, whose float16 d and s end at 65504."""
-    return reading_of(choice.step, input, choice.family)[0] is q8_1_blocks
-
-
-def require_sums_in_blocks(a: np.ndarray) -> None:
-    """ValueError for what would overflow the float16 d or s of a 36-byte block. Rows with a NaN or
-    infinity are let pass: their outputs are not finite."""
-    finite = np.isfinite(a).all(axis=1, keepdims=True)
-    FORMATS["q8_1"].quantize(np.where(finite, a, np.float32(0)))
-
-
-def require_sums_on_gpu(a: Any, machine: Any, stream: int) -> None:
-    """The same of an array on the GPU, which is fetched. In a stream that is captured into a CUDA
-    graph nothing can be: overflows are infinite or NaN there."""
-    where = machine.on(stream)
-    if not where.is_captured():
-        require_sums_in_blocks(where.host(_as_numba(as_array("a", a))))
+def asked_of(w: Any, request: Request, named: bool) -> Request:
+    """The request for a product with `w`: where that is packed already, for what it is packed for.
+    named: whether the caller named the accuracy, which counts more than that of the weights."""
+    if not isinstance(w, Packed):
+        return request
+    if request.step is not None and find(request.step).pack.__name__ != w.layout:
+        raise ValueError(f"w is packed for {w.readers}, not for step {request.step}")
+    asked = replace(request, layouts=(w.layout,), family=request.family or w.family)
+    if not named:
+        asked = replace(asked, accuracy=w.accuracy)
+    elif w.step is not None and request.step is None:
+        supporting(asked, w.machine.cc)  # an accuracy that is named rules out steps that have less
+    return asked if request.step is not None else replace(asked, step=w.step)
 
 
 # --- on a GPU, with packed weights ----------------------------------------------------------------
@@ -309,87 +277,92 @@ def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
     return key
 
 
-class _Call:
-    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias)."""
+class Memory(NamedTuple):
+    """What kernels of a stream work in, which run one after the other: zeros that they leave zero,
+    and a workspace; their sizes in bytes and their addresses, 0 for none."""
 
-    __slots__ = (
-        "_a_bytes", "_a_shape", "_bias_bytes", "_device", "_handle_of", "_in_blocks", "_input",
-        "_machine", "_of_bias", "_out_bytes", "_out_shape", "_output", "_template", "_weights",
-        "choice",
-    )  # fmt: skip
-
-    def __init__(
-        self, choice: Choice, weights: Packed, input: str, output: str, of_bias: str | None
-    ) -> None:
-        from steps.driver.launcher import address_of, stream_handle
-        from steps.product.launch_template import LaunchTemplate
-
-        m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-        types = [(array.shape, array.dtype) for array in weights.arrays]
-        self._template = LaunchTemplate(choice, types, output=output, input=input, bias=of_bias)
-        self.choice, self._machine = self._template.choice, weights.machine
-        self._weights = tuple(map(address_of, weights.arrays))
-        self._device, self._handle_of = current_device(), stream_handle
-        self._input, self._a_shape, self._a_bytes = input, (m, k), ARRAYS[input].itemsize * m * k
-        self._output, self._out_shape = output, (m, n)
-        self._out_bytes = ARRAYS[output].itemsize * m * n
-        self._of_bias = of_bias
-        self._bias_bytes = ARRAYS[of_bias].itemsize * n if of_bias else 0
-        self._in_blocks = uses_blocks(choice, input)
-
-    def __call__(self, a: Any, out: Any, stream: Any, bias: Any) -> Any:
-        """C, `out` or a new array; errors as of `gemm`."""
-        source = address("a", a, self._a_shape, self._device, self._input)
-        require_start_of_a(source, self._input)
-        weights = self._weights
-        if self._of_bias:
-            added = address("bias", bias, self._out_shape[1:], self._device, self._of_bias)
-            weights = (*weights, added)
-        if out is None:
-            out = empty_beside(a, self._out_shape, self._output, self._machine)
-            target = address("out", out, self._out_shape, self._device, self._output)
-        else:
-            target = address("out", out, self._out_shape, self._device, self._output)
-            require_place(target, self._out_bytes, source, self._a_bytes)
-            if self._of_bias:
-                require_place(target, self._out_bytes, added, self._bias_bytes, "bias")
-        template = self._template
-        handle = self._handle_of(stream_of(a) if stream is None else stream)
-        if self._in_blocks:
-            require_sums_on_gpu(a, self._machine, handle)
-        memory = _memory_of(self._machine, (self._device, handle), template)
-        template(source, target, weights, memory.zeros, memory.workspace, handle)
-        return out
-
-
-class _Memory(NamedTuple):
-    """What kernels of a stream work in, which run one after the other: arrays and addresses."""
-
-    arrays: tuple[Any, Any]
     zeroed: int
     nbytes: int
     zeros: int
     workspace: int
+    arrays: tuple[Any, Any]
 
 
-_memory: dict[tuple[int, int], _Memory] = {}  # by (device, stream)
+def new_memory(machine: Any, zeroed: int, nbytes: int) -> Memory:
+    from steps.driver.launcher import address_of
+
+    zeros = machine.array(np.zeros(zeroed, np.uint8)) if zeroed else None
+    workspace = machine.empty((nbytes,), np.uint8) if nbytes else None
+    machine.synchronize()  # what was set to zero may be used on any stream from here on
+    at, of = (0 if array is None else address_of(array) for array in (zeros, workspace))
+    return Memory(zeroed, nbytes, at, of, (zeros, workspace))
 
 
-def _memory_of(machine: Gpu | Simulator, key: tuple[int, int], template: Any) -> _Memory:
-    """Zeros that kernels leave zero, and a workspace; at least what a template needs."""
+_memory: dict[tuple[int, int], Memory] = {}  # by (device, stream)
+
+
+def memory_of(machine: Any, key: tuple[int, int], zeroed: int, nbytes: int) -> Memory:
+    """The memory of a stream, at least so large: as the largest product so far needs."""
     found = _memory.get(key)
-    if found is None or found.zeroed < template.zeroed or found.nbytes < template.nbytes:
-        from steps.driver.launcher import address_of
-
-        zeroed, nbytes = template.zeroed, template.nbytes
+    if found is None or found.zeroed < zeroed or found.nbytes < nbytes:
         if found is not None:  # freed when all that was queued is done
             zeroed, nbytes = max(zeroed, found.zeroed), max(nbytes, found.nbytes)
-        zeros = machine.array(np.zeros(max(zeroed, 1), np.uint8))
-        workspace = machine.empty((max(nbytes, 1),), np.uint8)
-        machine.synchronize()  # what was set to zero may be used on any stream from here on
-        places = address_of(zeros), address_of(workspace)
-        found = _memory[key] = _Memory((zeros, workspace), zeroed, nbytes, *places)
+        found = _memory[key] = new_memory(machine, zeroed, nbytes)
     return found
+
+
+class Call:
+    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias)."""
+
+    __slots__ = (
+        "_a_bytes", "_a_shape", "_bias_bytes", "_device", "_handle_of", "_in_blocks", "_made",
+        "_memory", "_out_bytes", "_out_shape", "_weights", "choice", "weights",
+    )  # fmt: skip
+
+    def __init__(self, choice: Choice, weights: Packed, own_memory: bool = False) -> None:
+        """Compile and load the kernels on the current GPU. They work in memory of their own, or in
+        that of the stream of each call."""
+        from steps.driver.launcher import address_of, stream_handle
+        from steps.product.prepared import prepare
+
+        asked = choice.request
+        types = [(array.shape, array.dtype) for array in weights.arrays]
+        self.choice, self._made = prepare(choice, types)
+        self.weights, self._memory, made = weights, None, self._made
+        if own_memory:
+            self._memory = new_memory(weights.machine, made.zeroed, made.nbytes)
+        self._weights = tuple(map(address_of, weights.arrays))
+        self._device, self._handle_of = current_device(), stream_handle
+        self._a_shape, self._out_shape = (asked.m, asked.k), (asked.m, asked.n)
+        self._a_bytes = ARRAYS[asked.a].itemsize * asked.m * asked.k
+        self._out_bytes = ARRAYS[asked.c].itemsize * asked.m * asked.n
+        self._bias_bytes = ARRAYS[asked.bias].itemsize * asked.n if asked.bias else 0
+        self._in_blocks = reads_blocks(choice)
+
+    def __call__(self, a: Any, out: Any, stream: Any, bias: Any) -> Any:
+        """C, `out` or a new array; errors as of `gemm`."""
+        asked, machine, addresses = self.choice.request, self.weights.machine, self._weights
+        source = address("a", a, self._a_shape, self._device, asked.a)
+        require_start_of_a(source, asked.a)
+        if asked.bias:
+            added = address("bias", bias, self._out_shape[1:], self._device, asked.bias)
+            addresses = (*addresses, added)
+        if out is None:
+            out = empty_beside(a, self._out_shape, asked.c, machine)
+            target = address("out", out, self._out_shape, self._device, asked.c)
+        else:
+            target = address("out", out, self._out_shape, self._device, asked.c)
+            require_place(target, self._out_bytes, source, self._a_bytes)
+            if asked.bias:
+                require_place(target, self._out_bytes, added, self._bias_bytes, "bias")
+        handle, made = self._handle_of(stream_of(a) if stream is None else stream), self._made
+        if self._in_blocks:
+            require_sums_on_gpu(a, machine, handle)
+        memory = self._memory
+        if memory is None:
+            memory = memory_of(machine, (self._device, handle), made.zeroed, made.nbytes)
+        made((source, target, *addresses), memory.zeros, memory.workspace, handle)
+        return out
 
 
 def current_device() -> int:
@@ -402,41 +375,31 @@ def current_device() -> int:
 # --- what a product needs to know -----------------------------------------------------------------
 
 
-def choice_for(
-    fmt: Format,
-    shape: Shape,
-    w: Any,
-    machine: Gpu | Simulator,
-    step: int | None,
-    family: Family | None,
-    output: str = "float32",
-    accuracy: Accuracy | None = None,
-    input: str = "float32",
-    biased: bool = False,
-) -> Choice:
-    """`steps.product.choice.choose`, among the steps that can read `w` where it is packed
-    already."""
-    among = None
-    if isinstance(w, Packed):
-        if step is not None and find(step).pack is not w.steps[0].pack:
-            raise ValueError(f"w is packed for {step_numbers(w.steps)}, not for step {step}")
-        among, family = w.steps, family or w.family
-        if step is None and accuracy is not None:  # counts more than what w was packed for
-            asked = Asked(fmt.name, family, machine.cc, output, input, k=shape.k, biased=biased)
-            asked.supporting(among, accuracy)
-        accuracy = accuracy or w.accuracy
-    return choose(
-        fmt.name,
-        shape,
-        machine,
-        step=step,
-        family=family,
-        among=among,
-        output=output,
-        accuracy=accuracy or "exact",
-        input=input,
-        biased=biased,
-    )
+def reads_blocks(choice: Choice) -> bool:
+    """Whether a product keeps A in 36-byte blocks, whose float16 d and s end at 65504."""
+    return choice.reading.make is q8_1_blocks
+
+
+def require_sums_in_blocks(a: np.ndarray) -> None:
+    """ValueError for what would overflow the float16 d or s of a 36-byte block. Rows with a NaN or
+    infinity are let pass: their outputs are not finite."""
+    finite = np.isfinite(a).all(axis=1, keepdims=True)
+    FORMATS["q8_1"].quantize(np.where(finite, a, np.float32(0)))
+
+
+def require_sums_on_gpu(a: Any, machine: Any, stream: int) -> None:
+    """The same of an array on the GPU, which is fetched. In a stream that is captured into a CUDA
+    graph nothing can be: overflows are infinite or NaN there."""
+    where = machine.on(stream)
+    if not where.is_captured():
+        require_sums_in_blocks(where.host(_as_numba(as_array("a", a))))
+
+
+def _as_numba(array: Any) -> Any:
+    from numba import cuda
+
+    # Not waited for: the work is queued on the stream that the array's own work is on.
+    return cuda.as_cuda_array(array, sync=False)
 
 
 def weights_shape(w: Any) -> tuple[Format, int, int]:
@@ -458,10 +421,3 @@ def machine_for(asked: Gpu | Simulator | None, w: Any = None) -> Gpu | Simulator
     from steps.driver.machines import Gpu
 
     return Gpu()
-
-
-def _as_numba(array: Any) -> Any:
-    from numba import cuda
-
-    # Not waited for: the work is queued on the stream that the array's own work is on.
-    return cuda.as_cuda_array(array, sync=False)

@@ -6,7 +6,7 @@
     plan = gemm.plan(m, w, input="float16", dtype="float16")        # a and out as most models do
 
 A call checks type, shape, contiguity and address of both arrays, puts the two addresses into a
-launch template (`steps.product.launch_template`) and launches one or two kernels, at a few
+its launches (`steps.product.prepared`) and launches one or two kernels, at a few
 microseconds of host time each. It allocates nothing, copies nothing, waits for nothing and looks at
 no value. (Steps with 36-byte blocks are the exception, as in `steps.product.gemm`: outside of a
 graph `a` is fetched and checked.)
@@ -25,15 +25,13 @@ calls must run one after the other: one stream at a time, one host thread at a t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steps.contract import Accuracy, Family, Shape
+from steps.contract import Accuracy, Family
 from steps.product import gemm as api
-from steps.product.choice import Choice, launch_configuration
-from steps.product.launch_template import LaunchTemplate
+from steps.product.choice import Choice, choose
 from steps.product.operands import (
     ARRAYS,
     address,
@@ -43,10 +41,8 @@ from steps.product.operands import (
     float_name,
     is_device_array,
     require_matrix,
-    require_place,
-    require_start_of_a,
-    stream_of,
 )
+from steps.product.request import Request
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
@@ -89,19 +85,22 @@ def plan(
     w = blocks_of(w)
     fmt, n, k = api.weights_shape(w)
     where = api.machine_for(machine, w)
-    floats = float_name(dtype), float_name(input, "input")
-    shape, biased, given = Shape(int(m), n, k, invariant), bias is not None, as_array("bias", bias)
+    output, read, given = float_name(dtype), float_name(input, "input"), as_array("bias", bias)
     on_device = is_device_array(given)
-    of_bias = bias_dtype(given, n, on_device) if biased else None
+    of_bias = None if bias is None else bias_dtype(given, n, on_device)
     if on_device and where.cc is None:
         raise TypeError(f"bias is on a GPU and the machine is the {where.name}: pass a NumPy array")
-    choice = api.choice_for(
-        fmt, shape, w, where, step, family, floats[0], accuracy, floats[1], biased
+    request = Request(
+        fmt.name, int(m), n, k, read, output, of_bias, accuracy or "exact", family, step,
+        invariant=invariant,
+    )  # fmt: skip
+    choice = choose(api.asked_of(w, request, named=accuracy is not None), where)
+    packed = (
+        w if isinstance(w, api.Packed) else api.pack(w, step=choice.kernel.number, machine=where)
     )
-    packed = w if isinstance(w, api.Packed) else api.pack(w, step=choice.step.number, machine=where)
-    if biased and not on_device:
+    if of_bias and not on_device:
         bias = where.array(given)
-    return Plan(choice, packed, where, stream, *floats, bias=bias, of_bias=of_bias)
+    return Plan(choice, packed, where, stream, bias)
 
 
 class Plan:
@@ -113,20 +112,17 @@ class Plan:
         weights: api.Packed,
         machine: Gpu | Simulator,
         stream: Any = None,
-        output: str = "float32",
-        input: str = "float32",
         bias: Any = None,
-        of_bias: str | None = None,
     ) -> None:
-        m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-        self._machine, self._stream = machine, stream
-        self._input, self._output = input, output
-        self._a_shape, self._out_shape = (m, k), (m, n)
-        self._a_bytes = ARRAYS[input].itemsize * m * k
-        self._out_bytes = ARRAYS[output].itemsize * m * n
-        self._weights, self._bias, self._of_bias = weights, bias, of_bias
-        self._in_blocks = api.uses_blocks(choice, input)
-        self.choice = self._prepare(choice) if machine.cc is None else self._load(choice)
+        asked = choice.request
+        self._machine, self._stream, self._bias = machine, stream, bias
+        if machine.cc is None:
+            self._prepare(choice, weights)
+        else:
+            if asked.bias:
+                address("bias", bias, (asked.n,), api.current_device(), asked.bias)
+            self._call = api.Call(choice, weights, own_memory=True)
+            self.choice = self._call.choice
         machine.synchronize()  # what was set to zero may be used on any stream from here on
 
     def __repr__(self) -> str:
@@ -144,68 +140,30 @@ class Plan:
         """
         if self._machine.cc is None:
             return self._simulate(a, out)
-        source = address("a", a, self._a_shape, self._device, self._input)
-        target = address("out", out, self._out_shape, self._device, self._output)
-        require_start_of_a(source, self._input)
-        require_place(target, self._out_bytes, source, self._a_bytes)
-        if self._of_bias:
-            require_place(target, self._out_bytes, self._packed[-1], self._bias_bytes, "bias")
-        if stream is None:
-            stream = stream_of(a) if self._stream is None else self._stream
-        handle = self._handle_of(stream)
-        if self._in_blocks:
-            api.require_sums_on_gpu(a, self._machine, handle)
-        zeros, workspace = self._work_in
-        self._template(source, target, self._packed, zeros, workspace, handle)
+        if out is None:
+            raise TypeError("out must be on the GPU (with __cuda_array_interface__), got NoneType")
+        self._call(a, out, self._stream if stream is None else stream, self._bias)
         return None
-
-    # --- on a GPU ---
-
-    def _load(self, choice: Choice) -> Choice:
-        """Load the kernels, and find all addresses but those of a and out."""
-        from steps.driver.launcher import address_of, stream_handle
-
-        self._handle_of, self._device = stream_handle, api.current_device()
-        weights = self._weights.arrays
-        types = [(array.shape, array.dtype) for array in weights]
-        template = LaunchTemplate(
-            choice, types, output=self._output, input=self._input, bias=self._of_bias
-        )
-        zeros = (
-            self._machine.array(np.zeros(template.zeroed, np.uint8)) if template.zeroed else None
-        )
-        workspace = self._machine.empty((template.nbytes,), np.uint8) if template.nbytes else None
-        self._template, self._memory = template, (zeros, workspace)
-        self._packed = tuple(map(address_of, weights))
-        if self._of_bias:
-            n = self._out_shape[1:]
-            self._packed += (address("bias", self._bias, n, self._device, self._of_bias),)
-            self._bias_bytes = ARRAYS[self._of_bias].itemsize * n[0]
-        self._work_in = [0 if array is None else address_of(array) for array in self._memory]
-        return template.choice
 
     # --- in the simulator, whose arrays are NumPy's ---
 
-    def _prepare(self, choice: Choice) -> Choice:
+    def _prepare(self, choice: Choice, weights: api.Packed) -> None:
         """Make the launches, on arrays of the plan."""
-        self._a = self._machine.empty(self._a_shape, ARRAYS[self._input])
-        self._out = self._machine.empty(self._out_shape, ARRAYS[self._output])
-        weights = self._weights.arrays
-        if self._bias is not None:
-            weights = (*weights, self._bias)
-        activations, own = api.prepare(choice, self._machine, weights, self._a, self._out)
+        asked = choice.request
+        self._a = self._machine.empty((asked.m, asked.k), ARRAYS[asked.a])
+        self._out = self._machine.empty((asked.m, asked.n), ARRAYS[asked.c])
+        arrays = weights.arrays if self._bias is None else (*weights.arrays, self._bias)
+        activations, own = choice.on(self._machine, arrays, self._a, self._out)
         self._launches = (*activations.launches, own)
-        return replace(choice, configuration=launch_configuration(own))
+        self.choice = choice.launched(own)
 
     def _simulate(self, a: Any, out: Any) -> None:
         """The same as a call on a GPU."""
-        for name, x, shape, dtype in (
-            ("a", a, self._a_shape, self._input),
-            ("out", out, self._out_shape, self._output),
-        ):
-            if require_matrix(name, x, False, (dtype,))[:2] != shape:
-                raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
-        if self._in_blocks:
+        asked = self.choice.request
+        for name, x, own, dtype in (("a", a, self._a, asked.a), ("out", out, self._out, asked.c)):
+            if require_matrix(name, x, False, (dtype,))[:2] != own.shape:
+                raise ValueError(f"{name} must have shape {list(own.shape)}, got {list(x.shape)}")
+        if api.reads_blocks(self.choice):
             api.require_sums_in_blocks(a)
         self._a[...] = a
         for launch in self._launches:

@@ -18,8 +18,8 @@ from steps.cli import warm
 from steps.compile import compiler as compiling
 from steps.compile import kernel_cache, parallel_compile
 from steps.compile.kernel_cache import CompiledKernel
-from steps.contract import Shape
-from steps.product.choice import choose_uncast, packings
+from steps.product.choice import choose
+from steps.product.request import Request
 from tests.cli.typed import typed
 from tests.formats.test_gguf_file import write
 
@@ -74,12 +74,9 @@ def test_a_model_of_a_file_is_warmed(folder: Path, made: Any, tmp_path: Path, ca
     assert len(made) == len(list(folder.iterdir()))
     assert capsys.readouterr().out.startswith(f"compiled {len(made)} kernels for sm_90a in ")
     for name in FORMATS:
-        packed = [step.pack.__name__ for step in packings(name, (9, 0), "exact")]
         for dtype in ("float32", "float16", "bfloat16"):
-            size = Shape(64, 64, 256)
-            work = choose_uncast(name, size, packed, HOPPER, "exact", dtype).work
-            wanted = [(work, (64, 64, 256), dtype, dtype)]
-            assert parallel_compile.missing_kernels(wanted, (9, 0)) == {}
+            wanted = Request(name, 64, 64, 256, dtype, dtype, layouts=("tiles",), adapted=True)
+            assert parallel_compile.missing_kernels([choose(wanted, HOPPER)], (9, 0)) == {}
     assert cli.main(["warm", "--gguf", str(path), "--m", "1", "64", "--arch", "sm_90a"]) == 0
     assert capsys.readouterr().out.startswith("compiled 0 kernels")
 
@@ -90,15 +87,12 @@ def test_layers_with_a_bias_have_kernels_of_their_own(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", biased)
     args = Namespace(gguf=path, format=[], n=None, k=None, bias=False)
     assert warm._weights(args) == [("q4_0", 64, 256, True)]
-    packed = [step.pack.__name__ for step in packings("q4_0", (9, 0), "exact")]
     for m in (1, 64):
-        step = choose_uncast("q4_0", Shape(m, 64, 256), packed, HOPPER, dtype="float16").step
         plain, more = (
             list(warm.products([("q4_0", 64, 256, bias)], [m], ["float16"], "exact", HOPPER))
             for bias in (False, True)
         )
-        biases = {one[4:] for one in more} - {()}
-        assert biases == ({("float16",), ("float32",)} if step.adds_bias else set())
+        assert {one.bias for one in more} == {None, "float16", "float32"}
         kernels = (parallel_compile.missing_kernels(one, (9, 0)) for one in (plain, more))
         assert set(next(kernels)) < set(next(kernels))
 

@@ -20,7 +20,7 @@ from steps.checks.select import UsageError, select
 from steps.cli import arguments
 from steps.cli import main as cli
 from steps.cli import tools as nvidia
-from steps.compile.dry_run import launches
+from steps.product.choice import Choice
 from steps.registry import find, ladder
 from tests.cli.typed import typed
 
@@ -342,6 +342,6 @@ def test_steps_by_any_of_their_names() -> None:
 
 def test_dry_runs_are_what_the_gpu_would_get() -> None:
     work = select((find(5),), ["q5_1"], "A8")[0]
-    before, own = launches(work, (512, 4096, 4096))
+    *before, own = Choice.of_work(work, (512, 4096, 4096)).launches()
     assert len(before) == 1
     assert own.args[-2].shape == (512, 4096)

@@ -17,9 +17,9 @@ from typing import Any
 
 from numba.cuda import dispatcher
 
-from steps.compile.dry_run import launches
 from steps.contract import Work
 from steps.driver import launcher
+from steps.product.choice import Choice
 from steps.registry import find
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     while asked.when and not asked.when.exists():
         time.sleep(0.005)
     began = time.process_time()
-    _, own = launches(Work(find(1), "A16", "q4_0"), (1, 64, 256))
+    own = Choice.of_work(Work(find(1), "A16", "q4_0"), (1, 64, 256)).launches()[-1]
     launcher.load(own)
     seconds = time.process_time() - began
     (code,) = loaded

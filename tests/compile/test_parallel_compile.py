@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from steps.compile.of_arrays import OfArrays
+from steps.product.launch_template import LaunchTemplate
 
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
 from reference import BENCH_SHAPES, Problem
@@ -23,7 +25,6 @@ from steps.compile.compiler import (
     opcodes,
     signature_of,
 )
-from steps.compile.of_arrays import OfArrays
 from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Shape, Work, array_dtype
 from steps.driver.machines import Gpu
@@ -31,7 +32,6 @@ from steps.kernels.between import swiglu
 from steps.kernels.parts.activations.rows import row_rounder
 from steps.product import choice
 from steps.product.choice import choose_packed
-from steps.product.launch_template import LaunchTemplate
 from steps.registry import find, ladder
 from tests.driver.fake_gpu import FakeGpu
 

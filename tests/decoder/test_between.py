@@ -21,7 +21,7 @@ from results.measure.models import one_gpu as bench  # noqa: E402
 from results.measure.models import operations as bench_between  # noqa: E402
 from steps.cli.main import main  # noqa: E402
 from steps.compile.compiler import signature_of  # noqa: E402
-from steps.compile.of_arrays import OfArrays  # noqa: E402
+from steps.compile.dry_run import OfArrays  # noqa: E402
 from steps.decoder import deferred, files, operations  # noqa: E402
 from steps.decoder import kernel_operations as between  # noqa: E402
 from steps.decoder import model as parts  # noqa: E402

@@ -137,13 +137,13 @@ CHOOSE = """
 from types import SimpleNamespace
 from qformats import WEIGHT_FORMATS
 from steps.product.choice import choose
-from steps.contract import Shape
+from steps.product.request import Request
 
 for cc in ((7, 5), (8, 6), (9, 0), (12, 0)):
     gpu = SimpleNamespace(name="GPU of nobody", cc=cc, sms=40)
     for m in (1, 16, 512):
         for name in WEIGHT_FORMATS:
-            print(choose(name, Shape(m, 4096, 4096), gpu).step.number)
+            print(choose(Request(name, m, 4096, 4096), gpu).kernel.number)
 """
 
 

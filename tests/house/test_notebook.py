@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from steps.product.choice import Choice
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "steps" / "ladder.ipynb"
 MOST_SECONDS = 180.0  # of processor time
@@ -71,7 +73,6 @@ def test_every_check_in_it_says_right(executed: Path) -> None:
 def test_its_own_step_is_compiled_for_a_t4() -> None:
     """A GPU that a reader may have for nothing: compute capability 7.5."""
     from steps.compile.compiler import machine_code, signature_of
-    from steps.compile.dry_run import launches
     from steps.contract import Work
 
     source = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "two_tokens" in str(c))
@@ -81,7 +82,7 @@ def test_its_own_step_is_compiled_for_a_t4() -> None:
         + source,
         given,
     )
-    *_, launch = launches(Work(given["mine"], "A16", "q4_0"), (4, 32, 64))
+    *_, launch = Choice.of_work(Work(given["mine"], "A16", "q4_0"), (4, 32, 64)).launches()
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_75")
     assert code.spill_store_bytes == code.spill_load_bytes == 0
     assert "LDG" in code.sass

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from steps.compile.compiler import MachineCode, machine_code, signature_of
-from steps.compile.dry_run import launches
 from steps.compile.kernel_key import key_of
 from steps.contract import Launch, Work
 from steps.driver.machines import Simulator
 from steps.kernels.between import add_and_norm, swiglu
 from steps.kernels.decode import bulk
+from steps.product.choice import Choice
 from tests.kernels.between_problems import (
     Heads,
     Matrix,
@@ -110,7 +110,7 @@ def test_the_product_that_follows_has_room_beside_them(name: str) -> None:
 def test_products_have_these_registers(n: int, k: int, before: str) -> None:
     """And a shared memory that leaves room, and an SM each, of which four are free."""
     work = Work(bulk.KERNEL, "A16", "q4_0")
-    _, own = launches(work, (1, n, k), output="float16", input="float16")
+    own = Choice.of_work(work, (1, n, k), "float16", "float16").launches()[-1]
     code = machine_code(own.kernel, signature_of(own.args))
     assert code.registers <= AFTER[before]
     assert own.shared_bytes <= PRODUCT_SHARED

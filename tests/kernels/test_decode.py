@@ -19,13 +19,13 @@ from reference import Problem
 from reference.bfloat16 import bfloat16_values
 from steps.checks.verify import prepare, verify
 from steps.compile.compiler import machine_code, signature_of
-from steps.compile.dry_run import launches
 from steps.contract import Family, Shape, Step, Work
 from steps.instructions import store_u32
 from steps.kernels.decode import tiles as heuristics
 from steps.kernels.decode.tiles import fused, tile_configuration
 from steps.kernels.parts.weights.offset_numbers import offset_numbers
 from steps.kernels.parts.weights.storage_formats import tile_format
+from steps.product.choice import Choice
 from steps.simulator.launch import simulate
 from tests.kernels.passes import RemembersPasses
 
@@ -316,7 +316,7 @@ def test_nothing_is_spilled(
     step, order = steps.find(number), LARGE.index((family, kind, shape))
     name = FORMATS_IN_TURN[(order + 3 * (number + len(arch))) % len(FORMATS_IN_TURN)]
     output = kind if family == "A16" else "float16"
-    *_, own = launches(Work(step, family, name), shape, input=kind, output=output)
+    *_, own = Choice.of_work(Work(step, family, name), shape, kind, output).launches()
     code = machine_code(own.kernel, signature_of(own.args), arch)
     spilled = code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes
     assert spilled == (0, 0, 0), code.log

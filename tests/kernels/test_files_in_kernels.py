@@ -34,13 +34,13 @@ from steps.checks.select import UsageError
 from steps.checks.verify import multiply, operands, prepare, verify
 from steps.cli.arguments import formats_of
 from steps.compile.compiler import machine_code, signature_of
-from steps.compile.dry_run import launches
-from steps.contract import Shape, Work
+from steps.contract import Work
 from steps.driver.machines import Simulator
 from steps.instructions import store_u32
 from steps.kernels.parts.weights.storage_formats import half_format, tile_format
 from steps.product import tuning_table as tuning
-from steps.product.choice import choose
+from steps.product.choice import Choice, choose
+from steps.product.request import Request
 from steps.simulator.launch import simulate
 from tests.kernels.passes import RemembersPasses
 
@@ -297,7 +297,7 @@ def test_the_front_door_takes_them() -> None:
     for name in ("q4_k", "mxfp4"):
         problem = Problem(2, 20, 256, name, "normal")
         c, choice = gemm(problem.a, problem.blocks, machine=Simulator(), explain=True)
-        assert choice.step.number == 18
+        assert choice.kernel.number == 18
         right = problem.a.astype(np.float64) @ dequantize(problem.blocks).T
         assert np.sum((c - right) ** 2) < 1e-3 * np.sum(right**2)
     with pytest.raises(ValueError, match="w has 1 blocks of 256 in a row, K=256"):
@@ -314,8 +314,8 @@ class Hopper:
 
 @of_each
 def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
-    few = choose(name, Shape(1, 4096, 14336), Hopper())
-    many = choose(name, Shape(2048, 4096, 4096), Hopper())
+    few = choose(Request(name, 1, 4096, 14336), Hopper())
+    many = choose(Request(name, 2048, 4096, 4096), Hopper())
     assert few.step.most_tokens == (16 if name != "q2_k" else None)
     assert many.step.number == 14
     tuned = {entry.format for table in tuning.known() for entry in table.entries}
@@ -333,7 +333,7 @@ def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
 )
 def test_machine_code_has_no_spills(number: int, name: str, shape: tuple[int, int, int]) -> None:
     step = steps.find(number)
-    *_, own = launches(Work(step, step.families[-1], name), shape)
+    *_, own = Choice.of_work(Work(step, step.families[-1], name), shape).launches()
     code = machine_code(own.kernel, signature_of(own.args), "sm_90a")
     assert code.stack_bytes == code.spill_store_bytes == code.spill_load_bytes == 0
     for promise in step.contains[step.families[-1]]:

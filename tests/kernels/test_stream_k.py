@@ -9,10 +9,10 @@ import pytest
 from numba import cuda, int32
 
 from qformats import FORMATS, WEIGHT_FORMATS
-from steps.compile.dry_run import launches
 from steps.contract import Shape, Work, ceil_div, multiprocessors, shared_memory
 from steps.kernels.parts.stream_k import MOST_CONTRIBUTORS, scheduler, schedules, work_rate
 from steps.kernels.prefill.stream_k_tiles import BLOCKS_PER_SM, tiling
+from steps.product.choice import Choice
 from steps.registry import find as find_step
 from steps.simulator.launch import simulate
 
@@ -154,7 +154,7 @@ def test_an_sm_has_room_for_its_even_part_of_the_blocks_and_for_no_more(name: st
     """Else an overlapping launch, whose blocks come while others still work, is uneven."""
     of_an_sm = shared_memory() + 1024
     for m, (n, k) in itertools.product((1, 8, 128, 512), ((4096, 4096), (14336, 4096), (64, 64))):
-        _, launch = launches(Work(find_step(10), "A8", name), (m, n, k))
+        *_, launch = Choice.of_work(Work(find_step(10), "A8", name), (m, n, k)).launches()
         (blocks,), own = launch.grid, launch.shared_bytes + 1024
         assert launch.shared_bytes <= shared_memory()
         even = ceil_div(blocks, multiprocessors())

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.api.test_gemm_on_device import MOST_US, python_us
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
@@ -30,6 +29,7 @@ from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, Tensor
 from steps.product import tuning_table
 from steps.simulator.launch import simulate
 from tests.driver.fake_gpu import FakeGpu, encode, stream_in
+from tests.product.test_gemm_on_device import MOST_US, python_us
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
 

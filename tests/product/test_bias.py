@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.api.test_gemm import OnDevice, Untouched
 
 from qformats import dequantize
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits
 from steps import gemm, ladder, pack, plan
-from steps.contract import FLOATS, Shape, Step, array_dtype
+from steps.contract import FLOATS, Step, array_dtype
 from steps.driver.machines import Gpu, Simulator
-from steps.product import launch_template
+from steps.product import prepared
 from steps.product.choice import choose
+from steps.product.request import Request
+from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array
-from tests.product import fake_gpu
+from tests.product.test_gemm import OnDevice, Untouched
 
 M, N, K = 3, 21, 96
 PROBLEM = Problem(M, N, K, "q4_1", "integer")
@@ -41,7 +43,7 @@ def test_a_bias_of_integers_is_added_to_the_bit(dtype: str) -> None:
     handle, out = pack(W, machine=machine), np.zeros((M, N), np.float32)
     c, choice = gemm(A, handle, bias=bias, step=14, explain=True)
     np.testing.assert_array_equal(c, EXPECTED)
-    assert choice.step.number == 14
+    assert choice.kernel.number == 14
     made = plan(M, handle, bias=bias, step=11)
     bias[:] = 0  # a plan has its own copy
     made(A, out)
@@ -76,13 +78,14 @@ def test_only_steps_that_add_a_bias_are_chosen() -> None:
     class Old:
         name, cc, sms = "a GPU without a table", (7, 5), 40
 
-    assert not choose("q4_0", Shape(M, N, K), Old).step.adds_bias
+    few = Request("q4_0", M, N, K)
+    assert not choose(few, Old).kernel.adds_bias
     with pytest.raises(
         ValueError, match=r"^no step can do this: steps 1, .* and 6 add no bias: add"
     ):
-        choose("q4_0", Shape(M, N, K), Old, biased=True)
+        choose(replace(few, bias="float32"), Old)
     for m in (1, 300):
-        assert choose("q4_0", Shape(m, N, K), Simulator(), biased=True).step.adds_bias
+        assert choose(replace(few, m=m, bias="float32"), Simulator()).bias == "float32"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_only_steps_that_add_a_bias_are_chosen() -> None:
             BIAS,
             {"step": 5},
             ValueError,
-            "step 5 adds no bias: take one of steps 8, 9, .* 17 and 18, or add it to C yourself$",
+            "step 5 adds no bias: take one of steps 10, 11, .* 17 and 18, or add it to C yourself$",
         ),
     ],
 )
@@ -119,7 +122,7 @@ def test_refused_with_one_sentence(bias: Any, options: Any, error: Any, said: st
 def test_weights_packed_for_a_step_without_one_are_refused() -> None:
     handle = pack(W, step=5, machine=Simulator())
     for call in (lambda: gemm(A, handle, bias=BIAS), lambda: plan(M, handle, bias=BIAS)):
-        with pytest.raises(ValueError, match=r"^no step can do this: step 5 adds no bias: add it"):
+        with pytest.raises(ValueError, match=r"^step 5 adds no bias: take one of steps 10, "):
             call()
 
 
@@ -142,14 +145,11 @@ def launched(gpu: FakeGpu) -> set[int]:
 def test_one_launch_reads_a_bias_where_it_lies(
     gpu: FakeGpu, torch: Any, monkeypatch: Any, m: int, dtype: str
 ) -> None:
-    """Other products have another launch template; the address is that of the call."""
+    """Other products have other launches; the address is that of the call."""
     made: list[Any] = []
-    original = launch_template.LaunchTemplate
-    monkeypatch.setattr(
-        launch_template,
-        "LaunchTemplate",
-        lambda *a, **o: made.append(original(*a, **o)) or made[-1],
-    )
+    original = prepared.prepare
+    noted = lambda *given: made.append(original(*given)) or made[-1]  # noqa: E731
+    monkeypatch.setattr(prepared, "prepare", noted)
     handle = pack(W, machine=gpu)
     a = Tensor((m, K), HERE, dtype="float16")
     gemm(a, handle)
@@ -163,8 +163,8 @@ def test_one_launch_reads_a_bias_where_it_lies(
     plan(m, handle, bias=device_array((N,), array_dtype(dtype), 4 * HERE), input="float16")(a, out)
     assert len(gpu.launched) == 1
     assert 4 * HERE in launched(gpu)
-    assert len(made) == 2
-    assert [one.adds_bias for one in made] == [False, True]
+    assert len(made) == 3, "of the plan too"
+    assert [choice.bias for choice, _ in made] == [None, dtype, dtype]
 
 
 def test_what_changes_from_call_to_call_is_checked_at_each(gpu: FakeGpu, torch: Any) -> None:

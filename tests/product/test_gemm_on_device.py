@@ -18,9 +18,9 @@ from steps import gemm, pack
 from steps.contract import array_dtype
 from steps.driver import launcher
 from steps.product import gemm as api
-from steps.product import launch_template
+from steps.product import prepared
+from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array
-from tests.product import fake_gpu
 
 M, N, K = 3, 5, 96
 BLOCKS = Problem(M, N, K, "q4_1").blocks
@@ -37,15 +37,11 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launch templates that were made."""
+    """(choice, launches) of each product that was prepared."""
     found: list[Any] = []
-    original = launch_template.LaunchTemplate
-
-    def noted(*args: Any, **options: Any) -> Any:
-        found.append(original(*args, **options))
-        return found[-1]
-
-    monkeypatch.setattr(launch_template, "LaunchTemplate", noted)
+    original = prepared.prepare
+    noted = lambda *given: found.append(original(*given)) or found[-1]  # noqa: E731
+    monkeypatch.setattr(prepared, "prepare", noted)
     return found
 
 
@@ -68,10 +64,10 @@ def test_a_product_like_an_earlier_one_is_launched_at_once(gpu, torch, made, inp
         assert HERE * i + 4096 in values
         assert HERE * i in values or input != "float32"  # of 16 bits it may be in a tensor map
         assert {one for _, one, _ in gpu.launched} == {stream}
-    (template,) = made
-    assert (template.reads, template.writes) == (input, output)
-    assert len(template.loaded) == 1, "at three tokens one launch, whatever the dtypes"
-    assert gemm(a, handle, dtype=output, explain=True)[1] == template.choice
+    ((choice, launches),) = made
+    assert (choice.reading.source, choice.writes) == (input, output)
+    assert len(launches.loaded) == 1, "at three tokens one launch, whatever the dtypes"
+    assert gemm(a, handle, dtype=output, explain=True)[1] == choice
 
 
 def test_the_result_is_of_the_library_of_a(gpu: FakeGpu, torch: Any) -> None:
@@ -105,8 +101,8 @@ def test_other_shapes_dtypes_and_options_are_other_products(gpu: FakeGpu, made: 
     for call in calls[:-1]:
         call()
     assert len(made) == len(calls)
-    assert made[5].choice.step.number == 11
-    assert made[6].choice.family == "A16"
+    assert made[5][0].kernel.number == 11
+    assert made[6][0].family == "A16"
 
 
 def test_what_changes_from_call_to_call_is_checked_at_each(gpu: FakeGpu, torch: Any) -> None:
@@ -164,15 +160,15 @@ def test_products_of_a_stream_share_what_kernels_work_in(gpu: FakeGpu, made: lis
     handle = pack(Problem(1, 516, 1056, "q4_0").blocks, machine=gpu)
     for m in (40, 300, 41):
         gemm(numbas(m, 1056, "float16"), handle, stream=7)
-    assert max(template.nbytes for template in made) > 0
+    assert max(one.nbytes for _, one in made) > 0
     (memory,) = api._memory.values()
-    assert memory.nbytes == max(template.nbytes for template in made)
-    assert memory.zeroed == max(template.zeroed for template in made)
+    assert memory.nbytes == max(one.nbytes for _, one in made)
+    assert memory.zeroed == max(one.zeroed for _, one in made)
     gemm(numbas(40, 1056, "float16"), handle, stream=8)
     assert list(api._memory) == [(0, 7), (0, 8)]
     one, other = api._memory.values()
     assert one.workspace != other.workspace
-    assert other.nbytes == made[0].nbytes
+    assert other.nbytes == made[0][1].nbytes
 
 
 def test_sums_that_blocks_cannot_hold_are_refused_at_each_call(gpu, monkeypatch) -> None:

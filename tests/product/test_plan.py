@@ -14,15 +14,15 @@ import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits
-from steps import gemm, ladder, pack, step14_persistent
+from steps import gemm, ladder, pack
 from steps.compile.dry_run import REGION
 from steps.contract import Family, Step, array_dtype
 from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
-from steps.kernels.parts.activations.layouts import inputs
+from steps.kernels.prefill import wgmma_float16
 from steps.product.plan import Plan
+from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array, encoded
-from tests.product import fake_gpu
 from tests.steps.works import WORKS
 
 ONCE = [pytest.param(*work.values, id=work.id) for work in WORKS if work.values[2] == "q5_1"]
@@ -41,7 +41,7 @@ def test_a_plan_equals_gemm_in_every_step(step: Step, family: Family, name: str)
     problem, machine = Problem(M, N, K, name), Simulator()
     handle = pack(problem.blocks, step=step.number, machine=machine)
     plan = gemm.plan(M, handle, family=family)
-    assert (plan.choice.step, plan.choice.family) == (step, family)
+    assert (plan.choice.kernel, plan.choice.family) == (step, family)
     for seed in (0, 1):
         a = Problem(M, N, K, name, seed=seed).a
         out = np.full((M, N), np.nan, np.float32)
@@ -67,13 +67,11 @@ def test_one_handle_serves_every_step_of_its_packing() -> None:
         handle = pack(PROBLEM.blocks, step=step.number, machine=machine)
         for other in (alike[0], alike[-1]):
             c, choice = gemm(PROBLEM.a, handle, step=other.number, explain=True)
-            assert choice.step is other
+            assert choice.kernel is other
             np.testing.assert_array_equal(
                 c, gemm(PROBLEM.a, PROBLEM.blocks, step=other.number, machine=machine)
             )
-    handle = pack(PROBLEM.blocks, machine=machine)
-    *_, highest = (one for one in ladder() if one.accuracy == "exact" and one.chosen_untuned)
-    assert handle.steps == tuple(one for one in ladder() if one.pack is highest.pack)
+    assert pack(PROBLEM.blocks, machine=machine).layout == "tiles"
 
 
 def test_a_plan_may_write_float16() -> None:
@@ -100,7 +98,7 @@ def test_a_plan_may_read_16_bits(input: str) -> None:
     plan(a, out)
     wanted = gemm(a, PROBLEM.blocks, dtype=input, machine=machine)
     np.testing.assert_array_equal(out, wanted, strict=True)
-    assert input in inputs(plan.choice.step, plan.choice.family)
+    assert plan.choice.reading.source == input
     assert len(plan._launches) == 1
     with pytest.raises(TypeError, match=f"a must be {input}, got float32"):
         plan(PROBLEM.a, out)
@@ -110,13 +108,13 @@ def test_explain_says_which_step_it_was_and_why() -> None:
     machine = Simulator()
     c, choice = gemm(PROBLEM.a, PROBLEM.blocks, step=1, machine=machine, explain=True)
     assert c.shape == (M, N)
-    assert (choice.step.number, choice.family, choice.format) == (1, "A16", "q4_1")
+    assert (choice.kernel.number, choice.family, choice.request.format) == (1, "A16", "q4_1")
     assert str(choice) == (
         "step 1 (naive W4A16: one thread, one output) as W4A16 for M=3 N=5 K=96, "
         "launched as 1x1 blocks of 256 threads: asked for by number"
     )
     handle = pack(PROBLEM.blocks, step=5, machine=machine)
-    assert gemm(PROBLEM.a, handle, explain=True)[1].why == "w is packed for this step alone"
+    assert gemm(PROBLEM.a, handle, explain=True)[1].why == "asked for by number"
     _, free = gemm(PROBLEM.a, PROBLEM.blocks, machine=machine, explain=True)
     assert free.why == "the highest default step for M up to 16 on the simulator"
 
@@ -281,7 +279,7 @@ def test_memory_is_allocated_where_something_needs_it(
     allocated.clear()
     gemm.plan(M, handle, step=14, input="float16", dtype="float16")
     assert allocated == []
-    monkeypatch.setattr(step14_persistent, "tiling", lambda *_: ((128, 16), 2, 2, 2))
+    monkeypatch.setattr(wgmma_float16, "tiling", lambda *_: ((128, 16), 2, 2, 2))
     gemm.plan(M, handle, step=14, input="float16")
     assert allocated == ["array", "empty"], "counters, partial sums"
 

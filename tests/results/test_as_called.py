@@ -19,7 +19,6 @@ from results.measure.as_called import SWEEP, TABLED, WAYS, Way, in_loops, missin
 from results.measure.protocol import Budget
 from results.record import provenance
 from results.record.schema import AsCalled, Environment, Run
-from steps.kernels.parts.activations.layouts import inputs
 from tests.results.fake_stopwatch import FakeStopwatch
 
 H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
@@ -81,21 +80,15 @@ def test_a_loop_is_of_one_tabled_m_or_of_neighbours_in_the_sweep() -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if way.format in ("q4_0", "q8_0")], ids=str)
 @pytest.mark.parametrize("m", [1, 512])
 def test_what_is_compiled_is_what_the_call_launches(way: Way, m: int) -> None:
-    work, size, output, input = way.wanted((m, 4096, 4096), H200)
-    choice = way.choice(size, H200)
-    assert (work.step, work.family, work.format) == (choice.step, choice.family, way.format)
-    assert choice.step.supports(way.format, work.family, H200.cc, output) is None
-    reads, writes = inputs(choice.step, choice.family), choice.step.outputs
-    assert input == (way.dtype if way.dtype in reads else "float32")
-    assert output == (way.dtype if way.dtype in writes else "float32")
-    if way.api == "gemm.plan" or m == 512:
-        assert (output, input) == (way.dtype, way.dtype), "nothing is cast"
-    assert choice.step.accuracy in ("exact", way.accuracy)
+    choice = way.choice((m, 4096, 4096), H200)
+    assert choice.runs_on(H200.cc)
+    assert (choice.reading.source, choice.writes) == (way.dtype, way.dtype), "nothing is cast"
+    assert choice.kernel.accuracy in ("exact", way.accuracy)
 
 
 def row(size: Any, way: Way, **changes: Any) -> AsCalled:
     m, n, k = size
-    step = way.choice(size, H200).step.number
+    step = way.choice(size, H200).kernel.number
     call = AsCalled(
         api=way.api,
         accuracy=way.accuracy,

@@ -347,7 +347,7 @@ def test_a_whole_bench_takes_less_than_12_minutes() -> None:
     """Added up from what the budgets allow and what the host takes, on 16 cores."""
     loops, calls = benching.in_loops(MATRIX), [*as_called.TABLED, *as_called.SWEEP]
     launched = [one.launched for one in MATRIX]
-    launched += [way.wanted(size, H200) for size, way in calls]
+    launched += [way.choice(size, H200) for size, way in calls]
     apart = as_called.seconds(calls)
     seconds = benching.estimate(loops, launched, Budget(), 16, apart)
     assert 200 < seconds < 12 * 60

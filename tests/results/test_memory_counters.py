@@ -18,9 +18,9 @@ import pytest
 from results.record import ROOT
 from steps.cli.counters import METRICS, launched
 from steps.compile.compiler import machine_code, signature_of, source_lines
-from steps.compile.dry_run import launches
 from steps.contract import Size, Work
 from steps.learn.trace.traced import trace
+from steps.product.choice import Choice
 from steps.registry import find, source
 
 STEPS = range(1, 10)
@@ -218,7 +218,7 @@ def needed(number: int, asked: int) -> float:
 )
 def test_what_the_compiler_merges(number: int, texts: list[str], opcodes: dict[str, int]) -> None:
     step = find(number)
-    _, launch = launches(Work(step, step.families[-1], FORMAT), HOME)
+    launch = Choice.of_work(Work(step, step.families[-1], FORMAT), HOME).launches()[-1]
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a", line_info=True)
     lines = {i for i, line in enumerate(source(step), 1) if any(text in line for text in texts)}
     found = Counter(

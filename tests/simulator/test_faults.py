@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.api.test_gemm import OnDevice, Untouched
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
@@ -35,6 +34,7 @@ from steps.contract import Family, Machine, Shape, Step
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import decode
 from steps.product import gemm as door
+from tests.product.test_gemm import OnDevice, Untouched
 from tests.steps.works import REQUANTIZED, WORKS, slow_unless_in_turn
 
 MACHINE = Simulator()

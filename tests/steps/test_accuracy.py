@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +16,15 @@ from qformats.repack import byte_weights
 from reference import Problem, Tokens
 from steps.cli import decoder
 from steps.cli import main as cli
-from steps.contract import Shape
 from steps.driver.machines import Simulator
 from steps.product import tuning_table as tuning
 from steps.product.choice import choose, supporting
+from steps.product.request import Request
 from steps.registry import kernels
 
 FAST = [step for step in kernels() if step.accuracy == "fast"]
 HOPPER = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
-SHAPE = Shape(512, 4096, 4096)
+SIZE = (512, 4096, 4096)
 
 
 class Everything:
@@ -55,33 +56,33 @@ def test_none_is_chosen_unasked(name: str, family: str | None) -> None:
     for output in ("float32", "float16"):
         if output == "float16" and family:
             continue  # of this family only a fast step writes it
-        choice = choose(name, SHAPE, HOPPER, family=family, output=output)
-        assert choice.step.accuracy == "exact", str(choice)
-        fast = choose(name, SHAPE, HOPPER, family=family, output=output, accuracy="fast")
-        assert fast.step in FAST, str(fast)
+        choice = choose(Request(name, *SIZE, c=output, family=family), HOPPER)
+        assert choice.kernel.accuracy == "exact", str(choice)
+        fast = choose(replace(choice.request, accuracy="fast"), HOPPER)
+        assert fast.kernel in FAST, str(fast)
     for accuracy, more in (("exact", []), ("fast", FAST)):
-        found = supporting(name, None, (9, 0), accuracy=accuracy)
+        found = supporting(Request(name, *SIZE, accuracy=accuracy), (9, 0))
         assert [step for step in found if step.accuracy != "exact"] == more
 
 
 def test_what_was_passed_over_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "nearest", lambda *_: Everything())
-    why = [choose("q4_0", SHAPE, HOPPER, accuracy=a).why for a in ("exact", "fast")]
+    why = [choose(Request("q4_0", *SIZE, accuracy=a), HOPPER).why for a in ("exact", "fast")]
     assert why[0].endswith("; with accuracy='fast' step 15 would take 15 us")
     assert why[1].endswith("(15 us)")
 
 
 def test_where_there_is_nothing_else_it_is_a_sentence() -> None:
     with pytest.raises(ValueError, match="15 is not exact: ask for it with accuracy='fast'"):
-        choose("q4_0", SHAPE, HOPPER, family="A8", output="float16", among=[*FAST, *FAST])
+        choose(Request("q4_0", *SIZE, c="float16", layouts=("byte_tiles",)), HOPPER)
     with pytest.raises(ValueError, match=r"accuracy is 'low': it must be one of exact, fast$"):
-        choose("q4_0", SHAPE, HOPPER, accuracy="low")
+        choose(Request("q4_0", *SIZE, accuracy="low"), HOPPER)
     old = SimpleNamespace(name="older", cc=(8, 0), sms=108)
-    assert choose("q4_0", SHAPE, old, accuracy="fast").step.accuracy == "exact"
+    assert choose(Request("q4_0", *SIZE, accuracy="fast"), old).kernel.accuracy == "exact"
 
 
 def test_what_is_asked_for_by_number_is_given() -> None:
-    assert choose("q4_0", SHAPE, HOPPER, step=15).step.number == 15
+    assert choose(Request("q4_0", *SIZE, step=15), HOPPER).kernel.number == 15
 
 
 def test_gemm_pack_and_plan_keep_to_the_accuracy() -> None:
@@ -94,12 +95,12 @@ def test_gemm_pack_and_plan_keep_to_the_accuracy() -> None:
     fast = fast * factor * tokens.d[:, None]
 
     _, choice = steps.gemm(problem.a, problem.blocks, machine=machine, explain=True)
-    assert choice.step.accuracy == "exact"
+    assert choice.kernel.accuracy == "exact"
     for handle in (problem.blocks, steps.pack(problem.blocks, machine=machine, accuracy="fast")):
         c, choice = steps.gemm(problem.a, handle, machine=machine, accuracy="fast", explain=True)
-        assert choice.step in FAST
+        assert choice.kernel in FAST
         np.testing.assert_array_equal(c, fast)
-    assert handle.steps == tuple(FAST)
+    assert handle.layout == "byte_tiles"
     np.testing.assert_array_equal(steps.gemm(problem.a, handle), fast)
     refused = "step 15 is not exact: ask for it with accuracy='fast'"
     with pytest.raises(ValueError, match=refused):
@@ -107,15 +108,15 @@ def test_gemm_pack_and_plan_keep_to_the_accuracy() -> None:
     with pytest.raises(ValueError, match=refused):
         steps.plan(19, handle, accuracy="exact")
     exact = steps.pack(problem.blocks, machine=machine)
-    assert all(step.accuracy == "exact" for step in exact.steps)
+    assert exact.layout == "tiles"
     c, choice = steps.gemm(problem.a, exact, accuracy="fast", explain=True)
-    assert choice.step.accuracy == "exact", "its weights are not there"
+    assert choice.kernel.accuracy == "exact", "its weights are not there"
 
     out = np.empty((19, 20), np.float32)
     plan = steps.plan(19, problem.blocks, machine=machine, accuracy="fast")
     plan(problem.a, out)
     np.testing.assert_array_equal(out, fast)
-    assert steps.plan(19, problem.blocks, machine=machine).choice.step.accuracy == "exact"
+    assert steps.plan(19, problem.blocks, machine=machine).choice.kernel.accuracy == "exact"
 
 
 def test_what_is_gone_says_why(capsys: pytest.CaptureFixture[str]) -> None:

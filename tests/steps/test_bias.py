@@ -15,9 +15,10 @@ from qformats import FORMATS, dequantize
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from steps.compile.compiler import machine_code, signature_of
-from steps.compile.dry_run import launches, packed_types
-from steps.contract import FLOATS, Family, Shape, Step, Work, array_dtype
+from steps.contract import FLOATS, Family, Shape, Step, array_dtype
 from steps.driver.machines import Simulator
+from steps.product.choice import Choice
+from steps.product.request import Request
 from tests.steps.test_steps_machine_code import no_local_memory_where_it_counts
 
 M, N, K, FORMAT = 3, 21, 96, "q5_1"
@@ -108,10 +109,10 @@ def test_blocks_that_share_a_tile_add_a_bias_once(number: int, monkeypatch: Any)
 def test_a_bias_costs_no_local_memory_and_few_instructions(step: Step) -> None:
     for family in step.families:
         codes = []
-        for bias in ((), (((4096,), array_dtype("bfloat16")),)):
-            types = (*packed_types(step.pack, "q4_1"), *bias)
+        for bias in (None, "bfloat16"):
             size = 16, 4096, 4096
-            _, own = launches(Work(step, family, "q4_1"), size, weights=types)
+            choice = Choice.of(step, family, Request("q4_1", *size, bias=bias))
+            own = choice.launches()[-1]
             code = machine_code(own.kernel, signature_of(own.args), "sm_90a")
             assert no_local_memory_where_it_counts(code)
             codes.append(code)

@@ -19,9 +19,9 @@ from reference import Problem
 from steps.blocks.codes import safe_load
 from steps.checks.verify import prepare
 from steps.compile.compiler import MachineCode, machine_code, signature_of
-from steps.compile.dry_run import launches as dry_run
 from steps.contract import Family, Launch, Size, Step, Work
 from steps.driver.machines import Simulator
+from steps.product.choice import Choice
 from tests.steps.works import in_turn, marks_by_turn
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
@@ -147,7 +147,7 @@ def large_products() -> Iterator[pytest.param]:
 
 @pytest.mark.parametrize(("work", "size"), list(large_products()))
 def test_the_kernels_of_large_products_too(work: Work, size: Size) -> None:
-    _, own = dry_run(work, size)
+    *_, own = Choice.of_work(work, size).launches()
     code = compiled(own, NEWEST)
     assert no_local_memory_where_it_counts(code), code.log
     assert code.warnings == ()
@@ -341,7 +341,7 @@ def test_every_tile_of_steps_12_and_13(
         monkeypatch.setattr(module, "TOKENS", (tokens,))
     for source, output in calls:
         work = Work(step, step.families[-1], name)
-        _, own = dry_run(work, (tokens, 128, 256), output=output, input=source)
+        *_, own = Choice.of_work(work, (tokens, 128, 256), source, output).launches()
         code = compiled(own, NEWEST)
         assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
         assert code.warnings == ()
@@ -370,7 +370,7 @@ def test_every_tile_of_wgmma(
     for configuration, (source, output) in launches:
         monkeypatch.setattr(module, "tiling", lambda *_, chosen=configuration: chosen)
         work = Work(step, step.families[-1], name)
-        _, own = dry_run(work, size, output=output, input=source)
+        *_, own = Choice.of_work(work, size, source, output).launches()
         code = compiled(own, NEWEST)
         assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
         assert code.warnings == ()
@@ -395,7 +395,8 @@ def test_int8_weights_are_unpacked_above_the_wait(
     monkeypatch.setattr(
         sys.modules[step.launch.__module__], "tiling", lambda *_: ((128, tokens), 2, 1, 0)
     )
-    _, own = dry_run(Work(step, "A8", name), (2 * tokens, 128, 512), output="float16")
+    work = Work(step, "A8", name)
+    *_, own = Choice.of_work(work, (2 * tokens, 128, 512), c="float16").launches()
     loop = loop_of_wgmma(compiled(own, NEWEST).sass)
     waits = [i for i, line in enumerate(loop) if line.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
     assert len(waits) == 2

@@ -40,7 +40,6 @@ from steps.decoder.model import (
     Layer,
     Plain,
     Product,
-    Workspace,
     torch,
 )
 from steps.decoder.operations import Operations
@@ -118,15 +117,13 @@ class Drawn:
         values = torch.from_numpy(FORMATS[format_name].dequantize(blocks))
         return cls(format_name, k, packed, values.to(device, torch.float16))
 
-    def product(self, n: int, first: int, workspace: Workspace, last: bool = False) -> Product:
+    def product(self, n: int, first: int, last: bool = False) -> Product:
         """Our product with [n, k], from drawn row `first` * `ROWS` on."""
         packed = {
             name: [_repeated(one, DRAWN // ROWS, -(-n // ROWS), first) for one in arrays]
             for name, arrays in self.packed.items()
         }
-        return Product(
-            self.format, n, self.k, packed, workspace, "exact", "float32" if last else "float16"
-        )
+        return Product(self.format, n, self.k, packed, "exact", "float32" if last else "float16")
 
     def plain(self, n: int, first: int) -> Plain:
         """torch's product with the same weights."""
@@ -153,7 +150,7 @@ def models(
             (width, hidden),
         )
     ]
-    last, workspace = Drawn.of(format_name, width, rng, device), Workspace()
+    last = Drawn.of(format_name, width, rng, device)
     norm = torch.ones(width, device=device)
     table = random_blocks(format_name, config.vocabulary, width, rng)
     embedding = Embedding.of(table, device, torch.float32, operations.embedding_rows)
@@ -167,8 +164,8 @@ def models(
 
     return (
         model(
-            lambda drawn, n, i: drawn.product(n, i, workspace),
-            last.product(config.vocabulary, 0, workspace, True),
+            lambda drawn, n, i: drawn.product(n, i),
+            last.product(config.vocabulary, 0, True),
         ),
         model(lambda drawn, n, i: drawn.plain(n, i), last.plain(config.vocabulary, 0)),
     )

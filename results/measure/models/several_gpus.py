@@ -36,7 +36,6 @@ from steps.decoder.model import (
 )
 from steps.decoder.operations import Operations
 from steps.decoder.parallel import Ranks, Summed
-from steps.decoder.workspace import Workspace
 
 LLAMA_3_70B: Final = Config(80, 8192, 28672, 64, 8, 128, 128256, 1e-5, 500000.0, 128)
 MODELS: Final = (
@@ -83,7 +82,7 @@ def model(
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     own = config if ranks is None else ranks.share(config).config
     rows = config.vocabulary if ranks is None else -(-config.vocabulary // ranks.count)
-    workspace, width = Workspace(), config.width
+    width = config.width
     kinds = [
         (name, bench.Drawn.of(format_name, k, rng, device, "exact"), n)
         for name, n, k in (
@@ -99,12 +98,10 @@ def model(
 
     norm, layers = torch.ones(width, device=device), []
     for i in range(config.layers):
-        qkv, out, gate_up, down = (
-            joined(drawn.product(n, i, workspace), name, n) for name, drawn, n in kinds
-        )
+        qkv, out, gate_up, down = (joined(drawn.product(n, i), name, n) for name, drawn, n in kinds)
         layers.append(Layer(norm, qkv, out, norm, gate_up, down))
     last = bench.Drawn.of(format_name, width, rng, device, "exact")
-    output = joined(last.product(rows, 0, workspace, True), "output", config.vocabulary)
+    output = joined(last.product(rows, 0, True), "output", config.vocabulary)
     return Decoder(own, embedding, layers, norm, output, operations=operations)
 
 

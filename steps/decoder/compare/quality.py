@@ -174,9 +174,9 @@ def _steps(model: Decoder) -> str:
     found: dict[str, None] = {}
     for product in model.layers[0].products:
         for one in getattr(product, "products", [product]):
-            if hasattr(one, "template"):
-                choice = one.template(CONTEXT).choice
-                found[f"{choice.step.number} {choice.family}"] = None
+            if isinstance(one, Product):
+                choice = one.choice(CONTEXT)
+                found[f"{choice.kernel.number} {choice.family}"] = None
     return ", ".join(found)
 
 

@@ -13,10 +13,10 @@ from numba.core.errors import NumbaError
 
 from steps.checks.cases import Case
 from steps.compile.compiler import MachineCode, machine_code, signature_of
-from steps.compile.dry_run import launches
 from steps.contract import Family, Step, Work
 from steps.driver.machines import Simulator
 from steps.learn.exercises.trial import Diagnosis, Subject, prepared_for
+from steps.product.choice import Choice
 from steps.simulator.launch import simulate
 from steps.simulator.trace import Instruction, Recorder
 
@@ -67,7 +67,7 @@ def machine_code_advice(step: Step) -> Iterator[str]:
 
 
 def _machine_code(step: Step, family: Family) -> MachineCode:
-    _, launch = launches(Work(step, family, FORMAT), step.home_shapes[0])
+    launch = Choice.of_work(Work(step, family, FORMAT), step.home_shapes[0]).launches()[-1]
     return machine_code(launch.kernel, signature_of(launch.args), ARCH)
 
 

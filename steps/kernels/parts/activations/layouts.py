@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -142,21 +142,32 @@ def by_family(a16: MakeActivations, a8: MakeActivations) -> ByFamily:
     return ByFamily(a16, a8)
 
 
-def reading(
-    make: MakeActivations, source: str, family: Family
-) -> tuple[MakeActivations, str, tuple[int, str]]:
-    """How a step that names `make` reads an A whose `source` is "float32", "float16", "bfloat16"
-    or "gated" (y of `gated_rows`): (the function to call instead, the source that it reads,
-    (columns for each K, dtype) of its input)."""
+class Reading(NamedTuple):
+    """How a kernel reads A.
+
+    make  : makes the activations that it multiplies.
+    source: how A comes: "float32", "float16", "bfloat16" or "gated" (y of `gated_rows`).
+    columns, dtype: of what `make` is given: so many columns for each K.
+    """
+
+    make: MakeActivations
+    source: str
+    columns: int
+    dtype: str
+
+
+def reading(make: MakeActivations, source: str, family: Family) -> Reading:
+    """How a kernel that names `make` reads an A of a source. One that cannot read it so reads
+    something else: `Reading.source`."""
     make = make.of(family) if isinstance(make, ByFamily) else make
     if make is float16_rows and source == GATED:
-        return gated_rows, GATED, (2, "float16")
+        return Reading(gated_rows, GATED, 2, "float16")
     if make is float16_rows:
-        return make, source, (1, source)
+        return Reading(make, source, 1, source)
     takes = "float32"
     if make is int8_rows:
         takes = "float16" if source == GATED else source
-    return make, takes, (1, takes)
+    return Reading(make, takes, 1, takes)
 
 
 def inputs(step: Kernel, family: Family) -> tuple[str, ...]:
@@ -167,15 +178,13 @@ def inputs(step: Kernel, family: Family) -> tuple[str, ...]:
 
 @cache
 def _inputs(make: MakeActivations, family: Family, bfloat16: bool) -> tuple[str, ...]:
-    taken = [name for name in FLOATS if reading(make, name, family)[1] == name]
-    if reading(make, GATED, family)[0] is gated_rows and not bfloat16:
+    taken = [name for name in FLOATS if reading(make, name, family).source == name]
+    if reading(make, GATED, family).make is gated_rows and not bfloat16:
         taken.remove("bfloat16")
     return tuple(taken)
 
 
-def reading_of(
-    step: Kernel, source: str, family: Family
-) -> tuple[MakeActivations, str, tuple[int, str]]:
+def reading_of(step: Kernel, source: str, family: Family) -> Reading:
     """`reading` of a step, which takes a dtype that it does not read (`inputs`) as float32."""
     reads = source == GATED or source in inputs(step, family)
     return reading(step.activations, source if reads else "float32", family)

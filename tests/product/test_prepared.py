@@ -1,5 +1,4 @@
-"""Launch templates: the launches of `steps.product.plan`, with every address brought by the
-call."""
+"""Prepared launches: those of `steps.product.plan`, with every address brought by the call."""
 
 from __future__ import annotations
 
@@ -15,15 +14,16 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
-from steps import find, gemm, pack, step14_persistent
-from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun, launches
-from steps.contract import FLOATS, Activations, Launch, Shape, dtype_name
+from steps import find, gemm, pack
+from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun
+from steps.contract import ACCURACIES, FLOATS, Activations, Launch, Shape, dtype_name
 from steps.driver.launcher import mapped
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
-from steps.kernels.parts.activations.layouts import inputs
-from steps.product.choice import choose, choose_packed, choose_uncast, packings
-from steps.product.launch_template import LaunchTemplate
+from steps.kernels.prefill import wgmma_float16
+from steps.product.choice import Choice, choose, packings
+from steps.product.prepared import Prepared, prepare
+from steps.product.request import Request
 from tests.driver.fake_gpu import FakeGpu, device_array, encoded
 
 N, K = 68, 288
@@ -41,25 +41,28 @@ def packed_types(name: str, steps: Any) -> dict[str, tuple[Any, ...]]:
     return {step.pack.__name__: types(step.pack(blocks)) for step in steps}
 
 
-def template(
+def made_of(
     gpu: FakeGpu, m: int, accuracy: str = "exact", name: str = "q4_0", **options: Any
-) -> LaunchTemplate:
-    """The template that a layer would have."""
+) -> tuple[Choice, Prepared]:
+    """The launches that a layer would have."""
     packed = packed_types(name, packings(name, gpu.cc, accuracy))
-    choice = choose_packed(name, Shape(m, N, K), packed, gpu, accuracy)
-    return LaunchTemplate(choice, packed[choice.step.pack.__name__], **options)
+    asked = Request(name, m, N, K, accuracy=accuracy, layouts=tuple(packed), adapted=True)
+    choice = choose(replace(asked, **options), gpu)
+    return prepare(choice, packed[choice.layout])
 
 
 @pytest.fixture
 def shared_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks share each tile of step 14, and need partial sums and counters."""
-    monkeypatch.setattr(step14_persistent, "tiling", lambda *_: ((128, 128), 3, 6, 3))
+    monkeypatch.setattr(wgmma_float16, "tiling", lambda *_: ((128, 128), 3, 6, 3))
 
 
-def template_of_14(gpu: FakeGpu, m: int, input: str = "float32") -> LaunchTemplate:
-    """That of a step with scratch memory, whatever a table says."""
-    choice = choose("q4_0", Shape(m, N, K), gpu, step=14, input=input)
-    return LaunchTemplate(choice, packed_types("q4_0", [choice.step])["tiles"], input=input)
+def made_by(
+    number: int, gpu: FakeGpu, m: int, a: str = "float32", c: str = "float32"
+) -> tuple[Choice, Prepared]:
+    """Those of a step, whatever a table says."""
+    choice = choose(Request("q4_0", m, N, K, a, c, step=number), gpu)
+    return prepare(choice, packed_types("q4_0", [choice.kernel])[choice.layout])
 
 
 def launched(gpu: FakeGpu, weights: list[int]) -> list[tuple[str, int, tuple[Any, ...]]]:
@@ -75,16 +78,15 @@ def launched(gpu: FakeGpu, weights: list[int]) -> list[tuple[str, int, tuple[Any
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("accuracy", ["exact", "fast"])
 def test_it_launches_what_a_plan_of_the_same_weights_does(gpu, m, name, accuracy) -> None:
-    made, blocks = template(gpu, m, accuracy, name), Problem(m, N, K, name).blocks
-    number = made.choice.step.number
-    handle = pack(blocks, step=number, machine=gpu)
-    plan = gemm.plan(m, handle, family=made.choice.family)
+    choice, made = made_of(gpu, m, accuracy, name)
+    handle = pack(Problem(m, N, K, name).blocks, step=choice.kernel.number, machine=gpu)
+    plan = gemm.plan(m, handle, family=choice.family)
     a, out = HERE, 2 * HERE
     plan(device_array((m, K), np.float32, a), device_array((m, N), np.float32, out), stream=5)
     wanted = launched(gpu, [one.device_ctypes_pointer.value for one in handle.arrays])
     gpu.launched.clear()
     weights = [3 * HERE + 256 * i for i in range(len(handle.arrays))]
-    made(a, out, weights, MEMORY, MEMORY + made.zeroed, 5)
+    made((a, out, *weights), MEMORY, MEMORY + made.zeroed, 5)
     assert launched(gpu, weights) == wanted
     at_all = {v for _, _, values in gpu.launched for v in values}
     assert set(weights) <= at_all, "each array of the packing is read"
@@ -109,8 +111,8 @@ def test_arrays_lie_side_by_side_in_the_memory_of_the_call(
     gpu: FakeGpu, shared_tiles: None
 ) -> None:
     shape, fmt = Shape(300, N, K), FORMATS["q4_0"]
-    made = template_of_14(gpu, 300)
-    own, family = made.choice.step, made.choice.family
+    choice, made = made_by(14, gpu, 300)
+    own, family = choice.kernel, choice.family
     assert own.scratch is not None
     a = device_array((300, K), np.float32, HERE)
     sizes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in own.scratch(fmt, family, shape)]
@@ -119,7 +121,7 @@ def test_arrays_lie_side_by_side_in_the_memory_of_the_call(
     assert len(others) == 3
     *starts, end = np.cumsum([0, *(-(-size // 256) * 256 for size in others)])
     zeros, workspace = MEMORY, MEMORY + (1 << 30)
-    made(HERE, 2 * HERE, [3 * HERE, 4 * HERE], zeros, workspace, 0)
+    made((HERE, 2 * HERE, 3 * HERE, 4 * HERE), zeros, workspace, 0)
     used = {v - workspace for _, _, values in gpu.launched for v in values if MEMORY <= v < HERE}
     assert used == {*starts, zeros - workspace}
     assert (made.zeroed, made.nbytes) == (-(-counters // 256) * 256, end)
@@ -132,15 +134,15 @@ def test_how_many_launches_a_product_is(gpu: FakeGpu, gpu_name: str, accuracy: s
     tokens, and for what quantizes A to int8 with a scale per token. No dtype needs a cast."""
     gpu.name = gpu_name
     for name in ("q4_0", "q5_1", "q8_0"):
-        packed = [step.pack.__name__ for step in packings(name, gpu.cc, accuracy)]
+        packed = tuple(one.pack.__name__ for one in packings(name, gpu.cc, accuracy))
         for (n, k), m, dtype in itertools.product(
             ((4096, 4096), (4096, 14336), (14336, 4096)), (1, 2, 16, 17, 128, 4096), FLOATS
         ):
-            rest = name, Shape(m, n, k), packed, gpu, accuracy, dtype
-            choice = choose_uncast(*rest)
-            assert dtype in inputs(choice.step, choice.family)
-            before, _ = launches(choice.work, (m, n, k), output=dtype, input=dtype)
-            exact = choice.step.accuracy == "exact"
+            asked = Request(name, m, n, k, dtype, dtype, accuracy=accuracy, layouts=packed)
+            choice = choose(replace(asked, adapted=True), gpu)
+            assert (choice.reading.source, choice.writes) == (dtype, dtype)
+            *before, _ = choice.launches()
+            exact = choice.kernel.accuracy == "exact"
             one_launch = exact and (dtype != "float32" or m <= 2)
             assert len(before) <= (0 if one_launch else 1), choice
 
@@ -148,25 +150,17 @@ def test_how_many_launches_a_product_is(gpu: FakeGpu, gpu_name: str, accuracy: s
 def test_nothing_is_asked_for_where_nothing_needs_it(gpu: FakeGpu) -> None:
     """Float16 A is read where it lies: no rounded rows, no scales; step 12 has no counters, and
     step 14 none where no blocks share a tile."""
-    of_12 = LaunchTemplate(
-        choose("q4_0", Shape(1, N, K), gpu, step=12, input="float16"),
-        packed_types("q4_0", [find(12)])["tiles"],
-        input="float16",
-        output="float16",
-    )
-    assert (of_12.zeroed, of_12.nbytes, len(of_12.loaded)) == (0, 0, 1)
-    of_14 = template_of_14(gpu, 300, "float16")
-    assert (of_14.zeroed, of_14.nbytes, len(of_14.loaded)) == (0, 0, 1)
+    for number, m in ((12, 1), (14, 300)):
+        _, made = made_by(number, gpu, m, "float16", "float16")
+        assert (made.zeroed, made.nbytes, len(made.loaded)) == (0, 0, 1)
 
 
 def test_counters_are_asked_for_as_zeros_and_partial_sums_are_not(
     gpu: FakeGpu, shared_tiles: None
 ) -> None:
-    many = {input: template_of_14(gpu, 300, input) for input in ("float32", "float16", "bfloat16")}
+    many = {input: made_by(14, gpu, 300, input)[1] for input in FLOATS}
     assert [len(made.loaded) for made in many.values()] == [2, 1, 1]
-    partials, counters = many["float16"].choice.step.scratch(
-        FORMATS["q4_0"], "A16", Shape(300, N, K)
-    )
+    partials, counters = wgmma_float16.KERNEL.scratch(FORMATS["q4_0"], "A16", Shape(300, N, K))
     in_bytes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in (partials, counters)]
     for made in (many["float16"], many["bfloat16"]):
         assert [made.nbytes, made.zeroed] == [-(-size // 256) * 256 for size in in_bytes]
@@ -176,12 +170,12 @@ def test_counters_are_asked_for_as_zeros_and_partial_sums_are_not(
 
 def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
     """No launch has an address of another thread's call."""
-    made, calls = template(gpu, 300), 400
+    (_, made), calls = made_of(gpu, 300), 400
     per_call = len(made.loaded)
 
     def call(i: int) -> None:
         weights = [HERE * i + 32, HERE * i + 48]
-        made(HERE * i, HERE * i + 16, weights, HERE * i + 64, HERE * i + 512, i)
+        made((HERE * i, HERE * i + 16, *weights), HERE * i + 64, HERE * i + 512, i)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet within a call
@@ -200,64 +194,54 @@ def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
         assert {value // HERE for value in addresses} == {stream}
 
 
-def test_float16_is_written_where_the_step_can(gpu: FakeGpu) -> None:
-    for m in (1, 300):
-        for output in ("float16", "bfloat16"):
-            made = template(gpu, m, output=output)
-            can = output in made.choice.step.outputs
-            assert made.writes == (output if can else "float32")
-        assert template(gpu, m).writes == "float32"
-
-
-@pytest.mark.parametrize("input", ["float16", "bfloat16"])
-@pytest.mark.parametrize("accuracy", ["exact", "fast"])
-def test_16_bits_are_read_where_the_step_can(gpu: FakeGpu, accuracy: str, input: str) -> None:
-    for m in (1, 300):
-        made = template(gpu, m, accuracy, input=input)
-        can = input in inputs(made.choice.step, made.choice.family)
-        assert can or m == 1
-        assert made.reads == (input if can else "float32")
+@pytest.mark.parametrize("accuracy", ACCURACIES)
+def test_16_bits_are_read_and_written_where_the_kernel_can(gpu: FakeGpu, accuracy: str) -> None:
+    for m, dtype in itertools.product((1, 300), FLOATS):
+        choice, made = made_of(gpu, m, accuracy, a=dtype, c=dtype)
+        assert (choice.reading.source, choice.writes) == (dtype, dtype)
         first = made.loaded[0].source
         a = mapped(first).array if mapped(first) else first.args[0]
-        assert dtype_name(a) == made.reads or m == 1
-        assert template(gpu, m, accuracy).reads == "float32"
+        assert dtype_name(a) == dtype or m == 1
 
 
 def test_bfloat16_that_a_step_does_not_multiply_is_read_as_float32(gpu: FakeGpu) -> None:
     """Never as the float16 that the same bits would be."""
-    choice = choose("q4_0", Shape(20, N, K), gpu, step=14)
-    older = replace(choice, step=replace(choice.step, outputs=("float32", "float16")))
-    types = packed_types("q4_0", [choice.step])["tiles"]
-    assert LaunchTemplate(choice, types, input="bfloat16").reads == "bfloat16"
-    made = LaunchTemplate(older, types, input="bfloat16")
-    assert (made.reads, len(made.loaded)) == ("float32", 2)
+    choice, _ = made_by(14, gpu, 20, "bfloat16", "bfloat16")
+    assert choice.reading.source == "bfloat16"
+    older = replace(choice.kernel, outputs=("float32", "float16"))
+    found = Choice.of(older, "A16", choice.request)
+    assert (found.reading.source, found.writes, len(found.launches())) == ("float32", "float32", 2)
 
 
 def test_gates_are_computed_where_the_pass_can(gpu: FakeGpu) -> None:
-    for accuracy, m, reads in (
-        ("exact", 1, "float32"),  # Q8_1, which the table has times of
-        ("exact", 300, "gated"),
-        ("fast", 300, "float16"),
-    ):
-        made = template(gpu, m, accuracy, input="gated")
-        assert made.reads == reads
-        if reads == "gated":
+    for accuracy, m, source in (("exact", 300, "gated"), ("fast", 300, "float16")):
+        choice, made = made_of(gpu, m, accuracy, a="gated", c="float16")
+        assert choice.reading.source == source
+        if source == "gated":
             assert made.loaded[0].source.args[0].shape == (m, 2 * K)
+    of_q8_1 = replace(choice.request, m=1, accuracy="exact", family="A8", c="float32")
+    assert choose(of_q8_1, gpu).reading.source == "float32"
+
+
+def test_a_bias_that_a_kernel_does_not_add_leaves_float32(gpu: FakeGpu) -> None:
+    choice, _ = made_of(gpu, 300, c="float16", a="float16", bias="float16")
+    assert (choice.bias, choice.writes) == ("float16", "float16")
+    older = Choice.of(replace(choice.kernel, adds_bias=False), "A16", choice.request)
+    assert (older.bias, older.writes) == (None, "float32"), "the caller's sum is rounded once"
 
 
 def test_a_packing_that_the_gpu_cannot_use_is_refused(gpu: FakeGpu) -> None:
     gpu.cc = (7, 5)
     with pytest.raises(ValueError, match=r"needs compute capability .* this GPU has 7.5"):
-        choose_packed("q4_0", Shape(1, N, K), ["tiles"], gpu)
+        choose(Request("q4_0", 1, N, K, layouts=("tiles",)), gpu)
 
 
 def test_too_many_blocks_are_refused(gpu: FakeGpu) -> None:
-    choice = choose("q4_0", Shape(2**22, N, K), gpu, step=1)
     with pytest.raises(ValueError, match="thread blocks along y and CUDA launches at most 65535"):
-        LaunchTemplate(choice, packed_types("q4_0", [find(1)])[find(1).pack.__name__])
+        made_by(1, gpu, 2**22)
 
 
-def mapped_template(gpu: FakeGpu, m: int, pass_first: bool) -> LaunchTemplate:
+def mapped_launches(gpu: FakeGpu, m: int, pass_first: bool) -> Prepared:
     """Of a step that reads A, or what a pass made of it, through a tensor map."""
 
     def rows(family: Any, a: Any, machine: Any) -> Activations:
@@ -268,22 +252,22 @@ def mapped_template(gpu: FakeGpu, m: int, pass_first: bool) -> LaunchTemplate:
         return Activations((halves,), (Launch(rounder, (1,), (32,), (a, halves)),))
 
     def launch(fmt: Any, family: Any, shape: Any, w: Any, activations: Any, out: Any) -> Launch:
-        a = replace(activations[0], dtype=np.dtype(np.float16))  # as a template of float16 has it
+        a = replace(activations[0], dtype=np.dtype(np.float16))  # as one of float16 has it
         own = SimpleNamespace(__name__="own")
         return Launch(own, (1,), (32,), (TensorMap(a, (16, 64)), *w, out))
 
     step = replace(find(1), activations=rows, launch=launch, scratch=None)
-    choice = replace(choose("q4_0", Shape(m, N, K), gpu, step=1), step=step)
-    return LaunchTemplate(choice, packed_types("q4_0", [step])[step.pack.__name__])
+    choice = Choice.of(step, "A16", Request("q4_0", m, N, K))
+    return prepare(choice, packed_types("q4_0", [step])[choice.layout])[1]
 
 
 @pytest.mark.parametrize("pass_first", [False, True])
 def test_a_tensor_map_moves_with_its_matrix(gpu: FakeGpu, pass_first: bool) -> None:
-    made = mapped_template(gpu, 20, pass_first)
+    made = mapped_launches(gpu, 20, pass_first)
     for a in (HERE, HERE + 32):
         workspace = MEMORY + a - HERE
         gpu.launched.clear()
-        made(a, 2 * HERE, [3 * HERE], 4 * HERE, workspace, 0)
+        made((a, 2 * HERE, 3 * HERE), 4 * HERE, workspace, 0)
         assert len(gpu.launched) == 1 + pass_first
         *_, (name, _, values) = gpu.launched
         assert name == "own"
@@ -295,7 +279,7 @@ def test_a_tensor_map_moves_with_its_matrix(gpu: FakeGpu, pass_first: bool) -> N
 def test_a_matrix_that_a_tensor_map_cannot_have_launches_nothing(
     gpu: FakeGpu, pass_first: bool, a: int, workspace: int
 ) -> None:
-    made = mapped_template(gpu, 20, pass_first)
+    made = mapped_launches(gpu, 20, pass_first)
     with pytest.raises(ValueError, match="a multiple of 16 bytes; this one lies 8 bytes after one"):
-        made(HERE + a, 2 * HERE, [3 * HERE], 4 * HERE, MEMORY + workspace, 0)
+        made((HERE + a, 2 * HERE, 3 * HERE), 4 * HERE, MEMORY + workspace, 0)
     assert not gpu.launched

@@ -1,0 +1,86 @@
+"""Prepared launches: compiled and laid out once, before any address is known, then called with
+them.
+
+    made = prepare(choice, types_of_the_packed_weights)
+    made((a, out, *weights), zeros, workspace, stream)          # addresses; queued, not waited for
+
+What is prepared owns no memory. Each call brings some: `zeroed` bytes that are zero and that the
+kernels leave zero, and a workspace of `nbytes` that may hold anything. So layers of one shape share
+a preparation, calls on several streams do not meet, and what a CUDA graph writes can come from that
+graph's pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from steps.compile.dry_run import OUT, REGION, WORKSPACE, ZEROED, A, ArrayType, DryRun, operands
+from steps.contract import Launch
+from steps.product.choice import Choice
+
+if TYPE_CHECKING:
+    from steps.driver.launcher import Loaded
+
+
+class Prepared:
+    """Launches whose arrays are placeholders; each call brings the addresses that they have.
+
+    zeroed  : bytes of counters, which are zero between calls; 0 where there are none.
+    nbytes  : bytes of a workspace; 0 where nothing needs it.
+    loaded  : the launches of a call, in their order.
+    """
+
+    def __init__(self, launches: Sequence[Launch], memory: DryRun, operands: Sequence[int]) -> None:
+        """Compile and load the launches on the current GPU. memory: what they asked for; operands:
+        where the placeholders of each operand begin, multiples of `REGION`."""
+        from steps.driver.launcher import load
+
+        self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
+        self.loaded: list[Loaded] = [load(launch) for launch in launches]
+        bases = (ZEROED, WORKSPACE, *operands)
+        self._places = [
+            (one.arguments, i, which, offset)
+            for one in self.loaded
+            for which, base in enumerate(bases)
+            for i, offset in one.within(base, REGION)
+        ]
+        self._mapped = [
+            (one, which, offset)
+            for one in self.loaded
+            for which, base in enumerate(bases)
+            if (offset := one.mapped_within(base, REGION)) is not None
+        ]
+        self._lock = threading.Lock()
+
+    def __call__(self, addresses: Sequence[int], zeros: int, workspace: int, stream: int) -> None:
+        """Queue the launches on a stream; return before they are done. Threads wait for each other.
+
+        addresses: on the GPU, in the order of the operands, which nothing checks. zeros, workspace:
+        of `zeroed` bytes of zeros and of `nbytes`, at multiples of 256. ValueError, and nothing is
+        launched, for an address that a tensor map cannot have.
+        """
+        at = (zeros, workspace, *addresses)
+        with self._lock:
+            for loaded, which, offset in self._mapped:
+                loaded.put_mapped(at[which] + offset)
+            for arguments, i, which, offset in self._places:
+                arguments[i] = at[which] + offset
+            for loaded in self.loaded:
+                loaded(stream)
+
+
+def prepare(choice: Choice, weights: Sequence[ArrayType]) -> tuple[Choice, Prepared]:
+    """(the choice with its launch's configuration, its launches), on the current GPU. A call brings
+    the addresses of a, out, the packed weights, and the bias that the kernel adds.
+
+    a is [M, K] as the kernel reads it (`Choice.reading`), at a multiple of 16 unless it is float32;
+    out [M, N] of `Choice.writes`, at a multiple of 16 and apart from a. weights: (shape, dtype) of
+    each packed array. ValueError for a product with more thread blocks than CUDA launches.
+    """
+    memory = DryRun()
+    launches = choice.launches(memory, weights)
+    count = len(choice.operand_types(weights))
+    made = Prepared(launches, memory, (A, OUT, *operands(count)))
+    return choice.launched(launches[-1]), made
