@@ -27,23 +27,19 @@ class Mistake:
     def id(self) -> str:
         return f"step{self.step:02d}-hole{self.hole}-{self.cause.replace(' ', '_')}"
 
-    def written(self, folder: Path) -> Exercise:
-        """The exercise with all holes filled, this one wrongly, as a file in the folder."""
+    def written(self, folder: Path, *others: int) -> Exercise:
+        """The exercise with this hole filled, wrongly, and others as they should be, as a file in
+        the folder."""
         right = "".join(solutions(self.step)[self.hole].body)
-        assert right.count(self.old) == 1, (
-            f"{self.id}: {self.old!r} is there {right.count(self.old)} times"
-        )
-        step = find(self.step)
-        text = make(step, solutions(self.step))
-        assert text.count(right) == 1 or self.step == 3
-        parts = text.split(f"# end of TODO {self.hole}\n")
-        before, body, after = parts[0].rpartition(right)
+        times = right.count(self.old)
+        assert times == 1, f"{self.id}: {self.old!r} is there {times} times"
+        step, end = find(self.step), f"# end of TODO {self.hole}\n"
+        mine, rest = make(step, {self.hole, *others}).split(end)
+        before, body, after = mine.rpartition(right)
         assert body
-        wrong = right.replace(self.old, self.new)
         path = folder / f"{step.name}.py"
-        path.write_text(
-            f"{before}{wrong}{after}# end of TODO {self.hole}\n{parts[1]}", encoding="utf-8"
-        )
+        wrong = right.replace(self.old, self.new)
+        path.write_text(f"{before}{wrong}{after}{end}{rest}", encoding="utf-8")
         return Exercise.read(path)
 
 
@@ -98,8 +94,7 @@ MISTAKES = (
         "if tx == 0",
         "if tx == 1 and ty > 0",
         "nan",
-        "No thread comes to the store at step03_shared_tiled.py:133 "
-        "`scale_a[ty] = half_to_float(da)`",
+        "`scale_a[ty] = half_to_float(da)`: is its branch right?",
     ),
     Mistake(
         3, 4, "at + QA + tx", "at + tx", "wrong pairs", "multiplied with what is no element of A"
@@ -369,20 +364,8 @@ MISTAKES = (
         "0 groups after",
     ),
     Mistake(12, 2, "step * stage_bytes + 2 * box", "step * stage_bytes + box", "race"),
-    Mistake(
-        12,
-        3,
-        "            fence_proxy_async()",
-        "            #",
-        "race",
-    ),
-    Mistake(
-        12,
-        3,
-        "            cuda.syncthreads()",
-        "            #",
-        "race",
-    ),
+    Mistake(12, 3, "            fence_proxy_async()", "            #", "race"),
+    Mistake(12, 3, "            cuda.syncthreads()", "            #", "race"),
     Mistake(
         12,
         4,
@@ -405,9 +388,8 @@ MISTAKES = (
         "b + box // 16",
         "b + box",
         "nan",
-        "called at step12_wgmma.py:179 `acc = multiply(acc, ring, base + weights_at, lane, 1, "
-        "b + box)`, and nobody has stored to it: shared memory begins as NaN. Stored to are "
-        "ring[0] to [13311]",
+        "`acc = multiply(acc, ring, base + weights_at, lane, 1, b + box)`, and nobody has stored "
+        "to it: shared memory begins as NaN. Stored to are ring[0] to [13311]",
     ),
     Mistake(12, 5, "            acc = wait_for_products(acc)\n", "", "rule"),
     # --- 17

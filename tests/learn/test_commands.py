@@ -19,6 +19,8 @@ from steps.learn.exercises.text import Exercise, make, solutions
 from steps.registry import find
 from tests.results.fake_stopwatch import FakeStopwatch
 
+pytestmark = pytest.mark.usefixtures("golden_alone", "not_compiled")
+
 STEP = find(1)
 NAME = f"{STEP.name}.py"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steps.learn.exercises.advice import memory_traffic
-from steps.learn.exercises.check import GOLDEN_CASE, check, lines
+from steps.learn.exercises.check import check, lines
 from steps.learn.exercises.load import load
 from steps.learn.exercises.text import (
     Exercise,
@@ -19,7 +18,6 @@ from steps.learn.exercises.text import (
     tasks,
     text_of,
 )
-from steps.learn.exercises.trial import Subject
 from steps.registry import HOLE, find, lesson
 from tests.learn.mistakes import MISTAKES
 
@@ -105,6 +103,7 @@ def _text(exercise: Exercise) -> tuple[str, Path, list[int]]:
 # --- one hole after the other ---------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("golden_alone", "not_compiled")
 def test_each_hole_can_be_checked_as_soon_as_it_is_written(tmp_path: Path) -> None:
     for solved in ((1,), (2,), (1, 2, 3), (1, 2, 3, 4)):
         report = check(written(tmp_path, 1, solved))
@@ -115,6 +114,7 @@ def test_each_hole_can_be_checked_as_soon_as_it_is_written(tmp_path: Path) -> No
         )
 
 
+@pytest.mark.usefixtures("golden_alone", "not_compiled")
 def test_two_wrong_holes_are_told_one_at_a_time(tmp_path: Path) -> None:
     text = make(find(1), (1, 2, 3, 4, 5)).replace(" + z)", ")").replace("= acc\n", "+= acc\n")
     report = check(written(tmp_path, 1, (), text))
@@ -123,6 +123,7 @@ def test_two_wrong_holes_are_told_one_at_a_time(tmp_path: Path) -> None:
     assert "After it: TODO 4, wrong as well." in "\n".join(lines(report))
 
 
+@pytest.mark.usefixtures("golden_alone", "not_compiled")
 def test_a_file_without_its_marks_is_checked_as_a_whole(tmp_path: Path) -> None:
     text = "".join(lesson(text_of(find(1))))
     assert check(written(tmp_path, 1, (), text)).ok
@@ -184,52 +185,3 @@ def test_lost_marks_are_refused_in_one_sentence(
     exercise = written(tmp_path, 1, (), make(find(1)).replace(old, new))
     with pytest.raises(ExerciseError, match=re.escape(says)):
         check(exercise)
-
-
-# --- advice ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "says", "at"),
-    [
-        (
-            {"ROW_F32: Final = BLOCK + 1": "ROW_F32: Final = BLOCK"},
-            r"\d+ bank conflicts in family A16, that of the step 0: ",
-            "acc += tile_a[ty, j] * tile_w[tx, j]",
-        ),
-        (
-            {
-                "if m0 + ty < c.shape[0]:\n                x = a[m0 + ty, b * BLOCK + tx]": (
-                    "if m0 + tx < c.shape[0]:\n                x = a[m0 + tx, b * BLOCK + ty]"
-                ),
-                "tile_a[ty, tx] = x": "tile_a[tx, ty] = x",
-            },
-            r"\d+ sectors of global memory in family A16, that of the step \d+: ",
-            "x = a[m0 + tx, b * BLOCK + ty]",
-        ),
-    ],
-)
-def test_more_traffic_than_the_steps_is_advice(
-    changes: dict[str, str], says: str, at: str, tmp_path: Path
-) -> None:
-    text = make(find(3), tuple(solutions(3)))
-    for old, new in changes.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    exercise = written(tmp_path, 3, (), text)
-    own = load(*_text(exercise))
-    (sentence,) = memory_traffic(own, find(3))
-    assert re.match(f"the first warp has {says}", sentence)
-    assert at in sentence
-
-
-def test_advice_is_given_with_a_right_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    golden = Subject("A16", "q4_0", GOLDEN_CASE)
-    monkeypatch.setattr("steps.learn.exercises.check.subjects", lambda step: iter([golden]))
-    text = make(find(3), tuple(solutions(3))).replace("= BLOCK + 1", "= BLOCK")
-    report = check(written(tmp_path, 3, (), text))
-    assert report.ok
-    assert lines(report)[1].startswith("  advice: the first warp has ")
-    assert check(written(tmp_path, 3, tuple(solutions(3)))).advice == ()
