@@ -38,10 +38,9 @@ from reference.product import (
     magnitude_a16,
     magnitude_half,
     same_operands_a16,
-    same_operands_half,
     unquantized,
 )
-from reference.recipes import check_activations, check_rounded, check_tokens
+from reference.recipes import complaint
 from reference.sampling import pieces, sample
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -54,6 +53,9 @@ _OUTPUTS: Final = {  # unit roundoff of C as it is written, and half of the smal
     np.dtype(np.float16): (2.0**-11, 2.0**-25),
     np.dtype(np.uint16): (2.0**-8, 2.0**-134),  # bfloat16
 }
+
+_OPERANDS: Final = {Halves: "f16_weights", Bfloats: "bf16_weights", Tokens: "int8"}
+"""What `limits` calls them."""
 
 # --- the verdict ----------------------------------------------------------------------------------
 
@@ -104,7 +106,9 @@ class Reference:
     """The outputs of a problem that are compared, and what each of them should be.
 
     Nothing is worked out twice: steps that multiply the same Q8_1 bits share one float64 product,
-    and all steps the unquantized one. The arguments are those of `check`.
+    and all steps the unquantized one. `limit`: how many outputs to compare at most, see `sample`
+    (the operands of those rows too); NaN and Inf are sought in all. `blocks`: the weights that were
+    multiplied, if not those of the problem (a codec under test).
     """
 
     def __init__(
@@ -140,51 +144,33 @@ class Reference:
             return math.inf
         return error / energy if energy else (math.inf if error else 0.0)
 
-    def expected(self, operands: Operands | None, a: Array, exact: bool) -> Expected:
+    def expected(self, operands: Operands | None, exact: bool) -> Expected:
         """What the Q8_1 bits of all tokens or their int8 (A8), their halves, bfloats or float32
-        a[M, K] (A16) give."""
-        if isinstance(operands, Tokens):
-            tokens = operands.rows(self.rows)
-            key = _digest(tokens.q, tokens.d) + type(tokens).__name__.encode()
-            if key not in self._expected:
-                complaint = None
-                if self.problem.distribution != "golden":
-                    complaint = check_tokens(tokens, self.problem.a[self.rows], exact, self.rows)
-                self._expected[key] = Expected(*both_tokens(tokens, self.blocks), complaint)
-            return self._expected[key]
-        if isinstance(operands, Halves | Bfloats):
-            rounded = operands.rows(self.rows)
-            if isinstance(rounded, Halves):
-                key, bits = _digest(rounded.h, rounded.factor), 11
-            else:
-                key, bits = _digest(rounded.b, np.array("bfloat16")), 8
-            if key not in self._expected:
-                values = rounded.values()
-                self._expected[key] = Expected(
-                    same_operands_half(values, self.blocks),
-                    magnitude_half(values, self.blocks, bits),
-                    check_rounded(rounded, self.problem.a[self.rows], self.rows),
-                )
-            return self._expected[key]
-        if operands is None:
-            a = a[self.rows]
-            key = _digest(a)
-            if key not in self._expected:
-                same, size = same_operands_a16(a, self.blocks), magnitude_a16(a, self.blocks)
-                self._expected[key] = Expected(same, size)
-            return self._expected[key]
-        q81 = operands.rows(self.rows)
-        key = _digest(q81.q, q81.d, q81.s, np.array(exact))
+        A (A16) give."""
+        used = self.problem.a[self.rows] if operands is None else operands.rows(self.rows)
+        arrays = (used,) if isinstance(used, np.ndarray) else used.arrays
+        key = _digest(f"{type(used).__name__}, {exact}", *arrays)
         if key not in self._expected:
-            complaint = None
-            if self.problem.distribution != "golden":
-                complaint = check_activations(q81, self.problem.a[self.rows], exact, self.rows)
-            self._expected[key] = Expected(*both_a8(q81, self.blocks), complaint)
+            self._expected[key] = self._work_out(used, exact)
         return self._expected[key]
 
+    def _work_out(self, used: Operands | Array, exact: bool) -> Expected:
+        if isinstance(used, np.ndarray):
+            return Expected(same_operands_a16(used, self.blocks), magnitude_a16(used, self.blocks))
+        wrong = None
+        if self.problem.distribution != "golden" or isinstance(used, Halves | Bfloats):
+            wrong = complaint(used, self.problem.a[self.rows], exact, self.rows)
+        if isinstance(used, Tokens):
+            return Expected(*both_tokens(used, self.blocks), wrong)
+        if isinstance(used, Q81):
+            return Expected(*both_a8(used, self.blocks), wrong)
+        values, bits = used.values(), 11 if isinstance(used, Halves) else 8
+        same = same_operands_a16(values, self.blocks, stored=True)
+        return Expected(same, magnitude_half(values, self.blocks, bits), wrong)
 
-def _digest(*arrays: Array) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+
+def _digest(what: str, *arrays: Array) -> bytes:
+    digest = hashlib.blake2b(what.encode(), digest_size=16)
     for array in arrays:
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
@@ -195,12 +181,8 @@ def check(
     c: Array,
     problem: Problem,
     family: str,
-    activations: Operands | Array | None = None,
-    exact: bool | None = None,
+    activations: Operands | None = None,
     *,
-    operands: str = "f32",
-    blocks: Array | None = None,
-    limit: int = SAMPLE_LIMIT,
     reference: Reference | None = None,
 ) -> Check:
     """Judge c float32, float16 or bfloat16 (uint16) [M, N] as the answer of a `family` step to
@@ -208,39 +190,30 @@ def check(
 
     activations  A8: the Q8_1 bits the kernel multiplied, or `Tokens`, whose weights are then taken
                  to be requantized to int8 (one of the two is required). A16: None, or what it
-                 really multiplied where that is not problem.a: float32[M, K], or `Halves` or
-                 `Bfloats`, whose weights are then taken to be rounded to float16 or bfloat16 too
-    exact        demand bit equality; None means problem.exact, and holds for the golden case too
-                 when its own bits are given
-    operands     "f32", or what an A16 step rounds its operands to: "f16", "bf16" (not for `Halves`
-                 and `Bfloats`)
-    blocks       the weights it multiplied, if not problem.blocks (a codec under test)
-    limit        how many outputs to compare at most, see `sample` (the Q8_1 bits of those rows
-                 too); NaN and Inf are sought in all
-    reference    of this problem, blocks and limit, where more than one answer is judged
+                 really multiplied where that is not problem.a: `Halves` or `Bfloats`, whose weights
+                 are then taken to be rounded to float16 or bfloat16 too
+    reference    of this problem, where more than one answer is judged, or where the weights or the
+                 number of outputs compared are others
 
+    Bit equality is demanded of `Problem.exact`, and of the golden case when its own bits are given.
     TypeError or ValueError for what is no answer at all: wrong type, dtype, shape or family.
     """
     known_family(family)
     _require_answer(c, problem)
-    used, a = _activations_used(activations, problem, family)
-    if isinstance(used, Halves | Bfloats):
-        operands = "f16_weights" if isinstance(used, Halves) else "bf16_weights"
-    if isinstance(used, Tokens):
-        operands = "int8"
-    if exact is None:
-        golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
-        exact = problem.exact or (golden is not None and _golden_bits(golden, used))
+    _require_operands(activations, problem, family)
+    operands = _OPERANDS.get(type(activations), "f32")
+    golden = GOLDEN[problem.format] if problem.distribution == "golden" else None
+    exact = problem.exact or (golden is not None and _golden_bits(golden, activations))
 
     if reference is None:
-        reference = Reference(problem, limit, blocks)
+        reference = Reference(problem)
     elif reference.problem is not problem:
         raise ValueError(f"a reference of {reference.problem} cannot judge {problem}")
     rows, columns, dtype = reference.rows, reference.columns, c.dtype
     c = bfloat16_values(c) if dtype == np.uint16 else c
     part = c[np.ix_(rows, columns)].astype(np.float64)
     with np.errstate(invalid="ignore"):  # an infinite d or s is found below, not warned about
-        wanted = reference.expected(used, a, exact)
+        wanted = reference.expected(activations, exact)
     same, size, meant = wanted.same, wanted.size, reference.meant
     if exact and dtype == np.float16:  # the one rounding that is left
         same = same.astype(np.float16).astype(np.float64)
@@ -340,42 +313,19 @@ def _golden_bits(golden: Golden, used: Operands | None) -> bool:
     return not isinstance(used, Q81) or golden.gave(used)
 
 
-def _activations_used(
-    activations: Operands | Array | None, problem: Problem, family: str
-) -> tuple[Operands | None, Array]:
-    """The operands the kernel was given: (q81, _) or (tokens, _) for A8, (halves, _), (bfloats, _)
-    or (None, a) for A16."""
-    if family == "A8":
-        if not isinstance(activations, Q81 | Tokens):
-            raise TypeError(
-                "an A8 result is checked against the Q8_1 bits it multiplied: pass "
-                f"activations=Q81(q, d, s), got {type(activations).__name__}"
-            )
-        if activations.q.shape != (problem.m, problem.k):
-            kind = "Q8_1" if isinstance(activations, Q81) else "int8"
-            raise ValueError(
-                f"{kind} activations must be [M, K] = ({problem.m}, {problem.k}), "
-                f"got {activations.q.shape}"
-            )
-        return activations, problem.a
-    if isinstance(activations, Q81 | Tokens):
-        name = type(activations).__name__
-        raise TypeError(f"an A16 result is checked against float activations, got {name}")
-    if isinstance(activations, Halves | Bfloats):
-        x = activations.h if isinstance(activations, Halves) else activations.b
-        if x.shape != (problem.m, problem.k):
-            kind = "float16" if x.dtype == np.float16 else "bfloat16"
-            raise ValueError(
-                f"{kind} activations must be [M, K] = ({problem.m}, {problem.k}), got {x.shape}"
-            )
-        return activations, problem.a
-    if activations is None:
-        return None, problem.a
-    if activations.shape != (problem.m, problem.k):
-        raise ValueError(
-            f"activations must be [M, K] = ({problem.m}, {problem.k}), got {activations.shape}"
+def _require_operands(used: Operands | None, problem: Problem, family: str) -> None:
+    name, a8 = type(used).__name__, isinstance(used, Q81 | Tokens)
+    if family == "A8" and not a8:
+        raise TypeError(
+            "an A8 result is checked against the Q8_1 bits it multiplied: pass "
+            f"activations=Q81(q, d, s), got {name}"
         )
-    return None, activations
+    if family == "A16" and used is not None and not isinstance(used, Halves | Bfloats):
+        raise TypeError(f"an A16 result is checked against float activations, got {name}")
+    if used is not None and (shape := used.arrays[0].shape) != (problem.m, problem.k):
+        raise ValueError(
+            f"{used.KIND} activations must be [M, K] = ({problem.m}, {problem.k}), got {shape}"
+        )
 
 
 def _not_finite(c: Array) -> str:

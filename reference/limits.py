@@ -24,16 +24,14 @@ FAMILIES: Final = ("A16", "A8")
 
 FLOAT32_ROUNDOFF: Final = 2.0**-24  # unit roundoff of float32, round to nearest
 
-# What one rounding of an operand costs, how many a term has of them, and what one of the
-# accumulator costs. Tensor cores accumulate in float32 but may truncate: two roundings to nearest.
+# What rounding a weight costs, and what one rounding of the accumulator does. Tensor cores
+# accumulate in float32 but may truncate: two roundings to nearest.
 _OPERANDS: Final = {
-    "f32": (0.0, 0, FLOAT32_ROUNDOFF),
-    "f16": (2.0**-11, 2, 2 * FLOAT32_ROUNDOFF),
-    "bf16": (2.0**-8, 2, 2 * FLOAT32_ROUNDOFF),
-    "f16_weights": (2.0**-11, 1, 2 * FLOAT32_ROUNDOFF),  # A is rounded already: `Halves`
+    "f32": (0.0, FLOAT32_ROUNDOFF),
+    "f16_weights": (2.0**-11, 2 * FLOAT32_ROUNDOFF),  # A is rounded already: `Halves`
     # and `Bfloats`; weights are rounded to float16 and then to bfloat16
-    "bf16_weights": ((1 + 2.0**-8) * (1 + 2.0**-11) - 1, 1, 2 * FLOAT32_ROUNDOFF),
-    "int8": (0.0, 0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
+    "bf16_weights": ((1 + 2.0**-8) * (1 + 2.0**-11) - 1, 2 * FLOAT32_ROUNDOFF),
+    "int8": (0.0, FLOAT32_ROUNDOFF),  # so are A and W: `Tokens`
 }
 
 
@@ -86,22 +84,21 @@ def bound(family: str, k: int, magnitude: Array, operands: str = "f32") -> Array
 
     family     "A16" or "A8"
     magnitude  float64[M, N], sum |t_i| of the terms of each output: `magnitude_a16`, `magnitude_a8`
-    operands   what kernels round their operands to first: "f32" (to nothing), "f16", "bf16"; "int8"
-               for `Tokens`; "f16_weights" and "bf16_weights" where weights alone are rounded, with
-               the magnitude of `magnitude_half`
+    operands   "f32"; "int8" for `Tokens`; "f16_weights" and "bf16_weights" where weights are
+               rounded first, with the magnitude of `magnitude_half`
 
     With n roundings of unit u on every term (`roundings`), the computed sum is
     sum t_i (1 + e_i), |e_i| <= gamma_n = n u / (1 - n u)  (Higham, Accuracy and Stability of
-    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|. Operands rounded first (A16
-    only) add their own two roundings, 2 v + v^2, or one where weights alone are rounded.
+    Numerical Algorithms, ch. 3-4), so |error| <= gamma_n * sum |t_i|. Weights rounded first (A16
+    only) add their own rounding v.
 
     It holds with certainty, whatever cancels, and is therefore wide: real errors grow like the root
     of n, not like n. That is what NMSE is for. Raises ValueError for an unknown family or operands.
     """
-    v, count, u = _rounding(operands)
+    v, u = _rounding(operands)
     n = roundings(family, k, operands)
     gamma = n * u / (1 - n * u)
-    return np.asarray(((1 + v) ** count * (1 + gamma) - 1) * magnitude)
+    return np.asarray(((1 + v) * (1 + gamma) - 1) * magnitude)
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -276,10 +273,6 @@ def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) ->
         if operands == "bf16_weights":
             return 2e-5 * few, f"weights rounded to bf16: 3e-6 measured; {outputs} outputs"
         return 3e-7 * few, f"weights rounded to f16, once: 3e-8 measured; {outputs} outputs"
-    if operands == "f16":
-        return 1e-6, "operands rounded to f16: 6e-8 ... 9e-8 measured"
-    if operands == "bf16":
-        return 2e-5, "operands rounded to bf16: 4e-6 ... 6e-6 measured"
     # A running sum after j of K terms has energy j/K of the result; each addition rounds it with
     # variance u^2 / 3: K u^2 / 6 in all. Up to 16 times that where scale and offset are summed
     # apart (unsigned codes have that much more energy than the weights they stand for).
@@ -294,7 +287,7 @@ def known_family(family: str) -> None:
         raise ValueError(f"unknown family {family!r}: use one of {', '.join(FAMILIES)}")
 
 
-def _rounding(operands: str) -> tuple[float, int, float]:
+def _rounding(operands: str) -> tuple[float, float]:
     if operands not in _OPERANDS:
         raise ValueError(f"unknown operands {operands!r}: use one of {', '.join(_OPERANDS)}")
     return _OPERANDS[operands]

@@ -1,14 +1,13 @@
 """Activations as kernels are given them: Q8_1, 16-bit floats, or int8 with one scale per token.
 
-`Q81`, `Halves`, `Bfloats` and `Tokens` hold the very bits that a kernel multiplied, and check their
-types and shapes. `of_values` is the recipe of each; it raises ValueError for what is no matrix
-[M, K].
+`Q81`, `Halves`, `Bfloats` and `Tokens` hold the very bits that a kernel multiplied. `of_values` is
+the recipe of each; it raises ValueError for what is no matrix [M, K].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -20,31 +19,57 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Pick = Array | slice
 
 
+class Operands:
+    """What all of them are: arrays, the first of them [M, K] and all with a row for each token.
+
+    TypeError where an array has another dtype than `DTYPES` says, ValueError for another shape.
+    """
+
+    DTYPES: ClassVar[dict[str, type[np.generic]]]
+    KIND: ClassVar[str]  # in sentences
+    BLOCK: ClassVar[int | None] = None  # elements of K that share a scale, None for all of them
+
+    def __post_init__(self) -> None:
+        own = type(self).__name__
+        for name, dtype in self.DTYPES.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                found = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"{own}.{name} must be a {np.dtype(dtype)} array, got {found}")
+        shape, *others = (array.shape for array in self.arrays)
+        size = self.BLOCK or 1
+        if len(shape) != 2 or shape[1] % size:
+            raise ValueError(f"{own} need [M, K] with K % {size} == 0, got {list(shape)}")
+        scales = shape[:1] if self.BLOCK is None else (shape[0], shape[1] // size)
+        if any(other != scales for other in others):
+            raise ValueError(
+                f"{own} of {list(shape)} need scales of {list(scales)}, got "
+                + " and ".join(str(list(other)) for other in others)
+            )
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Its arrays, that of [M, K] first."""
+        return tuple(getattr(self, name) for name in self.DTYPES)
+
+    def rows(self, pick: Pick) -> Self:
+        """The same, of some tokens only."""
+        return type(self)(*(array[pick] for array in self.arrays))
+
+
 @dataclass(frozen=True)
-class Q81:
+class Q81(Operands):
     """Q8_1 activations as planes: value = d * q, and s stands for the sum of the block's values.
 
-    q int8[M, K], d float32[M, K/32], s float32[M, K/32]. TypeError or ValueError if they are not.
+    q int8[M, K], d float32[M, K/32], s float32[M, K/32].
     """
 
     q: Array
     d: Array
     s: Array
-
-    def __post_init__(self) -> None:
-        for name, dtype in (("q", np.int8), ("d", np.float32), ("s", np.float32)):
-            array = getattr(self, name)
-            if not isinstance(array, np.ndarray) or array.dtype != dtype:
-                found = getattr(array, "dtype", type(array).__name__)
-                raise TypeError(f"Q81.{name} must be a {np.dtype(dtype)} array, got {found}")
-        if self.q.ndim != 2 or self.q.shape[1] % BLOCK:
-            raise ValueError(f"Q81.q must be [M, K] with K % {BLOCK} == 0, got {self.q.shape}")
-        blocks = (self.q.shape[0], self.q.shape[1] // BLOCK)
-        if self.d.shape != blocks or self.s.shape != blocks:
-            raise ValueError(
-                f"Q81 with q {self.q.shape} needs d and s of {blocks}, "
-                f"got {self.d.shape} and {self.s.shape}"
-            )
+    DTYPES = {"q": np.int8, "d": np.float32, "s": np.float32}  # noqa: RUF012 - a ClassVar
+    KIND = "Q8_1"
+    BLOCK = BLOCK
 
     @classmethod
     def of_blocks(cls, blocks: Array) -> Q81:
@@ -66,35 +91,22 @@ class Q81:
         q, d, total = (np.concatenate(each) for each in planes)
         return cls(q, d, total)
 
-    def rows(self, pick: Pick) -> Q81:
-        """The same, of some tokens only."""
-        return Q81(self.q[pick], self.d[pick], self.s[pick])
-
     def values(self) -> Array:
         """d * q in float64[M, K]."""
         return self.q * np.repeat(self.d.astype(np.float64), BLOCK, axis=1)
 
 
 @dataclass(frozen=True)
-class Halves:
+class Halves(Operands):
     """Activations in float16 with a power of two for each token: value = h * factor.
 
-    h float16[M, K], factor float32[M]. TypeError or ValueError if they are not.
+    h float16[M, K], factor float32[M].
     """
 
     h: Array
     factor: Array
-
-    def __post_init__(self) -> None:
-        for name, dtype in (("h", np.float16), ("factor", np.float32)):
-            array = getattr(self, name)
-            if not isinstance(array, np.ndarray) or array.dtype != dtype:
-                found = getattr(array, "dtype", type(array).__name__)
-                raise TypeError(f"Halves.{name} must be a {np.dtype(dtype)} array, got {found}")
-        if self.h.ndim != 2 or self.factor.shape != self.h.shape[:1]:
-            raise ValueError(
-                f"Halves need h [M, K] and factor [M], got {self.h.shape} and {self.factor.shape}"
-            )
+    DTYPES = {"h": np.float16, "factor": np.float32}  # noqa: RUF012 - a ClassVar
+    KIND = "float16"
 
     @classmethod
     def of_values(cls, a: Array) -> Halves:
@@ -116,30 +128,24 @@ class Halves:
         with np.errstate(over="ignore"):  # beside an infinity
             return cls(h.astype(np.float16), np.ldexp(1.0, -shift).astype(np.float32))
 
-    def rows(self, pick: Pick) -> Halves:
-        """The same, of some tokens only."""
-        return Halves(self.h[pick], self.factor[pick])
-
     def values(self) -> Array:
         """h * factor in float64[M, K]."""
         return self.h * self.factor.astype(np.float64)[:, None]
 
 
 @dataclass(frozen=True)
-class Bfloats:
+class Bfloats(Operands):
     """Activations in bfloat16, as a caller gave them.
 
-    b float32[M, K], all of them numbers that bfloat16 has. TypeError or ValueError if they are not.
+    b float32[M, K], all of them numbers that bfloat16 has; ValueError if they are not.
     """
 
     b: Array
+    DTYPES = {"b": np.float32}  # noqa: RUF012 - a ClassVar
+    KIND = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.b, np.ndarray) or self.b.dtype != np.float32:
-            found = getattr(self.b, "dtype", type(self.b).__name__)
-            raise TypeError(f"Bfloats.b must be a float32 array, got {found}")
-        if self.b.ndim != 2:
-            raise ValueError(f"Bfloats need b [M, K], got {self.b.shape}")
+        super().__post_init__()
         if (np.ascontiguousarray(self.b).view(np.uint32) & 0xFFFF).any():
             raise ValueError("Bfloats.b has numbers that bfloat16 has not")
 
@@ -149,36 +155,23 @@ class Bfloats:
         _require_matrix(a)
         return cls(rounded_to_bfloat16(a))
 
-    def rows(self, pick: Pick) -> Bfloats:
-        """The same, of some tokens only."""
-        return Bfloats(self.b[pick])
-
     def values(self) -> Array:
         """b in float64[M, K]."""
         return self.b.astype(np.float64)
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(Operands):
     """Activations in int8 with one scale for each token: value = d * q.
 
-    q int8[M, K], d float32[M]. TypeError or ValueError if they are not. They are multiplied by
-    weights in int8 with one factor a row, those of `qformats.repack.byte_weights`.
+    q int8[M, K], d float32[M]. They are multiplied by weights in int8 with one factor a row, those
+    of `qformats.repack.byte_weights`.
     """
 
     q: Array
     d: Array
-
-    def __post_init__(self) -> None:
-        for name, dtype in (("q", np.int8), ("d", np.float32)):
-            array = getattr(self, name)
-            if not isinstance(array, np.ndarray) or array.dtype != dtype:
-                found = getattr(array, "dtype", type(array).__name__)
-                raise TypeError(f"Tokens.{name} must be a {np.dtype(dtype)} array, got {found}")
-        if self.q.ndim != 2 or self.d.shape != self.q.shape[:1]:
-            raise ValueError(
-                f"Tokens need q [M, K] and d [M], got {self.q.shape} and {self.d.shape}"
-            )
+    DTYPES = {"q": np.int8, "d": np.float32}  # noqa: RUF012 - a ClassVar
+    KIND = "int8"
 
     @classmethod
     def of_values(cls, a: Array) -> Tokens:
@@ -192,10 +185,6 @@ class Tokens:
     def of_q81(cls, q81: Q81) -> Tokens:
         """The same bits, of tokens that are one block long."""
         return cls(q81.q, np.ascontiguousarray(q81.d.reshape(len(q81.q))))
-
-    def rows(self, pick: Pick) -> Tokens:
-        """The same, of some tokens only."""
-        return Tokens(self.q[pick], self.d[pick])
 
     def values(self) -> Array:
         """d * q in float64[M, K]."""

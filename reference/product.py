@@ -46,27 +46,20 @@ def unquantized(a: Array, w: Array) -> Array:
     return c
 
 
-def same_operands_a16(a: Array, blocks: Array) -> Array:
-    """A[M, K] of floats times the dequantized blocks, in float64[M, N]."""
+def same_operands_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
+    """A[M, K] of floats times the dequantized blocks, in float64[M, N]. `stored`: times the weights
+    as fragment-packed tiles hold them, which for file formats are those of `qformats.storage`. Not
+    rounded to float16."""
     _same_k(a, blocks)
     fmt, a = format_of(blocks), a.astype(np.float64)
     c = np.empty((a.shape[0], blocks.shape[0]))
     for part in pieces(blocks.shape[0], a.shape[1]):
-        c[:, part] = a @ fmt.dequantize(blocks[part]).astype(np.float64).T
-    return c
-
-
-def same_operands_half(a: Array, blocks: Array) -> Array:
-    """A[M, K] of floats times the weights as fragment-packed tiles hold them: dequantized, or for
-    file formats those of `qformats.storage`. Not rounded to float16. float64[M, N]."""
-    if format_of(blocks).name not in FILE_FORMATS:
-        return same_operands_a16(a, blocks)
-    _same_k(a, blocks)
-    a = a.astype(np.float64)
-    c = np.empty((a.shape[0], blocks.shape[0]))
-    for part in pieces(blocks.shape[0], a.shape[1]):
-        weights, offset = _stored_operands(blocks[part])
-        c[:, part] = a @ (weights + _spread(offset, a.shape[1])).T
+        if stored and fmt.name in FILE_FORMATS:
+            weights, offset = _stored_operands(blocks[part])
+            weights = weights + _spread(offset, a.shape[1])
+        else:
+            weights = fmt.dequantize(blocks[part]).astype(np.float64)
+        c[:, part] = a @ weights.T
     return c
 
 
@@ -75,7 +68,7 @@ def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
 
     Scale and offset apart, so that it covers a kernel that takes the scale out of a block's sum as
     well as one that dequantizes each weight first (whose terms |a * w| are never larger). `stored`:
-    of the weights as fragment-packed tiles hold them, see `same_operands_half`.
+    of the weights as fragment-packed tiles hold them, see `same_operands_a16`.
     """
     _same_k(a, blocks)
     a = np.abs(a).astype(np.float64)

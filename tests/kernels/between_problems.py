@@ -15,7 +15,7 @@ from qformats.repack import tiles
 from reference import Problem as Product
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.limits import bound as product_bound
-from reference.product import magnitude_half, same_operands_half
+from reference.product import magnitude_half, same_operands_a16
 from steps.contract import Launch, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.between import (
@@ -177,7 +177,7 @@ class Matrix:
         set_once = partial(object.__setattr__, self)
         set_once("a", of_dtype(made.a, "float16"))
         set_once("weights", (*map(np.array, tiles(blocks)), *added))
-        set_once("y", same_operands_half(a, blocks))
+        set_once("y", same_operands_a16(a, blocks, stored=True))
         set_once("off", product_bound("A16", self.k, magnitude_half(a, blocks), "f16_weights"))
         set_once("added", bias.astype(np.float64) if self.bias else np.zeros(self.n))
 

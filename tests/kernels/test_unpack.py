@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from numba import cuda
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
+from qformats.repack import byte_weights
 from reference import Q81, same_operands_a8
 from steps import ladder
 from steps.blocks.codes import b1, b2, b4, device_format, safe_load
 from steps.checks.verify import multiply, prepare
 from steps.driver.machines import Simulator
 from steps.simulator.launch import Misaligned, simulate
-from tests.steps.works import REQUANTIZED
 
 BLOCKS = 3  # so that a block lies at each alignment its size allows
 
@@ -139,7 +139,7 @@ def test_single_block_dot_products(name: str, data: st.DataObject) -> None:
         for family in step.families:
             c = multiply(prepare(step, family, name, a, blocks[None], machine, q81), machine)
             right = want[0, 0]
-            if step.accuracy in REQUANTIZED:  # whose weights are other ones, rounded once more
-                weights, factor = REQUANTIZED[step.accuracy](blocks[None])
+            if step.accuracy == "fast":  # whose weights are other ones, rounded once more
+                weights, factor = byte_weights(blocks[None])
                 right = np.float32((q.astype(int) * weights).sum()) * factor[0] * d[0, 0]
             assert c[0, 0] == right, (step.name, family)

@@ -17,6 +17,7 @@ import pytest
 
 import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, format_of
+from qformats.repack import byte_weights
 from reference import (
     Halves,
     Problem,
@@ -35,7 +36,7 @@ from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import decode
 from steps.product import gemm as door
 from tests.product.test_gemm import OnDevice, Untouched
-from tests.steps.works import REQUANTIZED, WORKS, slow_unless_in_turn
+from tests.steps.works import WORKS, slow_unless_in_turn
 
 MACHINE = Simulator()
 K = 64
@@ -144,10 +145,12 @@ def require_near(
     if family == "A16":
         most = np.broadcast_to(np.abs(a).max(axis=1, keepdims=True), a.shape)
         least = 2.0**-39 * magnitude_a16(most, blocks)
-        allowed = bound(family, a.shape[1], magnitude_half(a, blocks), "f16") + least
-    if accuracy in REQUANTIZED:
+        size = magnitude_half(a, blocks)
+        allowed = (1 + 2.0**-11) * bound(family, a.shape[1], size, "f16_weights")
+        allowed += 2.0**-11 * size + least
+    if accuracy == "fast":
         exact = FORMATS[format_of(blocks).name].dequantize(blocks).astype(np.float64)
-        codes, factor = REQUANTIZED[accuracy](blocks)
+        codes, factor = byte_weights(blocks)
         off = np.abs(codes * factor.astype(np.float64)[:, None] - exact)
         half_step = np.abs(a).max(axis=1, keepdims=True).astype(np.float64) / 127 / 2
         lost = half_step @ np.abs(exact).sum(axis=1)[None] + (np.abs(a) + half_step) @ off.T
