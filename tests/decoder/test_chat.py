@@ -306,7 +306,7 @@ def test_a_text_is_continued(tmp_path: Path, capsys: Any) -> None:
 def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     assert main(["chat", str(path), "--reference"]) == 2
-    assert "tiny.gguf has no chat template: give --prompt" in capsys.readouterr().err
+    assert "tiny.gguf has no chat template: `decoder` with a --prompt" in capsys.readouterr().err
 
 
 class Driver:

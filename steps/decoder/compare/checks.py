@@ -137,29 +137,45 @@ def against_torch(
     filled = ours.prefill(prompt_ids, ours.cache(1, len(ids)), every=True)[0].double().cpu().numpy()
     stepped = torch.cat(kept).double().cpu().numpy()
     behind = right[len(ids) - 1 :]
-    bound = SAFETY * expected(trusted, whole[0].tolist(), accuracy)
-    found = {
+    facts = {
         "accuracy": accuracy,
         "prompt_tokens": len(ids),
         "steps": steps,
-        "bound": bound,
+        "bound": SAFETY * expected(trusted, whole[0].tolist(), accuracy),
         "rms_difference_of_prompt": relative(filled, right[: len(ids)]),
         "rms_difference_of_steps": relative(stepped, behind),
-        "largest_difference": float(np.abs(stepped - behind).max()),
-        "tokens": tokens[0].tolist(),
-        "same_tokens": torch.equal(tokens, theirs),
-        "first_difference": first_difference(
-            tokens[0].tolist(), theirs[0].tolist(), behind, stepped - behind
-        ),
     }
-    off = max(found["rms_difference_of_prompt"], found["rms_difference_of_steps"])
-    found["right"] = off <= bound and _explained(found)
-    return found
+    return _judged(facts, tokens[0].tolist(), theirs[0].tolist(), behind, stepped - behind)
 
 
-def _explained(found: dict[str, Any]) -> bool:
-    difference = found["first_difference"]
-    return difference is None or difference["explained"]
+def _judged(
+    facts: dict[str, Any],
+    ours: list[int],
+    theirs: list[int],
+    logits: np.ndarray,
+    off: np.ndarray,
+) -> dict[str, Any]:
+    """facts, with a "bound" and relative differences, and what the tokens say; see
+    `first_difference`."""
+    difference = first_difference(ours, theirs, logits, off)
+    within = [x <= facts["bound"] for name, x in facts.items() if name.startswith("rms_")]
+    return facts | {
+        "largest_difference": float(np.abs(off).max()),
+        "tokens": ours,
+        "same_tokens": ours == theirs,
+        "first_difference": difference,
+        "right": all(within) and (difference is None or difference["explained"]),
+    }
+
+
+def llama_cpp() -> Any:
+    """llama.cpp's package. ModuleNotFoundError where it is not installed."""
+    try:
+        return import_module("llama_cpp")
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
+        ) from missing
 
 
 @torch.no_grad()
@@ -171,15 +187,9 @@ def against_llama_cpp(
     floats: llama.cpp keeps its cache in float32 too, for a file of float32, so that nothing is
     rounded.
     """
-    try:
-        llama_cpp: Any = import_module("llama_cpp")
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
-        ) from missing
-
+    package = llama_cpp()
     kind = 0 if floats else 1  # of ggml's: float32 or float16
-    theirs = llama_cpp.Llama(
+    theirs = package.Llama(
         str(path),
         n_ctx=-(-(len(ids) + steps) // 256) * 256,
         n_batch=512,
@@ -191,7 +201,7 @@ def against_llama_cpp(
     theirs.eval(list(ids))
     tokens, kept = [], []
     for _ in range(steps):
-        at = llama_cpp.llama_get_logits_ith(theirs.ctx, -1)
+        at = package.llama_get_logits_ith(theirs.ctx, -1)
         kept.append(np.ctypeslib.as_array(at, (theirs.n_vocab(),)).astype(np.float64))
         tokens.append(int(kept[-1].argmax()))
         theirs.eval(tokens[-1:])
@@ -201,18 +211,12 @@ def against_llama_cpp(
     whole = torch.tensor([[*ids, *tokens[:-1]]])
     right = trusted.prefill(whole, trusted.cache(1, whole.shape[1]), every=True)[0, len(ids) - 1 :]
     logits = right.numpy()
-    off = np.stack(kept) - logits
-    found = {
+    facts = {
         "file": Path(path).name,
         "prompt": list(ids),
         "steps": steps,
         "llama.cpp's keys and values": "float32" if floats else "float16",
         "bound": FLOATS if floats else SAFETY * expected(trusted, whole[0].tolist(), "Q8_1"),
         "rms_difference": relative(np.stack(kept), logits),
-        "largest_difference": float(np.abs(off).max()),
-        "tokens": tokens,
-        "same_tokens": tokens == ours[0].tolist(),
-        "first_difference": first_difference(tokens, ours[0].tolist(), logits, off),
     }
-    found["right"] = found["rms_difference"] <= found["bound"] and _explained(found)
-    return found
+    return _judged(facts, tokens, ours[0].tolist(), logits, np.stack(kept) - logits)

@@ -20,7 +20,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +27,7 @@ import numpy as np
 from rich.table import Table
 
 from steps.decoder import files
+from steps.decoder.compare import checks
 from steps.decoder.model import Decoder, Maker, Product, torch, torch_products
 from steps.decoder.operations import PLAIN, Operations
 
@@ -182,13 +182,7 @@ def _steps(model: Decoder) -> str:
 
 def logits_of_llama_cpp(path: str | os.PathLike[str]) -> Callable[[Sequence[int]], Tensor]:
     """llama.cpp on the CPU. ModuleNotFoundError without its package."""
-    try:
-        llama_cpp: Any = import_module("llama_cpp")
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "--against-llama-cpp needs llama.cpp: pip install llama-cpp-python", name="llama_cpp"
-        ) from missing
-    made = llama_cpp.Llama(
+    made = checks.llama_cpp().Llama(
         str(path), n_ctx=CONTEXT, n_batch=CONTEXT, n_gpu_layers=0, logits_all=True, verbose=False
     )
 
