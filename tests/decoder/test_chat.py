@@ -79,7 +79,7 @@ def test_messages_are_written_as_by_transformers(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (None, "a.gguf has no chat template: give --prompt without --chat"),
+        (None, "a.gguf has no chat template: use `decoder` with --prompt"),
         ("{% if %}", "a.gguf: its chat template is none: "),
         ("{{ raise_exception('only users') }}", "a.gguf: its chat template says: only users"),
         ("{{ ''.__class__.__mro__ }}", "a.gguf: its chat template says: access to attribute"),
@@ -306,7 +306,7 @@ def test_a_text_is_continued(tmp_path: Path, capsys: Any) -> None:
 def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     assert main(["chat", str(path), "--reference"]) == 2
-    assert "tiny.gguf has no chat template: `decoder` with a --prompt" in capsys.readouterr().err
+    assert "tiny.gguf has no chat template: use `decoder` with --prompt" in capsys.readouterr().err
 
 
 class Driver:

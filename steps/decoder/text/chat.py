@@ -34,9 +34,7 @@ class Template:
     def __init__(self, source: str | None, vocabulary: Vocabulary, where: Any) -> None:
         """ValueError where there is none, or it is no template."""
         if not source:
-            raise ValueError(
-                f"{where} has no chat template: `decoder` with a --prompt continues a text"
-            )
+            raise ValueError(f"{where} has no chat template: use `decoder` with --prompt")
         self.where, self._vocabulary = where, vocabulary
         made = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
