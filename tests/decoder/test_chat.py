@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: it is an ex
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
 
 from steps.cli import language_model as command  # noqa: E402
-from steps.cli.main import main  # noqa: E402
+from steps.cli.main import _parser, main  # noqa: E402
 from steps.decoder import files  # noqa: E402
 from steps.decoder.compare import checks  # noqa: E402
 from steps.decoder.model import generate, torch_products  # noqa: E402
@@ -133,7 +133,7 @@ def test_a_first_prompt_is_compiled_for_on_all_cores(capsys: Any) -> None:
             report(1, 2)
             say("one was not compiled")
 
-    args = command._parser().parse_args(["model.gguf", "--jobs", "3", "--accuracy", "fast"])
+    args = _parser().parse_args(["chat", "model.gguf", "--jobs", "3", "--accuracy", "fast"])
     command._compile(Model(), args, 17)
     assert asked == [([("fast", 1), ("fast", 17)], 3)]
     assert capsys.readouterr().err == "[one was not compiled]\n", "no progress without a terminal"
