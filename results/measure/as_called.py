@@ -17,8 +17,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,12 +29,11 @@ from reference.product import unquantized
 from reference.sampling import sample
 from results.baselines import humming
 from results.measure.loop import Contestant, host_seconds, ratio, round_robin
-from results.measure.products import THREADS, Data
+from results.measure.products import THREADS, Data, attempt
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
-from results.record.schema import AsCalled, Peer, Run
-from steps.checks.run import fatal
+from results.record.schema import AsCalled, Peer, Run, mnk
 from steps.contract import Kernel, Size
 from steps.product.choice import Choice, choose, packings
 from steps.product.request import Request
@@ -170,10 +169,7 @@ class Calls:
         self.stopwatch = stopwatch
         self.captures = TorchCaptures(stopwatch)
         self._a: dict[tuple[int, str], Any] = {}
-        self._layers: dict[tuple[str, str], list[Any]] = {}
-        self._packed: dict[tuple[Any, str], list[Any]] = {}
-        self._theirs: dict[str, list[Any]] = {}
-        self._humming: dict[str, list[Any]] = {}
+        self._weights: dict[tuple[Any, ...], list[Any]] = {}
 
     def prepare(self, ways: Iterable[Way]) -> None:
         """Quantize and pack what these need, on several cores."""
@@ -198,51 +194,58 @@ class Calls:
             self._a[m, dtype] = host.to(DEVICE, getattr(self.torch, dtype))
         return self._a[m, dtype]
 
+    def _copies(self, *key: Any, nbytes: int, first: Callable[[], Any], again: Any) -> list[Any]:
+        """As many as fill the rotation: one that is made, the others `again` of it; kept by a key
+        until the weights are released."""
+        if key not in self._weights:
+            made = first()
+            slots = slots_for(nbytes, self.stopwatch.l2_bytes)
+            self._weights[key] = [made, *(again(made) for _ in range(slots - 1))]
+        return self._weights[key]
+
     def layers(self, format_name: str, accuracy: str) -> list[Any]:
         """QuantLinear with each copy of the weights."""
         from steps.nn.linear import QuantLinear
 
-        key = format_name, accuracy
-        if key not in self._layers:
-            blocks = self.data.blocks(format_name)
-            first = QuantLinear.from_blocks(blocks, accuracy=accuracy).to(DEVICE)
-            more = [copy.deepcopy(first) for _ in range(self._slots(blocks.nbytes) - 1)]
-            self._layers[key] = [first, *more]
-        return self._layers[key]
+        blocks = self.data.blocks(format_name)
+        return self._copies(
+            *(format_name, accuracy),
+            nbytes=blocks.nbytes,
+            first=lambda: QuantLinear.from_blocks(blocks, accuracy=accuracy).to(DEVICE),
+            again=copy.deepcopy,
+        )
 
     def packed(self, kernel: Kernel, format_name: str) -> list[Any]:
         """What `pack` makes, with each copy of the weights."""
         from steps import pack
 
-        key = kernel.pack, format_name
-        if key not in self._packed:
-            blocks = self.data.blocks(format_name)
-            first = pack(blocks, step=kernel.number, machine=self.machine)
-            copies = [
-                replace(first, arrays=tuple(map(self.stopwatch.duplicate, first.arrays)))
-                for _ in range(self._slots(blocks.nbytes) - 1)
-            ]
-            self._packed[key] = [first, *copies]
-        return self._packed[key]
+        blocks, twin = self.data.blocks(format_name), self.stopwatch.duplicate
+        return self._copies(
+            *(kernel.pack, format_name),
+            nbytes=blocks.nbytes,
+            first=lambda: pack(blocks, step=kernel.number, machine=self.machine),
+            again=lambda one: replace(one, arrays=tuple(map(twin, one.arrays))),
+        )
 
     def theirs(self, dtype: str) -> list[Any]:
         """torch.nn.Linear with each copy of the dequantized weights. Their values do not change
         its time, so all formats share it."""
-        if dtype not in self._theirs:
-            linear, parameter = self.torch.nn.Linear, self.torch.nn.Parameter
-            values = self.torch.from_numpy(self._dequantized).to(DEVICE, getattr(self.torch, dtype))
-            made = []
-            for _ in range(self._slots(values.nbytes)):
-                one = linear(self.data.k, self.data.n, bias=False, device="meta")
-                one.weight = parameter(values.clone(), requires_grad=False)
-                made.append(one)
-            self._theirs[dtype] = made
-        return self._theirs[dtype]
 
-    @property
-    def _dequantized(self) -> np.ndarray:
-        values: np.ndarray = FORMATS[FORMAT].dequantize(self.data.blocks(FORMAT))
-        return values
+        def linear(values: Any) -> Any:
+            one = self.torch.nn.Linear(self.data.k, self.data.n, bias=False, device="meta")
+            one.weight = self.torch.nn.Parameter(values, requires_grad=False)
+            return one
+
+        return self._copies(
+            *("torch", dtype),
+            nbytes=getattr(self.torch, dtype).itemsize * self.data.n * self.data.k,
+            first=lambda: linear(self._dequantized(dtype)),
+            again=lambda one: linear(one.weight.clone()),
+        )
+
+    def _dequantized(self, dtype: str) -> Any:
+        values = FORMATS[FORMAT].dequantize(self.data.blocks(FORMAT))
+        return self.torch.from_numpy(values).to(DEVICE, getattr(self.torch, dtype))
 
     def meant(self, format_name: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """The product with the dequantized weights, float64[rows, columns]."""
@@ -278,15 +281,15 @@ class Calls:
 
     def hummings(self, name: str, m: int) -> list[Callable[[], Any]]:
         """The same by a layer of Humming, which quantizes the dequantized weights."""
-        if name not in self._humming:
-            values = self.torch.from_numpy(self._dequantized).to(DEVICE, self.torch.float16)
-            slots = self._slots(values.numel() // 2)
-            self._humming[name] = [humming.layer(name, values) for _ in range(slots)]
+        values = cache(partial(self._dequantized, "float16"))
+        layers = self._copies(
+            name,
+            nbytes=self.data.n * self.data.k // 2,
+            first=lambda: humming.layer(name, values()),
+            again=lambda _: humming.layer(name, values()),
+        )
         a = self.a(m, "float16")
-        return [partial(layer, a) for layer in self._humming[name]]
-
-    def _slots(self, nbytes: int) -> int:
-        return slots_for(nbytes, self.stopwatch.l2_bytes)
+        return [partial(layer, a) for layer in layers]
 
     def end_loop(self) -> None:
         """Forget the operands of a loop."""
@@ -295,7 +298,7 @@ class Calls:
 
     def release(self) -> None:
         """Forget the weights too."""
-        self._layers, self._packed, self._theirs, self._humming = {}, {}, {}, {}
+        self._weights.clear()
         self.end_loop()
 
 
@@ -333,12 +336,9 @@ def measure(
             own = [call for call in wanted if call[0][1:] == (n, k)]
             calls = Calls(Data(max(size[0] for size, _ in own), n, k), stopwatch, machine)
             calls.prepare(way for _, way in own)
-        try:
-            yield _loop(calls, loop, schemes, budget, say)
-        except Exception as error:
-            if fatal(error):
-                raise
-            say(f"calls at M={m} N={n} K={k} were not measured: {type(error).__name__}: {error}")
+        measured = partial(_loop, calls, loop, schemes, budget, say)
+        if found := attempt(measured, say, f"calls at M={m} N={n} K={k} were not measured"):
+            yield found
         calls.end_loop()
     if calls is not None:
         calls.release()
@@ -370,25 +370,32 @@ def _loop(
     calls.begin_loop()
     entered: list[Entered] = []
     torchs: dict[tuple[int, str, str], tuple[Contestant, Any]] = {}
+
+    def enter(size: Size, way: Way) -> Entered:
+        m = size[0]
+        own, step = calls.ours(way, m)
+        ours = _contestant(calls, own, m, way.format, NMSE_LIMIT, budget)
+        key = (m, way.api, way.dtype if way.api == "QuantLinear" else "float16")
+        if key not in torchs:
+            others = calls.torchs(way, m)
+            other = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
+            torchs[key] = other, others[0]
+        theirs, eager = torchs[key]
+        return Entered(size, way, step, ours, theirs, (own[0], eager))
+
+    def by_humming(name: str, size: Size) -> Contestant:
+        limit = humming.NMSE_LIMIT
+        return _contestant(calls, calls.hummings(name, size[0]), size[0], FORMAT, limit, budget)
+
     with calls.torch.no_grad():
         for size, way in wanted:
-            try:
-                m = size[0]
-                own, step = calls.ours(way, m)
-                ours = _contestant(calls, own, m, way.format, NMSE_LIMIT, budget)
-                key = (m, way.api, way.dtype if way.api == "QuantLinear" else "float16")
-                if key not in torchs:
-                    others = calls.torchs(way, m)
-                    other = _contestant(calls, others, m, FORMAT, NMSE_LIMIT, budget)
-                    torchs[key] = other, others[0]
-                theirs, eager = torchs[key]
-                entered.append(Entered(size, way, step, ours, theirs, (own[0], eager)))
-            except Exception as error:
-                if fatal(error):
-                    raise
-                say(f"{way} at {size} was not measured: {type(error).__name__}: {error}")
-        size = wanted[0][0]
-        beside = {} if swept else _hummings(calls, size, schemes, budget, say)
+            if one := attempt(partial(enter, size, way), say, f"{way} at {size} was not measured"):
+                entered.append(one)
+        size, beside = wanted[0][0], {}
+        for name in () if swept else schemes:
+            missed = f"{name} at {size} was not measured"
+            if (own := attempt(partial(by_humming, name, size), say, missed)) is not None:
+                beside[name] = own
         every = [one for each in entered for one in (each.ours, each.theirs)]
         round_robin(calls.stopwatch, [*dict.fromkeys(every), *beside.values()], budget)
         eager = {} if swept else dict.fromkeys(call for one in entered for call in one.eager)
@@ -418,46 +425,16 @@ def _contestant(
     return Contestant(calls.captures, lambda slot: (own[slot],), len(own), budget)
 
 
-def _hummings(
-    calls: Calls,
-    size: Size,
-    schemes: Sequence[str],
-    budget: Budget,
-    say: Callable[[str], None],
-) -> dict[str, Contestant]:
-    """Humming's contestants at a size, by scheme."""
-    found = {}
-    for name in schemes:
-        try:
-            own = calls.hummings(name, size[0])
-            limit = humming.NMSE_LIMIT
-            found[name] = _contestant(calls, own, size[0], FORMAT, limit, budget)
-        except Exception as error:
-            if fatal(error):
-                raise
-            say(f"{name} at {size} was not measured: {type(error).__name__}: {error}")
-    return found
-
-
 def _row(one: Entered, host: Mapping[Callable[[], Any], float]) -> AsCalled:
-    way, (m, n, k), timing = one.way, one.size, one.ours.timing
     return AsCalled(
-        api=way.api,
-        accuracy=way.accuracy,
-        dtype=way.dtype,
-        format=way.format,
-        M=m,
-        N=n,
-        K=k,
+        **asdict(one.way),
+        **mnk(one.size),
+        **asdict(one.ours.timing),
         step=one.step,
-        us=timing.us,
-        p20_us=timing.p20_us,
-        p80_us=timing.p80_us,
         cublas_us=one.theirs.timing.us,
         x_cublas=ratio(one.theirs.times, one.ours.times),
         host_us=host.get(one.eager[0]),
         torch_host_us=host.get(one.eager[1]),
-        rounds=timing.rounds,
     )
 
 

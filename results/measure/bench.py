@@ -13,6 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,14 +23,13 @@ from reference.problem import PrequantizedProblem
 from reference.sampling import sample
 from results.measure import cublas
 from results.measure.loop import Contestant, ratio, round_robin
-from results.measure.products import COMPARED, Data, Product, Shared, failed, in_threads
+from results.measure.products import COMPARED, Data, Product, Shared, attempt, failed, in_threads
 from results.measure.protocol import ROTATION, Budget, Stopwatch
 from results.measure.torch_graphs import release
 from results.record.environment import finished, utc_now
 from results.record.provenance import remembered, source_hash
-from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run
+from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run, mnk
 from results.record.store import merge, read, write
-from steps.checks.run import fatal
 from steps.contract import BRANCHES, Family, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.choice import Choice
@@ -91,8 +91,7 @@ class Wanted:
 
     def row(self) -> Row:
         """What is known of it before anything ran; `status` says so until it is replaced."""
-        work, (m, n, k) = self.work, self.size
-        step, family = work.step, work.family
+        work, step, family = self.work, self.work.step, self.work.family
         return Row(
             step=step.number,
             name=step.name,
@@ -102,9 +101,7 @@ class Wanted:
             unit=step.unit.get(family, ""),
             scheme=work.scheme,
             format=work.format,
-            M=m,
-            N=n,
-            K=k,
+            **mnk(self.size),
             home=self.at_home,
             input=self.input,
             output=self.output,
@@ -278,13 +275,10 @@ class Bench:
         except Exception:  # the row whose weights cannot be packed will say so
             parts = [list(wanted)]
         for part in parts:
-            try:
-                found, beside = self._loop(data, m, part, wrong or {})
-            except Exception as error:
-                if fatal(error):
-                    raise
-                why = f"the loop failed: {type(error).__name__}: {error}"
-                found, beside = [failed(one.row(), why) for one in part], []
+            why: list[str] = []
+            measured = partial(self._loop, data, m, part, wrong or {})
+            done = attempt(measured, why.append, "the loop failed")
+            found, beside = done or ([failed(one.row(), why[0]) for one in part], [])
             rows += found
             peers = beside or peers
         return rows, peers
@@ -347,13 +341,12 @@ class Bench:
         """Those for which it went well; an error is a failed row, and a lost context is raised."""
         good = []
         for one in some:
-            try:
-                act(one)
+            why: list[str] = []
+            attempt(partial(act, one), why.append)
+            if why:
+                one.row = failed(one.row, why[0])
+            else:
                 good.append(one)
-            except Exception as error:
-                if fatal(error):
-                    raise
-                one.row = failed(one.row, f"{type(error).__name__}: {error}")
         return good
 
     def _judged(self, some: Sequence[Product], when: str) -> list[Product]:
@@ -381,16 +374,14 @@ class Bench:
         """cuBLAS at this shape, if its result is right."""
         if not self.torch:
             return None
-        m, data = shared.m, shared.data
-        try:
-            weights = data.cublas_weights(self.stopwatch.l2_bytes)
-            made = cublas.Cublas(self.stopwatch, data.a("float32")[:m], weights, self.budget)
-        except Exception as error:
-            if fatal(error):
-                raise
-            self.say(f"no cuBLAS at {shared.shape}: {type(error).__name__}: {error}")
-            return None
-        return made if self._right(made, shared) else None
+
+        def made() -> cublas.Cublas:
+            weights = shared.data.cublas_weights(self.stopwatch.l2_bytes)
+            a = shared.data.a("float32")[: shared.m]
+            return cublas.Cublas(self.stopwatch, a, weights, self.budget)
+
+        one = attempt(made, self.say, f"no cuBLAS at {shared.shape}")
+        return one if one is not None and self._right(one, shared) else None
 
     def _right(self, made: cublas.Cublas, shared: Shared) -> bool:
         m, n, _ = shared.shape
@@ -404,23 +395,12 @@ class Bench:
         """cuBLAS as a peer, and in the rows that it was timed beside."""
         if not self._right(made, shared):
             return []
-        m, n, k = shared.shape
         us = made.contestant.timing.us
         for one in timed:
             assert one.total is not None
             x = ratio(made.contestant.times, one.total.times)
             one.row = replace(one.row, cublas_us=us, x_cublas=x)
-        peer = Peer(
-            peer=cublas.NAME,
-            format=cublas.FORMAT,
-            M=m,
-            N=n,
-            K=k,
-            us=us,
-            same_run=True,
-            source=made.source,
-        )
-        return [peer]
+        return [made.peer(shared.shape)]
 
     def tidy(self) -> None:
         """Give back the memory of a loop: its graphs and what they hold."""

@@ -16,6 +16,7 @@ from reference import nmse
 from results.measure.loop import Contestant
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, torch_version
+from results.record.schema import Peer, Size, mnk
 
 NAME: Final = "cublas_fp16"
 FORMAT: Final = "f16"
@@ -67,6 +68,12 @@ class Cublas:
         if error <= NMSE_LIMIT:
             return None
         return f"cuBLAS is wrong: NMSE {error:.1e}, more than {NMSE_LIMIT:.0e}"
+
+    def peer(self, size: Size) -> Peer:
+        """What was measured, beside rows of the same loop."""
+        us = self.contestant.timing.us
+        kind = {"peer": NAME, "format": FORMAT, **mnk(size)}
+        return Peer(**kind, us=us, same_run=True, source=self.source)
 
 
 def copies(w: np.ndarray, l2_bytes: int) -> list[Any]:

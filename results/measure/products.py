@@ -34,6 +34,7 @@ from results.measure.protocol import (
     slots_for,
 )
 from results.record.schema import Limits, Row, total_below_kernel
+from steps.checks.run import fatal
 from steps.contract import Shape, Size, Work, array_dtype
 from steps.kernels.parts.activations.layouts import decode, reading_of
 
@@ -409,6 +410,18 @@ class Product:
 def failed(row: Row, why: str) -> Row:
     """The row of work that has no figure, and the sentence why."""
     return replace(row, status="failed", why=" ".join(why.split()) or "no reason was given")
+
+
+def attempt(act: Callable[[], Any], note: Callable[[str], None], what: str = "") -> Any:
+    """What `act` gives. None where it fails, which is noted in a sentence; a CUDA error that takes
+    the context with it is raised: nothing after it could be trusted."""
+    try:
+        return act()
+    except Exception as error:
+        if fatal(error):
+            raise
+        note(f"{what}: " * bool(what) + f"{type(error).__name__}: {error}")
+        return None
 
 
 def in_threads(judge: Callable[[Product], Any], products: Sequence[Product]) -> list[Any]:

@@ -19,13 +19,12 @@ from typing import Any, Final
 from reference import BENCH_SHAPES
 from results.measure.bench import Wanted
 from results.measure.loop import Contestant, round_robin
-from results.measure.products import Data, Product, Shared
+from results.measure.products import Data, Product, Shared, attempt
 from results.measure.protocol import Budget, Stopwatch
 from results.record.codec import plain
 from results.record.provenance import remembered, source_hash
 from results.record.schema import Environment, Run
 from results.record.store import slug
-from steps.checks.run import fatal
 from steps.contract import Size, Work
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
@@ -87,15 +86,8 @@ def _entry(shared: Shared, works: Sequence[Work], budget: Budget) -> Measured:
     m, n, k = shared.shape
 
     def tried(work: Work, input: str, act: Callable[[], Any]) -> Any:
-        """What `act` gives; None where it fails, which is noted."""
-        try:
-            return act()
-        except Exception as error:
-            if fatal(error):
-                raise
-            name = str(work) if input == "float32" else f"{work} in {input}"
-            failures.append(f"{name} at M={m} N={n} K={k}: {type(error).__name__}: {error}")
-            return None
+        name = str(work) if input == "float32" else f"{work} in {input}"
+        return attempt(act, failures.append, f"{name} at M={m} N={n} K={k}")
 
     def entered(wanted: Wanted) -> tuple[Product, Contestant]:
         one = Product(wanted.row(), wanted.work, shared)

@@ -20,7 +20,7 @@ from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES
 from reference.bfloat16 import rounded_to_bfloat16
 from reference.problem import PrequantizedProblem
-from results.measure import as_called, products
+from results.measure import as_called, cublas, products
 from results.measure import bench as benching
 from results.measure.bench import Bench, Recorder, Wanted
 from results.measure.loop import Contestant
@@ -234,7 +234,7 @@ def test_an_error_is_one_failed_row_and_a_lost_context_ends_the_run(
     monkeypatch.setattr(benching, "round_robin", broken)
     (row,) = measured(fake_bench(), [the_work(1)])
     assert (row.status, row.why) == ("failed", "the loop failed: RuntimeError: out of luck")
-    monkeypatch.setattr(benching, "fatal", lambda _: True)
+    monkeypatch.setattr(products, "fatal", lambda _: True)
     with pytest.raises(RuntimeError):
         measured(fake_bench(), [Work(bad, "A8", "q4_0")])
 
@@ -633,7 +633,7 @@ def test_recorded_figures_are_those_of_the_formats_and_shapes_that_are_measured(
 def test_cublas_is_in_the_loop_in_the_rows_and_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: list[str | None] = [None, None]
 
-    class Numpy:
+    class Numpy(cublas.Cublas):
         source = "numpy"
 
         def __init__(self, stopwatch: Any, a: Any, weights: Any, budget: Budget) -> None:
