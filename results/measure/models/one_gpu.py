@@ -136,38 +136,52 @@ def _repeated(array: Any, parts: int, wanted: int, first: int) -> Any:
     return array.view(parts, -1)[turns].reshape(-1, *array.shape[1:])
 
 
+class Weights:
+    """Drawn rows of each kind of matrix of a decoder, or of a rank's share of one, by the name of
+    the first of such matrices; `last` those of its output."""
+
+    def __init__(self, config: Config, format_name: str, device: Any, accuracy: str = "fast"):
+        self.rng, width, hidden = np.random.default_rng(0), config.width, config.hidden
+        self.kinds = [
+            (name, Drawn.of(format_name, k, self.rng, device, accuracy), n)
+            for name, n, k in (
+                ("attn_q", config.qkv, width),
+                ("attn_output", width, config.heads * config.head_dim),
+                ("ffn_up", 2 * hidden, width),
+                ("ffn_down", width, hidden),
+            )
+        ]
+        self.last = Drawn.of(format_name, width, self.rng, device, accuracy)
+        self._config, self._norm = config, torch.ones(width, device=device)
+
+    def decoder(
+        self,
+        embedding: Embedding,
+        operations: Operations,
+        make: Callable[[str, Drawn, int, int], Any],
+        output: Any,
+    ) -> Decoder:
+        """make: (name, drawn, n, layer) -> a product. output: the last product."""
+        layers, norm = [], self._norm
+        for i in range(self._config.layers):
+            qkv, out, gate_up, down = (make(name, drawn, n, i) for name, drawn, n in self.kinds)
+            layers.append(Layer(norm, qkv, out, norm, gate_up, down))
+        return Decoder(self._config, embedding, layers, norm, output, operations=operations)
+
+
 def models(
     config: Config, format_name: str, operations: Operations, device: Any
 ) -> tuple[Decoder, Decoder]:
     """(our decoder, the float16 baseline); they share embedding and norms."""
-    rng, width, hidden = np.random.default_rng(0), config.width, config.hidden
-    kinds = [
-        (Drawn.of(format_name, k, rng, device), n)
-        for n, k in (
-            (config.qkv, width),
-            (width, config.heads * config.head_dim),
-            (2 * hidden, width),
-            (width, hidden),
-        )
-    ]
-    last = Drawn.of(format_name, width, rng, device)
-    norm = torch.ones(width, device=device)
-    table = random_blocks(format_name, config.vocabulary, width, rng)
+    drawn, count = Weights(config, format_name, device), config.vocabulary
+    table = random_blocks(format_name, count, config.width, drawn.rng)
     embedding = Embedding.of(table, device, torch.float32, operations.embedding_rows)
-
-    def model(make: Callable[[Drawn, int, int], Any], output: Any) -> Decoder:
-        layers = []
-        for i in range(config.layers):
-            qkv, out, gate_up, down = (make(drawn, n, i) for drawn, n in kinds)
-            layers.append(Layer(norm, qkv, out, norm, gate_up, down))
-        return Decoder(config, embedding, layers, norm, output, operations=operations)
-
+    rest = embedding, operations
     return (
-        model(
-            lambda drawn, n, i: drawn.product(n, i),
-            last.product(config.vocabulary, 0, True),
+        drawn.decoder(
+            *rest, lambda _, one, n, i: one.product(n, i), drawn.last.product(count, 0, True)
         ),
-        model(lambda drawn, n, i: drawn.plain(n, i), last.plain(config.vocabulary, 0)),
+        drawn.decoder(*rest, lambda _, one, n, i: one.plain(n, i), drawn.last.plain(count, 0)),
     )
 
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m steps decoder --bench     # or --gpus 2
 
-Weights are random, as in `bench`: rows are drawn, and each rank repeats them on its GPU up to its
+Weights are random, as in `one_gpu`: rows are drawn, and each rank repeats them on its GPU up to its
 share. Rank 0 has the whole model too. The two take turns: while rank 0 runs the whole one the other
 GPUs idle, then all of them run the shared one. Both are CUDA graphs, and rank 0's clock counts.
 
@@ -24,14 +24,13 @@ import numpy as np
 
 from results.measure import loop
 from results.measure.loop import Timing, ratio
-from results.measure.models import one_gpu as bench
+from results.measure.models import one_gpu
 from steps.decoder.model import (
     LLAMA_3_8B,
     CapturedGraph,
     Config,
     Decoder,
     Embedding,
-    Layer,
     torch,
 )
 from steps.decoder.operations import Operations
@@ -79,30 +78,19 @@ def model(
     ranks: Ranks | None = None,
 ) -> Decoder:
     """A decoder of random weights on the current GPU: this rank's share, or, without ranks, all."""
-    device, rng = torch.device("cuda"), np.random.default_rng(0)
     own = config if ranks is None else ranks.share(config).config
     rows = config.vocabulary if ranks is None else -(-config.vocabulary // ranks.count)
-    width = config.width
-    kinds = [
-        (name, bench.Drawn.of(format_name, k, rng, device, "exact"), n)
-        for name, n, k in (
-            ("attn_q", own.qkv, width),
-            ("attn_output", width, own.heads * own.head_dim),
-            ("ffn_up", 2 * own.hidden, width),
-            ("ffn_down", width, own.hidden),
-        )
-    ]
+    weights = one_gpu.Weights(own, format_name, torch.device("cuda"), "exact")
 
     def joined(product: Any, name: str, n: int) -> Any:
-        return product if ranks is None else ranks.joined(product, f"{name}.weight", n)
+        return product if ranks is None else ranks.joined(product, name, n)
 
-    norm, layers = torch.ones(width, device=device), []
-    for i in range(config.layers):
-        qkv, out, gate_up, down = (joined(drawn.product(n, i), name, n) for name, drawn, n in kinds)
-        layers.append(Layer(norm, qkv, out, norm, gate_up, down))
-    last = bench.Drawn.of(format_name, width, rng, device, "exact")
-    output = joined(last.product(rows, 0, True), "output", config.vocabulary)
-    return Decoder(own, embedding, layers, norm, output, operations=operations)
+    return weights.decoder(
+        embedding,
+        operations,
+        lambda name, drawn, n, i: joined(drawn.product(n, i), f"{name}.weight", n),
+        joined(weights.last.product(rows, 0, True), "output.weight", config.vocabulary),
+    )
 
 
 def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
@@ -121,10 +109,10 @@ def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
 
 
 def graph(decoder: Decoder, kind: str, count: int) -> Callable[[], None]:
-    """A round: a prompt of `count` tokens, or `bench.STEPS` tokens of as many sequences."""
+    """A round: a prompt of `count` tokens, or `one_gpu.STEPS` tokens of as many sequences."""
     if kind == "prefill":
-        return bench.prefilling(decoder, count, "exact")[0]
-    return bench.decoding(decoder, count)
+        return one_gpu.prefilling(decoder, count, "exact")[0]
+    return one_gpu.decoding(decoder, count)
 
 
 def captured(work: Callable[[], None]) -> Callable[[], None]:
@@ -140,7 +128,7 @@ def in_turn(
 
     def taken(work: Callable[[], None] | None) -> float:
         ranks.wait()
-        return math.nan if work is None else bench.seconds(work)
+        return math.nan if work is None else one_gpu.seconds(work)
 
     return loop.in_turn([partial(taken, side) for side in sides], rounds, warm_up=1)
 
@@ -183,8 +171,8 @@ def of_model(
 ) -> list[Row]:
     """The cases of one model; rank 0's rows count."""
     rng = np.random.default_rng(1)
-    table = bench.random_blocks(format_name, bench.DRAWN, config.width, rng)
-    table = table[np.arange(config.vocabulary) % bench.DRAWN]
+    table = one_gpu.random_blocks(format_name, one_gpu.DRAWN, config.width, rng)
+    table = table[np.arange(config.vocabulary) % one_gpu.DRAWN]
     rest = torch.device("cuda"), torch.float32, operations.embedding_rows
     embedding = Embedding.of(table, *rest)
     shared = model(config, format_name, operations, embedding, ranks)
@@ -203,11 +191,11 @@ def of_model(
         tell(f"{name}, {case}: compiled and captured")
         took = in_turn(ranks, (alone, together), ROUNDS)
         works = {
-            "products": bench.products(shared, count, 1 if prompt else count, "exact"),
+            "products": one_gpu.products(shared, count, 1 if prompt else count, "exact"),
             "sums": sums(shared, count),
         }
         parts = {part: in_turn(ranks, (work,), ROUNDS)[0] for part, work in works.items()}
-        graphs = 1 if prompt else bench.STEPS
+        graphs = 1 if prompt else one_gpu.STEPS
         if ranks.rank == 0:
             rows.append(row(name, case, ranks.count, count * graphs, graphs, took, parts))
             tell(line(rows[-1]))
@@ -242,8 +230,8 @@ def measure(
         "sums": ranks.sums.how,
         "between_products": operations.mode,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "context": bench.CONTEXT,
-        "steps": bench.STEPS,
+        "context": one_gpu.CONTEXT,
+        "steps": one_gpu.STEPS,
         "seconds": time.perf_counter() - start,
         "rows": [asdict(one) for one in rows],
     }
