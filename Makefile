@@ -7,6 +7,8 @@
 #                 CUDA 12, else 13
 #   PYTHON=...    the interpreter to make the environment with (default python3)
 #   VENV=system   use $(PYTHON) as it is and install nothing
+#   TORCH=1       any target, in an environment of its own with torch, tokenizers and transformers:
+#                 .venv-torch; `test`: the tests that need them, and no others
 #
 #   STEP= FORMAT= SCHEME= M= N= K= DIST= SEED= ARCH= TOOL=   are passed on to the commands
 #   DTYPE=          step%, ladder, check, ptx, sass, profile, sanitize: of C, and of A where a step
@@ -27,7 +29,7 @@
 #   GPUS=2          chat, decoder: share the model among so many GPUs
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(TORCH),-torch)
 CUDA ?=
 ARCH ?= sm_90a
 
@@ -99,10 +101,15 @@ fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEE
 	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case)
 
 LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
+# Files that import torch, also in tests/conftest.py.
+NEED_TORCH := tests/nn tests/decoder tests/results/test_on_torch.py
+TESTS := $(if $(TORCH),$(NEED_TORCH),$(NEED_TORCH:%=--ignore=%))
 
-test: $(READY) ## the tests, no GPU needed: two formats a step (QUICK=1: one; ALL=1: every format and tile)
-	@$(PY) -m pytest -n auto --dist loadgroup --no-loadscope-reorder -m 'not alone$(LEFT_OUT)'
-	@$(PY) -m pytest -m 'alone$(LEFT_OUT)'
+test: $(READY) ## the tests, no GPU needed: two formats a step (QUICK=1: one; ALL=1: every format and tile);
+test: ## TORCH=1: those of layers and of the decoder, instead
+	$(if $(TORCH),@$(PY) -c 'import torch; import tokenizers; import transformers')
+	@$(PY) -m pytest $(TESTS) -n auto --dist loadgroup --no-loadscope-reorder -m 'not alone$(LEFT_OUT)'
+	@$(PY) -m pytest $(TESTS) -m 'alone$(LEFT_OUT)'
 
 bench: $(READY) ## measure what is missing or stale into results/<gpu>/run.json (FRESH=1: all of it)
 	@$(PY) -m steps bench $(STEPS) $(OWN) $(DATA) $(call flags,FRESH:fresh) $(call options,ONLY:only OUT:out)
@@ -193,13 +200,14 @@ define REQUIREMENTS
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["cu" + sys.argv[1]], *extras["test"], sep="\n")
+print(*project["dependencies"], *(one for name in sys.argv[1:] for one in extras[name]), sep="\n")
 endef
 export REQUIREMENTS
 
 # 12 where the driver's own "CUDA Version" is 12.x: such a driver cannot run what the 13 wheels compile.
 DETECT = nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p' | head -n 1
 
+# --no-compile: most files of torch and transformers are never imported; the others are compiled then.
 $(VENV)/.ready$(CUDA): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Set PYTHON=..." >&2; \
@@ -208,7 +216,7 @@ $(VENV)/.ready$(CUDA): pyproject.toml
 		echo "$(PYTHON) cannot make a virtual environment: install its venv module (python3-venv)" >&2; \
 		rm -rf '$(VENV)'; exit 2; }
 	@cuda='$(CUDA)'; test -n "$$cuda" || { test "$$($(DETECT))" = 12 && cuda=12 || cuda=13; }; \
-		echo "setting up $(VENV) with the CUDA $$cuda wheels (once; a minute or two)" >&2; \
-		$(PY) -c "$$REQUIREMENTS" "$$cuda" > '$(VENV)/requirements.txt' \
-		&& $(PY) -m pip install --quiet --disable-pip-version-check -r '$(VENV)/requirements.txt'
+		echo "setting up $(VENV) with the CUDA $$cuda wheels$(if $(TORCH), and torch) (once; a minute or two)" >&2; \
+		$(PY) -c "$$REQUIREMENTS" "cu$$cuda" test $(if $(TORCH),test-torch) > '$(VENV)/requirements.txt' \
+		&& $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r '$(VENV)/requirements.txt'
 	@rm -f '$(VENV)'/.ready* && touch '$@'

@@ -1,11 +1,13 @@
 """What all tests share: `gpu` tests are skipped where there is no GPU, with the reason in the
-summary, and processes that share the tests begin with the longest."""
+summary; files that import torch are left out where it is not installed, as the first lines say; and
+processes that share the tests begin with the longest."""
 
 import atexit
 import gc
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,10 +19,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["LADDER_CACHE"] = tempfile.mkdtemp(prefix="ladder-tests-")
     atexit.register(shutil.rmtree, os.environ["LADDER_CACHE"], ignore_errors=True)
 
+# `make test TORCH=1` runs these alone (NEED_TORCH in the Makefile).
+collect_ignore = [] if find_spec("torch") else ["nn", "decoder", "results/test_on_torch.py"]
+
 # Numba makes millions of objects and few circles: looking for circles after every 700 new objects
 # takes a tenth of the time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_report_header() -> str | None:
+    left_out = ", ".join(f"tests/{one}" for one in collect_ignore)
+    return f"without torch: {left_out} are left to `make test TORCH=1`" if left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

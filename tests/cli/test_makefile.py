@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from steps.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """make, without the variables of a make that runs these tests: they are in the environment."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("QUICK", "ALL")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("QUICK", "ALL", "TORCH")
+    }
     return subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=ROOT,
@@ -142,6 +146,27 @@ def test_which_tests_run(echo: Path) -> None:
     assert (together[-1], alone[-1]) == ("not alone", "alone")
 
 
+def test_every_test_runs_with_torch_or_without(echo: Path) -> None:
+    """And what runs with torch is what imports it; none is skipped where it is missing."""
+    without, _ = runs(echo, "test")
+    installed, with_torch, alone = runs(echo, "test", "TORCH=1")
+    chosen = [word for word in with_torch if word.startswith("tests/")]
+    assert [word for word in without if word.startswith("--ignore=")] == [
+        f"--ignore={word}" for word in chosen
+    ]
+    assert set(chosen) < set(alone)
+    assert installed == ["-c", "import torch; import tokenizers; import transformers"]
+    left_out = re.search(
+        r"^collect_ignore = .* else (\[.*\])$", (TESTS / "conftest.py").read_text(), re.M
+    )
+    assert left_out
+    assert [f"tests/{one}" for one in ast.literal_eval(left_out[1])] == chosen
+    needs = re.compile(r"^import (torch|tokenizers|transformers)\b", re.MULTILINE)
+    for path in TESTS.rglob("test_*.py"):
+        with_it = any(path.is_relative_to(ROOT / one) for one in chosen)
+        assert with_it or not needs.search(path.read_text(encoding="utf-8")), path
+
+
 @pytest.mark.parametrize("target", ["diff", "ptx", "sass", "trace", "profile"])
 def test_a_target_that_needs_a_step_asks_for_it(target: str) -> None:
     done = make(target, "VENV=system", f"PYTHON={sys.executable}")
@@ -231,10 +256,16 @@ def test_the_first_target_sets_up_and_the_next_does_not(tmp_path: Path) -> None:
     second = folder.make("list")
     assert (second.returncode, second.stderr, folder.installs) == (0, "", 1)
 
+    assert folder.make("setup", "TORCH=1").returncode == 0
+    assert folder.make("list").stderr == ""
+    assert folder.installs == 2, "beside the other"
+    asked = (tmp_path / ".venv-torch" / "requirements.txt").read_text().splitlines()
+    assert sorted(asked) == sorted([*folder.asked, *extra("test-torch")])
+
     project = tmp_path / "pyproject.toml"
     os.utime(project, (project.stat().st_mtime + 3600, project.stat().st_mtime + 3600))
     folder.make("list")
-    assert folder.installs == 2, "a changed pyproject.toml installs again"
+    assert folder.installs == 3, "a changed pyproject.toml installs again"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +303,6 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert os.access(script, os.X_OK)
     text = script.read_text(encoding="utf-8")
     assert "set -euo pipefail" in text
-    for target in ("lint", "docs-check", "test"):
+    for target in ("lint", "docs-check", "test", "TORCH=1"):
         assert re.search(rf"\b{target}\b", text)
     subprocess.run(["bash", "-n", str(script)], check=True)

@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from qformats.gguf_file import GGUFError
-
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from results.measure.models import one_gpu as bench  # noqa: E402
-from steps.decoder import files, rotary  # noqa: E402
-from steps.decoder import model as parts  # noqa: E402
-from steps.decoder.compare import checks  # noqa: E402
-from steps.decoder.model import generate, step_products, torch_products  # noqa: E402
-from steps.registry import ladder  # noqa: E402
-from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: E402, F401
-from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+from results.measure.models import one_gpu as bench
+from steps.decoder import files, rotary
+from steps.decoder import model as parts
+from steps.decoder.compare import checks
+from steps.decoder.model import generate, step_products, torch_products
+from steps.registry import ladder
+from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: F401
+from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 WIDE = SMALL | {"attention.key_length": 32}
 """Heads of 32 values, four of them, of a width of 64."""
@@ -45,9 +44,6 @@ def no_gradients() -> Any:
 
 def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
     """transformers' model of a file's architecture with its weights, in float64."""
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install transformers"
-    )
     file = files.Model(path)
     config, kind = file.config, file.architecture.capitalize()
     tied = "output.weight" not in file.tensors

@@ -12,21 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from qformats import WEIGHT_FORMATS
-
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from results.measure.models import one_gpu as bench  # noqa: E402
-from results.measure.models import operations as bench_between  # noqa: E402
-from steps.cli.main import main  # noqa: E402
-from steps.compile.compiler import signature_of  # noqa: E402
-from steps.compile.dry_run import OfArrays  # noqa: E402
-from steps.decoder import deferred, files, operations  # noqa: E402
-from steps.decoder import kernel_operations as between  # noqa: E402
-from steps.decoder import model as parts  # noqa: E402
-from steps.decoder.compare import checks  # noqa: E402
-from steps.decoder.model import (  # noqa: E402
+from results.measure.models import one_gpu as bench
+from results.measure.models import operations as bench_between
+from steps.cli.main import main
+from steps.compile.compiler import signature_of
+from steps.compile.dry_run import OfArrays
+from steps.decoder import deferred, files, operations
+from steps.decoder import kernel_operations as between
+from steps.decoder import model as parts
+from steps.decoder.compare import checks
+from steps.decoder.model import (
     Concatenated,
     Config,
     Embedding,
@@ -34,13 +32,13 @@ from steps.decoder.model import (  # noqa: E402
     step_products,
     torch_products,
 )
-from steps.driver.machines import Simulator  # noqa: E402
-from steps.kernels.decode import bulk, tiles  # noqa: E402
-from steps.nn import operator as torch_operator  # noqa: E402
-from steps.product.choice import Choice  # noqa: E402
-from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
-from tests.driver.fake_gpu import gpu  # noqa: E402, F401 - a fixture
-from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+from steps.driver.machines import Simulator
+from steps.kernels.decode import bulk, tiles
+from steps.nn import operator as torch_operator
+from steps.product.choice import Choice
+from tests.decoder.test_decoder import kernels  # noqa: F401 - a fixture
+from tests.driver.fake_gpu import gpu  # noqa: F401 - a fixture
+from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 LLAMA = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}
 

@@ -11,20 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
-
-from steps.cli import language_model as command  # noqa: E402
-from steps.cli.main import _parser, main  # noqa: E402
-from steps.decoder import files  # noqa: E402
-from steps.decoder.compare import checks  # noqa: E402
-from steps.decoder.model import generate, torch_products  # noqa: E402
-from steps.decoder.text.chat import Chat, Pace, Template  # noqa: E402
-from steps.decoder.text.stream import Sampling, Stream  # noqa: E402
-from tests.decoder.smollm2 import smollm2  # noqa: E402
-from tests.decoder.test_decoder import SMALL, filled, reference  # noqa: E402
-from tests.decoder.test_vocabulary import byte_level, of  # noqa: E402
+from steps.cli import language_model as command
+from steps.cli.main import _parser, main
+from steps.decoder import files
+from steps.decoder.compare import checks
+from steps.decoder.model import generate, torch_products
+from steps.decoder.text.chat import Chat, Pace, Template
+from steps.decoder.text.stream import Sampling, Stream
+from tests.decoder.smollm2 import smollm2
+from tests.decoder.test_decoder import SMALL, filled, reference
+from tests.decoder.test_vocabulary import byte_level, of
 
 VOCABULARY = of(byte_level("gpt-2"))
 END = byte_level("gpt-2")["eos_token_id"]
@@ -61,9 +60,6 @@ def no_gradients() -> Any:
 
 @pytest.mark.parametrize("source", [SIMPLE, WIDE, "the file's"])
 def test_messages_are_written_as_by_transformers(source: str) -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install transformers"
-    )
     if source == "the file's":
         source = files.Model(smollm2()).keys["tokenizer.chat_template"]
         assert "<|im_start|>assistant" in Template(source, VOCABULARY, "a").text(MESSAGES)

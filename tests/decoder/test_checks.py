@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from qformats import FORMATS, quantize  # noqa: E402
-from steps.decoder import files  # noqa: E402
-from steps.decoder.compare import checks, stated_errors  # noqa: E402
-from steps.decoder.compare.emulation import emulated_products  # noqa: E402
-from steps.decoder.model import torch_products  # noqa: E402
-from tests.decoder.smollm2 import smollm2  # noqa: E402
-from tests.decoder.test_decoder import filled  # noqa: E402
+from qformats import FORMATS, quantize
+from steps.decoder import files
+from steps.decoder.compare import checks, stated_errors
+from steps.decoder.compare.emulation import emulated_products
+from steps.decoder.model import torch_products
+from tests.decoder.smollm2 import smollm2
+from tests.decoder.test_decoder import filled
 
 ROUNDING = {("exact", "A16"): "exact", ("exact", "A8"): "Q8_1", ("fast", "A16"): "fast"}
 PARAGRAPH = "The sea is everywhere the same, yet every coast believes that it has one of its own. "

@@ -14,24 +14,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize
 from qformats.gguf_file import GGUFError, metadata
-
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from results.measure.models import one_gpu as bench  # noqa: E402
-from steps import find  # noqa: E402
-from steps.cli.main import main  # noqa: E402
-from steps.compile import parallel_compile  # noqa: E402
-from steps.compile.compiler import signature_of  # noqa: E402
-from steps.decoder import files, operations  # noqa: E402
-from steps.decoder import model as parts  # noqa: E402
-from steps.decoder.compare import checks  # noqa: E402
-from steps.decoder.model import generate, step_products, torch_products  # noqa: E402
-from steps.kernels.parts.activations.layouts import GATED  # noqa: E402
-from steps.nn.linear import QuantLinear  # noqa: E402
-from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+from results.measure.models import one_gpu as bench
+from steps import find
+from steps.cli.main import main
+from steps.compile import parallel_compile
+from steps.compile.compiler import signature_of
+from steps.decoder import files, operations
+from steps.decoder import model as parts
+from steps.decoder.compare import checks
+from steps.decoder.model import generate, step_products, torch_products
+from steps.kernels.parts.activations.layouts import GATED
+from steps.nn.linear import QuantLinear
+from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 SMALL = {
     "block_count": 2,
@@ -518,7 +516,6 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
     written = json.loads(there.read_text())
     assert written["tokens"] == tokens
     assert written["versions"]["torch"] == torch.__version__
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
     _, out, _ = said(capsys, tiny, "--reference", "--prompt", "the", "--tokens", 1)
     assert out.startswith("the")
 

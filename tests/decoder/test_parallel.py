@@ -12,23 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from qformats import quantize
-
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
-
-from results.measure.models import one_gpu as bench  # noqa: E402
-from results.measure.models import several_gpus as bench_parallel  # noqa: E402
-from steps.cli.main import main  # noqa: E402
-from steps.decoder import files, operations, parallel  # noqa: E402
-from steps.decoder.model import Config, Embedding, step_products  # noqa: E402
-from steps.nn import all_reduce  # noqa: E402
-from tests.decoder import parallel_cases  # noqa: E402
-from tests.decoder.test_decoder import kernels  # noqa: E402, F401 - a fixture
-from tests.nn.ranks import run_on_ranks  # noqa: E402
-from tests.nn.test_linear import host  # noqa: E402, F401 - a fixture
+from results.measure.models import one_gpu as bench
+from results.measure.models import several_gpus as bench_parallel
+from steps.cli.main import main
+from steps.decoder import files, operations, parallel
+from steps.decoder.model import Config, Embedding, step_products
+from steps.nn import all_reduce
+from tests.decoder import parallel_cases
+from tests.decoder.test_decoder import kernels  # noqa: F401 - a fixture
+from tests.nn.ranks import run_on_ranks
+from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}

@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from results.record import ROOT  # noqa: E402
-from steps.cli.main import main  # noqa: E402
-from steps.decoder import files  # noqa: E402
-from steps.decoder.compare import checks, quality  # noqa: E402
-from steps.decoder.compare.emulation import emulated_products  # noqa: E402
-from steps.decoder.compare.quality import Quality, Tally  # noqa: E402
-from tests.decoder.test_decoder import SMALL  # noqa: E402
+from results.record import ROOT
+from steps.cli.main import main
+from steps.decoder import files
+from steps.decoder.compare import checks, quality
+from steps.decoder.compare.emulation import emulated_products
+from steps.decoder.compare.quality import Quality, Tally
+from tests.decoder.test_decoder import SMALL
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +166,6 @@ def test_the_text_is_a_few_thousand_tokens_long() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     text, there = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text("the hat on that hen and the ant " * 6)
@@ -199,7 +197,6 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
 def test_what_is_refused(
     tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: list[str], said: str
 ) -> None:
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is an extra")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     short = tmp_path / "short.txt"

@@ -12,16 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 from gguf import GGUFWriter
 
 from qformats.gguf_file import GGUFError, metadata
 from steps.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
-
-tokenizers = pytest.importorskip(
-    "tokenizers", reason="tokenizers is not installed: pip install tokenizers"
-)
-
-from tests.decoder.smollm2 import smollm2  # noqa: E402
+from tests.decoder.smollm2 import smollm2
 
 GOLDEN = Path(__file__).parent / "golden"
 PAGE = (GOLDEN / "page.txt").read_text(encoding="utf-8")
@@ -98,9 +95,6 @@ def of(keys: dict[str, Any]) -> Vocabulary:
 
 
 def of_transformers(path: Path) -> Any:
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install transformers"
-    )
     return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
@@ -194,7 +188,6 @@ def test_merges_of_scores() -> None:
 
 
 def test_words_of_random_models(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: it is an extra")
     from steps.decoder import files
 
     vocabulary = files.Model(

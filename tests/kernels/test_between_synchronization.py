@@ -26,7 +26,7 @@ from steps.kernels.between import (
     swiglu,
 )
 from steps.simulator.errors import Race, SimulatorError
-from tests.kernels import problems
+from tests.kernels import between_problems as problems
 from tests.kernels.between_problems import (
     Heads,
     Matrix,

@@ -376,20 +376,3 @@ def test_the_cases_of_a_check(name: str) -> None:
     assert all(case.distribution != "golden" for case in every)
     if name.endswith("_k"):
         assert tuple(case.shape for case in every) == SUPER_CHECK_SHAPES
-
-
-def test_layers_of_blocks_from_files() -> None:
-    torch = pytest.importorskip("torch")
-    from steps.nn.linear import QuantLinear
-
-    problem = Problem(3, 7, 512, "q4_k", "normal")
-    layer = QuantLinear.from_blocks(problem.blocks)
-    assert (layer.in_features, layer.out_features, layer.format) == (512, 7, "q4_k")
-    y = layer(torch.from_numpy(problem.a.copy())).numpy()
-    np.testing.assert_allclose(y, problem.a @ problem.w.T, rtol=1e-4, atol=1e-5)
-    with pytest.raises(
-        ValueError, match="a q4_k layer needs in_features that are a multiple of 256"
-    ):
-        QuantLinear(64, 4, format="q4_k")
-    with pytest.raises(ValueError, match="q4_k blocks are read here, not written"):
-        QuantLinear.from_float(np.ones((4, 256), np.float32), "q4_k")

@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
@@ -26,19 +29,13 @@ from steps.driver import encode_map, launcher
 from steps.driver.kept import Kept
 from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS, TensorMap
+from steps.nn import linear
+from steps.nn import operator as torch_operator
+from steps.nn.linear import QuantLinear, quantize_model
 from steps.product import tuning_table
 from steps.simulator.launch import simulate
 from tests.driver.fake_gpu import FakeGpu, encode, stream_in
 from tests.product.test_gemm_on_device import MOST_US, python_us
-
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-
-from torch import nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from steps.nn import linear  # noqa: E402
-from steps.nn import operator as torch_operator  # noqa: E402
-from steps.nn.linear import QuantLinear, quantize_model  # noqa: E402
 
 N, K = 68, 288
 NAMES = torch_operator.NAMES
@@ -114,6 +111,18 @@ def test_x_need_not_be_contiguous_and_comes_back_unchanged() -> None:
         assert y.shape == (*x.shape[:-1], N)
         assert within(y, x, blocks)
         assert torch.equal(x, before)
+
+
+def test_blocks_from_files() -> None:
+    """Of formats that are read and not made."""
+    rng, fmt = np.random.default_rng(0), FORMATS["q4_k"]
+    blocks = rng.integers(0, 256, (7, 2 * fmt.block_bytes), np.uint8).view(fmt.dtype)
+    blocks["d"], blocks["dmin"] = rng.uniform(0.1, 1, (2, *blocks.shape))
+    layer, x = QuantLinear.from_blocks(blocks), tensor(3, 512)
+    assert (layer.in_features, layer.out_features, layer.format) == (512, 7, "q4_k")
+    assert within(layer(x), x, blocks)
+    with pytest.raises(ValueError, match=r"^q4_k is only read from files: quantize to one of q4_0"):
+        QuantLinear.from_float(tensor(4, 256), "q4_k")
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
@@ -874,7 +883,7 @@ def test_an_eager_call_goes_past_torchs_dispatcher(host: Any, monkeypatch: Any) 
 
 @pytest.mark.alone
 def test_an_eager_call_takes_the_host_little_time(host: Any, monkeypatch: Any) -> None:
-    """Python's work alone, as in tests/api/test_gemm_on_device.py; nn.Linear takes 21 us at least
+    """Python's work alone, as in tests/product/test_gemm_on_device; nn.Linear takes 21 us or more
     on the host of an H100, driver and all."""
     monkeypatch.setattr(launcher, "launch_function", lambda: lambda *_: 0)
     monkeypatch.setattr(torch_operator, "new_array", torch._C._dynamo.guards._empty_strided_cpu)

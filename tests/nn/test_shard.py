@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is an extra")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
-
-from steps.nn.all_reduce import ONE_SHOT, AllReduce  # noqa: E402
-from steps.nn.linear import QuantLinear  # noqa: E402
-from steps.nn.shard import bounds  # noqa: E402
-from tests.nn import shard_cases  # noqa: E402
-from tests.nn.ranks import run_on_ranks  # noqa: E402
+from steps.nn.all_reduce import ONE_SHOT, AllReduce
+from steps.nn.linear import QuantLinear
+from steps.nn.shard import bounds
+from tests.nn import shard_cases
+from tests.nn.ranks import run_on_ranks
 
 NAMES = [one.__name__.removeprefix("case_") for one in shard_cases.CASES]
 RANKS = (2, 3)
@@ -106,7 +103,6 @@ def test_multicast_is_asked_for_nowhere() -> None:
 @pytest.mark.xdist_group("ranks")
 def test_a_model_of_transformers_is_shared_layer_by_layer(tmp_path: Path) -> None:
     """Nine blocks of hidden features, and 99 logits, on two ranks."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
     for alone, shared in run_on_ranks(2, shard_cases.of_transformers, tmp_path):
         assert alone.shape == shared.shape == (1, 12, 99)
         assert not torch.equal(alone, shared), "sums are of two"

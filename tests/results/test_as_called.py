@@ -289,35 +289,3 @@ def test_without_its_package_humming_is_one_sentence(
     assert said == ["Humming is not measured: it is not installed"]
     assert list(as_called.measure([], H200, watch, QUICK, say=said.append)) == []
     assert len(said) == 1
-
-
-@pytest.mark.slow
-def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where layers multiply dequantized weights."""
-    pytest.importorskip("torch")
-    from steps.nn import operator
-
-    watch = FakeStopwatch(simulated=False, l2_bytes=30_000)
-
-    class Captures:
-        def __init__(self, stopwatch: FakeStopwatch) -> None:
-            self.capture = stopwatch.capture
-
-        def warm_up(self, call: Any) -> Any:
-            return call()
-
-    monkeypatch.setattr(as_called, "DEVICE", "cpu")
-    monkeypatch.setattr(as_called, "TorchCaptures", Captures)
-    monkeypatch.setattr(as_called, "release", lambda: None)
-    reserved: list[Any] = []
-    monkeypatch.setattr(operator, "reserve_counters", lambda *asked: reserved.append(asked))
-    monkeypatch.setattr(as_called, "host_us", lambda call, _: call() is None or 1.0)
-    monkeypatch.setattr(humming, "why_not", lambda: "it needs a GPU")
-    ways = [way for way in WAYS if is_layer(way) and way.format in ("q4_0", "q5_1")]
-    wanted = [((2, 128, 256), way) for way in ways]
-    wanted += [((m, 128, 256), way) for m in (3, 5) for way in as_called.SWEEP_WAYS]
-    said: list[str] = []
-    loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
-    assert [len(rows) for rows, _ in loops] == [len(ways), 4]
-    assert [(str(device), size) for device, size in reserved] == 2 * [("cpu", as_called.COUNTERS)]
-    assert said == ["Humming is not measured: it needs a GPU"]

@@ -1,4 +1,4 @@
-"""A llama of transformers: its loop, its record, its table; the model itself where packages are."""
+"""A llama of transformers: its loop, its record, its table."""
 
 from __future__ import annotations
 
@@ -132,39 +132,3 @@ def test_results_have_its_table_where_it_was_measured(tmp_path: Path) -> None:
     line = "| prefill, 512 tokens | q4_0 | 20.0 ms | 19.0-21.0 | 25,600 | 1.50x | 3.00 s |"
     assert line in section
     assert "quantize_model s, q4_0: 2.5" in section
-
-
-# --- the model itself -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    small = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    monkeypatch.setattr(llama, "ROUNDS", {"prefill": 2, "decode": 1, "decode, compiled": 1})
-    monkeypatch.setattr(llama, "STEPS", 3)
-    said: list[str] = []
-    rows, facts = llama.measure("q4_0", llama.LLAMA_3_2_1B | small, "cpu", said.append)
-    assert [(one.case, one.side) for one in rows] == [
-        ("prefill, 512 tokens", BASELINE),
-        ("prefill, 512 tokens", "q4_0"),
-        ("prefill, 512 tokens", "q4_0, fast"),
-        ("decode, batch 1", BASELINE),
-        ("decode, batch 1", "q4_0"),
-        ("decode, compiled, batch 1", BASELINE),
-        ("decode, compiled, batch 1", "q4_0"),
-    ]
-    assert said == [llama.line(one) for one in rows]
-    for side in ("q4_0", "q4_0, fast"):
-        off, bound = (
-            facts[f"{what}, {side}"] for what in ("rms difference of logits", "bound of it")
-        )
-        assert bound / 8 < off < bound
