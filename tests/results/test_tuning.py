@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 from results.measure import tune
 from results.measure.bench import Wanted
 from results.measure.protocol import Budget
-from results.record import ROOT, store
+from results.record import store
 from results.record.provenance import source_hash
 from results.record.schema import Environment, Row, Run
 from steps import find
@@ -44,20 +42,16 @@ def table(*entries: Entry, gpu: str = "NVIDIA H200", cc: Any = (9, 0), sms: int 
 # --- which entry counts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("m", "counts"),
-    [(1, 1), (2, 2), (3, 4), (9, 16), (16, 16), (17, 32), (513, 1024), (1025, 4096), (9999, 4096)],
-)
-def test_the_next_m_upwards_counts_and_above_the_last_the_last(m: int, counts: int) -> None:
-    full = table(*(entry(tokens) for tokens in reversed(tune.TOKENS)))
-    found = full.entry("q4_0", m, 4096, 4096)
-    assert found is not None
-    assert found.m == counts
-
-
-@pytest.mark.parametrize(
-    ("size", "counts"),
-    [
+def test_the_nearest_n_and_k_count_then_the_next_m_upwards_and_above_the_last_the_last() -> None:
+    full = table(*(entry(m, n, k) for m in reversed(tune.TOKENS) for n, k in SIZES))
+    for m, counts in (
+        *((1, 1), (2, 2), (3, 4), (9, 16), (16, 16), (17, 32), (513, 1024), (1025, 4096)),
+        (9999, 4096),
+    ):
+        found = full.entry("q4_0", m, 4096, 4096)
+        assert found is not None
+        assert found.m == counts
+    for size, nearest in (
         ((4096, 4096), (4096, 4096)),
         ((1, 32), (4096, 4096)),
         ((4096, 11008), (4096, 14336)),
@@ -65,20 +59,14 @@ def test_the_next_m_upwards_counts_and_above_the_last_the_last(m: int, counts: i
         ((28672, 8192), (14336, 4096)),
         ((8192, 28672), (4096, 14336)),
         ((5120, 5120), (4096, 4096)),
-    ],
-)
-def test_the_nearest_n_and_k_count(size: tuple[int, int], counts: tuple[int, int]) -> None:
-    full = table(*(entry(1, n, k) for n, k in SIZES))
-    found = full.entry("q4_0", 1, *size)
-    assert found is not None
-    assert (found.n, found.k) == counts
-
-
-def test_n_and_k_count_before_m_and_only_in_the_same_format() -> None:
+    ):
+        found = full.entry("q4_0", 1, *size)
+        assert found is not None
+        assert (found.n, found.k) == nearest
     sparse = table(entry(16), entry(1, 14336, 4096), entry(4, 4096, 4096, "q8_0"))
     found = sparse.entry("q4_0", 1, 4096, 4096)
     assert found is not None
-    assert found.m == 16
+    assert found.m == 16, "N and K count before M, and only in the same format"
     assert sparse.entry("q5_1", 1, 4096, 4096) is None
 
 
@@ -152,20 +140,24 @@ def test_a_file_that_is_no_table_is_named(change, said: str, tmp_path: Path) -> 
         tuning.read(path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tuning.json").write_text("not JSON")
+    path.write_text("not JSON")
     with pytest.raises(TuningError, match="is not a tuning table"):
-        tuning.read(tmp_path / "tuning.json")
+        tuning.read(path)
 
 
-def test_committed_tables_are_tables_of_their_folder() -> None:
+def test_committed_tables_are_of_their_folder_and_have_the_highest_step_of_each_format() -> None:
     for path in tuning.RESULTS.glob("*/tuning.json"):
         found = tuning.read(path)
         assert store.slug(found.gpu) == path.parent.name
         rows = tune.to_json(ENV, found.entries).split('"rows": [')[1]
         assert path.read_text(encoding="utf-8").endswith(rows)
+        timed = {one.format: set[int]() for one in found.entries}
+        for one in found.entries:
+            timed[one.format] |= one.steps
+        for one in found.entries:
+            most = {step: find(step).most_tokens for step in timed[one.format]}
+            highest = max(step for step, m in most.items() if m is None or one.m <= m)
+            assert highest in one.steps, (one.format, one.where)
 
 
 # --- the tuner ------------------------------------------------------------------------------------
@@ -226,10 +218,11 @@ def test_a_step_that_reads_float16_is_timed_in_float16_too() -> None:
     assert one.steps == {5, 12}
     assert table(one).has(12, "A16")
     assert not table(one).has(12, "A8")
-    assert tune.wanted_of(works[0], (2, 5, 64))[0].launched[2:] == ("float32", "float32")
-    assert [one.launched[2:] for one in tune.wanted_of(works[1], (2, 5, 64))] == [
-        ("float32", "float32"),
-        ("float16", "float16"),
+    launched = [x.launched for work in works for x in tune.wanted_of(work, (2, 5, 64))]
+    assert [(x.kernel.number, x.request.a, x.writes) for x in launched] == [
+        (5, "float32", "float32"),
+        (12, "float32", "float32"),
+        (12, "float16", "float16"),
     ]
 
 
@@ -313,29 +306,11 @@ def test_the_command_takes_a_run(
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
-def test_without_a_gpu_the_command_is_one_sentence() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "steps", "tune"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "no CUDA GPU can be used here" in done.stderr
-
-
-def test_every_entry_of_a_committed_table_has_the_highest_step_of_its_format() -> None:
-    for table in tuning.known():
-        timed = {one.format: set[int]() for one in table.entries}
-        for one in table.entries:
-            timed[one.format] |= one.steps
-        for one in table.entries:
-            most = {step: find(step).most_tokens for step in timed[one.format]}
-            highest = max(step for step, m in most.items() if m is None or one.m <= m)
-            assert highest in one.steps, (one.format, one.where)
+def test_without_a_gpu_the_command_is_one_sentence(capsys: Any) -> None:
+    assert main(["tune"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "no CUDA GPU can be used here" in said
 
 
 def test_a_step_for_few_tokens_is_not_missed_where_there_are_more(tmp_path: Path) -> None:
