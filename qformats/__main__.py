@@ -1,26 +1,22 @@
-"""The command line of the block formats: `python -m qformats draw | show | bench | tensors`."""
+"""The command line of the block formats: `python -m qformats draw | show | tensors`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
 
-from qformats.blocks import BLOCK, SUPER
-from qformats.codec import FORMATS, Blocks, Floats, format_named, format_of
+from qformats.blocks import BLOCK
+from qformats.codec import FORMATS, Floats, format_named, format_of
 from qformats.draw import BOXES, COLOUR, PLAIN, Ink, draw, show
 
-ROW: Final = 4096  # K of the random row that `show` and `bench` use
+ROW: Final = 4096  # K of the random row that `show` uses
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m qformats", description="ggml's quantized blocks, seen closely.")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="draw|show|bench|tensors"
-    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="draw|show|tensors")
     names = ", ".join(FORMATS)
 
     one = commands.add_parser("draw", help="draw the block of a format, byte by byte, bit by bit")
@@ -69,15 +63,6 @@ def _parser() -> Parser:
     one.add_argument("--block", type=int, default=0, help="block of the row (default 0)")
     one.add_argument("--seed", type=int, default=0, help="seed of the random row (default 0)")
     one.set_defaults(run=_show)
-
-    one = commands.add_parser(
-        "bench", help="measure each quantizer and dequantizer on this machine"
-    )
-    one.add_argument("format", nargs="*", help=f"{names}; all when left out")
-    one.add_argument("--mb", type=float, default=32, help="MB of float32 at a time (default 32)")
-    one.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
-    one.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    one.set_defaults(run=_bench)
 
     one = commands.add_parser("tensors", help="list the tensors of a GGUF file")
     one.add_argument("file", type=Path, help="the .gguf file")
@@ -176,50 +161,6 @@ def _within(index: int, count: int, option: str, what: str) -> int:
     return index
 
 
-def _bench(args: argparse.Namespace) -> str:
-    """MB/s of float32, in or out, of each codec on one core: medians over the repeats."""
-    names = [format_named(name).name for name in args.format or FORMATS]
-    if not args.mb > 0 or args.repeats < 1:
-        raise ValueError(f"--mb {args.mb:g} and --repeats {args.repeats} must both be positive")
-    k = SUPER * max(1, round(args.mb * 1e6 / 4 / SUPER))
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal(k, np.float32)
-    rows = []
-    for name in names:
-        fmt = FORMATS[name]
-        works: dict[str, Callable[[], Any]] = {}
-        if fmt.written:
-            blocks: Blocks = fmt.quantize(x)
-            works["quantize"] = partial(fmt.quantize, x)
-        else:  # any bytes are blocks, and decode in the same time
-            raw = rng.integers(0, 256, k // fmt.elements * fmt.block_bytes, np.uint8)
-            blocks = raw.view(fmt.dtype)
-        works["dequantize"] = partial(fmt.dequantize, blocks)
-        for operation, work in works.items():
-            seconds = _timed(work, args.repeats)
-            rows.append(
-                {
-                    "format": name,
-                    "operation": operation,
-                    "mb_per_s": round(x.nbytes / 1e6 / statistics.median(seconds), 1),
-                    "best_mb_per_s": round(x.nbytes / 1e6 / min(seconds), 1),
-                    "ns_per_block": round(
-                        statistics.median(seconds) * 1e9 / (k // fmt.elements), 2
-                    ),
-                    "samples": len(seconds),
-                }
-            )
-    if args.json:
-        return json.dumps({"schema": 1, "env": _environment(), "values": k, "rows": rows}, indent=2)
-    lines = [f" MB/s of float32, {k} values, one core, median of {args.repeats}", ""]
-    lines.append(f" {'format':<8}{'quantize':>12}{'dequantize':>12}")
-    for name in names:
-        speeds = {row["operation"]: row["mb_per_s"] for row in rows if row["format"] == name}
-        forth = f"{speeds['quantize']:.0f}" if "quantize" in speeds else "-"
-        lines.append(f" {name:<8}{forth:>12}{speeds['dequantize']:12.0f}")
-    return "\n".join(lines)
-
-
 def _tensors(args: argparse.Namespace) -> str:
     """Name, type, shape (outermost first) and bytes of each tensor, in the file's order."""
     # Both only here, so that the other commands need NumPy alone.
@@ -257,26 +198,6 @@ def _tensors(args: argparse.Namespace) -> str:
     if others := sorted({one.type for one in found} - set(READABLE)):
         lines.append(f"Listed, but not read here: {', '.join(others)}.")
     return "\n".join(lines)
-
-
-def _timed(work: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` runs, after one that warms caches and allocator."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "machine": platform.machine(),
-        "system": platform.system(),
-    }
 
 
 if __name__ == "__main__":

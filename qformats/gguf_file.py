@@ -7,10 +7,11 @@
     weights.values()                  # float32[N, K]
     metadata("model.gguf")["general.architecture"]      # "llama"
 
-The `gguf` package reads the file. It takes the numbers in it as they come, however: an array said
-to have 2^60 items keeps version 0.19.0 busy until memory is gone, and a tensor that is not all
-there ends in NumPy's words about reshaping. Therefore `_verify` first walks the header, laid out as
-ggml's `docs/gguf.md` says, and holds every count, length and offset against the size of the file.
+The header is walked here, as ggml's `docs/gguf.md` lays it out, and the types are those of the
+`gguf` package. Its own reader takes the numbers of a file as they come: an array said to have 2^60
+items keeps version 0.19.0 busy until memory is gone, and a tensor that is not all there ends in
+NumPy's words about reshaping. It also makes arrays of each item of the metadata, 14 s for the
+vocabulary of Llama 3. Here every count, length and offset is held against the size of the file.
 GGUF has no checksum: a changed weight is a weight.
 """
 
@@ -27,7 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
-from gguf.gguf_reader import READER_SUPPORTED_VERSIONS, GGUFReader
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from numpy.typing import NDArray
 
 from qformats.codec import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Floats
@@ -41,7 +42,6 @@ _NUMBERS: Final = {  # of the other types of metadata, as NumPy has them
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", _U32: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
 }
-_SCALARS: Final = {kind: np.dtype(name).itemsize for kind, name in _NUMBERS.items()}  # bytes
 _DIMENSIONS: Final = 4  # ggml's GGML_MAX_DIMS
 # Items of one metadata array: strings are walked one by one. Half a million merges are in use.
 _ITEMS: Final = 1 << 22
@@ -63,7 +63,7 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int
     offset: int
-    _raw: NDArray[Any]  # gguf's view of the bytes
+    _file: NDArray[np.uint8]
 
     @property
     def array(self) -> NDArray[Any]:
@@ -77,8 +77,11 @@ class Tensor:
                 f"{self.name} is {self.type}, which is not read here: "
                 f"use a tensor of {', '.join(READABLE)}"
             )
-        dtype = FORMATS[self.type].dtype if self.type in FORMATS else _FLOATS[self.type]
-        return np.asarray(self._raw).view(dtype)
+        shape, dtype = self.shape, np.dtype(_FLOATS.get(self.type, "u1"))
+        if fmt := FORMATS.get(self.type):
+            shape, dtype = (*shape[:-1], shape[-1] // fmt.elements), fmt.dtype
+        raw = self._file[self.offset : self.offset + self.nbytes]
+        return np.asarray(raw).view(dtype).reshape(shape)
 
     def values(self) -> Floats:
         """The content in float32[..., K]: a view of the file for f32, else a new array. GGUFError
@@ -97,72 +100,16 @@ def tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises OSError where it cannot be opened; GGUFError, a ValueError, where it is no GGUF file, cut
     short, damaged, big-endian, or holds a type that the installed `gguf` does not know.
     """
-    path = Path(path)
-    metadata_end, alignment = _verify(path)
-    try:
-        found = _Reader(path, metadata_end, alignment).tensors
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise GGUFError(f"{path} is damaged: gguf says {error}") from error
-    return {
-        one.name: Tensor(
-            one.name,
-            one.tensor_type.name.lower(),
-            tuple(int(n) for n in reversed(one.shape)),
-            int(one.n_bytes),
-            int(one.data_offset),
-            one.data,
-        )
-        for one in found
-    }
+    return {one.name: one for one in _walk(Path(path))[1]}
 
 
 def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a GGUF file says of the model by key: str, int, float or bool; of an array of strings a
     list, of one of numbers a NumPy array. Raises as `tensors` does."""
-    path = Path(path)
-    _verify(path)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(path, data, 4)
-        cursor.u32("the version"), cursor.u64("the number of tensors")
-        found: dict[str, Any] = {}
-        for i in range(cursor.u64("the number of keys")):
-            key = cursor.text(f"key {i}")
-            found[key] = _value(cursor, key, cursor.u32(f"the type of {key!r}"))
-    return found
+    return _walk(Path(path), decode=True)[0]
 
 
-def _value(cursor: _Cursor, key: str, kind: int) -> Any:
-    """The value of a key, of a header that `_verify` has seen."""
-    what = f"the value of {key!r}"
-    if kind == _STRING:
-        return cursor.text(what)
-    if kind != _ARRAY:
-        start = cursor.skip(_SCALARS[kind], what)
-        return np.frombuffer(cursor.data[start : cursor.at], _NUMBERS[kind])[0].item()
-    kind, count = cursor.u32(what), cursor.u64(what)
-    if kind == _STRING:
-        return cursor.texts(count, what)
-    start = cursor.skip(count * _SCALARS[kind], what)
-    return np.frombuffer(cursor.data[start : cursor.at], _NUMBERS[kind])
-
-
-class _Reader(GGUFReader):
-    """gguf's reader, which steps over the metadata.
-
-    gguf 0.19.0 makes NumPy arrays of each of their items, which takes 14 s for the vocabulary of
-    Llama 3 (128256 tokens, 280147 merges) on a core where `_verify` takes 0.3 s. Should another
-    version call this method otherwise, the tests say so.
-    """
-
-    def __init__(self, path: Path, metadata_end: int, alignment: int) -> None:
-        self.metadata_end, self.alignment = metadata_end, alignment
-        super().__init__(path)
-
-    def _build_fields(self, offs: int, count: int) -> int:
-        return self.metadata_end
-
-
-# --- what is checked before gguf reads ------------------------------------------------------------
+# --- the header -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -216,12 +163,31 @@ class _Cursor:
         self.at = at
         return found
 
-    def texts(self, count: int, what: str) -> list[str]:
-        spans = self.spans(count, what)
-        try:
-            return [self.data[start:end].decode() for start, end in spans]
-        except UnicodeDecodeError:
-            raise self.damaged(f"{what} is not UTF-8") from None
+    def value(self, key: str, decode: bool) -> tuple[int, Any]:
+        """(The type, the value) of a key: a string or number, of an array a list or an array; None
+        where it is only stepped over."""
+        what, count, stated = f"the value of {key!r}", None, self.u32(f"the type of {key!r}")
+        kind = stated
+        if kind == _ARRAY:
+            kind, count = self.u32(f"the item type of {key!r}"), self.u64(f"the length of {key!r}")
+            if count > _ITEMS:
+                raise self.damaged(f"{key!r} states {count} items; at most {_ITEMS} are read")
+        items = 1 if count is None else count
+        if kind == _STRING:
+            spans = self.spans(items, what)
+            try:
+                found = [self.data[start:end].decode() for start, end in spans if decode]
+            except UnicodeDecodeError:
+                raise self.damaged(f"{what} is not UTF-8") from None
+            return stated, found[0] if found and count is None else found
+        if kind not in _NUMBERS:
+            raise self.damaged(f"{what} has type {kind}, and no such type is read")
+        dtype = np.dtype(_NUMBERS[kind])
+        start = self.skip(items * dtype.itemsize, what)
+        if not decode:
+            return stated, None
+        numbers = np.frombuffer(self.data[start : self.at], dtype)
+        return stated, numbers[0].item() if count is None else numbers
 
     def damaged(self, why: str) -> GGUFError:
         return GGUFError(f"{self.path} is damaged: {why}; get the file again")
@@ -237,27 +203,24 @@ class _Entry:
     offset: int  # from where the data begin
 
 
-def _verify(path: Path) -> tuple[int, int]:
-    """The byte behind the metadata, and the alignment of tensors that they state.
+def _walk(path: Path, decode: bool = False) -> tuple[dict[str, Any], list[Tensor]]:
+    """(The metadata, if they are to be decoded; the tensors) of a file.
 
     GGUFError where the header is not sound, or says something that the file is too small for.
     """
     if path.exists() and not path.is_file():
         raise GGUFError(f"{path} is not a file; name a .gguf file")
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
         magic = file.read(4)
+        if not magic:
+            raise GGUFError(f"{path} is empty; get the file again")
         if magic != b"GGUF":
-            raise GGUFError(
-                f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'"
-                if size
-                else f"{path} is empty; get the file again"
-            )
+            raise GGUFError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _verify_header(_Cursor(path, data, 4))
+            return _walk_header(_Cursor(path, data, 4), decode)
 
 
-def _verify_header(cursor: _Cursor) -> tuple[int, int]:
+def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], list[Tensor]]:
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
         raise GGUFError(
@@ -270,67 +233,47 @@ def _verify_header(cursor: _Cursor) -> tuple[int, int]:
             f"{', '.join(map(str, READER_SUPPORTED_VERSIONS))} are read: convert the model again"
         )
     count, keys = cursor.u64("the number of tensors"), cursor.u64("the number of keys")
-    alignment = _alignment(cursor, keys)
-    metadata_end = cursor.at
+    found: dict[str, Any] = {}
+    alignment = GGUF_DEFAULT_ALIGNMENT
+    for i in range(keys):
+        key = cursor.text(f"key {i}")
+        if key in found:
+            raise cursor.damaged(f"two keys are called {key!r}")
+        kind, found[key] = cursor.value(key, decode or key == "general.alignment")
+        if key == "general.alignment":
+            alignment = found[key] if kind == _U32 else 0
+            if alignment.bit_count() != 1:
+                raise cursor.damaged("general.alignment is not a power of two in 32 bits")
     entries: dict[str, _Entry] = {}
     for i in range(count):
         entry = _entry(cursor, i)
         if entry.name in entries:
             raise cursor.damaged(f"two tensors are called {entry.name!r}")
         entries[entry.name] = entry
-    begin = -(-cursor.at // alignment) * alignment
+    return found, _tensors(cursor, list(entries.values()), alignment)
 
-    spans = []
-    for entry in entries.values():
+
+def _tensors(cursor: _Cursor, entries: list[_Entry], alignment: int) -> list[Tensor]:
+    begin = -(-cursor.at // alignment) * alignment
+    file, made = np.memmap(cursor.path, mode="r"), []
+    for entry in entries:
         if entry.offset % alignment:
             raise cursor.damaged(
                 f"{entry.name!r} has offset {entry.offset}, no multiple of {alignment}"
             )
-        start = begin + entry.offset
-        spans.append((start, start + _bytes(cursor, entry), entry.name))
-        if spans[-1][1] > len(cursor.data):
+        kind, size = _sized(cursor, entry)
+        one = Tensor(entry.name, kind, entry.dims[::-1], size, begin + entry.offset, file)
+        if one.offset + size > len(cursor.data):
             raise GGUFError(
-                f"{cursor.path} is cut short or damaged: {entry.name!r} lies in bytes {start} to "
-                f"{spans[-1][1]} of {len(cursor.data)}; get the file again"
+                f"{cursor.path} is cut short or damaged: {entry.name!r} lies in bytes {one.offset} "
+                f"to {one.offset + size} of {len(cursor.data)}; get the file again"
             )
-    spans.sort()
+        made.append(one)
+    spans = sorted((one.offset, one.offset + one.nbytes, one.name) for one in made)
     for (_, end, before), (start, _, name) in pairwise(spans):
         if start < end:
             raise cursor.damaged(f"{before!r} and {name!r} overlap at byte {start}")
-    return metadata_end, alignment
-
-
-def _alignment(cursor: _Cursor, keys: int) -> int:
-    """Walk over the metadata; the alignment of tensors that they state, or GGUF's default."""
-    seen: set[str] = set()
-    alignment = GGUF_DEFAULT_ALIGNMENT
-    for i in range(keys):
-        key = cursor.text(f"key {i}")
-        if key in seen:
-            raise cursor.damaged(f"two keys are called {key!r}")
-        seen.add(key)
-        kind, start = cursor.u32(f"the type of {key!r}"), cursor.at
-        _skip_value(cursor, key, kind)
-        if key == "general.alignment":
-            alignment = struct.unpack_from("<I", cursor.data, start)[0] if kind == _U32 else 0
-            if alignment.bit_count() != 1:
-                raise cursor.damaged("general.alignment is not a power of two in 32 bits")
-    return alignment
-
-
-def _skip_value(cursor: _Cursor, key: str, kind: int) -> None:
-    what = f"the value of {key!r}"
-    count = 1
-    if kind == _ARRAY:
-        kind, count = cursor.u32(f"the item type of {key!r}"), cursor.u64(f"the length of {key!r}")
-        if count > _ITEMS:
-            raise cursor.damaged(f"{key!r} states {count} items; at most {_ITEMS} are read")
-    if kind in _SCALARS:
-        cursor.skip(count * _SCALARS[kind], what)
-    elif kind == _STRING:
-        cursor.spans(count, what)
-    else:
-        raise cursor.damaged(f"{what} has type {kind}, and no such type is read")
+    return made
 
 
 def _entry(cursor: _Cursor, i: int) -> _Entry:
@@ -343,8 +286,8 @@ def _entry(cursor: _Cursor, i: int) -> _Entry:
     return _Entry(name, dims, kind, cursor.u64(f"the offset of {name!r}"))
 
 
-def _bytes(cursor: _Cursor, entry: _Entry) -> int:
-    """How many bytes of data the entry states."""
+def _sized(cursor: _Cursor, entry: _Entry) -> tuple[str, int]:
+    """(The type in lower case, how many bytes of data) the entry states."""
     try:
         kind = GGMLQuantizationType(entry.type)
     except ValueError:
@@ -359,4 +302,4 @@ def _bytes(cursor: _Cursor, entry: _Entry) -> int:
             f"{entry.name!r} has rows of {row} elements, and {kind.name.lower()} has {elements} a "
             f"block"
         )
-    return math.prod(entry.dims) // elements * size
+    return kind.name.lower(), math.prod(entry.dims) // elements * size

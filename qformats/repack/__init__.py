@@ -12,12 +12,8 @@ not take, and ValueError for what is no matrix.
 from qformats.repack.fields import (
     CHUNK,
     KNOWN,
-    Planes,
     as_bytes,
-    from_planes,
     k_outermost,
-    matrix_format,
-    planes,
 )
 from qformats.repack.fragments import (
     CHUNK_HALVES,
@@ -28,9 +24,6 @@ from qformats.repack.fragments import (
     TILE_GROUP,
     TILE_K,
     TILE_ROWS,
-    TOKEN_GROUP,
-    in_groups,
-    row_tiles,
     tiles,
 )
 from qformats.repack.requantized import (
@@ -56,17 +49,10 @@ __all__ = [
     "TILE_GROUP",
     "TILE_K",
     "TILE_ROWS",
-    "TOKEN_GROUP",
-    "Planes",
     "as_bytes",
     "byte_storage_format",
     "byte_tiles",
     "byte_weights",
-    "from_planes",
-    "in_groups",
     "k_outermost",
-    "matrix_format",
-    "planes",
-    "row_tiles",
     "tiles",
 ]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qformats.codec import BLOCK, FILE_FORMATS, Blocks, Floats
-from qformats.repack.fields import KNOWN, matrix_format
+from qformats.repack.fields import matrix_format
 from qformats.storage import PackedFormat, StorageFormat, storage_format, to_storage_format
 from qformats.threads import by_rows
 
@@ -42,10 +42,6 @@ stays in the upper half of its byte (one mask, no shift down), further bits go r
 
 CHUNK_HALVES = 8
 """float16 of a 16-byte chunk."""
-
-TOKEN_GROUP = 8
-"""Tokens in a group of activations: their 16-byte chunks, side by side, are 128 bytes, and so lie
-in all banks of shared memory."""
 
 MMA_ORDER = (0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)
 """The k at each position of 16 in a packed tile: position 4t + i has k = 2t + (0, 8, 1, 9)[i]."""
@@ -117,7 +113,7 @@ def tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     (2^-24 of its largest |m|, if that is more). A row of zeros, d = 0 and m = 0, has scale 2^-15.
     NaN and Inf in d and m stay, and do not count as the largest.
     """
-    fmt = matrix_format("tiles", blocks, KNOWN)
+    fmt = matrix_format("tiles", blocks)
     if fmt.name in FILE_FORMATS:
         scaled, d, m = to_storage_format(blocks)
     else:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qformats.codec import BLOCK, FILE_FORMATS, FORMATS, Blocks, Floats, Format
-from qformats.repack.fields import KNOWN, matrix_format
+from qformats.repack.fields import matrix_format
 from qformats.repack.fragments import (
     HALF_SCALE,
     NATURAL_ORDER,
@@ -46,7 +46,7 @@ def byte_tiles(blocks: Blocks) -> tuple[NDArray[np.uint8], Floats]:
     are the int8 already, each with its highest bit flipped, and their tiles have no scales.
     row_scales: float32 [N rounded up to whole groups].
     """
-    fmt = matrix_format("byte_tiles", blocks, KNOWN)
+    fmt = matrix_format("byte_tiles", blocks)
     row_scales = np.ones(row_tiles(len(blocks)) * TILE_ROWS, np.float32)
     storage = byte_storage_format(fmt)
     if storage.bits == 8:
@@ -87,7 +87,7 @@ def byte_weights(blocks: Blocks) -> tuple[NDArray[np.int8], Floats]:
     power of two that loses nothing at all is preferred. Where a d or m is no number the row is 0
     times NaN.
     """
-    fmt = matrix_format("byte_weights", blocks, KNOWN)
+    fmt = matrix_format("byte_weights", blocks)
     if fmt.name in FILE_FORMATS:
         return _bytes_of_values(fmt.dequantize(blocks))
     maps = _byte_maps(fmt, blocks)
