@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from qformats import FORMATS
-from reference import GOLDEN, Q81, Problem, check
+from reference import Q81, Problem, check
 from steps.cli import main as cli
 from steps.cli import pitfalls as command
 from steps.compile.compiler import machine_code, signature_of
 from steps.learn.pitfalls import Finding, Pitfall, examine, pitfalls
 from steps.learn.pitfalls import p05_qh_interleaved_twice as p05
-from steps.learn.pitfalls.exhibit import launch
 from steps.learn.pitfalls.p06_adjacent_pairs import other_packing
 from steps.learn.pitfalls.p07_misaligned_load import on_a_cpu
 from steps.learn.pitfalls.p07_misaligned_load import wrong as misaligned
 from steps.learn.pitfalls.p11_nan_passes import lenient
 from steps.learn.pitfalls.right import kernel, q4_0
-from steps.simulator.launch import Misaligned, Race
 
 MUSEUM = pitfalls()
 
@@ -51,7 +50,6 @@ def findings() -> dict[int, Finding]:
 def test_the_museum_is_complete() -> None:
     assert [pitfall.number for pitfall in MUSEUM] == list(SIGNATURES) == list(range(1, 13))
     assert len({pitfall.title for pitfall in MUSEUM}) == 12
-    assert all(len(pitfall.story.split()) > 25 for pitfall in MUSEUM)
 
 
 @pytest.mark.parametrize("pitfall", MUSEUM, ids=lambda p: f"{p.number}-{p.title}")
@@ -65,28 +63,21 @@ def test_each_bug_is_caught_as_its_story_says(
     assert set(finding.layers) == layers
     assert set(pitfall.caught_by) <= layers
     assert finding.complaints == {}, "the right one must pass the same checks"
+    if {"misaligned", "race"} & layers:  # the simulator stops there
+        assert math.isnan(finding.nmse)
+    elif "nan" in layers:
+        assert finding.nmse == math.inf
+    else:  # far from any limit, or what no comparison with itself can see
+        assert finding.nmse > 1 if "nmse" in layers else finding.nmse < 1e-11
 
 
-def test_errors_of_wrong_kernels_are_far_from_any_limit(findings: dict[int, Finding]) -> None:
-    for number in (1, 2, 3, 4, 6, 8):
-        assert findings[number].nmse > 1
-    assert findings[5].nmse < 1e-11  # the one that no comparison with itself can see
-    for number in (10, 11, 12):
-        assert findings[number].nmse == math.inf
-    for number in (7, 9):  # the simulator stops there
-        assert math.isnan(findings[number].nmse)
-
-
-def test_the_numbers_of_the_other_packing() -> None:
-    """The classical debugging story of this kernel, told on adjacent pairs."""
+def test_figures_and_sentences_of_stories(findings: dict[int, Finding]) -> None:
     assert other_packing() == (71.0, 139.0)
-
-
-def test_misaligned_words_are_silent_on_a_cpu_and_named_in_the_simulator() -> None:
-    assert on_a_cpu() == 141.0
-    golden = GOLDEN["q4_0"]
-    with pytest.raises(Misaligned, match=r"w: index 2 is byte 2.*p07_misaligned_load\.py"):
-        launch(misaligned, golden.blocks, golden.q81)
+    assert on_a_cpu() == 141.0, "misaligned words are silent there"
+    named = r"w: index 2 is byte 2.*p07_misaligned_load\.py"
+    assert re.match(named, findings[7].layers["misaligned"])
+    named = r"a load of byte \d+ of scales, to which thread \d+ stores: a barrier is missing"
+    assert re.search(named, findings[9].layers["race"]), "lanes in ascending order"
 
 
 def test_a_codec_wrong_on_both_sides_is_only_seen_from_outside() -> None:
@@ -101,13 +92,6 @@ def test_a_codec_wrong_on_both_sides_is_only_seen_from_outside() -> None:
         == p05.GOLDEN_BYTES
         == FORMATS["q5_0"].quantize(p05.GOLDEN_VALUES).tobytes()
     )
-
-
-def test_the_missing_barrier_is_named_in_ascending_order_where_all_goes_well() -> None:
-    problem = Problem(5, 7, 96, "q4_0", "normal")
-    named = r"a load of byte \d+ of scales, to which thread \d+ stores: a barrier is missing"
-    with pytest.raises(Race, match=named):
-        MUSEUM[8].wrong(problem.blocks, Q81.of_values(problem.a))
 
 
 def test_the_lenient_checker_passes_nan_and_ours_does_not() -> None:

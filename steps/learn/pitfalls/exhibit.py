@@ -12,7 +12,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -90,7 +90,7 @@ class Pitfall:
     right: Multiply = RIGHT["q4_0"]
     caught_by: tuple[str, ...] = WRONG_VALUES
     problems: tuple[Problem, ...] = ()
-    activations: Callable[[Array], Q81] | None = None
+    activations: Callable[[Array], Q81] = Q81.of_values
     extra: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
     aside: Callable[[], str] | None = None
 
@@ -100,7 +100,8 @@ class Finding:
     """What the checks found in one pitfall.
 
     golden      the wrong product's value on the golden block, `expected` the right one
-    nmse        its error against the same operands on a small normal problem (inf: NaN or Inf)
+    nmse        its error against the same operands on a small normal problem (inf: NaN or Inf;
+                NaN: the simulator stopped it)
     layers      layer -> its sentence about the wrong one
     complaints  layer -> its sentence about the right one: must be empty
     caught      all layers of `caught_by` found it, its value is `golden`, the right one passed
@@ -112,7 +113,7 @@ class Finding:
     layers: Mapping[str, str]
     complaints: Mapping[str, str]
     caught: bool
-    aside: str = field(default="")
+    aside: str = ""
 
 
 def pitfalls() -> tuple[Pitfall, ...]:
@@ -125,73 +126,45 @@ def pitfalls() -> tuple[Pitfall, ...]:
 def examine(pitfall: Pitfall) -> Finding:
     """Runs the wrong and the right one in the simulator and collects what the checks say."""
     golden = GOLDEN[pitfall.format]
-    value, layers = _judge(pitfall, pitfall.wrong, pitfall.activations)
-    right_value, complaints = _judge(pitfall, pitfall.right, None)
+    value, nmse, layers = _judge(pitfall, pitfall.wrong, pitfall.activations)
+    right_value, _, complaints = _judge(pitfall, pitfall.right, Q81.of_values)
     if pitfall.extra is not None:
         of_wrong, of_right = pitfall.extra()
         layers, complaints = layers | of_wrong, complaints | of_right
-    same_value = value == pitfall.golden or (np.isnan(value) and np.isnan(pitfall.golden))
-    return Finding(
-        golden=value,
-        expected=golden.value,
-        nmse=_kernel_error(pitfall),
-        layers=layers,
-        complaints=complaints,
-        caught=bool(
-            same_value
-            and right_value == golden.value
-            and not complaints
-            and set(pitfall.caught_by) <= set(layers)
-        ),
-        aside=pitfall.aside() if pitfall.aside else "",
-    )
-
-
-def _problems(pitfall: Pitfall) -> tuple[Problem, ...]:
-    return pitfall.problems or (
-        Problem(*SHAPE, pitfall.format, "integer"),
-        Problem(*SHAPE, pitfall.format, "normal"),
-    )
+    told = set(pitfall.caught_by) <= set(layers) and not complaints
+    same = np.array_equal(value, pitfall.golden, equal_nan=True) and right_value == golden.value
+    aside = pitfall.aside() if pitfall.aside else ""
+    return Finding(value, golden.value, nmse, layers, complaints, told and same, aside)
 
 
 def _judge(
-    pitfall: Pitfall, multiply: Multiply, quantize: Callable[[Array], Q81] | None
-) -> tuple[float, dict[str, str]]:
-    """The value on the golden block, and the sentence of every layer that finds the bug."""
+    pitfall: Pitfall, multiply: Multiply, quantize: Callable[[Array], Q81]
+) -> tuple[float, float, dict[str, str]]:
+    """The value on the golden block, the error on the last problem (NaN: there is none), and the
+    sentence of every layer that finds the bug."""
+    golden, value, nmse = GOLDEN[pitfall.format], math.nan, math.nan
     layers: dict[str, str] = {}
-    golden = GOLDEN[pitfall.format]
     try:
         value = float(multiply(golden.blocks, golden.q81)[0, 0])
-    except SimulatorError as error:
-        value = float("nan")
-        layers[_layer_of(error)] = str(error)
-    else:
         if value != golden.value:
             layers["golden value"] = f"{value:g} instead of {golden.value:g}"
-    for problem in _problems(pitfall):
-        q81 = (quantize or Q81.of_values)(problem.a)
+    except SimulatorError as error:
+        layers[_LAYERS[type(error)]] = str(error)
+    problems = pitfall.problems or (
+        Problem(*SHAPE, pitfall.format, "integer"),
+        Problem(*SHAPE, pitfall.format, "normal"),
+    )
+    for problem in problems:
+        q81 = quantize(problem.a)
         try:
             verdict = check(multiply(problem.blocks, q81), problem, "A8", q81)
         except SimulatorError as error:
-            layers.setdefault(_layer_of(error), str(error))
+            layers.setdefault(_LAYERS[type(error)], str(error))
             continue
+        nmse = verdict.nmse_same_operands
         for name, reason in zip(verdict.failures, verdict.reasons, strict=True):
             layers.setdefault(name, reason)
-    return value, layers
-
-
-def _kernel_error(pitfall: Pitfall) -> float:
-    """NMSE against the same operands on the last (the random) problem."""
-    problem = _problems(pitfall)[-1]
-    q81 = (pitfall.activations or Q81.of_values)(problem.a)
-    try:
-        return check(pitfall.wrong(problem.blocks, q81), problem, "A8", q81).nmse_same_operands
-    except SimulatorError:
-        return float("nan")
-
-
-def _layer_of(error: SimulatorError) -> str:
-    return _LAYERS.get(type(error), "simulator")
+    return value, nmse, layers
 
 
 _LAYERS: Final[dict[type[SimulatorError], str]] = {
