@@ -3,10 +3,17 @@
     make exercise STEP=3                                      # the step, its kernel full of holes
     make check FILE=build/exercises/step03_shared_tiled.py    # right, or what is wrong and where
 
-Markers in a step's file (`# hole 2` ... `# end of hole 2`) say where the holes are, `stepNN.toml`
-beside this file what each asks for. So an exercise is made from the step as it is. `text` makes and
-reads exercises, `load` imports one, `trial` runs it on a problem, `suspects` computes what known
-bugs give, `probe` and `places` multiply operands that show which element, row, K and scale is taken
-for which, `witness` names both sides of a race, `diagnose` puts a failed trial into words, `check`
-does all of it in order.
+Markers in the file of a step's kernel (`# hole 2` ... `# end of hole 2`) say where the holes are,
+`stepNN.toml` beside this file what each asks for. So an exercise is made from the step as it is.
+
+    text      makes and reads exercises            load       imports one
+    trial     runs it on a problem                 check      does all of it in order
+    diagnose  puts a failed trial into words, with what these find:
+      faults    errors of the simulator            races      both sides of a race
+      suspects  what known bugs compute            unwritten  the load that makes a NaN
+      probe     which weight meets which activation of a block
+      places    from which row, K and scale each operand is taken
+      contents  shared memory beside that of the step's own kernel
+    advice    what a right kernel could do better
+    progress  how far the exercises are
 """

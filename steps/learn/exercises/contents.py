@@ -19,6 +19,7 @@ from steps.contract import Step
 from steps.learn.exercises.probe import Finding
 from steps.learn.exercises.rerun import LOADS, Watch, run_again
 from steps.learn.exercises.trial import Array, File, Subject
+from steps.learn.exercises.wording import joined
 from steps.simulator import banks
 from steps.simulator.lanes import Lane
 
@@ -26,7 +27,6 @@ CASE: Final = Case((5, 40, 96), "normal", 9)
 WORD: Final = 4  # bytes
 PIECE: Final = 16  # bytes: the widest load of a thread
 IN_PIECE: Final = PIECE // WORD
-SHOWN: Final = 4
 
 
 class Contents:
@@ -137,8 +137,7 @@ def _joined(name: str, runs: list[tuple[int, int, int]]) -> str:
         f"{_bytes(a, b)} of {name} hold what belongs to {_bytes(a + shift, b + shift)}"
         for a, b, shift in runs
     ]
-    text = "; ".join(said[:SHOWN]) + ("; and so on" if len(said) > SHOWN else "")
-    return f"{text[0].upper()}{text[1:]}"
+    return joined(said)
 
 
 def _bytes(first: int, last: int) -> str:

@@ -13,10 +13,11 @@ from steps.contract import Step
 from steps.learn.exercises.contents import misplaced
 from steps.learn.exercises.faults import of_fault
 from steps.learn.exercises.places import places
-from steps.learn.exercises.probe import SHOWN, Finding, pairing, runs
+from steps.learn.exercises.probe import Finding, pairing
 from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
 from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
 from steps.learn.exercises.unwritten import unwritten
+from steps.learn.exercises.wording import listed, runs, span
 from steps.learn.pitfalls.exhibit import pitfalls
 
 TELLING: Final = Case((3, 5, 64), "integer", 1)
@@ -88,11 +89,10 @@ def region(bad: Array) -> str:
 def _range(what: str, indices: Array, extent: int) -> str:
     first, last = int(indices[0]), int(indices[-1])
     if len(indices) > 1 and (np.diff(indices) != 1).any():
-        shown = ", ".join(map(str, indices[:4])) + (" ..." if len(indices) > 4 else "")
-        return f"{what}s {shown}"
+        return f"{what}s {listed([str(i) for i in indices])}"
     if last == extent - 1 and first > 0:
         return f"every {what} from {first} on"
-    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
+    return f"{what}{'s' * (first < last)} {span(first, last)}"
 
 
 def _first(bad: Array) -> tuple[int, int]:
@@ -240,8 +240,7 @@ def _part_of_k(v: Values) -> Finding | None:
         own = np.flatnonzero(whole == count)
         if len(own):
             ks = [f"K {a * size} to {(b + 1) * size - 1}" for a, b in runs(own.tolist())]
-            more = " ..." if len(ks) > SHOWN else ""
-            said.append(f"{', '.join(ks[:SHOWN])}{more} {'is' if len(ks) == 1 else 'are'} {how}")
+            said.append(f"{listed(ks)} {'is' if len(ks) == 1 else 'are'} {how}")
     if not said or not np.isin(whole, (0, 1, 2)).all():
         return None
     what = f"The outputs are those of a sum over a part of K: {'; '.join(said)}."

@@ -24,8 +24,9 @@ import numpy as np
 
 from qformats import BLOCK
 from steps.contract import Step
-from steps.learn.exercises.probe import FULL, SHOWN, Array, Finding, Probe, runs
+from steps.learn.exercises.probe import FULL, Array, Finding, Probe
 from steps.learn.exercises.trial import Subject
+from steps.learn.exercises.wording import joined, listed, runs, span
 
 MOST_PIECES: Final = 24  # more are put together: the simulator takes time for each
 TOP: Final = 7  # the level of weights that are not 0: the highest of 4 bits
@@ -103,7 +104,7 @@ class Places:
                 took[m, n % self.count] = int(near[0])
             elif not np.any(np.abs(c[m, n] / TOP - values[m] * self.met) < 0.1):
                 raise Unreadable  # nor its own, with weights of another row: `rows` tells that
-        return self._of_rows(took, "activations", "rows", "A", self._at_k(self.count))
+        return self._of_rows(took, "activations", "row", "A", self._at_k(self.count))
 
     def rows(self) -> Finding | None:
         return self._of_pieces_or_tokens(self._rows, "weights", self.count)
@@ -147,7 +148,7 @@ class Places:
                 sentences.append((first, f"{self._k(first, last)} of A {meet}"))
         if not sentences:
             return None
-        return Finding("weights of another K", _joined([one for _, one in sorted(sentences)]))
+        return Finding("weights of another K", f"{joined([one for _, one in sorted(sentences)])}.")
 
     def scales(self) -> Finding | None:
         grid = self._grid(self.n)
@@ -180,7 +181,7 @@ class Places:
         of_row, of_block = self._taken(got, grid, np.arange(self.count))
         if of_block and not of_row:
             return self._of_blocks(of_block, "scale da")
-        return self._of_rows(of_row, "scale da", "rows", "A", self._at_k(self.count))
+        return self._of_rows(of_row, "scale da", "row", "A", self._at_k(self.count))
 
     # --- what they say
     def _grid(self, rows: int) -> Array:
@@ -208,7 +209,7 @@ class Places:
             if {(n, self.count - 1 - m): other for (n, m), other in backwards.items()} != took:
                 took |= backwards
                 where = self._in_rows
-        return self._of_rows(took, what, "columns", "W", where)
+        return self._of_rows(took, what, "column", "W", where)
 
     def _taken(self, got: Array, grid: Array, order: Array) -> tuple[Took, dict[int, set[int]]]:
         """got [rows, pieces in this order]: the scale that each piece of a row was multiplied with
@@ -236,7 +237,7 @@ class Places:
             for block, pieces in of_block.items()
             for first, last in runs(sorted(pieces))
         ]
-        return Finding(f"{what} of another block", _joined(said))
+        return Finding(f"{what} of another block", f"{joined(said)}.")
 
     def _of_rows(
         self, took: Took, what: str, rows: str, whose: str, where: Callable[[tuple[int, ...]], str]
@@ -255,12 +256,11 @@ class Places:
         said = []
         for (shift, pieces), same in fates.items():
             for first, last in runs(same):
-                mine = f"{rows} {first} to {last}" if first < last else f"{rows[:-1]} {first}"
-                a, b = first + shift, last + shift
-                theirs = f"rows {a} to {b}" if first < last else f"row {a}"
-                take = "take" if first < last else "takes"
-                said.append(f"{mine} of C {take} the {what} of {theirs} of {whose}{where(pieces)}")
-        return Finding(f"{what} of another row", _joined(said))
+                s, take = ("s", "take") if first < last else ("", "takes")
+                theirs = f"row{s} {span(first + shift, last + shift)} of {whose}"
+                mine = f"{rows}{s} {span(first, last)} of C"
+                said.append(f"{mine} {take} the {what} of {theirs}{where(pieces)}")
+        return Finding(f"{what} of another row", f"{joined(said)}.")
 
     def _at_k(self, telling: int) -> Callable[[tuple[int, ...]], str]:
         """Of pieces: " at K 0 to 7", nothing where they are all that tell something."""
@@ -268,20 +268,12 @@ class Places:
 
     def _in_rows(self, tokens: tuple[int, ...]) -> str:
         """Of tokens: " in rows 0, 2, 4, 6 ..."."""
-        together = [str(a) if a == b else f"{a} to {b}" for a, b in runs(list(tokens))]
-        more = " ..." if len(together) > SHOWN else ""
-        return f" in row{'s' * (len(tokens) > 1)} {', '.join(together[:SHOWN])}{more}"
+        together = [span(*run) for run in runs(tokens)]
+        return f" in row{'s' * (len(tokens) > 1)} {listed(together)}"
 
     def _k(self, first: int, last: int) -> str:
         """Of pieces, as elements of K."""
         return f"K {first * self.size} to {(last + 1) * self.size - 1}"
 
     def _ks(self, pieces: tuple[int, ...]) -> str:
-        shown = [self._k(*one) for one in runs(list(pieces))]
-        return ", ".join(shown[:SHOWN]) + (" ..." if len(shown) > SHOWN else "")
-
-
-def _joined(said: list[str]) -> str:
-    more = ["and so on"] if len(said) > SHOWN else []
-    text = "; ".join([*said[:SHOWN], *more])
-    return f"{text[0].upper()}{text[1:]}."
+        return listed([self._k(*run) for run in runs(pieces)])

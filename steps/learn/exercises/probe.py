@@ -8,10 +8,10 @@ no answer there is none: then nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,17 @@ from reference.exact import pack_block
 from steps.checks.verify import multiply, prepare
 from steps.contract import Step
 from steps.driver.machines import Simulator
-from steps.learn.exercises.trial import FIRST_WITH_STAGES, PATIENCE, Subject, limit, sized_for
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from steps.learn.exercises.trial import (
+    FIRST_WITH_STAGES,
+    PATIENCE,
+    Array,
+    Subject,
+    limit,
+    sized_for,
+)
+from steps.learn.exercises.wording import joined, listed, runs, span
 
 FULL: Final = 127.0  # the largest activation of a block: its scale in Q8_1 is then 1
-SHOWN: Final = 4  # fates of elements, and ranges of elements with one fate
 FEW: Final = 3  # weights that one activation may meet; more are a mixture
 ROWS: Final = 2 * BLOCK + 16  # of weights: more than there are unknowns
 MOST_PRODUCTS: Final = 4  # of so many rows each, until as many are wrong
@@ -180,14 +185,12 @@ def told(fates: list[Fate], common: list[int]) -> Finding | None:
             groups.setdefault(fate, []).append(m)
     if not groups or len(groups.get(UNKNOWN, [])) == BLOCK:
         return None
-    sentences = [_sentence(fate, own) for fate, own in groups.items()]
-    if len(sentences) > SHOWN:
-        sentences[SHOWN:] = ["and so on"]
+    said = [_sentence(fate, own) for fate, own in groups.items()]
     cause, why = _cause(groups)
     if common:
         who = " and ".join(_weights(*run) for run in runs(common))
         why += f" To every sum {who} are added, multiplied with what is no element of A."
-    return Finding(cause, f"In a block, {'; '.join(sentences)}.{why}")
+    return Finding(cause, f"{joined([f'in a block, {said[0]}', *said[1:]])}.{why}")
 
 
 def _cause(groups: Iterable[Fate]) -> tuple[str, str]:
@@ -229,8 +232,7 @@ def _sentence(fate: Fate, own: list[int]) -> str:
             f"{who} {'give' if first < last else 'gives'} products that no sum of weights explains"
         )
     if others:
-        shown = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in others[: SHOWN - 1])
-        said += f"; likewise {shown}{' ...' if len(others) >= SHOWN else ''}"
+        said += f"; likewise {listed([span(*run) for run in others], 3)}"
     return said
 
 
@@ -259,15 +261,4 @@ def _their(first: int, last: int) -> str:
 
 def _weights(first: int, last: int, times: float = 1.0) -> str:
     often = "" if times == 1 else f"{times:g} times "
-    return often + (f"weight {first}" if first == last else f"weights {first} to {last}")
-
-
-def runs(indices: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of neighbours."""
-    first = last = indices[0]
-    for i in indices[1:]:
-        if i != last + 1:
-            yield first, last
-            first = i
-        last = i
-    yield first, last
+    return f"{often}weight{'s' * (first < last)} {span(first, last)}"

@@ -18,15 +18,14 @@ from typing import Any, Final
 import numpy as np
 
 from steps.contract import Launch, Step
-from steps.learn.exercises.probe import runs
 from steps.learn.exercises.rerun import LOADS, Watch, run_again
 from steps.learn.exercises.trial import Array, File, Subject
+from steps.learn.exercises.wording import listed, runs
 from steps.simulator import banks
 from steps.simulator.lanes import Lane
 from steps.simulator.scheduler import now
 
 MOST: Final = 16  # loads that are tried
-SHOWN: Final = 3  # ranges of elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ def _said(load: Load, found: Unwritten, launch: Launch, file: File) -> str:
             f"[{a}]" if a == b else f"[{a}] to [{b}]"
             for a, b in runs(np.unique(np.flatnonzero(stored) // size).tolist())
         ]
-        shown = ", ".join(ranges[:SHOWN]) + (" ..." if len(ranges) > SHOWN else "")
-        return f"{said} Stored to are {name}{shown}: is its place right, and is its store?"
+        shown = f"{name}{listed(ranges, 3)}"
+        return f"{said} Stored to are {shown}: is its place right, and is its store?"
     lines = [file.line(line) for line in _stores(name, launch, file)]
     if lines:
         return f"{said} No thread comes to the store at {' or '.join(lines)}: is its branch right?"
