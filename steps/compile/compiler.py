@@ -7,7 +7,7 @@ launches do. `machine_code` adds what people read: PTX, ptxas's report, nvdisasm
 
 Numba asks the driver for the device at two places on the way. While a kernel is compiled, and only
 then, both get the architecture that was asked for, so that a process with a GPU may compile for
-another.
+another, and what Numba repeats is done once (`steps.compile.numba_shortcuts`).
 """
 
 import gc
@@ -36,6 +36,7 @@ from numba.cuda.typing.typeof import Purpose, typeof
 from steps.compile import kernel_cache
 from steps.compile.dry_run import Placeholder
 from steps.compile.kernel_cache import CompiledKernel
+from steps.compile.numba_shortcuts import SHORTCUTS, replaced
 from steps.instructions.tensor_map import PARAMETER_WORDS, TensorMap
 from steps.simulator.twins import INSTRUCTIONS
 
@@ -48,7 +49,7 @@ class MachineCode:
 
     name: str
     arch: str
-    ptx: str  # as Numba gives it to the linker's front end, before link-time optimization
+    library: Any  # Numba's, from which `ptx` is made
     sass: str  # nvdisasm's listing
     cubin: bytes
     registers: int
@@ -58,6 +59,11 @@ class MachineCode:
     shared_bytes: int  # static; a launch adds dynamic shared memory
     instructions: Counter[str]  # "IDP.4A.S8.S8" -> its count in the listing
     log: str  # ptxas -v
+
+    @property
+    def ptx(self) -> str:
+        """Without link-time optimization: what is loaded is made of LTO-IR. Made when asked for."""
+        return "\n".join(self.library.get_asm_strs(cc=capability(self.arch)))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -129,13 +135,12 @@ def _machine_code(
         linker = _ReportingLinker(max_registers=library._max_registers, cc=cc, lto=library._lto)
         library._link_all(linker, cc)
         cubin = bytes(linker.complete().code)
-        ptx = library.get_asm_str(cc=cc)
     log = linker.info_log or ""
     sass = disassemble(cubin, line_info=line_info)
     return MachineCode(
         name=kernel.__name__,
         arch=arch,
-        ptx=ptx,
+        library=library,
         sass=sass,
         cubin=cubin,
         registers=_reported(r"Used (\d+) registers", log),
@@ -229,17 +234,17 @@ def _compiling_for(cc: tuple[int, int, str]) -> Iterator[None]:
     compiles. Numba makes millions of objects and few circles: looking for circles meanwhile would
     take a fifth of the time."""
     device = SimpleNamespace(id=0, compute_capability=cc[:2])
-    library = codegen.CUDACodeLibrary
+    answers = (
+        (dispatcher, "get_current_device", lambda: device),
+        (codegen.CUDACodeLibrary, "_ensure_cc", lambda _, given: given or cc),
+    )
     with global_compiler_lock:
-        asked, ensure = dispatcher.get_current_device, library._ensure_cc
         collects = gc.isenabled()
         gc.disable()
-        dispatcher.get_current_device = lambda: device
-        library._ensure_cc = lambda self, given: given or cc
         try:
-            yield
+            with replaced(*answers, *SHORTCUTS):
+                yield
         finally:
-            dispatcher.get_current_device, library._ensure_cc = asked, ensure
             if collects:
                 gc.enable()
 
