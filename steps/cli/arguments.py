@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 MachineOf = Callable[[int], "Gpu | Simulator"]
 """Lane order -> the machine; a GPU has no order and is the same for all."""
+
+
+@contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds refuse the request: UsageError with their text."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(str(error)) from None
 
 
 def machines(asked: str) -> tuple[str, MachineOf, str | None]:
@@ -55,10 +65,8 @@ def steps_of(texts: Sequence[str]) -> tuple[Step, ...]:
         number = text.lower().removeprefix("step")
         if not number.isascii() or not number.isdigit():
             raise UsageError(f"{text!r} is not a step: give a number, such as 4, or all")
-        try:
+        with refusing(ValueError):
             step = find(int(number))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         found[step.number] = step
     return tuple(found[number] for number in sorted(found))
 
@@ -93,12 +101,14 @@ def is_shape_asked(args: Namespace) -> bool:
 
 def shape_of(args: Namespace, default: Size) -> Size:
     """The shape of --m --n --k; `default` fills in what they leave open."""
-    shape = (args.m or default[0], args.n or default[1], args.k or default[2])
-    if shape[2] % 32:
-        raise UsageError(
-            f"K={shape[2]} is not a multiple of the block of 32: use {shape[2] // 32 * 32 + 32}"
-        )
-    return shape
+    require_blocks(k := args.k or default[2])
+    return args.m or default[0], args.n or default[1], k
+
+
+def require_blocks(k: int) -> None:
+    """UsageError where K is not a multiple of the smallest block."""
+    if k % 32:
+        raise UsageError(f"K={k} is not a multiple of the block of 32: use {k // 32 * 32 + 32}")
 
 
 def home_shapes_of(args: Namespace, step: Step) -> tuple[Size, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from typing import Final
 
 from results.render import table
+from results.render.table import Column
 from steps.compile import kernel_cache
 from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry
 
@@ -29,7 +30,11 @@ def cache(args: Namespace) -> int:
     elif not found:
         print(f"no compiled kernels in {folder}")
     else:
-        table.show(_table(found, f"{len(found)} compiled kernels in {folder}"))
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        for one in found:
+            groups.setdefault((one.key["kernel"], one.key["arch"]), []).append(one)
+        title = f"{len(found)} compiled kernels in {folder}"
+        table.show(table.of_records(COLUMNS, groups.values(), title))
         print(f"{_megabytes(nbytes)} of {_megabytes(MOST_BYTES)} at most; {VARIABLE} moves it")
     return 0
 
@@ -38,20 +43,14 @@ def _described(one: Entry) -> dict[str, object]:
     return {"file": one.path.name, "bytes": one.nbytes, "used": _time(one.used), **one.key}
 
 
-def _table(found: Sequence[Entry], title: str) -> table.Table:
-    """A line for each kernel and architecture."""
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for one in found:
-        groups.setdefault((one.key["kernel"], one.key["arch"]), []).append(one)
-    lines = [
-        (name, arch, str(len(own)), _megabytes(sum(one.nbytes for one in own)), _time(own[0].used))
-        for (name, arch), own in groups.items()
-    ]
-    columns = (
-        *(table.Column("kernel", words=True), table.Column("for", words=True)),
-        *map(table.Column, ("variants", "size", "last used")),
-    )
-    return table.Table(columns, tuple(map(table.Line, lines)), title)
+COLUMNS: Final = (
+    Column("kernel", lambda own: own[0].key["kernel"], words=True),
+    Column("for", lambda own: own[0].key["arch"], words=True),
+    Column("variants", lambda own: str(len(own))),
+    Column("size", lambda own: _megabytes(sum(one.nbytes for one in own))),
+    Column("last used", lambda own: _time(own[0].used)),
+)
+"""Of the entries of one kernel and architecture, the one used last first."""
 
 
 def _megabytes(nbytes: int) -> str:

@@ -16,10 +16,11 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from operator import itemgetter
 from typing import Any, Final
 
 from results.render import table
-from results.render.table import Column, Line, Table
+from results.render.table import Column
 
 PACKAGES: Final = (
     "numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-toolkit", "nvidia-nvvm",
@@ -231,8 +232,8 @@ def _steps(found: Findings) -> None:
 
 def _print(found: Findings) -> None:
     for head, pairs in (("works here?", _abilities(found)), ("found", _facts(found))):
-        columns = (Column("what", words=True), Column(head, words=True))
-        table.show(Table(columns, tuple(map(Line, pairs))))
+        columns = Column("what", itemgetter(0), words=True), Column(head, itemgetter(1), words=True)
+        table.show(table.of_records(columns, pairs))
         print()
     for problem in found.problems:
         print(f"problem: {problem}")

@@ -19,6 +19,7 @@ from qformats import FORMATS
 from reference import PrequantizedProblem
 from steps.checks.cases import Case
 from steps.checks.select import UsageError
+from steps.cli.arguments import refusing
 from steps.contract import Size, Step
 from steps.product.operands import weight_format
 
@@ -147,10 +148,8 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     """`qformats.gguf_file.tensors`; UsageError for a file that is not sound."""
     from qformats.gguf_file import GGUFError, tensors
 
-    try:
+    with refusing(GGUFError):
         return tensors(path)
-    except GGUFError as error:
-        raise UsageError(str(error)) from None
 
 
 def _found(path: Path, name: str) -> Tensor:

@@ -7,20 +7,32 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from results.render import table
-from results.render.table import Column, Line, Table
+from results.render.table import Column
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises
-from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work
+from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work, refusing
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.product.choice import Choice
 from steps.registry import diff_base, following, label_of, ladder, lesson, parent_of, source
 
+COLUMNS: Final = (
+    Column("step", lambda step: str(step.number)),
+    Column("idea", lambda step: step.title, words=True),
+    Column("A", lambda step: " ".join(step.families), words=True),
+    Column("parent", lambda step: str(parent_of(step) or table.ABSENT)),
+    Column("branch", lambda step: step.branch, words=True),
+    Column(
+        "home shapes, MxNxK", lambda one: " ".join(map(shape_text, one.home_shapes)), words=True
+    ),
+    Column("GPU", lambda step: "{}.{}".format(*step.min_cc)),
+    Column("accuracy", lambda step: step.accuracy, words=True),
+)
 _COLOURS: Final = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
@@ -30,37 +42,12 @@ def list_steps(args: Namespace) -> int:
     if args.json:
         print(json.dumps([_as_json(step) for step in steps], indent=1))
         return 0
-    columns = (
-        Column("step"),
-        Column("idea", words=True),
-        Column("A", words=True),
-        Column("parent"),
-        Column("branch", words=True),
-        Column("home shapes, MxNxK", words=True),
-        Column("GPU"),
-        Column("accuracy", words=True),
-    )
-    lines = tuple(
-        Line(
-            (
-                str(step.number),
-                step.title,
-                " ".join(step.families),
-                str(parent_of(step) or table.ABSENT),
-                step.branch,
-                " ".join(shape_text(shape) for shape in step.home_shapes),
-                "{}.{}".format(*step.min_cc),
-                step.accuracy,
-            )
-        )
-        for step in steps
-    )
     branches = ", ".join(f"{name} ({branch.title})" for name, branch in BRANCHES.items())
     notes = (
         f"Branches: {branches}. GPU: the lowest compute capability.",
         "make diff STEP=4 shows what step 4 changes in the step it grew from.",
     )
-    table.show(Table(columns, lines, notes=notes))
+    table.show(table.of_records(COLUMNS, steps, notes=notes))
     return 0
 
 
@@ -86,7 +73,10 @@ def _as_json(step: Step) -> dict[str, Any]:
 
 def diff(args: Namespace) -> int:
     """The step's file against the one it grew from, or a file against its step."""
-    _show_diff(exercises.diff(args) if args.file else _between_steps(args))
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in exercises.diff(args) if args.file else _between_steps(args):
+        colour = _COLOURS.get(line[:1]) if coloured else None
+        print(f"{colour}{line.rstrip()}\x1b[0m\n" if colour else line, end="")
     return 0
 
 
@@ -96,28 +86,8 @@ def _between_steps(args: Namespace) -> Iterator[str]:
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])
-    return difflib.unified_diff(
-        lesson(source(base)),
-        lesson(source(step)),
-        label_of(base),
-        label_of(step),
-        n=args.lines,
-    )
-
-
-def _show_diff(lines: Iterable[str]) -> None:
-    for line in _coloured(lines) if _colours_wanted() else lines:
-        print(line, end="")
-
-
-def _colours_wanted() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _coloured(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        colour = _COLOURS.get(line[:1])
-        yield f"{colour}{line.rstrip()}\x1b[0m\n" if colour else line
+    texts, labels = map(lesson, map(source, (base, step))), map(label_of, (base, step))
+    return difflib.unified_diff(*texts, *labels, n=args.lines)
 
 
 # --- machine code ---------------------------------------------------------------------------------
@@ -143,10 +113,8 @@ def _print_code(args: Namespace, kind: str) -> int:
     if args.activations and not before:
         raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
     launch = before[0] if args.activations else own
-    try:
+    with refusing(ValueError, RuntimeError):
         code = machine_code(launch.kernel, signature_of(launch.args), args.arch)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(str(error)) from None
     text = code.ptx if kind == "ptx" else code.sass
     facts = {
         "kernel": code.name,
@@ -179,22 +147,20 @@ def _print_code(args: Namespace, kind: str) -> int:
     for warning in code.warnings:
         print(f"  ptxas: {warning}")
     print()
-    table.show(_histogram(code.instructions))
+    # how often the listing has them, and not how often they run
+    counts = [*code.instructions.most_common(), ("all", code.instructions.total())]
+    table.show(table.of_records(OPCODES, counts))
     if not args.summary:
         print()
         print(text.rstrip())
     return 0
 
 
+OPCODES: Final = (
+    Column("SASS opcode", lambda one: one[0], words=True),
+    Column("in the listing", lambda one: str(one[1])),
+)
+
+
 def _extent(extent: tuple[int, ...]) -> str:
     return " x ".join(map(str, extent))
-
-
-def _histogram(instructions: Any) -> Table:
-    """Opcodes by how often the listing has them (not by how often they run)."""
-    lines = tuple(Line((opcode, str(count))) for opcode, count in instructions.most_common())
-    total = sum(instructions.values())
-    return Table(
-        (Column("SASS opcode", words=True), Column("in the listing")),
-        (*lines, Line(("all", str(total)))),
-    )

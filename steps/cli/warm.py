@@ -15,7 +15,7 @@ from typing import Any, Final
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.render import table
 from steps.checks.select import UsageError
-from steps.cli.arguments import formats_of, machines
+from steps.cli.arguments import formats_of, machines, refusing, require_blocks
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile.compiler import architecture, capability, compiled
@@ -44,11 +44,8 @@ def warm(args: Namespace) -> int:
         raise UsageError(f"no step multiplies {weights[0][0]} on {gpu.name}")
     missing, failed = missing_kernels(wanted, gpu.cc), []
     with table.progress(len(missing)) as progress:
-
-        def report(done: int, of: int) -> None:
-            progress("kernels compiled", done)
-
-        report(0, len(missing))
+        progress("kernels compiled", 0)
+        report = lambda done, _: progress("kernels compiled", done)  # noqa: E731
         count = compile_ahead(wanted, gpu, remark, fewest=2, report=report)
         for kernel, signature in missing_kernels(wanted, gpu.cc):  # one, or on one core, or failed
             try:
@@ -75,10 +72,8 @@ def warm(args: Namespace) -> int:
 def _gpu(args: Namespace) -> Any:
     """The current GPU; with --arch one of that architecture with the SMs of an H200."""
     if args.arch:
-        try:
+        with refusing(ValueError):
             cc = capability(args.arch)[:2]
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         return SimpleNamespace(name=args.arch, cc=cc, sms=H200_SMS)
     _, machine, _ = machines("gpu")
     return machine(0)
@@ -89,10 +84,7 @@ def _weights(args: Namespace) -> list[Weights]:
     if args.gguf is None:
         if args.n is None or args.k is None:
             raise UsageError("name a model with --gguf, or weights with --n and --k")
-        if args.k % 32:
-            raise UsageError(
-                f"K={args.k} is not a multiple of the block of 32: use {args.k // 32 * 32 + 32}"
-            )
+        require_blocks(args.k)
         return [(name, args.n, args.k, args.bias) for name in formats_of(args.format)]
     if args.format or args.n or args.k or args.bias:
         raise UsageError("--format, --n, --k and --bias contradict --gguf: a file has its own")
