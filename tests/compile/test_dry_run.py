@@ -9,9 +9,10 @@ import pytest
 
 from steps.checks.select import select
 from steps.compile.compiler import signature_of
-from steps.compile.dry_run import OUT, REGION, WEIGHTS, A, DryRun, Placeholder, launches
+from steps.compile.dry_run import OUT, REGION, WEIGHTS, A, DryRun, Placeholder
 from steps.contract import Launch, Work
 from steps.driver.launcher import parameters
+from steps.product.choice import Choice
 from steps.registry import ladder
 from tests.driver.fake_gpu import device_array
 
@@ -44,7 +45,7 @@ def placeholders(launch: Launch) -> list[Placeholder]:
 @pytest.mark.parametrize("work", select(ladder(), ["q4_1"]), ids=str)
 def test_an_address_says_which_operand_it_belongs_to(work: Work) -> None:
     for m in (1, 300):
-        before, own = launches(work, (m, 68, 288))
+        *before, own = Choice.of_work(work, (m, 68, 288)).launches()
         every = [each for launch in (*before, own) for each in placeholders(launch)]
         found = {each.address // REGION * REGION for each in every}
         types = len({each.address for each in every if each.address >= WEIGHTS})

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from steps.compile.of_arrays import OfArrays
-from steps.product.launch_template import LaunchTemplate
 
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
 from reference import BENCH_SHAPES, Problem
@@ -25,18 +23,39 @@ from steps.compile.compiler import (
     opcodes,
     signature_of,
 )
+from steps.compile.dry_run import OfArrays
 from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Shape, Work, array_dtype
 from steps.driver.machines import Gpu
 from steps.kernels.between import swiglu
 from steps.kernels.parts.activations.rows import row_rounder
-from steps.product import choice
-from steps.product.choice import choose_packed
+from steps.product.choice import Choice
+from steps.product.prepared import prepare
 from steps.registry import find, ladder
 from tests.driver.fake_gpu import FakeGpu
 
 HOPPER = SimpleNamespace(cc=(9, 0))
 SIZE = (1, 64, 256)
+
+
+def products(steps: Any, size: Any = SIZE) -> list[Choice]:
+    """Those of steps in all their families, on Q4_0."""
+    return [Choice.of_work(work, size) for work in select(steps, ["q4_0"])]
+
+
+@dataclass
+class OnlyHere:
+    """A recipe that fails in another process, which knows the architecture to compile for."""
+
+    recipe: Choice
+
+    def launches(self) -> Any:
+        if parallel_compile._arch:
+            raise ValueError("not here")
+        return self.recipe.launches()
+
+    def runs_on(self, cc: Any) -> bool:
+        return True
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +68,7 @@ def forgotten() -> Any:
     """Kernels by name, as nobody has compiled them before or will have after."""
     kernels: dict[str, Any] = {}
     for work in select((find(1), find(2)), ["q4_0"]):
-        for launch, _ in parallel_compile._launches(work, SIZE, "float32"):
+        for launch in Choice.of_work(work, SIZE).launches():
             kernels[launch.kernel.__name__] = launch.kernel
     before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels.values()}
     yield kernels
@@ -60,17 +79,15 @@ def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
-    works = select((find(1), find(2)), ["q4_0"])
     said: list[str] = []
-    wanted = [(work, SIZE, "float32") for work in works]
+    wanted = products((find(1), find(2)))
     steps: list[tuple[int, int]] = []
     report = lambda *done: steps.append(done)  # noqa: E731
     assert compile_ahead(wanted, HOPPER, said.append, fewest=3, report=report) == 3
     assert said == []
     assert steps == [(1, 3), (2, 3), (3, 3)]
-    for work in works:
-        before, own = dry_run.launches(work, SIZE)
-        for launch in (*before, own):
+    for one in wanted:
+        for launch in one.launches():
             signature = signature_of(launch.args)
             made = kernel_cache._known[launch.kernel][signature, "sm_90a"]
             assert made is kernel_cache.find(launch.kernel, signature, "sm_90a")
@@ -84,12 +101,12 @@ def test_a_launch_that_is_no_products_is_compiled_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     of = (((4, 64), "float16"), ((4, 32), "float16")), (((4, 64), "float32"), ((4, 32), "float16"))
     wanted = [OfArrays(of_swiglu, types) for types in of]
-    kernels = {one.launch().kernel for one in wanted}
+    kernels = {one.launches()[0].kernel for one in wanted}
     before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels}
     try:
         assert compile_ahead([*wanted, *wanted], HOPPER, print, fewest=1) == 2, "each once"
         for one in wanted:
-            launch = one.launch()
+            (launch,) = one.launches()
             made = kernel_cache.find(launch.kernel, signature_of(launch.args), "sm_90a")
             here = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
             assert made is not None
@@ -109,28 +126,21 @@ def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPa
         factory.cache_clear()  # what other tests have compiled
     packed = step.pack(quantize(Problem(*size, "q4_0").w, "q4_0"))
     types = tuple((one.shape, one.dtype) for one in packed)
-    # this step, whatever the table of this GPU says of so small a product
-    monkeypatch.setattr(choice, "ladder", lambda: (step,))
-    wanted = [(Work(step, "A16", "q4_0"), size, output) for output in step.outputs]
+    wanted = [Choice.of_work(Work(step, "A16", "q4_0"), size, c=each) for each in step.outputs]
     assert compile_ahead(wanted, gpu, print, 2, fewest=1) == 1 + len(step.outputs), "and the pass"
     monkeypatch.setattr(compiling, "compile_kernel", None)  # nothing is compiled here
-    for output in step.outputs:
-        chosen = choose_packed("q4_0", Shape(*size), [step.pack.__name__], gpu)
-        made = LaunchTemplate(chosen, types, output=output)
-        assert made.choice.step is step
+    for one in wanted:
+        prepare(one, types)
 
 
 def test_what_another_process_cannot_compile_is_said(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
-    unknown = Work(replace(find(2), number=99), "A8", "q4_0")
     said: list[str] = []
-    assert compile_ahead([(unknown, SIZE, "float32")], HOPPER, said.append, fewest=1) == 0
-    (sentence,) = said
-    assert sentence.startswith(
-        "2 kernels were not compiled by other processes: ValueError: there is no step 99"
-    )
+    wanted = [OnlyHere(one) for one in products([find(2)])]
+    assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0
+    assert said == ["2 kernels were not compiled by other processes: ValueError: not here"]
     assert not any(kernel_cache._known.get(kernel) for kernel in forgotten.values())
 
 
@@ -140,7 +150,7 @@ def test_few_kernels_or_one_core_are_no_reason_to_start_processes(
 ) -> None:
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(parallel_compile, "ProcessPoolExecutor", None)
-    wanted = [(work, SIZE, "float32") for work in select((find(1), find(2)), ["q4_0"])]
+    wanted = products((find(1), find(2)))
     assert compile_ahead(wanted, HOPPER, print, fewest=fewest) == 0
 
 
@@ -155,10 +165,11 @@ def test_launches_depend_on_no_shape_of_packed_weights(name: str) -> None:
             large[pack] = [(array.shape, array.dtype) for array in arrays]
         for m in (1, 300):
             made = [
-                [(one.kernel, one.grid, one.shared_bytes, signature_of(one.args)) for one in each]
+                [
+                    (one.kernel, one.grid, one.shared_bytes, signature_of(one.args))
+                    for one in Choice.of_work(work, (m, n, k)).launches(weights=weights)
+                ]
                 for weights in (None, large[pack])
-                for before, own in [dry_run.launches(work, (m, n, k), weights=weights)]
-                for each in [(*before, own)]
             ]
             assert made[0] == made[1]
 
@@ -176,22 +187,20 @@ def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
                 gpu.empty((1, 64), array_dtype(output)),
             )  # fmt: skip
             wanted = [(one.kernel, signature_of(one.args)) for one in (*activations.launches, own)]
-            assert [
-                (o.kernel, s) for o, s in parallel_compile._launches(work, SIZE, output)
-            ] == wanted
+            made = Choice.of_work(work, SIZE, c=output).launches()
+            assert [(one.kernel, signature_of(one.args)) for one in made] == wanted
 
 
 def test_what_a_gpu_cannot_run_is_not_compiled_for_it() -> None:
-    works = select((find(14),), ["q4_0"])
-    wanted = [(works[0], (512, 4096, 4096), "float32")]
+    wanted = products([find(14)], (512, 4096, 4096))
     assert len(parallel_compile.missing_kernels(wanted, (9, 0))) == 2
     assert parallel_compile.missing_kernels(wanted, (8, 0)) == {}
     assert [architecture(cc) for cc in ((7, 5), (8, 9), (9, 0))] == ["sm_75", "sm_89", "sm_90a"]
 
 
 def test_each_kernel_is_compiled_once() -> None:
-    works = select((find(1), find(2), find(3)), ["q4_0"])
-    wanted = [(work, size, "float32") for work in works for size in BENCH_SHAPES]
+    some = (find(1), find(2), find(3))
+    wanted = [one for size in BENCH_SHAPES for one in products(some, size)]
     found = parallel_compile.missing_kernels(wanted, (9, 0))
     assert len(found) == 5, "of three steps, one of them of two families, and one pass"
     assert len({kernel for kernel, _ in found}) == 5
