@@ -16,11 +16,11 @@ import transformers
 
 from qformats.gguf_file import GGUFError
 from results.measure.models import one_gpu as bench
+from steps import registry
 from steps.decoder import files, rotary
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
-from steps.registry import ladder
 from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: F401
 from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
@@ -169,15 +169,12 @@ def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:  # noqa: F8
     keys = SMALL | {"block_count": 1, "architecture": "qwen2"}
     path = files.write_tiny(tmp_path / "tiny.gguf", **keys)
     ours, ids = files.load(path, step_products("cpu")), checks.prompt(files.WORDS, 3)
-    assert ours.layers[0].qkv.template(3).adds_bias
+    assert ours.layers[0].qkv.choice(3).bias == "float32"
     assert ours.layers[0].out.bias is None
     tokens, kept = generate(ours, torch.tensor([ids]), 2, keep=True)
     trusted, whole = reference(path), [*ids, *tokens[0].tolist()]
     off = checks.relative(torch.cat(kept).double().numpy(), filled(trusted, whole)[2:-1])
     assert off < checks.SAFETY * checks.expected(trusted, whole, "exact")
-    product = ours.layers[0].qkv
-    wanted = product.wanted(3, kernels)
-    assert wanted[2:] == ("float16", "float16", "float32"), "the same kernel, compiled ahead"
 
 
 def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
@@ -186,15 +183,17 @@ def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
     added = step_products("cpu")(blocks, False, bias)
     within = added(x)
-    step = added.template(3).choice.step
-    parts.operator._templates.clear()
-    others = [replace(one, adds_bias=False) if one is step else one for one in ladder()]
-    monkeypatch.setattr("steps.product.choice.ladder", lambda: others)
+    kernel = added.choice(3).kernel
+    every = registry.kernels()
+    others = [replace(one, adds_bias=False) if one is kernel else one for one in every]
+    monkeypatch.setattr("steps.product.choice.kernels", lambda: others)
+    for kept in (parts.operator._choices, parts.operator._prepared):
+        kept.clear()
     behind = step_products("cpu")(blocks, False, bias)
     y = behind(x)
     assert (within.dtype, y.dtype) == (torch.float16, torch.float32)
     torch.testing.assert_close(y, within.float(), rtol=1e-3, atol=1e-3)
-    assert behind.wanted(3, kernels)[2:] == ("float32", "float16", None)
+    assert (behind.choice(3).writes, behind.choice(3).bias) == ("float32", None)
 
 
 def test_what_is_not_of_the_architecture_is_refused(tmp_path: Any) -> None:

@@ -36,6 +36,7 @@ from steps.driver.machines import Simulator
 from steps.kernels.decode import bulk, tiles
 from steps.nn import operator as torch_operator
 from steps.product.choice import Choice
+from steps.product.request import Request
 from tests.decoder.test_decoder import kernels  # noqa: F401 - a fixture
 from tests.driver.fake_gpu import gpu  # noqa: F401 - a fixture
 from tests.nn.test_linear import host  # noqa: F401 - a fixture
@@ -50,14 +51,12 @@ def no_gradients() -> Any:
 
 
 class InSimulator:
-    """A `between.Template` whose launches run here; `launched` gets the names of their kernels."""
-
-    zeroed = nbytes = 0
+    """As `between.prepared`, but launches run here; `launched` gets the names of their kernels."""
 
     def __init__(self, make: Any, arrays: Any, machine: Simulator, launched: list[str]) -> None:
         self._make, self._machine, self._launched = make, machine, launched
 
-    def __call__(self, arrays: Sequence[Any], zeros: int, workspace: int) -> None:
+    def __call__(self, arrays: Sequence[Any]) -> None:
         given = [one.numpy() if one.shape else one.numpy().reshape(1) for one in arrays]
         launch = self._make(*given, machine=self._machine)
         self._launched.append(launch.kernel.__name__)
@@ -67,8 +66,8 @@ class InSimulator:
 def simulated(order: int = 0) -> tuple[Any, list[str]]:
     """(operations by kernels in the simulator, the names of those that ran)."""
     launched: list[str] = []
-    template = partial(InSimulator, machine=Simulator(order), launched=launched)
-    return between.Kernels(template).operations(), launched
+    prepare = partial(InSimulator, machine=Simulator(order), launched=launched)
+    return between.Kernels(prepare).operations(), launched
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -106,16 +105,15 @@ def norms_and_products(launched: list[Any]) -> list[str]:
     return [name for name, *_ in launched if name in of]
 
 
-def step_18(format_name: str, shape: Any, *rest: Any) -> Choice:
-    """`choose_uncast`."""
-    return Choice(bulk.KERNEL, "A16", format_name, shape, "asked for")
+def by_bulk_copies(request: Request, machine: Any) -> Choice:
+    """`choose`."""
+    return Choice.of(bulk.KERNEL, "A16", request, "asked for")
 
 
 @pytest.fixture
 def by_step_18(kernels: Any, monkeypatch: Any) -> Any:  # noqa: F811
     """All products of few tokens are step 18's."""
-    for one in (torch_operator, parts):
-        monkeypatch.setattr(one, "choose_uncast", step_18)
+    monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
     monkeypatch.setattr(parts, "Gpu", lambda: kernels)
     return kernels
 
@@ -193,23 +191,23 @@ def test_kernels_around_deferred_norms_are_compiled_ahead(
     model = files.load(path, step_products("cpu"), operations=kernels_of_norms.operations())
     model.compile_ahead([("exact", 2)], 2)
     made = [pickle.loads(pickle.dumps(one)) for one in asked if isinstance(one, OfArrays)]
-    assert not kernels_of_norms._templates, "nothing is loaded for that"
+    assert not kernels_of_norms._prepared, "nothing is loaded for that"
     model.step(torch.tensor([3, 4]), model.cache(2, 4))
     loaded = [
         one.source
-        for (make, *_), template in kernels_of_norms._templates.items()
-        for one in template._launches._loaded
+        for (make, *_), launch in kernels_of_norms._prepared.items()
+        for one in launch.args[0].loaded
         if make.__module__ == deferred.__name__
     ]
     ahead, later = (
         {(one.kernel, signature_of(one.args)) for one in launches}
-        for launches in ([one.launch() for one in made], loaded)
+        for launches in ([one.launches()[0] for one in made], loaded)
     )
     assert ahead == later
     assert len(made) == 6, "a norm, two before one, gates, qkv and logits"
     assert len(ahead) == 5, "those before a norm are alike here"
     (qkv,) = [one for one in asked if not isinstance(one, OfArrays)]
-    assert qkv == model.layers[0].qkv.wanted(2)
+    assert qkv == model.layers[0].qkv.choice(2)
 
 
 class NotAlone(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -271,25 +269,24 @@ def test_kernels_are_the_default_on_a_gpu(monkeypatch: Any, cc: tuple[int, int])
     assert between.chosen("plain") is operations.PLAIN
 
 
-def test_a_template_takes_addresses(gpu: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_launch_takes_addresses(gpu: Any, monkeypatch: Any) -> None:  # noqa: F811
     """What a call launches has the addresses of its tensors, zeros and workspace, and no others."""
     monkeypatch.setattr(between.operator, "current_stream", lambda device: 7)
+    zeros = torch.zeros(256, dtype=torch.uint8)
+    asked: list[int] = []
+    counters = lambda size, *_: asked.append(size) or zeros  # noqa: E731
+    monkeypatch.setattr(between.operator, "counters", counters)
     qkv, cache = torch.zeros(2, 6 * 64, dtype=torch.float16), torch.zeros(2, 2, 512, 64).half()
     table, position = torch.zeros(512, 64), torch.zeros((), dtype=torch.int64)
     y = torch.zeros(2, 4 * 64, dtype=torch.float16)
     arrays = (qkv, cache, position, table, table.clone(), y)
-    made = between.Template(
+    launch = between.prepared(
         lambda *a, machine: between.of_attention(0.0, *a, machine=machine), arrays
     )
-    assert made.zeroed == 256
-    assert made.nbytes > 0
-    made(arrays, 1 << 40, 1 << 41)
+    launch(arrays)
     ((name, stream, values),) = gpu.launched
-    assert (name, stream) == ("attention", 7)
-    assert {one.data_ptr() for one in arrays} <= set(values)
-    memory = [v for v in values if 1 << 40 <= v < 1 << 42]
-    assert memory == [1 << 41, memory[1], 1 << 40]
-    assert memory[1] - memory[0] < made.nbytes
+    assert (name, stream, asked) == ("attention", 7, [256])
+    assert {one.data_ptr() for one in (*arrays, zeros)} <= set(values)
 
 
 def test_a_bench_leaves_out_one_operation_at_a_time(tmp_path: Any, monkeypatch: Any) -> None:
@@ -395,8 +392,7 @@ def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
 def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int) -> None:
     """Beside launched ones, with shapes of Llama 3 8B, and the same bits in a CUDA graph. Whatever
     the table of this GPU says, step 18 multiplies."""
-    for one in (torch_operator, parts):
-        monkeypatch.setattr(one, "choose_uncast", step_18)
+    monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
     do, rng, epsilon = between.Kernels().operations(), np.random.default_rng(m), 1e-5
     make, width, hidden = step_products(cuda), 4096, 14336
     down = make(bench.random_blocks(name, width, hidden, rng), False)

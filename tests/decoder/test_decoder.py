@@ -21,7 +21,6 @@ from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
 from steps import find
 from steps.cli.main import main
-from steps.compile import parallel_compile
 from steps.compile.compiler import signature_of
 from steps.decoder import files, operations
 from steps.decoder import model as parts
@@ -303,17 +302,14 @@ def test_kernels_compiled_ahead_are_those_of_templates(
     assert ours.compile_ahead(cases, 2, report=lambda *each: told.append(each)) == 7
     assert told == [(7, 7)]
     assert ours.output.accuracy == "exact"
-    found = {
-        (one.kernel, types) for each in asked for one, types in parallel_compile._launches(*each)
-    }
+    found = {(one.kernel, signature_of(one.args)) for each in asked for one in each.launches()}
     for accuracy, m, of_output in (("exact", 2, 2), ("fast", 40, 1)):
         ours.set_accuracy(accuracy)
-        templates = [one.template(m) for layer in ours.layers for one in layer.products[:-1]]
-        templates += [layer.down.template(m, GATED) for layer in ours.layers]
-        for template in (*templates, ours.output.template(of_output)):
-            for loaded in template.loaded:
-                source = loaded.source
-                assert (source.kernel, signature_of(source.args)) in found
+        made = [one.choice(m) for layer in ours.layers for one in layer.products[:-1]]
+        made += [layer.down.choice(m, GATED) for layer in ours.layers]
+        for choice in (*made, ours.output.choice(of_output)):
+            for launch in choice.launches():
+                assert (launch.kernel, signature_of(launch.args)) in found
     assert len(asked) == len({str(each) for each in asked}) < 2 * len(list(ours.products))
 
 
@@ -322,9 +318,9 @@ def test_an_accuracy_may_be_asked_for_later(kernels: Any, tiny: Any) -> None:
     product = ours.layers[0].gate_up
     assert sorted(product.packed) == ["byte_tiles", "tiles"]
     ours.set_accuracy("exact")
-    assert product.template(512).choice.step.accuracy == "exact"
+    assert product.choice(512).kernel.accuracy == "exact"
     ours.set_accuracy("fast")
-    assert product.template(512).choice.step.accuracy == "fast"
+    assert product.choice(512).kernel.accuracy == "fast"
 
 
 def test_matrices_of_one_type_are_one_product(tmp_path: Any) -> None:

@@ -524,9 +524,15 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         "new_array",  # in memory that was used before
         lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype).fill_(77),
     )
-    torch_operator._templates.clear()
+    forget()
     yield fake
-    torch_operator._templates.clear()
+    forget()
+
+
+def forget() -> None:
+    """What is kept of choices and prepared launches."""
+    torch_operator._choices.clear()
+    torch_operator._prepared.clear()
 
 
 def uploaded(blocks: np.ndarray, bias: Any = None, accuracy: str = "exact") -> Any:
@@ -543,12 +549,8 @@ def multiplied(layer: Any, x: Any) -> Any:
     )  # fmt: skip
 
 
-def template_of(layer: Any, m: int, **floats: str) -> Any:
-    return torch_operator.template(layer._on_gpu(), m, **floats)
-
-
-def step_of(layer: Any, m: int) -> Any:
-    return template_of(layer, m).choice
+def choice_of(layer: Any, m: int, a: str = "float32", c: str = "float32", **more: str) -> Any:
+    return layer._on_gpu().choice(m, a, c, **more)
 
 
 @pytest.mark.parametrize(
@@ -558,10 +560,10 @@ def step_of(layer: Any, m: int) -> Any:
 def test_the_gpus_path_is_the_product_of_gemm(host, m: int, name: str, accuracy: str) -> None:
     blocks = blocks_of(name)
     layer, x = uploaded(blocks, accuracy=accuracy), tensor(m, K)
-    choice = step_of(layer, m)
-    assert choice.step.accuracy == accuracy, "at 70 tokens the fast step is the faster"
+    choice = choice_of(layer, m)
+    assert choice.kernel.accuracy == accuracy, "at 70 tokens the fast step is the faster"
     wanted = steps.gemm(
-        x.numpy(), blocks, step=choice.step.number, family=choice.family, machine=Simulator()
+        x.numpy(), blocks, step=choice.kernel.number, family=choice.family, machine=Simulator()
     )
     np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
     assert {stream for _, stream, _ in host.launched} == {77}
@@ -575,10 +577,10 @@ def test_a_bias_of_many_tokens_takes_no_launch_more(host, m, accuracy, dtype, la
     """It is the product of gemm with a bias; int8 has a pass over x before it, bias or not."""
     blocks, bias, name = blocks_of(), tensor(N, seed=2, dtype=torch.float16), NAMES[dtype]
     layer, x = uploaded(blocks, bias, accuracy), tensor(m, K, dtype=dtype)
-    choice = template_of(layer, m, output=name, input=name, bias="float16").choice
-    assert (choice.step.accuracy, choice.step.most_tokens) == (accuracy, None)
+    choice = choice_of(layer, m, name, name, bias="float16")
+    assert (choice.kernel.accuracy, choice.kernel.most_tokens) == (accuracy, None)
     wanted = steps.gemm(
-        x.numpy(), blocks, bias=bias.numpy(), step=choice.step.number, dtype=name,
+        x.numpy(), blocks, bias=bias.numpy(), step=choice.kernel.number, dtype=name,
         machine=Simulator(),
     )  # fmt: skip
     np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted, strict=True)
@@ -592,7 +594,7 @@ def test_an_invariant_layer_gives_a_row_the_same_bits_at_every_m(host: Any) -> N
     assert "invariant=True" in repr(layer)
     whole = multiplied(layer, x)
     for m in (1, 3):
-        assert template_of(layer, m, input="float16").choice.shape.invariant
+        assert choice_of(layer, m, "float16").request.invariant
         assert torch.equal(multiplied(layer, x[:m]), whole[:m])
 
 
@@ -601,11 +603,11 @@ def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
     n, k, m = 20, 1056, 65
     blocks = blocks_of(n=n, k=k)
     layer, x = uploaded(blocks), tensor(m, k)
-    choice = step_of(layer, m)
-    sums, _ = choice.step.scratch(FORMATS["q4_0"], choice.family, choice.shape)
+    choice = choice_of(layer, m)
+    sums, _ = choice.kernel.scratch(FORMATS["q4_0"], choice.family, choice.request.shape)
     assert np.prod(sums[0]) > 4, "shared tiles"
     wanted = steps.gemm(
-        x.numpy(), blocks, step=choice.step.number, family=choice.family, machine=Simulator()
+        x.numpy(), blocks, step=choice.kernel.number, family=choice.family, machine=Simulator()
     )
     for _ in range(2):
         np.testing.assert_array_equal(multiplied(layer, x).numpy(), wanted)
@@ -615,8 +617,8 @@ def test_sums_of_blocks_that_share_a_tile_begin_at_zero(host: Any) -> None:
 
 def test_decoding_and_prefilling_are_of_different_steps(host: Any) -> None:
     layer = uploaded(blocks_of())
-    assert step_of(layer, 1).step.number != step_of(layer, 300).step.number
-    assert step_of(layer, 1).step.most_tokens is not None
+    assert choice_of(layer, 1).kernel.number != choice_of(layer, 300).kernel.number
+    assert choice_of(layer, 1).kernel.most_tokens is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -641,8 +643,8 @@ def test_sums_that_are_not_complete_are_float32(host: Any, m: int) -> None:
     through it and to torch.compile."""
     blocks, x = blocks_of(), tensor(m, K, dtype=torch.float16)
     layer = uploaded(blocks)
-    made = template_of(layer, m, input="float16", output="float32")
-    assert (made.reads, made.writes) == ("float16", "float32")
+    made = choice_of(layer, m, "float16")
+    assert (made.reading.source, made.writes) == ("float16", "float32")
     y = layer._product(x, wide=True)
     assert y.dtype == torch.float32
     assert within(y, x, blocks, x_rounding=0.5 / 127)
@@ -703,13 +705,16 @@ def test_x_of_16_bits_goes_to_the_kernel_as_it_is(
     monkeypatch.setattr(tuning_table, "known", lambda: ())  # the highest step that is allowed
     blocks, x = blocks_of(), tensor(70, K, dtype=dtype)
     layer = uploaded(blocks, accuracy=accuracy)
-    made = template_of(layer, 70, output=NAMES[dtype], input=NAMES[dtype])
-    assert (made.choice.step.accuracy, made.reads, made.writes) == (accuracy, *[NAMES[dtype]] * 2)
+    made = choice_of(layer, 70, NAMES[dtype], NAMES[dtype])
+    assert (made.kernel.accuracy, made.reading.source, made.writes) == (
+        accuracy,
+        *[NAMES[dtype]] * 2,
+    )
     y = multiplied(layer, x)
     assert len(host.launched) == (1 if accuracy == "exact" else 2)
     given = x.view(torch.uint16).numpy() if dtype is torch.bfloat16 else x.numpy()
     wanted = steps.gemm(
-        given, blocks, step=made.choice.step.number, dtype=NAMES[dtype], machine=Simulator()
+        given, blocks, step=made.kernel.number, dtype=NAMES[dtype], machine=Simulator()
     )
     np.testing.assert_array_equal(y.view(torch.uint16).numpy(), wanted.view(np.uint16))
 
@@ -926,22 +931,26 @@ def test_a_gradient_is_paid_for_where_it_is_wanted(monkeypatch: pytest.MonkeyPat
     assert called == ["product", "linear", "linear", "product", "product"]
 
 
-def test_the_templates_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_operator, "_templates", Kept(3))
+def test_the_launches_used_last_are_kept(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_operator, "_prepared", Kept(3))
     layer = uploaded(blocks_of())
-    templates = {m: template_of(layer, m) for m in (1, 2, 3)}
-    assert template_of(layer, 1) is templates[1]
-    template_of(layer, 4)
-    assert len(torch_operator._templates) == 3
-    assert template_of(layer, 1) is templates[1]
-    assert template_of(layer, 2) is not templates[2], "it was the one used longest ago"
+
+    def made(m: int) -> Any:
+        return torch_operator.prepared(layer._on_gpu(), m, "float32", "float32")[1]
+
+    before = {m: made(m) for m in (1, 2, 3)}
+    assert made(1) is before[1]
+    made(4)
+    assert len(torch_operator._prepared) == 3
+    assert made(1) is before[1]
+    assert made(2) is not before[2], "it was the one used longest ago"
 
 
-def test_layers_of_one_shape_share_a_template(host: Any) -> None:
+def test_layers_of_one_shape_share_their_launches(host: Any) -> None:
     one, other = uploaded(blocks_of(seed=1)), uploaded(blocks_of(seed=2))
     x = tensor(1, K)
     first, second = multiplied(one, x), multiplied(other, x)
-    assert len(torch_operator._templates) == 1
+    assert len(torch_operator._prepared) == 1
     assert within(first, x, blocks_of(seed=1), x_rounding=0.5 / 127)
     assert within(second, x, blocks_of(seed=2), x_rounding=0.5 / 127)
 
@@ -1135,7 +1144,7 @@ def test_float_weights_are_let_go_one_by_one() -> None:
 def cuda() -> Any:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    torch_operator._templates.clear()
+    forget()
     return torch.device("cuda")
 
 
@@ -1220,7 +1229,7 @@ def test_a_graph_is_captured_and_replayed(cuda: Any, m: int, warm: bool) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = layer(layer(x)[:, :1] + x)
-    torch_operator._templates.clear()
+    forget()
     junk = [torch.full((1 << 16,), 255, dtype=torch.uint8, device=cuda) for _ in range(64)]
     for seed in (5, 6):
         x.copy_(tensor(m, k, seed=seed))
