@@ -112,9 +112,11 @@ def _flush(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorklogFinding:
-    """A section of a worklog page. `predicted`: it holds a prediction beside the measurement."""
+    """A section of a worklog page. `slug`: links within the worklog's page lead there.
+    `predicted`: it holds a prediction beside the measurement."""
 
     heading: Markup
+    slug: str
     body: Markup
     predicted: bool
 
@@ -154,7 +156,10 @@ def entry(text: str, level: int) -> Entry:
     opening, *parts = re.split(r"(?m)^## (.*)\n", text)
     findings = [
         WorklogFinding(
-            inline(heading), _leveled(markdown(body, heading), level), "**Predicted" in body
+            heading=inline(heading),
+            slug=re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"),
+            body=_leveled(markdown(body, heading), level),
+            predicted="**Predicted" in body,
         )
         for heading, body in zip(parts[::2], parts[1::2], strict=True)
     ]

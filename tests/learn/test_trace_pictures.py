@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from results.render.compiled import main_work
+from results.render.machine_code import main_work
 from results.render.roof import roof
 from steps.learn.trace.picture import figures_of, in_words, picture, what_of
 from steps.learn.trace.traced import main_requests, size_of, trace

@@ -315,14 +315,16 @@ def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys) -> None:
 def test_captions_hold_the_figures_of_their_charts(run) -> None:
     said = captions.chart_captions(run)
     assert set(said) == NAMES
+    figures = {name: table.plain(each.figures) for name, each in said.items()}
     for panel in query.ladder(run):
-        for rung in panel.rungs:
-            assert table.number(rung.row.kernel_us or 0) in said["ladder"].figures
+        for name in query.BASELINES:
+            us = query.baseline_us(run, name, "q4_0", panel.home)
+            assert f"{table.number(us or 0)} us" in figures["ladder"]
     for _, points in called.curves(run, 4096, 4096):
         for _, x in points:
-            assert table.ratio(x) in said["as_called"].figures
+            assert table.ratio(x) in figures["as_called"]
     for _, points in tokens.curves(run, 4096, 4096):
-        assert table.number(points[-1][1]) in said["tokens"].figures
+        assert table.number(points[-1][1]) in figures["tokens"]
     none = "nowhere does one token more take more than 1.15 times as long"
     assert none in said["tokens"].finding
     jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
@@ -330,8 +332,10 @@ def test_captions_hold_the_figures_of_their_charts(run) -> None:
     assert none not in other
     assert "x from M=32 as long" in other
     for row in roofline.rows_of(run):
-        assert table.number(row.tflops or 0) in said["roofline"].figures
+        assert table.number(row.tflops or 0) in figures["roofline"]
     assert "fast steps" in said["error"].finding
+    for rung in error.rungs(run):
+        assert table.ratio(error.relative(run, rung.every[0])) in figures["error"]
 
 
 def test_importing_results_needs_neither_matplotlib_nor_torch() -> None:

@@ -17,8 +17,8 @@ from qformats import FORMATS
 from results import __main__ as command
 from results.record import codec, store
 from results.record.schema import Run
-from results.render import captions, markup, page, query, table
-from results.render.compiled import Compiled, Opcode, compiled
+from results.render import markup, page, query, table
+from results.render.machine_code import Compiled, Opcode, compiled
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn.pitfalls import pitfalls
@@ -251,9 +251,10 @@ def test_the_ladder_stands_on_top_by_branch(invented: Page, run: Run) -> None:
     assert places == sorted(places)
     for branch in BRANCHES.values():
         assert branch.title in text
-        assert f"at {table.dims(branch.homes[0])}" in text
+        assert f"{branch.title}, {table.dims(branch.homes[0])}" in text
+    ideas = {r.row.step: query.idea(r.row) for panel in query.ladder(run) for r in panel.rungs}
     for step in ladder():
-        assert step.title in text, "measured or not"
+        assert ideas.get(step.number, step.title) in text, "measured or not"
     for panel in query.ladder(run):
         for rung in panel.rungs:
             assert table.number(rung.row.kernel_us or 0) in text
@@ -322,13 +323,13 @@ def test_each_step_has_its_lesson_its_outcome_and_its_figures(invented: Page, ru
 
 def test_figures_of_a_step_are_those_of_the_run(run: Run) -> None:
     rows = query.of_one_dtype(row for row in run.rows if row.step == 15)
-    said = dict(captions.step_facts(run, 15))
+    said = dict(page.step_facts(run, 15))
     assert said["Most TFLOPS"].startswith(table.number(max(row.tflops or 0 for row in rows)))
     ratios = [row.x_parent for row in rows if row.x_parent and row.home]
     against = said["Against step 14"]
     assert against.startswith(table.ratio(min(ratios)))
     assert f"to {table.ratio(max(ratios))}" in against
-    assert captions.step_facts(run, 99) == []
+    assert page.step_facts(run, 99) == []
 
 
 def test_exhibits_show_what_is_wrong_and_what_is_right(invented: Page) -> None:
@@ -438,9 +439,10 @@ def test_the_worklog_by_steps_and_findings(tmp_path: Path) -> None:
     page_of_two = log.steps[2]
     assert page_of_two.opening == '<p>Opening, see <a href="#step-1">one</a>.</p>\n'
     first, then = page_of_two.findings
-    assert (first.heading, first.predicted) == ("First", True)
+    assert (first.heading, first.slug, first.predicted) == ("First", "first", True)
     assert "<strong>Predicted:</strong> a" in first.body
-    assert (then.heading, then.predicted) == ("Then <code>b</code>", False)
+    assert (then.heading, then.slug) == ("Then <code>b</code>", "then-b")
+    assert not then.predicted
     assert then.body == "<h6>Below</h6>\n<p>c</p>\n"
     assert log.general is not None
     assert log.general.findings[0].body == "<h5>Below</h5>\n"
@@ -470,7 +472,7 @@ def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.Monke
         asked.append(arch)
         raise RuntimeError("nvdisasm was not found")
 
-    monkeypatch.setattr("results.render.compiled.machine_code", no_tool)
+    monkeypatch.setattr("results.render.machine_code.machine_code", no_tool)
     hopper = next(step for step in ladder() if step.number == 14)
     said = compiled(hopper, (16, 128, 128), (8, 0))
     assert said == "No machine code on this computer: nvdisasm was not found"

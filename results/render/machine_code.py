@@ -1,16 +1,20 @@
-"""A step's machine code in figures, for its section of the page."""
+"""A step's machine code for its section of the page: in figures, and beside its source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
+from results.render.markup import Code, trimmed
 from results.render.query import MAIN_FORMAT
 from results.render.table import dims
 from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme
 from steps.product.choice import Choice
+from steps.registry import HOLE
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
 LISTED: Final = 14
@@ -87,4 +91,24 @@ def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | 
         opcodes=shown,
         others=total - sum(each.count for each in shown),
         lines=source_lines(code.sass),
+    )
+
+
+def beside(
+    code: Sequence[Code], listing: Sequence[tuple[int | None, str]]
+) -> tuple[list[tuple[Code, int]], list[tuple[int, list[str]]]]:
+    """(the lines of a file from the first that has instructions to the last, without the marks of
+    its exercise, each with how many instructions it has; neighbouring instructions of one line
+    with its number, 0 where the compiler does not say)."""
+    of_line = Counter(line for line, _ in listing if line)
+    if not of_line:
+        return [], []
+    first, last = min(of_line), max(of_line)
+    own = [each for each in code if first <= each.number <= last and not HOLE.match(each.text)]
+    return (
+        [(each, of_line[each.number]) for each in trimmed(own)],
+        [
+            (line, [text for _, text in run])
+            for line, run in groupby(listing, key=lambda each: each[0] or 0)
+        ],
     )
