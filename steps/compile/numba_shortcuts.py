@@ -61,9 +61,9 @@ def _defaults(kind: Any) -> dict[str, Any]:
     return {name: option.default for name, option in kind.options.items()}
 
 
-def _values(flags: TargetConfig) -> dict[str, Any]:
+def _values(flags: Any) -> dict[str, Any]:
     """All options of a compilation: 27 properties, read a thousand times a kernel."""
-    return _defaults(type(flags)) | flags._values
+    return _defaults(flags.__class__) | flags._values
 
 
 def _flags_equal(flags: TargetConfig, other: Any) -> bool:
@@ -105,7 +105,7 @@ def _kind(one: Any) -> int:
 def _variables_in(instruction: Any, value: Any) -> list:
     """The variables of an instruction's part, its type looked up once instead of four times: asked
     for 100 thousand times a kernel, and most parts are names, places and None."""
-    kind = _kind(type(value))
+    kind = _kind(value.__class__)
     if kind == _OTHER:
         return []
     if kind == _VARIABLE:
@@ -116,7 +116,7 @@ def _variables_in(instruction: Any, value: Any) -> list:
     return [
         variable
         for part in parts
-        if _kind(type(part)) != _OTHER
+        if _kind(part.__class__) != _OTHER
         for variable in _variables_in(instruction, part)
     ]
 
