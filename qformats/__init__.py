@@ -4,11 +4,22 @@
     blocks = quantize(w, "q4_0")      # float32[N, K] -> block_q4_0[N, K // 32]
     w_again = dequantize(blocks)      # float32[N, K]
 
-`python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what kernels take,
-`FILE_FORMATS` the others that GGUF files hold. `qformats.repack` rearranges blocks for kernels, and
-`qformats.storage` says what kernels read of each format. All of it needs NumPy only;
-`qformats.gguf_file`, which nothing here imports, also needs gguf. The device code that unpacks
-blocks is in `steps.kernels.parts.weights`.
+`python -m qformats draw q5_1` shows a block bit by bit. `WEIGHT_FORMATS` are what every step takes,
+`FILE_FORMATS` the others that GGUF files hold. All of it needs NumPy only; `gguf_file`, which
+nothing here imports, also needs gguf.
+
+    blocks.py      the bytes of a block, as NumPy dtypes
+    format.py      the contract of a format
+    codec.py       formats whose levels are linear in the code; quantize, dequantize
+    codebook.py    MXFP4 and IQ4_NL, whose codes index a table
+    kquants.py     the K-quants
+    draw.py        pictures of blocks
+    gguf_file.py   the tensors of a GGUF file, memory-mapped
+    storage.py     what kernels read of each format
+    repack/        blocks rearranged for kernels
+    threads.py     rows on several cores
+
+The device code that unpacks blocks is in `steps.blocks` and `steps.kernels.parts.weights`.
 """
 
 from qformats.blocks import (

@@ -3,9 +3,11 @@
 Nothing here knows of kernels or GPUs; it imports NumPy and `qformats` only.
 
 problem.py     inputs, reproducible from a seed; drawn.py, exact.py, golden.py make them
+shapes.py      the shapes that are checked and measured
 bfloat16.py    numbers that NumPy does not have
 operands.py    activations as kernels multiply them; recipes.py checks them
 product.py     float64 products and the magnitudes of their terms
+sampling.py    the outputs of a large product that are compared
 limits.py      rounding bounds, and limits of the NMSE
 check.py       the verdict
 

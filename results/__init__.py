@@ -1,11 +1,12 @@
 """What was measured: one regime, one run per GPU, charts and tables made from it alone.
 
-    record/      a run as data: schema, file, environment, provenance
-    measure/     how kernels are timed; bench and tuning
-    baselines/   the same products by others: cuBLAS, llama.cpp, recorded figures
+    measure/     how kernels, calls and models are timed
+    baselines/   the same products by others: recorded figures, Humming's layers
+    record/      result files as data, and their provenance
     render/      run -> charts, tables, page
-    worklog/     one page a step
-    decoder/     a llama of a GGUF file    (python -m steps.decoder)
+    worklog/     what was learned; a page a step
+    <gpu>/       the files of a GPU, such as nvidia-h200/run.json
 
-Importing this package needs neither torch nor matplotlib nor a GPU.
+`python -m results` prints rows of a run. Importing this package needs neither torch nor matplotlib
+nor a GPU.
 """

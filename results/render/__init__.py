@@ -1,11 +1,17 @@
 """From a run to charts, tables and pages: nothing is shown that is not in a run.
 
-table.py         a table: columns and lines; as text, as Markdown (as HTML: page.html.jinja)
-rows.py          the columns of rows, calls and baselines; CSV files; `python -m results M=8`
-query.py         what is asked of a run
-readme.py        the tables of README.md
-complete.py      results/RESULTS.md    (models.py: its tables of whole models)
-generated.py     writes all of these, and checks them
-charts/          run -> SVG    (captions.py: the charts in words)
-page.py          one HTML page: ladder, steps, museum    (markup.py, machine_code.py, roof.py)
+query.py           what is asked of a run
+rows.py            its records by columns, for tables and for CSV files
+staleness.py       which records are no facts about the code of this tree
+table.py           a table as text and as Markdown
+charts/            run -> SVG
+captions.py        the charts in words
+readme.py          the tables of README.md
+complete.py        results/RESULTS.md
+models.py          tables of whole models
+generated.py       writes all of these, and checks that they are of the current runs
+page.py            one HTML page: ladder, steps, museum
+markup.py          docstrings, worklog and source as HTML
+machine_code.py    a step's machine code in figures, and its source beside it
+roof.py            a step's place on the roofline
 """

@@ -1,1 +1,7 @@
-"""How a block's bytes become numbers on the GPU, and the pass that quantizes A to Q8_1."""
+"""How a block's bytes become numbers on the GPU: what lessons share.
+
+taught by
+step 1    elements.py    one element of any block, from ggml's own bytes
+step 2    codes.py       codes, scale and offset of a block of a weight format
+step 2    q8_1.py        the pass that quantizes A to Q8_1
+"""

@@ -1,15 +1,15 @@
-"""A llama or Qwen of a GGUF file, every matrix product through this project, the rest from torch.
+"""A llama or Qwen of a GGUF file: every matrix product through this project, the rest from torch.
 
-    files.py       configuration and weights of a GGUF file; a tiny random one to write
-    model.py       products, layers, the cache of keys and values, greedy generation in CUDA graphs
-    rotary.py      frequencies of the rotary embedding, scaled as files say
-    operations.py  what lies between products, by torch: norms, attention, SwiGLU
+    files.py               configuration and weights of a file; a tiny random one to write
+    model.py               products, layers, the cache of keys and values, generation in CUDA graphs
+    rotary.py              frequencies of the rotary embedding, scaled as files say
+    operations.py          what lies between products, by torch: norms, attention, SwiGLU
     kernel_operations.py   the same by the kernels of `steps.kernels.between`
-    deferred.py    norms of few tokens that are no launches
-    parallel.py    a model on several GPUs, a process for each: who has what, and who says what
-    text/          tokens of a vocabulary, answers as they are generated, conversations
-    compare/       checks against torch and llama.cpp; perplexity and the distance from float32
+    deferred.py            norms of few tokens that are no launches
+    parallel.py            a model on several GPUs, a process for each
+    text/                  tokens of a vocabulary, answers as they are generated, conversations
+    compare/               checks against torch and llama.cpp; perplexity, distance from float32
 
-`python -m steps chat`, `decoder` and `quality` run it (`steps.cli.language_model`).
-All of it but `files`, `rotary` and `text.vocabulary` needs torch, an extra of this project.
+`python -m steps chat`, `decoder` and `quality` run it. All but `files`, `rotary` and
+`text.vocabulary` need torch.
 """

@@ -1,12 +1,23 @@
 """The instruction vocabulary: what kernels use above plain Numba, for every machine under one name.
 
     from steps.instructions import dp4a, load_u32x4              names used inside kernels
-    from steps.simulator.launch import simulate          run a kernel on the CPU, checked
-    from steps.compile.compiler import machine_code           compile one without a GPU
+    from steps.simulator.launch import simulate                  run a kernel on the CPU, checked
+    from steps.compile.compiler import machine_code              compile one without a GPU
 
 Each instruction is PTX (or an LLVM vector access) on the GPU and NumPy in the simulator. Memory
-operands are always (array, index), the index counting elements of that array taken as flat. One
-file is not gathered here, because no lesson needs it: `approximate`.
+operands are always (array, index), the index counting elements of that array taken as flat.
+
+used from
+step 1    arithmetic.py     packed bytes and halves, one register at a time
+step 1    memory.py         loads and stores of 2 to 16 bytes; fences, launches that overlap
+step 2    warp.py           shuffles
+step 7    tensor_core.py    mma.sync, ldmatrix, stmatrix
+step 9    async_copy.py     cp.async
+step 12   warpgroup.py      wgmma, named barriers, setmaxnreg
+step 13   bulk_copy.py      bulk copies and mbarriers
+step 13   tensor_map.py     boxes of a matrix by tensor map
+          approximate.py    exp2, reciprocal, rsqrt: between products; not gathered here
+          define.py         how an instruction is defined
 """
 
 # ruff: noqa: F401 - gathered here for kernels

@@ -1,7 +1,9 @@
-"""Pages that people write: the worklog, the glossary, how to add things. What they name exists."""
+"""Pages that people write: the worklog, the glossary, how to add things; what a package says that
+it holds. What they name exists."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -73,3 +75,21 @@ def test_words_are_in_alphabetical_order() -> None:
     words = [word.lower() for word in re.findall(r"(?m)^\| (?!word |:--)([^|]+) \|", text)]
     assert len(words) > 20
     assert words == sorted(words)
+
+
+ROOMS = [
+    path.parent
+    for top in ("qformats", "reference", "steps", "results")
+    for path in sorted((ROOT / top).rglob("__init__.py"))
+]
+LISTED_BY_THEMSELVES = r"__\w+__|step\d\d_\w+|p\d\d_\w+"  # by `make list` and `make pitfalls`
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(ROOT).as_posix())
+def test_a_room_says_what_it_holds(room: Path) -> None:
+    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    modules = {path.stem for path in room.glob("*.py")}
+    rooms = {path.parent.name for path in room.glob("*/__init__.py")}
+    names = {name for name in modules | rooms if not re.fullmatch(LISTED_BY_THEMSELVES, name)}
+    assert {name for name in names if not re.search(rf"\b{name}\b", said)} == set()
+    assert set(re.findall(r"(?m)^(?:step \d+)? *(\w+)\.py\b", said)) <= modules

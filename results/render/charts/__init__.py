@@ -8,6 +8,8 @@
     error.svg       the error of the product, then of the kernel
     roofline.svg    the last step of each branch under the limits measured on this GPU
 
+The file of its name draws each, `called.py` as_called.svg; `style.py` has colours and axes.
+
 The same run gives the same bytes with the same matplotlib: ids are salted with a constant, and no
 date of drawing is written. Text stays text, so a chart can be searched and diffed. The background
 is white, so a chart reads the same on a dark page. Each file names the run it was drawn from by a

@@ -1,1 +1,6 @@
-"""Text in and out: the tokens of a vocabulary, answers as they are generated, conversations."""
+"""Text in and out.
+
+vocabulary.py    texts to tokens and back, as the metadata of a file say
+stream.py        tokens that come to the host one by one, the likeliest or drawn ones
+chat.py          a conversation in a terminal
+"""

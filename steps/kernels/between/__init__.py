@@ -9,6 +9,8 @@
     embedding       rows of a quantized table
     argmax          the largest logit of each row
 
+    heads, partial_sums, values, eight      what several of them do with heads, rows and splits
+
 A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,
 `steps.instructions.memory`), and it leaves room on its SM for a product: few threads, few

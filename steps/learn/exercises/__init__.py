@@ -14,6 +14,8 @@ Markers in the file of a step's kernel (`# hole 2` ... `# end of hole 2`) say wh
       probe     which weight meets which activation of a block
       places    from which row, K and scale each operand is taken
       contents  shared memory beside that of the step's own kernel
+      rerun     the launch once more, told of each access to memory
+      wording   lists and ranges in sentences
     advice    what a right kernel could do better
     progress  how far the exercises are
 """

@@ -1,9 +1,10 @@
-"""Activation passes: A rounded to float16, or quantized to Q8_1 or int8, in the steps' layouts.
+"""Activation passes: A rounded to float16, or quantized to int8, in the layouts that kernels read.
 
-step
-1       layouts.py    what a step may read A as, and the launch that makes it; later steps add some
-2       q8_1.py       float32 A to Q8_1; from step 5 on K-outermost, from step 7 on in MMA_ORDER
-11      rows.py       rows rounded to float16; from step 15 on quantized to int8
-11      sources.py    how passes read A of any dtype
-11      gated.py      silu(gate) * up, as the float16 rows of a product
+taught by
+step 1     layouts.py    what a kernel may read A as, and the launch that makes it
+step 11    rows.py       rows rounded to float16; from step 15 on quantized to int8
+step 11    sources.py    how passes read A of any dtype
+step 11    gated.py      silu(gate) * up, as the float16 rows of a product
+
+The pass that makes Q8_1 is a lesson's own: `steps.blocks.q8_1`.
 """
