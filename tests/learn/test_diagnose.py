@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +12,16 @@ import pytest
 
 from qformats import WEIGHT_FORMATS
 from reference import GOLDEN, Q81, Problem
+from reference import check as check_of
+from steps.checks.cases import Case
 from steps.learn.exercises.check import GOLDEN_CASE, check, lines
-from steps.learn.exercises.diagnose import TELLING, region
+from steps.learn.exercises.diagnose import TELLING, diagnose, region
 from steps.learn.exercises.load import load
 from steps.learn.exercises.places import places
 from steps.learn.exercises.probe import RIGHT, UNKNOWN, Fate, pairing, told
 from steps.learn.exercises.suspects import PITFALLS, SAYS, Terms, suspected
 from steps.learn.exercises.text import solutions
-from steps.learn.exercises.trial import Subject
+from steps.learn.exercises.trial import Diagnosis, File, Subject, Trial, attempt
 from steps.learn.pitfalls.exhibit import SHAPE, pitfalls
 from steps.registry import find
 from tests.learn.mistakes import MISTAKES, Mistake
@@ -111,6 +115,35 @@ def test_regions_in_words(rows: object, columns: object, words: str) -> None:
     bad[0, 0] = False
     if words.startswith("all"):
         assert region(bad) == "19 outputs in rows 0 to 3, columns 0 to 4"
+
+
+def changed(how: Callable[[np.ndarray], np.ndarray]) -> Diagnosis:
+    """What is said of the right values of five by five outputs, but for this change."""
+    subject = Subject("A16", "q4_0", Case((5, 5, 64), "normal", 1))
+    right = attempt(find(1), subject, Path("step01.py"), 60)
+    c = how(right.result.expected)
+    wrong = replace(right.result, c=c, found=check_of(c.astype(np.float32), subject.problem, "A16"))
+    assert not wrong.found.ok
+    file = File(Path("step01.py"), {})
+    return diagnose(Trial(subject, wrong), find(1), find(1), file, lambda case: right)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "says"),
+    [
+        (lambda c: -c, "factor", "is -1 times what it should be: a sign is wrong."),
+        (lambda c: 2 * c, "factor", "is 2 times what it should be: something is added 2 times."),
+        (lambda c: 0.3 * c, "factor", "a scale is missing, there twice, or another one"),
+        (lambda c: c.T, "transposed", "C[m, n] holds what belongs to C[n, m]"),
+        (lambda c: c[:, ::-1], "wrong place", "C[0, 0] what belongs to C[0, 4]"),
+        (lambda c: c + 3e-3 * c.max(), "rounding", "of the largest output. Each output is near"),
+        (lambda c: c * 50 + 7, "wrong value", "No known mistake gives these values."),
+    ],
+)
+def test_values_say_what_became_of_them(how: object, cause: str, says: str) -> None:
+    diagnosis = changed(how)
+    assert diagnosis.cause == cause, diagnosis.sentences
+    assert says in diagnosis.sentences[1]
 
 
 # --- pairs ----------------------------------------------------------------------------------------

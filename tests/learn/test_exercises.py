@@ -21,12 +21,16 @@ from steps.learn.exercises.text import (
 from steps.registry import HOLE, find, lesson
 from tests.learn.mistakes import MISTAKES
 
-QUICK = 2
-"""Steps up to this one are checked in a second; the others are `slow`."""
+COMPILED = 3
+"""Steps up to this one are compiled too, the first two even in a quick test."""
+
+RINGS = (9, 12, 17)
+"""Those that stand for the others with stages: of int8, of float16, and of few tokens."""
 
 
 def of_step(number: int) -> pytest.param:
-    return pytest.param(number, marks=() if number <= QUICK else pytest.mark.slow)
+    slow = pytest.mark.slow if number == COMPILED or number in RINGS else pytest.mark.every
+    return pytest.param(number, marks=() if number < COMPILED else slow)
 
 
 def written(
@@ -88,7 +92,11 @@ def test_an_empty_one_can_be_imported_and_says_where_to_begin(number: int, tmp_p
 
 
 @pytest.mark.parametrize("number", [of_step(number) for number in numbers()])
-def test_filled_from_the_step_it_is_right(number: int, tmp_path: Path) -> None:
+def test_filled_from_the_step_it_is_right(
+    number: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if number > COMPILED:
+        request.getfixturevalue("not_compiled")
     report = check(written(tmp_path, number, tuple(solutions(number))))
     assert report.ok, "\n".join(lines(report))
     assert report.advice == ()
@@ -164,7 +172,7 @@ def test_errors_come_with_the_line_of_the_file(
 
 def test_a_loop_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steps.learn.exercises.check.PATIENCE", 1.0)
-    text = make(find(1), (1, 2, 3, 4, 5))
+    text = make(find(1), (3,))
     endless = text.replace("for b in range(blocks_k):", "b = 0\n        while b < blocks_k:")
     report = check(written(tmp_path, 1, (), endless))
     assert report.wrong.cause == "endless"

@@ -7,14 +7,12 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from results.render.machine_code import main_work
-from results.render.roof import roof
+from steps.contract import Work
 from steps.learn.trace.picture import figures_of, in_words, picture, what_of
 from steps.learn.trace.traced import main_requests, size_of, trace
 from steps.registry import find, source
 from steps.simulator.lanes import Site
 from steps.simulator.trace import Instruction
-from tests.results.synthetic_run import make_run
 
 
 def request(
@@ -82,7 +80,7 @@ def test_words_and_figures() -> None:
 
 def test_the_main_requests_of_a_step() -> None:
     step = find(9)
-    work = main_work(step)
+    work = Work(step, "A8", "q4_0")
     found = main_requests(trace(work, size_of(work, step.home_shapes[0])).instructions)
     kinds = [(each.kind, each.space) for each in found]
     assert kinds.count(("cp.async", "global")) == 2
@@ -94,21 +92,8 @@ def test_the_main_requests_of_a_step() -> None:
 
 
 def test_bulk_copies_are_shown_once_and_those_of_tensor_maps_too() -> None:
-    step = find(13)
-    found = main_requests(trace(main_work(step), (512, 4096, 256)).instructions)
+    work = Work(find(13), "A16", "q4_0")
+    found = main_requests(trace(work, (512, 4096, 256)).instructions)
     copies = [each for each in found if each.kind == "bulk copy"]
     assert {each.space for each in copies} == {"global", "shared"}, "W, and A by its map"
     assert {each.warp for each in copies} == {8}, "the producer"
-
-
-def test_a_place_under_the_roof() -> None:
-    step = find(6)
-    run = make_run(step.home_shapes)
-    rows = [row for row in run.rows if row.tflops and row.gbps]
-    own = next(row for row in rows if row.step == 6)
-    svg = roof(own, rows, run.env.limits, "here")
-    (point,) = re.findall(r'<circle class="own" cx="([\d.]+)" cy="([\d.]+)"', str(svg))
-    (lost,) = re.findall(r'class="lost" d="M([\d.]+) ([\d.]+)V([\d.]+)"', str(svg))
-    assert lost[:2] == point
-    assert (float(lost[2]) < float(lost[1])) == ((own.limit_share or 0) < 1), "the limit is above"
-    assert not roof(own, rows, type(run.env.limits)(), "here"), "nothing without limits"

@@ -19,6 +19,7 @@ from results.record import codec, store
 from results.record.schema import Run
 from results.render import markup, page, query, table
 from results.render.machine_code import Compiled, Opcode, compiled
+from results.render.roof import roof
 from steps import ladder
 from steps.contract import BRANCHES, Step
 from steps.learn.pitfalls import pitfalls
@@ -392,6 +393,19 @@ def test_before_anything_is_measured_there_is_a_page_too(monkeypatch: pytest.Mon
     assert "Nothing is measured yet" in shown.text["charts"]
     assert "No machine code on this computer." in shown.text["step-1"]
     assert ladder()[-1].title in re.sub(r"\s+", " ", shown.text["ladder"])
+
+
+def test_a_place_under_the_roof() -> None:
+    step = find(6)
+    run = make_run(step.home_shapes)
+    rows = [row for row in run.rows if row.tflops and row.gbps]
+    own = next(row for row in rows if row.step == 6)
+    svg = roof(own, rows, run.env.limits, "here")
+    (point,) = re.findall(r'<circle class="own" cx="([\d.]+)" cy="([\d.]+)"', str(svg))
+    (lost,) = re.findall(r'class="lost" d="M([\d.]+) ([\d.]+)V([\d.]+)"', str(svg))
+    assert lost[:2] == point
+    assert (float(lost[2]) < float(lost[1])) == ((own.limit_share or 0) < 1), "the limit is above"
+    assert not roof(own, rows, type(run.env.limits)(), "here"), "nothing without limits"
 
 
 # --- its parts ------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
             return said(found)
     if right is not None and (found := misplaced(step, right, trial.subject, file)):
         return said(found)
-    if found := _integer_sum(v) or _nearly(v):
+    if found := _nearly(v):
         return said(found)
     unknown = "No known mistake gives these values. Compute this output by hand from its block."
     return said(Finding("wrong value", unknown))
@@ -245,26 +245,6 @@ def _part_of_k(v: Values) -> Finding | None:
         return None
     what = f"The outputs are those of a sum over a part of K: {'; '.join(said)}."
     return Finding("part of K", what)
-
-
-def _integer_sum(v: Values) -> Finding | None:
-    """Of one block of Q8_1: what the integer sum must have been."""
-    t = v.terms
-    if t is None or t.q is None or t.da is None or t.d.shape[1] != 1:
-        return None
-    m, n = _first(v.bad)
-    scale = t.d[n, 0] * t.da[m, 0]
-    if scale == 0:
-        return None
-    right = float((t.code[n, 0] * t.q[m, 0]).sum())
-    sum_of = (v.c[m, n] - t.z[n, 0] * t.s[m, 0]) / scale
-    if abs(sum_of - round(sum_of)) > 1e-3 * max(1.0, abs(sum_of)):
-        return None
-    return Finding(
-        "wrong sum",
-        f"If its scales are right, the integer sum of the block is {round(sum_of)}, expected "
-        f"{right:.0f}: look first at the codes and at how they are multiplied.",
-    )
 
 
 _ROUNDING: Final = (
