@@ -86,8 +86,8 @@ def _between_steps(args: Namespace) -> Iterator[str]:
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])
-    texts, labels = map(lesson, map(source, (base, step))), map(label_of, (base, step))
-    return difflib.unified_diff(*texts, *labels, n=args.lines)
+    before, after = (lesson(source(one)) for one in (base, step))
+    return difflib.unified_diff(before, after, label_of(base), label_of(step), n=args.lines)
 
 
 # --- machine code ---------------------------------------------------------------------------------
