@@ -6,11 +6,14 @@ from __future__ import annotations
 import difflib
 import sys
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from results.measure.beside import Beside, beside
-from results.measure.protocol import Budget
+from results.measure.bench import wanted_in
+from results.measure.loop import Timing, ratio, round_robin
+from results.measure.products import Data, Product, Shared
+from results.measure.protocol import Budget, Stopwatch
 from results.render import table
 from results.render.table import Column, Line, Table
 from steps.checks.select import UsageError, select
@@ -191,3 +194,41 @@ def time_line(scheme: str, name: str, size: Size, found: Beside) -> str:
         f"{scheme} {name} {shape_text(size)}: yours {found.ours.us:.4g} us, the step "
         f"{found.theirs.us:.4g} us: {found.ratio:.2f}x its speed"
     )
+
+
+# --- a file beside its step -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The times of the two kernels alone; `ratio` is the median over the rounds of theirs over
+    ours: above 1 ours is faster."""
+
+    ours: Timing
+    theirs: Timing
+    ratio: float
+
+
+def beside(
+    ours: Work, theirs: Work, size: Size, machine: Any, stopwatch: Stopwatch, budget: Budget
+) -> Beside:
+    """Time both at one shape, on the same weights and activations.
+
+    ValueError, with the sentence of the check, where one of them is wrong at this shape, or where
+    the machine has not what it takes.
+    """
+    m, n, k = size
+    shared = Shared(Data(m, n, k), m, machine, stopwatch)
+    products = [
+        Product(wanted_in(one, size, "float32").row(), one, shared) for one in (ours, theirs)
+    ]
+    for product in products:
+        product.first_run()
+        found = product.check()
+        if not found.ok:
+            raise ValueError(f"M={m} N={n} K={k}: {found.verdict}")
+        product.enter({}, budget)
+    contestants = [each for product in products if (each := product.kernel) is not None]
+    round_robin(stopwatch, contestants, budget)
+    first, second = contestants
+    return Beside(first.timing, second.timing, ratio(second.times, first.times))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -141,3 +142,38 @@ def test_the_ladder_lies_flat_and_alone() -> None:
 def test_no_two_packages_have_one_name() -> None:
     names = [path.parent.name for path in MODULES.values() if path.name == "__init__.py"]
     assert sorted(names) == sorted(set(names))
+
+
+SHORT = 40
+FOUND_BY_NAME = re.compile(r"steps\.step\d\d_|steps\.learn\.pitfalls\.p\d\d_|steps\.kernels\.")
+"""Lessons, exhibits and kernels: a file of its own is what each of them is."""
+
+
+def lines_of_code(path: Path) -> int:
+    """Without blank lines, comments and docstrings."""
+    text = path.read_text(encoding="utf-8")
+    told: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            told |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(
+        1 for i, line in lines if line.strip(" #") and line.lstrip()[0] != "#" and i not in told
+    )
+
+
+def test_a_short_file_has_several_users() -> None:
+    """One that a single file uses is part of that file."""
+    users: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, path in MODULES.items():
+        for other in imports_of(path) - {name}:
+            users[other].add(name)
+    alone = {
+        name: used
+        for name, used in users.items()
+        if len(used) < 2
+        and MODULES[name].name not in ("__init__.py", "__main__.py")
+        and not FOUND_BY_NAME.match(name)
+        and lines_of_code(MODULES[name]) < SHORT
+    }
+    assert not alone

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from results.measure.beside import beside
 from results.measure.protocol import Budget
 from steps.cli import exercises
 from steps.cli import main as cli
+from steps.cli.exercises import beside
 from steps.contract import Work, why_no_gpu
 from steps.driver.machines import Simulator
 from steps.learn.exercises.text import Exercise, make, solutions
