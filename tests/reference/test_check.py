@@ -92,9 +92,10 @@ def test_ggml_blocks_as_activations_pass(name: str) -> None:
         assert check(answer(problem, "A8", q81), problem, "A8", q81)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [0, 83, 103, 166])
 def test_single_outputs_that_cancel_pass(seed: int) -> None:
-    """1 x 1: the result may be near zero by chance, and its relative error large for no fault."""
+    """1 x 1: the result may be near zero by chance, as of these seeds but the first, and its
+    relative error large for no fault."""
     for family in FAMILIES:
         problem = Problem(1, 1, 4096, "q4_0", "normal", seed)
         q81 = q81_of(problem, family)
@@ -186,6 +187,10 @@ def test_a_sample_sees_dropped_tiles_and_every_nan() -> None:
     problem = Problem(260, 300, 64, "q8_0")
     c, sampled = answer(problem, "A16", None), Reference(problem, limit=1000)
     assert check(c, problem, "A16", reference=sampled).compared <= 1000
+    wrong = Halves.of_values(problem.a)
+    wrong.h[259, 3] *= 2
+    verdict = check(c, problem, "A16", wrong, reference=sampled)
+    assert "activations (h) differ from the recipe, the first at (259, 3)" in verdict.verdict
     for m in range(0, 260, 37):
         spoiled = put(c.copy(), (m, 141), math.nan)
         assert "nan" in check(spoiled, problem, "A16", reference=sampled).failures
