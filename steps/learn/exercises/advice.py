@@ -14,10 +14,9 @@ from numba.core.errors import NumbaError
 from steps.checks.cases import Case
 from steps.compile.compiler import MachineCode, machine_code, signature_of
 from steps.contract import Family, Step, Work
-from steps.driver.machines import Simulator
-from steps.learn.exercises.trial import Diagnosis, Subject, prepared_for
+from steps.learn.exercises.rerun import run_again
+from steps.learn.exercises.trial import Diagnosis, Subject
 from steps.product.choice import Choice
-from steps.simulator.launch import simulate
 from steps.simulator.trace import Instruction, Recorder
 
 ARCH: Final = "sm_90a"  # the one on which all steps run
@@ -113,17 +112,6 @@ def memory_traffic(step: Step, reference: Step) -> Iterator[str]:
 
 def _instructions(step: Step, subject: Subject) -> list[Instruction]:
     """The memory instructions of the first warp."""
-    machine, recorder = Simulator(), Recorder()
-    prepared = prepared_for(step, subject, machine)
-    for launch in prepared.activations.launches:
-        machine.run(launch)
-    launch = prepared.launch
-    simulate(
-        launch.kernel,
-        launch.grid,
-        launch.block,
-        launch.args,
-        shared_bytes=launch.shared_bytes,
-        trace=recorder,
-    )
+    recorder = Recorder()
+    run_again(step, subject, trace=recorder)
     return recorder.instructions()

@@ -73,8 +73,8 @@ def misplaced(step: Step, right: Step, subject: Subject, file: File) -> Finding 
     where the two kernels use it otherwise."""
     subject = Subject(subject.family, subject.format, CASE, subject.sms)
     own, others = FirstLoads(file.path), FirstLoads(file.path)
-    run_again(step, subject, own)
-    run_again(right, subject, others)
+    run_again(step, subject, banks=own)
+    run_again(right, subject, banks=others)
     for name, found in own.contents.items():
         expected = others.contents.get(name)
         if expected is None or expected.known.size != found.known.size:

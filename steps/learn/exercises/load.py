@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from steps.contract import Kernel, Step
+from steps.learn.exercises.trial import line_of
 from steps.registry import find
 
 
@@ -42,8 +43,11 @@ def load(text: str, path: Path, rows: Sequence[int]) -> Step:
     sys.modules[name] = module
     try:
         exec(compile(tree, str(path), "exec"), module.__dict__)
+    except SyntaxError as error:
+        raise Unloadable(error.lineno or 1, error.msg) from None
     except Exception as error:
-        raise _refused(error, path) from None
+        why = f"{type(error).__name__}: {error}"
+        raise Unloadable(line_of(error, path) or 1, why) from None
     step = getattr(module, "STEP", None)
     if isinstance(step, Step):
         return step
@@ -65,15 +69,3 @@ def _place(tree: ast.Module, rows: Sequence[int]) -> None:
         if isinstance(node, ast.expr | ast.stmt | ast.arg | ast.keyword | ast.alias):
             node.lineno, node.col_offset = rows[node.lineno - 1], 0
             node.end_lineno, node.end_col_offset = rows[(node.end_lineno or 1) - 1], 0
-
-
-def _refused(error: Exception, path: Path) -> Unloadable:
-    """What went wrong at import, at the last line of the file that took part."""
-    line, step = 1, error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_filename == str(path):
-            line = step.tb_lineno
-        step = step.tb_next
-    if isinstance(error, SyntaxError):
-        return Unloadable(error.lineno or line, error.msg)
-    return Unloadable(line, f"{type(error).__name__}: {error}")

@@ -153,7 +153,7 @@ def _witnessed(
 ) -> tuple[Witness, int]:
     """(who touched that byte, the index of the thread at fault), from a second run."""
     witness = Witness(file.path, fault.block, found["name"], int(found["byte"]))
-    launch = run_again(step, subject, witness).launch
+    launch = run_again(step, subject, banks=witness).launch
     x, y, z = map(int, fault.thread.split(","))
     width, height, _ = (*launch.block, 1, 1)[:3]
     return witness, x + width * (y + height * z)

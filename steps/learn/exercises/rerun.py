@@ -63,8 +63,9 @@ class Watch(Gatherer):
             self.accessed(lane, what, whole, at)
 
 
-def run_again(step: Step, subject: Subject, watch: Watch) -> Prepared:
-    """A product once more, up to its fault if it has one."""
+def run_again(step: Step, subject: Subject, **eyes: Any) -> Prepared:
+    """A product once more, up to its fault if it has one. eyes: `banks=` or `trace=`, a Gatherer,
+    as `simulate` takes them."""
     machine = Simulator(subject.case.order)
     prepared = prepared_for(step, subject, machine)
     for launch in prepared.activations.launches:
@@ -78,6 +79,6 @@ def run_again(step: Step, subject: Subject, watch: Watch) -> Prepared:
             launch.args,
             order=subject.case.order,
             shared_bytes=launch.shared_bytes,
-            banks=watch,
+            **eyes,
         )
     return prepared

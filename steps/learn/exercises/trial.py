@@ -213,7 +213,7 @@ def sized_for(sms: int | None) -> Iterator[None]:
 def fault_of(error: Exception, path: Path) -> Fault:
     """An error of the simulator, or of Python on the host."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    line = _line_of(cause, path) or _line_of(error, path)
+    line = line_of(cause, path) or line_of(error, path)
     text = str(error)
     where = _WHERE.fullmatch(text)
     kind = type(cause).__name__
@@ -223,7 +223,7 @@ def fault_of(error: Exception, path: Path) -> Fault:
     return Fault(kind, what, line or _line_in(text, path), where["block"], where["thread"])
 
 
-def _line_of(error: BaseException, path: Path) -> int:
+def line_of(error: BaseException, path: Path) -> int:
     """The innermost line of the file in a traceback."""
     line, step = 0, error.__traceback__
     while step is not None:

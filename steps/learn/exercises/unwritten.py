@@ -94,9 +94,9 @@ def unwritten(step: Step, subject: Subject, file: File, m: int, n: int) -> tuple
     """(line, sentences) of the load that makes C[m, n] NaN; None where that is none of shared
     memory."""
     first = Unwritten(file.path)
-    launch = run_again(step, subject, first).launch
+    launch = run_again(step, subject, banks=first).launch
     for load in islice(first.loads.values(), MOST):
-        alone = run_again(step, subject, Unwritten(file.path, load))
+        alone = run_again(step, subject, banks=Unwritten(file.path, load))
         if np.isnan(alone.out[m, n]):
             return load.lines[0] if load.lines else 0, _said(load, first, launch, file)
     return None
