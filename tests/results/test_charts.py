@@ -37,19 +37,15 @@ def text_of(svg: bytes) -> str:
     return "\n".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("}text"))
 
 
-def test_every_chart_is_there_and_small_enough_for_a_page(files) -> None:
+def test_every_chart_is_there_alike_each_time_with_its_gpu_and_its_date(run, files) -> None:
     assert set(files) == {f"{name}.svg" for name in NAMES}
     assert sum(map(len, files.values())) < 300_000
-
-
-def test_same_run_same_bytes(run, files) -> None:
     assert charts.render(run) == files
-    assert all(b"<dc:date>" not in data for data in files.values())
-
-
-def test_titles_say_which_gpu_and_when(files) -> None:
     for name, data in files.items():
+        assert b"<dc:date>" not in data
         assert "NVIDIA H200 @ 700 W, 2026-01-02" in text_of(data), name
+    assert charts.render(Run(env=Environment())) == {}
+    assert set(charts.render(run, only={"error"})) == {"error.svg"}
 
 
 # --- the ladder -----------------------------------------------------------------------------------
@@ -67,7 +63,7 @@ def test_the_ladder_has_a_panel_per_branch_with_its_home_shape(files) -> None:
         assert label in text
 
 
-def test_each_step_stands_once_at_its_home(run) -> None:
+def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, files) -> None:
     panels = query.ladder(run)
     assert [panel.branch for panel in panels] == list(BRANCHES)
     rows = [rung.row for panel in panels for rung in panel.rungs]
@@ -82,10 +78,8 @@ def test_each_step_stands_once_at_its_home(run) -> None:
     assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
     assert {row.format for row in tenth.every} == set(FORMATS)
 
-
-def test_figures_in_the_ladder_are_those_of_the_run(run, files) -> None:
     text = text_of(files["ladder.svg"]).split("\n")
-    for panel in query.ladder(run):
+    for panel in panels:
         for rung in panel.rungs:
             speed = rung.row.kernel_us if panel.branch == ladder.DECODE else rung.row.tflops
             assert table.number(speed or 0) in text
@@ -94,27 +88,23 @@ def test_figures_in_the_ladder_are_those_of_the_run(run, files) -> None:
 
 
 def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
+    """And in the decode panel where its time puts it, not where its bytes would."""
+
+    def line_of(axes) -> float:
+        color = style.BASELINE_COLORS[query.CUBLAS]
+        (line,) = (line for line in axes.lines if line.get_color() == color)
+        (x,) = set(line.get_xdata())
+        return x
+
     with mpl.rc_context(style.STYLE):
-        axes, *_ = ladder.draw(run).axes
+        prefill, *_, decode = ladder.draw(run).axes
     us = query.baseline_us(run, query.CUBLAS, "q4_0", (512, 4096, 4096))
     assert us is not None
-    color = style.BASELINE_COLORS[query.CUBLAS]
-    (line,) = (line for line in axes.lines if line.get_color() == color)
-    assert set(line.get_xdata()) == {2 * 512 * 4096 * 4096 / us * 1e-6}
-
-
-def test_the_decode_panel_counts_the_weights_of_its_format(run) -> None:
-    """A baseline that reads float16 stands where its time puts it, not where its bytes would."""
-    with mpl.rc_context(style.STYLE):
-        axes = ladder.draw(run).axes[-1]
+    assert line_of(prefill) == 2 * 512 * 4096 * 4096 / us * 1e-6
     first = query.ladder(run)[-1].rungs[0].row
     us = query.baseline_us(run, query.CUBLAS, "q4_0", first.shape)
-    color = style.BASELINE_COLORS[query.CUBLAS]
-    (line,) = (line for line in axes.lines if line.get_color() == color)
-    assert us is not None
-    assert first.limit_share is not None
-    assert first.kernel_us is not None
-    assert line.get_xdata()[0] == pytest.approx(first.limit_share * first.kernel_us / us)
+    least = (first.limit_share or 0) * (first.kernel_us or 0)
+    assert line_of(decode) == pytest.approx(least / (us or 0))
 
 
 # --- the others -----------------------------------------------------------------------------------
@@ -246,11 +236,6 @@ def test_missing_data_is_left_out() -> None:
     assert "4 dp4a emulated" in text, "a step that failed is not hidden"
     assert "\nfailed\n" in text
     assert "llama.cpp" not in text
-
-
-def test_without_rows_there_is_no_chart_and_only_what_is_asked_for_is_drawn(run) -> None:
-    assert charts.render(Run(env=Environment())) == {}
-    assert set(charts.render(run, only={"error"})) == {"error.svg"}
 
 
 @pytest.mark.parametrize("formats", [tuple(FORMATS), ("q8_0",)])

@@ -164,82 +164,70 @@ def invented(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(page.build(path, compiler=stub, tracer=traced))
 
 
-@pytest.fixture(scope="module")
-def committed() -> Page:
-    """Of the current run, or where there is none a page without figures."""
-    return Page(page.build(store.headline(), compiler=stub, tracer=traced))
-
-
-@pytest.fixture(params=["invented", "committed"])
-def each(request: pytest.FixtureRequest) -> Page:
-    found: Page = request.getfixturevalue(request.param)
-    return found
-
-
 # --- structure ------------------------------------------------------------------------------------
 
 
-def test_it_is_well_formed_and_all_there(each: Page) -> None:
+def assert_whole(each: Page) -> None:
+    """Well-formed, all there, without a request or a script, and to be read without sight."""
     assert each.html.startswith("<!DOCTYPE html>")
     assert each.faults == []
     wanted = [*SECTIONS, *(f"step-{step.number}" for step in ladder())]
+    wanted += [f"block-{name}" for name in FORMATS]
     assert set(wanted) <= set(each.ids)
-    assert {f"pitfall-{one.number}" for one in pitfalls()} <= set(each.ids)
-
-
-def test_ids_are_unique_and_every_link_leads_to_one(each: Page) -> None:
     assert len(each.ids) == len(set(each.ids))
     assert len(each.targets) > 50
     assert {target for target in each.targets if target[1:] not in each.ids} == set()
-    for _, given in each.tags:
-        for value in given.get("aria-labelledby", "").split():
-            assert value in each.ids
+    labels = [v for _, given in each.tags for v in given.get("aria-labelledby", "").split()]
+    assert set(labels) <= set(each.ids)
 
-
-def test_it_asks_for_nothing(each: Page) -> None:
-    outside = [one for one in each.resources if not one.startswith(("#", "data:"))]
-    assert outside == []
+    assert [one for one in each.resources if not one.startswith(("#", "data:"))] == []
     assert "script" not in {tag for tag, _ in each.tags}
     assert re.findall(r"url\((?!#)|@import", each.html) == []
-    assert set(re.findall(r"url\(#([^)]+)\)", each.html)) <= set(each.ids)
     used = {given["href"][1:] for tag, given in each.tags if tag == "use"}
-    assert used <= set(each.ids)
+    assert used | set(re.findall(r"url\(#([^)]+)\)", each.html)) <= set(each.ids)
 
-
-def test_headings_do_not_skip_a_level(each: Page) -> None:
     assert each.headings[0] == 1
     assert each.headings.count(1) == 1
-    for above, below in zip(each.headings, each.headings[1:], strict=False):
-        assert below <= above + 1
-
-
-def test_what_may_be_too_wide_scrolls_in_a_box_with_a_name(each: Page) -> None:
+    assert all(b <= a + 1 for a, b in zip(each.headings, each.headings[1:], strict=False))
     boxes = [given for _, given in each.tags if "scroll" in given.get("class", "").split()]
     assert len(boxes) > 30
-    for box in boxes:
-        assert box["role"] == "region"
-        assert box["aria-label"]
-        assert box["tabindex"] == "0"
+    assert all((box["role"], box["tabindex"]) == ("region", "0") for box in boxes)
+    assert all(box["aria-label"] for box in boxes)
     tables = len([tag for tag, _ in each.tags if tag == "table"])
     assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table', each.html)) == tables
 
 
+def test_the_page_of_a_run_is_whole(invented: Page) -> None:
+    assert_whole(invented)
+    assert {f"pitfall-{one.number}" for one in pitfalls()} <= set(invented.ids)
+
+
+@pytest.mark.parametrize("path", [store.headline(), None])
+def test_so_is_that_of_the_current_run_and_of_none(
+    path: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page.pitfalls, "pitfalls", lambda: ())  # which take seconds to run
+    none = "No machine code on this computer."
+    shown = Page(page.build(path, compiler=lambda *_: none, tracer=traced))
+    assert_whole(shown)
+    assert ("Nothing is measured yet" in shown.text["charts"]) == (path is None)
+    assert none in shown.text["step-1"]
+    assert ladder()[-1].title in re.sub(r"\s+", " ", shown.text["ladder"])
+
+
 def test_pictures_say_in_words_and_figures_what_they_show(invented: Page, run: Run) -> None:
-    each = invented
-    pictures = [given for tag, given in each.tags if tag == "svg"]
+    pictures = [given for tag, given in invented.tags if tag == "svg"]
     kinds = Counter(given["class"] for given in pictures)
     assert kinds["chart"] == 5
     assert kinds["memory"] == 3 * len(ladder())
     assert kinds["roof"] == len({rung.row.step for p in query.ladder(run) for rung in p.rungs})
+    said = dict(re.findall(r'id="([^"]*)"[^>]*>([^<]+)<', invented.html))
     for given in pictures:
         assert given["role"] == "img"
         title, description = given["aria-labelledby"].split()
-        for wanted in (title, description):
-            assert re.search(rf'id="{wanted}"[^>]*>([^<]+)<', each.html)
-        said = re.search(rf'id="{description}"[^>]*>([^<]+)<', each.html)
-        assert said
-        assert re.search(r"\d", said[1])
-    assert each.html.count("<figcaption>") == len(pictures)
+        assert said[title]
+        assert re.search(r"\d", said[description])
+    assert invented.html.count("<figcaption>") == len(pictures)
 
 
 # --- what stands in it ----------------------------------------------------------------------------
@@ -285,13 +273,6 @@ def test_each_step_stands_beside_the_step_it_grew_from(invented: Page) -> None:
         assert f'href="#step-{base}"' in invented.html
 
 
-def test_read_next_is_what_the_registry_says(invented: Page) -> None:
-    for step in ladder():
-        text = re.sub(r"\s+", " ", invented.text[f"step-{step.number}"])
-        numbers = [f"step {each.number}" for each in following(step)]
-        assert ("read next: " + ", ".join(numbers) in text) == bool(numbers)
-
-
 def test_source_and_texts_are_escaped(invented: Page) -> None:
     texts = "".join("".join(source(step)) for step in ladder())
     assert "<" in texts, "else this shows nothing"
@@ -309,6 +290,9 @@ def test_each_step_has_its_lesson_its_outcome_and_its_figures(invented: Page, ru
     for step in ladder():
         text = invented.text[f"step-{step.number}"]
         assert step.title in text
+        numbers = [f"step {each.number}" for each in following(step)]
+        said = re.sub(r"\s+", " ", text)
+        assert ("read next: " + ", ".join(numbers) in said) == bool(numbers)
         for heading in ("What is new", "Why it should help", "What it costs", "Machine code"):
             assert heading in text
         assert "47\nregisters a thread" in text
@@ -367,12 +351,11 @@ def test_instructions_stand_beside_the_line_they_are_of(invented: Page) -> None:
     assert own in invented.text["step-1"]
 
 
-def test_blocks_are_there_byte_by_byte(each: Page) -> None:
+def test_blocks_are_there_byte_by_byte(invented: Page) -> None:
     for name, fmt in FORMATS.items():
-        assert f"block-{name}" in each.ids
-        bytes_ = [given for tag, given in each.tags if given.get("name") == f"block-{name}"]
+        bytes_ = [given for tag, given in invented.tags if given.get("name") == f"block-{name}"]
         assert len(bytes_) == fmt.block_bytes
-    text = re.sub(r"\s+", " ", each.text["blocks"])
+    text = re.sub(r"\s+", " ", invented.text["blocks"])
     assert "bits 7..4: bits 3..0 of the code of weight 31" in text
 
 
@@ -383,16 +366,6 @@ def test_machine_and_protocol_are_those_of_the_run(invented: Page, run: Run) -> 
     for rate in run.env.limits.tops.values():
         assert table.number(rate) in text
     assert "20 % and 80 % quantiles" in re.sub(r"\s+", " ", text)
-
-
-def test_before_anything_is_measured_there_is_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page.pitfalls, "pitfalls", lambda: ())  # which take seconds to run
-    none = "No machine code on this computer."
-    shown = Page(page.build(None, compiler=lambda *_: none, tracer=traced))
-    assert shown.faults == []
-    assert "Nothing is measured yet" in shown.text["charts"]
-    assert "No machine code on this computer." in shown.text["step-1"]
-    assert ladder()[-1].title in re.sub(r"\s+", " ", shown.text["ladder"])
 
 
 def test_a_place_under_the_roof() -> None:
