@@ -59,12 +59,8 @@ def draw(run: Run) -> Figure:
     sizes = in_order((1, one.N, one.K) for one in tabled(run))
     format_name = main_format(tabled(run)).upper()
     height = style.HEAD + len(sizes) * (PANEL + 0.62) + 0.42
-    figure = style.new_figure(
-        height,
-        "What a caller gets, tensor in to tensor out",
-        run,
-        f"{format_name}, float16 in and out",
-    )
+    title, note = "What a caller gets, tensor in to tensor out", "float16 in and out"
+    figure = style.new_figure(height, title, run, f"{format_name}, {note}")
     drawn = {(n, k): curves(run, n, k) for _, n, k in sizes}
     values = [x for each in drawn.values() for _, points in each for _, x in points] + [1.0]
     low, high = min(values) / 1.15, max(values) * 1.15
@@ -72,9 +68,8 @@ def draw(run: Run) -> Figure:
     looks |= {label: (color, "") for label, color in style.LAYER_COLORS.items()}
     scale = math.log(high / low)
     top = style.HEAD + 0.28
-    for i, (_, n, k) in enumerate(sizes):
-        across = style.COLUMN - LEFT - RIGHT
-        axes = style.box(figure, LEFT, top, across, PANEL)
+    for _, n, k in sizes:
+        axes = style.box(figure, LEFT, top, style.COLUMN - LEFT - RIGHT, PANEL)
         axes.set_title(f"N x K: {n} x {k}", fontsize=10, fontweight="bold", loc="left")
         ends = [(math.log(1 / low) / scale, BASELINES[CUBLAS], style.BASELINE_COLORS[CUBLAS])]
         axes.axhline(1, color=style.BASELINE_COLORS[CUBLAS], dashes=(5, 2), linewidth=1.5)
@@ -93,14 +88,8 @@ def draw(run: Run) -> Figure:
         ticks = [x for x in (0.25, 0.5, 1, 2, 4, 8) if low < x < high]
         axes.set_yticks(ticks, [f"{x:g}x" for x in ticks])
         style.named_ends(axes, ends, 0.17 / PANEL)
-        if i + 1 == len(sizes):
-            axes.set_xlabel("M, tokens", fontsize=9.5)
         top += PANEL + 0.62
-    figure.text(
-        0.02,
-        0.08 / height,
-        "Times as fast as cuBLAS float16. gemm.plan and llama.cpp: float32 in and out.",
-        fontsize=9,
-        color=style.FAINT,
-    )
+    axes.set_xlabel("M, tokens", fontsize=9.5)
+    told = "Times as fast as cuBLAS float16. gemm.plan and llama.cpp: float32 in and out."
+    style.foot(figure, told)
     return figure

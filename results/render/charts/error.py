@@ -10,7 +10,7 @@ they have no error of their own to compare with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from qformats import WEIGHT_FORMATS
 from results.record.schema import Row, Run
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LINE: Final = 0.25
 LEFT: Final = 2.32
+ACROSS: Final = style.COLUMN - LEFT - 0.2
 
 
 def rungs(run: Run) -> list[Rung]:
@@ -71,23 +72,17 @@ def draw(run: Run) -> Figure:
         ),
     ):
         figure.text(0.02, 1 - (top - 0.14) / height, title, fontweight="bold", fontsize=10)
-        axes = style.box(figure, LEFT, top, style.COLUMN - LEFT - 0.2, panel)
-        values = [v for rung in steps for row in rows_of(rung) if (v := made(row))]
+        axes = style.box(figure, LEFT, top, ACROSS, panel)
         _lines(axes, steps)
+        values = []
         for y, rung in enumerate(steps):
             rows = rows_of(rung)
             for i, row in enumerate(rows):
-                value = made(row)
-                if value:
-                    shift = (i - (len(rows) - 1) / 2) * 0.13
-                    axes.plot(
-                        [value],
-                        [y + shift],
-                        style.FORMAT_MARKERS.get(row.format, "o"),
-                        color=style.FORMAT_COLORS.get(row.format, style.PALE),
-                        markersize=4.5,
-                        markeredgewidth=0,
-                    )
+                if value := made(row):
+                    values.append(value)
+                    looks: dict[str, Any] = {"markersize": 4.5, "markeredgewidth": 0}
+                    at = y + (i - (len(rows) - 1) / 2) * 0.13
+                    axes.plot([value], [at], **_look(row.format), **looks)
         axes.set_xscale("log")
         if values:
             pad = 1.15 if min(values) >= 1 else 3
@@ -100,23 +95,18 @@ def draw(run: Run) -> Figure:
     return figure
 
 
+def _look(name: str) -> dict[str, Any]:
+    """How a format's points are drawn."""
+    color = style.FORMAT_COLORS.get(name, style.PALE)
+    return {"marker": style.FORMAT_MARKERS.get(name, "o"), "color": color, "linestyle": "none"}
+
+
 def _lines(axes: Axes, steps: list[Rung]) -> None:
-    across = style.COLUMN - LEFT - 0.2
-    axes.set_ylim(len(steps) - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    for y, rung in enumerate(steps):
-        if y % 2 == 0:
-            axes.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", zorder=0)
-        axes.text(
-            (0.12 - LEFT) / across,
-            y,
-            short(rung.row),
-            transform=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=9.5,
-            color=style.INK if rung.row.accuracy == "exact" else style.ORANGE,
-        )
+    colors = {True: style.INK, False: style.ORANGE}
+    named = [(short(rung.row), colors[rung.row.accuracy == "exact"]) for rung in steps]
+    style.row_names(axes, LEFT, ACROSS, named)
+    for y in range(0, len(steps), 2):
+        axes.axhspan(y - 0.5, y + 0.5, color="#f6f6f6", zorder=0)
 
 
 def _few(axes: Axes, low: float, high: float) -> None:
@@ -129,23 +119,7 @@ def _few(axes: Axes, low: float, high: float) -> None:
 def _key(figure: Figure, names: list[str], height: float) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D(
-            [],
-            [],
-            marker=style.FORMAT_MARKERS.get(name, "o"),
-            color=style.FORMAT_COLORS.get(name, style.PALE),
-            linestyle="none",
-            label=name.upper(),
-        )
-        for name in names
-    ]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.0, 1 - 0.56 / height),
-        ncols=len(names) or 1,
-        fontsize=9.5,
-        handletextpad=0.1,
-        columnspacing=1.0,
-    )
+    handles = [Line2D([], [], label=name.upper(), **_look(name)) for name in names]
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 1 - 0.56 / height)}
+    spaces = {"handletextpad": 0.1, "columnspacing": 1.0}
+    figure.legend(handles=handles, ncols=len(names) or 1, fontsize=9.5, **place, **spaces)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Row, Run
@@ -19,9 +20,11 @@ DECODE: Final = "decode"
 LINE: Final = 0.27  # inches for a step
 LEFT: Final = 2.32  # the steps' names
 RIGHT: Final = 1.3  # their figures
+ACROSS: Final = style.COLUMN - LEFT - RIGHT
 TITLE: Final = 0.34  # a panel's title
 LABELS: Final = 0.42  # the names of two baselines
 AXIS: Final = 0.5  # tick labels and the axis' name
+HEADS: Final[dict[str, Any]] = {"va": "baseline", "fontsize": 8.5, "color": style.FAINT}
 NOTES: Final = (
     "Hollow: the parent at the same shape. Pale: all formats. Orange: requantized\n"
     "weights, less exact. Steps and cuBLAS: the kernel alone."
@@ -50,10 +53,14 @@ def draw(run: Run) -> Figure:
         decode = panel.branch == DECODE
         labelled = decode or i == 0
         above = TITLE + (LABELS if labelled else 0.0)
-        axes = style.box(
-            figure, LEFT, top + above, style.COLUMN - LEFT - RIGHT, LINE * len(panel.rungs)
-        )
-        _panel(figure, axes, panel, top)
+        axes = style.box(figure, LEFT, top + above, ACROSS, LINE * len(panel.rungs))
+        y = 1 - (top + 0.22) / height
+        figure.text(0.02, y, panel.title, fontweight="bold", fontsize=10.5)
+        at = f"M x N x K: {dims(panel.home)}"
+        figure.text(1 - 0.02, y, at, fontsize=9, color=style.FAINT, ha="right")
+        axes.grid(visible=False, axis="y")
+        names = [short(r.row) + (f", M={r.row.M}" if r.away else "") for r in panel.rungs]
+        style.row_names(axes, LEFT, ACROSS, [(name, style.INK) for name in names])
         if decode:
             _shares(run, axes, panel)
         else:
@@ -72,52 +79,22 @@ def _height(panel: Panel, i: int, panels: Sequence[Panel]) -> float:
 
 
 def _limits(run: Run, panels: Sequence[Panel]) -> tuple[float, float]:
-    values = [
-        row.tflops
-        for panel in panels
-        for rung in panel.rungs
-        for row in (*rung.every, *([rung.parent] if rung.parent else []))
-        if row.tflops
-    ]
+    rungs = [rung for panel in panels for rung in panel.rungs]
+    rows = [row for rung in rungs for row in (*rung.every, rung.parent) if row]
+    values = [row.tflops for row in rows if row.tflops]
     for panel in panels:
-        work = 2 * panel.home[0] * panel.home[1] * panel.home[2]
-        times = (_us(run, name, panel) for name in BASELINES)
-        values += [work / us * 1e-6 for us in times if us]
+        values += [_work(panel) / us for us in _baselines_us(run, panel).values()]
     return (min(values) / 1.5, max(values) * 1.35) if values else (0.1, 10.0)
 
 
-def _us(run: Run, name: str, panel: Panel) -> float | None:
-    return baseline_us(run, name, panel.rungs[0].row.format, panel.home)
+def _work(panel: Panel) -> float:
+    """Operations of its products in 1e6, which over us are TFLOPS."""
+    return 2 * math.prod(panel.home) * 1e-6
 
 
-def _panel(figure: Figure, axes: Axes, panel: Panel, top: float) -> None:
-    """Its title, the names of its steps, and the heads of the figures beside them."""
-    height = figure.get_size_inches()[1]
-    y = 1 - (top + 0.22) / height
-    figure.text(0.02, y, panel.title, fontweight="bold", fontsize=10.5)
-    figure.text(
-        1 - 0.02, y, f"M x N x K: {dims(panel.home)}", fontsize=9, color=style.FAINT, ha="right"
-    )
-    axes.set_ylim(len(panel.rungs) - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
-    across = style.COLUMN - LEFT - RIGHT
-    for y_step, rung in enumerate(panel.rungs):
-        label = short(rung.row) + (f", M={rung.row.M}" if rung.away else "")
-        axes.text(
-            (0.12 - LEFT) / across,
-            y_step,
-            label,
-            transform=_beside(axes),
-            va="center",
-            fontsize=9.5,
-        )
-
-
-def _beside(axes: Axes) -> Any:
-    """x in axes' widths, y in data."""
-    return axes.get_yaxis_transform()
+def _baselines_us(run: Run, panel: Panel) -> dict[str, float]:
+    name = panel.rungs[0].row.format
+    return {each: us for each in BASELINES if (us := baseline_us(run, each, name, panel.home))}
 
 
 def _speeds(
@@ -129,15 +106,10 @@ def _speeds(
     for y, rung in enumerate(panel.rungs):
         _dumbbell(axes, y, rung, "tflops")
         _figures(axes, y, cell(rung.row.tflops), rung)
-    work = 2 * panel.home[0] * panel.home[1] * panel.home[2]
-    _baselines(
-        axes,
-        {name: work / us * 1e-6 for name in BASELINES if (us := _us(run, name, panel))},
-        labelled,
-        lambda value, _: number(value),
-    )
+    values = {name: _work(panel) / us for name, us in _baselines_us(run, panel).items()}
+    _baselines(axes, values, labelled, {name: number(x) for name, x in values.items()})
     if labelled:
-        _heads(axes, "TFLOPS")
+        _texts(axes, -0.72, ("TFLOPS", "x parent"), **HEADS)
     if last:
         axes.set_xlabel("TFLOPS, log scale", fontsize=9.5)
     else:
@@ -150,23 +122,13 @@ def _shares(run: Run, axes: Axes, panel: Panel) -> None:
     for y, rung in enumerate(panel.rungs):
         _dumbbell(axes, y, rung, "limit_share")
         _figures(axes, y, cell(rung.row.kernel_us), rung)
-    least = next(
-        (
-            rung.row.limit_share * rung.row.kernel_us
-            for rung in panel.rungs
-            if rung.row.limit_share and rung.row.kernel_us and not rung.away
-        ),
-        None,
-    )
-    times = {name: us for name in BASELINES if (us := _us(run, name, panel))}
-    if least:
-        _baselines(
-            axes,
-            {name: least / us for name, us in times.items()},
-            True,
-            lambda _, name: f"{number(times[name])} us",
-        )
-    _heads(axes, "us")
+    rows = [rung.row for rung in panel.rungs if not rung.away]
+    known = (r.limit_share * r.kernel_us for r in rows if r.limit_share and r.kernel_us)
+    if least := next(known, None):
+        times = _baselines_us(run, panel)
+        shares = {name: least / us for name, us in times.items()}
+        _baselines(axes, shares, True, {name: f"{number(us)} us" for name, us in times.items()})
+    _texts(axes, -0.72, ("us", "x parent"), **HEADS)
     format_name = panel.rungs[0].row.format.upper()
     axes.set_xlabel(f"time to read the {format_name} weights once / time", fontsize=9.5)
 
@@ -177,78 +139,43 @@ def _dumbbell(axes: Axes, y: int, rung: Rung, field: str) -> None:
     own = getattr(rung.row, field)
     color = style.BLUE if rung.row.accuracy == "exact" else style.ORANGE
     if values:
-        axes.plot(
-            [min(values), max(values)],
-            [y, y],
-            color=color,
-            alpha=0.22,
-            linewidth=9,
-            solid_capstyle="round",
-            zorder=1.5,
-        )
+        looks: dict[str, Any] = {"linewidth": 9, "solid_capstyle": "round", "zorder": 1.5}
+        axes.plot([min(values), max(values)], [y, y], color=color, alpha=0.22, **looks)
     if own is None:
         return
     before = getattr(rung.parent, field) if rung.parent else None
     if before:
         axes.plot([before, own], [y, y], color=color, linewidth=1.4, zorder=2)
-        axes.plot(
-            [before], [y], "o", markersize=4.5, markerfacecolor="white", color=color, zorder=2.5
-        )
+        hollow: dict[str, Any] = {"markersize": 4.5, "markerfacecolor": "white", "zorder": 2.5}
+        axes.plot([before], [y], "o", color=color, **hollow)
     axes.plot([own], [y], "o", markersize=7, color=color, zorder=3)
 
 
 def _figures(axes: Axes, y: int, figure: str, rung: Rung) -> None:
-    across = style.COLUMN - LEFT - RIGHT
     shown = figure if rung.row.status == "ok" else rung.row.status
-    for inches, text in ((0.64, shown), (1.2, ratio(rung.row.x_parent))):
-        axes.text(
-            1 + inches / across,
-            y,
-            text if text != ABSENT else "",
-            transform=_beside(axes),
-            ha="right",
-            va="center",
-        )
+    texts = (text if text != ABSENT else "" for text in (shown, ratio(rung.row.x_parent)))
+    _texts(axes, y, texts)
 
 
-def _heads(axes: Axes, figure: str) -> None:
-    across = style.COLUMN - LEFT - RIGHT
-    for inches, text in ((0.64, figure), (1.2, "x parent")):
-        axes.text(
-            1 + inches / across,
-            -0.72,
-            text,
-            transform=_beside(axes),
-            ha="right",
-            fontsize=8.5,
-            color=style.FAINT,
-        )
+def _texts(axes: Axes, y: float, texts: Iterable[str], **looks: Any) -> None:
+    """The two columns right of a panel."""
+    for inches, text in zip((0.64, 1.2), texts, strict=True):
+        style.beside(axes, 1 + inches / ACROSS, y, text, ha="right", **looks)
 
 
-def _baselines(axes: Axes, values: dict[str, float], labelled: bool, written: Any) -> None:
+def _baselines(
+    axes: Axes, values: dict[str, float], labelled: bool, written: dict[str, str]
+) -> None:
     """One line for each, named above the panel at its left, the one farther right higher up: so no
     line runs through a name."""
     count = axes.get_ylim()[0] + 0.5
     for row, (name, value) in enumerate(sorted(values.items(), key=lambda pair: pair[1])):
+        looks: dict[str, Any] = {"color": style.BASELINE_COLORS[name]}
         rise = 0.0
         if labelled:
             rise = (0.06 + 0.18 * row) / LINE
-            axes.text(
-                value,
-                -0.5 - rise,
-                f"{BASELINES[name]} {written(value, name)} ",
-                ha="right",
-                va="bottom",
-                fontsize=9,
-                color=style.BASELINE_COLORS[name],
-            )
+            text = f"{BASELINES[name]} {written[name]} "
+            axes.text(value, -0.5 - rise, text, ha="right", va="bottom", fontsize=9, **looks)
             rise += 0.13 / LINE
-        axes.plot(
-            [value, value],
-            [count - 0.5, -0.5 - rise],
-            color=style.BASELINE_COLORS[name],
-            linestyle=style.BASELINE_DASHES[name],
-            linewidth=1.5,
-            clip_on=False,
-            zorder=1.8,
-        )
+        looks |= {"linestyle": style.BASELINE_DASHES[name], "linewidth": 1.5, "zorder": 1.8}
+        axes.plot([value, value], [count - 0.5, -0.5 - rise], clip_on=False, **looks)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from results.record.schema import Row, Run, Size
+from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.charts.ladder import short
 from results.render.query import UNITS, main_format, of_one_dtype, timed, tops
-from results.render.table import number
+from results.render.table import dims, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,8 @@ def intensity(row: Row) -> float:
 def draw(run: Run) -> Figure:
     rows = rows_of(run)
     height = style.HEAD + PANEL + 0.75
-    size: Size = rows[0].shape
-    figure = style.new_figure(
-        height,
-        "Roofline: the last step of each branch",
-        run,
-        f"{rows[0].format.upper()}, N x K: {size[1]} x {size[2]}",
-    )
+    note = f"{rows[0].format.upper()}, N x K: {dims(rows[0].shape[1:])}"
+    figure = style.new_figure(height, "Roofline: the last step of each branch", run, note)
     axes = style.box(figure, LEFT, style.HEAD + 0.1, style.COLUMN - LEFT - RIGHT, PANEL)
     limits = run.env.limits
     bandwidth = max(limits.copy_tbps or 0.0, limits.read_tbps or 0.0)
@@ -65,16 +60,9 @@ def draw(run: Run) -> Figure:
     handles = []
     for i, step in enumerate(sorted({row.step for row in rows})):
         own = sorted((row for row in rows if row.step == step), key=lambda row: row.M)
-        (line,) = axes.plot(
-            [intensity(row) for row in own],
-            [row.tflops or 0.0 for row in own],
-            marker=MARKS[i % len(MARKS)],
-            color=COLORS[i % len(COLORS)],
-            linewidth=1.3,
-            markersize=6,
-            label=short(own[0]),
-        )
-        handles.append(line)
+        points = zip(*((intensity(row), row.tflops or 0.0) for row in own), strict=True)
+        looks: dict[str, Any] = {"marker": MARKS[i % len(MARKS)], "color": COLORS[i % len(COLORS)]}
+        handles += axes.plot(*points, linewidth=1.3, markersize=6, label=short(own[0]), **looks)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(x0, x1)
@@ -97,15 +85,8 @@ def _tokens(axes: Axes, rows: list[Row]) -> None:
     columns = [[intensity(row) for row in rows if m == row.M] for m in ms]
     middles = [sum(math.log(x / x0) / width for x in each) / len(each) for each in columns]
     for m, middle in zip(ms, style.spread(middles, 0.12), strict=True):
-        axes.text(
-            middle,
-            0.02,
-            f"M={m}",
-            transform=axes.transAxes,
-            ha="center",
-            fontsize=9,
-            color=style.FAINT,
-        )
+        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
+        axes.text(middle, 0.02, f"M={m}", fontsize=9, color=style.FAINT, **place)
 
 
 def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
@@ -117,23 +98,14 @@ def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
         end = min(x1, top / bandwidth)
         axes.plot([x0, end], [x0 * bandwidth, end * bandwidth], **line)
         p, q = axes.transData.transform([(x, x * bandwidth) for x in (x0, end)])
-        axes.text(
-            x0 * 1.5,
-            x0 * 1.5 * bandwidth * 1.2,
-            f"memory, {bandwidth:.2f} TB/s",
-            rotation=math.degrees(math.atan2(q[1] - p[1], q[0] - p[0])),
-            rotation_mode="anchor",
-            fontsize=9,
-        )
+        angle = math.degrees(math.atan2(q[1] - p[1], q[0] - p[0]))
+        looks: dict[str, Any] = {"rotation": angle, "rotation_mode": "anchor", "fontsize": 9}
+        at, text = x0 * 1.5, f"memory, {bandwidth:.2f} TB/s"
+        axes.text(at, at * bandwidth * 1.2, text, **looks)
     for unit, roof in roofs.items():
         start = max(x0, roof / bandwidth) if bandwidth else x0
         axes.plot([start, x1], [roof, roof], **line)
-        axes.text(
-            x1 / 1.04,
-            roof * 1.03,
-            f"{UNITS.get(unit, unit)}, {number(roof)}",
-            fontsize=9,
-            va="bottom",
-            ha="right",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75},
-        )
+        looks = {"va": "bottom", "ha": "right", "fontsize": 9}
+        looks["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75}
+        text = f"{UNITS.get(unit, unit)}, {number(roof)}"
+        axes.text(x1 / 1.04, roof * 1.03, text, **looks)

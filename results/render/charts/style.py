@@ -83,6 +83,26 @@ def box(figure: Figure, left: float, top: float, width: float, height: float) ->
     )
 
 
+def row_names(axes: Axes, left: float, across: float, names: Sequence[tuple[str, str]]) -> None:
+    """A panel whose lines have names left of it: (name, colour) from the top. left, across: where
+    the panel begins and how wide it is, in inches."""
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    for y, (name, color) in enumerate(names):
+        beside(axes, (0.12 - left) / across, y, name, fontsize=9.5, color=color)
+
+
+def beside(axes: Axes, x: float, y: float, text: str, va: str = "center", **looks: Any) -> None:
+    """A text at x in widths of the axes and y in data."""
+    axes.text(x, y, text, transform=axes.get_yaxis_transform(), va=va, **looks)
+
+
+def foot(figure: Figure, text: str) -> None:
+    """What has to be said below everything."""
+    figure.text(0.02, 0.08 / figure.get_size_inches()[1], text, fontsize=9, color=FAINT)
+
+
 def plain_log(axis: Any) -> None:
     """A log axis with 0.1, 1, 10, 1000 instead of powers."""
     from matplotlib.ticker import FuncFormatter, NullFormatter

@@ -60,23 +60,13 @@ def draw(run: Run) -> Figure:
     format_name = main_format(one for one in run.as_called if one.swept).upper()
     own_height = PANEL + len(LINES) * BAR + BELOW + 0.3
     height = style.HEAD + len(drawn) * own_height + 0.42
-    figure = style.new_figure(
-        height,
-        "Time of a call against its tokens",
-        run,
-        f"{format_name}, float16 in and out",
-    )
+    title, note = "Time of a call against its tokens", "float16 in and out"
+    figure = style.new_figure(height, title, run, f"{format_name}, {note}")
     top = style.HEAD + 0.26
     for i, (n, k) in enumerate(drawn):
         _panel(figure, run, n, k, top, last=i + 1 == len(drawn))
         top += own_height
-    figure.text(
-        0.02,
-        0.08 / height,
-        "GPU time, tensor in to tensor out. Bars: the step that was chosen.",
-        fontsize=9,
-        color=style.FAINT,
-    )
+    style.foot(figure, "GPU time, tensor in to tensor out. Bars: the step that was chosen.")
     return figure
 
 
