@@ -93,10 +93,7 @@ def measure(format_name: str = "q4_0", say: Callable[[str], None] = print) -> li
             theirs = [partial(linear, a), matmul, matmul, matmul]
             calls = [one for pair in zip(ours.values(), theirs, strict=True) for one in pair]
             with torch.no_grad():
-                for call in calls:
-                    for _ in range(WARM_UP):
-                        call()
-                taken = host_seconds(calls, torch.cuda.synchronize, BATCH, ROUNDS)
+                taken = host_seconds(calls, torch.cuda.synchronize, BATCH, ROUNDS, WARM_UP)
             of_shape = rows_of(list(ours), taken, (m, N, K), dtype, format_name)
             for row in of_shape:
                 say(

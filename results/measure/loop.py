@@ -231,11 +231,16 @@ def in_turn(
 
 
 def host_seconds(
-    calls: Sequence[Callable[[], Any]], drain: Callable[[], Any], batch: int, rounds: int
+    calls: Sequence[Callable[[], Any]],
+    drain: Callable[[], Any],
+    batch: int,
+    rounds: int,
+    warm_up: int = 0,
 ) -> list[list[list[float]]]:
-    """[call][round][of a batch] seconds until an eager call returned. It has queued its work by
-    then, and the GPU is not waited for: `drain` does so between batches, outside of what is timed,
-    so that no call waits for room in the queue."""
+    """[call][round][of a batch] seconds until an eager call returned, each having been called
+    `warm_up` times before. It has queued its work by then, and the GPU is not waited for: `drain`
+    does so between batches, outside of what is timed, so that no call waits for room in the
+    queue."""
 
     def timed(call: Callable[[], Any]) -> list[float]:
         drain()
@@ -246,6 +251,9 @@ def host_seconds(
             taken.append(time.perf_counter() - start)
         return taken
 
+    for call in calls:
+        for _ in range(warm_up):
+            call()
     taken = in_turn([partial(timed, call) for call in calls], rounds, rotate=False)
     drain()
     return taken

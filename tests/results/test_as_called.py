@@ -123,6 +123,15 @@ def test_only_calls_that_are_missing_or_stale_are_measured() -> None:
     assert missing([], run, None) == []
 
 
+def test_host_time_is_the_median_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(calls: Any, drain: Any, batch: int, rounds: int) -> Any:
+        assert (calls, drain, batch, rounds) == ([len], max, as_called.DRAINED, as_called.DRAINS)
+        return [[[1e-6, 2e-6], [9e-6, 3e-6]]]
+
+    monkeypatch.setattr(as_called, "host_seconds", taken)
+    assert as_called.host_us(len, max) == pytest.approx(2.5)  # type: ignore[arg-type]
+
+
 # --- a loop ---------------------------------------------------------------------------------------
 
 

@@ -261,6 +261,6 @@ def test_host_time_is_of_calls_and_the_queue_is_drained_outside(
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     calls = [spent("a", 1e-6), spent("b", 2e-6)]
-    taken = host_seconds(calls, spent("drain", 1.0), 3, 2)
-    assert order == [*["drain", *"aaa", "drain", *"bbb"] * 2, "drain"]
+    taken = host_seconds(calls, spent("drain", 1.0), 3, 2, warm_up=2)
+    assert order == [*"aabb", *["drain", *"aaa", "drain", *"bbb"] * 2, "drain"]
     assert np.array(taken) == pytest.approx(np.array([1e-6, 2e-6])[:, None, None] * np.ones((2, 3)))

@@ -27,6 +27,13 @@ def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         "num_key_value_heads": 2,
     }
     monkeypatch.setattr(llama, "ROUNDS", {"prefill": 2, "decode": 1, "decode, compiled": 1})
+    called: list[str] = []
+    made = llama.calls
+    monkeypatch.setattr(
+        llama,
+        "calls",
+        lambda model, case, device: lambda: called.append(case) or made(model, case, device)(),
+    )
     monkeypatch.setattr(llama, "STEPS", 3)
     said: list[str] = []
     rows, facts = llama.measure("q4_0", llama.LLAMA_3_2_1B | small, "cpu", said.append)
@@ -40,6 +47,7 @@ def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode, compiled, batch 1", "q4_0"),
     ]
     assert said == [llama.line(one) for one in rows]
+    assert called.count("decode") == 2 * (1 + 2 + 1), "the first, two that do not count, a round"
     for side in ("q4_0", "q4_0, fast"):
         off, bound = (
             facts[f"{what}, {side}"] for what in ("rms difference of logits", "bound of it")
