@@ -22,23 +22,7 @@ nothing here imports, also needs gguf.
 The device code that unpacks blocks is in `steps.blocks` and `steps.kernels.parts.weights`.
 """
 
-from qformats.blocks import (
-    BLOCK,
-    SUPER,
-    block_iq4_nl,
-    block_mxfp4,
-    block_q2_k,
-    block_q3_k,
-    block_q4_0,
-    block_q4_1,
-    block_q4_k,
-    block_q5_0,
-    block_q5_1,
-    block_q5_k,
-    block_q6_k,
-    block_q8_0,
-    block_q8_1,
-)
+from qformats.blocks import BLOCK, SUPER, block_q8_1
 from qformats.codec import (
     FILE_FORMATS,
     FORMATS,
@@ -57,18 +41,6 @@ __all__ = [
     "SUPER",
     "WEIGHT_FORMATS",
     "Format",
-    "block_iq4_nl",
-    "block_mxfp4",
-    "block_q2_k",
-    "block_q3_k",
-    "block_q4_0",
-    "block_q4_1",
-    "block_q4_k",
-    "block_q5_0",
-    "block_q5_1",
-    "block_q5_k",
-    "block_q6_k",
-    "block_q8_0",
     "block_q8_1",
     "dequantize",
     "format_named",

@@ -15,6 +15,17 @@ K_QUANTS = tuple(name for name in FILE_FORMATS if name.endswith("_k"))
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 TABLES = {"mxfp4": [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], "iq4_nl": IQ4_NL}
 PART, PARTS = 10_000, 10  # 10^5 random blocks of each format, a part at a time
+ZEROS = {
+    "q4_0": 8,
+    "q5_0": 16,
+    "q8_0": 0,
+    "q8_1": 0,
+    "q3_k": 4,
+    "q6_k": 32,
+    "mxfp4": 0,
+    "iq4_nl": 0,
+}
+name_of_format = pytest.mark.parametrize("name", list(FORMATS))
 name_of_file_format = pytest.mark.parametrize("name", FILE_FORMATS)
 name_of_k_quant = pytest.mark.parametrize("name", K_QUANTS)
 
@@ -25,7 +36,8 @@ def random_blocks(name, n, seed=0, finite=False):
     fmt = FORMATS[name]
     rng = np.random.default_rng([seed, list(FORMATS).index(name)])
     blocks = rng.integers(0, 256, n * fmt.block_bytes, np.uint8).view(fmt.dtype)
-    for k, field in enumerate(field for field in ("d", "dmin") if field in fmt.dtype.names):
+    halves = [field for field in fmt.dtype.names if fmt.dtype[field] == np.float16]
+    for k, field in enumerate(halves):
         if finite:
             half = blocks[field]
             blocks[field] = np.where(np.isfinite(half), half, np.float16(-0.375))
@@ -110,32 +122,39 @@ def test_hand_computed_values():
     assert value(q6_k, 231, 232) == [0.5 * -100 * (0x3A - 32), 0.5 * -100 * -32]
 
 
-@name_of_file_format
+@name_of_format
 def test_scale_times_level_plus_offset_is_the_value(name):
-    """Exactly, in float32, for any bytes with a finite d and dmin."""
+    """Exactly, in float32, for any bytes with finite scales."""
     fmt = FORMATS[name]
-    blocks = random_blocks(name, 2000, finite=True).reshape(1000, 2)
+    blocks = random_blocks(name, 6000, finite=True).reshape(3000, 2)
     scale, offset, levels = fmt.scale(blocks), fmt.offset(blocks), fmt.levels(blocks)
     groups = fmt.elements // fmt.group * 2
     assert (scale.dtype, offset.dtype, levels.dtype) == (np.float32, np.float32, np.int32)
-    assert scale.shape == offset.shape == (1000, groups)
+    assert scale.shape == offset.shape == (3000, groups)
     with np.errstate(over="ignore"):  # MXFP4's largest exponents
-        value = scale[..., None] * levels.reshape(1000, groups, -1).astype(np.float32)
+        value = scale[..., None] * levels.reshape(3000, groups, -1).astype(np.float32)
     value += offset[..., None]
-    np.testing.assert_array_equal(value.reshape(1000, -1), fmt.dequantize(blocks))
+    np.testing.assert_array_equal(value.reshape(3000, -1), fmt.dequantize(blocks))
     codes = fmt.codes(blocks)
-    assert (codes.min(), codes.max()) == (0, 2**fmt.bits - 1)
-    if name in TABLES:
-        np.testing.assert_array_equal(np.array(TABLES[name])[codes], levels)
-    else:
-        np.testing.assert_array_equal(levels, codes)
+    assert codes.dtype == np.int32
+    eight = fmt.bits == 8
+    assert (codes.min(), codes.max()) == ((-128, 127) if eight else (0, 2**fmt.bits - 1))
+    np.testing.assert_array_equal(
+        np.array(TABLES[name])[codes] if name in TABLES else codes, levels
+    )
+    if name in ZEROS:
+        np.testing.assert_array_equal(offset, -ZEROS[name] * scale)
+    elif "m" in fmt.dtype.names:
+        np.testing.assert_array_equal(offset, blocks["m"].astype(np.float32))
 
 
-@name_of_file_format
+@name_of_format
 def test_shapes_and_runs(name):
-    """Leading axes survive, and cutting the work into runs shows nowhere."""
+    """Leading axes survive, runs show nowhere, and blocks stay as they are."""
     fmt = FORMATS[name]
     blocks = random_blocks(name, 2 * 3 * (RUN // 5), finite=True).reshape(2, 3, -1)
+    raw = blocks.tobytes()
+    blocks.flags.writeable = False
     back = fmt.dequantize(blocks)
     assert back.shape == (2, 3, RUN // 5 * fmt.elements)
     for index in ((0, 0), (1, 2), (0, 2)):
@@ -145,8 +164,9 @@ def test_shapes_and_runs(name):
     np.testing.assert_array_equal(
         fmt.dequantize(odd).reshape(*odd.shape, -1), back.reshape(*blocks.shape, -1)[:, ::2, ::3]
     )
-    blocks.flags.writeable = False
-    fmt.dequantize(blocks)
+    for of in (fmt.codes, fmt.levels, fmt.scale, fmt.offset):
+        of(blocks)[:] = 0
+    assert blocks.tobytes() == raw
 
 
 def test_formats_of_equal_size_are_told_apart():

@@ -7,23 +7,14 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS, quantize
 from qformats.repack import as_bytes, k_outermost
+from tests.formats.test_file_formats import random_blocks
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 
 
-def any_blocks(name, shape):
-    """structured[shape] of random bytes, d and m finite."""
-    fmt = FORMATS[name]
-    size = int(np.prod(shape)) * fmt.block_bytes
-    blocks = np.random.default_rng(4).integers(0, 256, size, np.uint8).view(fmt.dtype)
-    for field in {"d", "m"} & set(fmt.dtype.names):
-        blocks[field] = np.where(np.isfinite(blocks[field]), blocks[field], np.float16(-0.5))
-    return blocks.reshape(shape)
-
-
 @weight_format
 def test_bytes_as_they_lie(name):
-    blocks = any_blocks(name, (7, 5))
+    blocks = random_blocks(name, 35, finite=True).reshape(7, 5)
     (raw,) = as_bytes(blocks)
     assert raw.dtype == np.uint8
     assert raw.tobytes() == blocks.tobytes()
@@ -34,7 +25,7 @@ def test_bytes_as_they_lie(name):
 def test_k_outermost_is_one_piece_for_each_step_along_k(name):
     """Element by element, as a kernel would: 16 bytes of chunk u of block b of row n lie at
     ((b chunks + u) N + n) 16; its fifth bits, scale and offset at b N + n. Of any strides."""
-    blocks = any_blocks(name, (14, 10))[::2, ::2]
+    blocks = random_blocks(name, 140, finite=True).reshape(14, 10)[::2, ::2]
     value = FORMATS[name].dequantize(blocks).reshape(7, 5, 32)
     before = blocks.tobytes()
     qs, qh, scale, offset = k_outermost(blocks)
