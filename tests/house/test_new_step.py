@@ -87,23 +87,17 @@ def ran(house: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 # --- a right one ----------------------------------------------------------------------------------
 
 
-def test_it_is_listed(house: Path) -> None:
+def test_it_is_listed_checked_and_compared_with_its_parent(house: Path) -> None:
     done = ran(house, "-m", "steps", "list", "--json")
     listed = {step["number"]: step for step in json.loads(done.stdout)}
-    assert list(listed) == list(range(1, NEW + 1))
+    assert list(listed) == [*(step.number for step in ladder()), NEW]
     assert listed[NEW]["parents"] == dict(COPIED.parents)
     assert listed[NEW]["homes"] == [list(shape) for shape in COPIED.home_shapes]
     assert NEW in listed[COPIED.parents["A8"]]["read_next"]
-
-
-def test_it_is_checked(house: Path) -> None:
     command = ("check", str(NEW), "--quick", "--format", "q4_0", "--machine", "simulator")
     done = ran(house, "-m", "steps", *command)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^ *{NEW}  W4A8 +q4_0 .* ok, \d+ cases$", done.stdout, re.MULTILINE)
-
-
-def test_its_difference_from_its_parent_is_shown(house: Path) -> None:
     done = ran(house, "-m", "steps", "diff", str(NEW))
     assert done.returncode == 0, done.stderr
     assert f"+++ steps/step{NEW:02d}_one_more.py" in done.stdout
