@@ -267,7 +267,7 @@ def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) 
         for out in outs:
             run(at, out, stream=stream)
 
-    if case.via == "graph":
+    if case.via == "graph" and on_gpu:
         _replayed(calls)
     else:
         calls(_stream(case, machine))

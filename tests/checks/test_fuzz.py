@@ -29,7 +29,7 @@ def test_a_short_run(case: FuzzCase) -> None:
 
 
 FOUND = [
-    "step=2 family=A8 format=q4_0 m=2 n=5 k=64 rows=large,plain",
+    "step=2 family=A8 format=q4_0 m=2 n=5 k=64 rows=large,plain via=graph",
     "step=3 family=A8 format=q4_0 m=2 n=5 k=64 rows=small,plain",
     "step=4 family=A8 format=q4_1 m=2 n=5 k=64 rows=large,nan via=plan",
     "step=15 family=A8 format=q4_0 m=1 n=1 k=160000 rows=ones weights=most",
