@@ -4,7 +4,6 @@ protocol.py             the regime, the GPU behind it, and what a time may be at
 loop.py                 the loop: contestants take turns, round by round
 products.py             data, launches and checks of a product that is timed
 bench.py                what is measured in which order, and what is left as it is
-beside.py               a reader's kernel beside the step it is to become
 as_called.py            what a caller gets: gemm.plan and QuantLinear beside torch
 cublas.py               cuBLAS through torch
 torch_graphs.py         calls of torch as contestants
