@@ -4,15 +4,12 @@ README.md's tables, results/RESULTS.md, the CSV files beside each run, and the c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from results.record import ROOT
 from results.record.store import ranked
 from results.render import charts, complete, readme
 from results.render.rows import KINDS, csv_files
 from results.render.staleness import measured
-
-CURE: Final = "run `make charts`"
 
 
 def texts(root: Path = ROOT) -> dict[str, str | None]:
@@ -57,7 +54,7 @@ def check(root: Path = ROOT) -> list[str]:
         file = root / name
         have = file.read_text(encoding="utf-8") if file.exists() else None
         if have != text:
-            found.append(f"{name}{_differ(have, text)}; {CURE}")
+            found.append(f"{name}{_differ(have, text)}; {charts.CURE}")
     _, run = next(iter(ranked(root / "results")), (None, None))
     return found + charts.drifts(run, root / "results" / "charts")
 

@@ -1,6 +1,6 @@
 """Charts: pure functions of one run. What is not in the run is not in a picture.
 
-    python -m results.render.charts [run.json] --out results/charts [--png]
+    python -m results charts [--run run.json] [--out results/charts] [--png]
 
     ladder.svg      each step at its home shape, a panel per branch, cuBLAS and llama.cpp as lines
     as_called.svg   what a caller gets, times as fast as cuBLAS float16, against tokens
