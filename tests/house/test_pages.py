@@ -93,3 +93,11 @@ def test_a_room_says_what_it_holds(room: Path) -> None:
     names = {name for name in modules | rooms if not re.fullmatch(LISTED_BY_THEMSELVES, name)}
     assert {name for name in names if not re.search(rf"\b{name}\b", said)} == set()
     assert set(re.findall(r"(?m)^(?:step \d+)? *(\w+)\.py\b", said)) <= modules
+
+
+@pytest.mark.parametrize("lesson", sorted((ROOT / "steps").glob("step*.py")), ids=lambda x: x.stem)
+def test_kernels_that_a_lesson_names_exist(lesson: Path) -> None:
+    said = ast.get_docstring(ast.parse(lesson.read_text(encoding="utf-8"))) or ""
+    for name in re.findall(r"\bkernels(?:[./]\w+)+", said):
+        path = ROOT / "steps" / re.sub(r"\.py$", "", name).replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
