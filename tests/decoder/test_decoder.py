@@ -243,19 +243,19 @@ def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None
     off = checks.relative(torch.cat(kept).double().numpy(), filled(trusted, whole)[2:-1])
     expected = checks.expected(trusted, whole, "exact")
     assert 0.3 * expected < off < checks.SAFETY * expected
-    templates = len(ours.output.workspace._memory)
-    assert templates == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
+    prepared = len(parts.operator._prepared)
+    assert prepared == 2 * products - 1, "for 3 tokens and for 1, but logits for 1 alone"
 
 
-def test_a_workspace_is_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
+def test_counters_are_zeroed_once(kernels: Any, monkeypatch: Any) -> None:
     """Sums that thread blocks hand each other: what must be zero is left so, call after call."""
     k, n, rng = 1056, 20, np.random.default_rng(0)
     blocks = bench.random_blocks("q4_0", n, k, rng)
     product = step_products("cpu")(blocks, False)
     x = torch.from_numpy(rng.standard_normal((65, k), dtype=np.float32)).half()
     assert product.input_dtype(65) is x.dtype
-    assert product.template(65).zeroed > 0, "blocks share tiles"
     first = product(x)
+    assert parts.operator._counters, "blocks share tiles"
     assert first.dtype == torch.float16
     monkeypatch.setattr(torch, "zeros", None)  # nothing is zeroed anew
     assert torch.equal(product(x), first)
@@ -280,12 +280,12 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     fast = step_products("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
     called.clear()
     found = fast.after_swiglu(y, gate)
-    in_pass = fast.template(65, GATED).reads == GATED  # not in that of int8 with a scale per token
+    in_pass = fast.choice(65, GATED).reading.source == GATED  # not in that of int8 with a scale per token
     assert called == ([] if in_pass else [torch.float16])
     assert torch.equal(found, fast(operations.PLAIN.swiglu(y, torch.float16)))
 
 
-def test_kernels_compiled_ahead_are_those_of_templates(
+def test_kernels_compiled_ahead_are_those_of_calls(
     kernels: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
