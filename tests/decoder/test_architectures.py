@@ -21,8 +21,7 @@ from steps.decoder import files, rotary
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
-from tests.decoder.test_decoder import SMALL, filled, kernels, reference  # noqa: F401
-from tests.nn.test_linear import host  # noqa: F401 - a fixture
+from tests.decoder.test_decoder import SMALL, filled, reference
 
 WIDE = SMALL | {"attention.key_length": 32}
 """Heads of 32 values, four of them, of a width of 64."""
@@ -34,12 +33,6 @@ LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 def of_transformers(path: Any, rope: dict[str, Any]) -> Any:
@@ -164,7 +157,7 @@ def test_a_token_at_a_time_is_all_at_once(tmp_path: Any, architecture: str) -> N
     np.testing.assert_allclose(torch.cat(kept).numpy(), logits, atol=1e-9)
 
 
-def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:  # noqa: F811
+def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:
     """Of a step that adds them before it rounds, at 3 tokens and at 1."""
     keys = SMALL | {"block_count": 1, "architecture": "qwen2"}
     path = files.write_tiny(tmp_path / "tiny.gguf", **keys)
@@ -177,7 +170,7 @@ def test_biases_by_the_kernels(kernels: Any, tmp_path: Any) -> None:  # noqa: F8
     assert off < checks.SAFETY * checks.expected(trusted, whole, "exact")
 
 
-def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_bias_is_added_behind_a_step_that_adds_none(kernels: Any, monkeypatch: Any) -> None:
     blocks = bench.random_blocks("q4_0", 20, 64, np.random.default_rng(0))
     bias = np.linspace(-1, 1, 20, dtype=np.float32)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()

@@ -37,17 +37,8 @@ from steps.kernels.decode import bulk, tiles
 from steps.nn import operator as torch_operator
 from steps.product.choice import Choice
 from steps.product.request import Request
-from tests.decoder.test_decoder import kernels  # noqa: F401 - a fixture
-from tests.driver.fake_gpu import gpu  # noqa: F401 - a fixture
-from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 LLAMA = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 class InSimulator:
@@ -111,7 +102,7 @@ def by_bulk_copies(request: Request, machine: Any) -> Choice:
 
 
 @pytest.fixture
-def by_step_18(kernels: Any, monkeypatch: Any) -> Any:  # noqa: F811
+def by_step_18(kernels: Any, monkeypatch: Any) -> Any:
     """All products of few tokens are step 18's."""
     monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
     monkeypatch.setattr(parts, "Gpu", lambda: kernels)
@@ -269,7 +260,7 @@ def test_kernels_are_the_default_on_a_gpu(monkeypatch: Any, cc: tuple[int, int])
     assert between.chosen("plain") is operations.PLAIN
 
 
-def test_a_launch_takes_addresses(gpu: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_launch_takes_addresses(gpu: Any, monkeypatch: Any) -> None:
     """What a call launches has the addresses of its tensors, zeros and workspace, and no others."""
     monkeypatch.setattr(between.operator, "current_stream", lambda device: 7)
     zeros = torch.zeros(256, dtype=torch.uint8)
@@ -342,13 +333,6 @@ def test_parts_that_there_are_not_are_refused(capsys: Any) -> None:
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return torch.device("cuda")
 
 
 @pytest.mark.gpu

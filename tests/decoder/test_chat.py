@@ -49,12 +49,6 @@ MESSAGES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
-
-
 # --- templates ------------------------------------------------------------------------------------
 
 
@@ -357,11 +351,9 @@ def test_a_real_model_answers(capsys: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_stream_on_a_gpu(tmp_path: Path, sampled: bool) -> None:
+def test_a_stream_on_a_gpu(cuda: Any, tmp_path: Path, sampled: bool) -> None:
     """Steps from a CUDA graph, which holds the drawing too: the tokens of the same model on the
     CPU, by products in float32."""
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
     path, found = files.write_tiny(tmp_path / "tiny.gguf", **SMALL), []
     ids = checks.prompt(files.WORDS, 7)
     for device in ("cpu", "cuda"):
@@ -375,10 +367,8 @@ def test_a_stream_on_a_gpu(tmp_path: Path, sampled: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_real_model_on_a_gpu(capsys: Any) -> None:
+def test_a_real_model_on_a_gpu(cuda: Any, capsys: Any) -> None:
     """SmolLM2 by the steps: right in both accuracies, and it knows what it knows on the CPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
     assert main(["decoder", str(smollm2()), "--check"]) == 0
     assert capsys.readouterr().out.count(": right: ") == 2
     question = "What is the capital of France? One sentence."

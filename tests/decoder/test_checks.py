@@ -24,12 +24,6 @@ ROUNDING = {("exact", "A16"): "exact", ("exact", "A8"): "Q8_1", ("fast", "A16"):
 PARAGRAPH = "The sea is everywhere the same, yet every coast believes that it has one of its own. "
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: Any) -> Path:
     return files.write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf")

@@ -27,8 +27,6 @@ from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
 from steps.kernels.parts.activations.layouts import GATED
-from steps.nn.linear import QuantLinear
-from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 SMALL = {
     "block_count": 2,
@@ -36,12 +34,6 @@ SMALL = {
     "feed_forward_length": 96,
     "attention.head_count": 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
@@ -218,18 +210,6 @@ def test_autotuning_is_asked_for_and_said(monkeypatch: Any, autotuned: bool, mod
 # --- the products ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def kernels(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
-    """Products by the kernels, in the simulator, on tensors of the CPU."""
-
-    def moved(layer: Any, device: Any) -> Any:
-        layer._move(torch.device("cuda"))
-        return layer
-
-    monkeypatch.setattr(QuantLinear, "to", moved)
-    return host
-
-
 @pytest.mark.parametrize("name", ["q4_0", "q5_1"])
 def test_products_by_the_kernels(kernels: Any, tmp_path: Any, name: str) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", name, **SMALL | {"block_count": 1})
@@ -280,7 +260,8 @@ def test_gates_are_computed_in_the_pass_where_there_is_one(kernels: Any) -> None
     fast = step_products("cpu", "fast")(bench.random_blocks("q4_0", n, k, rng), False)
     called.clear()
     found = fast.after_swiglu(y, gate)
-    in_pass = fast.choice(65, GATED).reading.source == GATED  # not in that of int8 with a scale per token
+    # int8 with a scale per token has no such pass
+    in_pass = fast.choice(65, GATED).reading.source == GATED
     assert called == ([] if in_pass else [torch.float16])
     assert torch.equal(found, fast(operations.PLAIN.swiglu(y, torch.float16)))
 
@@ -564,13 +545,6 @@ def test_a_comparison_that_fails_is_told(tiny: Any, capsys: Any, monkeypatch: An
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return torch.device("cuda")
 
 
 @pytest.mark.gpu

@@ -22,9 +22,7 @@ from steps.decoder import files, operations, parallel
 from steps.decoder.model import Config, Embedding, step_products
 from steps.nn import all_reduce
 from tests.decoder import parallel_cases
-from tests.decoder.test_decoder import kernels  # noqa: F401 - a fixture
 from tests.nn.ranks import run_on_ranks
-from tests.nn.test_linear import host  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"block_count": 2, "embedding_length": 256, "feed_forward_length": 288}
@@ -122,7 +120,7 @@ def test_halves_are_whole_tiles(sequences: int, tokens: int, parts: list[int]) -
     assert summed.parts(sequences, tokens) == parts
 
 
-def test_sums_of_few_tokens_are_of_float32(kernels: Any, monkeypatch: Any) -> None:  # noqa: F811
+def test_sums_of_few_tokens_are_of_float32(kernels: Any, monkeypatch: Any) -> None:
     """Products write it so, and those compiled ahead are the same."""
     monkeypatch.setattr(all_reduce, "ONE_SHOT", 4 * 64 * 8)
     product = step_products("cpu")(
@@ -299,7 +297,7 @@ def test_one_gpu_and_all_take_turns(monkeypatch: Any) -> None:
     assert ran.count("wait") == 6
 
 
-def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: Any) -> None:  # noqa: F811
+def test_a_ranks_model_of_random_weights_has_its_shapes(monkeypatch: Any, host: Any) -> None:
     """Two ranks have half of each matrix, and of the vocabulary, rounded up."""
     plain, cpu = torch.device, torch.device("cpu")
     monkeypatch.setattr(

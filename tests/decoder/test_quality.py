@@ -23,12 +23,6 @@ from steps.decoder.compare.quality import Quality, Tally
 from tests.decoder.test_decoder import SMALL
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
-
-
 def test_the_perplexity_of_uniform_logits_is_the_size_of_the_vocabulary() -> None:
     tally = Tally()
     tally.add(torch.full((8, 50), 3.25), [1, 7, 3, 4, 9, 0, 49, 2])
@@ -233,9 +227,7 @@ def test_the_committed_distances() -> None:
 
 
 @pytest.mark.gpu
-def test_products_by_the_steps_are_as_near_as_emulated_ones(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
+def test_products_by_the_steps_are_as_near_as_emulated_ones(cuda: Any, tmp_path: Path) -> None:
     from steps.decoder.model import step_products
 
     file = files.Model(files.write_tiny(tmp_path / "tiny.gguf"))
