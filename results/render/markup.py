@@ -112,11 +112,9 @@ def _flush(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorklogFinding:
-    """A section of a worklog page. `slug`: links within the worklog's page lead there.
-    `predicted`: it holds a prediction beside the measurement."""
+    """A section of a worklog page. `predicted`: it holds a prediction beside the measurement."""
 
     heading: Markup
-    slug: str
     body: Markup
     predicted: bool
 
@@ -157,7 +155,6 @@ def entry(text: str, level: int) -> Entry:
     findings = [
         WorklogFinding(
             heading=inline(heading),
-            slug=re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"),
             body=_leveled(markdown(body, heading), level),
             predicted="**Predicted" in body,
         )

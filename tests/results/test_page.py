@@ -426,10 +426,9 @@ def test_the_worklog_by_steps_and_findings(tmp_path: Path) -> None:
     page_of_two = log.steps[2]
     assert page_of_two.opening == '<p>Opening, see <a href="#step-1">one</a>.</p>\n'
     first, then = page_of_two.findings
-    assert (first.heading, first.slug, first.predicted) == ("First", "first", True)
+    assert (first.heading, first.predicted) == ("First", True)
     assert "<strong>Predicted:</strong> a" in first.body
-    assert (then.heading, then.slug) == ("Then <code>b</code>", "then-b")
-    assert not then.predicted
+    assert (then.heading, then.predicted) == ("Then <code>b</code>", False)
     assert then.body == "<h6>Below</h6>\n<p>c</p>\n"
     assert log.general is not None
     assert log.general.findings[0].body == "<h5>Below</h5>\n"
