@@ -49,7 +49,7 @@ from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import load_u32, load_u32x4, store_u32, store_u32x4
 from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.epilogue.mma import write_sums
 from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.prefill.shared_stage import BN, THREADS, stage_copies, stage_layout
 from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile

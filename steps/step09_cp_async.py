@@ -42,7 +42,7 @@ from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
 from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.epilogue.mma import write_sums
 from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.prefill.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
 from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile

@@ -36,7 +36,7 @@ Machine code
     LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
 Prerequisites
     Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). The kernel is
-    steps/kernels/decode/cp_async.py. Taught here: kernels.decode.walk and product_a16. The other
+    steps/kernels/decode/cp_async.py. Taught here: kernels.decode.tiles and product_a16. The other
     files of the table can wait.
 """
 

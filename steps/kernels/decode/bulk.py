@@ -24,15 +24,17 @@ from steps.instructions import (
     mbarrier_wait,
     shfl,
 )
-from steps.kernels.decode.activations import activations
-from steps.kernels.decode.copies import ROW_BYTES, bulk_copies
+from steps.kernels.decode.copies import ROW_BYTES, SIDE_BY_SIDE, bulk_copies, float32_quantizer
 from steps.kernels.decode.final_sum import FinalSum, final_sum
-from steps.kernels.decode.product import BLOCKS, PAIR
-from steps.kernels.decode.product_a8 import SCALE_BYTES
-from steps.kernels.decode.products import product_of
-from steps.kernels.decode.quantize import SIDE_BY_SIDE, float32_quantizer
-from steps.kernels.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.kernels.decode.walk import gated_walk, pair_walk
+from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, product_of
+from steps.kernels.decode.tiles import (
+    MOST_TOKENS,
+    Variant,
+    activations,
+    gated_walk,
+    pair_walk,
+    tile_configuration,
+)
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.weights.storage_formats import tile_format
 
@@ -219,7 +221,7 @@ KERNEL = Kernel(
     invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
     adds_bias=True,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product_a8: why
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product: why
     min_cc=(9, 0),
     chosen_untuned=True,
 )

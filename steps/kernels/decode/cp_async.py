@@ -15,15 +15,16 @@ from qformats.repack import KNOWN, TILE_K, TILE_ROWS, tiles
 from qformats.storage import storage_format
 from steps.contract import Family, Kernel, Launch, Shape, dtype_name
 from steps.instructions import cp_async_16, cp_async_commit, cp_async_wait
-from steps.kernels.decode.activations import activations
-from steps.kernels.decode.copies import ROW_BYTES, async_copy
+from steps.kernels.decode.copies import ROW_BYTES, SIDE_BY_SIDE, async_copy, float32_quantizer
 from steps.kernels.decode.final_sum import final_sum
-from steps.kernels.decode.product import BLOCKS, PAIR
-from steps.kernels.decode.product_a8 import SCALE_BYTES
-from steps.kernels.decode.products import product_of
-from steps.kernels.decode.quantize import SIDE_BY_SIDE, float32_quantizer
-from steps.kernels.decode.tiles import MOST_TOKENS, Variant, tile_configuration
-from steps.kernels.decode.walk import pair_walk
+from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, product_of
+from steps.kernels.decode.tiles import (
+    MOST_TOKENS,
+    Variant,
+    activations,
+    pair_walk,
+    tile_configuration,
+)
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.weights.storage_formats import tile_format
 
@@ -200,7 +201,7 @@ KERNEL = Kernel(
     invariant=("A16",),
     outputs=("float32", "float16", "bfloat16"),
     adds_bias=True,
-    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product_a8: why
+    formats=tuple(name for name in KNOWN if name != "q2_k"),  # kernels.decode.product: why
     min_cc=(8, 0),
     chosen_untuned=True,
 )

@@ -6,10 +6,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
 
 from qformats import BLOCK
-from qformats.repack import TILE_K
+from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_K
+from qformats.storage import storage_format_named
+from steps.instructions import (
+    half_to_float,
+    ldmatrix_x4,
+    load_f32,
+    load_f32x2,
+    load_u16,
+    load_u32,
+    load_u32x2,
+    mma_m16n8k16_bf16,
+    mma_m16n8k16_f16,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    prmt,
+    shfl_xor,
+)
+from steps.kernels.parts.weights.offset_numbers import both, offset_numbers
+from steps.kernels.parts.weights.storage_formats import ROWS_APART, SCALES_OF_HALF, tile_format
+
+if TYPE_CHECKING:
+    from steps.kernels.decode.tiles import Variant
 
 PAIR: Final = 2
 """Row tiles that are multiplied together, so that what is read of A serves both. Those whose packed
@@ -41,3 +66,427 @@ class Product:
     places: Any
     multiply: Any
     finish: Any
+
+
+# --- scales and minima of the blocks of a packed tile as float32: they multiply sums, not weights -
+#
+# Step 17 teaches this.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """Device functions that read scales, or minima, of a packed tile's rows g and g + 8, where the
+    lane is 4g + t.
+
+    load(smem, offset, lane, half) -> `words` words
+        those of the two blocks of one half, 64 K, where all of the tile begin at byte `offset`
+    of_block(words, odd, part) -> (of row g, of row g + 8)
+        float32, of the first or the second of these blocks; of its part 0 or 1 of 16 K where these
+        have scales of their own
+    """
+
+    words: int
+    load: Any
+    of_block: Any
+
+
+@cache
+def block_scales(name: str) -> BlockScales:
+    """The device functions of a storage format, for capture in a kernel factory."""
+    tile = tile_format(name)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_32(smem, offset, lane, half):
+        """Two float16 of row g, two of row g + 8."""
+        first = offset + 16 * (lane >> 2) + 4 * half
+        return load_u32(smem, first), load_u32(smem, first + 8)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_bytes(smem, offset, lane, half):
+        """The same of upper bytes of float16."""
+        first = offset + 8 * (lane >> 2) + 2 * half
+        g, h = uint32(load_u16(smem, first)), uint32(load_u16(smem, first + 4))
+        return prmt(g, 0, 0x1404), prmt(h, 0, 0x1404)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_block_32(words, odd, part):
+        up = uint32(16 * odd)
+        return half_to_float(uint32(words[0]) >> up), half_to_float(uint32(words[1]) >> up)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_16(smem, offset, lane, half):
+        """Four float16 of row g, four of row g + 8."""
+        first = offset + half * SCALES_OF_HALF + 8 * (lane >> 2)
+        g, h = load_u32x2(smem, first), load_u32x2(smem, first + ROWS_APART)
+        return g[0], g[1], h[0], h[1]
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_block_16(words, odd, part):
+        up = uint32(16 * part)
+        return half_to_float(uint32(words[odd]) >> up), half_to_float(uint32(words[2 + odd]) >> up)
+
+    if tile.group < BLOCK:
+        return BlockScales(4, load_16, of_block_16)
+    return BlockScales(2, load_bytes if tile.scale_bytes == 1 else load_32, of_block_32)
+
+
+# --- packed tiles times 16-bit A: scales multiply sums of blocks, nothing is rounded
+#
+# An mma multiplies 16 rows of weights, 16 K and eight tokens. The weights are codes as numbers with
+# an offset, such as 1024 + code and 64 + code (`steps.kernels.parts.weights.offset_numbers`). What
+# the
+# offsets add is taken off in the same accumulator: products of A with a tile of constants, the
+# negative offsets, are what the products with the codes begin with. All rows of them are equal, so
+# they serve every row tile of the warp.
+#
+#                      constants                            codes of a row tile
+#                  K 0..15          K 16..31            K 0..15        K 16..31
+#     rows g       -(1024 + zero)   -(64 + zero)        1024 + code    64 + code
+#     rows g + 8   the same, or 512 with minima         1024 + code    64 + code
+#
+#     z = constants * A           v = z + codes * A          sum += scale * v (+ minimum * sum of A)
+#
+# Where a format has minima, rows g + 8 of the constants add up A instead, times the ratio of the
+# units of minima and scales. The terms that cancel are up to 130 times as large as the result; in
+# float32 that costs a hundredth of what rounding A to float16 costs. Step 17 teaches this.
+
+BLOCK_BYTES = 2 * BLOCK  # of a token's A
+
+
+def word_of(x: float, kind: str) -> int:
+    """A number that float16 or bfloat16 has, in both halves of a word."""
+    if kind == "float16":
+        return both(int(np.float16(x).view(np.uint16)))
+    return both(int(np.float32(x).view(np.uint32)) >> 16)
+
+
+@cache
+def product_a16(name: str, kind: str, tokens: int) -> Product:
+    """The product of a storage format, for capture in a kernel factory. A is `kind`, in rows."""
+    tile, numbers, scales = tile_format(name), offset_numbers(name, kind), block_scales(name)
+    tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
+    load, fragments, n_words = tile.load, numbers.fragments, storage_format_named(name).bits
+    load_scales, of_block, n_scales = scales.load, scales.of_block, scales.words
+    minimum, apart = tile.minimum, tile.group < BLOCK  # apart: each 16 K have scales of their own
+    terms, multiply_16 = numbers.terms, mma_m16n8k16_f16 if kind == "float16" else mma_m16n8k16_bf16
+    groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
+    columns = min(2, tokens)  # of a lane; a single token is in all columns
+    n_b, n_codes = 4 * groups, 2 * terms
+    unit = numbers.unit
+    sum_of_a = MINIMUM_SCALE / HALF_SCALE * unit
+    constants = tuple(
+        tuple(
+            word_of(sum_of_a if minimum and r % 2 else -x * unit, kind)
+            for r, x in enumerate(registers)
+        )
+        for of_step in numbers.offsets
+        for registers in of_step
+    )
+    distinct = tuple(dict.fromkeys(constants))
+    which = tuple(distinct.index(registers) for registers in constants)
+    low, high = distinct[0], distinct[-1]
+    # in registers: minima leave none, and with eight tokens it is slower
+    stay = len(distinct) <= 2 and tokens == 1 and not minimum
+
+    @cuda.jit(device=True, forceinline=True)
+    def mma(a, b, j, part, v):
+        """v + 16 K, part 0 or 1 of a block, of weights a and the tokens of group j."""
+        i = 4 * j + 2 * part
+        return multiply_16(a[0], a[1], a[2], a[3], b[i], b[i + 1], v[0], v[1], v[2], v[3])
+
+    @cuda.jit(device=True, forceinline=True)
+    def offset_sums(z, b, offsets, step, part, more):
+        """z = the negative offsets of a step's numbers times A, or z + that (`more`)."""
+        for j in range(groups):
+            v = float32(0), float32(0), float32(0), float32(0)
+            if more:
+                v = z[j, 0], z[j, 1], z[j, 2], z[j, 3]
+            for term in range(terms):
+                i = terms * step + term
+                if stay:
+                    v = mma(offsets[2] if which[i] else offsets[1], b, j, part, v)
+                else:
+                    v = mma(constants[i], b, j, part, v)
+            z[j, 0], z[j, 1], z[j, 2], z[j, 3] = v
+
+    @cuda.jit(device=True, forceinline=True)
+    def make_numbers(a, first, words, step):
+        """The numbers of a step to a[first], a[first + 1] ..., by terms."""
+        for term in range(terms):
+            x = fragments(words, step, term)
+            for i in range(4):
+                a[first + term, i] = x[i]
+
+    @cuda.jit(device=True, forceinline=True)
+    def beginning_with(z):
+        """What sums of codes begin with: with minima, rows g + 8 of z hold sums of A instead of
+        offsets, so all rows take those of rows g."""
+        return (z[0], z[1], z[0], z[1]) if minimum else (z[0], z[1], z[2], z[3])
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_scaled(acc, first, v, z, d, m):
+        """acc += the sums of a block, with scales and minima of rows g and g + 8."""
+        for column in range(columns):
+            acc[first + column] += d[0] * v[column]
+            acc[first + 2 + column] += d[1] * v[2 + column]
+            if minimum:
+                acc[first + column] += m[0] * z[2 + column]
+                acc[first + 2 + column] += m[1] * z[2 + column]
+
+    @cuda.jit(device=True, forceinline=True)
+    def in_registers(x, here):
+        """Four constants, kept in registers. Constants that the compiler knows it makes anew at
+        each use, four instructions a fragment. So upper bits of `here` are mixed in: they are 0, as
+        `here` is at most 16, but the compiler cannot know that."""
+        return (
+            uint32(x[0] ^ uint32(here >> 28)),
+            uint32(x[1] ^ uint32(here >> 29)),
+            uint32(x[2] ^ uint32(here >> 30)),
+            uint32(x[3] ^ uint32(here >> 31)),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def places(lane, here, pitch):
+        """Row r of `ldmatrix`'s matrix i: 8 K of token r, from 8i on. The last token stands in for
+        those beyond it. Then the tiles of constants."""
+        first = min(int32(lane & 7), int32(here - 1)) * pitch
+        second = min(int32((lane & 7) + 8), int32(here - 1)) * pitch
+        first, second = int32(first + 16 * (lane >> 3)), int32(second + 16 * (lane >> 3))
+        if not stay:
+            return ((first, second),)
+        return (first, second), in_registers(low, here), in_registers(high, here)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_block(acc, words, d, m, smem, a, offsets, odd):
+        """acc += the first or the second block of 64 K, whose A begins at byte `a`."""
+        b, z = cuda.local.array(n_b, uint32), cuda.local.array((groups, 4), float32)
+        codes, step = cuda.local.array((n_codes, 4), uint32), 2 * odd
+        for j in range(groups):
+            at, i = a + offsets[0][j] + BLOCK_BYTES * odd, 4 * j
+            b[i], b[i + 1], b[i + 2], b[i + 3] = ldmatrix_x4(smem, at)
+        if not apart:
+            offset_sums(z, b, offsets, step, 0, False)
+            offset_sums(z, b, offsets, step + 1, 1, True)
+            for r in range(PAIR):
+                make_numbers(codes, 0, words[r], step)
+                make_numbers(codes, terms, words[r], step + 1)
+                d32, m32 = of_block(d[r], odd, 0), of_block(m[r], odd, 0)
+                for j in range(groups):
+                    v = beginning_with(z[j])
+                    for i in range(2 * terms):
+                        v = mma(codes[i], b, j, i // terms, v)
+                    add_scaled(acc, 4 * (groups * r + j), v, z[j], d32, m32)
+        else:
+            for part in range(2):
+                offset_sums(z, b, offsets, step + part, part, False)
+                for r in range(PAIR):
+                    make_numbers(codes, 0, words[r], step + part)
+                    d16, m16 = of_block(d[r], odd, part), of_block(m[r], odd, part)
+                    for j in range(groups):
+                        v = beginning_with(z[j])
+                        for i in range(terms):
+                            v = mma(codes[i], b, j, part, v)
+                        add_scaled(acc, 4 * (groups * r + j), v, z[j], d16, m16)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+        words = cuda.local.array((PAIR, n_words), uint32)
+        d = cuda.local.array((PAIR, n_scales), uint32)
+        m = cuda.local.array((PAIR, n_scales), uint32)
+        # Sixteen tokens need so many registers that this may not be unrolled: the compiler does not
+        # know that the number is 2.
+        half, halves = int32(0), int32(2 if groups == 1 else 1 + min(int32(here), 1))
+        while half < halves:
+            for r in range(PAIR):
+                at = weights + r * tile_bytes
+                x = load(smem, at, lane, half)
+                for i in range(n_words):
+                    words[r, i] = x[i]
+                y = load_scales(smem, at + scales_at, lane, half)
+                for i in range(n_scales):
+                    d[r, i] = y[i]
+                if minimum:
+                    y = load_scales(smem, at + minima_at, lane, half)
+                    for i in range(n_scales):
+                        m[r, i] = y[i]
+            # written out, so that whatever the compiler unrolls `odd` is a constant
+            at = a + 2 * BLOCK_BYTES * half
+            multiply_block(acc, words, d, m, smem, at, offsets, 0)
+            multiply_block(acc, words, d, m, smem, at, offsets, 1)
+            half = int32(half + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(acc):
+        pass
+
+    return Product(4 * PAIR * groups, HALF_SCALE / unit, places, multiply, finish)
+
+
+# --- packed tiles times Q8_1 A: exact sums of a block of 32 K, then the scales of both ------------
+#
+# One mma multiplies 16 rows of weights, 32 K and eight tokens: a block. Its integer sums become
+# float32, times the scale of the weights' block and that of A's. Where 16 K have scales of their
+# own, the lower and the upper half of a block are two mma, each with zeros for the other half of A.
+#
+# A single token is in all eight columns, so the four lanes of a quad have the same sums. Each then
+# scales those of another block of K, a quarter of the work, and at the end the quad adds up.
+#
+# A lies as `steps.kernels.parts.activations.layouts.q8_1_mma_order` has it: codes [16
+# K][token][16], scales and sums [32 K][token][2]. Step 7 teaches the mma, step 17 this use of it.
+
+SCALE_BYTES = 8  # of a block of a token: d and s
+
+
+@cache
+def product_a8(name: str, tokens: int) -> Product:
+    """The product of a storage format, for capture in a kernel factory. Not of c4m: what a minimum
+    of 16 would be multiplied by is the sum of half a block of A, which Q8_1 does not have."""
+    tile, scales = tile_format(name), block_scales(name)
+    tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
+    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
+    load_scales, of_block, n_scales = scales.load, scales.of_block, scales.words
+    apart = tile.group < BLOCK  # 16 K have scales of their own
+    assert not (apart and minimum)
+    groups = max(1, tokens // 8)  # of eight tokens, the columns of an mma
+    columns = min(2, tokens)  # of a lane; a single token is in all columns
+    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
+    # Packed tiles hold scales and minima in units of their own. Times these, sums are C but for the
+    # row scale: a large A overflows nothing on the way.
+    unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
+
+    @cuda.jit(device=True, forceinline=True)
+    def times(u, odd, b0, b1):
+        """The integer sums of the first or the second block of 64 K; b0, b1: its tokens."""
+        i, zero = 4 * odd, int32(0)
+        return mma(u[i], u[i + 1], u[i + 2], u[i + 3], b0, b1, zero, zero, zero, zero)
+
+    @cuda.jit(device=True, forceinline=True)
+    def by(unit, scales):
+        """Scales in C's unit. Those of a tiny A would lose bits: a float32 is 1e-38 or more."""
+        return scales[0] * unit, scales[1] * unit
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_scaled(acc, first, v, d, m, e, s):
+        """acc += the sums of a block, with scales and minima of rows g and g + 8, and scales and
+        sums of A of the lane's tokens."""
+        for column in range(columns):
+            acc[first + column] += float32(v[column]) * (d[0] * e[column])
+            acc[first + 2 + column] += float32(v[2 + column]) * (d[1] * e[column])
+            if minimum:
+                acc[first + column] += m[0] * s[column]
+                acc[first + 2 + column] += m[1] * s[column]
+
+    @cuda.jit(device=True, forceinline=True)
+    def places(lane, here, pitch):
+        """Row r of `ldmatrix`'s matrix i, 16 K: of eight tokens chunks 0 to 3, or of sixteen
+        chunks 0 and 1 of the first eight and of the others. Then the scales of the lane's tokens.
+        The last token stands in for those beyond it."""
+        matrix, last = int32(lane >> 3), int32(here - 1)
+        chunk = matrix & 1 if groups == 2 else matrix
+        token = (lane & 7) + 8 * (matrix >> 1) if groups == 2 else lane & 7
+        codes = int32((chunk * here + min(int32(token), last)) * CHUNK)
+        first = int32(2 * (lane & 3))
+        return (
+            codes,
+            int32(min(first, last) * SCALE_BYTES),
+            int32(min(int32(first + 1), last) * SCALE_BYTES),
+            int32(min(int32(first + 8), last) * SCALE_BYTES),
+            int32(min(int32(first + 9), last) * SCALE_BYTES),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_block(acc, u, d, m, b, smem, a, a_scales, offsets, here, odd):
+        """acc += the first or the second block of 64 K, whose A begins at bytes `a` and `a_scales`;
+        b: what `ldmatrix` has read of A."""
+        e, s = cuda.local.array((groups, 2), float32), cuda.local.array((groups, 2), float32)
+        if groups == 2 or odd == 0:
+            at = a + offsets[0] + 2 * CHUNK * here * odd
+            b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, at)
+        for j in range(groups):
+            for column in range(columns):
+                at = a_scales + offsets[1 + 2 * j + column] + SCALE_BYTES * here * odd
+                if minimum:
+                    e[j, column], s[j, column] = load_f32x2(smem, at)
+                else:
+                    e[j, column] = load_f32(smem, at)
+        for r in range(PAIR):
+            for j in range(groups):
+                i, k = 4 * (groups * r + j), 2 * (j if groups == 2 else odd)
+                b0, upper = b[k], by(unit, of_block(d[r], odd, 1))
+                if apart:
+                    v = times(u[r], odd, b0, uint32(0))
+                    add_scaled(acc, i, v, by(unit, of_block(d[r], odd, 0)), upper, e[j], s[j])
+                    b0 = uint32(0)
+                v = times(u[r], odd, b0, b[k + 1])
+                minima = by(unit_of_minima, of_block(m[r], odd, 1))
+                add_scaled(acc, i, v, upper, minima, e[j], s[j])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, smem, weights, a, a_scales, offsets, here, lane):
+        u, b = cuda.local.array((PAIR, 8), uint32), cuda.local.array(4, uint32)
+        d = cuda.local.array((PAIR, n_scales), uint32)
+        m = cuda.local.array((PAIR, n_scales), uint32)
+        for half in range(2):
+            for r in range(PAIR):
+                at = weights + r * tile_bytes
+                words = fragments(load(smem, at, lane, half))
+                for i in range(8):
+                    u[r, i] = words[i]
+                scales = load_scales(smem, at + scales_at, lane, half)
+                for i in range(n_scales):
+                    d[r, i] = scales[i]
+                if minimum:
+                    minima = load_scales(smem, at + minima_at, lane, half)
+                    for i in range(n_scales):
+                        m[r, i] = minima[i]
+            # written out, so that whatever the compiler unrolls `odd` is a constant
+            at, at_scales = a + 4 * CHUNK * here * half, a_scales + 2 * SCALE_BYTES * here * half
+            multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 0)
+            multiply_block(acc, u, d, m, b, smem, at, at_scales, offsets, here, 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_one(acc, smem, weights, a, a_scales, offsets, here, lane):
+        """Of one token, which is in all columns: lane t of a quad keeps the sums of block t, and
+        only these are scaled."""
+        v_of, b = cuda.local.array((PAIR, 2), int32), cuda.local.array(4, uint32)
+        quad = int32(lane & 3)
+        for half in range(2):
+            b[0], b[1], b[2], b[3] = ldmatrix_x4(smem, a + offsets[0] + 4 * CHUNK * half)
+            for r in range(PAIR):
+                u = fragments(load(smem, weights + r * tile_bytes, lane, half))
+                for odd in range(2):
+                    v = times(u, odd, b[2 * odd], b[2 * odd + 1])
+                    own = quad == 2 * half + odd
+                    v_of[r, 0] = v[0] if own or half + odd == 0 else v_of[r, 0]
+                    v_of[r, 1] = v[2] if own or half + odd == 0 else v_of[r, 1]
+        e, s = load_f32x2(smem, a_scales + SCALE_BYTES * quad)
+        for r in range(PAIR):
+            at, half, odd = weights + r * tile_bytes, int32(quad >> 1), int32(quad & 1)
+            d = by(unit, of_block(load_scales(smem, at + scales_at, lane, half), odd, 1))
+            acc[4 * r] += float32(v_of[r, 0]) * (d[0] * e)
+            acc[4 * r + 2] += float32(v_of[r, 1]) * (d[1] * e)
+            if minimum:
+                words = load_scales(smem, at + minima_at, lane, half)
+                m = by(unit_of_minima, of_block(words, odd, 1))
+                acc[4 * r] += m[0] * s
+                acc[4 * r + 2] += m[1] * s
+
+    one = tokens == 1 and not apart
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(acc):
+        if one:
+            for r in range(0, 4 * PAIR, 2):
+                acc[r] += shfl_xor(acc[r], 1)
+                acc[r] += shfl_xor(acc[r], 2)
+
+    return Product(4 * PAIR * groups, 1.0, places, multiply_one if one else multiply, finish)
+
+
+# --- which product a variant of steps 17 and 18 has -----------------------------------------------
+
+
+def product_of(name: str, how: Variant, kind: str) -> Product:
+    """The product of a storage format with A of a dtype."""
+    tokens = how.tokens
+    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)

@@ -27,7 +27,7 @@ from steps.instructions import (
 )
 from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.write import write_sums
+from steps.kernels.parts.epilogue.mma import write_sums
 from steps.kernels.parts.split_k_reduction import count_block_arrival
 from steps.kernels.parts.stream_k import scheduler, work_rate
 from steps.kernels.parts.weights.codes import tile_format

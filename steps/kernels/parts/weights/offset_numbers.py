@@ -10,7 +10,7 @@ The float16 numbers from 1024 to 2047 are 1 apart, so their ten lowest bits are 
 So (word & mask) ^ bits, one LOP3, picks two codes of a word and puts the number around them; codes
 that are stored as two's complement have their highest bit flipped in the same instruction. All
 these numbers are multiples of one unit, so sums of their products with A may share an accumulator.
-What the offsets add is taken off again (`steps.kernels.decode.product_a16`).
+What the offsets add is taken off again (`steps.kernels.decode.product`).
 
 In float16 the unit is 1. In bfloat16 it is 2^-24, a factor that scales of packed tiles lack anyway
 (`qformats.repack.HALF_SCALE`): A in bfloat16 may be as large as a float32, and sums of A times 128

@@ -5,7 +5,7 @@
 
 a scale for 16 elements: a float16 mma multiplies 16 K, so it costs only three instructions more a
     block and row. An int8 mma multiplies 32 K, so each block takes two, with zeros for the other 16
-    K (`steps.kernels.decode.product_a8`);
+    K (`steps.kernels.decode.product`);
 three codes of 5 bits in 16 bits (MXFP4): in two of three places a mask finds a code, in the third
     it takes a shift besides. The sixteenth of a lane's pairs of codes is gathered from the bits
     that the others leave. A register costs 2.8 instructions; it is 4.3 where fifth bits lie apart.
