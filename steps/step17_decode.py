@@ -20,9 +20,9 @@ What is new
     code, and the scale of a block multiplies its sum. Family A8 multiplies Q8_1 with the integer
     mma. Device functions of the kernel, and the files of kernels.decode that have them:
 
-        own_part, start, advance   the packed tiles that a warp reads, in order   walk
-        places, multiply, finish   two packed tiles times 128 K of A              product_a16
-        copy; load, quantize       A to shared memory                             copies; quantize
+        own_part, start, advance   the packed tiles that a warp reads, in order   tiles
+        places, multiply, finish   two packed tiles times 128 K of A              product
+        copy; load, quantize       A to shared memory                             copies
         store_sums, write          sums of all warps, added up, to C              final_sum
 Why it should help
     At M = 1 a weight is read once and used once: 33 MB of Q4_0 at 4.2 TB/s take 7.9 us, and that is
@@ -36,7 +36,7 @@ Machine code
     LDGSTS of weights before the first of A, HMMA or IMMA, and no BAR.SYNC in the loop.
 Prerequisites
     Steps 7 (mma, packed tiles), 8 (ldmatrix) and 9 (cp.async). The kernel is
-    steps/kernels/decode/cp_async.py. Taught here: kernels.decode.tiles and product_a16. The other
+    steps/kernels/decode/cp_async.py. Taught here: kernels.decode.tiles and product. The other
     files of the table can wait.
 """
 

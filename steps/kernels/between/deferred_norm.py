@@ -43,8 +43,7 @@ from steps.instructions import float_to_half, load_f32, shfl_xor, store_f32, sto
 from steps.instructions.approximate import reciprocal, rsqrt
 from steps.kernels.decode.bulk import kernel
 from steps.kernels.decode.final_sum import FinalSum, final_sum, warp_sums
-from steps.kernels.decode.product import product_of
-from steps.kernels.decode.tiles import TileConfiguration, Variant, tile_configuration
+from steps.kernels.decode.tiles import TileConfiguration, Variant, product_of, tile_configuration
 from steps.kernels.parts.epilogue.bias import LOAD_BIAS, bias_operand
 from steps.kernels.parts.weights.storage_formats import tile_format
 

@@ -38,8 +38,8 @@ from steps.instructions.approximate import reciprocal
 from steps.kernels.between.deferred_norm import MOST_TOKENS, WARP, configuration, norm_of_token
 from steps.kernels.decode.bulk import kernel
 from steps.kernels.decode.final_sum import FinalSum, warp_sums
-from steps.kernels.decode.product import PAIR, product_of
-from steps.kernels.decode.tiles import Variant
+from steps.kernels.decode.product import PAIR
+from steps.kernels.decode.tiles import Variant, product_of
 from steps.kernels.parts.activations.gated import silu_times
 
 GROUP_ROWS: Final = TILE_GROUP * TILE_ROWS

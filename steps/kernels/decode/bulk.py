@@ -26,13 +26,14 @@ from steps.instructions import (
 )
 from steps.kernels.decode.copies import ROW_BYTES, SIDE_BY_SIDE, bulk_copies, float32_quantizer
 from steps.kernels.decode.final_sum import FinalSum, final_sum
-from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, product_of
+from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES
 from steps.kernels.decode.tiles import (
     MOST_TOKENS,
     Variant,
     activations,
     gated_walk,
     pair_walk,
+    product_of,
     tile_configuration,
 )
 from steps.kernels.parts.epilogue.bias import bias_operand

@@ -17,12 +17,13 @@ from steps.contract import Family, Kernel, Launch, Shape, dtype_name
 from steps.instructions import cp_async_16, cp_async_commit, cp_async_wait
 from steps.kernels.decode.copies import ROW_BYTES, SIDE_BY_SIDE, async_copy, float32_quantizer
 from steps.kernels.decode.final_sum import final_sum
-from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, product_of
+from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES
 from steps.kernels.decode.tiles import (
     MOST_TOKENS,
     Variant,
     activations,
     pair_walk,
+    product_of,
     tile_configuration,
 )
 from steps.kernels.parts.epilogue.bias import bias_operand

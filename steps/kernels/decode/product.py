@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numba import cuda, float32, int32, uint32
@@ -32,9 +32,6 @@ from steps.instructions import (
 )
 from steps.kernels.parts.weights.offset_numbers import both, offset_numbers
 from steps.kernels.parts.weights.storage_formats import ROWS_APART, SCALES_OF_HALF, tile_format
-
-if TYPE_CHECKING:
-    from steps.kernels.decode.tiles import Variant
 
 PAIR: Final = 2
 """Row tiles that are multiplied together, so that what is read of A serves both. Those whose packed
@@ -481,12 +478,3 @@ def product_a8(name: str, tokens: int) -> Product:
                 acc[r] += shfl_xor(acc[r], 2)
 
     return Product(4 * PAIR * groups, 1.0, places, multiply_one if one else multiply, finish)
-
-
-# --- which product a variant of steps 17 and 18 has -----------------------------------------------
-
-
-def product_of(name: str, how: Variant, kind: str) -> Product:
-    """The product of a storage format with A of a dtype."""
-    tokens = how.tokens
-    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)

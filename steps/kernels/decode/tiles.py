@@ -35,7 +35,7 @@ from steps.contract import (
 )
 from steps.instructions import bulk_copy
 from steps.kernels.decode.copies import PAD, ROW_BYTES, SIDE_BY_SIDE
-from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES
+from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, Product, product_a8, product_a16
 from steps.kernels.parts.activations.layouts import (
     by_family,
     float16_rows,
@@ -389,6 +389,12 @@ def gated_walk(tile_bytes: int, warps_n: int) -> PairWalk:
         bulk_copy(smem, to + half, row_scales, ups, half, smem, bar)
 
     return PairWalk(own_part, start, advance, is_over, copy, copy_scales)
+
+
+def product_of(name: str, how: Variant, kind: str) -> Product:
+    """The product of a storage format with A of a dtype."""
+    tokens = how.tokens
+    return product_a8(name, tokens) if how.family == "A8" else product_a16(name, kind, tokens)
 
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
