@@ -72,7 +72,8 @@ def step(path: Path) -> Step:
 
 def test_the_registry_finds_every_file() -> None:
     assert [step.name for step in ladder()] == [path.stem for path in FILES]
-    assert [step.number for step in ladder()] == list(range(1, len(FILES) + 1))
+    numbers = [step.number for step in ladder()]
+    assert numbers == sorted(set(numbers))
 
 
 def test_docstring_has_its_headings_in_order(path: Path, tree: ast.Module) -> None:
@@ -106,14 +107,15 @@ def test_a_step_neither_prints_nor_times_nor_draws_data(tree: ast.Module) -> Non
 
 
 def test_a_step_reads_from_the_top_down(tree: ast.Module) -> None:
-    """Constants, then kernels, then `launch`, then `STEP` at the end."""
+    """Constants, then kernels, then `launch`, then `STEP` at the end; or `STEP` alone over an
+    engineered kernel, which does so."""
     order = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             order.append(node.name)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             order.append(node.targets[0].id)
-    assert order[-2:] == ["launch", "STEP"]
+    assert order == ["STEP"] or order[-2:] == ["launch", "STEP"]
 
 
 def test_constants_are_final_and_say_why(source: str, tree: ast.Module) -> None:
