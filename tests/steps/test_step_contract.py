@@ -34,7 +34,7 @@ ALLOWED = {
     "steps",
     "typing",
 }
-SHARED = {"steps.kernels", "steps.contract", "steps.instructions"}
+SHARED = {"steps.blocks", "steps.kernels", "steps.contract", "steps.instructions"}
 UNITS = {"fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"}
 
 
