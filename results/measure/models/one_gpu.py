@@ -347,7 +347,7 @@ def measure(
     for accuracy, m in cases:
         ours.set_accuracy(accuracy)
         for one in ours.layers[0].products:
-            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.template(m).choice)
+            choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.choice(m))
     return {
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,
