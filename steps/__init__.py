@@ -1,21 +1,25 @@
-"""The ladder: numbered GEMM kernels over ggml's quantized blocks, one idea a file.
+"""Quantized GEMM over ggml's blocks: lessons of one idea each, and the kernels of `gemm`.
 
     from steps import gemm, pack
     c = gemm(a, w)            # a: float32[M, K], w: blocks[N, K/32]; the best kernel for this GPU
     c = gemm(a, w, step=4)    # one step in particular
     c = gemm(a, pack(w))      # weights repacked and uploaded once, for many products
     plan = gemm.plan(m, w)    # all that m tokens need, made once: plan(a, out) only launches
+    c, choice = gemm(a, w, explain=True)    # print(choice): which kernel it was, and why
 
 `help(gemm)`, `help(pack)` and `help(gemm.plan)` say what they take. `ladder()` finds the steps
 (every module `steps/stepNN_*.py`), so adding a step is adding one file; `register(step)` makes one
 known that is in no file, such as a notebook's.
 
-    contract.py     what a step, a kernel and a launch are
+To follow a call from `gemm` to the launch, read `steps.product`, whose overview names the files in
+their order, then `steps.driver.launcher`.
+
+    contract.py     what a kernel, a step and a launch are
     registry.py     finds the steps and the engineered kernels
     instructions/   PTX, each instruction also as NumPy
     simulator/      runs kernels on any CPU, and finds what is wrong with them
     blocks/         how a block's bytes become numbers, for lessons
-    kernels/        what callers launch
+    kernels/        the engineered kernels, among which `gemm` chooses
     product/        a call: from a request to launches
     compile/        from a kernel to machine code
     driver/         where launches run: a GPU or the simulator

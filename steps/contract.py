@@ -1,9 +1,14 @@
-"""The contract of a step: what a lesson hands over, and nothing else.
+"""The contract of kernels: what a file with a kernel hands over, and nothing else.
 
-A step says *what* to run as data, a `Launch`. A machine (`steps.driver.machines`) runs it on a GPU
-or in the simulator; the offline compiler turns it into machine code. Other rooms check, time and
-draw a step through the few functions here. So a step file holds its idea, and no timing, data or
-printing.
+    Kernel    what it can do, how it packs W and prepares A, and `launch`, which makes a Launch
+    Step      a Kernel and its place in the ladder: what a lesson's file defines as `STEP`
+    Launch    kernel, grid, block and arguments, as data
+    Machine   where launches run: a GPU or the simulator (`steps.driver.machines`)
+
+An engineered kernel (`steps.kernels`) defines a `Kernel` as `KERNEL`; the lesson over it is
+`Step.of(KERNEL, ...)`. A kernel's file says *what* to run. A machine runs it, the offline compiler
+turns it into machine code, and other rooms check, time and draw it through what is here. So such a
+file holds its idea, and no timing, data or printing.
 """
 
 from __future__ import annotations
@@ -19,10 +24,11 @@ import numpy as np
 from qformats import FORMATS, WEIGHT_FORMATS, Format
 
 Family = Literal["A16", "A8"]
-"""How a step reads its activations: A16 as floating point, A8 quantized on the GPU to Q8_1."""
+"""How a kernel reads its activations: A16 as floating point, A8 quantized on the GPU to int8, with
+a scale per 32 values (Q8_1) or, in a "fast" kernel, per token."""
 
 Accuracy = Literal["exact", "fast"]
-"""exact: the step multiplies the weights as their format stores them, rounded to float16 at most.
+"""exact: the kernel multiplies the weights as their format stores them, rounded to float16 at most.
 fast: it requantizes them to int8 with one scale per row, and is used only when asked for."""
 
 ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
@@ -43,7 +49,7 @@ def known_accuracy(name: str) -> Accuracy:
 
 
 Unit = Literal["fp32", "int32", "packed_int32", "dp4a", "tensor_int8", "tensor_fp16"]
-"""The arithmetic unit whose measured peak bounds a step (`results.measure.limits`)."""
+"""The arithmetic unit whose measured peak bounds a kernel (`results.measure.limits`)."""
 
 
 Size = tuple[int, int, int]
@@ -76,7 +82,7 @@ class Launch:
 class Shape:
     """C[M, N] = A[M, K] @ W[N, K]^T: M tokens, N output features, K the reduction.
 
-    invariant: a row of C must have the same bits whatever M is, up to `Step.most_tokens`.
+    invariant: a row of C must have the same bits whatever M is, up to `Kernel.most_tokens`.
     """
 
     m: int
@@ -87,9 +93,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The activations as a step reads them.
+    """The activations as a kernel reads them.
 
-    `launches` run before the step's own: none when `arrays` is the caller's A itself.
+    `launches` run before the kernel's own: none when `arrays` is the caller's A itself.
     `layout` names what `arrays` hold (`steps.kernels.parts.activations.layouts`): Q8_1 as "blocks",
     "k_outermost" or "mma_order"; "inside" where the kernel quantizes float32 A itself; "tokens" for
     int8 with one scale per token; "rows" for float16 or bfloat16 A[M, K], followed by token scales
@@ -143,7 +149,7 @@ Scratch = Callable[[Format, Family, Shape], tuple[tuple[tuple[int, ...], Any], .
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A kernel of products and what it can do: what `gemm` chooses among.
+    """A kernel of products and what it can do. `gemm` chooses among the engineered ones.
 
     number: the lesson that teaches it; `gemm(step=)`, tables and messages name a kernel so.
     name, title: "wgmma_float16"; one line for tables.
@@ -202,7 +208,7 @@ class Kernel:
         activations: tuple[Any, ...],
         out: Any,
     ) -> Launch:
-        """The step's own launch on a machine, where its scratch memory is allocated first."""
+        """The kernel's own launch on a machine, where its scratch memory is allocated first."""
         memory = self.scratch_memory(machine, fmt, family, shape)
         return self.launch(fmt, family, shape, weights, activations, out, *memory)
 
@@ -223,7 +229,7 @@ class Kernel:
         cc: tuple[int, int] | None = None,
         output: str = "float32",
     ) -> str | None:
-        """None, or one sentence saying why this step cannot run that work (on that device)."""
+        """None, or one sentence saying why this kernel cannot do that (on such a GPU)."""
         if format_name not in self.formats:
             return f"step {self.number} has no {format_name}: it takes {', '.join(self.formats)}"
         if family not in self.families:

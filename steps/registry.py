@@ -38,7 +38,7 @@ KERNELS: Final = (
     *("prefill.mma_int8", "prefill.mma_float16", "prefill.wgmma_specialized"),
     *("prefill.wgmma_float16", "prefill.wgmma_int8", "decode.cp_async", "decode.bulk"),
 )
-"""The modules of `steps.kernels` that define a `KERNEL`."""
+"""The modules of `steps.kernels` that define a `KERNEL`. `gemm` chooses among these."""
 
 
 @cache
@@ -49,7 +49,8 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def lessons() -> tuple[Step, ...]:
-    """The steps that have a kernel of their own, not an engineered one."""
+    """The steps that have a kernel of their own, not an engineered one. `gemm` runs one where it is
+    named, or where no engineered kernel can do what is asked."""
     engineered = {one.number for one in kernels()}
     return tuple(one for one in ladder() if one.number not in engineered)
 
@@ -88,7 +89,7 @@ def parent_of(step: Step) -> int | None:
 
 
 def diff_base(step: Step) -> int | None:
-    """The step whose text it grew from: its parent, unless it says another."""
+    """The step whose text it grew from: its parent, unless it names another."""
     return step.diff_from or parent_of(step)
 
 

@@ -6,8 +6,9 @@ LTO-IR) and nvJitLink (to a cubin), with the options of the dispatcher (`max_reg
 launches do. `machine_code` adds what people read: PTX, ptxas's report, nvdisasm's listing.
 
 Numba asks the driver for the device at two places on the way. While a kernel is compiled, and only
-then, both get the architecture that was asked for, so that a process with a GPU may compile for
-another, and what Numba repeats is done once (`steps.compile.numba_shortcuts`).
+then, both are answered with the architecture that was asked for: so a process with a GPU may
+compile for another one. Meanwhile `steps.compile.numba_shortcuts` does once what Numba would
+repeat.
 """
 
 import gc
@@ -114,7 +115,7 @@ def compiled(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKer
 
 
 def compile_kernel(kernel: CUDADispatcher, signature: tuple, arch: str) -> CompiledKernel:
-    """The same, whatever the cache has."""
+    """As `compiled`, past the cache: compiled anew, and not kept."""
     cc = capability(arch)
     with _compiling_for(cc):
         made = dispatcher._Kernel(kernel.py_func, signature, **kernel.targetoptions)

@@ -1,9 +1,9 @@
-"""A dry run: the launches of a product, made without a GPU on arrays that lie nowhere.
+"""A dry run: launches made without a GPU, on arrays that have no memory (placeholders).
 
-Which kernel a step launches, with what grid and what arguments, follows from the types and shapes
-of its arrays. So a `Placeholder` can stand for each of them. Listings and the parallel compiler
-read the kernels and signatures of such launches; `steps.product.prepared` loads them and
-puts real addresses where those of the placeholders stand.
+What a kernel's `launch` returns, with what grid and what arguments, follows from the types and
+shapes of its arrays. So a `Placeholder` can stand for each of them. Listings and the parallel
+compiler read the kernels and signatures of such launches; `steps.product.prepared` loads them and
+replaces the addresses of placeholders by those of each call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qformats import FORMATS
 from steps.contract import Launch, array_dtype
 
 REGION: Final = 1 << 52
-"""Bytes of addresses for each operand: more than any array has, so that an address in a launch says
-which operand it belongs to, and where in it."""
+"""Bytes of addresses for each operand, more than any array has. So an address in a launch tells
+which operand it belongs to, and the offset in it."""
 
 A, OUT, ZEROED, WORKSPACE, WEIGHTS = (REGION * (1 + i) for i in range(5))
 """Where the operands' placeholders begin: activations, C, memory that must be zero before the first
@@ -32,7 +32,7 @@ ALIGNMENT: Final = 256
 
 ROWS: Final = 128
 K: Final = 256
-"""The weights whose packing tells the types of a packing's arrays."""
+"""Size of the small matrix that is packed to learn the types of the arrays that a packing makes."""
 
 ArrayType = tuple[tuple[int, ...], Any]
 """(shape, dtype) of an array."""
@@ -40,7 +40,7 @@ ArrayType = tuple[tuple[int, ...], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placeholder:
-    """A C-contiguous array that lies nowhere. `address` stands for the one it will have."""
+    """A C-contiguous array without memory. `address` stands for the one that a call brings."""
 
     address: int
     shape: tuple[int, ...]
@@ -67,7 +67,8 @@ class Placeholder:
 class DryRun:
     """A machine that hands out placeholders and adds up the bytes that they stand for.
 
-    zeroed : of those that are zero at first, nbytes: of the others; both multiples of `ALIGNMENT`.
+    zeroed: bytes of arrays that must be zero at first (`array`); nbytes: of the others (`empty`).
+    Both are multiples of `ALIGNMENT`.
     """
 
     name = "dry run"
@@ -110,8 +111,8 @@ class DryRun:
 
 
 class Recipe(Protocol):
-    """What makes launches of arrays that lie nowhere. Another process makes the same ones, if it
-    can be pickled."""
+    """What makes launches on placeholders: a `steps.product.choice.Choice`, or `OfArrays`. Where it
+    can be pickled, another process makes the same ones."""
 
     def launches(self) -> Sequence[Launch]: ...
     def runs_on(self, cc: tuple[int, int]) -> bool: ...
@@ -144,7 +145,7 @@ def operands(count: int) -> list[int]:
 
 @cache
 def packed_types(pack: Any, format_name: str) -> tuple[ArrayType, ...]:
-    """The types of the arrays that `pack` makes of a few weights."""
+    """The types of the arrays that `pack` makes of a small matrix."""
     fmt = FORMATS[format_name]
     arrays = pack(np.zeros((ROWS, K // fmt.elements), fmt.dtype))
     return tuple((array.shape, array.dtype) for array in arrays)

@@ -1,13 +1,13 @@
 """Compiled kernels, kept on disk: a process that finds its kernels there compiles nothing.
 
-A kernel is found by all that its machine code depends on (`steps.compile.kernel_key`). A changed
-line of anything it imports, or another toolkit, is another key; nothing has to be cleared.
+The key holds all that the machine code depends on (`steps.compile.kernel_key`). It hashes all
+imported code, so an edit or another toolkit gives another key, and nothing has to be cleared.
 
 The environment variable LADDER_CACHE names the folder, or is "off"; by default it is the user's
 cache folder. Who can write there can run code on the GPU. A file is written beside its place and
-moved there, so processes that write at once do no harm. It begins with a digest of the rest: one
-that was cut short, damaged or is somebody else's is ignored, and written anew. Beyond `MOST_BYTES`
-the files that were used least recently go.
+moved there, so processes that write at once do no harm. It begins with a digest of the rest: a file
+that is cut short, damaged or not of this cache is ignored, and written anew. Beyond `MOST_BYTES`
+the least recently used files are removed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the machine code of a kernel depends on, as a key by which it is found again.
 
 A kernel is a function made by a factory: `kernel(fmt, tile, output)` returns one that *captures*
-device functions, instructions and numbers. Its code is in files, so a hash over their import
-closure tells it (`steps.compile.import_closure`). What it captures is walked through and told apart
-by value. The rest are the types of its arguments, Numba's options and what compiles.
+device functions, instructions and numbers. The key has three parts: a hash over the code of all
+files that it is made of (`steps.compile.import_closure`); the values that it captures, as text; and
+the types of its arguments, Numba's options and the versions of the compilers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ COMPILERS: Final = (
 """The packages that make machine code of Python."""
 
 OTHERS: Final = frozenset({"numba", "llvmlite", "numpy", *sys.stdlib_module_names})
-"""Packages whose functions and classes are told by their names: their versions are in the key. An
-installed project lies beside them."""
+"""Packages whose functions and classes are identified by name, as their versions are in the key.
+The project itself may be installed beside them, so where a file lies does not tell."""
 
 
 def key_of(kernel: Any, signature: tuple[Any, ...], arch: str) -> dict[str, Any] | None:
-    """Everything that the machine code depends on, as JSON holds it; None for a kernel that cannot
-    be told from others, as its code is not in files of this project."""
+    """Everything that the machine code depends on, as JSON values; None for a kernel without a key,
+    as it captures something of an unknown type or its code is not in files of this project."""
     captured = _Captured()
     try:
         values = captured.text(kernel)

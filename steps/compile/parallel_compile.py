@@ -4,9 +4,9 @@ Compiling one takes seconds, five sixths of them in Numba's front end, which is 
 core; a bench of five formats launches some 250 kernels. So other processes compile those that the
 cache (`steps.compile.kernel_cache`) does not have, keep them there and hand them over.
 
-A process that compiles makes the launch anew, in a dry run, from a recipe, and does not touch the
-GPU: it is told what launches depend on. A kernel that fails to compile there is compiled where it
-is launched, as without this file.
+A process that compiles makes the launch anew from a recipe, in a dry run, and does not touch the
+GPU: it is told the architecture, the number of SMs and their shared memory. A kernel that fails to
+compile there is compiled where it is launched, as without this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steps.compile.kernel_cache import CompiledKernel
 from steps.contract import multiprocessors, pretend, shared_memory
 
 FEWEST: Final = 8
-"""Kernels from which on other processes, which take seconds to start, save time."""
+"""The least number of kernels for which other processes, which take seconds to start, save time."""
 
 
 def compile_ahead(
@@ -74,10 +74,9 @@ def compile_ahead(
 def missing_kernels(
     wanted: Iterable[Recipe], cc: tuple[int, int]
 ) -> dict[tuple[Any, Any], tuple[Recipe, int]]:
-    """What is not in the cache, each kernel and signature once: its recipe, and which of the
-    launches it is.
+    """What is not in the cache: (kernel, signature) -> (recipe, index among its launches).
 
-    Products that cannot be launched are left out: it is reported where they are.
+    Recipes that raise are left out: whoever launches them gets the error.
     """
     found: dict[tuple[Any, Any], tuple[Recipe, int]] = {}
     for recipe in wanted:

@@ -1,11 +1,13 @@
-"""A llama or Qwen of a GGUF file: every matrix product through this project, the rest from torch.
+"""A llama or Qwen of a GGUF file: products, and what lies between them, by this project's kernels.
+
+torch makes them instead as a reference, and where no kernel can.
 
     files.py               configuration and weights of a file; a tiny random one to write
     model.py               products, layers, the cache of keys and values, generation in CUDA graphs
     rotary.py              frequencies of the rotary embedding, scaled as files say
     operations.py          what lies between products, by torch: norms, attention, SwiGLU
-    kernel_operations.py   the same by the kernels of `steps.kernels.between`
-    deferred.py            norms of few tokens that are no launches
+    kernel_operations.py   the same by the kernels of `steps.kernels.between`: the default on a GPU
+    deferred.py            norms of few tokens, made by the products around them
     parallel.py            a model on several GPUs, a process for each
     text/                  tokens of a vocabulary, answers as they are generated, conversations
     compare/               checks against torch and llama.cpp; perplexity, distance from float32

@@ -1,12 +1,16 @@
-"""Norms of few tokens that are no launches: `steps.kernels.between.deferred_norm` for a decoder.
+"""Norms of few tokens without a launch: `steps.kernels.between.deferred_norm` for a decoder.
 
-    left by the norm before | product before: h += y, x, partial sums | product after: r, y
+The two products around a norm make it. h is the residual, y what a product adds to it:
 
-The product after may be that of gates and ups, which ends with silu(gate) * up
-(`steps.kernels.between.gated_product`): then those are no launch either. It is taken where both
-products
-are one launch of step 18 that reads float16: not where a product is several of them side by side,
-or a sum over ranks.
+    product before    h += y, x = h * weight * s, and partial sums of h^2: they are `left`
+    product after     multiplies x, and scales its sums by what it works out from `left`
+
+s needs the `left` of the norm before. Where there is none, that norm is a launch which also writes
+`left` (`launched`). The product after may be that of gates and ups: it then also computes
+silu(gate) * up, without a launch (`steps.kernels.between.gated_product`).
+
+A norm is deferred where both products are one launch of step 18's kernel that reads float16: not
+where a product is several side by side (`Concatenated`), or a sum over ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +35,19 @@ torch = operator.torch
 
 
 class DeferredNorms:
-    """launch(make, arrays, *rest) queues make(*rest, *arrays, machine), as `between.Kernels` does.
+    """The operations of deferred norms. launch: (make, arrays, *rest) queues the launch
+    make(*rest, *arrays, machine=...), as `kernel_operations.Kernels` does.
 
-    x is float16 [M, width]: of a norm what can be known in the product before it. left: float32
-    [M, 1 + parts], what a norm leaves for the product after it and for the next norm.
+    x: float16 [M, width], the norm but for the factor of each token. left: float32 [M, 1 + parts],
+    what a norm leaves for the product after it and for the next norm.
     """
 
     def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch
 
     def takes(self, before: Any, after: Any, h: Tensor, weight: Tensor) -> bool:
-        """Whether the norm with this weight, between two products of a residual h, can be."""
+        """Whether the norm with this weight, of a residual h between these two products, can be
+        deferred."""
         floats = h.dtype is weight.dtype is torch.float32 and h.is_contiguous()
         few = len(h) <= deferred_norm.MOST_TOKENS and h.shape[1] % EIGHT == 0
         return floats and few and all(_by_step_18(one, len(h)) for one in (before, after))
@@ -49,9 +55,9 @@ class DeferredNorms:
     def launched(
         self, rows: Sequence[Tensor], weight: Tensor, epsilon: float, dtype: Any, before: Product
     ) -> tuple[Tensor, Tensor]:
-        """(x of a dtype, left) of a norm that is a launch, where the next one, behind the product
-        `before`, is none. rows: the residual h, to which one or two terms of y are added in place.
-        """
+        """(x of a dtype, left) of a norm that is a launch, and is followed by the product `before`
+        of a deferred one. rows: the residual h, and one or two terms of y, which are added to h in
+        place."""
         h, *terms = rows
         size = len(h), before.n, before.k
         parts = deferred_norm.partial_sums(FORMATS[before.format], *size)
@@ -62,7 +68,8 @@ class DeferredNorms:
     def before(
         self, product: Product, a: Tensor, h: Tensor, weight: Tensor, epsilon: float, left: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(x, left) of a norm: h += a @ W^T in place. left: that of the norm before."""
+        """(x, left) of a deferred norm, by the product before it: h += a @ W^T in place. left: that
+        of the norm before."""
         parts = deferred_norm.partial_sums(FORMATS[product.format], len(h), product.n, product.k)
         x, own = torch.empty_like(h, dtype=torch.float16), h.new_empty((len(h), 1 + parts))
         arrays = a, h, weight, left, own, x, *_weights(product)
@@ -70,21 +77,21 @@ class DeferredNorms:
         return x, own
 
     def after(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
-        """y of the norm, in the dtype that the product writes."""
+        """The product after a deferred norm: y [M, N], in the dtype that the product writes."""
         y = x.new_empty((len(x), product.n), dtype=product.output_dtype(len(x)))
         arrays = x, left, y, *_weights(product)
         self._launch(of_product_after, arrays, product.format, epsilon)
         return y
 
     def takes_gates(self, product: Product, down: Any, m: int) -> bool:
-        """Whether `gated` can be, of a product of gates and ups that is the one after a deferred
-        norm. down: the product that reads what comes out."""
+        """Whether `gated` can be used for a product of gates and ups after a deferred norm. down:
+        the product that reads silu(gate) * up."""
         of = FORMATS[product.format], m, product.n // 2, product.k
         plain = product.bias is None and down.input_dtype(m) is torch.float16
         return plain and gated_product.supports(*of)
 
     def gated(self, product: Product, x: Tensor, left: Tensor, epsilon: float) -> Tensor:
-        """silu(gate) * up, float16 [M, hidden], of y = [gate, up] of `after`."""
+        """silu(gate) * up, float16 [M, hidden], where `after` would give y = [gate, up]."""
         gates = x.new_empty((len(x), product.n // 2))
         self._launch(of_gated, (x, left, gates, *_weights(product)), product.format, epsilon)
         return gates
@@ -92,8 +99,9 @@ class DeferredNorms:
     def ahead(
         self, norms: Iterable[tuple[Any, Tensor, Any, Any]], m: int, epsilon: float
     ) -> tuple[list[OfArrays], set[Product]]:
-        """(what these norms launch for m tokens, for `steps.compile.parallel_compile`; the products
-        around them, which launch nothing else). norms: see `Decoder._norms`."""
+        """(recipes of what deferred norms launch for m tokens, for
+        `steps.compile.parallel_compile`; the products around them, which launch nothing else).
+        norms: see `Decoder._norms`."""
         found: dict[Hashable, OfArrays] = {}
 
         def record(make: Callable[..., Launch], arrays: Sequence[Tensor], *rest: Any) -> None:

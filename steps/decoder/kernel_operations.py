@@ -2,12 +2,13 @@
 
     do = chosen("kernels")                      # an `Operations`, for a `Decoder`
 
-A launch is compiled and laid out once for each shape and dtype, as those of products are
-(`steps.product.prepared`), and then takes addresses. It allocates nothing but its results,
-so it may run while a stream is captured. Compiled kernels are kept on disk
-(`steps.compile.kernel_cache`).
-What no kernel takes, plain torch does: float64, heads of odd sizes, rows that are not a multiple of
-8 values. A prompt's attention is torch's own kernel, on what a kernel here has rotated.
+An operation is no product: nothing is chosen, and there is no `Choice`. Its launch is described by
+an `OfArrays`, prepared once for each shape and dtype (`steps.product.prepared.Prepared`), and then
+called with addresses, as those of products are. A call allocates nothing but its results, so it may
+run while a stream is captured.
+
+Plain torch does what no kernel takes: float64, heads of odd sizes, rows that are not a multiple of
+8 values. A prompt's attention is torch's, on queries and keys that a kernel here has rotated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ torch = operator.torch
 
 MODE: Final = "kernels"
 LEAST_CC: Final = (8, 0)
-"""The kernels take GPUs from there on; before 9.0 a launch waits for the end of the one before."""
+"""The least compute capability. Before 9.0 a launch waits for the end of the one before."""
 ALIGNMENT: Final = 16  # bytes, of every array
 
 Make = Callable[..., Launch]
@@ -65,15 +66,15 @@ def takes(*arrays: Tensor) -> bool:
 
 
 def takes_rows(h: Tensor, weight: Tensor, *others: Tensor) -> bool:
-    """The same of rows, where h and weight are float32."""
+    """As `takes`, for an operation on rows, whose h and weight are float32."""
     floats = h.dtype is weight.dtype is torch.float32
     return floats and h.shape[-1] % EIGHT == 0 and takes(h, weight, *others)
 
 
 class Kernels:
-    """The functions of an `Operations`, and norms without a launch, on one stream.
+    """The functions of an `Operations`, and deferred norms, on one stream.
 
-    prepare: `prepared`, or what stands for it in tests.
+    prepare: `prepared`; tests pass a function of their own.
     """
 
     def __init__(self, prepare: Callable[..., Any] = prepared) -> None:
@@ -235,7 +236,7 @@ def of_swiglu(y: Any, x: Any, *, machine: Machine) -> Launch:
 def chosen(mode: str | None = None, autotuned: bool = False) -> Operations:
     """The operations in a mode: "kernels" or one of `operations.MODES`; by default the kernels.
 
-    autotuned: of Inductor's kernels, see there.
+    autotuned: for the modes of torch's compiler, see `operations.compiled`.
     ValueError for a mode that there is not on this GPU.
     """
     can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CC

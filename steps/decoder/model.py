@@ -3,8 +3,9 @@
     model = files.load("model.gguf", step_products())       # or torch_products()
     tokens, _ = generate(model, ids, 64)                    # greedy, in a CUDA graph on a GPU
 
-A `Product` is a `steps.nn.linear.QuantLinear` that says what it reads and writes: so the operations
-between products write the dtype that the next product reads.
+A `Product` multiplies packed weights, made by a `steps.nn.linear.QuantLinear`, and says which
+dtypes it reads and writes: so the operations between products write the dtype that the next one
+reads. The operations are given to a `Decoder` (`steps.decoder.kernel_operations.chosen`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Product(nn.Module):
     accuracy : may be changed between calls, where both layouts are there.
     family : "A8" rounds x to Q8_1; by default the kernels that read 16 bits of it as they are.
     bias : float32 [N] on the GPU, added to y.
-    wide : y of up to so many tokens is float32, for a sum that is not complete.
+    wide : y of up to so many tokens is float32, as it is one rank's term of a sum.
     """
 
     wide = 0
@@ -115,7 +116,8 @@ class Product(nn.Module):
         return found
 
     def choice(self, m: int, input: str = "float16") -> Choice:
-        """The kernel for m tokens; `input` is how x comes, where it can be read so."""
+        """The kernel for m tokens. input: the dtype of x, or "gated"; where the kernel does not
+        read it, `Choice.reading` says what it reads instead."""
         bias = None if self.bias is None else "float32"
         return self.weights.choice(m, input, self._output(m), bias)
 
@@ -301,8 +303,9 @@ class Part:
     first, position: where the first of a prompt stands; for the host, and int64 [] on the device.
     h: the residual [B * tokens, width]. y: what the last product adds to it, None before there is
     one, or a function that returns the terms of which it is the sum (`parallel.Summed.begin`).
-    x: where the last product has added it already, and begun the norm that follows, what it left of
-    that. left: of the last norm, where the next one is deferred (`deferred.DeferredNorms`).
+    x, left: of deferred norms (`deferred.DeferredNorms`). x: the next norm as the last product
+    began it, which has then added y to h already; else None. left: what the last norm left for the
+    next.
     """
 
     tokens: int
@@ -364,12 +367,12 @@ class Decoder:
         say: Callable[[str], None] = print,
         report: Callable[[int, int], None] = lambda done, of: None,
     ) -> int:
-        """Compile the kernels for (accuracy, tokens) of each case in `jobs` processes; how many.
-        They are those of products, and of norms within these.
+        """Compile the kernels of products, and of deferred norms, for (accuracy, tokens) of each
+        case in `jobs` processes; returns how many were compiled.
 
-        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt. Those
-        that are kept on disk are not compiled; see `steps.compile.parallel_compile.compile_ahead`,
-        which is told `say` and `report`.
+        Up to `MOST_SEQUENCES` tokens are one each of as many sequences, more are one prompt.
+        Kernels that are kept on disk are not compiled. say, report: as for
+        `steps.compile.parallel_compile.compile_ahead`.
         """
         wanted: list[Recipe] = []
         before, deferred = self.output.accuracy, self.operations.deferred
@@ -424,13 +427,13 @@ class Decoder:
         return found
 
     def _ends(self) -> list[tuple[Tensor, Any]]:
-        """Of each layer, the weight of the norm that follows, and the product that reads it."""
+        """For each layer, the weight of the norm behind it, and the product that reads it."""
         ends = [(one.before_attention, one.qkv) for one in self.layers[1:]]
         return [*ends, (self.norm, self.output)]
 
     def _norms(self) -> Iterator[tuple[Any, Tensor, Any, Any]]:
-        """Each norm but the first: (product before, weight, product after, the one that reads its
-        gates or None)."""
+        """Each norm but the first: (product before, weight, product after, `down` where the product
+        after is that of gates and ups, else None)."""
         for layer, end in zip(self.layers, self._ends(), strict=True):
             yield layer.out, layer.before_hidden, layer.gate_up, layer.down
             yield layer.down, *end, None
@@ -484,7 +487,7 @@ class Decoder:
             part.y = layer.down.after_swiglu(y, do.swiglu)
 
     def _defers(self, part: Part, product: Any, weight: Tensor, after: Any) -> bool:
-        """Whether the norm between two products is no launch."""
+        """Whether the norm between two products is deferred: no launch of its own."""
         deferred = self.operations.deferred
         one_each = deferred is not None and part.tokens == 1
         return one_each and deferred.takes(product, after, part.h, weight)

@@ -1,7 +1,10 @@
 """Where launches run: the two machines, and the CUDA driver below one of them.
 
-machines.py          a GPU, or the simulator on any CPU
-launcher.py          a launch by the driver's own call
+machines.py          Gpu, or Simulator on any CPU: arrays and launches
+launcher.py          load -> Loaded: a launch by the driver's own call, compiled and laid out once
 encode_map.py        tensor maps among the parameters of a launch
-kept.py              a thread-safe LRU cache of launches
+kept.py              Kept: a thread-safe LRU cache, for prepared products and encoded maps
+
+`Gpu.run` loads a launch and launches it. What is launched again and again is loaded once, by
+`steps.product.prepared`.
 """

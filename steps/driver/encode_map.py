@@ -1,10 +1,10 @@
 """Tensor maps among the parameters of a launch, as the driver encodes them.
 
-The driver alone knows what the 16 words of a map say; of a matrix at another address they are
-others. It is called through `ctypes`, on numbers laid out once: that takes the host 3 us, between
-the layers of a model 12, and cuda.bindings, which lays them out at each call and wraps what comes
-back, 17 us. A model's matrices come back to the same few addresses, so the words of those used last
-are kept.
+Only the driver can encode the 16 words of a map, and they differ for each address of the matrix.
+It is called through `ctypes`, with arguments laid out once. That takes the host 3 us, or 12 us
+between the layers of a model; cuda.bindings lays the arguments out at each call and wraps the
+result, which takes 17 us. A model's matrices come back to the same few addresses, so the words for
+the last `ADDRESSES` addresses are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ZEROS_BEYOND: Final = 0  # the matrix, not NaN
 _ALIGNMENT: Final = 64  # bytes; the driver writes a map to no other place
 
 ADDRESSES: Final = 64
-"""Maps that a launch keeps, of 128 bytes."""
+"""Encoded maps that a launch keeps, of 128 bytes each."""
 
 
 @cache
@@ -58,7 +58,7 @@ class EncodedMap:
     __slots__ = ("_address", "_data_type", "_facts", "_known", "_map", "_room", "_words")
 
     def __init__(self, source: TensorMap, words: int) -> None:
-        """words: where the map is among the parameters, an address of this process."""
+        """words: the host address of the map among the parameters of the launch."""
         (m, k), (tokens, wide) = source.array.shape, source.box
         extents = (ctypes.c_uint64 * 2)(k, m)
         row_bytes = (ctypes.c_uint64 * 1)(source.item_bytes * k)

@@ -52,9 +52,10 @@ _allowed: WeakKeyDictionary[CompiledKernel, dict[int, int]] = WeakKeyDictionary(
 class Loaded:
     """A `Launch` with its machine code on the GPU and its arguments laid out; call it to launch.
 
-    `arguments` are the kernel's parameters one by one, in 64 bits each; a `LaunchTemplate` puts
-    other addresses in. A `TensorMap` is encoded here; that of a placeholder when it gets an address
-    (`put_mapped`). `source` keeps the arrays of the launch alive. One host thread at a time.
+    `arguments` are the kernel's parameters one by one, in 64 bits each;
+    `steps.product.prepared.Prepared` writes the addresses of each call there. A `TensorMap` is
+    encoded here; that of a placeholder when it gets an address (`put_mapped`). `source` keeps the
+    arrays of the launch alive. One host thread at a time.
     """
 
     __slots__ = (
@@ -102,8 +103,8 @@ class Loaded:
         }
 
     def within(self, start: int, size: int) -> list[tuple[int, int]]:
-        """(index, offset) of each argument that is an address in the `size` bytes at `start`, those
-        inside a tensor map apart."""
+        """(index, offset) of each argument that is an address in the `size` bytes at `start`. The
+        words of a tensor map are left out."""
         words = range(PARAMETER_WORDS if self._map else 0)
         return [
             (index, argument - start)

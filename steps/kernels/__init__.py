@@ -1,11 +1,12 @@
-"""What callers launch: kernels with all formats, dtypes and biases, each taught by a lesson.
+"""The engineered kernels: what callers launch, with all formats, dtypes and biases.
 
-    prefill/    products of many tokens (steps 8 to 15)
-    decode/     products of few tokens (steps 17 and 18)
-    between/    what a decoder computes between its products
-    parts/      what kernels of several rooms share: weights, activation passes, epilogues, stream-K
+    prefill/    products of many tokens: KERNEL of steps 10, 11, 13, 14 and 15, and their parts
+    decode/     products of few tokens: KERNEL of steps 17 and 18, and their parts
+    between/    what a decoder computes between its products; each file is its own lesson
+    parts/      what several rooms share: weights, activation passes, epilogues, stream-K
 
-`steps.registry.KERNELS` lists the modules that define a `KERNEL`; `gemm` chooses among these. A
-file's docstring names the lesson that teaches it. Constants that begin with H200 were measured on
+`steps.registry.KERNELS` lists the modules that define a `KERNEL`; `gemm` chooses among these, and
+messages name each by the number of its lesson (`steps/stepNN_*.py`). Lessons that are not thin over
+an engineered kernel import parts from here too. Constants that begin with H200 were measured on
 one.
 """

@@ -11,15 +11,16 @@ torch is an extra of this project; in `steps` only this room imports it. A layer
 several ranks: `layer.shard(mesh, "column")`, or "row", keeps one rank's share (`steps.nn.shard`).
 
 Memory. A state dict holds `blocks`, uint8 [N, bytes of a row], ggml's own bytes; they stay in host
-memory, wherever the layer is. A GPU holds the packed weights that the steps read. They are made on
+memory, wherever the layer is. A GPU holds the packed weights that kernels read. They are made on
 the host, on all cores, when the layer is moved there, and have the size of the blocks, N and K
 rounded up to 128; with `accuracy="fast"` there is a second packing. So a layer in q4_0
-takes 4.5 bits per weight on a GPU, 9 where it is not exact.
+takes 4.5 bits per weight on a GPU, 9 where it is fast.
 
-Products. On a GPU the layer selects the step from M at each call, as `steps.gemm` does, and keeps
-the launches of the 512 shapes used last. The first call with a new M lays its launches out, and
-compiles the kernels that were not used before, in seconds: run each M once before it counts, above
-all before a CUDA graph is captured. On a CPU weights are dequantized at every call, which is slow.
+Products. On a GPU the layer selects the kernel from M at each call, as `steps.gemm` does
+(`steps.nn.operator`). The launches of the 512 products used last are kept, for all layers together.
+The first call with a new M prepares its launches, and compiles the kernels that were not used
+before, in seconds: run each M once before it counts, above all before a CUDA graph is captured. On
+a CPU weights are dequantized at every call, which is slow.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if not TYPE_CHECKING:
 TAKEN: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 BLOCKS: Final = "blocks"
 KINDS: Final = ("weights", "fast")
-"""Names of buffers: the packing of exact steps, and that of fast ones."""
+"""Names of buffers: the packing that exact kernels read, and that of fast ones."""
 
 
 class QuantLinear(nn.Module):
@@ -56,9 +57,9 @@ class QuantLinear(nn.Module):
 
     x may be float32, float16 or bfloat16, with any batch dimensions. It is copied where it is not
     contiguous. Sums are float32, the bias is added to them, and they are rounded once. On a GPU of
-    compute capability 8.0 or later steps read x and write y as they are: they multiply float16 and
-    bfloat16 themselves, round float32 to float16 or, with a scale per 32 values, to int8; where
-    `accuracy` is "fast" they round x to int8 with a scale per token (see `steps.gemm`).
+    compute capability 8.0 or later kernels read x and write y in its dtype: they multiply float16
+    and bfloat16 as they are, and round float32 to float16 or, with a scale per 32 values, to int8.
+    Where `accuracy` is "fast" they may round x to int8 with a scale per token (see `steps.gemm`).
 
     x has a gradient, computed with the dequantized weights as if x had not been rounded. It
     dequantizes them on the CPU at each call, which is slow. The weights have no gradient.
@@ -222,8 +223,9 @@ class QuantLinear(nn.Module):
         unit   : how many features stay together, such as those of a head. By default 1; of "row",
                  where it is a multiple of the format's block, that block.
 
-        A bias is added to the sum once. Up to `all_reduce.ONE_SHOT` bytes of float32, sums are
-        float32 and are rounded once; larger ones are those of each rank's y in the dtype of x.
+        A bias is added once, to the sum of all ranks. Where y takes up to `all_reduce.ONE_SHOT`
+        bytes in float32, ranks add up float32 and round once; larger ones are rounded to the dtype
+        of x by each rank and then added up.
         `in_features`, `out_features`, `weight` and `dequantize` are the rank's. A state dict is
         whole: `state_dict` gathers it, so all ranks must call it, and `load_state_dict` takes the
         whole one. ValueError where ranks cannot share the layer, with the numbers.
@@ -300,7 +302,7 @@ class QuantLinear(nn.Module):
 
     def _directly(self, x: Tensor) -> operator.Weights | None:
         """The packed weights where the product needs no operator of torch: on the GPU, without a
-        gradient, and not looked on (`operator.runs_at_once`)."""
+        gradient, and where torch intercepts nothing (`operator.runs_at_once`); else None."""
         held, parameters = self._on_gpu(), self._parameters
         if held is None or x.get_device() != held.device or not operator.runs_at_once(x):
             return None
@@ -344,7 +346,7 @@ class QuantLinear(nn.Module):
         return operator.by_packing(self.packings, self._arrays("weights"), self._arrays("fast"))
 
     def explain(self, m: int, dtype: Any = torch.float32) -> str:
-        """Which step multiplies x [m, K] of a dtype on this GPU, and why, in a sentence."""
+        """Which kernel multiplies x [m, K] of a dtype on this GPU, and why, in a sentence."""
         if self.device.type != "cuda":
             return f"the layer is on {self.device}: torch multiplies dequantized weights"
         held, name = self._on_gpu(), operator.NAMES[dtype]

@@ -1,22 +1,24 @@
 """The quantized product as operators of torch: `torch.ops.quantized_gemm.linear` and `.product`.
 
-They are to blocks what `torch.nn.functional.linear` is to a float matrix;
-torch.compile sees one node whose shape and dtype it knows without running it. `linear` has a
-gradient; `product` is the same without one. `steps.nn.linear.QuantLinear` calls them, but where
-nothing is compiled, traced or differentiated: there it calls `multiply`, which takes the host less
-time.
+They are for blocks what `torch.nn.functional.linear` is for a float matrix. torch.compile sees one
+node whose shape and dtype it knows without running it. `linear` has a gradient; `product` is the
+same without one. `steps.nn.linear.QuantLinear` calls them where torch compiles, traces or
+differentiates. Elsewhere it calls `multiply`, which does the same in less host time. The decoder
+always does.
 
-On a GPU a call consists of
+`multiply` goes the way of `steps.product`: a Request for x, `choose`, `prepare`, a call. It is an
+*adapting* caller (`Request.adapted`): what the kernel does not read, write or add, torch does. So
+on a GPU a call consists of
 
-* the one or two launches of a step: one where it reads `x` as it is;
+* the one or two launches of a kernel: one where it reads `x` as it is;
 * a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
-  float32 on a GPU that has no step which reads its dtype (before compute capability 8.0);
-* one kernel of torch for a bias that the step does not add (1 to 7), or for a dtype that it does
-  not write.
+  float32 on a GPU where no kernel reads its dtype (before compute capability 8.0);
+* one kernel of torch for a bias that the kernel does not add (steps 1 to 7), or for a dtype that it
+  does not write.
 
-A workspace is torch's and of the current stream. So calls on several streams do not meet, and what
-is captured into a CUDA graph lies in the pool of that graph. Counters are kept from call to call
-(`counters`), so that none sets them to zero. Nothing waits for the GPU.
+The workspace is allocated by torch on the current stream. So calls on several streams do not share
+it, and in a CUDA graph it lies in the pool of that graph. Counters are kept from call to call
+(`counters`), so no call has to set them to zero. Nothing waits for the GPU.
 
 On a CPU the weights are dequantized at every call and torch multiplies: the reference, and slow.
 """
@@ -55,11 +57,11 @@ from torch.nn import Parameter
 try:
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
     from torch._C._functorch import peek_interpreter_stack
-except ImportError:  # another torch, which may look on in other ways: `runs_at_once` says no
+except ImportError:  # another version of torch, of which this is not known: `runs_at_once` says no
     PLAIN: tuple[Any, ...] = ()
 else:
     PLAIN = (Tensor, Parameter)
-"""Classes of tensors whose operators torch runs as they are; others may do more."""
+"""Classes of tensors whose operators torch just runs; a subclass may override them."""
 
 NAMES: Final = {getattr(torch, name): name for name in FLOATS}
 """The dtypes that activations may have, and their names."""
@@ -67,8 +69,9 @@ NAMES: Final = {getattr(torch, name): name for name in FLOATS}
 DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
 
 PREPARED: Final = 512
-"""Prepared launches that are kept, those used last: some KB of host memory each, none of the GPU's.
-Kernels stay loaded for good, so a graph outlives the launches that it was captured with."""
+"""Prepared products that are kept, those used last: some KB of host memory each, none of the GPU's.
+Kernels stay loaded for good, so a CUDA graph may outlive the `Prepared` that it was captured
+with."""
 
 CALLS: Final = 32
 """Shapes of x for which a layer keeps what `multiply` worked out, those used last."""
@@ -199,8 +202,9 @@ def by_packing(
 
 
 class Weights:
-    """Packed weights [N, K] as `multiply` takes them: their arrays, of one GPU, stay where they
-    are. packed: name of a layout -> its arrays. accuracy, invariant, family: see `steps.gemm`."""
+    """Packed weights [N, K] as `multiply` takes them, on one GPU. It keeps the addresses of the
+    arrays, so whoever has the arrays must keep them. packed: name of a layout -> its arrays.
+    accuracy, invariant, family: see `steps.gemm`. asked: the `Request` but for M and dtypes."""
 
     __slots__ = ("addresses", "asked", "calls", "device", "first", "key", "types")
 
@@ -237,8 +241,8 @@ class Weights:
 
 
 class _Call:
-    """What `multiply` works out for one shape and dtype of x: the launches, the arrays that they
-    read, how x is to come and y is to be."""
+    """What `multiply` keeps for one shape and dtype of x: the prepared launches, the addresses of
+    the weights that they read, the dtype that x must have, and shape and dtypes of y."""
 
     __slots__ = (
         *("adds_bias", "arrays", "dtype", "made", "nbytes", "reads", "shape", "strides"),
@@ -267,7 +271,7 @@ def multiply(
     """y[..., N] = x[..., K] @ dequantize(W)^T + bias on the weights' GPU, in a dtype, by default
     that of x.
 
-    It is `product` without what torch does before it. x [..., K] is there too, in one of `NAMES`.
+    It is `product` without torch's dispatcher. x [..., K] is on that GPU, in one of `NAMES`.
     gated: x is float16 [..., 2 K], K gates and K ups, and silu(gate) * up is multiplied; only for
     weights whose `choice` reads it so. Every line counts here: a model calls it for each product,
     and its Python may take longer than the GPU.
@@ -299,7 +303,8 @@ def multiply(
 
 
 def launch(made: Prepared, arrays: Sequence[Tensor]) -> None:
-    """Queue launches that are no product's on the current stream of the arrays' GPU."""
+    """Queue launches of an operation between products (`steps.decoder.kernel_operations`) on the
+    current stream of the arrays' GPU."""
     first, zeros, workspace = arrays[0], 0, 0
     stream = current_stream(first.get_device())
     if made.zeroed:
@@ -335,10 +340,11 @@ _prepared: Kept[tuple[Choice, Prepared]] = Kept(PREPARED)
 def prepared(
     w: Weights, m: int, a: str, c: str, bias: str | None = None
 ) -> tuple[Choice, Prepared]:
-    """`Weights.choice`, and its launches on the weights' device, which is the current one. Kernels
-    not used before are compiled and loaded.
+    """`Weights.choice`, and its launches prepared on the current GPU, which must be that of the
+    weights. Kernels not used before are compiled and loaded.
 
-    RuntimeError where a capture into a CUDA graph does not survive the loading: it says what to do.
+    RuntimeError where a kernel cannot be loaded during a capture into a CUDA graph; it says what to
+    do.
     """
     return _prepared.of((w.key, m, a, c, bias), lambda: _loaded(w, m, a, c, bias))
 
@@ -365,10 +371,10 @@ def array_types(arrays: Sequence[Tensor]) -> tuple[ArrayType, ...]:
 
 
 RESERVE: Final = 1 << 20
-"""Bytes of zeros that a device gets in reserve for counters."""
+"""Bytes of zeros that are set aside on a device, from which counters are taken."""
 
 COUNTERS: Final = 1 << 12
-"""Bytes of counters that are taken from it at once, or twice that, and so on."""
+"""Least bytes of counters that are taken at once; doubled until they suffice."""
 
 _reserves: dict[Any, Tensor] = {}
 _counters: dict[tuple[int, int, int], Tensor] = {}
@@ -376,8 +382,8 @@ _taking = threading.Lock()
 
 
 def reserve_counters(device: Any, least: int = RESERVE // 2) -> None:
-    """Set zeros aside on a device that has less than `least` bytes of them left. It waits for the
-    GPU then."""
+    """Set zeros aside on a device that has fewer than `least` bytes of them left; only then it
+    waits for the GPU."""
     with _taking:
         if device not in _reserves or len(_reserves[device]) < least:
             _reserves[device] = torch.zeros(max(RESERVE, least), dtype=torch.uint8, device=device)
@@ -387,9 +393,9 @@ def reserve_counters(device: Any, least: int = RESERVE // 2) -> None:
 def counters(size: int, like: Tensor, stream: int) -> Tensor:
     """At least `size` bytes that are zero and that launches on a stream leave zero.
 
-    Launches of a stream run one after another, so all of them share counters. What is captured into
-    a graph may run beside them: the launches of a stream in a capture have counters that nothing
-    else ever gets. A capture that finds the reserve used up sets memory to zero in its graph.
+    Launches of a stream run one after another, so all of them share counters. A CUDA graph may run
+    beside them, so each capture gets counters of its own, which are not handed out again. If the
+    reserve is used up during a capture, the graph itself sets memory to zero.
     """
     capture = _capture_of(stream)
     key = (like.get_device(), stream, capture)
@@ -411,7 +417,7 @@ def counters(size: int, like: Tensor, stream: int) -> Tensor:
 
 
 def _capture_of(stream: int) -> int:
-    """The number of the capture into a graph that a stream, the current one, is in; 0 for none."""
+    """The driver's number of the capture that the current stream is in; 0 for none."""
     if not is_capturing():
         return 0
     from cuda.bindings import driver
@@ -423,8 +429,8 @@ def _capture_of(stream: int) -> int:
 new_array = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 )
-"""(shape, strides, dtype) -> a tensor on the current GPU, its values unset. torch's compiler
-allocates so: past the dispatcher, which takes the host 1.5 us more."""
+"""(shape, strides, dtype) -> a tensor on the current GPU, its values unset. Code of torch's
+compiler allocates this way too: past the dispatcher, which takes the host 1.5 us more."""
 
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The number of the GPU that launches go to."""
@@ -437,13 +443,13 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
 is_capturing = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-"""Whether the current stream is captured into a graph. torch's public ways to the last three take
-the host up to 2 us."""
+"""Whether the current stream is captured into a graph. The public functions for this and the two
+above take the host up to 2 us."""
 
 
 def runs_at_once(x: Tensor) -> bool:
-    """Whether torch would do nothing with `product` of x but run it: nothing that traces, records
-    or transforms operators looks on. torch.compile is not asked for here."""
+    """Whether torch would just run `product` of x: no mode, trace or transform that intercepts
+    operators is active. torch.compile is not asked about here."""
     return (
         type(x) in PLAIN
         and not _len_torch_dispatch_stack()

@@ -1,10 +1,24 @@
-"""One way for every product: a request is decided once, prepared once, and called with addresses.
+"""A product, from a request to launches: the same four steps for every caller.
 
-gemm.py           `gemm` and `pack`
-plan.py           `gemm.plan`: all that products of one shape need; a call only launches
-operands.py       what the operands are, or an error of one sentence
-request.py        a product that somebody wants, as data
-choice.py         which kernel multiplies: the one named, the fastest measured, or a default
-tuning_table.py   the times of each GPU by which it chooses
-prepared.py       its launches, compiled and laid out before any address is known
+    Request        what is wanted: format, M, N, K, dtypes, bias, accuracy, perhaps a step
+      | choose     the engineered kernel measured fastest there; a lesson where none of these runs
+    Choice         that kernel, its family, how it reads A, what it writes, and why it was chosen
+      | prepare    its launches, made on placeholders, compiled and loaded on the current GPU
+    Prepared       launches without addresses; it owns no memory
+      | call       the addresses of A, C and weights are put in, and the launches are queued
+
+`gemm` and plans check their arrays and make `gemm.Call` of a Choice. The operator of torch
+(`steps.nn.operator`, for layers and for the decoder's products) does the same in its own way, with
+memory of torch. What a decoder computes between products (`steps.decoder.kernel_operations`) has
+no request: its launches are given to `Prepared` directly. The parallel compiler takes a Choice as a
+recipe for its launches. NumPy arrays, and so the simulator, need no preparation: `Choice.on` makes
+the launches on arrays of the machine.
+
+request.py        Request: a product that somebody wants, as data
+choice.py         choose -> Choice: the kernel named, the fastest measured, or a default
+tuning_table.py   the times of each GPU, by which `choose` decides
+prepared.py       prepare -> Prepared: launches that a call gives addresses
+operands.py       argument checks: what A, W, C and a bias are, or an error of one sentence
+gemm.py           `gemm`, `pack`, and a product of arrays on the GPU: Call
+plan.py           `gemm.plan`: a Call with memory of its own, made once
 """

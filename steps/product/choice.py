@@ -3,15 +3,15 @@
     choice = choose(Request("q4_0", m, n, k, a="float16", c="float16"), machine)
 
 A choice says all that a launch depends on: the kernel, how it reads A, what it writes. The
-engineered kernels (`steps.kernels`) are the candidates; lessons are where none of these runs, as
-before compute capability 8.0, and where one is named.
+candidates are the engineered kernels (`steps.registry.kernels`). Lessons are candidates only where
+no engineered kernel can do it, as before compute capability 8.0, and where one is named by number.
 
-`make tune` measures kernels at many M on a GPU and writes a table (`steps.product.tuning_table`). A
-kernel that the table has a time for is chosen by its time. A format that the table lacks uses the
-times of the format stored most like it (`qformats.storage`). Without any time the default is the
-highest kernel that the GPU can run, as each is meant to be faster than the one before it; up to the
-M that a kernel is made for, that kernel. A new kernel is no default until it says so
-(`Kernel.chosen_untuned`).
+`make tune` measures kernels at many M on a GPU and writes a table (`steps.product.tuning_table`).
+Of the candidates that the table has a time for, the fastest is chosen. A format that the table
+lacks uses the times of the format stored most like it (`qformats.storage`). Where no candidate has
+a time, a default is chosen: the kernel with the highest number, as each is meant to be faster than
+the one before it. Kernels for few tokens (`Kernel.most_tokens`) come first up to that M, and beyond
+it only where no other can. A new kernel is no default until it says so (`Kernel.chosen_untuned`).
 
 Both families are considered unless one is named. Kernels that requantize the weights ("fast") are
 considered only where that accuracy is asked for.
@@ -64,9 +64,14 @@ Candidate = tuple[Kernel, Family]
 class Choice:
     """A kernel for a product, and why. `str` of it is a sentence.
 
-    reading: how the kernel reads A: the pass that makes what it reads, and the dtype of that.
-    writes : the dtype of C that it writes.
+    request: the product that it was chosen for.
+    kernel : an engineered kernel, or a lesson (`Step` is a `Kernel`).
+    family : in which it multiplies here.
+    reading: how it reads A: the activation pass, and the dtype that this takes.
+    writes : the dtype of C that it writes: the one wanted, or float32 where the caller casts
+             (`Request.adapted`).
     bias   : the dtype of the bias that it adds; None where it adds none.
+    why    : the reason, the end of the sentence.
     configuration: blocks, threads and shared memory of its launch; empty before there is one.
     """
 
@@ -82,7 +87,8 @@ class Choice:
     @classmethod
     def of(cls, kernel: Kernel, family: Family, request: Request, why: str = "") -> Choice:
         """The choice of this kernel. Where it reads, writes or adds less than the request wants,
-        the caller adapts; C is float32 then where a bias is still to be added, and rounded once."""
+        the caller does the rest. A bias that the caller adds is added to float32 C, which is then
+        rounded once."""
         bias = request.bias if kernel.adds_bias else None
         writes = request.c if request.c in kernel.outputs and bias == request.bias else "float32"
         return cls(
@@ -91,7 +97,8 @@ class Choice:
 
     @classmethod
     def of_work(cls, work: Work, size: Size, a: str = "float32", c: str = "float32") -> Choice:
-        """The choice of a step in a family. a, c: dtypes of A, where it reads that, and of C."""
+        """The choice of a step in a family. a, c: dtypes of A and C; where the step does not read
+        that A, float32."""
         return cls.of(work.step, work.family, Request(work.format, *size, a, c))
 
     @property
@@ -119,8 +126,9 @@ class Choice:
     def on(
         self, machine: Machine, weights: Sequence[Any], a: Any, out: Any
     ) -> tuple[Activations, Launch]:
-        """The activations, and the kernel's own launch, on arrays of a machine; a bias stands
-        behind the packed weights. ValueError for more thread blocks than CUDA launches."""
+        """The activations, and the kernel's own launch, on arrays of a machine. weights: the packed
+        arrays, and behind them the bias if there is one. ValueError for more thread blocks than
+        CUDA launches."""
         asked = self.request
         activations = self.reading.make(self.family, a, machine)
         own = self.kernel.prepare(
@@ -141,8 +149,8 @@ class Choice:
     ) -> tuple[Launch, ...]:
         """All launches of the product in their order, the kernel's own last, on placeholders.
 
-        machine: adds up the memory that is asked for. weights: types of the packed arrays; by
-        default those of a few weights, whose dtypes are right and whose shapes no launch looks at.
+        machine: adds up the memory that is asked for. weights: types of the packed arrays. By
+        default those of a small matrix: the dtypes are right, and no launch looks at the shapes.
         """
         asked = self.request
         a = Placeholder(
@@ -167,9 +175,11 @@ class Choice:
 def choose(request: Request, machine: Any) -> Choice:
     """The kernel for a product on a machine (its `name`, `cc`, `sms`).
 
-    A step that is named is taken in the family that continues the ladder, or the one that reads A.
+    A step that is named is taken in the last of its families that reads A.
     With `invariant`, up to `Kernel.most_tokens` tokens, it is the highest kernel that heeds it,
     whatever the table says: which kernel it is must not depend on M either.
+    Where the caller adapts, a kernel that reads and writes the wanted dtypes is preferred, else it
+    is one for float32.
     ValueError, with a kernel's own reason, where there is none.
     """
     known_accuracy(request.accuracy)
@@ -290,8 +300,8 @@ def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str
 
 
 def supporting(request: Request, cc: tuple[int, int] | None) -> list[Kernel]:
-    """The kernels that can do what is asked, lowest first: engineered ones, where there is none
-    lessons. ValueError where there is none of these either."""
+    """The kernels that can do what is asked, lowest number first: the engineered ones that can,
+    else the lessons that can. ValueError where no lesson can either."""
     why: list[str] = []
     for pool in (kernels(), lessons()):
         among = [
@@ -328,9 +338,8 @@ def defaults(possible: Sequence[Kernel]) -> list[Kernel]:
 
 
 def packing_kernel(request: Request, cc: tuple[int, int] | None) -> Kernel:
-    """The kernel whose layout weights are packed in where none is named: of the defaults with the
-    lowest accuracy that is allowed, the highest. Of the request format, K, family and accuracy
-    count."""
+    """The kernel whose layout weights are packed in where no step is named: of the defaults, those
+    of the lowest accuracy that is allowed, and of these the highest number. M does not count."""
     allowed = defaults(supporting(request, cc))
     return max(allowed, key=lambda one: (ACCURACIES.index(one.accuracy), one.number))
 
@@ -338,9 +347,9 @@ def packing_kernel(request: Request, cc: tuple[int, int] | None) -> Kernel:
 def packings(
     format_name: str, cc: tuple[int, int] | None, accuracy: str, k: int = 0
 ) -> tuple[Kernel, ...]:
-    """A kernel for each layout that products of this accuracy want: of exact kernels first, then of
-    fast ones where these are allowed and read another layout. k: where it is known, only kernels
-    whose sums hold it count."""
+    """A kernel for each layout that products of this accuracy need: first of exact kernels, then of
+    fast ones if these are allowed and read another layout. k: K where it is known; kernels whose
+    integer sums do not hold it are left out."""
     asked = Request(format_name, 1, 1, k)
     exact, lowest = (
         packing_kernel(replace(asked, accuracy=one), cc) for one in ("exact", accuracy)
@@ -355,9 +364,9 @@ Time = tuple[float, Kernel, Family]
 
 BFLOAT16_FEW: Final = 1.07
 BFLOAT16_MANY: Final = 1.13
-"""A table has no times of bfloat16. So much longer than in float16 a product takes that makes
-bfloat16 weights, in a decode kernel and in others: medians over formats and shapes on an H200, run
-dceeb1ed."""
+"""Times of bfloat16 over those of float16, for kernels that make bfloat16 weights: in a decode
+kernel and in others. Tables have no times of bfloat16. Medians over formats and shapes on an H200,
+run dceeb1ed."""
 
 
 def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Request) -> list[Time]:
@@ -379,8 +388,8 @@ def _times(entry: tuning.Entry | None, possible: Sequence[Kernel], request: Requ
 
 
 def _measured_family(kernel: Kernel, request: Request) -> Family:
-    """The family of a kernel that has no time here: of those with a time in some table, or else of
-    all, the last."""
+    """The family of a kernel that has no time for this product: the last that has a time in any
+    table, else the last."""
     able, tables = families(kernel, request), tuning.known()
     measured = [one for one in able if any(table.has(kernel.number, one) for table in tables)]
     return (measured or able)[-1]

@@ -1,4 +1,4 @@
-"""`gemm` and `pack`: checked products over ggml's blocks, by the best step for this machine.
+"""`gemm` and `pack`: checked products over ggml's blocks, by the best kernel for this machine.
 
     from steps import gemm, pack
 
@@ -10,20 +10,24 @@
 
 NumPy in, NumPy out; a tensor of torch or an array of CuPy in, the same out. For another array on
 the GPU (Numba's: anything that has `__cuda_array_interface__`) the result is Numba's. The work is
-queued on the caller's stream. `a` in float16 or bfloat16 goes to steps that read it as it is:
+queued on the caller's stream. `a` in float16 or bfloat16 goes to kernels that read it as it is:
 nothing here casts it. NumPy has no bfloat16: such arrays are uint16.
 
-Products on the GPU with weights that `pack` made are prepared once: `Packed` keeps the launches of
-the `CALLS` last ones, by shape, dtype and options. A call like an earlier one finds them by these,
-checks what may differ (the arrays' layout and addresses), and launches. What kernels work in
-besides is kept for each stream, so a call that is captured into a CUDA graph should be a plan's.
+The kernel is one of `steps.registry.kernels`, see `steps.product.choice`. "Step 14" names one by
+the lesson that teaches it, here and in messages. A lesson's own kernel runs where no engineered one
+can, and where it is named (`step=3`).
+
+Products on the GPU with weights that `pack` made are prepared once: `Packed` keeps a `Call` for
+each of the last `CALLS` combinations of shape, dtype and options. A product like an earlier one
+finds its `Call`, checks what may differ (the arrays' layout and addresses), and launches. Counters
+and workspace are kept for each stream, so a product in a CUDA graph should be a plan's, which has
+its own.
 
 All arguments are checked before a launch, and an error leaves `out` as it was. Values on the GPU
 are not checked for NaN and infinity, as that would cost a pass over them: a NaN makes its row of C
 NaN, an infinity makes it NaN or infinite, in every step, and other rows are what they are without
-it. The one exception are the steps that keep activations in 36-byte blocks, whose float16 scales
-and sums can overflow: for them `a` is fetched and checked, and values below 4e-6 may count as 0. No
-such step is chosen for its speed.
+it. Steps 2 to 4 are the exception: they keep activations in 36-byte blocks, whose float16 scales
+and sums can overflow. For them `a` is fetched and checked, and values below 4e-6 may count as 0.
 """
 
 from __future__ import annotations
@@ -69,13 +73,15 @@ CALLS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights [N, K] of one format on one machine, in one layout. Made by `pack`; M decides which
-    of the kernels that read this layout multiplies.
+    """Weights [N, K] of one format on one machine, in one layout. Made by `pack`. Several kernels
+    may read one layout; which of them multiplies is chosen at each product.
 
-    step     : the only one that may, where they were packed for one; else None.
+    step     : the only step that may multiply, where they were packed for one; else None.
     family   : the only family of products with them, None for either.
     accuracy : of products that do not name one.
-    layout   : the name of the function that packed them.
+    layout   : the name of the function that packed them, `Kernel.pack`.
+    arrays   : what it made, on the machine.
+    calls    : products prepared on the GPU, by what they depend on (`_key`).
     """
 
     step: int | None
@@ -94,7 +100,7 @@ class Packed:
 
     @property
     def readers(self) -> str:
-        """Which steps read them: "steps 13 and 14"."""
+        """The steps that may multiply these weights: "steps 13 and 14"."""
         if self.step is not None:
             return step_numbers([find(self.step)])
         every = Request(self.format, 1, self.n, self.k, accuracy="fast", family=self.family)
@@ -109,17 +115,17 @@ def pack(
     accuracy: Accuracy = "exact",
     machine: Gpu | Simulator | None = None,
 ) -> Packed:
-    """Weights, repacked as steps read them and uploaded once, for any number of products.
+    """Weights, repacked as kernels read them and uploaded once, for any number of products.
 
     w        : blocks, a NumPy array [N, K/32], of K-quants [N, K/256], or a tensor of a file
                (`qformats.gguf_file`).
-    step     : pack for this step alone. By default the layout is that of the highest default step
-               (`steps.product.choice`), and serves every step that reads it.
+    step     : pack for this step alone. By default the layout is that of the highest default
+               kernel (`steps.product.choice`), and serves every kernel that reads it.
     family   : "A16" or "A8": products with these weights are of this family; by default of either.
     accuracy : "exact" or "fast", see `gemm`: of products that do not name one. The layout is that
                of a step of this accuracy, if there is one.
     machine  : by default the current GPU; `steps.driver.machines.Simulator()` needs none, and is
-    slow.
+               slow.
 
     Raises TypeError for what are no blocks, ValueError for blocks without a finite scale and where
     no step can multiply them, RuntimeError without a GPU.
@@ -163,31 +169,32 @@ def gemm(
     w       : blocks [N, K/32], of K-quants [N, K/256], a NumPy array of a dtype of `qformats` (a
               view too); a tensor of a file, see `pack`; or what `pack` made of them.
     bias    : None, or float32, float16 or bfloat16 [N], C-contiguous, of the same kind as `a`. The
-              step adds it to sums in float32, before C is rounded. ValueError for another shape,
-              and where no step that can do the rest adds one.
-    step    : the number of one step. By default the fastest that was measured at such a shape on
-              such a GPU (`make tune`), else the highest default step that the GPU can run.
+              kernel adds it to sums in float32, before C is rounded. ValueError for another shape,
+              and where no kernel that can do the rest adds one.
+    step    : the number of a step, lesson or engineered. By default the engineered kernel that was
+              measured fastest at such a shape on such a GPU (`make tune`), else the highest default
+              kernel; a lesson only where no engineered kernel can do it.
     out     : where to write C: [M, N] of `dtype`, C-contiguous, of the same kind as `a`.
-    dtype   : of C: float32, float16 or bfloat16, which not every step writes. Values beyond 65504
-              become infinite in float16.
-    family  : "A16" multiplies floats; float32 is rounded to float16 by steps on tensor cores. "A8"
-              quantizes them to int8 with a scale per 32 values (Q8_1). By default the faster.
+    dtype   : of C: float32, float16 or bfloat16, which not every kernel writes. Values beyond
+              65504 become infinite in float16.
+    family  : "A16" multiplies `a` as floats; kernels on tensor cores round float32 to float16. "A8"
+              quantizes `a` to int8 with a scale per 32 values (Q8_1). By default the faster.
     accuracy: "exact", the default, multiplies the weights that the format stores (scales of
-              K-quants rounded to float16, `qformats.storage`). "fast" allows steps that requantize
-              the weights to int8 with one scale per row, and `a` to int8 with one per token: on
-              normal data that adds 2 % to the error of Q4_0, and several times its own to that of
-              Q8_0; where a few channels of `a` are 20 times the others, 50 % to that of Q4_0.
-              It is never used unless it is asked for, here, by `step` or in `pack`; nor for K
+              K-quants rounded to float16, `qformats.storage`). "fast" allows kernels that
+              requantize the weights to int8 with one scale per row, and `a` to int8 with one per
+              token: on normal data that adds 2 % to the error of Q4_0, and several times its own to
+              that of Q8_0; where a few channels of `a` are 20 times the others, 50 % to that of
+              Q4_0. It is never used unless it is asked for, here, by `step` or in `pack`; nor for K
               beyond 132096, more than the integer sums hold.
     invariant : up to M=16 a row of C has the same bits whatever M is and whatever the other rows
-              are, as whoever verifies drafted tokens needs. Such products are of the highest decode
-              step and of family A16, and may take longer. ValueError where there is none.
+              are, as the verification of drafted tokens needs. The kernel is then the highest
+              decode kernel, in family A16, and may take longer. ValueError where there is none.
     machine : where to multiply; by default the current GPU.
     stream  : where to queue the work: a stream of Numba, cuda.core, torch or CuPy, or a handle. By
               default the current stream of the library of `a` (torch, CuPy), else the default
               stream.
-    explain : return (C, `steps.product.choice.Choice`); `print` of the latter says which step it
-              was, how it was launched and why.
+    explain : return (C, choice), a `steps.product.choice.Choice`; `print(choice)` says which kernel
+              it was, how it was launched and why.
 
     Returns C: `out` where it was given, else a new array of the library of `a`.
     Raises TypeError for arrays of a wrong kind or dtype, ValueError for wrong shapes, values or
@@ -247,8 +254,9 @@ def gemm(
 
 
 def asked_of(w: Any, request: Request, named: bool) -> Request:
-    """The request for a product with `w`: where that is packed already, for what it is packed for.
-    named: whether the caller named the accuracy, which counts more than that of the weights."""
+    """The request for a product with `w`. Where `w` is packed already, its layout, family, step and
+    accuracy are put in, unless the caller named others. named: whether the caller named the
+    accuracy. ValueError for a step that does not read this layout."""
     if not isinstance(w, Packed):
         return request
     if request.step is not None and find(request.step).pack.__name__ != w.layout:
@@ -265,8 +273,8 @@ def asked_of(w: Any, request: Request, named: bool) -> Request:
 
 
 def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
-    """What the launches of a product depend on; None for a NumPy array, whose products are not
-    prepared, and for what cannot be a key."""
+    """All that the launches of a product with some packed weights depend on, as a key. None for a
+    NumPy array, whose products are not prepared, and for options that cannot be hashed."""
     if type(a) is np.ndarray:
         return None
     try:
@@ -278,8 +286,9 @@ def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
 
 
 class Memory(NamedTuple):
-    """What kernels of a stream work in, which run one after the other: zeros that they leave zero,
-    and a workspace; their sizes in bytes and their addresses, 0 for none."""
+    """Memory that all products of a stream share, as they run one after the other: counters, which
+    are zero between launches, and a workspace. zeroed, nbytes: their sizes; zeros, workspace: their
+    addresses, 0 for none; arrays: keeps them alive."""
 
     zeroed: int
     nbytes: int
@@ -312,7 +321,8 @@ def memory_of(machine: Any, key: tuple[int, int], zeroed: int, nbytes: int) -> M
 
 
 class Call:
-    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias)."""
+    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias). `gemm` keeps
+    them with packed weights; a plan has one with memory of its own."""
 
     __slots__ = (
         "_a_bytes", "_a_shape", "_bias_bytes", "_device", "_handle_of", "_in_blocks", "_made",
@@ -320,8 +330,8 @@ class Call:
     )  # fmt: skip
 
     def __init__(self, choice: Choice, weights: Packed, own_memory: bool = False) -> None:
-        """Compile and load the kernels on the current GPU. They work in memory of their own, or in
-        that of the stream of each call."""
+        """Compile and load the kernels on the current GPU. own_memory: counters and workspace are
+        this call's; otherwise those of the stream that it is called on."""
         from steps.driver.launcher import address_of, stream_handle
         from steps.product.prepared import prepare
 
@@ -381,15 +391,15 @@ def reads_blocks(choice: Choice) -> bool:
 
 
 def require_sums_in_blocks(a: np.ndarray) -> None:
-    """ValueError for what would overflow the float16 d or s of a 36-byte block. Rows with a NaN or
-    infinity are let pass: their outputs are not finite."""
+    """ValueError for values that would overflow the float16 d or s of a 36-byte block. Rows with a
+    NaN or infinity pass: their outputs are not finite anyway."""
     finite = np.isfinite(a).all(axis=1, keepdims=True)
     FORMATS["q8_1"].quantize(np.where(finite, a, np.float32(0)))
 
 
 def require_sums_on_gpu(a: Any, machine: Any, stream: int) -> None:
-    """The same of an array on the GPU, which is fetched. In a stream that is captured into a CUDA
-    graph nothing can be: overflows are infinite or NaN there."""
+    """The same for an array on the GPU, which is copied to the host. While a stream is captured
+    into a CUDA graph nothing can be copied: an overflow then gives infinity or NaN."""
     where = machine.on(stream)
     if not where.is_captured():
         require_sums_in_blocks(where.host(_as_numba(as_array("a", a))))

@@ -22,11 +22,11 @@ GRID_LIMITS: Final = (2**31 - 1, 65535, 65535)
 """The most thread blocks that CUDA launches along x, y and z."""
 
 ARRAYS: Final = {name: array_dtype(name) for name in FLOATS}
-"""The dtypes that A and C may have, by name; a step says what it reads and writes."""
+"""The dtypes that A and C may have, by name; a kernel says which it reads and writes."""
 
 ALIGNMENT: Final = 16
-"""Bytes of the widest store of any step, and of its copies of A in 16 bits: C and such an A must
-begin at a multiple of it."""
+"""Bytes of the widest store of any kernel, and of its copies of a 16-bit A: C, and an A in 16 bits,
+must begin at a multiple of it."""
 
 
 def is_device_array(x: Any) -> bool:
@@ -146,7 +146,7 @@ def blocks_of(w: Any) -> Any:
 
 
 def weight_format(w: Any) -> Format:
-    """The format of host blocks [N, K/32] or, of K-quants, [N, K/256]. TypeError for what are no
+    """The format of host blocks [N, K/32], of K-quants [N, K/256]. TypeError for anything else than
     blocks, ValueError for other shapes and for scales that are not finite."""
     if not isinstance(w, np.ndarray):
         raise TypeError(

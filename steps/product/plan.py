@@ -5,11 +5,10 @@
 
     plan = gemm.plan(m, w, input="float16", dtype="float16")        # a and out as most models do
 
-A call checks type, shape, contiguity and address of both arrays, puts the two addresses into a
-its launches (`steps.product.prepared`) and launches one or two kernels, at a few
-microseconds of host time each. It allocates nothing, copies nothing, waits for nothing and looks at
-no value. (Steps with 36-byte blocks are the exception, as in `steps.product.gemm`: outside of a
-graph `a` is fetched and checked.)
+A call checks type, shape, contiguity and address of both arrays, puts the two addresses into its
+launches (`steps.product.prepared`) and launches one or two kernels, at a few microseconds of host
+time each. It allocates nothing, copies nothing, waits for nothing and looks at no value. (Steps 2
+to 4 are the exception, as in `steps.product.gemm`: outside of a graph `a` is fetched and checked.)
 The arrays may be Numba's, torch's or CuPy's, others in each call. The work is queued on the current
 stream of their library, or on the `stream` that the plan or the call names.
 
@@ -104,7 +103,7 @@ def plan(
 
 
 class Plan:
-    """A prepared product, see `plan`. `choice` says which step it is and why."""
+    """A prepared product, see `plan`. `choice` says which kernel it is and why."""
 
     def __init__(
         self,

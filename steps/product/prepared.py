@@ -1,12 +1,12 @@
 """Prepared launches: compiled and laid out once, before any address is known, then called with
 them.
 
-    made = prepare(choice, types_of_the_packed_weights)
+    choice, made = prepare(choice, types_of_the_packed_weights)
     made((a, out, *weights), zeros, workspace, stream)          # addresses; queued, not waited for
 
-What is prepared owns no memory. Each call brings some: `zeroed` bytes that are zero and that the
+A `Prepared` owns no memory. Each call brings some: `zeroed` bytes that are zero and that the
 kernels leave zero, and a workspace of `nbytes` that may hold anything. So layers of one shape share
-a preparation, calls on several streams do not meet, and what a CUDA graph writes can come from that
+one, calls on several streams do not share memory, and what a CUDA graph writes can come from that
 graph's pool.
 """
 
@@ -33,8 +33,9 @@ class Prepared:
     """
 
     def __init__(self, launches: Sequence[Launch], memory: DryRun, operands: Sequence[int]) -> None:
-        """Compile and load the launches on the current GPU. memory: what they asked for; operands:
-        where the placeholders of each operand begin, multiples of `REGION`."""
+        """Compile and load the launches on the current GPU. memory: the dry run that they were made
+        on; operands: the address at which each operand's placeholder begins, a multiple of
+        `REGION`, in the order in which calls bring addresses."""
         from steps.driver.launcher import load
 
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
@@ -57,9 +58,10 @@ class Prepared:
     def __call__(self, addresses: Sequence[int], zeros: int, workspace: int, stream: int) -> None:
         """Queue the launches on a stream; return before they are done. Threads wait for each other.
 
-        addresses: on the GPU, in the order of the operands, which nothing checks. zeros, workspace:
-        of `zeroed` bytes of zeros and of `nbytes`, at multiples of 256. ValueError, and nothing is
-        launched, for an address that a tensor map cannot have.
+        addresses: of the operands on the GPU, in their order; they are not checked. zeros: the
+        address of `zeroed` bytes of zeros. workspace: that of `nbytes` bytes. Both are multiples of
+        256, or 0 where there are none. ValueError, and nothing is launched, for an address that a
+        tensor map cannot have.
         """
         at = (zeros, workspace, *addresses)
         with self._lock:
@@ -75,9 +77,10 @@ def prepare(choice: Choice, weights: Sequence[ArrayType]) -> tuple[Choice, Prepa
     """(the choice with its launch's configuration, its launches), on the current GPU. A call brings
     the addresses of a, out, the packed weights, and the bias that the kernel adds.
 
-    a is [M, K] as the kernel reads it (`Choice.reading`), at a multiple of 16 unless it is float32;
-    out [M, N] of `Choice.writes`, at a multiple of 16 and apart from a. weights: (shape, dtype) of
-    each packed array. ValueError for a product with more thread blocks than CUDA launches.
+    a is [M, K] of `Choice.reading.dtype` ([M, 2 K] where that is of gates and ups), at a multiple
+    of 16 bytes unless it is float32. out is [M, N] of `Choice.writes`, at a multiple of 16 bytes
+    and apart from a. weights: (shape, dtype) of each packed array. ValueError for a product with
+    more thread blocks than CUDA launches.
     """
     memory = DryRun()
     launches = choice.launches(memory, weights)

@@ -1,4 +1,4 @@
-"""A product that somebody wants, as data: all that decides which kernel multiplies, and how."""
+"""A product that somebody wants, as data: all that, with the machine, decides the kernel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from steps.contract import Family, Shape
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N], for a machine to multiply.
+    """C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N].
 
     format    : of W, a name of `qformats.FORMATS`.
     a, c      : dtypes of A and C, "float32", "float16" or "bfloat16". A may also be "gated":
-                float16 y[M, 2 K] of gates and ups, of which silu(gate) * up is multiplied.
+                float16 y[M, 2 K], K gates and K ups a row; A is then silu(gate) * up.
     bias      : the dtype of a bias, None for none.
     accuracy  : "exact", or "fast" to allow kernels that requantize W, see `steps.gemm`.
     family    : only kernels of this family, "A16" or "A8".
-    step      : only this kernel, by the number of its lesson; whatever its accuracy.
-    layouts   : names of the layouts that W is packed in; None: it can be packed in any.
+    step      : only the kernel of this number, a lesson's; whatever its accuracy.
+    layouts   : names of the layouts that W is packed in; None: it is not packed yet.
     invariant : see `steps.contract.Shape`.
     adapted   : whether the caller adapts to the kernel: casts A to what it reads and C from what it
                 writes, and adds the bias where it does not. Otherwise only a kernel that does all

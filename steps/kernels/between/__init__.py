@@ -4,22 +4,24 @@
     deferred_norm   the same at few tokens without a launch, in the products around it
     attention       of one token of each sequence over the cache, rotary embedding included
     rotary          rotary embedding of a prompt, whose keys and values go to the cache
-    gated_product   the next one likewise, in the product of gates and ups
     swiglu          silu(gate) * up
+    gated_product   the same at few tokens without a launch, in the product of gates and ups
     embedding       rows of a quantized table
     argmax          the largest logit of each row
 
     heads, partial_sums, values, eight      what several of them do with heads, rows and splits
 
-A product of the steps takes 4 to 19 us at few tokens, a launch that waits for the one before it
+`steps.decoder.kernel_operations` and `steps.decoder.deferred` launch them.
+
+A product takes 4 to 19 us at few tokens, a launch that waits for the one before it
 some 2 us. So each operation is one launch, it begins while the product before it ends (step 14,
 `steps.instructions.memory`), and it leaves room on its SM for a product: few threads, few
 registers, no more shared memory than a product leaves. The next product is then resident, and has
 issued the copies of its first weights, before the operation ends.
 
-Every kernel here calls `griddepcontrol_launch_dependents` first. Before `griddepcontrol_wait` it
-loads only what no launch writes that may still run: weights, and keys and values of earlier tokens.
-It stores nothing before it. So when a launch has passed its wait, all before
-it have ended: the one before it could end only behind its own wait. That is why a kernel may read
-what was written several launches ago, and write where an earlier one has read.
+Every kernel here calls `griddepcontrol_launch_dependents` first. Until `griddepcontrol_wait` it
+stores nothing, and loads only what no launch that may still run writes: weights, and keys and
+values of earlier tokens. So when a launch has passed its wait, all launches before it have ended,
+as each of them ended only after its own wait. That is why a kernel may read what was written
+several launches ago, and write where an earlier one has read.
 """
