@@ -145,13 +145,17 @@ def test_the_ladder_ends_with_its_chart(tmp_path: Path, monkeypatch: Any, capsys
     assert not drawn.exists(), "two steps are no ladder"
 
 
+def size_of(choice: Any) -> Any:
+    return choice.request.m, choice.request.n, choice.request.k
+
+
 @pytest.mark.usefixtures("measured")
 def test_all_that_a_run_launches_is_compiled_first(monkeypatch: Any) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(run, "compile_ahead", lambda wanted, gpu, say: seen.extend(wanted))
     assert cli.main(["run", "5", *CHEAP]) == 0
     shapes = ((1, 2, 32), (3, 2, 32), (512, 4096, 4096))
-    assert {(work.step.number, size, output) for work, size, output, *_ in seen} == {
+    assert {(one.kernel.number, size_of(one), one.writes) for one in seen} == {
         (number, size, "float32") for number in (4, 5) for size in shapes
     }
 
@@ -179,12 +183,12 @@ def test_of_a_dtype_that_is_asked_for_nothing_else_is_measured(
         assert capsys.readouterr().out.startswith(
             f"Pretended GPU, each step at its home shape, C in {dtype}\n"
         )
-        assert {(one[2], one[3]) for one in seen} == {(dtype, dtype)}
-        assert {one[1] for one in seen} == {home, (1, 2, 32), (3, 2, 32)}
+        assert {(one.writes, one.reading.source) for one in seen} == {(dtype, dtype)}
+        assert {size_of(one) for one in seen} == {home, (1, 2, 32), (3, 2, 32)}
         seen.clear()
     assert checked == ["float16", "bfloat16"]
     assert cli.main(["run", "12", *CHEAP]) == 0
-    of_run = {(one[2], one[3]) for one in seen if one[1] == home}
+    of_run = {(one.writes, one.reading.source) for one in seen if size_of(one) == home}
     assert of_run == {(one, one) for one in ("float32", "float16", "bfloat16")}
     assert checked[2] == "float32"
 

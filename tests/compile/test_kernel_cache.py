@@ -172,7 +172,7 @@ def test_two_processes_and_two_writers_at_once(folder: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_changed_line_of_a_component_is_another_kernel(folder: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    for room in ("steps", "qformats", "reference", "tests/api"):
+    for room in ("steps", "qformats", "reference", "tests/compile"):
         shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__"))
     count, _, code = said(in_process(root=tree))
     assert count == 1

@@ -316,8 +316,8 @@ class Hopper:
 def test_few_tokens_are_decoded_and_many_multiplied_by_wgmma(name: str) -> None:
     few = choose(Request(name, 1, 4096, 14336), Hopper())
     many = choose(Request(name, 2048, 4096, 4096), Hopper())
-    assert few.step.most_tokens == (16 if name != "q2_k" else None)
-    assert many.step.number == 14
+    assert few.kernel.most_tokens == (16 if name != "q2_k" else None)
+    assert many.kernel.number == 14
     tuned = {entry.format for table in tuning.known() for entry in table.entries}
     assert (f"stored most like {name}" in many.why) == (name not in tuned)
 

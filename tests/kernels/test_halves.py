@@ -40,7 +40,7 @@ from steps.kernels.parts.activations.rows import (
 from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.parts.weights.halves import half_format
 from steps.simulator.launch import simulate
-from tests.formats.test_repack import any_blocks
+from tests.formats.test_file_formats import random_blocks
 from tests.kernels.packed_tiles import by_row_tile
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
 
@@ -57,7 +57,7 @@ def exact_weights(blocks: np.ndarray) -> np.ndarray:
 
 
 def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.ndarray:
-    blocks = any_blocks(name, (n, blocks_k))
+    blocks = random_blocks(name, n * blocks_k, finite=True).reshape(n, blocks_k)
     blocks["d"] = d
     if "m" in blocks.dtype.names:
         blocks["m"] = m

@@ -26,7 +26,7 @@ from steps.kernels.parts.activations.rows import token_quantizer
 from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.parts.weights.int8 import ByteFormat, byte_format
 from steps.simulator.launch import simulate
-from tests.formats.test_repack import any_blocks
+from tests.formats.test_file_formats import random_blocks
 from tests.kernels.packed_tiles import by_row_tile, unordered
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
 from tests.kernels.test_halves import blocks_with, exact_weights
@@ -58,7 +58,7 @@ def test_every_weight_is_within_one_step_of_what_it_was(name: str) -> None:
 @weight_format
 def test_the_factor_is_the_least_that_the_codes_allow(name: str) -> None:
     """127 of them reach the largest weight that the formats' codes could stand for."""
-    blocks = any_blocks(name, (20, 6))
+    blocks = random_blocks(name, 120, finite=True).reshape(20, 6)
     blocks["d"] = np.random.default_rng(0).uniform(-1, 1, (20, 6))
     _, factor = byte_weights(blocks)
     d = blocks["d"].astype(np.float64)
@@ -130,7 +130,7 @@ def test_records_are_those_of_tiles_in_natural_order_but_for_scales(name: str) -
 def test_what_is_refused() -> None:
     for function in (byte_tiles, byte_weights):
         with pytest.raises(ValueError, match=rf"{function.__name__} takes a matrix .* got 1 dim"):
-            function(any_blocks("q4_0", (3, 2))[0])
+            function(random_blocks("q4_0", 6, finite=True).reshape(3, 2)[0])
         with pytest.raises(TypeError, match="these are q8_1"):
             function(np.zeros((2, 2), FORMATS["q8_1"].dtype))
 
