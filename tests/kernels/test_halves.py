@@ -267,8 +267,8 @@ def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
 
 def test_how_rows_are_read() -> None:
     for source in ("float32", "float16", "bfloat16"):
-        assert reading(float16_rows, source, "A16") == (float16_rows, source, (1, source))
-    assert reading(float16_rows, GATED, "A16") == (gated_rows, GATED, (2, "float16"))
+        assert reading(float16_rows, source, "A16") == (float16_rows, source, 1, source)
+    assert reading(float16_rows, GATED, "A16") == (gated_rows, GATED, 2, "float16")
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
@@ -296,17 +296,17 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
 
 def test_each_family_reads_with_its_own() -> None:
     both = by_family(float16_rows, q8_1_blocks)
-    assert reading(both, "bfloat16", "A16") == (float16_rows, "bfloat16", (1, "bfloat16"))
-    assert reading(both, GATED, "A16") == (gated_rows, GATED, (2, "float16"))
-    assert reading(both, "float16", "A8") == (q8_1_blocks, "float32", (1, "float32"))
+    assert reading(both, "bfloat16", "A16") == (float16_rows, "bfloat16", 1, "bfloat16")
+    assert reading(both, GATED, "A16") == (gated_rows, GATED, 2, "float16")
+    assert reading(both, "float16", "A8") == (q8_1_blocks, "float32", 1, "float32")
     a = np.zeros((1, 32), np.float32)
     layouts = [both(family, a, Simulator()).layout for family in ("A16", "A8")]
     assert layouts == ["rows", "blocks"]
 
 
 def test_gates_are_read_by_what_has_that_pass() -> None:
-    assert reading(int8_rows, GATED, "A8") == (int8_rows, "float16", (1, "float16"))
-    assert reading(q8_1_blocks, GATED, "A8") == (q8_1_blocks, "float32", (1, "float32"))
+    assert reading(int8_rows, GATED, "A8") == (int8_rows, "float16", 1, "float16")
+    assert reading(q8_1_blocks, GATED, "A8") == (q8_1_blocks, "float32", 1, "float32")
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
@@ -319,7 +319,7 @@ def test_float16_activations_are_read_as_what_they_are(machine: Any, offset: int
     a[5] = 0
     a[6, 3], a[7, 100] = np.nan, -np.inf
     on = machine()
-    assert reading(int8_rows, "float16", "A8") == (int8_rows, "float16", (1, "float16"))
+    assert reading(int8_rows, "float16", "A8") == (int8_rows, "float16", 1, "float16")
     got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
     want = what_it_makes(int8_rows, "A8", "tokens", on, a.astype(np.float32), 0)
     for one, other in zip(got, want, strict=True):
@@ -338,7 +338,7 @@ def test_bfloat16_activations_are_read_as_what_they_are(machine: Any, offset: in
     assert np.isnan(values[6, 3])
     assert np.isinf(values[7, 100])
     on = machine()
-    assert reading(int8_rows, "bfloat16", "A8") == (int8_rows, "bfloat16", (1, "bfloat16"))
+    assert reading(int8_rows, "bfloat16", "A8") == (int8_rows, "bfloat16", 1, "bfloat16")
     got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
     want = what_it_makes(int8_rows, "A8", "tokens", on, values, 0)
     for one, other in zip(got, want, strict=True):
