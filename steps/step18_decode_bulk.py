@@ -9,8 +9,8 @@ What is new
         make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | product
                          one copy            griddepcontrol.wait          a copy each
 
-    No product begins without A, and memory serves A after all copies that any SM issued before. So
-    only one slot is filled before A, and a ring has few slots. All else is as in step 17.
+    The first MMA needs A, and A's load queues behind every weight copy already issued, on any SM.
+    So only one slot is filled before A, and a ring has few slots. All else is as in step 17.
 Why it should help
     Between two launches of step 17 memory is idle: during the last sums, the start of new thread
     blocks, their first instructions and the latency of the first weights. Here the last two pass

@@ -104,7 +104,7 @@ class DryRun:
         self, region: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Placeholder:
         if not math.prod(shape):
-            return Placeholder(0, shape, dtype)  # nothing lies nowhere
+            return Placeholder(0, shape, dtype)  # no bytes, so no address
         made = Placeholder(region + self._used[region], shape, dtype)
         self._used[region] += -(-made.size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return made

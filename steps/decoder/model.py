@@ -190,7 +190,7 @@ product."""
 def step_products(
     device: Any = "cuda", accuracy: str = "exact", family: str | None = None
 ) -> Maker:
-    """Makes products by the steps, see `Product`. Logits are always float32."""
+    """Makes products by this project's kernels, see `Product`. Logits are always float32."""
 
     def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Product:
         layer = QuantLinear.from_blocks(weights, bias, accuracy=accuracy).to(device)
@@ -614,7 +614,7 @@ def generate(
 ) -> tuple[Tensor, list[Tensor]]:
     """The `count` tokens after ids [B, T] by greedy decoding, int64 [B, count], and logits.
 
-    graph : whether steps are replayed from a CUDA graph; by default on a GPU.
+    graph : whether each token's work is replayed from a CUDA graph; by default on a GPU.
     keep  : also return the logits [B, V] that each token was chosen from; else none.
     """
     _, tokens = ids.shape

@@ -1,8 +1,8 @@
 """What a llama does between its products, in plain torch; `compiled` makes few kernels of it.
 
-The steps are launched past torch's compiler, so each of these functions is compiled alone, once for
-each shape and dtype, and all layers use it. The residual h is float32, or float64 in a reference,
-and so is what is computed here. The products read and write dtypes of their own.
+torch's compiler does not see the launches of products. So each of these functions is compiled
+alone, once for each shape and dtype, and all layers use it. The residual h is float32, or float64
+in a reference, and so is what is computed here. The products read and write dtypes of their own.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class Operations(NamedTuple):
     swiglu: Callable[..., Tensor] = swiglu
     argmax_of_rows: Callable[..., Tensor] = argmax_of_rows
     swiglu_overlaps: bool = False
-    """Whether `swiglu` overlaps with products, which the pass of a step does not."""
+    """Whether `swiglu` is a launch that overlaps with the product before it. If not, the activation
+    pass of the next product computes it, where there is one (`model.Product.after_swiglu`)."""
     deferred: Any = None
     """A `deferred.DeferredNorms`, or None where each norm is a launch."""
 
@@ -177,7 +178,7 @@ def compiled(mode: str | None = None, autotuned: bool = False) -> Operations:
     """The functions in a mode: "plain", "compiled" by torch (Inductor), or "overlapped".
 
     overlapped: compiled, and a kernel may begin while the one before it ends (programmatic
-    dependent launch), as those of the steps do: so a product loads its first weights during a norm.
+    dependent launch), as kernels of products do: a product then loads its first weights in a norm.
     It is the default where torch and the GPU (compute capability 9.0) can, else "compiled" is.
     autotuned: enables Inductor's autotuning, which takes seconds more for each function; at one
     token attention is a fifth faster with it.

@@ -1,15 +1,15 @@
 """Sums over the ranks of a process group: by symmetric memory where that is faster, else by the
 group's own library.
 
-A token's sum is a few KB, and NCCL takes most of its time to begin. A one-shot all-reduce is one
-kernel: each GPU copies its values where the others can read them, waits for theirs and adds up all
-of them. It reads (ranks - 1) times the bytes, which is why large sums are not made so. torch has
+A token's sum is a few KB, for which NCCL takes longer to begin than to add. A one-shot all-reduce
+is one kernel: each GPU copies its values where the others can read them, waits for theirs and adds
+up all of them. It reads (ranks - 1) times the bytes, so it is used for small sums only. torch has
 that kernel for float32, over memory that the GPUs of one host map from each other
 (`torch.distributed._symmetric_memory`). It goes into a CUDA graph.
 
 Large sums of two GPUs are an exchange: each copies its values into memory of the other and adds
-what it got to its own. No way moves fewer bytes. A GPU's copy engines do it, so multiprocessors are
-free to multiply: `begin` a sum, do other work, and ask for it then. Two may be on their way.
+what it got to its own. Nothing moves fewer bytes. Copy engines do it, so the SMs are free to
+multiply: `begin` a sum, do other work, then ask for the result. Two sums may be under way.
 
     this stream    | y |           other work              | add |
     side stream        | barrier | copy y to it | barrier |

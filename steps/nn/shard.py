@@ -1,14 +1,14 @@
-"""Which part of a matrix [N, K] each rank of a group has, and what ranks tell each other.
+"""Which part of a matrix [N, K] each rank of a group has, and what ranks send each other.
 
 Tensor parallelism of M. Shoeybi et al., *Megatron-LM* (2019), section 3:
 
     "column"  a rank has some rows of the matrix, so some of the N columns of y. It needs all of x
-              and tells nobody anything; with `gather` the ranks join their columns.
+              and sends nothing; with `gather` the ranks join their columns.
     "row"     a rank has some of the K columns of the matrix. It needs the same columns of x, and
               the ranks add up their y.
 
 A "row" layer reads what a "column" layer before it wrote, as it is: between the two, such as
-between up and down, ranks tell each other nothing.
+between up and down, ranks send each other nothing.
 
                    x whole -> [column] -> y, a share -> [row] -> sum over the ranks, whole
 """

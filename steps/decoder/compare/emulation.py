@@ -1,6 +1,6 @@
-"""Products by torch that round as the steps state it: on a CPU, what a right GPU is expected to do.
+"""Products by torch on a CPU that round as this project's kernels say they do.
 
-Operands are those of `reference.operands`, by which the steps are judged. Sums are float32, and y
+Operands are those of `reference.operands`, by which kernels are judged. Sums are float32, and y
 is float16 but for the logits. Products of up to 16 tokens are exact ones, as they are on a GPU.
 
     exact         x and the dequantized weights rounded to float16 (steps 11 to 14, 17, 18)
@@ -69,7 +69,7 @@ def _floats(values: np.ndarray) -> Tensor:
 
 
 def emulated_products(accuracy: str = "exact", family: str = "A16") -> Maker:
-    """Makes products of blocks that round as those of the steps do."""
+    """Makes products of blocks that round as those of `step_products` do."""
 
     def make(weights: np.ndarray, last: bool, bias: np.ndarray | None = None) -> Emulated:
         added = None if bias is None else _floats(bias)

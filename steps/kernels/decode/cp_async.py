@@ -34,8 +34,9 @@ from steps.kernels.parts.weights.storage_formats import tile_format
 def kernel(
     name: str, how: Variant, kind: str, output: str, scaled: bool, of_bias: str | None
 ) -> Any:
-    """The kernel of a storage format. kind, output, of_bias: dtypes of A, C and the bias, which
-    may be None; scaled: tokens have scales. `how` decides where A lies and who has which K."""
+    """The kernel of a storage format. how: the placement of A in shared memory, and the K range of
+    each warp. kind, output, of_bias: dtypes of A, C and the bias, which may be None. scaled: tokens
+    have scales."""
     tokens, warps, warps_n, stages = how.tokens, how.warps, how.warps_n, how.stages
     prefetched, slot_bytes, a_at, ahead = how.prefetched, how.slot_bytes, how.a_at, how.ahead
     a8, quantized, in_slots = how.family == "A8", how.place == "quantized", how.place == "in_slots"
