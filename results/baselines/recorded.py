@@ -17,7 +17,6 @@ from results.record.codec import RecordError
 from results.record.schema import Peer, Size, mnk
 
 FOLDER: Final = ROOT / "results" / "baselines"
-LABELS: Final = {"cublas_fp16": "cuBLAS fp16", "ggml": "llama.cpp"}
 KIND: Final = {"cublas_fp16": "kernel", "ggml": "total"}
 """What a baseline's time is: of its kernel alone, or from float32 A to float32 C."""
 

@@ -104,9 +104,9 @@ class Stopwatch(Captures, Rounds, Protocol):
         ...
 
 
-def slots_for(weight_bytes: int, l2_bytes: int, rotation: int = ROTATION) -> int:
-    """How many copies of the weights fill `rotation` times the L2."""
-    return max(1, math.ceil(rotation * l2_bytes / max(weight_bytes, 1)))
+def slots_for(weight_bytes: int, l2_bytes: int) -> int:
+    """How many copies of the weights fill ROTATION times the L2."""
+    return max(1, math.ceil(ROTATION * l2_bytes / max(weight_bytes, 1)))
 
 
 # ------------------------------------------------------------------------------------------- limits
@@ -165,11 +165,11 @@ def resources(machine: Any, launch: Any) -> dict[str, Any]:
 class GpuStopwatch:
     """CUDA graphs and events on a stream of its own.
 
-    `graphs=False`, or a capture that fails, leaves many launches between two events; the reason is
-    then in `why_no_graph`, and every row says "launches".
+    A capture that fails leaves many launches between two events from then on; the reason is then
+    in `why_no_graph`, and every row says "launches".
     """
 
-    def __init__(self, *, graphs: bool = True) -> None:
+    def __init__(self) -> None:
         from cuda.core import Device
         from numba import cuda
 
@@ -178,8 +178,7 @@ class GpuStopwatch:
         cuda.current_context()  # cuda.core and Numba then share the primary context
         device = cuda.get_current_device()
         self.l2_bytes = int(device.L2_CACHE_SIZE)
-        self.graphs = graphs
-        self.why_no_graph: str | None = None if graphs else "not wanted"
+        self.why_no_graph: str | None = None
         self._cuda = cuda
         self._load = load
         self._device = Device(device.id)
@@ -191,11 +190,10 @@ class GpuStopwatch:
 
     def capture(self, launches: Sequence[Any]) -> Replay:
         self.wait()  # operands are prepared on the default stream
-        if self.graphs:
+        if self.why_no_graph is None:
             try:
                 return _GraphReplay(self, launches)
             except Exception as error:  # an older driver or cuda.core: timing is still possible
-                self.graphs = False
                 self.why_no_graph = f"{type(error).__name__}: {error}"
         return _LaunchReplay(self, launches)
 

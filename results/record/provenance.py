@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from results.record import ROOT
-from results.record.schema import Row, Run
 from steps.compile.import_closure import closure_hash
 
 API_MODULES: Final = {"gemm.plan": "steps.product.plan", "QuantLinear": "steps.nn.linear"}
@@ -55,19 +54,6 @@ def called_hash(api: str, step: int, root: Path = ROOT) -> str | None:
     if module is None:
         return None
     return closure_hash([API_MODULES[api], module], root, OUTSIDE_OF_CALLS)
-
-
-def is_stale(row: Row, root: Path = ROOT) -> bool:
-    """Whether the row's step has other code now than when it was measured (or no record of it)."""
-    return row.source_hash is None or row.source_hash != source_hash(row.step, root)
-
-
-def stale_steps(run: Run, root: Path = ROOT) -> frozenset[int]:
-    """The steps of a run that cannot be taken as facts about the code in this tree."""
-    now = {step: source_hash(step, root) for step in {row.step for row in run.rows}}
-    return frozenset(
-        row.step for row in run.rows if row.source_hash is None or row.source_hash != now[row.step]
-    )
 
 
 def remembered(of: Callable[..., str | None], root: Path = ROOT) -> Callable[..., str | None]:

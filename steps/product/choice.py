@@ -57,8 +57,6 @@ from steps.product.operands import one_of, require_grid
 from steps.product.request import Request, known_family
 from steps.registry import find, kernels, lessons
 
-Candidate = tuple[Kernel, Family]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

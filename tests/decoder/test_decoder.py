@@ -575,7 +575,7 @@ def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_committed_comparison_is_right() -> None:
-    """What `--against-llama-cpp --json steps/decoder/compare/llama_cpp.json` wrote."""
+    """What `--against-llama-cpp --json results/decoder/compare/llama_cpp.json` wrote."""
     from results.record import ROOT
 
     found = json.loads((ROOT / "results" / "decoder" / "compare" / "llama_cpp.json").read_text())

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
+from results.measure import protocol
+from steps.contract import Work
+from steps.driver.machines import Simulator
 from steps.product.choice import Choice
+from steps.registry import find
+from tests.results.fake_stopwatch import FakeStopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "steps" / "ladder.ipynb"
@@ -73,7 +78,6 @@ def test_every_check_in_it_says_right(executed: Path) -> None:
 def test_its_own_step_is_compiled_for_a_t4() -> None:
     """A GPU that a reader may have for nothing: compute capability 7.5."""
     from steps.compile.compiler import machine_code, signature_of
-    from steps.contract import Work
 
     source = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "two_tokens" in str(c))
     given: dict[str, Any] = {}
@@ -86,3 +90,13 @@ def test_its_own_step_is_compiled_for_a_t4() -> None:
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_75")
     assert code.spill_store_bytes == code.spill_load_bytes == 0
     assert "LDG" in code.sass
+
+
+def test_it_times_steps_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an invented clock: step 1 takes twice as long as step 2."""
+    source = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "def timed" in str(c))
+    seconds = lambda launch: 2e-3 if launch.kernel.__name__ == "w4a16_naive" else 1e-3  # noqa: E731
+    monkeypatch.setattr(protocol, "GpuStopwatch", lambda: FakeStopwatch(seconds))
+    given: dict[str, Any] = {"Work": Work, "find": find, "machine": Simulator()}
+    exec(source, given)
+    assert given["timed"](find(2), find(1), (3, 5, 64)) == pytest.approx((1000, 2000))

@@ -742,14 +742,6 @@ def numba_warp_expected(x):
     return (np.stack([np.asarray(r).reshape(64) for r in rows]).astype(np.int64).astype(np.int32),)
 
 
-@cuda.jit
-def atomic_kernel(x, out):
-    t = cuda.grid(1)
-    cuda.atomic.add(out, 0, x[t])
-    cuda.atomic.max(out, 1, x[t])
-    cuda.atomic.min(out, 2, x[t])
-
-
 def int_pair(rng):
     return (rng.integers(-500, 500, 64).astype(np.int32),)
 

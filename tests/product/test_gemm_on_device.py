@@ -45,8 +45,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def numbas(m: int = M, k: int = K, dtype: str = "float32", at: int = HERE) -> Any:
-    return device_array((m, k), array_dtype(dtype), at)
+def numbas(m: int = M, k: int = K, dtype: str = "float32") -> Any:
+    return device_array((m, k), array_dtype(dtype), HERE)
 
 
 @pytest.mark.parametrize("input", ["float32", "float16", "bfloat16"])

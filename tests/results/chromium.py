@@ -5,7 +5,6 @@ Where no Chromium is installed, `why_none` says so, and tests are skipped with t
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -156,8 +155,3 @@ class Chromium:
             if event.get("method") == "Network.requestWillBeSent"
         ]
         return [url for url in urls if not url.startswith("data:")]
-
-    def screenshot(self, path: Path) -> None:
-        """The window as a PNG file."""
-        data = self.ask("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))

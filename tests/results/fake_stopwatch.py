@@ -70,6 +70,6 @@ class FakeStopwatch:
         return 1980.0
 
 
-def by_kernel(times: dict[str, float], default: float = 1e-3) -> Callable[[Any], float]:
+def by_kernel(times: dict[str, float]) -> Callable[[Any], float]:
     """Seconds by the name of a launch's kernel."""
-    return lambda launch: times.get(launch.kernel.__name__, default)
+    return lambda launch: times.get(launch.kernel.__name__, 1e-3)

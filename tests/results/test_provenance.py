@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from results.record import ROOT, provenance
-from results.record.provenance import OUTSIDE_OF_STEPS, is_stale, source_hash, step_module
-from results.record.schema import Run
+from results.record.provenance import OUTSIDE_OF_STEPS, source_hash, step_module
 from steps.compile.import_closure import ROOMS, import_closure
 from steps.registry import ladder
-from tests.results.test_record import make_call, make_row, make_run
+from tests.results.test_record import make_call
 
 STEPS = [step.number for step in ladder()]
 
@@ -150,14 +149,6 @@ def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
     for api in provenance.API_MODULES.values():
         assert not any(name.startswith("steps.cli") for name in import_closure([api]))
     assert make_call().api in provenance.API_MODULES
-
-
-def test_stale_rows_are_known() -> None:
-    fresh = make_row(step=7, source_hash=source_hash(7))
-    assert not is_stale(fresh)
-    assert is_stale(make_row(step=7, source_hash=None))
-    run: Run = make_run(fresh, make_row(step=8, source_hash="feed"), make_row(step=9))
-    assert provenance.stale_steps(run) == {8, 9}
 
 
 def test_a_hash_that_is_remembered_is_read_once(tree: Path) -> None:

@@ -69,8 +69,8 @@ def test_every_step_with_shared_memory_has_some(number: int) -> None:
 # --- the engine itself ----------------------------------------------------------------------------
 
 
-def a_site(number: int = 7) -> Site:
-    return next(site for site in mutations.own_sites(number) if site.called == "syncthreads")
+def a_site() -> Site:
+    return next(site for site in mutations.own_sites(7) if site.called == "syncthreads")
 
 
 @pytest.mark.slow

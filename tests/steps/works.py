@@ -40,11 +40,11 @@ def by_turn(works: list[pytest.param], shift: int = 0) -> list[pytest.param]:
     ]
 
 
-def slow_unless_in_turn(works: list[pytest.param], shift: int = 0) -> list[pytest.param]:
+def slow_unless_in_turn(works: list[pytest.param]) -> list[pytest.param]:
     """The same works; `make test QUICK=1` runs one format of each step."""
     marked = []
     for work in works:
         step, _, name = work.values
-        marks = () if name == in_turn(step.number + shift) else pytest.mark.slow
+        marks = () if name == in_turn(step.number) else pytest.mark.slow
         marked.append(pytest.param(*work.values, id=work.id, marks=marks))
     return marked
