@@ -252,17 +252,14 @@ def residual_problem(
 
 
 def normed_problem(
-    of: Any, of_out: str = "float16", parts: int = 5, exact: bool = False,
-    spoil: Callable[[np.ndarray], None] = lambda x: None,
-) -> Problem:  # fmt: skip
+    of: Any, of_out: str = "float16", parts: int = 5, exact: bool = False
+) -> Problem:
     """The product after a norm."""
     m, epsilon = of.m, 0.0 if exact else EPSILON
     norm, out = (
         norm_before(m, parts, of.k, of.m, 0.25 if exact else None),
         Output((m, of.n), of_out),
     )
-    x = of.a.copy()
-    spoil(x)
 
     def check() -> None:
         by = (factor(norm, of.k, epsilon) / norm[:, 0])[:, None]
@@ -274,9 +271,9 @@ def normed_problem(
 
     return Problem(
         lambda machine: deferred_norm.launch_normed(
-            FORMATS[of.format], of.weights, x, norm, epsilon, out.array
+            FORMATS[of.format], of.weights, of.a, norm, epsilon, out.array
         ),
-        check, [out], [x, norm, *of.weights],
+        check, [out], [of.a, norm, *of.weights],
     )  # fmt: skip
 
 
