@@ -103,6 +103,8 @@ def _done(args: Namespace, work: Work) -> int:
             versions["llama-cpp-python"] = metadata.version("llama-cpp-python")
         record = {"schema": 1, "env": asdict(finished(env)), "versions": versions, **found}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if ranks:
+        ranks.leave(status)
     return status
 
 
