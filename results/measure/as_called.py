@@ -47,18 +47,10 @@ WEIGHTS: Final = tuple(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
 """(N, K)."""
 
 BUDGET: Final = Budget(replay_seconds=1.5e-3, warm_seconds=0.2, seconds=0.8)
-SWEEP_SHARE: Final = 0.5
-SWEEP_REPLAY: Final = 7e-4
-"""The share of the budget that the sweep has, and the seconds of its graphs: their start is 1 % of
-them."""
+SWEEP_BUDGET: Final = Budget(replay_seconds=7e-4, warm_seconds=0.1, seconds=0.4, min_rounds=6)
+"""Of the sweep: the start of its graphs is 1 % of them."""
 TOGETHER: Final = 16
 """M of the sweep in one loop: neighbours are compared with each other."""
-
-CALL_SECONDS: Final = 0.12
-SWEEP_SECONDS: Final = 0.055
-WEIGHTS_SECONDS: Final = 6.0
-"""About what a call takes in its loop, with all that the host does, and what the weights of one
-(N, K) take in all formats."""
 
 COUNTERS: Final = 1 << 22
 """Bytes: 8 KB for each of some 200 captures of a loop, twice over."""
@@ -149,14 +141,6 @@ def in_loops(calls: Iterable[Call]) -> list[list[Call]]:
             together = swept[first : first + TOGETHER]
             loops.append([call for size in together for call in by_size[size]])
     return loops
-
-
-def seconds(calls: Iterable[Call]) -> float:
-    """Seconds that measuring takes, about, without compiling."""
-    calls = list(calls)
-    of_weights = WEIGHTS_SECONDS * len({size[1:] for size, _ in calls})
-    each = (CALL_SECONDS if size[0] in TOKENS else SWEEP_SECONDS for size, _ in calls)
-    return of_weights + sum(each)
 
 
 class Calls:
@@ -314,7 +298,7 @@ def measure(
     wanted: Iterable[Call],
     machine: Any,
     stopwatch: Any,
-    budget: Budget = BUDGET,
+    budget: Budget | None = None,
     report: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measured]:
@@ -360,13 +344,12 @@ def _loop(
     calls: Calls,
     wanted: Sequence[Call],
     schemes: Sequence[str],
-    budget: Budget,
+    budget: Budget | None,
     say: Callable[[str], None],
 ) -> Measured:
     """All ways at one M, or those of a few M of the sweep, in one loop."""
     now, swept = remembered(called_hash), wanted[0][0][0] not in TOKENS
-    if swept:
-        budget = replace(budget.scaled(SWEEP_SHARE), replay_seconds=SWEEP_REPLAY)
+    budget = budget or (SWEEP_BUDGET if swept else BUDGET)
     calls.begin_loop()
     entered: list[Entered] = []
     torchs: dict[tuple[int, str, str], tuple[Contestant, Any]] = {}

@@ -10,8 +10,8 @@ killed keeps what it had.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from reference.sampling import sample
 from results.measure import cublas
 from results.measure.loop import Contestant, ratio, round_robin
 from results.measure.products import COMPARED, Data, Product, Shared, attempt, failed, in_threads
-from results.measure.protocol import ROTATION, Budget, Stopwatch
+from results.measure.protocol import Budget, Stopwatch
 from results.measure.torch_graphs import release
 from results.record.environment import finished, utc_now
 from results.record.provenance import remembered, source_hash
@@ -51,9 +51,6 @@ SOME_TOKENS: Final = 8
 
 BFLOAT16_FORMAT: Final = "q4_0"
 """The format that is measured in bfloat16."""
-
-MEMORY: Final = 0.7
-"""Of the free memory that the weights of one loop may fill; more go into loops apart."""
 
 
 # --------------------------------------------------------------------------------------- the matrix
@@ -267,41 +264,12 @@ class Bench:
         wrong: (step, family, format) -> why it must not be timed, because its checks failed.
         A CUDA error that takes the context with it is raised: nothing after it could be trusted.
         """
-        rows: list[Row] = []
-        peers: list[Peer] = []
-        try:
+        with suppress(Exception):  # the row whose weights cannot be packed will say so
             data.prepare(one.work for one in wanted)
-            parts = self._parts(data, wanted)
-        except Exception:  # the row whose weights cannot be packed will say so
-            parts = [list(wanted)]
-        for part in parts:
-            why: list[str] = []
-            measured = partial(self._loop, data, m, part, wrong or {})
-            done = attempt(measured, why.append, "the loop failed")
-            found, beside = done or ([failed(one.row(), why[0]) for one in part], [])
-            rows += found
-            peers = beside or peers
-        return rows, peers
-
-    def _parts(self, data: Data, wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-        """All together where the memory holds their weights, else some formats at a time."""
-        room = MEMORY * self.stopwatch.free_bytes()
-        parts: list[list[Wanted]] = []
-        used = math.inf
-        for name in dict.fromkeys(one.work.format for one in wanted):
-            own = [one for one in wanted if one.work.format == name]
-            packed = {id(p): p for p in (data.packed(one.work) for one in own)}
-            need = sum(
-                0 if p.copies else max(ROTATION * self.stopwatch.l2_bytes, p.nbytes)
-                for p in packed.values()
-            )
-            need += sum(8 * one.size[0] * one.size[1] for one in own)
-            if used + need > room:
-                parts.append([])
-                used = 0.0
-            parts[-1] += own
-            used += need
-        return parts
+        why: list[str] = []
+        measured = partial(self._loop, data, m, wanted, wrong or {})
+        done: tuple[list[Row], list[Peer]] | None = attempt(measured, why.append, "the loop failed")
+        return done or ([failed(one.row(), why[0]) for one in wanted], [])
 
     def _loop(
         self,
@@ -315,21 +283,20 @@ class Bench:
         for one in every:
             if why := wrong.get((one.work.step.number, one.work.family, one.work.format)):
                 one.row = failed(one.row, why)
-        passes: dict[tuple[Any, ...], Contestant] = {}
 
         running = self._each([one for one in every if one.row.why == "not run"], Product.first_run)
         running = self._judged(running, "")
-        running = self._each(running, lambda one: one.enter(passes, self.budget))
+        running = self._each(running, lambda one: one.enter(self.budget))
         beside = self._cublas(shared) if running else None
         contestants = [each for one in running for each in one.contestants]
-        contestants += passes.values()
+        contestants += shared.passes.values()
         if beside is not None:
             contestants.append(beside.contestant)
         round_robin(self.stopwatch, contestants, self.budget)
         self.stopwatch.wait()
 
         for one in running:
-            one.row = one.timed(passes, self.limits, self.stopwatch.l2_bytes)
+            one.row = one.timed(self.limits, self.stopwatch.l2_bytes)
             one.row = replace(one.row, sm_mhz=self._clock(one.kernel))
         shared.forget_bits()
         running = self._each(running, Product.last_run)
@@ -410,39 +377,6 @@ class Bench:
             gc.collect()
 
 
-def measure_rows(
-    bench: Bench,
-    at: Mapping[Size, Sequence[Work]],
-    *,
-    distribution: str = "normal",
-    seed: int = 0,
-    wrong: Mapping[tuple[int, Family, str], str] | None = None,
-    given: Problem | None = None,
-    report: Callable[[str], None] = lambda _: None,
-    output: str | None = None,
-) -> Iterator[tuple[list[Row], list[Peer]]]:
-    """(rows, peers) of works at each shape, in each dtype of C that they write (`wanted_of`) or in
-    the one of `output`, a loop at a time.
-
-    distribution : what A and W are drawn from; of what is made of integers nothing is timed, so
-                   "normal" stands in.
-    wrong        : (step, family, format) -> why it must not be timed, because its checks failed.
-    given        : the problem of the one format and shape, where its weights are not drawn.
-    """
-    if distribution not in PrequantizedProblem.DISTRIBUTIONS:
-        distribution = "normal"
-    wanted = [one for size, works in at.items() for one in wanted_at(works, size, output)]
-    yield from measure_loops(
-        bench,
-        in_loops(wanted),
-        distribution=distribution,
-        seed=seed,
-        wrong=wrong,
-        given=given,
-        report=report,
-    )
-
-
 def measure_loops(
     bench: Bench,
     loops: Sequence[tuple[Size, Sequence[Wanted]]],
@@ -454,21 +388,40 @@ def measure_loops(
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[list[Row], list[Peer]]]:
     """(rows, peers) of each loop. Data of one (N, K) is kept until its last loop, copies on the GPU
-    until a loop of another."""
+    until a loop of other weights.
+
+    distribution : what A and W are drawn from; of what is made of integers nothing is timed, so
+                   "normal" stands in.
+    wrong        : (step, family, format) -> why it must not be timed, because its checks failed.
+    given        : the problem of the one format and shape, where its weights are not drawn.
+    """
+    if distribution not in PrequantizedProblem.DISTRIBUTIONS:
+        distribution = "normal"
     kept: dict[tuple[int, int], Data] = {}
     now = remembered(source_hash)
+    weights = [(size[1:], {one.work.format for one in wanted}) for size, wanted in loops]
     for i, ((m, n, k), wanted) in enumerate(loops):
         report(f"M={m} N={n} K={k}: {len(wanted)} rows")
         if (n, k) not in kept:
             tokens = max(size[0] for size, _ in loops if size[1:] == (n, k))
             kept[n, k] = Data(tokens, n, k, distribution, seed, given)
         rows, peers = bench.loop(kept[n, k], m, wanted, wrong)
-        rest = {size[1:] for size, _ in loops[i + 1 :]}
-        if i + 1 < len(loops) and loops[i + 1][0][1:] != (n, k):
+        if weights[i + 1 : i + 2] != [weights[i]]:
             kept[n, k].release()
-        kept = {size: data for size, data in kept.items() if size in rest}
+        rest = {nk for nk, _ in weights[i + 1 :]}
+        kept = {nk: data for nk, data in kept.items() if nk in rest}
         bench.tidy()
         yield [replace(row, source_hash=now(row.step)) for row in rows], peers
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """A sentence for each row that failed."""
+    return [
+        f"step {row.step} {row.scheme} {row.format} {row.shape} {row.input} to {row.output}: "
+        f"{row.why}"
+        for row in rows
+        if row.status == "failed"
+    ]
 
 
 # ---------------------------------------------------------------------------------------- recording
@@ -505,48 +458,3 @@ class Recorder:
         self.run = merge(self.run, env=env, rows=new, peers=mine, as_called=stamped(as_called))
         write(self.run, self.path)
         self.written = True
-
-
-# ----------------------------------------------------------------------------------------- how long
-
-
-COMPILE_SECONDS: Final = 6.0
-"""Of one kernel on one core, about."""
-PRODUCT_SECONDS: Final = 0.25
-"""Of the host for one row: launches, captures, two checks."""
-LOOP_SECONDS: Final = 3.0
-"""Of the host for one loop: copies of the weights, memory, writing the run."""
-SLOW_RATE: Final = 1e12
-"""Operations a second of the steps on CUDA cores, of which one launch may be longer than a graph of
-others; far below what they do."""
-
-
-def loop_seconds(wanted: Sequence[Wanted], budget: Budget) -> float:
-    """Device time of one loop, about: all that the budget allows."""
-    every_round = budget.replay_seconds  # cuBLAS
-    for one in wanted:
-        once = 0.0
-        if one.work.step.branch == "cuda_cores":
-            once = 2 * math.prod(one.size) / SLOW_RATE
-        every_round += 2.5 * max(budget.replay_seconds, once)  # kernel, total, a share of a pass
-    return budget.warm_seconds + max(budget.seconds, budget.min_rounds * every_round)
-
-
-def estimate(
-    loops: Sequence[tuple[Size, Sequence[Wanted]]],
-    launched: Iterable[Choice],
-    budget: Budget,
-    cores: int,
-    apart: float = 0.0,
-) -> float:
-    """Seconds of a bench, about. launched: all that is compiled (`Wanted.launched`). apart: seconds
-    of what is measured in other loops."""
-    wanted = [one for _, own in loops for one in own]
-    kernels = {
-        (one.kernel.number, one.family, one.reading, one.writes, asked.m > FEW_TOKENS, asked.format)
-        for one in launched
-        for asked in (one.request,)
-    }
-    device = sum(loop_seconds(own, budget) for _, own in loops)
-    host = PRODUCT_SECONDS * len(wanted) + LOOP_SECONDS * len(loops)
-    return device + host + COMPILE_SECONDS * len(kernels) / cores + apart

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from results.measure.protocol import MAX_LAUNCHES, Budget, Captures, Replay, Rounds
+from results.measure.protocol import MAX_LAUNCHES, Budget, Captures, Stopwatch
 
 FIRST_LOOK: Final = 8  # repetitions by which a contestant learns how long one takes
 SETTLED: Final = 0.01  # the clock has settled when a warm-up round takes what the last one took
@@ -72,7 +72,7 @@ class Contestant:
         if self.once < budget.replay_seconds / FIRST_LOOK:
             self.once = self._look(FIRST_LOOK)
         self._groups: list[range] = []
-        self._replays: list[Replay] = []
+        self._replays: list[Any] = []
         self._next = 0
         self.times: list[float] = []  # seconds of a repetition by round, NaN where it sat out
         self.spent = 0.0
@@ -81,7 +81,7 @@ class Contestant:
         replay = self._captured(range(repetitions))
         return max(min(replay.seconds() for _ in range(2)) / repetitions, 1e-7)
 
-    def _captured(self, repetitions: range) -> Replay:
+    def _captured(self, repetitions: range) -> Any:
         return self._device.capture(
             [launch for i in repetitions for launch in self._work(i % self._slots)]
         )
@@ -96,7 +96,7 @@ class Contestant:
     def slow(self) -> bool:
         return self.once * len(self._groups[0]) > self._budget.slow_seconds
 
-    def ready(self) -> Replay:
+    def ready(self) -> Any:
         """The graph that is next in turn."""
         return self._replays[self._next]
 
@@ -110,13 +110,9 @@ class Contestant:
         self.times.append(math.nan)
 
     @property
-    def replay(self) -> Replay:
+    def replay(self) -> Any:
         """The first of its graphs."""
         return self._replays[0]
-
-    @property
-    def how(self) -> str:
-        return self._replays[0].how
 
     @property
     def timing(self) -> Timing:
@@ -138,7 +134,7 @@ def turns(slots: int, repetitions: int) -> list[range]:
 
 
 def round_robin(
-    device: Rounds, contestants: Sequence[Contestant], budget: Budget, seed: int = 0
+    device: Stopwatch, contestants: Sequence[Contestant], budget: Budget, seed: int = 0
 ) -> None:
     """Run the loop; each contestant has its `times` afterwards.
 
@@ -163,7 +159,7 @@ def round_robin(
 
 
 def _round(
-    device: Rounds, contestants: Sequence[Contestant], shuffled: random.Random, counts: bool
+    device: Stopwatch, contestants: Sequence[Contestant], shuffled: random.Random, counts: bool
 ) -> float:
     """Everyone once, in a new order; the device seconds of all."""
     order = list(contestants)
@@ -175,7 +171,7 @@ def _round(
 
 
 def _warm_up(
-    device: Rounds, contestants: Sequence[Contestant], budget: Budget, shuffled: random.Random
+    device: Stopwatch, contestants: Sequence[Contestant], budget: Budget, shuffled: random.Random
 ) -> None:
     """At least one round, and at most `WARM_AT_MOST` times the budget's."""
     spent, last, now = 0.0, 0.0, 0.0

@@ -27,7 +27,6 @@ from results.measure.loop import Contestant
 from results.measure.protocol import (
     Budget,
     Stopwatch,
-    Traffic,
     floor_us,
     impossible,
     resources,
@@ -236,6 +235,7 @@ class Shared:
         self._activations: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, str], Reference] = {}
         self._bits: dict[int, Any] = {}
+        self.passes: dict[tuple[Any, ...], Contestant] = {}
 
     @property
     def shape(self) -> Size:
@@ -347,47 +347,34 @@ class Product:
         finally:
             del self._c
 
-    def enter(self, passes: dict[tuple[Any, ...], Contestant], budget: Budget) -> None:
-        """Make its contestants; `passes` has those of activation passes, shared by products."""
+    def enter(self, budget: Budget) -> None:
+        """Make its contestants; that of the activation pass is shared by products."""
         watch, before = self.shared.stopwatch, tuple(self.activations.launches)
-        self.kernel = Contestant(
-            watch, lambda slot: (self.launches[slot],), len(self.launches), budget
-        )
-        # where there is nothing to prepare, the kernel reads A as it is
-        self.total = self.enter_total(budget) if before else self.kernel
+        slots, passes = len(self.launches), self.shared.passes
+        self.kernel = Contestant(watch, lambda slot: (self.launches[slot],), slots, budget)
+        self.total = self.kernel  # where there is nothing to prepare, it reads A as it is
+        if before:
+            total = lambda slot: (*before, self.launches[slot])  # noqa: E731
+            self.total = Contestant(watch, total, slots, budget)
         if before and self.pass_key not in passes:
             passes[self.pass_key] = Contestant(watch, lambda _: before, 1, budget)
-
-    def enter_total(self, budget: Budget) -> Contestant:
-        """From A to C: the activation pass, if there is one, and the kernel."""
-        before = tuple(self.activations.launches)
-        return Contestant(
-            self.shared.stopwatch,
-            lambda slot: (*before, self.launches[slot]),
-            len(self.launches),
-            budget,
-        )
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
         own = dict.fromkeys((self.kernel, self.total))
         return tuple(each for each in own if each is not None)
 
-    def timed(
-        self, passes: dict[tuple[Any, ...], Contestant], limits: Limits, l2_bytes: int
-    ) -> Row:
+    def timed(self, limits: Limits, l2_bytes: int) -> Row:
         """The row with its times, judged by what is possible."""
         assert self.kernel is not None
         assert self.total is not None
         kernel, total, row = self.kernel.timing, self.total.timing, self.row
-        own = passes.get(self.pass_key)
-        moved = Traffic(
-            weights=self.packed.nbytes,
-            activations=sum(int(array.nbytes) for array in self.activations.arrays),
-            out=array_dtype(row.output).itemsize * row.M * row.N,
-        )
+        own = self.shared.passes.get(self.pass_key)
+        weights = self.packed.nbytes
+        others = sum(int(array.nbytes) for array in self.activations.arrays)
+        others += array_dtype(row.output).itemsize * row.M * row.N
         operations = 2 * row.M * row.N * row.K
-        floor = floor_us(operations, row.unit, moved.from_dram(l2_bytes), limits)
+        floor = floor_us(operations, row.unit, weights, others, l2_bytes, limits)
         row = replace(
             row,
             kernel_us=kernel.us,
@@ -398,9 +385,9 @@ class Product:
             total_p20_us=total.p20_us,
             total_p80_us=total.p80_us,
             rounds=total.rounds,
-            timing=self.kernel.how,
+            timing="graph",
             tflops=operations / kernel.us * 1e-6,
-            gbps=moved.total / kernel.us * 1e-3,
+            gbps=(weights + others) / kernel.us * 1e-3,
             limit_share=None if floor is None else floor / kernel.us,
         )
         why = impossible(min(kernel.us, total.us), floor) or total_below_kernel(row)

@@ -16,15 +16,15 @@
 7. A time below what the measured limits of this GPU allow is a failure, and so is a total below its
    kernel.
 
-The device is behind small protocols, `Stopwatch` and `Replay`, so that the regime itself is tested
-with a fake clock.
+The device is behind a small protocol, `Stopwatch`, so that the regime itself is tested with a fake
+clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from results.record.schema import Limits
@@ -47,57 +47,31 @@ class Budget:
     slow_rounds: int = 3  # and takes part in so many rounds
     relative_error: float = 0.002  # rounds end early when every median is known as well as this
 
-    def scaled(self, factor: float) -> Budget:
-        """The same regime in `factor` times the device time."""
-        rounds = max(self.slow_rounds, round(self.min_rounds * min(factor, 1.0)))
-        return replace(
-            self,
-            warm_seconds=self.warm_seconds * factor,
-            seconds=self.seconds * factor,
-            min_rounds=rounds,
-        )
-
 
 # ----------------------------------------------------------------------------- what a device offers
-
-
-class Replay(Protocol):
-    """Some launches that can be run again and again as one."""
-
-    launches: int
-    how: str  # "graph" or "launches"
-
-    def seconds(self) -> float:
-        """Run them once; the device time they took together."""
-        ...
 
 
 class Captures(Protocol):
     """What a contestant needs of a device; a launch is whatever that device takes for one."""
 
-    def capture(self, launches: Sequence[Any]) -> Replay: ...
-
-
-class Rounds(Protocol):
-    """Where a round is run."""
-
-    def round(self, replays: Sequence[Any]) -> list[float]:
-        """Run them in this order, back to back; the device seconds of each."""
+    def capture(self, launches: Sequence[Any]) -> Any:
+        """The launches as one, whose `seconds()` runs them once and gives the device time they took
+        together."""
         ...
 
 
-class Stopwatch(Captures, Rounds, Protocol):
+class Stopwatch(Captures, Protocol):
     """A device on which rows can be timed: GpuStopwatch, or a fake in the tests."""
 
     l2_bytes: int
 
+    def round(self, replays: Sequence[Any]) -> list[float]:
+        """Run what was captured in this order, back to back; the device seconds of each."""
+        ...
+
     def duplicate(self, array: Any) -> Any: ...
 
     def wait(self) -> None: ...
-
-    def free_bytes(self) -> int:
-        """Memory of the device that is not in use."""
-        ...
 
     def sm_mhz(self, replay: Any) -> float | None:
         """The SM clock while `replay` runs, if the machine tells."""
@@ -112,30 +86,19 @@ def slots_for(weight_bytes: int, l2_bytes: int) -> int:
 # ------------------------------------------------------------------------------------------- limits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes of one product: packed weights, activations as the kernel reads them, C."""
-
-    weights: int
-    activations: int
-    out: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.activations + self.out
-
-    def from_dram(self, l2_bytes: int) -> int:
-        """The bytes that cannot come from the L2: the rotated weights, and what of A and C is
-        larger than the whole L2. A lower bound, as a floor needs."""
-        return self.weights + max(0, self.activations + self.out - l2_bytes)
-
-
-def floor_us(operations: int, unit: str, dram_bytes: int, limits: Limits) -> float | None:
+def floor_us(
+    operations: int, unit: str, weights: int, others: int, l2_bytes: int, limits: Limits
+) -> float | None:
     """The least microseconds this GPU could need: the larger of bytes / bandwidth and
-    operations / peak of the unit. None where neither limit was measured."""
+    operations / peak of the unit. None where neither limit was measured.
+
+    weights, others: bytes of the packed weights; of A as the kernel reads it and of C. Those that
+    cannot come from the L2 count: the rotated weights, and what of the others is larger than it.
+    """
     bandwidth = max(limits.copy_tbps or 0.0, limits.read_tbps or 0.0)
     peak = limits.tops.get(unit, 0.0)
-    times = [dram_bytes / bandwidth * 1e-6] if bandwidth else []
+    moved = weights + max(0, others - l2_bytes)
+    times = [moved / bandwidth * 1e-6] if bandwidth else []
     times += [operations / peak * 1e-6] if peak else []
     return max(times) if times else None
 
@@ -163,11 +126,7 @@ def resources(machine: Any, launch: Any) -> dict[str, Any]:
 
 
 class GpuStopwatch:
-    """CUDA graphs and events on a stream of its own.
-
-    A capture that fails leaves many launches between two events from then on; the reason is then
-    in `why_no_graph`, and every row says "launches".
-    """
+    """CUDA graphs and events on a stream of its own."""
 
     def __init__(self) -> None:
         from cuda.core import Device
@@ -178,7 +137,6 @@ class GpuStopwatch:
         cuda.current_context()  # cuda.core and Numba then share the primary context
         device = cuda.get_current_device()
         self.l2_bytes = int(device.L2_CACHE_SIZE)
-        self.why_no_graph: str | None = None
         self._cuda = cuda
         self._load = load
         self._device = Device(device.id)
@@ -188,16 +146,25 @@ class GpuStopwatch:
         self._clock = _sm_clock(self._device)
         self._events: list[Any] = []
 
-    def capture(self, launches: Sequence[Any]) -> Replay:
+    def capture(self, launches: Sequence[Any]) -> GpuReplay:
+        """A CUDA graph, which keeps what it works on: loaded before the capture begins, each
+        distinct launch once, as a graph repeats a few many times."""
         self.wait()  # operands are prepared on the default stream
-        if self.why_no_graph is None:
-            try:
-                return _GraphReplay(self, launches)
-            except Exception as error:  # an older driver or cuda.core: timing is still possible
-                self.why_no_graph = f"{type(error).__name__}: {error}"
-        return _LaunchReplay(self, launches)
+        distinct = {id(launch): launch for launch in launches}
+        loaded = {key: self._load(launch) for key, launch in distinct.items()}
+        builder = self._device.create_graph_builder()
+        builder.begin_building()
+        try:
+            for launch in launches:
+                loaded[id(launch)](builder)
+        finally:
+            builder.end_building()
+        graph = builder.complete()
+        graph.upload(self._stream)
+        start = lambda: graph.launch(self._stream)  # noqa: E731
+        return GpuReplay(self, start, loaded)
 
-    def round(self, replays: Sequence[Startable]) -> list[float]:
+    def round(self, replays: Sequence[GpuReplay]) -> list[float]:
         """All are queued before the first has ended: the GPU does not wait for the host."""
         while len(self._events) < 2 * len(replays):
             self._events.append(self._cuda.event())
@@ -210,12 +177,6 @@ class GpuStopwatch:
             pairs[-1][1].synchronize()
         return [float(begin.elapsed_time(end)) * 1e-3 for begin, end in pairs]
 
-    def _load_each(self, launches: Sequence[Any]) -> list[Any]:
-        """Loaded, each distinct launch once: a graph repeats a few many times."""
-        distinct = {id(launch): launch for launch in launches}
-        loaded = {key: self._load(launch) for key, launch in distinct.items()}
-        return [loaded[id(launch)] for launch in launches]
-
     def duplicate(self, array: Any) -> Any:
         twin = self._cuda.device_array_like(array)
         twin.copy_to_device(array)
@@ -224,10 +185,7 @@ class GpuStopwatch:
     def wait(self) -> None:
         self._cuda.synchronize()
 
-    def free_bytes(self) -> int:
-        return int(self._cuda.current_context().get_memory_info().free)
-
-    def sm_mhz(self, replay: Startable) -> float | None:
+    def sm_mhz(self, replay: GpuReplay) -> float | None:
         if self._clock is None:
             return None
         replay.start()  # the clock of a busy GPU is asked for: an idle one would say something else
@@ -237,61 +195,16 @@ class GpuStopwatch:
             self.wait()
 
 
-class Startable(Protocol):
-    """A replay on a GpuStopwatch."""
-
-    def start(self) -> None:
-        """Queue it on the stopwatch's stream."""
-        ...
-
-
+@dataclass(frozen=True, slots=True)
 class GpuReplay:
-    """What all replays on a GpuStopwatch share."""
+    """What was captured for a GpuStopwatch; `start` queues it on the stopwatch's stream."""
 
-    how = ""
-
-    def __init__(self, stopwatch: GpuStopwatch, launches: int) -> None:
-        self.launches = launches
-        self.stopwatch = stopwatch
-
-    def start(self) -> None:
-        raise NotImplementedError
+    stopwatch: GpuStopwatch
+    start: Callable[[], None]
+    keeps: Any  # a graph does not own the arrays it works on
 
     def seconds(self) -> float:
         return self.stopwatch.round([self])[0]
-
-
-class _GraphReplay(GpuReplay):
-    how = "graph"
-
-    def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
-        super().__init__(stopwatch, len(launches))
-        # Kept, as a graph does not own the arrays it works on; loaded before the capture begins.
-        self._loaded = stopwatch._load_each(launches)
-        builder = stopwatch._device.create_graph_builder()
-        builder.begin_building()
-        try:
-            for loaded in self._loaded:
-                loaded(builder)
-        finally:
-            builder.end_building()
-        self._graph = builder.complete()
-        self._graph.upload(stopwatch._stream)
-
-    def start(self) -> None:
-        self._graph.launch(self.stopwatch._stream)
-
-
-class _LaunchReplay(GpuReplay):
-    how = "launches"
-
-    def __init__(self, stopwatch: GpuStopwatch, launches: Sequence[Any]) -> None:
-        super().__init__(stopwatch, len(launches))
-        self._loaded = stopwatch._load_each(launches)
-
-    def start(self) -> None:
-        for loaded in self._loaded:
-            loaded(self.stopwatch._stream)
 
 
 def _sm_clock(device: Any) -> Callable[[], float] | None:

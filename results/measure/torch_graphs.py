@@ -35,8 +35,31 @@ class TorchCaptures:
         self.stream = torch.cuda.ExternalStream(stopwatch.stream)
         self.side = _side_stream()
 
-    def capture(self, calls: Sequence[Call]) -> TorchReplay:
-        return TorchReplay(self, calls)
+    def capture(self, calls: Sequence[Call]) -> GpuReplay:
+        """A CUDA graph, in whose pool lies what the calls allocate."""
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        collects = gc.isenabled()
+        gc.disable()  # what it frees on the GPU would be freed within the capture
+        try:
+            with torch.cuda.stream(self.side):
+                graph.capture_begin(capture_error_mode="relaxed")
+                try:
+                    for call in calls:
+                        call()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+
+        def start() -> None:
+            with torch.cuda.stream(self.stream):
+                graph.replay()
+
+        return GpuReplay(self.stopwatch, start, tuple(calls))
 
     def warm_up(self, call: Call, times: int = 3) -> Any:
         """Call it as torch asks for before a capture: on a side stream, where it loads kernels and
@@ -57,38 +80,6 @@ def _side_stream() -> Any:
     import torch
 
     return torch.cuda.Stream()
-
-
-class TorchReplay(GpuReplay):
-    """Captured calls of torch. What they allocate lies in the pool of this graph."""
-
-    how = "graph"
-
-    def __init__(self, captures: TorchCaptures, calls: Sequence[Call]) -> None:
-        import torch
-
-        super().__init__(captures.stopwatch, len(calls))
-        self._calls = tuple(calls)  # kept, as a graph does not own the tensors it works on
-        self._torch, self._stream = torch, captures.stream
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        collects = gc.isenabled()
-        gc.disable()  # what it frees on the GPU would be freed within the capture
-        try:
-            with torch.cuda.stream(captures.side):
-                self._graph.capture_begin(capture_error_mode="relaxed")
-                try:
-                    for call in self._calls:
-                        call()
-                finally:
-                    self._graph.capture_end()
-        finally:
-            if collects:
-                gc.enable()
-
-    def start(self) -> None:
-        with self._torch.cuda.stream(self._stream):
-            self._graph.replay()
 
 
 def release() -> None:

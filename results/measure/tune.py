@@ -1,32 +1,27 @@
 """Times the steps at many M into `results/<gpu>/tuning.json`, by which `gemm` chooses.
 
-Totals alone, from float32 A to float32 C and, of steps that read and write it, from float16 to
-float16, of all steps at one format and shape in one loop. A step that a first look finds far slower
-than the best does not take part: the first look is its time.
-A bench has timed most of that already: `of_run` takes it from its run.
-The file is read by `steps.product.tuning_table`.
+All steps of one format and shape are in one loop of a bench (`results.measure.bench`), shorter than
+those that are recorded, and what is kept is the totals: from float32 A to float32 C and, of steps
+that read and write it, from float16 to float16. A bench has timed most of that already: `of_run`
+takes it from its run. The file is read by `steps.product.tuning_table`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from reference import BENCH_SHAPES
-from results.measure.bench import Wanted
-from results.measure.loop import Contestant, round_robin
-from results.measure.products import Data, Product, Shared, attempt
-from results.measure.protocol import Budget, Stopwatch
+from results.measure.bench import Wanted, wanted_of
+from results.measure.protocol import Budget
 from results.record.codec import plain
 from results.record.provenance import remembered, source_hash
-from results.record.schema import Environment, Run
+from results.record.schema import Environment, Row, Run
 from results.record.store import slug
 from steps.contract import Size, Work
-from steps.kernels.parts.activations.layouts import inputs
 from steps.product.tuning_table import NAME, RESULTS, SCHEMA, Entry, known, read, time_key
 from steps.registry import find
 
@@ -36,121 +31,64 @@ TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 MEASURED: Final = (("float32", "float32"), ("float16", "float16"))
 """The dtypes of A and C that a table has times of."""
 
-FAR: Final = 4.0
-"""A step this many times slower than the best does not take part in the loop."""
-
 BUDGET: Final = Budget(
-    replay_seconds=2e-3, warm_seconds=0.05, seconds=0.3, min_rounds=5, relative_error=0.01
+    replay_seconds=2e-3,
+    warm_seconds=0.05,
+    seconds=0.3,
+    min_rounds=5,
+    slow_seconds=0.02,
+    slow_rounds=1,
+    relative_error=0.01,
 )
-"""Steps that differ by one per cent are equally good: less time than a record takes."""
+"""Steps that differ by one per cent are equally good, and one that is slow takes part in a single
+round: less time than a record takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The entry of one format and shape, and what was wrong with a step."""
-
-    entry: Entry
-    failures: tuple[str, ...] = ()
-
-
-def entries(
-    machine: Any,
-    stopwatch: Stopwatch,
-    works: Sequence[Work],
-    sizes: Sequence[tuple[int, int]],
-    tokens: Sequence[int] = TOKENS,
-    budget: Budget = BUDGET,
-    report: Callable[[str], None] = lambda _: None,
-) -> Iterator[Measured]:
+def loops(
+    works: Sequence[Work], sizes: Iterable[tuple[int, int]], tokens: Sequence[int] = TOKENS
+) -> list[tuple[Size, tuple[Wanted, ...]]]:
     """Every format at every (N, K) and M."""
-    for n, k in sizes:
-        data = Data(max(tokens), n, k)
-        data.prepare(works)
-        for name in dict.fromkeys(work.format for work in works):
-            own = [work for work in works if work.format == name]
-            for m in tokens:
-                report(f"{name} at M={m} N={n} K={k}")
-                yield _entry(Shared(data, m, machine, stopwatch), own, budget)
-            data.release()
+    return [
+        (size, tuple(one for work in works if work.format == name for one in timed_of(work, size)))
+        for n, k in sizes
+        for name in dict.fromkeys(work.format for work in works)
+        for size in ((m, n, k) for m in tokens)
+    ]
 
 
-def wanted_of(work: Work, size: Size) -> list[Wanted]:
-    """What is timed of a work: from float32 to float32, and in float16 where the step can."""
-    step = work.step
-    half = "float16" in inputs(step, work.family) and "float16" in step.outputs
-    return [Wanted(work, size), *([Wanted(work, size, "float16", "float16")] if half else [])]
+def timed_of(work: Work, size: Size) -> list[Wanted]:
+    """What is timed of a work: from a dtype to the same."""
+    return [one for one in wanted_of(work, size) if (one.input, one.output) in MEASURED]
 
 
-def _entry(shared: Shared, works: Sequence[Work], budget: Budget) -> Measured:
-    failures: list[str] = []
-    m, n, k = shared.shape
-
-    def tried(work: Work, input: str, act: Callable[[], Any]) -> Any:
-        name = str(work) if input == "float32" else f"{work} in {input}"
-        return attempt(act, failures.append, f"{name} at M={m} N={n} K={k}")
-
-    def entered(wanted: Wanted) -> tuple[Product, Contestant]:
-        one = Product(wanted.row(), wanted.work, shared)
-        one.first_run()
-        _require_right(one)
-        return one, one.enter_total(budget)
-
-    every = [wanted for work in works for wanted in wanted_of(work, shared.shape)]
-    pairs = [pair for one in every if (pair := tried(one.work, one.input, partial(entered, one)))]
-    best = min((total.once for _, total in pairs), default=0.0)
-    near = [pair for pair in pairs if pair[1].once <= FAR * best]
-    times = {key(one): total.once * 1e6 for one, total in pairs}
-    round_robin(shared.stopwatch, [total for _, total in near], budget)
-    shared.stopwatch.wait()
-    shared.forget_bits()
-    for one, total in near:
-        times[key(one)] = total.timing.us
-    for one, _ in near:
-        before, name = len(failures), (one.work, one.row.input)
-        tried(*name, one.last_run)
-        tried(*name, partial(_require_right, one))
-        if len(failures) > before:
-            del times[key(one)]
-    ordered = dict(sorted(times.items(), key=lambda item: _by_step(item[0])))
-    return Measured(Entry(works[0].format, n, k, m, ordered), tuple(failures))
+def entries(rows: Iterable[Row]) -> list[Entry]:
+    """The totals of the rows that are right, an entry for each format and shape."""
+    found: dict[tuple[str, int, int, int], dict[str, float]] = {}
+    for row in rows:
+        if row.status == "ok" and row.total_us and (row.input, row.output) in MEASURED:
+            times = found.setdefault((row.format, row.N, row.K, row.M), {})
+            times[time_key(row.step, row.family, row.input)] = row.total_us
+    return [Entry(*at, dict(sorted(us.items(), key=_by_step))) for at, us in found.items()]
 
 
-def _require_right(product: Product) -> None:
-    found = product.check()
-    if not found.ok:
-        raise ValueError(found.verdict)
-
-
-def key(one: Product) -> str:
-    """What a product's time is called in the table: "7 A8", "14 A16 float16"."""
-    return time_key(one.work.step.number, one.work.family, one.row.input)
-
-
-def _by_step(name: str) -> tuple[int, str]:
-    number, rest = name.split(maxsplit=1)
+def _by_step(item: tuple[str, float]) -> tuple[int, str]:
+    number, rest = item[0].split(maxsplit=1)
     return int(number), rest
 
 
 def of_run(run: Run) -> list[Entry]:
-    """The entries that a bench has measured already: the totals of its rows of today's code, at
-    each format and (N, K) of which it has every M of a whole bench. With fewer of them a step that
-    is best at one M would be taken where nobody timed it."""
+    """The entries that a bench has measured already, with today's code, at each format and (N, K)
+    of which it has every M of a whole bench. With fewer of them a step that is best at one M would
+    be taken where nobody timed it."""
     now = remembered(source_hash)
-    found: dict[tuple[str, int, int], dict[int, dict[str, float]]] = {}
-    for row in run.rows:
-        if row.status != "ok" or row.source_hash != now(row.step):
-            continue
-        if row.total_us and (row.input, row.output) in MEASURED:
-            times = found.setdefault((row.format, row.N, row.K), {}).setdefault(row.M, {})
-            times[time_key(row.step, row.family, row.input)] = row.total_us
-    entries = []
-    for (name, n, k), by_m in found.items():
-        whole = {size[0] for size in BENCH_SHAPES if size[1:] == (n, k)}
-        if whole and whole <= by_m.keys():
-            for m, times in sorted(by_m.items()):
-                ordered = dict(sorted(times.items(), key=lambda item: _by_step(item[0])))
-                entries.append(Entry(name, n, k, m, ordered))
-    return entries
+    found = entries(row for row in run.rows if row.source_hash == now(row.step))
+
+    def whole(one: Entry) -> bool:
+        wanted = {size[0] for size in BENCH_SHAPES if size[1:] == (one.n, one.k)}
+        at = (one.format, one.n, one.k)
+        return bool(wanted) and wanted <= {e.m for e in found if (e.format, e.n, e.k) == at}
+
+    return [one for one in found if whole(one)]
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -160,9 +98,8 @@ def to_json(env: Environment, entries: Sequence[Entry]) -> str:
     """The file's text: entries by format, N, K and M, one a line, so that two can be compared."""
 
     def line(entry: Entry) -> str:
-        times = {
-            work: float(f"{entry.times[work]:.4g}") for work in sorted(entry.times, key=_by_step)
-        }
+        ordered = sorted(entry.times.items(), key=_by_step)
+        times = {work: float(f"{us:.4g}") for work, us in ordered}
         row = {"format": entry.format, "N": entry.n, "K": entry.k, "M": entry.m, "us": times}
         return json.dumps(row)
 

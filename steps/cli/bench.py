@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,7 @@ def bench(args: Namespace) -> int:
             rows = [row for row in recorder.run.rows if row.key in keys]
             table.show(report.run_table(title, (), rows, set()))
         print(f"wrote {path}")
-    said = [
-        f"step {row.step} {row.scheme} {row.format} {row.shape}: {row.why}"
-        for row in recorder.added
-        if row.status == "failed"
-    ]
+    said = benching.failures(recorder.added)
     for sentence in [*said, *([f"the run ended early: {broken}"] if broken else [])]:
         remark(sentence)
     for one, more in query.cliffs(recorder.run) if calls else ():
@@ -131,29 +126,20 @@ def _measured(
 ) -> str | None:
     """The CUDA error that ended it, if one did. All that is finished is in the file, however it
     ends."""
-    loops, of_calls = benching.in_loops(wanted), as_called.BUDGET
+    loops = benching.in_loops(wanted)
     count = len(loops) + len(as_called.in_loops(calls))
-    called = [way.choice(size, gpu) for size, way in calls]
-    launched = [*called, *(one.launched for one in wanted)]
-    budget, cores, apart = benching.Budget(), cpu_count() or 1, as_called.seconds(calls)
-    seconds = benching.estimate(loops, launched, budget, cores, apart)
-    if args.seconds:
-        factor = min(args.seconds / seconds, 1.0)
-        budget, of_calls = budget.scaled(factor), of_calls.scaled(factor)
-        seconds = benching.estimate(loops, launched, budget, cores, apart)
-    remark(
-        f"{len(wanted)} rows and {len(calls)} calls in {count} loops: about "
-        f"{max(1, round(seconds / 60))} min"
-    )
+    launched = [way.choice(size, gpu) for size, way in calls]
+    launched += [one.launched for one in wanted]
+    remark(f"{len(wanted)} rows and {len(calls)} calls in {count} loops")
     compile_ahead(launched, gpu, remark)
     broken = None
     try:
-        measuring = Bench.here(budget, remark, not args.no_baselines)
+        measuring = Bench.here(benching.Budget(), remark, not args.no_baselines)
         recorder.limits = measuring.limits
         with table.progress(count) as progress:
-            rest = (measuring.machine, measuring.stopwatch, of_calls, progress, remark)
+            where = measuring.machine, measuring.stopwatch
             beside = () if args.no_baselines else _recorded(recorder.env.gpu, loops, calls)
-            for rows, peers in as_called.measure(calls, *rest):
+            for rows, peers in as_called.measure(calls, *where, report=progress, say=remark):
                 recorder.add(as_called=rows, peers=[*beside, *peers])
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
                 recorder.add(found, [*beside, *peers])

@@ -227,7 +227,7 @@ def beside(
         found = product.check()
         if not found.ok:
             raise ValueError(f"M={m} N={n} K={k}: {found.verdict}")
-        product.enter({}, budget)
+        product.enter(budget)
     contestants = [each for product in products if (each := product.kernel) is not None]
     round_robin(stopwatch, contestants, budget)
     first, second = contestants

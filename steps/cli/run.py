@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from results.measure import bench as benching
+from results.measure.bench import Wanted
 from results.record.environment import environment, finished
 from results.record.schema import Environment, Peer, Row, Run, rows_in_order
 from results.render import table
@@ -62,16 +63,15 @@ def run(args: Namespace) -> int:
     cc = machine(0).cc
     works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
     at = problems(args, works, weights, cc, every_home=len(steps) == 1)
-    ahead = [
-        one.launched
-        for shape, own in at.items()
-        for one in benching.wanted_at(own, shape, args.dtype)
+    wanted = [
+        one for shape, own in at.items() for one in benching.wanted_at(own, shape, args.dtype)
     ]
     every = with_parents(works, cc, dtype_of(args))
+    ahead = [one.launched for one in wanted]
     outcomes = checked(every, machine, False, args, weights, ahead=ahead)
     measured = Run(env=Environment())
     if outcomes.broken is None:
-        measured = _measured(at, outcomes, args, weights)
+        measured = _measured(wanted, outcomes, args, weights)
     tell(args, steps, name, outcomes, measured.rows, weights)
     if args.command == "ladder" and not args.json and (path := _chart(measured)):
         print(f"the ladder as a chart: {path}")
@@ -245,7 +245,7 @@ def problems(
 
 
 def _measured(
-    at: dict[Size, tuple[Work, ...]],
+    wanted: Sequence[Wanted],
     outcomes: Outcomes,
     args: Namespace,
     weights: FileWeights | None,
@@ -257,16 +257,15 @@ def _measured(
     rows: list[Row] = []
     peers: list[Peer] = []
     try:
-        with table.progress(len(at)) as progress:
-            for found, beside in benching.measure_rows(
+        with table.progress(len({one.size for one in wanted})) as progress:
+            for found, beside in benching.measure_loops(
                 measuring,
-                at,
+                benching.in_loops(wanted),
                 distribution=distribution_of(args),
                 seed=args.seed,
                 wrong=wrong(outcomes),
                 given=weights.whole if weights else None,
                 report=progress,
-                output=args.dtype,
             ):
                 rows += found
                 peers += beside

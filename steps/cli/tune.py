@@ -9,8 +9,10 @@ from typing import Any
 
 from reference import BENCH_SHAPES
 from results.measure import tune as tuning
+from results.measure.bench import Bench, failures, measure_loops
 from results.record import store
 from results.record.environment import environment, finished
+from results.record.schema import Row
 from results.render import table
 from steps.checks.select import UsageError, select
 from steps.cli.arguments import formats_of, machines, shape_of, steps_of
@@ -22,8 +24,6 @@ from steps.product.tuning_table import Entry
 def tune(args: Namespace) -> int:
     """Times the steps on this GPU, or takes the times of a run, and writes the table of that GPU; 1
     if one was wrong, or there is nothing to write."""
-    from results.measure.protocol import GpuStopwatch
-
     if args.run is not None:
         return _of_run(args.run)
 
@@ -34,27 +34,18 @@ def tune(args: Namespace) -> int:
     if args.n or args.k:
         sizes = [shape_of(args, BENCH_SHAPES[0])[1:]]
     works = select(steps_of(args.steps), formats_of(args.format), args.scheme, gpu.cc)
-    env = environment()
-    wanted = [
-        one.launched
-        for work in works
-        for n, k in sizes
-        for m in tokens
-        for one in tuning.wanted_of(work, (m, n, k))
-    ]
-    compile_ahead(wanted, gpu, remark)
-    found: list[Entry] = []
-    wrong: list[str] = []
+    env, measuring = environment(), Bench.here(tuning.BUDGET, remark, baselines=False)
+    loops = tuning.loops(works, sizes, tokens)
+    compile_ahead([one.launched for _, own in loops for one in own], gpu, remark)
+    rows: list[Row] = []
     path = None
-    formats = {work.format for work in works}
-    with table.progress(len(formats) * len(sizes) * len(tokens)) as progress:
-        each = tuning.entries(gpu, GpuStopwatch(), works, sizes, tokens, report=progress)
-        for measured in each:
-            wrong += measured.failures
-            if measured.entry.times:
-                found.append(measured.entry)
-                path = tuning.write(finished(env), found)  # one that is cut short is one too
-    table.show(fastest(gpu.name, found))
+    with table.progress(len(loops)) as progress:
+        for found, _ in measure_loops(measuring, loops, report=progress):
+            rows += found
+            if any(row.status == "ok" for row in found):  # one that is cut short is a table too
+                path = tuning.write(finished(env), tuning.entries(rows))
+    table.show(fastest(gpu.name, tuning.entries(rows)))
+    wrong = failures(rows)
     for sentence in wrong:
         remark(sentence)
     print(f"wrote {path}" if path else "nothing was measured")

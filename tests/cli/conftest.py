@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from results.measure.bench import Wanted
 from results.record.schema import Environment, Run, with_ratios
 from steps.checks.cases import Case
 from steps.cli import run
@@ -19,7 +20,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[Size, Sequence[Wor
     """What each `run` of the test would measure: shape -> works."""
     asked: list[Mapping[Size, Sequence[Work]]] = []
 
-    def noted(at: Mapping[Size, Sequence[Work]], *_: Any) -> Run:
+    def noted(wanted: Sequence[Wanted], *_: Any) -> Run:
+        at = {one.size: [] for one in wanted}
+        for one in wanted:
+            if one.work not in at[one.size]:  # in several dtypes
+                at[one.size].append(one.work)
         asked.append(at)
         rows = with_ratios([row(work, shape) for shape, works in at.items() for work in works])
         return Run(env=Environment(gpu=gpu.name), rows=rows)

@@ -199,10 +199,10 @@ def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     gpu = PretendedGpu()
     asked: list[Any] = []
 
-    def measured_rows(bench: Any, at: Any, *, wrong: Any, report: Any, **data: Any) -> Any:
-        asked.append((list(at), wrong, data))
-        shape = (512, 4096, 4096)
-        yield [row(work, shape) for work in at[shape]], []
+    def measured_loops(bench: Any, loops: Any, *, wrong: Any, report: Any, **data: Any) -> Any:
+        asked.append(([size for size, _ in loops], wrong, data))
+        shape, own = loops[0]
+        yield [row(one.work, shape) for one in own], []
         raise RuntimeError("an illegal address")
 
     monkeypatch.setattr(run, "machines", lambda _: (gpu.name, lambda _: gpu, None))
@@ -217,7 +217,7 @@ def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     monkeypatch.setattr(run, "fatal", lambda error: "illegal" in str(error))
     here = SimpleNamespace(limits=Limits())
     monkeypatch.setattr(run.benching.Bench, "here", classmethod(lambda *_: here))
-    monkeypatch.setattr(run.benching, "measure_rows", measured_rows)
+    monkeypatch.setattr(run.benching, "measure_loops", measured_loops)
     command = ["run", "2", "17", "--format", "q4_0,q8_0", "--dist", "llm", "--seed", "3", "--long"]
     assert cli.main(command) == 1
     printed = capsys.readouterr()
@@ -228,4 +228,4 @@ def test_a_gpu_that_is_lost_while_it_measures_leaves_what_was_measured(
     ((shapes, wrong, data),) = asked
     assert shapes == [(512, 4096, 4096), (1, 4096, 14336)]
     assert {key[2] for key in wrong} == {"q8_0"}
-    assert data == {"distribution": "llm", "seed": 3, "given": None, "output": None}
+    assert data == {"distribution": "llm", "seed": 3, "given": None}

@@ -17,11 +17,6 @@ def no_effect(launches: Sequence[Any]) -> None:
 class FakeReplay:
     watch: FakeStopwatch
     parts: tuple[Any, ...]
-    how: str = "graph"
-
-    @property
-    def launches(self) -> int:
-        return len(self.parts)
 
     def seconds(self) -> float:
         return self.watch.round([self])[0]
@@ -37,7 +32,6 @@ class FakeStopwatch:
     cost: Callable[[Any], float] = lambda _: 1e-3
     effect: Callable[[Sequence[Any]], None] = no_effect
     l2_bytes: int = 1
-    free: int = 1 << 40
     rounds: list[list[FakeReplay]] = field(default_factory=list)
     copies: int = 0
     simulated: bool = True
@@ -62,9 +56,6 @@ class FakeStopwatch:
 
     def wait(self) -> None:
         pass
-
-    def free_bytes(self) -> int:
-        return self.free
 
     def sm_mhz(self, replay: Any) -> float:
         return 1980.0
