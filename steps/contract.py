@@ -107,6 +107,12 @@ class Activations:
     layout: str | None = None
 
 
+def plain_rows(a: Any, machine: Machine) -> Activations:
+    """A[M, K] as the caller has it, in float32, float16 or bfloat16: nothing runs before the
+    kernel."""
+    return Activations((a,), layout=None if dtype_name(a) == "float32" else "rows")
+
+
 class Machine(Protocol):
     """Where launches run: `steps.driver.machines.Gpu` or `steps.driver.machines.Simulator`.
 
@@ -142,7 +148,7 @@ BRANCHES: Final[Mapping[str, Branch]] = {
 """By the name that a step gives, in the order of the ladder's panels."""
 
 PackWeights = Callable[[np.ndarray], tuple[np.ndarray, ...]]
-MakeActivations = Callable[[Family, Any, Machine], Activations]
+MakeActivations = Callable[[Any, Machine], Activations]
 MakeLaunch = Callable[..., Launch]
 Scratch = Callable[[Format, Family, Shape], tuple[tuple[tuple[int, ...], Any], ...]]
 
@@ -156,15 +162,16 @@ class Kernel:
     families: the activation families it multiplies, the one that continues the ladder last.
     unit: the arithmetic unit that bounds it, per family.
     pack: blocks[N, K/32] -> arrays the kernel reads (on the host, done once, timed apart).
-    activations: (family, a, machine) -> `Activations` (timed apart).
+    activations: per family, (a, machine) -> `Activations` (timed apart).
     launch: (format, family, shape, weights, activations, out) -> `Launch`; for a kernel with
         `scratch`, its arrays follow as one more argument.
     scratch: (format, family, shape) -> ((shape, dtype), ...) of memory the kernel works in besides,
         such as partial sums that thread blocks hand each other. The last of these arrays, of
         counters, is all zero before the first launch, and the kernel leaves it so for the next one;
         the others may hold anything.
-    outputs: the dtypes that C may have, float32 first; the launch looks at `out.dtype`. A may have
-        those that `steps.kernels.parts.activations.layouts.inputs` names.
+    outputs: the dtypes that C may have, the usual one first; the launch looks at `out.dtype`.
+    inputs: the dtypes of A that a lesson reads; empty for those that `activations` can read, which
+        `steps.kernels.parts.activations.layouts.inputs` names.
     adds_bias: whether `launch` takes a bias [N], of any dtype of `FLOATS`, behind the packed
         weights, and adds it to C before that is rounded.
     min_cc: smallest compute capability; 7.5 is the oldest that the pinned toolkit compiles for.
@@ -184,11 +191,12 @@ class Kernel:
     families: tuple[Family, ...]
     unit: Mapping[Family, Unit]
     pack: PackWeights
-    activations: MakeActivations
+    activations: Mapping[Family, MakeActivations]
     launch: MakeLaunch
     scratch: Scratch | None = None
     formats: tuple[str, ...] = WEIGHT_FORMATS
     outputs: tuple[str, ...] = ("float32",)
+    inputs: tuple[str, ...] = ()
     adds_bias: bool = False
     min_cc: tuple[int, int] = (7, 5)
     max_cc: tuple[int, int] | None = None
@@ -252,6 +260,8 @@ class Step(Kernel):
     homes: the shapes where it is compared with its parent, if not those of its branch.
     parents: the step each family is compared with ("x parent"); absent for a first rung.
     diff_from: the step whose text it grew from, where that is not its parent; for `make diff`.
+    idea: the instructions or functions that its own kernel must call: "ldmatrix_x4", or
+        "cuda.shared.array". A test reads the file for them.
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
         alternatives of one promise are joined by "|".
     """
@@ -260,6 +270,7 @@ class Step(Kernel):
     homes: tuple[Size, ...] = ()
     parents: Mapping[Family, int] = field(default_factory=dict)
     diff_from: int | None = None
+    idea: tuple[str, ...] = ()
     contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
 

@@ -25,8 +25,7 @@ from numba import cuda, float32
 from qformats import Format
 from qformats.repack import KNOWN, as_bytes
 from steps.blocks.elements import device_elements
-from steps.contract import Family, Launch, Shape, Step, ceil_div
-from steps.kernels.parts.activations.layouts import float32_rows
+from steps.contract import Family, Launch, Shape, Step, ceil_div, plain_rows
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C:
 BLOCK_N: Final = 16  # half a warp writes 64 neighbouring bytes of a row
@@ -82,7 +81,7 @@ STEP = Step(
     families=("A16",),
     unit={"A16": "fp32"},
     pack=as_bytes,
-    activations=float32_rows,
+    activations={"A16": plain_rows},
     launch=launch,
     formats=KNOWN,
     contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},

@@ -30,10 +30,9 @@ from numba import cuda, float32, int8, int32
 from qformats import BLOCK, Format
 from qformats.repack import as_bytes
 from steps.blocks.codes import b4, device_format
-from steps.blocks.q8_1 import BLOCK_Q8_1
+from steps.blocks.q8_1 import BLOCK_Q8_1, q8_1_blocks
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16
-from steps.kernels.parts.activations.layouts import q8_1_blocks
 
 BLOCK_M: Final = 16  # a thread block owns a 16 x 16 tile of C, as in step 1
 BLOCK_N: Final = 16
@@ -95,7 +94,7 @@ STEP = Step(
     parents={"A8": 1},
     unit={"A8": "int32"},
     pack=as_bytes,
-    activations=q8_1_blocks,
+    activations={"A8": q8_1_blocks},
     launch=launch,
     contains={"A8": ("LDG.E.U8|LDG.E.S8", "IMAD", "I2F", "FFMA")},
     forbids={"A8": ("STS", "BAR", "IMMA", "HMMA")},

@@ -31,10 +31,9 @@ from numba import cuda, float32, int8, int32
 from qformats import BLOCK, Format
 from qformats.repack import as_bytes
 from steps.blocks.codes import device_format
-from steps.blocks.q8_1 import BLOCK_Q8_1
-from steps.contract import Family, Launch, Shape, Step, ceil_div
+from steps.blocks.q8_1 import BLOCK_Q8_1, q8_1_blocks
+from steps.contract import Family, Launch, Shape, Step, ceil_div, plain_rows
 from steps.instructions import half_to_float, load_u16
-from steps.kernels.parts.activations.layouts import by_family, float32_rows, q8_1_blocks
 
 BLOCKS_PER_SM: Final = (
     # caps a thread at 32 registers, so that one block multiplies while the other stages
@@ -171,7 +170,7 @@ STEP = Step(
     parents={"A16": 1, "A8": 2},
     unit={"A16": "fp32", "A8": "int32"},
     pack=as_bytes,
-    activations=by_family(float32_rows, q8_1_blocks),
+    activations={"A16": plain_rows, "A8": q8_1_blocks},
     launch=launch,
     contains={
         "A16": ("STS", "LDS", "BAR.SYNC", "FFMA"),

@@ -31,10 +31,9 @@ from numba import cuda, float32, int32
 from qformats import BLOCK, Format
 from qformats.repack import as_bytes
 from steps.blocks.codes import b4, device_format
-from steps.blocks.q8_1 import BLOCK_Q8_1
+from steps.blocks.q8_1 import BLOCK_Q8_1, q8_1_blocks
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import half_to_float, load_u16, prmt
-from steps.kernels.parts.activations.layouts import q8_1_blocks
 
 BLOCKS_PER_SM: Final = (
     # caps a thread at 32 registers, so that one block multiplies while the other stages
@@ -178,7 +177,7 @@ STEP = Step(
     parents={"A8": 3},
     unit={"A8": "packed_int32"},
     pack=as_bytes,
-    activations=q8_1_blocks,
+    activations={"A8": q8_1_blocks},
     launch=launch,
     contains={"A8": ("PRMT", "STS", "LDS", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},

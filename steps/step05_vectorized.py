@@ -29,6 +29,7 @@ from numba import cuda, float32, int32, uint32
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, k_outermost
 from steps.blocks.codes import fifth_bits
+from steps.blocks.q8_1 import q8_1_k_outermost
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     load_f32x2,
@@ -39,7 +40,6 @@ from steps.instructions import (
     store_f32x4,
     store_u32,
 )
-from steps.kernels.parts.activations.layouts import q8_1_k_outermost
 
 SIDE: Final = 16  # threads of a block along M
 BLOCKS_PER_SM: Final = 2  # caps a thread at 128 registers: one block multiplies, one stages
@@ -262,7 +262,7 @@ STEP = Step(
     parents={"A8": 4},
     unit={"A8": "packed_int32"},
     pack=k_outermost,
-    activations=q8_1_k_outermost,
+    activations={"A8": q8_1_k_outermost},
     launch=launch,
     contains={"A8": ("LDG.E.128", "LDS.128", "STG.E.128", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},

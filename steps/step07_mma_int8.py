@@ -37,6 +37,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
 from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
     half_to_float,
@@ -47,7 +48,6 @@ from steps.instructions import (
     mma_m16n8k32_u8,
     store_u32x4,
 )
-from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.weights.codes import tile_format, tile_index
 
 TOKENS: Final = 8  # of one mma
@@ -199,7 +199,7 @@ STEP = Step(
     parents={"A8": 6},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_mma_order,
+    activations={"A8": q8_1_mma_order},
     launch=launch,
     min_cc=(8, 0),
     contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},

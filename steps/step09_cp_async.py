@@ -38,9 +38,9 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
+from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
-from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.mma import write_sums
 from steps.kernels.parts.weights.codes import tile_format
@@ -172,7 +172,7 @@ STEP = Step(
     parents={"A8": 8},
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_mma_order,
+    activations={"A8": q8_1_mma_order},
     launch=launch,
     adds_bias=True,
     min_cc=(8, 0),

@@ -261,7 +261,7 @@ class Shared:
             raise ValueError(f"{work} reads A as {reading.source}, not as {input}")
         key = (reading.make, work.family, input)
         if key not in self._activations:
-            made = reading.make(work.family, self.a(input), self.machine)
+            made = reading.make(self.a(input), self.machine)
             for launch in made.launches:
                 self.machine.run(launch)
             self.stopwatch.wait()

@@ -15,6 +15,7 @@ from numba import cuda, float32, int32, int64, uint32
 from qformats import BLOCK, FORMATS
 from qformats.repack import TILE_K
 from steps.blocks.codes import HALF
+from steps.contract import Activations, Launch, Machine, ceil_div
 from steps.instructions import (
     address,
     as_bits,
@@ -251,3 +252,37 @@ def q8_1_quantizer(layout: str = "blocks", s: str = "codes") -> Any:
 def q8_1_grid(m: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """(grid, block) of the quantizer for A[m, k]; tokens on x, which may have the most blocks."""
     return (-(-m // TOKENS), -(-k // (BLOCK * WARPS * AHEAD))), (32, WARPS)
+
+
+# --- float32 A[M, K] -> the arrays that a kernel reads --------------------------------------------
+def q8_1_blocks(a: Any, machine: Machine) -> Activations:
+    """A8: ggml's 36-byte Q8_1 blocks, uint8[M * K/32 * 36], with s = d * sum(q): four to six times
+    as accurate as the sum of the raw values in formats with a minimum. d and s are float16: a value
+    may be off by 127 * 2^-25, so that a block below 4e-6 throughout is 0, and beyond 65504 they
+    overflow, which `steps.gemm` and plans refuse."""
+    m, k = a.shape
+    blocks = machine.empty((m * ceil_div(k, BLOCK) * BLOCK_Q8_1,), np.uint8)
+    launch = Launch(q8_1_quantizer("blocks"), *q8_1_grid(m, k), (a, blocks))
+    return Activations((blocks,), (launch,), "blocks")
+
+
+def q8_1_k_outermost(a: Any, machine: Machine) -> Activations:
+    """A8 with codes and scales apart and K outermost, like `qformats.repack.k_outermost`: int8
+    [K/16, M, 16] and float32 [K/32, M, 2] (d and s side by side), K rounded up to a multiple of
+    128 and zeros beyond. d and s are not rounded to f16."""
+    return _k_outermost("k_outermost", a, machine)
+
+
+def q8_1_mma_order(a: Any, machine: Machine) -> Activations:
+    """`q8_1_k_outermost` with the codes of each 16 K in `qformats.repack.MMA_ORDER`, that of packed
+    weights."""
+    return _k_outermost("mma_order", a, machine)
+
+
+def _k_outermost(layout: str, a: Any, machine: Machine) -> Activations:
+    m, k = a.shape
+    values = m * ceil_div(k, TILE_K) * TILE_K
+    qs = machine.empty((values,), np.int8)
+    ds = machine.empty((values // BLOCK * 2,), np.float32)
+    launch = Launch(q8_1_quantizer(layout), *q8_1_grid(m, k), (a, qs, ds))
+    return Activations((qs, ds), (launch,), layout)

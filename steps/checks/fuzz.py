@@ -22,10 +22,11 @@ import numpy as np
 
 from qformats import FORMATS, format_of
 from reference import Problem, bfloat16_values, check, magnitude_a16, same_operands_a16
+from steps.blocks.q8_1 import q8_1_blocks
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
 from steps.contract import Step
-from steps.kernels.parts.activations.layouts import q8_1_blocks, reading_of
+from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.gemm import gemm, pack
 from steps.product.operands import ARRAYS
 from steps.product.plan import plan

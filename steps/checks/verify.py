@@ -59,7 +59,7 @@ def prepare(
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
     on_machine = machine.array(a)
-    activations = step.activations(family, on_machine, machine)
+    activations = step.activations[family](on_machine, machine)
     if q81 is not None and activations.layout not in (None, "inside", "rows"):
         bits = Tokens.of_q81(q81) if activations.layout == "tokens" else q81
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))

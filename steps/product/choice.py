@@ -128,7 +128,7 @@ class Choice:
         arrays, and behind them the bias if there is one. ValueError for more thread blocks than
         CUDA launches."""
         asked = self.request
-        activations = self.reading.make(self.family, a, machine)
+        activations = self.reading.make(a, machine)
         own = self.kernel.prepare(
             machine,
             FORMATS[asked.format],

@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from qformats import FORMATS, Format
+from steps.blocks.q8_1 import q8_1_blocks
 from steps.contract import Accuracy, Family, known_accuracy
 from steps.driver.kept import Kept
-from steps.kernels.parts.activations.layouts import q8_1_blocks
 from steps.product.choice import Choice, choose, packing_kernel, step_numbers, supporting, why_not
 from steps.product.operands import (
     ARRAYS,

@@ -71,7 +71,7 @@ def step_of(beyond: int = 0, off: float = 1.0) -> Step:
         return Launch(kernel, (shape.m,), (shape.n,), (w, a.view(np.uint16), scales, flat))
 
     return replace(
-        steps.find(1), pack=pack, activations=float16_rows, launch=launch, outputs=OUTPUTS
+        steps.find(1), pack=pack, activations={"A16": float16_rows}, launch=launch, outputs=OUTPUTS
     )
 
 

@@ -181,7 +181,7 @@ def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
         gpu, step = FakeGpu(), work.step
         weights = tuple(gpu.empty(*one) for one in dry_run.packed_types(step.pack, name))
         for output in step.outputs:
-            activations = step.activations(work.family, gpu.empty((1, 256), np.float32), gpu)
+            activations = step.activations[work.family](gpu.empty((1, 256), np.float32), gpu)
             own = step.prepare(
                 gpu, fmt, work.family, Shape(*SIZE), weights, activations.arrays,
                 gpu.empty((1, 64), array_dtype(output)),

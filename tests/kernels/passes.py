@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from steps.contract import Family, Launch, MakeActivations
+from steps.contract import Launch, MakeActivations
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.rows import row_grid
 
@@ -16,16 +16,14 @@ PASSES = ("steps.kernels.parts.activations", "steps.blocks")
 
 
 def what_it_makes(
-    make: MakeActivations, family: Family, layout: str, machine: Any, a: np.ndarray, offset: int
+    make: MakeActivations, layout: str, machine: Any, a: np.ndarray, offset: int
 ) -> tuple[np.ndarray, ...]:
     """What the pass makes of A, which begins `offset` values into a buffer of NaN (for bfloat16,
     too: what all bits stand for)."""
     nan = 0xFFFF if a.dtype == np.uint16 else np.nan
     around = np.full(offset + a.size + 8, nan, a.dtype)
     around[offset : offset + a.size] = a.reshape(-1)
-    activations = make(
-        family, machine.array(around)[offset : offset + a.size].reshape(*a.shape), machine
-    )
+    activations = make(machine.array(around)[offset : offset + a.size].reshape(*a.shape), machine)
     assert activations.layout == layout
     for launch in activations.launches:
         machine.run(launch)

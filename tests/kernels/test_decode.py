@@ -277,7 +277,7 @@ def rows_of(step: Step, problem: Problem, shape: Shape) -> np.ndarray:
     """C of the first `shape.m` tokens of a problem, of a simulated launch."""
     machine, fmt = RemembersPasses(), FORMATS[problem.format]
     a = machine.array(problem.given[: shape.m])
-    activations = step.activations("A16", a, machine).arrays
+    activations = step.activations["A16"](a, machine).arrays
     weights = tuple(machine.array(each) for each in step.pack(problem.blocks))
     out = machine.empty((shape.m, shape.n), np.float32)
     machine.run(step.prepare(machine, fmt, "A16", shape, weights, activations, out))

@@ -16,6 +16,7 @@ from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
 from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS, tiles
 from reference import Bfloats, Halves, Problem, bfloat16_values
 from reference.product import least_half
+from steps.blocks.q8_1 import q8_1_blocks
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
@@ -23,13 +24,11 @@ from steps.instructions import store_u32x4
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.layouts import (
     GATED,
-    by_family,
     decode,
     encode,
     float16_rows,
     gated_rows,
     int8_rows,
-    q8_1_blocks,
     reading,
 )
 from steps.kernels.parts.activations.rows import (
@@ -210,7 +209,7 @@ def test_instructions_of_a_fragment(name: str) -> None:
 
 
 def rounded(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    return what_it_makes(float16_rows, "A16", "rows", machine, a, offset)
+    return what_it_makes(float16_rows, "rows", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -249,7 +248,7 @@ def test_activations_are_the_recipe_bit_for_bit(
 def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
     """Float16 and bfloat16, in natural order: no pass, and nothing to multiply by."""
     a = any_halves(9, 160).view(dtype)
-    made = float16_rows("A16", a, Simulator())
+    made = float16_rows(a, Simulator())
     assert made.launches == ()
     assert len(made.arrays) == 1
     assert made.arrays[0] is a
@@ -267,8 +266,8 @@ def test_what_has_16_bits_is_read_as_it_is(dtype: Any) -> None:
 
 def test_how_rows_are_read() -> None:
     for source in ("float32", "float16", "bfloat16"):
-        assert reading(float16_rows, source, "A16") == (float16_rows, source, 1, source)
-    assert reading(float16_rows, GATED, "A16") == (gated_rows, GATED, 2, "float16")
+        assert reading(float16_rows, source) == (float16_rows, source, 1, source)
+    assert reading(float16_rows, GATED) == (gated_rows, GATED, 2, "float16")
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (9, 160), (17, 1056)])
@@ -281,7 +280,7 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
     y[0, 1:8] = 0, -0.0, 2**-24, 65504, -65504, 88, -88
     y[0, 8:13], y[0, k + 10] = (np.nan, np.inf, np.inf, 3, -np.inf), 0
     y[0, k + 11] = np.nan
-    (got,) = what_it_makes(gated_rows, "A16", "rows", machine(), y, 0)
+    (got,) = what_it_makes(gated_rows, "rows", machine(), y, 0)
     with np.errstate(over="ignore", invalid="ignore"):
         gate, up = y[:, :k].astype(np.float64), y[:, k:].astype(np.float64)
         exact = gate / (1 + np.exp(-gate)) * up
@@ -294,19 +293,9 @@ def test_gates_are_computed_on_the_way(machine: Any, shape: tuple[int, int]) -> 
     assert (np.abs(got[finite] - exact[finite]) <= 0.51 * place).all()
 
 
-def test_each_family_reads_with_its_own() -> None:
-    both = by_family(float16_rows, q8_1_blocks)
-    assert reading(both, "bfloat16", "A16") == (float16_rows, "bfloat16", 1, "bfloat16")
-    assert reading(both, GATED, "A16") == (gated_rows, GATED, 2, "float16")
-    assert reading(both, "float16", "A8") == (q8_1_blocks, "float32", 1, "float32")
-    a = np.zeros((1, 32), np.float32)
-    layouts = [both(family, a, Simulator()).layout for family in ("A16", "A8")]
-    assert layouts == ["rows", "blocks"]
-
-
 def test_gates_are_read_by_what_has_that_pass() -> None:
-    assert reading(int8_rows, GATED, "A8") == (int8_rows, "float16", 1, "float16")
-    assert reading(q8_1_blocks, GATED, "A8") == (q8_1_blocks, "float32", 1, "float32")
+    assert reading(int8_rows, GATED) == (int8_rows, "float16", 1, "float16")
+    assert reading(q8_1_blocks, GATED) == (q8_1_blocks, "float32", 1, "float32")
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
@@ -319,9 +308,9 @@ def test_float16_activations_are_read_as_what_they_are(machine: Any, offset: int
     a[5] = 0
     a[6, 3], a[7, 100] = np.nan, -np.inf
     on = machine()
-    assert reading(int8_rows, "float16", "A8") == (int8_rows, "float16", 1, "float16")
-    got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
-    want = what_it_makes(int8_rows, "A8", "tokens", on, a.astype(np.float32), 0)
+    assert reading(int8_rows, "float16") == (int8_rows, "float16", 1, "float16")
+    got = what_it_makes(int8_rows, "tokens", on, a, offset)
+    want = what_it_makes(int8_rows, "tokens", on, a.astype(np.float32), 0)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -338,9 +327,9 @@ def test_bfloat16_activations_are_read_as_what_they_are(machine: Any, offset: in
     assert np.isnan(values[6, 3])
     assert np.isinf(values[7, 100])
     on = machine()
-    assert reading(int8_rows, "bfloat16", "A8") == (int8_rows, "bfloat16", 1, "bfloat16")
-    got = what_it_makes(int8_rows, "A8", "tokens", on, a, offset)
-    want = what_it_makes(int8_rows, "A8", "tokens", on, values, 0)
+    assert reading(int8_rows, "bfloat16") == (int8_rows, "bfloat16", 1, "bfloat16")
+    got = what_it_makes(int8_rows, "tokens", on, a, offset)
+    want = what_it_makes(int8_rows, "tokens", on, values, 0)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -391,12 +380,11 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
     """All loads that a lane holds before the first is looked at; so many blocks fit an SM."""
     assert row_loads(k) == held
     wide = "LDG.E.128" if dtype == "float32" else "LDG.E.64"
-    family = "A16" if make is float16_rows else "A8"
-    (launch,) = make(family, np.zeros((4, k), array_dtype(dtype)), Simulator()).launches
+    (launch,) = make(np.zeros((4, k), array_dtype(dtype)), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * ROW_THREADS * blocks <= 65536
-    assert code.count("F2FP") >= 2 or family == "A8"
+    assert code.count("F2FP") >= 2 or make is int8_rows
     assert code.count("ACQBULK") == code.count("PREEXIT") == 1
     loads = [i for i, line in enumerate(code.sass.splitlines()) if wide in line]
     assert len(loads) > held
@@ -405,7 +393,7 @@ def test_machine_code_of_the_pass(make: Any, k: int, held: int, dtype: str, bloc
 
 def test_machine_code_of_the_gated_pass() -> None:
     """Both loads before the store, of 16 bytes each; an SM is full of such threads."""
-    (launch,) = gated_rows("A16", np.zeros((4, 8192), np.float16), Simulator()).launches
+    (launch,) = gated_rows(np.zeros((4, 8192), np.float16), Simulator()).launches
     assert (launch.kernel, launch.block) == (gated_to_rows, (256,))
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)

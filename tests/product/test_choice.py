@@ -18,7 +18,6 @@ from steps import find, gemm, ladder, pack
 from steps.contract import ACCURACIES, Kernel, Launch
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import (
-    by_family,
     float16_rows,
     float32_quantized_inside,
 )
@@ -192,7 +191,7 @@ def both_families(candidates: Any) -> Kernel:
         find(10),
         number=98,
         families=("A8", "A16"),
-        activations=by_family(float16_rows, float32_quantized_inside),
+        activations={"A16": float16_rows, "A8": float32_quantized_inside},
         outputs=("float32", "float16"),
         most_tokens=16,
     )

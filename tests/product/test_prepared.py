@@ -117,7 +117,7 @@ def test_arrays_lie_side_by_side_in_the_memory_of_the_call(
     a = device_array((300, K), np.float32, HERE)
     sizes = [int(np.prod(s)) * np.dtype(t).itemsize for s, t in own.scratch(fmt, family, shape)]
     *others, counters = sizes
-    others = [*(array.nbytes for array in own.activations(family, a, gpu).arrays), *others]
+    others = [*(array.nbytes for array in own.activations[family](a, gpu).arrays), *others]
     assert len(others) == 3
     *starts, end = np.cumsum([0, *(-(-size // 256) * 256 for size in others)])
     zeros, workspace = MEMORY, MEMORY + (1 << 30)
@@ -244,7 +244,7 @@ def test_too_many_blocks_are_refused(gpu: FakeGpu) -> None:
 def mapped_launches(gpu: FakeGpu, m: int, pass_first: bool) -> Prepared:
     """Of a step that reads A, or what a pass made of it, through a tensor map."""
 
-    def rows(family: Any, a: Any, machine: Any) -> Activations:
+    def rows(a: Any, machine: Any) -> Activations:
         if not pass_first:
             return Activations((a,))
         halves = machine.empty((m, K), np.float16)
@@ -256,7 +256,7 @@ def mapped_launches(gpu: FakeGpu, m: int, pass_first: bool) -> Prepared:
         own = SimpleNamespace(__name__="own")
         return Launch(own, (1,), (32,), (TensorMap(a, (16, 64)), *w, out))
 
-    step = replace(find(1), activations=rows, launch=launch, scratch=None)
+    step = replace(find(1), activations={"A16": rows}, launch=launch, scratch=None)
     choice = Choice.of(step, "A16", Request("q4_0", m, N, K))
     return prepare(choice, packed_types("q4_0", [step])[choice.layout])[1]
 

@@ -100,7 +100,7 @@ def multiplied(
     around[offset : offset + a.size] = a.reshape(-1)
     source = machine.array(around)[offset : offset + a.size].reshape(*a.shape)
     out = machine.array(np.full((shape.m, shape.n), np.nan, np.float32))
-    activations = step.activations(family, source, machine)
+    activations = step.activations[family](source, machine)
     own = step.prepare(machine, format_of(blocks), family, shape, weights, activations.arrays, out)
     for launch in (*activations.launches, own):
         machine.run(launch)
@@ -177,7 +177,7 @@ def _require_within(c: np.ndarray, wanted: np.ndarray, allowed: np.ndarray) -> N
 
 def keeps_sums_in_half(step: Step, family: Family) -> bool:
     """Whether its activations are 36-byte blocks, where d and s are float16."""
-    activations = step.activations(family, MACHINE.array(np.zeros((1, 32), np.float32)), MACHINE)
+    activations = step.activations[family](MACHINE.array(np.zeros((1, 32), np.float32)), MACHINE)
     return activations.layout == "blocks"
 
 

@@ -50,7 +50,7 @@ def multiplied(
     machine, shape = Simulator(), Shape(problem.m, problem.n, problem.k)
     weights = tuple(map(machine.array, (*step.pack(problem.blocks), *bias)))
     out = machine.empty((shape.m, shape.n), array_dtype(output))
-    made = step.activations(family, machine.array(problem.a), machine)
+    made = step.activations[family](machine.array(problem.a), machine)
     own = step.prepare(machine, FORMATS[FORMAT], family, shape, weights, made.arrays, out)
     for launch in (*made.launches, own):
         machine.run(launch)

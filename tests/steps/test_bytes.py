@@ -199,7 +199,7 @@ def test_instructions_of_64_weights(name: str) -> None:
 
 
 def quantized(machine: Any, a: np.ndarray, offset: int = 0) -> tuple[np.ndarray, ...]:
-    return what_it_makes(int8_rows, "A8", "tokens", machine, a, offset)
+    return what_it_makes(int8_rows, "tokens", machine, a, offset)
 
 
 def odd_rows(m: int, k: int, seed: int = 0) -> np.ndarray:
@@ -248,7 +248,7 @@ def test_the_pass_writes_its_codes_and_nothing_else() -> None:
 
 
 def test_machine_code_of_the_pass() -> None:
-    (launch,) = int8_rows("A8", np.zeros((4, 4096), np.float32), Simulator()).launches
+    (launch,) = int8_rows(np.zeros((4, 4096), np.float32), Simulator()).launches
     code = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
     assert code.registers * 256 * 4 <= 65536

@@ -18,7 +18,7 @@ from steps.checks.verify import multiply, operands, prepare, verify
 from steps.contract import Family, Step, Work
 from steps.driver.machines import Simulator
 from steps.kernels.decode import tiles as decode_tiles
-from steps.kernels.parts.activations.layouts import reading
+from steps.kernels.parts.activations.layouts import reading_of
 from steps.kernels.prefill import mma_tiles
 from tests.kernels.passes import RemembersPasses
 from tests.steps.works import WORKS, by_turn, in_turn, slow_unless_in_turn
@@ -113,7 +113,7 @@ def test_outputs_in_float16(step: Step, family: Family, name: str) -> None:
 READS_16_BITS = [
     work
     for work in WORKS
-    if reading(work.values[0].activations, "float16", work.values[1])[1] == "float16"
+    if reading_of(work.values[0], "float16", work.values[1]).source == "float16"
 ]
 
 
@@ -145,7 +145,7 @@ def test_inputs_of_16_bits(
         output = input if input in step.outputs else "float32"
         problem = Problem(*shape, name, distribution, input=input)
         if family == "A16":
-            assert step.activations(family, problem.given, Simulator()).launches == ()
+            assert step.activations[family](problem.given, Simulator()).launches == ()
         found = verify(step, family, problem, RemembersPasses(order), dtype=output)
         assert found.ok, f"{input}: {found.verdict}"
 

@@ -14,6 +14,7 @@ Step 17 teaches this. Constants that begin with H200 were measured on one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Literal
@@ -24,10 +25,12 @@ from numba import cuda, int32, int64, uint32
 from qformats import BLOCK
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS
 from qformats.storage import StorageFormat
+from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import (
     Activations,
     Family,
     Machine,
+    MakeActivations,
     Shape,
     ceil_div,
     multiprocessors,
@@ -36,12 +39,7 @@ from steps.contract import (
 from steps.instructions import bulk_copy
 from steps.kernels.decode.copies import PAD, ROW_BYTES, SIDE_BY_SIDE
 from steps.kernels.decode.product import BLOCKS, PAIR, SCALE_BYTES, Product, product_a8, product_a16
-from steps.kernels.parts.activations.layouts import (
-    by_family,
-    float16_rows,
-    float32_quantized_inside,
-    q8_1_mma_order,
-)
+from steps.kernels.parts.activations.layouts import float16_rows, float32_quantized_inside
 from steps.kernels.parts.weights.codes import tile_index
 from steps.kernels.parts.weights.storage_formats import tile_format
 
@@ -402,10 +400,10 @@ def product_of(name: str, how: Variant, kind: str) -> Product:
 # Step 17 teaches this.
 
 
-def q8_1(family: Family, a: Any, machine: Machine) -> Activations:
+def q8_1(a: Any, machine: Machine) -> Activations:
     """Float32 A itself for few tokens, else prequantized: that is too much for each thread block
     to do again."""
-    return (float32_quantized_inside if fused(*a.shape) else q8_1_mma_order)(family, a, machine)
+    return (float32_quantized_inside if fused(*a.shape) else q8_1_mma_order)(a, machine)
 
 
-activations: Final = by_family(float16_rows, q8_1)
+activations: Final[Mapping[Family, MakeActivations]] = {"A16": float16_rows, "A8": q8_1}

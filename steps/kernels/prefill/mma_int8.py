@@ -13,6 +13,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from qformats import Format
 from qformats.repack import CHUNK, TILE_K, tiles
+from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import Family, Kernel, Launch, Shape, ceil_div, multiprocessors
 from steps.instructions import (
     cp_async_4,
@@ -25,7 +26,6 @@ from steps.instructions import (
     load_f32x4,
     store_f32x4,
 )
-from steps.kernels.parts.activations.layouts import q8_1_mma_order
 from steps.kernels.parts.epilogue.bias import bias_operand
 from steps.kernels.parts.epilogue.mma import write_sums
 from steps.kernels.parts.split_k_reduction import count_block_arrival
@@ -210,7 +210,7 @@ KERNEL = Kernel(
     families=("A8",),
     unit={"A8": "tensor_int8"},
     pack=tiles,
-    activations=q8_1_mma_order,
+    activations={"A8": q8_1_mma_order},
     launch=launch,
     adds_bias=True,
     scratch=scratch,

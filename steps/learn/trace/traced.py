@@ -60,7 +60,7 @@ def trace(
     (m, n, k), step, machine = size, work.step, Simulator()
     fmt = FORMATS[work.format]
     weights = step.pack(Problem(1, n, k, work.format).blocks)
-    activations = step.activations(work.family, np.zeros((m, k), np.float32), machine)
+    activations = step.activations[work.family](np.zeros((m, k), np.float32), machine)
     for array in activations.arrays:
         array[...] = 0
     out = machine.empty((m, n), array_dtype(dtype))

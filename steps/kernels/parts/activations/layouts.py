@@ -1,9 +1,9 @@
 """The layouts of activations: as they are, rounded to float16, quantized to Q8_1 or to int8.
 
-A step names one of these functions (or `by_family` of two); the harness runs and times the launches
-they return apart from the step's own. `encode` and `decode` go between a layout and plain arrays
-(`Q81`, `Halves`, `Bfloats`, `Tokens`), so that the checker can read the very bits a kernel
-multiplied and a test can hand it bits of its own.
+A kernel names one of these functions, or one of `steps.blocks.q8_1`, for each of its families. Its
+launches run, and are timed, apart from the kernel's own. `encode` and `decode` go between a layout
+and plain arrays (`Q81`, `Halves`, `Bfloats`, `Tokens`), so that the checker can read the very bits
+a kernel multiplied and a test can hand it bits of its own.
 
 A layout is taught by the first step that reads it: float32 rows by step 1, Q8_1 by step 2, its
 K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int8 rows by step 15.
@@ -11,7 +11,6 @@ K-outermost form by step 5 and MMA_ORDER by step 7, float16 rows by step 11, int
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +20,6 @@ from qformats import BLOCK, block_q8_1
 from qformats.repack import CHUNK, MMA_ORDER, TILE_K
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from reference.operands import Q81, Bfloats, Halves, Tokens
-from steps.blocks.q8_1 import BLOCK_Q8_1, q8_1_grid, q8_1_quantizer
 from steps.contract import (
     FLOATS,
     Activations,
@@ -30,7 +28,6 @@ from steps.contract import (
     Launch,
     Machine,
     MakeActivations,
-    ceil_div,
     dtype_name,
 )
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
@@ -42,51 +39,13 @@ from steps.kernels.parts.activations.rows import (
 )
 
 
-def float32_rows(family: Family, a: Any, machine: Machine) -> Activations:
-    """A16: the caller's float32 A[M, K] itself."""
-    return Activations((a,))
-
-
-def q8_1_blocks(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8: ggml's 36-byte Q8_1 blocks, uint8[M * K/32 * 36], with s = d * sum(q): four to six times
-    as accurate as the sum of the raw values in formats with a minimum. d and s are float16: a value
-    may be off by 127 * 2^-25, so that a block below 4e-6 throughout is 0, and beyond 65504 they
-    overflow, which `steps.gemm` and plans refuse."""
-    m, k = a.shape
-    blocks = machine.empty((m * ceil_div(k, BLOCK) * BLOCK_Q8_1,), np.uint8)
-    launch = Launch(q8_1_quantizer("blocks"), *q8_1_grid(m, k), (a, blocks))
-    return Activations((blocks,), (launch,), "blocks")
-
-
-def q8_1_k_outermost(family: Family, a: Any, machine: Machine) -> Activations:
-    """A8 with codes and scales apart and K outermost, like `qformats.repack.k_outermost`: int8
-    [K/16, M, 16] and float32 [K/32, M, 2] (d and s side by side), K rounded up to a multiple of
-    128 and zeros beyond. d and s are not rounded to f16."""
-    return _k_outermost("k_outermost", a, machine)
-
-
-def q8_1_mma_order(family: Family, a: Any, machine: Machine) -> Activations:
-    """`q8_1_k_outermost` with the codes of each 16 K in `qformats.repack.MMA_ORDER`, that of packed
-    weights."""
-    return _k_outermost("mma_order", a, machine)
-
-
-def _k_outermost(layout: str, a: Any, machine: Machine) -> Activations:
-    m, k = a.shape
-    values = m * ceil_div(k, TILE_K) * TILE_K
-    qs = machine.empty((values,), np.int8)
-    ds = machine.empty((values // BLOCK * 2,), np.float32)
-    launch = Launch(q8_1_quantizer(layout), *q8_1_grid(m, k), (a, qs, ds))
-    return Activations((qs, ds), (launch,), layout)
-
-
-def float32_quantized_inside(family: Family, a: Any, machine: Machine) -> Activations:
+def float32_quantized_inside(a: Any, machine: Machine) -> Activations:
     """A8 without a pass: the kernel reads float32 A[M, K] and quantizes it to Q8_1 itself, by the
     recipe of `q8_1_mma_order`."""
     return Activations((a,), layout="inside")
 
 
-def float16_rows(family: Family, a: Any, machine: Machine) -> Activations:
+def float16_rows(a: Any, machine: Machine) -> Activations:
     """A16 in 16 bits: A[M, K] itself where it is float16 or bfloat16. Float32 A is rounded to
     float16 [M, K], each token in a power of two of its own
     (`steps.kernels.parts.activations.rows.row_rounder`): token_scales float32 [M] follows, by which
@@ -100,7 +59,7 @@ def float16_rows(family: Family, a: Any, machine: Machine) -> Activations:
     return Activations((rounded, token_scales), (launch,), "rows")
 
 
-def gated_rows(family: Family, y: Any, machine: Machine) -> Activations:
+def gated_rows(y: Any, machine: Machine) -> Activations:
     """`float16_rows` of silu(gate) * up, which is computed on the way, of float16 y[M, 2 K], K
     gates and K ups."""
     m, k = y.shape[0], y.shape[1] // 2
@@ -109,7 +68,7 @@ def gated_rows(family: Family, y: Any, machine: Machine) -> Activations:
     return Activations((x,), (launch,), "rows")
 
 
-def int8_rows(family: Family, a: Any, machine: Machine) -> Activations:
+def int8_rows(a: Any, machine: Machine) -> Activations:
     """A8 with one scale for each token: int8 [M, K] and float32 [M]. A is float32, float16 or
     bfloat16. See `steps.kernels.parts.activations.rows.token_quantizer`."""
     m, k = a.shape
@@ -120,26 +79,6 @@ def int8_rows(family: Family, a: Any, machine: Machine) -> Activations:
 
 
 GATED: Final = "gated"
-
-
-@dataclass(frozen=True, slots=True)
-class ByFamily:
-    """The functions of `by_family`."""
-
-    a16: MakeActivations
-    a8: MakeActivations
-
-    def __call__(self, family: Family, a: Any, machine: Machine) -> Activations:
-        return self.of(family)(family, a, machine)
-
-    def of(self, family: Family) -> MakeActivations:
-        """The function for one of them."""
-        return self.a16 if family == "A16" else self.a8
-
-
-def by_family(a16: MakeActivations, a8: MakeActivations) -> ByFamily:
-    """One function for a step of both families."""
-    return ByFamily(a16, a8)
 
 
 class Reading(NamedTuple):
@@ -156,10 +95,9 @@ class Reading(NamedTuple):
     dtype: str
 
 
-def reading(make: MakeActivations, source: str, family: Family) -> Reading:
+def reading(make: MakeActivations, source: str) -> Reading:
     """How a kernel that names `make` reads an A of a source. One that cannot read it so reads
     something else: `Reading.source`."""
-    make = make.of(family) if isinstance(make, ByFamily) else make
     if make is float16_rows and source == GATED:
         return Reading(gated_rows, GATED, 2, "float16")
     if make is float16_rows:
@@ -171,23 +109,27 @@ def reading(make: MakeActivations, source: str, family: Family) -> Reading:
 
 
 def inputs(step: Kernel, family: Family) -> tuple[str, ...]:
-    """The dtypes of A that a step reads as they are, float32 first. Kernels that read rows of A
-    multiply bfloat16 if they write it, too."""
-    return _inputs(step.activations, family, "bfloat16" in step.outputs)
+    """The dtypes of A that a step reads as they are. Kernels that read rows of A multiply bfloat16
+    if they write it, too."""
+    return step.inputs or _inputs(step.activations[family], "bfloat16" in step.outputs)
 
 
 @cache
-def _inputs(make: MakeActivations, family: Family, bfloat16: bool) -> tuple[str, ...]:
-    taken = [name for name in FLOATS if reading(make, name, family).source == name]
-    if reading(make, GATED, family).make is gated_rows and not bfloat16:
+def _inputs(make: MakeActivations, bfloat16: bool) -> tuple[str, ...]:
+    taken = [name for name in FLOATS if reading(make, name).source == name]
+    if reading(make, GATED).make is gated_rows and not bfloat16:
         taken.remove("bfloat16")
     return tuple(taken)
 
 
 def reading_of(step: Kernel, source: str, family: Family) -> Reading:
-    """`reading` of a step, which takes a dtype that it does not read (`inputs`) as float32."""
-    reads = source == GATED or source in inputs(step, family)
-    return reading(step.activations, source if reads else "float32", family)
+    """`reading` of a step. A dtype that it does not read (`inputs`) it takes as float32, and a
+    lesson without float32 as its own dtype."""
+    make, taken = step.activations[family], inputs(step, family)
+    if step.inputs:
+        takes = source if source in taken else taken[0]
+        return Reading(make, takes, 1, takes)
+    return reading(make, source if source == GATED or source in taken else "float32")
 
 
 # Other layouts are made of Q81.
