@@ -151,7 +151,6 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
 
         rest = {"parts": args.parts, "jobs": args.jobs}
         found["bench on GPUs"] = several_gpus.measure(ranks, do, args.format, **rest)
-        print(several_gpus.table(found["bench on GPUs"]))
     elif args.bench:
         from results.measure.models import one_gpu, operations
 
@@ -159,7 +158,6 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
             found["between"] = operations.measure(args.format, jobs=args.jobs)
         if set(args.parts) & {"decode", "prefill"}:
             found["bench"] = one_gpu.measure(do, args.format, parts=args.parts, jobs=args.jobs)
-            print(one_gpu.table(found["bench"]))
     return found, int(not all(one["right"] for one in comparisons))
 
 

@@ -310,19 +310,19 @@ def test_a_bench_leaves_out_one_operation_at_a_time(tmp_path: Any, monkeypatch: 
     monkeypatch.setattr(bench_between, "_us", us)
     monkeypatch.setattr(bench_between, "CONTEXTS", (128, 130))
     products, *rows = bench_between._rows(model, sides, 2)
-    assert products.alone == {"kernels": 0.0, "torch": 0.0}
-    assert [(row.operation, row.context) for row in rows] == [
+    assert products["alone"] == {"kernels": 0.0, "torch": 0.0}
+    assert [(row["operation"], row["context"]) for row in rows] == [
         *((name, 128) for name in names), ("attention", 130),
     ]  # fmt: skip
     for row in rows:
-        wanted = {"kernels": names[row.operation], "torch": 2 * names[row.operation]}
-        assert row.alone == wanted
-        assert row.chain == (wanted if row.context == 128 else None)
+        wanted = {"kernels": names[row["operation"]], "torch": 2 * names[row["operation"]]}
+        assert row["alone"] == wanted
+        assert row["chain"] == (wanted if row["context"] == 128 else None)
     assert bench_between.line(rows[1]) == (
         "2 tokens, attention after 128: kernels 7.00 us alone, 7.00 in a chain; "
         "torch 14.00 us alone, 14.00 in a chain"
     )
-    assert "swiglu" in [row.operation for row in bench_between._rows(model, sides, 20)]
+    assert "swiglu" in [row["operation"] for row in bench_between._rows(model, sides, 20)]
 
 
 def test_parts_that_there_are_not_are_refused(capsys: Any) -> None:

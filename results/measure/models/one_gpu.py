@@ -18,9 +18,10 @@ scale per row. It is for prompts: decoding takes the same step either way.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -54,27 +55,6 @@ CONTEXT: Final = 128
 STEPS: Final = 64
 ROUNDS: Final = {"decode": 9, "prefill 512": 15, "prefill 4096": 5, "products": 15}
 WEIGHT: Final = 0.02  # root mean square of a weight
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A case: tokens a second of each side (medians of `rounds`), and their ratio to the baseline,
-    float16 torch (medians of the rounds' ratios). None: not measured.
-
-    ms: of a graph, by side: exact, fp16 and perhaps fast; products_ms: of its products alone, one
-    after another, with nothing between them.
-    """
-
-    case: str
-    exact: float
-    fast: float | None
-    fp16: float
-    x_exact: float
-    x_fast: float | None
-    rounds: int
-    spread: float  # (80 % quantile - 20 % quantile) / median of our exact side
-    ms: dict[str, float]
-    products_ms: dict[str, float]
 
 
 def random_blocks(format_name: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -187,8 +167,10 @@ def models(
 
 # --- timing ---------------------------------------------------------------------------------------
 
+Work = Callable[[], None]
 
-def seconds(work: Callable[[], None]) -> float:
+
+def seconds(work: Work) -> float:
     """GPU time of work that is queued here."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -198,96 +180,149 @@ def seconds(work: Callable[[], None]) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def in_turn(sides: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
-    """GPU seconds of each side in each round, after one that does not count."""
-    return loop.in_turn([partial(seconds, side) for side in sides], rounds, warm_up=1)
+def in_turn(
+    sides: Sequence[Work | None], rounds: int, wait: Callable[[], Any] = lambda: None
+) -> list[list[float]]:
+    """GPU seconds of each side in each round, after one that does not count. `wait` is called
+    before each side; of one that this process has no part in (None) it is all, and NaN counts."""
+
+    def taken(work: Work | None) -> float:
+        wait()
+        return math.nan if work is None else seconds(work)
+
+    return loop.in_turn([partial(taken, side) for side in sides], rounds, warm_up=1)
 
 
-SIDES: Final = ("exact", "fp16", "fast")
+def ms(took: Mapping[str, Sequence[float]], graphs: int = 1) -> dict[str, float]:
+    """Milliseconds of a graph by side, of seconds in each round of so many graphs."""
+    return {side: Timing.of(one).us / graphs * 1e-3 for side, one in took.items()}
 
 
 def row(
     case: str,
     tokens: int,
     graphs: int,
-    took: Sequence[Sequence[float]],
-    alone: Sequence[Sequence[float]],
-) -> Row:
-    """took: seconds of each side (exact, fp16 and perhaps fast) in each round of `tokens` and so
-    many graphs. alone: those of the products of one graph."""
-    timings = {name: Timing.of(one) for name, one in zip(SIDES, took, strict=False)}
-    rate = {name: tokens / timing.us * 1e6 for name, timing in timings.items()}
-    x = {name: ratio(took[1], one) for name, one in zip(SIDES, took, strict=False)}
-    return Row(
-        case,
-        rate["exact"],
-        rate.get("fast"),
-        rate["fp16"],
-        x["exact"],
-        x.get("fast"),
-        timings["exact"].rounds,
-        timings["exact"].spread,
-        {name: timing.us / graphs * 1e-3 for name, timing in timings.items()},
-        {name: Timing.of(s).us * 1e-3 for name, s in zip(SIDES, alone, strict=False)},
-    )
+    took: Mapping[str, Sequence[float]],
+    alone: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """A case: tokens a second of each side (medians of `rounds`), and their ratio to the baseline,
+    float16 torch (medians of the rounds' ratios). None: not measured.
+
+    took: seconds by side, "exact", "fp16" and perhaps "fast", in each round of `tokens` and so many
+    graphs. alone: those of the products of one graph, one after another with nothing between.
+    ms, products_ms: of a graph. spread: (80 % - 20 % quantile) / median of the exact side.
+    """
+    rate = {side: tokens / Timing.of(one).us * 1e6 for side, one in took.items()}
+    exact = Timing.of(took["exact"])
+    return {
+        "case": case,
+        "exact": rate["exact"],
+        "fast": rate.get("fast"),
+        "fp16": rate["fp16"],
+        "x_exact": ratio(took["fp16"], took["exact"]),
+        "x_fast": ratio(took["fp16"], took["fast"]) if "fast" in took else None,
+        "rounds": exact.rounds,
+        "spread": exact.spread,
+        "ms": ms(took, graphs),
+        "products_ms": ms(alone),
+    }
 
 
-def decoding(model: Decoder, batch: int) -> Callable[[], None]:
-    """A round: `STEPS` tokens of each of `batch` sequences, after `CONTEXT` tokens."""
-    cache = model.cache(batch, CONTEXT + STEPS)
+def captured(work: Callable[[], Any]) -> Work:
+    """A CUDA graph of work that has run once."""
+    work()
+    return CapturedGraph(work).replay
+
+
+def graph(model: Decoder, kind: str, count: int, accuracy: str = "exact") -> tuple[Work, Any]:
+    """(a round: a prompt of `count` tokens, or `STEPS` tokens of each of as many sequences, after
+    `CONTEXT` tokens; the logits that a prompt writes)."""
+    if kind == "prefill":
+        model.set_accuracy(accuracy)
+        cache = model.cache(1, count)
+        ids = torch.arange(count, device=model.device)[None] * 31 % model.config.vocabulary
+        kept: list[Any] = []
+
+        def prompt() -> None:
+            kept[:] = [model.prefill(ids, cache)]
+
+        work = captured(prompt)
+        model.set_accuracy("exact")
+        return work, kept[0]
+    cache = model.cache(count, CONTEXT + STEPS)
     for keys_values in cache.layers:
         keys_values.normal_()
     cache.position.fill_(CONTEXT)
-    token = torch.arange(batch, device=model.device)
-    steps = Greedy(model, cache, token)
+    steps = Greedy(model, cache, torch.arange(count, device=model.device))
     steps.capture()
 
-    def work() -> None:
+    def decode() -> None:
         cache.position.fill_(CONTEXT)
         for _ in range(STEPS):
             steps.run()
 
-    return work
+    return decode, None
 
 
-def prefilling(model: Decoder, tokens: int, accuracy: str) -> tuple[Callable[[], None], Any]:
-    """(a round, which is one prompt; the logits that it writes)."""
+class RandomInputs:
+    """Random values as products of a decoder read them, the same for all of one kind."""
+
+    def __init__(self, model: Decoder, tokens: int) -> None:
+        self._device, self._tokens = model.device, tokens
+        self._kept: dict[Any, Any] = {}
+
+    def x(self, product: Any, tokens: int | None = None) -> Any:
+        m = tokens or self._tokens
+        key = (m, product.k), product.input_dtype(m)
+        if key not in self._kept:
+            self._kept[key] = torch.randn(key[0], device=self._device, dtype=key[1])
+        return self._kept[key]
+
+
+def products(model: Decoder, kind: str, count: int, accuracy: str = "exact") -> Work:
+    """The products of such a graph alone, without what ranks tell each other."""
     model.set_accuracy(accuracy)
-    cache = model.cache(1, tokens)
-    ids = torch.arange(tokens, device=model.device)[None] * 31 % model.config.vocabulary
-    kept: list[Any] = []
-
-    def work() -> None:
-        kept[:] = [model.prefill(ids, cache)]
-
-    work()
-    graph = CapturedGraph(work)
-    model.set_accuracy("exact")
-    return graph.replay, kept[0]
-
-
-def products(model: Decoder, tokens: int, sequences: int, accuracy: str) -> Callable[[], None]:
-    """The products of a graph alone, on random inputs, without what ranks tell each other."""
-    model.set_accuracy(accuracy)
-    inputs: dict[Any, Any] = {}
+    inputs = RandomInputs(model, count)
 
     def multiply(product: Any, m: int) -> None:
         for one in getattr(product, "products", [product]):
-            key = (m, one.k), one.input_dtype(m)
-            if key not in inputs:
-                inputs[key] = torch.randn(key[0], device=model.device, dtype=key[1])
-            one(inputs[key])
+            one(inputs.x(one, m))
 
     def work() -> None:
         for layer in model.layers:
             for product in layer.products:
-                multiply(product, tokens)
-        multiply(model.output, sequences)
+                multiply(product, count)
+        multiply(model.output, 1 if kind == "prefill" else count)
 
-    work()
-    graph = CapturedGraph(work)
+    made = captured(work)
     model.set_accuracy("exact")
-    return graph.replay
+    return made
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def case_of(kind: str, count: int) -> tuple[str, int, int]:
+    """(what a row calls it, tokens of a round, graphs of a round)."""
+    if kind == "prefill":
+        return f"prefill {count}", count, 1
+    return f"decode, batch {count}", count * STEPS, STEPS
+
+
+def telling(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Says how long it has taken so far, too."""
+    start = time.perf_counter()
+    return lambda what: say(f"{time.perf_counter() - start:6.1f} s  {what}")
+
+
+def facts(operations: Operations) -> dict[str, Any]:
+    """What a record says of how it was measured."""
+    return {
+        "between_products": operations.mode,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "context": CONTEXT,
+        "steps": STEPS,
+    }
 
 
 @torch.no_grad()
@@ -299,12 +334,8 @@ def measure(
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All cases as data, see `Row`."""
-    start = time.perf_counter()
-
-    def tell(what: str) -> None:
-        say(f"{time.perf_counter() - start:6.1f} s  {what}")
-
+    """All cases as data, see `row`."""
+    tell = telling(say)
     ours, baseline = models(config, format_name, operations, torch.device("cuda"))
     torch.cuda.synchronize()
     weights = sum(
@@ -313,38 +344,37 @@ def measure(
         for one in product.packed[next(iter(product.packed))]
     )
     tell(f"{config.layers} layers, {weights / 1e9:.2f} GB of weights in {format_name}")
-    cases = [("exact", m) for m in BATCHES if "decode" in parts]
-    cases += [(name, m) for name in ("exact", "fast") for m in PROMPTS if "prefill" in parts]
+    cases = [("decode", m) for m in BATCHES if "decode" in parts]
+    cases += [("prefill", m) for m in PROMPTS if "prefill" in parts]
+    asked = [("exact", m) for _, m in cases]
+    asked += [("fast", m) for kind, m in cases if kind == "prefill"]
     if jobs > 1:
-        count = ours.compile_ahead(cases, jobs, tell)
+        count = ours.compile_ahead(asked, jobs, tell)
         tell(f"{count} kernels compiled by other processes")
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     differences: dict[str, float] = {}
-    for batch in BATCHES if "decode" in parts else ():
-        sides = [decoding(model, batch) for model in (ours, baseline)]
-        tell(f"decode, batch {batch}: compiled and captured")
-        took = in_turn(sides, ROUNDS["decode"])
-        inner = [products(model, batch, batch, "exact") for model in (ours, baseline)]
-        alone = in_turn(inner, ROUNDS["products"])
-        rows.append(row(f"decode, batch {batch}", batch * STEPS, STEPS, took, alone))
-        tell(line(rows[-1]))
-    for tokens in PROMPTS if "prefill" in parts else ():
-        case = f"prefill {tokens}"
-        each = ((ours, "exact"), (baseline, "exact"), (ours, "fast"))
-        works = [prefilling(model, tokens, accuracy) for model, accuracy in each]
+    for kind, count in cases:
+        case, tokens, graphs = case_of(kind, count)
+        sides = {"exact": (ours, "exact"), "fp16": (baseline, "exact")}
+        if kind == "prefill":
+            sides["fast"] = (ours, "fast")
+        made = {
+            name: graph(model, kind, count, accuracy) for name, (model, accuracy) in sides.items()
+        }
         tell(f"{case}: compiled and captured")
-        took = in_turn([work for work, _ in works], ROUNDS[case])
-        inner = [products(model, tokens, 1, accuracy) for model, accuracy in each]
-        alone = in_turn(inner, ROUNDS[case])
-        rows.append(row(case, tokens, 1, took, alone))
-        logits = [one.float() for _, one in works]
-        size = logits[1].square().mean().sqrt()
-        for i, name in ((0, "exact"), (2, "fast")):
-            difference = (logits[i] - logits[1]).square().mean().sqrt() / size
-            differences[f"{case}, {name}"] = float(difference)
+        took = in_turn([work for work, _ in made.values()], ROUNDS.get(case) or ROUNDS[kind])
+        inner = [products(model, kind, count, accuracy) for model, accuracy in sides.values()]
+        alone = in_turn(inner, ROUNDS.get(case) or ROUNDS["products"])
+        times = (dict(zip(sides, one, strict=True)) for one in (took, alone))
+        rows.append(row(case, tokens, graphs, *times))
+        logits = {name: each.float() for name, (_, each) in made.items() if each is not None}
+        for name in logits.keys() - {"fp16"}:
+            off = (logits[name] - logits["fp16"]).square().mean()
+            size = logits["fp16"].square().mean()
+            differences[f"{case}, {name}"] = float((off / size).sqrt())
         tell(line(rows[-1]))
     choices = {}
-    for accuracy, m in cases:
+    for accuracy, m in asked:
         ours.set_accuracy(accuracy)
         for one in ours.layers[0].products:
             choices[f"{accuracy}, M={m} N={one.n} K={one.k}"] = str(one.choice(m))
@@ -352,37 +382,23 @@ def measure(
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,
         "weights_gb": weights / 1e9,
-        "between_products": operations.mode,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "context": CONTEXT,
-        "steps": STEPS,
-        "seconds": time.perf_counter() - start,
-        "rows": [asdict(one) for one in rows],
+        **facts(operations),
+        "rows": rows,
         "rms_difference_of_logits_from_fp16": differences,
         "choices": choices,
     }
 
 
-def line(one: Row) -> str:
+def line(one: Mapping[str, Any]) -> str:
     """A row in a sentence."""
-    fast = "" if one.fast is None else f", fast {one.fast:,.0f} ({one.x_fast:.2f}x)"
+    fast = f", fast {one['fast']:,.0f} ({one['x_fast']:.2f}x)" if one["fast"] else ""
     return (
-        f"{one.case}: exact {one.exact:,.0f} tokens/s ({one.x_exact:.2f}x){fast}, "
-        f"fp16 torch {one.fp16:,.0f}; ms {_ms(one.ms)}, of which products {_ms(one.products_ms)}"
+        f"{one['case']}: exact {one['exact']:,.0f} tokens/s ({one['x_exact']:.2f}x){fast}, fp16 "
+        f"torch {one['fp16']:,.0f}; ms {told(one['ms'])}, of which products "
+        f"{told(one['products_ms'])}"
     )
 
 
-def _ms(sides: dict[str, float]) -> str:
+def told(sides: Mapping[str, float]) -> str:
+    """ "exact 1.38 fp16 4.35"."""
     return " ".join(f"{name} {ms:.3g}" for name, ms in sides.items())
-
-
-def table(found: dict[str, Any]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| | exact | fast | fp16 torch.matmul |", "|:--|--:|--:|--:|"]
-    for one in found["rows"]:
-        fast = "-" if one["fast"] is None else f"{one['fast']:,.0f} tokens/s, {one['x_fast']:.2f}x"
-        lines.append(
-            f"| {one['case']} | {one['exact']:,.0f} tokens/s, {one['x_exact']:.2f}x | {fast} "
-            f"| {one['fp16']:,.0f} tokens/s |"
-        )
-    return "\n".join(lines)

@@ -15,15 +15,22 @@ side is compiled by Inductor, autotuned, with programmatic dependent launch wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from results.measure.loop import Timing
-from results.measure.models.one_gpu import CONTEXT, STEPS, in_turn, models
+from results.measure.models.one_gpu import (
+    CONTEXT,
+    STEPS,
+    RandomInputs,
+    captured,
+    in_turn,
+    models,
+)
 from steps.decoder import kernel_operations as between
 from steps.decoder import operations
-from steps.decoder.model import LLAMA_3_8B, Cache, CapturedGraph, Config, Decoder, torch
+from steps.decoder.model import LLAMA_3_8B, Cache, Config, Decoder, torch
 from steps.decoder.operations import Operations
 
 SIDES: Final = ("kernels", "torch")
@@ -37,22 +44,11 @@ ALONE: Final = 64
 ROUNDS: Final = 15
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An operation in microseconds of a call, by side: medians. `chain` is None where it is not
-    measured."""
-
-    operation: str
-    tokens: int
-    context: int
-    alone: dict[str, float]
-    chain: dict[str, float] | None
-
-
-class Inputs:
+class Inputs(RandomInputs):
     """What operations and products of one number of tokens read; the same in every layer."""
 
     def __init__(self, model: Decoder, tokens: int, context: int) -> None:
+        super().__init__(model, tokens)
         config, device = model.config, model.device
         self.model, self.tokens = model, tokens
         self.cache: Cache = model.cache(tokens if tokens <= 16 else 1, context + STEPS)
@@ -63,15 +59,6 @@ class Inputs:
         self.y = torch.randn((tokens, config.width), device=device, dtype=torch.float16)
         self.qkv = torch.randn((tokens, config.qkv), device=device, dtype=torch.float16)
         self.gates = torch.randn((tokens, 2 * config.hidden), device=device, dtype=torch.float16)
-        self._x: dict[Any, Any] = {}
-
-    def x(self, product: Any) -> Any:
-        """Random values as a product reads them."""
-        key = product.k, product.input_dtype(self.tokens)
-        if key not in self._x:
-            shape = self.tokens, product.k
-            self._x[key] = torch.randn(shape, device=self.model.device, dtype=key[1])
-        return self._x[key]
 
     def call(self, do: Operations, name: str, layer: int, y: Any = None) -> Any:
         """What the next product reads: an operation of a layer, on what the product before it made,
@@ -102,13 +89,8 @@ class Inputs:
             y = layer.down(of("swiglu", layer.down, i))
 
 
-def _graph(work: Callable[[], Any]) -> Callable[[], None]:
-    work()
-    return CapturedGraph(work).replay
-
-
 def _us(works: list[Callable[[], None]], calls: int) -> list[float]:
-    took = in_turn([_graph(work) for work in works], ROUNDS)
+    took = in_turn([captured(work) for work in works], ROUNDS)
     return [Timing.of(one).us / calls for one in took]
 
 
@@ -123,7 +105,25 @@ def _alone(inputs: Inputs, sides: tuple[Operations, ...], name: str) -> dict[str
     return dict(zip(SIDES, _us([work(do) for do in sides], ALONE), strict=True))
 
 
-def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterator[Row]:
+def _row(
+    operation: str,
+    tokens: int,
+    context: int,
+    alone: dict[str, float],
+    chain: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """An operation in microseconds of a call, by side: medians. `chain` is None where it is not
+    measured."""
+    return {
+        "operation": operation,
+        "tokens": tokens,
+        "context": context,
+        "alone": alone,
+        "chain": chain,
+    }
+
+
+def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterator[dict[str, Any]]:
     """The rows of one number of tokens; the one of the products comes first."""
     names, layers = NAMES if tokens <= 16 else ("add_and_norm", "swiglu"), len(model.layers)
     inputs = Inputs(model, tokens, CONTEXT)
@@ -131,9 +131,9 @@ def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterato
     works: list[Callable[[], None]] = [lambda: inputs.layers(sides[0], ())]
     for do, left in chains:
         kept = tuple(name for name in names if name != left)
-        works.append(lambda do=do, kept=kept: inputs.layers(do, kept))  # type: ignore[misc]
+        works.append(partial(inputs.layers, do, kept))
     products, *times = _us(works, layers)
-    yield Row("products", tokens, CONTEXT, dict.fromkeys(SIDES, products), None)
+    yield _row("products", tokens, CONTEXT, dict.fromkeys(SIDES, products))
     found = dict(zip(((do.mode, left) for do, left in chains), times, strict=True))
     for name in names:
         count = 2 if name == "add_and_norm" else 1
@@ -141,11 +141,10 @@ def _rows(model: Decoder, sides: tuple[Operations, ...], tokens: int) -> Iterato
             side: (found[do.mode, None] - found[do.mode, name]) / count
             for side, do in zip(SIDES, sides, strict=True)
         }
-        yield Row(name, tokens, CONTEXT, _alone(inputs, sides, name), chain)
-    if tokens <= 16:
-        for context in CONTEXTS[1:]:
-            there = Inputs(model, tokens, context)
-            yield Row("attention", tokens, context, _alone(there, sides, "attention"), None)
+        yield _row(name, tokens, CONTEXT, _alone(inputs, sides, name), chain)
+    for context in CONTEXTS[1:] if tokens <= 16 else ():
+        there = Inputs(model, tokens, context)
+        yield _row("attention", tokens, context, _alone(there, sides, "attention"))
 
 
 @torch.no_grad()
@@ -155,7 +154,7 @@ def measure(
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All rows as data, see `Row`."""
+    """All rows as data, see `_row`."""
     sides = between.Kernels().operations(), operations.compiled(None, True)
     model, _ = models(config, format_name, sides[0], torch.device("cuda"))
     if jobs > 1:
@@ -170,19 +169,19 @@ def measure(
         "shapes": "Llama 3 8B" if config == LLAMA_3_8B else str(config),
         "format": format_name,
         "sides": {side: do.mode for side, do in zip(SIDES, sides, strict=True)},
-        "rows": [asdict(one) for one in rows],
+        "rows": rows,
     }
 
 
-def line(row: Row) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """A row in a sentence."""
-    if row.operation == "products":
-        return f"{row.tokens} tokens: the products of a layer take {row.alone['kernels']:.1f} us"
-    text = f"{row.tokens} tokens, {row.operation}"
-    text += f" after {row.context}" if row.operation == "attention" else ""
-    of = [f"{side} {row.alone[side]:.2f} us alone" for side in SIDES]
-    if row.chain is not None:
-        of = [
-            f"{one}, {row.chain[side]:.2f} in a chain" for one, side in zip(of, SIDES, strict=True)
-        ]
+    alone, chain = row["alone"], row["chain"]
+    if row["operation"] == "products":
+        return f"{row['tokens']} tokens: the products of a layer take {alone['kernels']:.1f} us"
+    text = f"{row['tokens']} tokens, {row['operation']}"
+    text += f" after {row['context']}" if row["operation"] == "attention" else ""
+    of = [
+        f"{side} {alone[side]:.2f} us alone" + (f", {chain[side]:.2f} in a chain" if chain else "")
+        for side in SIDES
+    ]
     return f"{text}: {'; '.join(of)}"

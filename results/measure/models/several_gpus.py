@@ -13,26 +13,14 @@ with nothing between them. The rest is norms, which each rank computes for itsel
 from __future__ import annotations
 
 import gc
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from results.measure import loop
 from results.measure.loop import Timing, ratio
 from results.measure.models import one_gpu
-from steps.decoder.model import (
-    LLAMA_3_8B,
-    CapturedGraph,
-    Config,
-    Decoder,
-    Embedding,
-    torch,
-)
+from steps.decoder.model import LLAMA_3_8B, Config, Decoder, Embedding, torch
 from steps.decoder.operations import Operations
 from steps.decoder.parallel import Ranks, Summed
 
@@ -42,32 +30,7 @@ MODELS: Final = (
     ("Llama 3 70B", LLAMA_3_70B, (("decode", 1), ("prefill", 512))),
 )
 """Shapes, and cases: sequences that decode, or tokens of a prompt."""
-WANTED: Final = {
-    ("Llama 3 8B", "prefill 4096"): 1.75,
-    ("Llama 3 70B", "decode, batch 1"): 1.4,
-    ("Llama 3 70B", "prefill 512"): 1.7,
-}
-"""How many times as fast two GPUs are meant to be."""
 ROUNDS: Final = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A case: tokens a second of one GPU and of all `gpus` (medians of `rounds`), and how many
-    times as fast these are (median of the rounds' ratios).
-
-    ms: of a graph: of one GPU, of all, and of these the products and the sums alone.
-    """
-
-    model: str
-    case: str
-    gpus: int
-    one: float
-    all: float
-    x: float
-    rounds: int
-    spread: float  # (80 % quantile - 20 % quantile) / median of all GPUs together
-    ms: dict[str, float]
 
 
 def model(
@@ -105,32 +68,7 @@ def sums(decoder: Decoder, tokens: int) -> Callable[[], None]:
                     dtype = torch.float32 if wide else torch.float16
                     product.sums(torch.zeros(tokens, width, dtype=dtype, device=decoder.device))
 
-    return captured(work)
-
-
-def graph(decoder: Decoder, kind: str, count: int) -> Callable[[], None]:
-    """A round: a prompt of `count` tokens, or `one_gpu.STEPS` tokens of as many sequences."""
-    if kind == "prefill":
-        return one_gpu.prefilling(decoder, count, "exact")[0]
-    return one_gpu.decoding(decoder, count)
-
-
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    work()
-    return CapturedGraph(work).replay
-
-
-def in_turn(
-    ranks: Ranks, sides: Sequence[Callable[[], None] | None], rounds: int
-) -> list[list[float]]:
-    """GPU seconds of each side in each round, after one that does not count. Every rank waits for
-    the others before each side, also for one that it has no part in (None), which is NaN."""
-
-    def taken(work: Callable[[], None] | None) -> float:
-        ranks.wait()
-        return math.nan if work is None else one_gpu.seconds(work)
-
-    return loop.in_turn([partial(taken, side) for side in sides], rounds, warm_up=1)
+    return one_gpu.captured(work)
 
 
 def row(
@@ -141,22 +79,26 @@ def row(
     graphs: int,
     took: Sequence[Sequence[float]],
     parts: Mapping[str, Sequence[float]],
-) -> Row:
-    """took: seconds of one GPU and of all in each round of `tokens` and so many graphs. parts: of
-    the products and the sums of one graph."""
+) -> dict[str, Any]:
+    """A case: tokens a second of one GPU and of all `gpus` (medians of `rounds`), and how many
+    times as fast these are (median of the rounds' ratios).
+
+    took: seconds of one GPU and of all in each round of `tokens` and so many graphs. parts: of
+    the products and the sums of one graph. ms: of a graph: of one GPU, of all, and of these the
+    products and the sums alone. spread: (80 % - 20 % quantile) / median of all GPUs together.
+    """
     one, every = map(Timing.of, took)
-    return Row(
-        name,
-        case,
-        gpus,
-        tokens / one.us * 1e6,
-        tokens / every.us * 1e6,
-        ratio(*took),
-        every.rounds,
-        every.spread,
-        {"one": one.us / graphs * 1e-3, "all": every.us / graphs * 1e-3}
-        | {part: Timing.of(s).us * 1e-3 for part, s in parts.items()},
-    )
+    return {
+        "model": name,
+        "case": case,
+        "gpus": gpus,
+        "one": tokens / one.us * 1e6,
+        "all": tokens / every.us * 1e6,
+        "x": ratio(*took),
+        "rounds": every.rounds,
+        "spread": every.spread,
+        "ms": one_gpu.ms({"one": took[0], "all": took[1]}, graphs) | one_gpu.ms(parts),
+    }
 
 
 def of_model(
@@ -168,7 +110,7 @@ def of_model(
     format_name: str,
     jobs: int,
     tell: Callable[[str], None],
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """The cases of one model; rank 0's rows count."""
     rng = np.random.default_rng(1)
     table = one_gpu.random_blocks(format_name, one_gpu.DRAWN, config.width, rng)
@@ -181,23 +123,20 @@ def of_model(
     if whole is not None and jobs > 1:
         for one in (whole, shared):
             one.compile_ahead([("exact", count) for _, count in cases], jobs, tell)
-    rows: list[Row] = []
+    rows = []
     for kind, count in cases:
-        prompt = kind == "prefill"
-        case = f"prefill {count}" if prompt else f"decode, batch {count}"
-        alone = None if whole is None else graph(whole, kind, count)
+        case, tokens, graphs = one_gpu.case_of(kind, count)
+        alone = None if whole is None else one_gpu.graph(whole, kind, count)[0]
         ranks.wait()
-        together = graph(shared, kind, count)
+        together, _ = one_gpu.graph(shared, kind, count)
         tell(f"{name}, {case}: compiled and captured")
-        took = in_turn(ranks, (alone, together), ROUNDS)
-        works = {
-            "products": one_gpu.products(shared, count, 1 if prompt else count, "exact"),
-            "sums": sums(shared, count),
+        took = one_gpu.in_turn((alone, together), ROUNDS, ranks.wait)
+        works = {"products": one_gpu.products(shared, kind, count), "sums": sums(shared, count)}
+        parts = {
+            part: one_gpu.in_turn((work,), ROUNDS, ranks.wait)[0] for part, work in works.items()
         }
-        parts = {part: in_turn(ranks, (work,), ROUNDS)[0] for part, work in works.items()}
-        graphs = 1 if prompt else one_gpu.STEPS
         if ranks.rank == 0:
-            rows.append(row(name, case, ranks.count, count * graphs, graphs, took, parts))
+            rows.append(row(name, case, ranks.count, tokens, graphs, took, parts))
             tell(line(rows[-1]))
     return rows
 
@@ -212,13 +151,9 @@ def measure(
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All cases of the parts as data, see `Row`. Every rank calls this."""
-    start = time.perf_counter()
-
-    def tell(what: str) -> None:
-        say(f"{time.perf_counter() - start:6.1f} s  {what}")
-
-    rows: list[Row] = []
+    """All cases of the parts as data, see `row`. Every rank calls this."""
+    tell = one_gpu.telling(say)
+    rows: list[dict[str, Any]] = []
     for name, config, cases in models:
         wanted = [one for one in cases if one[0] in parts]
         rows += of_model(name, config, wanted, ranks, operations, format_name, jobs, tell)
@@ -228,32 +163,14 @@ def measure(
         "format": format_name,
         "gpus": ranks.count,
         "sums": ranks.sums.how,
-        "between_products": operations.mode,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "context": one_gpu.CONTEXT,
-        "steps": one_gpu.STEPS,
-        "seconds": time.perf_counter() - start,
-        "rows": [asdict(one) for one in rows],
+        **one_gpu.facts(operations),
+        "rows": rows,
     }
 
 
-def line(one: Row) -> str:
+def line(one: Mapping[str, Any]) -> str:
     """A row in a sentence."""
-    ms = " ".join(f"{name} {ms:.3g}" for name, ms in one.ms.items())
     return (
-        f"{one.model}, {one.case}: {one.gpus} GPUs {one.all:,.0f} tokens/s, {one.x:.2f}x of one "
-        f"with {one.one:,.0f}; ms {ms}"
+        f"{one['model']}, {one['case']}: {one['gpus']} GPUs {one['all']:,.0f} tokens/s, "
+        f"{one['x']:.2f}x of one with {one['one']:,.0f}; ms {one_gpu.told(one['ms'])}"
     )
-
-
-def table(found: dict[str, Any]) -> str:
-    """The rows as a Markdown table."""
-    count = found["gpus"]
-    lines = [f"| | | one GPU | {count} GPUs | | wanted of 2 |", "|:--|:--|--:|--:|--:|--:|"]
-    for one in found["rows"]:
-        wanted = WANTED.get((one["model"], one["case"]))
-        lines.append(
-            f"| {one['model']} | {one['case']} | {one['one']:,.0f} tokens/s "
-            f"| {one['all']:,.0f} tokens/s | {one['x']:.2f}x | {f'{wanted}x' if wanted else ''} |"
-        )
-    return "\n".join(lines)
