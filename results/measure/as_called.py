@@ -35,8 +35,7 @@ from results.measure.torch_graphs import TorchCaptures, release
 from results.record.provenance import called_hash, remembered
 from results.record.schema import AsCalled, Peer, Run, mnk
 from steps.contract import Kernel, Size
-from steps.product.choice import Choice, choose, packings
-from steps.product.request import Request
+from steps.product.choice import Choice, Request, choose, packings
 
 DEVICE: Final = "cuda"
 FORMAT: Final = "q4_0"
@@ -79,7 +78,7 @@ class Way:
         if self.api == "QuantLinear":
             packed = packings(self.format, machine.cc, self.accuracy)
             layouts = tuple(one.pack.__name__ for one in packed)
-            request = replace(request, layouts=layouts, adapted=True)
+            request = replace(request, layouts=layouts, caller_casts=True)
         return choose(request, machine)
 
     def __str__(self) -> str:

@@ -22,8 +22,7 @@ from steps.compile.compiler import architecture, capability, compiled
 from steps.compile.kernel_cache import VARIABLE, cache_folder
 from steps.compile.parallel_compile import compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS
-from steps.product.choice import Choice, choose, packings
-from steps.product.request import Request
+from steps.product.choice import Choice, Request, choose, packings
 
 TOKENS: Final = (*range(1, 17), *range(24, 129, 8), *range(160, 513, 32), 768, 1024, 2048, 4096)
 """The M whose kernels are compiled where --m names none. Products of other M share them; where one
@@ -112,7 +111,7 @@ def products(
         layouts = tuple(one.pack.__name__ for one in packings(name, gpu.cc, accuracy))
         for m, dtype in itertools.product(tokens, dtypes):
             called = Request(name, m, n, k, dtype, dtype, accuracy=accuracy)
-            layer = replace(called, layouts=layouts, adapted=True)
+            layer = replace(called, layouts=layouts, caller_casts=True)
             yield choose(layer, gpu)
             with suppress(ValueError):  # no kernel reads and writes this dtype here
                 yield choose(called, gpu)

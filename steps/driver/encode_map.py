@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 from cuda.bindings.driver import CUresult
 
-from steps.driver.kept import Kept
 from steps.instructions.tensor_map import MAP_WORDS, TensorMap, require_map_place
 
 _DATA_TYPES: Final = {1: 0, 2: 6}
@@ -55,7 +54,7 @@ def driver_function() -> Any:
 class EncodedMap:
     """The words of a tensor map among the parameters of a launch, all zero until `put`."""
 
-    __slots__ = ("_address", "_data_type", "_facts", "_known", "_map", "_room", "_words")
+    __slots__ = ("_address", "_encoded", "_words")
 
     def __init__(self, source: TensorMap, words: int) -> None:
         """words: the host address of the map among the parameters of the launch."""
@@ -64,13 +63,23 @@ class EncodedMap:
         row_bytes = (ctypes.c_uint64 * 1)(source.item_bytes * k)
         box = (ctypes.c_uint32 * 2)(wide, tokens)
         every_element = (ctypes.c_uint32 * 2)(1, 1)
-        self._data_type = _DATA_TYPES[source.item_bytes]
-        self._facts = (extents, row_bytes, box, every_element)
-        self._room = (ctypes.c_uint64 * (MAP_WORDS + _ALIGNMENT // 8))()
-        self._map = -(-ctypes.addressof(self._room) // _ALIGNMENT) * _ALIGNMENT
+        kind, facts = _DATA_TYPES[source.item_bytes], (extents, row_bytes, box, every_element)
+        modes = (_NOT_INTERLEAVED, _SWIZZLE_128B, _L2_PROMOTION_256B, _ZEROS_BEYOND)
+        room = (ctypes.c_uint64 * (MAP_WORDS + _ALIGNMENT // 8))()
+
+        def encoded(address: int) -> bytes:
+            require_map_place(address)
+            place = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
+            if error := driver_function()(place, kind, 2, address, *facts, *modes):
+                raise RuntimeError(
+                    f"a tensor map is not possible on this GPU: {CUresult(error).name} for a "
+                    f"matrix at {address:#x}"
+                )
+            return ctypes.string_at(place, 8 * MAP_WORDS)
+
+        self._encoded = lru_cache(ADDRESSES)(encoded)
         self._words = words
         self._address: int | None = None
-        self._known: Kept[bytes] = Kept(ADDRESSES)
 
     def put(self, address: int) -> None:
         """Make it the map of the matrix at an address. The thread has a context.
@@ -78,26 +87,6 @@ class EncodedMap:
         ValueError where the hardware takes no matrix; the map is then as it was.
         """
         if address != self._address:
-            known = self._known.get(address) or self._known.put(address, self._encoded(address))
+            known = self._encoded(address)
             ctypes.memmove(self._words, known, len(known))
             self._address = address
-
-    def _encoded(self, address: int) -> bytes:
-        require_map_place(address)
-        error = driver_function()(
-            self._map,
-            self._data_type,
-            2,
-            address,
-            *self._facts,
-            _NOT_INTERLEAVED,
-            _SWIZZLE_128B,
-            _L2_PROMOTION_256B,
-            _ZEROS_BEYOND,
-        )
-        if error:
-            raise RuntimeError(
-                f"a tensor map is not possible on this GPU: {CUresult(error).name} for a matrix at "
-                f"{address:#x}"
-            )
-        return ctypes.string_at(self._map, 8 * MAP_WORDS)

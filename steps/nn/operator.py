@@ -6,9 +6,9 @@ same without one. `steps.nn.linear.QuantLinear` calls them where torch compiles,
 differentiates. Elsewhere it calls `multiply`, which does the same in less host time. The decoder
 always does.
 
-`multiply` goes the way of `steps.product`: a Request for x, `choose`, `prepare`, a call. It is an
-*adapting* caller (`Request.adapted`): what the kernel does not read, write or add, torch does. So
-on a GPU a call consists of
+`multiply` goes the way of `steps.product`: a Request for x, `choose`, `prepare`, a call. What the
+kernel does not read, write or add, torch does (`Request.caller_casts`). So on a GPU a call consists
+of
 
 * the one or two launches of a kernel: one where it reads `x` as it is;
 * a copy of `x` where it is not contiguous or does not begin at a multiple of 16 bytes, or as
@@ -37,12 +37,10 @@ import numpy as np
 from qformats import FORMATS, Format
 from steps.compile.dry_run import ArrayType
 from steps.contract import FLOATS
-from steps.driver.kept import Kept
 from steps.kernels.parts.activations.layouts import GATED
-from steps.product.choice import Choice, choose
+from steps.product.choice import Choice, Request, choose
 from steps.product.operands import ALIGNMENT
-from steps.product.prepared import Prepared, prepare
-from steps.product.request import Request
+from steps.product.prepared import Kept, Prepared, prepare
 
 try:
     import torch
@@ -220,7 +218,7 @@ class Weights:
     ) -> None:
         self.asked = Request(
             format, 0, n, k, accuracy=accuracy, family=family, layouts=tuple(packed),
-            invariant=invariant, adapted=True,
+            invariant=invariant, caller_casts=True,
         )  # fmt: skip
         self.addresses = {
             name: tuple(array.data_ptr() for array in arrays) for name, arrays in packed.items()

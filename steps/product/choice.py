@@ -45,6 +45,7 @@ from steps.contract import (
     Kernel,
     Launch,
     Machine,
+    Shape,
     Size,
     Work,
     array_dtype,
@@ -54,8 +55,46 @@ from steps.contract import (
 from steps.kernels.parts.activations.layouts import GATED, Reading, inputs, reading_of
 from steps.product import tuning_table as tuning
 from steps.product.operands import one_of, require_grid
-from steps.product.request import Request, known_family
 from steps.registry import find, kernels, lessons
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A product that somebody wants: all that, with the machine, decides the kernel.
+
+    C[M, N] = A[M, K] @ dequantize(W)[N, K]^T + bias[N].
+
+    format    : of W, a name of `qformats.FORMATS`.
+    a, c      : dtypes of A and C, "float32", "float16" or "bfloat16". A may also be "gated":
+                float16 y[M, 2 K], K gates and K ups a row; A is then silu(gate) * up.
+    bias      : the dtype of a bias, None for none.
+    accuracy  : "exact", or "fast" to allow kernels that requantize W, see `steps.gemm`.
+    family    : only kernels of this family, "A16" or "A8".
+    step      : only the kernel of this number, a lesson's; whatever its accuracy.
+    layouts   : names of the layouts that W is packed in; None: it is not packed yet.
+    invariant : see `steps.contract.Shape`.
+    caller_casts : whether the caller does what the kernel does not: casts A to what it reads and C
+                from what it writes, and adds the bias. Otherwise only a kernel that does all of it
+                will do.
+    """
+
+    format: str
+    m: int
+    n: int
+    k: int
+    a: str = "float32"
+    c: str = "float32"
+    bias: str | None = None
+    accuracy: str = "exact"
+    family: str | None = None
+    step: int | None = None
+    layouts: tuple[str, ...] | None = None
+    invariant: bool = False
+    caller_casts: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.m, self.n, self.k, self.invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +106,7 @@ class Choice:
     family : in which it multiplies here.
     reading: how it reads A: the activation pass, and the dtype that this takes.
     writes : the dtype of C that it writes: the one wanted, or float32 where the caller casts
-             (`Request.adapted`).
+             (`Request.caller_casts`).
     bias   : the dtype of the bias that it adds; None where it adds none.
     why    : the reason, the end of the sentence.
     configuration: blocks, threads and shared memory of its launch; empty before there is one.
@@ -176,14 +215,14 @@ def choose(request: Request, machine: Any) -> Choice:
     A step that is named is taken in the last of its families that reads A.
     With `invariant`, up to `Kernel.most_tokens` tokens, it is the highest kernel that heeds it,
     whatever the table says: which kernel it is must not depend on M either.
-    Where the caller adapts, a kernel that reads and writes the wanted dtypes is preferred, else it
+    Where the caller casts, a kernel that reads and writes the wanted dtypes is preferred, else it
     is one for float32.
     ValueError, with a kernel's own reason, where there is none.
     """
     known_accuracy(request.accuracy)
-    if not request.adapted:
+    if not request.caller_casts:
         return _choose(request, machine)
-    strict = replace(request, adapted=False, bias=None)
+    strict = replace(request, caller_casts=False, bias=None)
     try:
         found = _choose(strict, machine)
     except ValueError:
@@ -198,7 +237,7 @@ def _choose(request: Request, machine: Any) -> Choice:
     if request.invariant and (found := _invariant(request, cc)):
         return found
     if request.step is not None:
-        one = find(request.step)
+        one = kernel_of(request.step)
         if why := why_not(one, request, cc):
             raise ValueError(why)
         return Choice.of(one, families(one, request)[-1], request, "asked for by number")
@@ -209,8 +248,9 @@ def _choose(request: Request, machine: Any) -> Choice:
         table = tuning.nearest(tuning.known(), machine.name, cc, machine.sms)
     entry = None
     if table is not None:
-        size, alike = (request.m, request.n, request.k), nearest_weight_format(request.format)
-        entry = table.entry(request.format, *size) or table.entry(alike, *size)
+        size = request.m, request.n, request.k
+        entry = table.entry(request.format, *size)
+        entry = entry or table.entry(nearest_weight_format(request.format), *size)
     times = _times(entry, possible, request)
     if table and entry and times:
         us, best, family = min(times, key=lambda time: time[0])
@@ -264,6 +304,22 @@ def _invariant(request: Request, cc: tuple[int, int] | None) -> Choice | None:
 # --- what a kernel can do -------------------------------------------------------------------------
 
 
+def kernel_of(step: int) -> Kernel:
+    """The kernel that a step teaches: an engineered one, else the lesson's own. ValueError for a
+    number that no step has."""
+    lesson = find(step)
+    return next((one for one in kernels() if one.number == step), lesson)
+
+
+def known_family(name: str) -> Family:
+    """ValueError for a name that is no family."""
+    if name == "A16":
+        return "A16"
+    if name == "A8":
+        return "A8"
+    raise ValueError(f"family is {name!r}: it must be A16 or A8")
+
+
 def reads(kernel: Kernel, family: Family, request: Request) -> bool:
     """Whether a kernel reads A as it is."""
     return ("float16" if request.a == GATED else request.a) in inputs(kernel, family)
@@ -300,28 +356,28 @@ def why_not(kernel: Kernel, request: Request, cc: tuple[int, int] | None) -> str
 def supporting(request: Request, cc: tuple[int, int] | None) -> list[Kernel]:
     """The kernels that can do what is asked, lowest number first: the engineered ones that can,
     else the lessons that can. ValueError where no lesson can either."""
-    why: list[str] = []
-    for pool in (kernels(), lessons()):
+    lowest, why = ACCURACIES.index(known_accuracy(request.accuracy)), ""
+    for pool in (kernels, lessons):
         among = [
-            one for one in pool if request.layouts is None or one.pack.__name__ in request.layouts
+            one for one in pool() if request.layouts is None or one.pack.__name__ in request.layouts
         ]
-        reasons = [why_not(one, request, cc) for one in among]
-        can = [one for one, reason in zip(among, reasons, strict=True) if reason is None]
-        lowest = ACCURACIES.index(known_accuracy(request.accuracy))
+        can = [one for one in among if why_not(one, request, cc) is None]
         if found := [one for one in can if ACCURACIES.index(one.accuracy) <= lowest]:
             return found
-        others = [one for one in among if why_not(one, replace(request, bias=None), cc) is None]
+        # Of two reasons the first counts, as it is of the better kernels, but for a missing bias:
+        # that the caller can add.
+        only_lack_bias = [
+            one for one in among if why_not(one, replace(request, bias=None), cc) is None
+        ]
         if can:
             best = min(can, key=lambda one: ACCURACIES.index(one.accuracy))
-            why.append(
-                f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
-            )
-        elif others:
-            add = "add" if others[1:] else "adds"
-            why.append(f"{step_numbers(others)} {add} no bias: add it to C yourself")
-        else:
-            why += [reason for reason in reasons[-1:] if reason]
-    raise ValueError(f"no step can do this: {(why or ['there is none'])[-1 if others else 0]}")
+            why = f"step {best.number} is not exact: ask for it with accuracy={best.accuracy!r}"
+        elif only_lack_bias:
+            add = "add" if only_lack_bias[1:] else "adds"
+            why = f"{step_numbers(only_lack_bias)} {add} no bias: add it to C yourself"
+        elif among and not why:
+            why = why_not(among[-1], request, cc) or ""
+    raise ValueError(f"no step can do this: {why or 'there is none'}")
 
 
 def defaults(possible: Sequence[Kernel]) -> list[Kernel]:

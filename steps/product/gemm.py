@@ -17,11 +17,11 @@ The kernel is one of `steps.registry.kernels`, see `steps.product.choice`. "Step
 the lesson that teaches it, here and in messages. A lesson's own kernel runs where no engineered one
 can, and where it is named (`step=3`).
 
-Products on the GPU with weights that `pack` made are prepared once: `Packed` keeps a `Call` for
-each of the last `CALLS` combinations of shape, dtype and options. A product like an earlier one
-finds its `Call`, checks what may differ (the arrays' layout and addresses), and launches. Counters
-and workspace are kept for each stream, so a product in a CUDA graph should be a plan's, which has
-its own.
+Products on the GPU with weights that `pack` made are prepared once: `Packed` keeps the last
+`PRODUCTS` of them, each a `Product`. A call like an earlier one finds its `Product`, which checks
+what may differ (the arrays' layout and addresses), and launches. Plans find it, too. Counters and
+workspace are kept for each stream, so a product in a CUDA graph should be a plan's, which has its
+own.
 
 All arguments are checked before a launch, and an error leaves `out` as it was. Values on the GPU
 are not checked for NaN and infinity, as that would cost a pass over them: a NaN makes its row of C
@@ -40,8 +40,17 @@ import numpy as np
 from qformats import FORMATS, Format
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.contract import Accuracy, Family, known_accuracy
-from steps.driver.kept import Kept
-from steps.product.choice import Choice, choose, packing_kernel, step_numbers, supporting, why_not
+from steps.driver.launcher import address_of, stream_handle
+from steps.product.choice import (
+    Choice,
+    Request,
+    choose,
+    kernel_of,
+    packing_kernel,
+    step_numbers,
+    supporting,
+    why_not,
+)
 from steps.product.operands import (
     ARRAYS,
     activations_facts,
@@ -59,15 +68,14 @@ from steps.product.operands import (
     stream_of,
     weight_format,
 )
-from steps.product.request import Request
-from steps.registry import find
+from steps.product.prepared import Kept, prepare
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
     from steps.driver.machines import Gpu, Simulator
 
 
-CALLS: Final = 512
+PRODUCTS: Final = 512
 """Prepared products that packed weights keep: some KB of host memory each, none of the GPU's."""
 
 
@@ -81,7 +89,7 @@ class Packed:
     accuracy : of products that do not name one.
     layout   : the name of the function that packed them, `Kernel.pack`.
     arrays   : what it made, on the machine.
-    calls    : products prepared on the GPU, by what they depend on (`_key`).
+    products : those prepared on the GPU, by their `Request`, and by `_key` of calls that found one.
     """
 
     step: int | None
@@ -93,7 +101,9 @@ class Packed:
     layout: str
     arrays: tuple[Any, ...]
     machine: Gpu | Simulator
-    calls: Kept[Call] = field(init=False, default_factory=lambda: Kept(CALLS), compare=False)
+    products: Kept[Product] = field(
+        init=False, default_factory=lambda: Kept(PRODUCTS), compare=False
+    )
 
     def __repr__(self) -> str:
         return f"Packed({self.format} [{self.n}, {self.k}] for {self.readers})"
@@ -102,7 +112,7 @@ class Packed:
     def readers(self) -> str:
         """The steps that may multiply these weights: "steps 13 and 14"."""
         if self.step is not None:
-            return step_numbers([find(self.step)])
+            return step_numbers([kernel_of(self.step)])
         every = Request(self.format, 1, self.n, self.k, accuracy="fast", family=self.family)
         return step_numbers(supporting(replace(every, layouts=(self.layout,)), self.machine.cc))
 
@@ -138,7 +148,7 @@ def pack(
     if step is None:
         kernel = packing_kernel(request, where.cc)
     else:
-        kernel = find(step)
+        kernel = kernel_of(step)
         if why := why_not(kernel, request, where.cc):
             raise ValueError(why)
     arrays = tuple(where.array(array) for array in kernel.pack(blocks))
@@ -202,7 +212,7 @@ def gemm(
     """
     key = _key(a, step, dtype, family, accuracy, invariant, getattr(bias, "dtype", bias))
     if key and type(w) is Packed and machine in (None, w.machine) and not explain:
-        known = w.calls.get(key)
+        known = w.products.get(key)
         if known is not None:
             return known(a, out, stream, bias)
     w, given, result, added = blocks_of(w), a, out, bias
@@ -228,15 +238,15 @@ def gemm(
         fmt.name, m, n, k, input, output, of_bias, accuracy or "exact", family, step,
         invariant=invariant,
     )  # fmt: skip
-    choice = choose(asked_of(w, request, named=accuracy is not None), where)
-    weights = w if isinstance(w, Packed) else pack(w, step=choice.kernel.number, machine=where)
+    request = asked_of(w, request, named=accuracy is not None)
     if on_device:
-        call = Call(choice, weights)
+        product = product_of(w, request, where)
         if key:
-            call = weights.calls.put(key, call)
-        c = call(given, result, stream, added)
-        return (c, call.choice) if explain else c
+            product.weights.products.put(key, product)
+        c = product(given, result, stream, added)
+        return (c, product.choice) if explain else c
 
+    choice, weights = chosen(w, request, where)
     if stream is not None:
         where = where.on(stream)
     source, target = where.array(a), where.empty((m, n), ARRAYS[output])
@@ -259,7 +269,7 @@ def asked_of(w: Any, request: Request, named: bool) -> Request:
     accuracy. ValueError for a step that does not read this layout."""
     if not isinstance(w, Packed):
         return request
-    if request.step is not None and find(request.step).pack.__name__ != w.layout:
+    if request.step is not None and kernel_of(request.step).pack.__name__ != w.layout:
         raise ValueError(f"w is packed for {w.readers}, not for step {request.step}")
     asked = replace(request, layouts=(w.layout,), family=request.family or w.family)
     if not named:
@@ -269,7 +279,22 @@ def asked_of(w: Any, request: Request, named: bool) -> Request:
     return asked if request.step is not None else replace(asked, step=w.step)
 
 
-# --- on a GPU, with packed weights ----------------------------------------------------------------
+def chosen(w: Any, request: Request, machine: Gpu | Simulator) -> tuple[Choice, Packed]:
+    """The kernel for a product with `w`, and `w` packed as it reads them."""
+    choice = choose(request, machine)
+    if isinstance(w, Packed):
+        return choice, w
+    return choice, pack(w, step=choice.kernel.number, machine=machine)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def product_of(w: Any, request: Request, machine: Gpu | Simulator) -> Product:
+    """The product on the current GPU, prepared now or, with packed weights, before."""
+    if not isinstance(w, Packed):
+        return Product(*chosen(w, request, machine))
+    return w.products.of(request, lambda: Product(*chosen(w, request, machine)))
 
 
 def _key(a: Any, *options: Any) -> tuple[Any, ...] | None:
@@ -298,11 +323,9 @@ class Memory(NamedTuple):
 
 
 def new_memory(machine: Any, zeroed: int, nbytes: int) -> Memory:
-    from steps.driver.launcher import address_of
-
     zeros = machine.array(np.zeros(zeroed, np.uint8)) if zeroed else None
     workspace = machine.empty((nbytes,), np.uint8) if nbytes else None
-    machine.synchronize()  # what was set to zero may be used on any stream from here on
+    machine.synchronize()  # what was uploaded may be used on any stream from here on
     at, of = (0 if array is None else address_of(array) for array in (zeros, workspace))
     return Memory(zeroed, nbytes, at, of, (zeros, workspace))
 
@@ -320,42 +343,38 @@ def memory_of(machine: Any, key: tuple[int, int], zeroed: int, nbytes: int) -> M
     return found
 
 
-class Call:
-    """A product of arrays on the GPU, prepared: call it with (a, out, stream, bias). `gemm` keeps
-    them with packed weights; a plan has one with memory of its own."""
+class Product:
+    """A product of arrays on the GPU, chosen and prepared. `gemm` and plans call the same one."""
 
     __slots__ = (
-        "_a_bytes", "_a_shape", "_bias_bytes", "_device", "_handle_of", "_in_blocks", "_made",
-        "_memory", "_out_bytes", "_out_shape", "_weights", "choice", "weights",
+        "_a_bytes", "_a_shape", "_addresses", "_bias_bytes", "_device", "_in_blocks",
+        "_out_bytes", "_out_shape", "choice", "made", "weights",
     )  # fmt: skip
 
-    def __init__(self, choice: Choice, weights: Packed, own_memory: bool = False) -> None:
-        """Compile and load the kernels on the current GPU. own_memory: counters and workspace are
-        this call's; otherwise those of the stream that it is called on."""
-        from steps.driver.launcher import address_of, stream_handle
-        from steps.product.prepared import prepare
-
+    def __init__(self, choice: Choice, weights: Packed) -> None:
+        """Compile and load the kernels on the current GPU."""
         asked = choice.request
         types = [(array.shape, array.dtype) for array in weights.arrays]
-        self.choice, self._made = prepare(choice, types)
-        self.weights, self._memory, made = weights, None, self._made
-        if own_memory:
-            self._memory = new_memory(weights.machine, made.zeroed, made.nbytes)
-        self._weights = tuple(map(address_of, weights.arrays))
-        self._device, self._handle_of = current_device(), stream_handle
+        self.choice, self.made = prepare(choice, types)
+        self.weights = weights
+        self._addresses = tuple(map(address_of, weights.arrays))
+        self._device = current_device()
         self._a_shape, self._out_shape = (asked.m, asked.k), (asked.m, asked.n)
         self._a_bytes = ARRAYS[asked.a].itemsize * asked.m * asked.k
         self._out_bytes = ARRAYS[asked.c].itemsize * asked.m * asked.n
         self._bias_bytes = ARRAYS[asked.bias].itemsize * asked.n if asked.bias else 0
         self._in_blocks = reads_blocks(choice)
 
-    def __call__(self, a: Any, out: Any, stream: Any, bias: Any) -> Any:
-        """C, `out` or a new array; errors as of `gemm`."""
-        asked, machine, addresses = self.choice.request, self.weights.machine, self._weights
+    def __call__(
+        self, a: Any, out: Any, stream: Any, bias: Any, memory: Memory | None = None
+    ) -> Any:
+        """C, `out` or a new array; errors as of `gemm`. memory: what the kernels work in, by
+        default that of the stream."""
+        asked, machine, addresses = self.choice.request, self.weights.machine, self._addresses
         source = address("a", a, self._a_shape, self._device, asked.a)
         require_start_of_a(source, asked.a)
         if asked.bias:
-            added = address("bias", bias, self._out_shape[1:], self._device, asked.bias)
+            added = self.address_of_bias(bias)
             addresses = (*addresses, added)
         if out is None:
             out = empty_beside(a, self._out_shape, asked.c, machine)
@@ -365,14 +384,17 @@ class Call:
             require_place(target, self._out_bytes, source, self._a_bytes)
             if asked.bias:
                 require_place(target, self._out_bytes, added, self._bias_bytes, "bias")
-        handle, made = self._handle_of(stream_of(a) if stream is None else stream), self._made
+        handle, made = stream_handle(stream_of(a) if stream is None else stream), self.made
         if self._in_blocks:
             require_sums_on_gpu(a, machine, handle)
-        memory = self._memory
         if memory is None:
             memory = memory_of(machine, (self._device, handle), made.zeroed, made.nbytes)
         made((source, target, *addresses), memory.zeros, memory.workspace, handle)
         return out
+
+    def address_of_bias(self, bias: Any) -> int:
+        dtype = self.choice.request.bias or ""
+        return address("bias", bias, self._out_shape[1:], self._device, dtype)
 
 
 def current_device() -> int:

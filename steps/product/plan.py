@@ -29,11 +29,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steps.contract import Accuracy, Family
-from steps.product import gemm as api
-from steps.product.choice import Choice, choose
+from steps.product.choice import Request
+from steps.product.gemm import (
+    Packed,
+    asked_of,
+    chosen,
+    machine_for,
+    new_memory,
+    product_of,
+    reads_blocks,
+    require_sums_in_blocks,
+    weights_shape,
+)
 from steps.product.operands import (
     ARRAYS,
-    address,
     as_array,
     bias_dtype,
     blocks_of,
@@ -41,7 +50,6 @@ from steps.product.operands import (
     is_device_array,
     require_matrix,
 )
-from steps.product.request import Request
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
 
 def plan(
     m: int,
-    w: np.ndarray | Tensor | api.Packed,
+    w: np.ndarray | Tensor | Packed,
     *,
     bias: Any = None,
     dtype: Any = np.float32,
@@ -82,8 +90,8 @@ def plan(
     if isinstance(m, bool) or not isinstance(m, int | np.integer) or m < 1:
         raise ValueError(f"m is {m!r}: a plan needs a number of tokens from 1 up")
     w = blocks_of(w)
-    fmt, n, k = api.weights_shape(w)
-    where = api.machine_for(machine, w)
+    fmt, n, k = weights_shape(w)
+    where = machine_for(machine, w)
     output, read, given = float_name(dtype), float_name(input, "input"), as_array("bias", bias)
     on_device = is_device_array(given)
     of_bias = None if bias is None else bias_dtype(given, n, on_device)
@@ -93,36 +101,26 @@ def plan(
         fmt.name, int(m), n, k, read, output, of_bias, accuracy or "exact", family, step,
         invariant=invariant,
     )  # fmt: skip
-    choice = choose(api.asked_of(w, request, named=accuracy is not None), where)
-    packed = (
-        w if isinstance(w, api.Packed) else api.pack(w, step=choice.kernel.number, machine=where)
-    )
-    if of_bias and not on_device:
-        bias = where.array(given)
-    return Plan(choice, packed, where, stream, bias)
+    request = asked_of(w, request, named=accuracy is not None)
+    return Plan(w, request, where, stream, bias)
 
 
 class Plan:
     """A prepared product, see `plan`. `choice` says which kernel it is and why."""
 
     def __init__(
-        self,
-        choice: Choice,
-        weights: api.Packed,
-        machine: Gpu | Simulator,
-        stream: Any = None,
-        bias: Any = None,
+        self, w: Any, request: Request, machine: Gpu | Simulator, stream: Any, bias: Any
     ) -> None:
-        asked = choice.request
-        self._machine, self._stream, self._bias = machine, stream, bias
+        self._machine, self._stream = machine, stream
         if machine.cc is None:
-            self._prepare(choice, weights)
-        else:
-            if asked.bias:
-                address("bias", bias, (asked.n,), api.current_device(), asked.bias)
-            self._call = api.Call(choice, weights, own_memory=True)
-            self.choice = self._call.choice
-        machine.synchronize()  # what was set to zero may be used on any stream from here on
+            self._prepare(w, request, bias)
+            return
+        self._product = product_of(w, request, machine)
+        self.choice, made = self._product.choice, self._product.made
+        self._bias = machine.array(bias) if isinstance(bias, np.ndarray) else bias
+        if request.bias:
+            self._product.address_of_bias(self._bias)
+        self._memory = new_memory(machine, made.zeroed, made.nbytes)
 
     def __repr__(self) -> str:
         return f"Plan({self.choice})"
@@ -141,17 +139,18 @@ class Plan:
             return self._simulate(a, out)
         if out is None:
             raise TypeError("out must be on the GPU (with __cuda_array_interface__), got NoneType")
-        self._call(a, out, self._stream if stream is None else stream, self._bias)
+        stream = self._stream if stream is None else stream
+        self._product(a, out, stream, self._bias, self._memory)
         return None
 
     # --- in the simulator, whose arrays are NumPy's ---
 
-    def _prepare(self, choice: Choice, weights: api.Packed) -> None:
+    def _prepare(self, w: Any, request: Request, bias: np.ndarray | None) -> None:
         """Make the launches, on arrays of the plan."""
-        asked = choice.request
-        self._a = self._machine.empty((asked.m, asked.k), ARRAYS[asked.a])
-        self._out = self._machine.empty((asked.m, asked.n), ARRAYS[asked.c])
-        arrays = weights.arrays if self._bias is None else (*weights.arrays, self._bias)
+        choice, weights = chosen(w, request, self._machine)
+        self._a = self._machine.empty((request.m, request.k), ARRAYS[request.a])
+        self._out = self._machine.empty((request.m, request.n), ARRAYS[request.c])
+        arrays = weights.arrays if bias is None else (*weights.arrays, self._machine.array(bias))
         activations, own = choice.on(self._machine, arrays, self._a, self._out)
         self._launches = (*activations.launches, own)
         self.choice = choice.launched(own)
@@ -162,8 +161,8 @@ class Plan:
         for name, x, own, dtype in (("a", a, self._a, asked.a), ("out", out, self._out, asked.c)):
             if require_matrix(name, x, False, (dtype,))[:2] != own.shape:
                 raise ValueError(f"{name} must have shape {list(own.shape)}, got {list(x.shape)}")
-        if api.reads_blocks(self.choice):
-            api.require_sums_in_blocks(a)
+        if reads_blocks(self.choice):
+            require_sums_in_blocks(a)
         self._a[...] = a
         for launch in self._launches:
             self._machine.run(launch)

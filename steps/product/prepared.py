@@ -7,21 +7,22 @@ them.
 A `Prepared` owns no memory. Each call brings some: `zeroed` bytes that are zero and that the
 kernels leave zero, and a workspace of `nbytes` that may hold anything. So layers of one shape share
 one, calls on several streams do not share memory, and what a CUDA graph writes can come from that
-graph's pool.
+graph's pool. `Kept` is the cache in which callers keep what they have prepared.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
 
 from steps.compile.dry_run import OUT, REGION, WORKSPACE, ZEROED, A, ArrayType, DryRun, operands
 from steps.contract import Launch
+from steps.driver import launcher
 from steps.product.choice import Choice
 
-if TYPE_CHECKING:
-    from steps.driver.launcher import Loaded
+T = TypeVar("T")
 
 
 class Prepared:
@@ -36,10 +37,8 @@ class Prepared:
         """Compile and load the launches on the current GPU. memory: the dry run that they were made
         on; operands: the address at which each operand's placeholder begins, a multiple of
         `REGION`, in the order in which calls bring addresses."""
-        from steps.driver.launcher import load
-
         self.zeroed, self.nbytes = memory.zeroed, memory.nbytes
-        self.loaded: list[Loaded] = [load(launch) for launch in launches]
+        self.loaded = [launcher.load(launch) for launch in launches]
         bases = (ZEROED, WORKSPACE, *operands)
         self._places = [
             (one.arguments, i, which, offset)
@@ -87,3 +86,41 @@ def prepare(choice: Choice, weights: Sequence[ArrayType]) -> tuple[Choice, Prepa
     count = len(choice.operand_types(weights))
     made = Prepared(launches, memory, (A, OUT, *operands(count)))
     return choice.launched(launches[-1]), made
+
+
+class Kept(Generic[T]):
+    """A thread-safe LRU cache: of at most `most` values the one used longest ago gives way."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._changing = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> T | None:
+        """The value of a key, which is then the one used last; None where it is not kept."""
+        try:
+            value = self._values[key]
+            self._values.move_to_end(key)
+        except KeyError:  # never kept, or another thread's `put` has just dropped it
+            return None
+        return value
+
+    def put(self, key: Hashable, value: T) -> T:
+        """Keep a value. Returns the one that is kept: of two threads with one key the first's."""
+        with self._changing:
+            value = self._values.setdefault(key, value)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return value
+
+    def of(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of a key, made if it is not kept."""
+        found = self.get(key)
+        return self.put(key, make()) if found is None else found
+
+    def clear(self) -> None:
+        with self._changing:
+            self._values.clear()

@@ -18,8 +18,7 @@ from steps.cli import warm
 from steps.compile import compiler as compiling
 from steps.compile import kernel_cache, parallel_compile
 from steps.compile.kernel_cache import CompiledKernel
-from steps.product.choice import choose
-from steps.product.request import Request
+from steps.product.choice import Request, choose
 from tests.cli.typed import typed
 from tests.formats.test_gguf_file import write
 
@@ -75,7 +74,7 @@ def test_a_model_of_a_file_is_warmed(folder: Path, made: Any, tmp_path: Path, ca
     assert capsys.readouterr().out.startswith(f"compiled {len(made)} kernels for sm_90a in ")
     for name in FORMATS:
         for dtype in ("float32", "float16", "bfloat16"):
-            wanted = Request(name, 64, 64, 256, dtype, dtype, layouts=("tiles",), adapted=True)
+            wanted = Request(name, 64, 64, 256, dtype, dtype, layouts=("tiles",), caller_casts=True)
             assert parallel_compile.missing_kernels([choose(wanted, HOPPER)], (9, 0)) == {}
     assert cli.main(["warm", "--gguf", str(path), "--m", "1", "64", "--arch", "sm_90a"]) == 0
     assert capsys.readouterr().out.startswith("compiled 0 kernels")

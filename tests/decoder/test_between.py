@@ -35,8 +35,7 @@ from steps.decoder.model import (
 from steps.driver.machines import Simulator
 from steps.kernels.decode import bulk, tiles
 from steps.nn import operator as torch_operator
-from steps.product.choice import Choice
-from steps.product.request import Request
+from steps.product.choice import Choice, Request
 
 LLAMA = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 96}
 

@@ -131,7 +131,7 @@ CHOOSE = """
 from types import SimpleNamespace
 from qformats import WEIGHT_FORMATS
 from steps.product.choice import choose
-from steps.product.request import Request
+from steps.product.choice import Request
 
 for cc in ((7, 5), (8, 6), (9, 0), (12, 0)):
     gpu = SimpleNamespace(name="GPU of nobody", cc=cc, sms=40)

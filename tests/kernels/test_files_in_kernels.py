@@ -39,8 +39,7 @@ from steps.driver.machines import Simulator
 from steps.instructions import store_u32
 from steps.kernels.parts.weights.storage_formats import half_format, tile_format
 from steps.product import tuning_table as tuning
-from steps.product.choice import Choice, choose
-from steps.product.request import Request
+from steps.product.choice import Choice, Request, choose
 from steps.simulator.launch import simulate
 from tests.kernels.passes import RemembersPasses
 

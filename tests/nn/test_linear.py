@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from steps.driver import launcher
-from steps.driver.kept import Kept
 from steps.driver.machines import Simulator
 from steps.nn import linear
 from steps.nn import operator as torch_operator
 from steps.nn.linear import QuantLinear, quantize_model
 from steps.product import tuning_table
+from steps.product.prepared import Kept
 from tests.nn.on_the_host import forget
 from tests.product.test_gemm_on_device import MOST_US, python_us
 

@@ -22,16 +22,15 @@ from steps.kernels.parts.activations.layouts import (
     float32_quantized_inside,
 )
 from steps.product import choice
-from steps.product import gemm as gemm_file
 from steps.product import tuning_table as tuning
 from steps.product.choice import (
     Choice,
+    Request,
     choose,
     launch_configuration,
     packing_kernel,
     packings,
 )
-from steps.product.request import Request
 from steps.product.tuning_table import Entry, Tuning
 from steps.registry import kernels
 from tests.driver.fake_gpu import FakeGpu
@@ -101,6 +100,7 @@ def test_lessons_are_chosen_only_where_no_kernel_runs(tuned: Any) -> None:
     tuned(table(entry(1, **fast_lesson)))
     assert both(chosen()) == (14, "A16")
     assert chosen(step=1).kernel.number == 1
+    assert chosen(step=18).kernel is kernels()[-1], "the engineered kernel, not its lesson"
     assert chosen(step=1).why == "asked for by number"
     assert chosen(layouts=(find(5).pack.__name__,)).kernel.number == 5
     old = SimpleNamespace(name="T4", cc=(7, 5), sms=40)
@@ -178,7 +178,6 @@ def candidates(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(choice, "kernels", lambda: every)
         known = {one.number: one for one in (*ladder(), *added)}
         monkeypatch.setattr(choice, "find", lambda number: known.get(number) or find(number))
-        monkeypatch.setattr(gemm_file, "find", choice.find)
 
     return among
 
@@ -219,13 +218,15 @@ def test_a_caller_adapts_only_where_no_kernel_reads_and_writes_the_dtype(dtype: 
     """That is before compute capability 8.0."""
     for cc in ((8, 0), (8, 9), (9, 0)):
         for m in (1, 4, 17, 512):
-            found = chosen(m, FakeGpu(cc=cc), a=dtype, c=dtype, layouts=("tiles",), adapted=True)
+            found = chosen(
+                m, FakeGpu(cc=cc), a=dtype, c=dtype, layouts=("tiles",), caller_casts=True
+            )
             assert (found.reading.source, found.writes) == (dtype, dtype)
     old = FakeGpu(cc=(7, 5))
-    found = chosen(1, old, a=dtype, c=dtype, layouts=("k_outermost",), adapted=True)
+    found = chosen(1, old, a=dtype, c=dtype, layouts=("k_outermost",), caller_casts=True)
     assert (found.reading.source, found.writes) == ("float32", "float32")
     with pytest.raises(ValueError, match="no step can do this"):
-        chosen(1, old, a=dtype, c=dtype, layouts=("tiles",), adapted=True)
+        chosen(1, old, a=dtype, c=dtype, layouts=("tiles",), caller_casts=True)
 
 
 def test_a_family_that_was_never_measured_waits(tuned: Any, both_families: Any) -> None:

@@ -18,7 +18,6 @@ from steps import gemm, pack
 from steps.contract import array_dtype
 from steps.driver import launcher
 from steps.product import gemm as api
-from steps.product import prepared
 from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array
 
@@ -39,9 +38,9 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(choice, launches) of each product that was prepared."""
     found: list[Any] = []
-    original = prepared.prepare
+    original = api.prepare
     noted = lambda *given: found.append(original(*given)) or found[-1]  # noqa: E731
-    monkeypatch.setattr(prepared, "prepare", noted)
+    monkeypatch.setattr(api, "prepare", noted)
     return found
 
 
@@ -171,6 +170,25 @@ def test_products_of_a_stream_share_what_kernels_work_in(gpu: FakeGpu, made: lis
     assert other.nbytes == made[0][1].nbytes
 
 
+def test_a_plan_takes_what_gemm_prepared_and_works_in_memory_of_its_own(
+    gpu: FakeGpu, made: list
+) -> None:
+    handle = pack(Problem(1, 516, 1056, "q4_0").blocks, machine=gpu)
+    a, out = numbas(300, 1056), device_array((300, 516), np.float32, 2 * HERE)
+    gemm(a, handle, out=out)
+    plans = [gemm.plan(300, handle) for _ in range(2)]  # type: ignore[attr-defined]
+    for plan in plans:
+        plan(a, out)
+    assert len(made) == 1
+    assert made[0][1].nbytes > 0
+    values = [{v for v in values if 1 << 40 <= v < HERE} for _, _, values in gpu.launched]
+    per_call = len(made[0][1].loaded)
+    works_in = [set.union(*values[i : i + per_call]) for i in range(0, len(values), per_call)]
+    weights = {one.device_ctypes_pointer.value for one in handle.arrays}
+    assert len(works_in) == 3
+    assert all(works_in[i] & works_in[j] == weights for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_sums_that_blocks_cannot_hold_are_refused_at_each_call(gpu, monkeypatch) -> None:
     """Steps 2 to 4: A is fetched and looked at, also where the product is known."""
     values = np.ones((M, K), np.float32)
@@ -194,7 +212,7 @@ def test_sums_that_blocks_cannot_hold_are_refused_at_each_call(gpu, monkeypatch)
 
 def test_threads_may_share_packed_weights(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where more products are asked for than are kept."""
-    monkeypatch.setattr(api, "CALLS", 3)
+    monkeypatch.setattr(api, "PRODUCTS", 3)
     handle = pack(BLOCKS, machine=gpu)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -204,7 +222,7 @@ def test_threads_may_share_packed_weights(gpu: FakeGpu, monkeypatch: pytest.Monk
     finally:
         sys.setswitchinterval(before)
     assert len(gpu.launched) == 200
-    assert len(handle.calls) <= 3
+    assert len(handle.products) <= 3
 
 
 # --- host time ------------------------------------------------------------------------------------
@@ -254,13 +272,11 @@ def test_a_repeated_call_takes_the_host_little_time(silent, torch, input: str, m
         assert of_gemm < MOST_US
 
 
-def test_a_call_that_is_not_known_is_far_slower(silent: FakeGpu, monkeypatch) -> None:
+def test_a_call_that_is_not_known_is_far_slower(silent: FakeGpu) -> None:
     """So that the bound means something: choosing and laying out takes milliseconds."""
-    handle = pack(BLOCKS, machine=silent)
-    a, out = numbas(), device_array((M, N), np.float32, 2 * HERE)
-    monkeypatch.setattr(api, "_key", lambda *_: None)
-    took = []
+    a, out, took = numbas(), device_array((M, N), np.float32, 2 * HERE), []
     for _ in range(5):
+        handle = pack(BLOCKS, machine=silent)
         start = time.thread_time()
         gemm(a, handle, out=out)
         took.append(time.thread_time() - start)

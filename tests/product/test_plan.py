@@ -41,7 +41,7 @@ def test_a_plan_equals_gemm_in_every_step(step: Step, family: Family, name: str)
     problem, machine = Problem(M, N, K, name), Simulator()
     handle = pack(problem.blocks, step=step.number, machine=machine)
     plan = gemm.plan(M, handle, family=family)
-    assert (plan.choice.kernel, plan.choice.family) == (step, family)
+    assert (plan.choice.kernel.number, plan.choice.family) == (step.number, family)
     for seed in (0, 1):
         a = Problem(M, N, K, name, seed=seed).a
         out = np.full((M, N), np.nan, np.float32)
@@ -67,7 +67,7 @@ def test_one_handle_serves_every_step_of_its_packing() -> None:
         handle = pack(PROBLEM.blocks, step=step.number, machine=machine)
         for other in (alike[0], alike[-1]):
             c, choice = gemm(PROBLEM.a, handle, step=other.number, explain=True)
-            assert choice.kernel is other
+            assert choice.kernel.number == other.number
             np.testing.assert_array_equal(
                 c, gemm(PROBLEM.a, PROBLEM.blocks, step=other.number, machine=machine)
             )

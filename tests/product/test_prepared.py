@@ -21,9 +21,8 @@ from steps.driver.launcher import mapped
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from steps.kernels.prefill import wgmma_float16
-from steps.product.choice import Choice, choose, packings
+from steps.product.choice import Choice, Request, choose, packings
 from steps.product.prepared import Prepared, prepare
-from steps.product.request import Request
 from tests.driver.fake_gpu import FakeGpu, device_array, encoded
 
 N, K = 68, 288
@@ -46,7 +45,7 @@ def made_of(
 ) -> tuple[Choice, Prepared]:
     """The launches that a layer would have."""
     packed = packed_types(name, packings(name, gpu.cc, accuracy))
-    asked = Request(name, m, N, K, accuracy=accuracy, layouts=tuple(packed), adapted=True)
+    asked = Request(name, m, N, K, accuracy=accuracy, layouts=tuple(packed), caller_casts=True)
     choice = choose(replace(asked, **options), gpu)
     return prepare(choice, packed[choice.layout])
 
@@ -139,7 +138,7 @@ def test_how_many_launches_a_product_is(gpu: FakeGpu, gpu_name: str, accuracy: s
             ((4096, 4096), (4096, 14336), (14336, 4096)), (1, 2, 16, 17, 128, 4096), FLOATS
         ):
             asked = Request(name, m, n, k, dtype, dtype, accuracy=accuracy, layouts=packed)
-            choice = choose(replace(asked, adapted=True), gpu)
+            choice = choose(replace(asked, caller_casts=True), gpu)
             assert (choice.reading.source, choice.writes) == (dtype, dtype)
             *before, _ = choice.launches()
             exact = choice.kernel.accuracy == "exact"

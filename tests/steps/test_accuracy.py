@@ -17,8 +17,7 @@ from reference import Problem, Tokens
 from steps.cli import main as cli
 from steps.driver.machines import Simulator
 from steps.product import tuning_table as tuning
-from steps.product.choice import choose, supporting
-from steps.product.request import Request
+from steps.product.choice import Request, choose, supporting
 from steps.registry import kernels
 
 FAST = [step for step in kernels() if step.accuracy == "fast"]

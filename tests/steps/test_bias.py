@@ -17,8 +17,7 @@ from reference.bfloat16 import bfloat16_bits, bfloat16_values
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import FLOATS, Family, Shape, Step, array_dtype
 from steps.driver.machines import Simulator
-from steps.product.choice import Choice
-from steps.product.request import Request
+from steps.product.choice import Choice, Request
 from tests.steps.test_steps_machine_code import no_local_memory_where_it_counts
 
 M, N, K, FORMAT = 3, 21, 96, "q5_1"
