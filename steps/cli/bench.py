@@ -50,11 +50,7 @@ def bench(args: Namespace) -> int:
         return 0
     recorder = Recorder(path, env, run)
     broken = _measured(args, gpu, recorder, wanted, calls)
-    if not recorder.written:
-        pass  # it ended before its first loop did
-    elif args.json:
-        print(path.read_text(encoding="utf-8"), end="")
-    else:
+    if recorder.written:  # else it ended before its first loop did
         title = f"{env.where}: {len(recorder.added)} rows measured now"
         if recorder.added:
             keys = {row.key for row in recorder.added}

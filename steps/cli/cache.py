@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from argparse import Namespace
 from typing import Final
 
@@ -17,15 +16,12 @@ def cache(args: Namespace) -> int:
     """Shows what is kept, by kernel and architecture; with --clear, removes it."""
     folder = kernel_cache.cache_folder()
     if folder is None:
-        print(json.dumps({"folder": None}) if args.json else f"off: {VARIABLE} says so")
+        print(f"off: {VARIABLE} says so")
         return 0
     removed = kernel_cache.clear(folder) if args.clear else 0
     found = sorted(kernel_cache.entries(folder), key=lambda one: (one.key["kernel"], -one.used))
     nbytes = sum(one.nbytes for one in found)
-    if args.json:
-        facts = {"folder": str(folder), "removed": removed, "bytes": nbytes, "most": MOST_BYTES}
-        print(json.dumps(facts | {"kernels": [_described(one) for one in found]}, indent=1))
-    elif args.clear:
+    if args.clear:
         print(f"removed {removed} files from {folder}")
     elif not found:
         print(f"no compiled kernels in {folder}")
@@ -37,10 +33,6 @@ def cache(args: Namespace) -> int:
         table.show(table.of_records(COLUMNS, groups.values(), title))
         print(f"{_megabytes(nbytes)} of {_megabytes(MOST_BYTES)} at most; {VARIABLE} moves it")
     return 0
-
-
-def _described(one: Entry) -> dict[str, object]:
-    return {"file": one.path.name, "bytes": one.nbytes, "used": _time(one.used), **one.key}
 
 
 COLUMNS: Final = (

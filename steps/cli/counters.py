@@ -25,10 +25,9 @@ from results.measure.bench import Wanted, matrix
 from results.record import store
 from results.record.environment import environment
 from steps import pack, plan
-from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines, steps_of
 from steps.cli.run import remark
-from steps.cli.tools import ROOT, find_tool
+from steps.cli.tools import NO_COUNTERS, ROOT, required, this
 from steps.compile.parallel_compile import compile_ahead
 from steps.product.operands import ARRAYS
 from steps.registry import ladder
@@ -95,31 +94,22 @@ def counters(args: Namespace) -> int:
     gpu: Any = machine(0)
     wanted = launched(args, gpu.cc)
     if args.launch:
-        launch(wanted, gpu)
+        launch_each(wanted, gpu)
         return 0
-    tool = find_tool("ncu")
-    if tool is None:
-        raise UsageError(
-            "ncu was not found: install Nsight Compute (it is part of the CUDA toolkit, not of the "
-            "Python wheels) and put it on PATH"
-        )
+    tool = required("ncu")
     metrics = [*(metric for metric, _ in METRICS.values()), ACTIVE, ELAPSED, STALLS]
     command = [
         tool,
         *("--clock-control", "none"),  # as in every measurement here: clocks are not locked
         *("--csv", "--page", "raw", "--print-units", "base"),
         *("--metrics", ",".join(metrics), "--kernel-name", f"regex:{'|'.join(names(wanted))}"),
-        *(sys.executable, "-m", "steps", "counters", *map(str, args.steps), "--launch"),
+        *this("counters", *map(str, args.steps), "--launch"),
         *(["--format", ",".join(args.format)] if args.format else []),
     ]
     remark(f"{len(wanted)} launches under {tool}")
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if ended.returncode:
-        print(
-            f"ncu ended with {ended.returncode}: profiling counters may need root or the driver "
-            "option NVreg_RestrictProfilingToAdminUsers=0",
-            file=sys.stderr,
-        )
+        print(f"ncu ended with {ended.returncode}: {NO_COUNTERS}", file=sys.stderr)
         return 1
     env, found = environment(), figures(ended.stdout, wanted)
     if absent := uncounted(found):
@@ -149,7 +139,7 @@ def names(wanted: Iterable[Wanted]) -> list[str]:
     return sorted({kernel.__name__ for kernel in kernels})
 
 
-def launch(wanted: Sequence[Wanted], gpu: Any) -> None:
+def launch_each(wanted: Sequence[Wanted], gpu: Any) -> None:
     """Each once, in order, on A of normal numbers and weights that are drawn."""
     compile_ahead([one.launched for one in wanted], gpu, remark)
     rng, blocks, packed = np.random.default_rng(0), {}, {}

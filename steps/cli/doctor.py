@@ -51,7 +51,7 @@ class Findings:
     no_simulator: str | None = None
     no_machine_code: str | None = None
     no_gpu: str | None = None
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[int, str | None] = field(default_factory=dict)  # why a GPU does not run it
     problems: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
 
@@ -216,15 +216,7 @@ def _steps(found: Findings) -> None:
     cc = None if found.no_gpu else found.env.get("cc")
     for step in steps.ladder():
         refused = step.supports(step.formats[0], step.families[-1], tuple(cc)) if cc else None
-        found.steps.append(
-            {
-                "number": step.number,
-                "title": step.title,
-                "gpu": found.no_gpu or refused,
-                "simulator": found.no_simulator,
-                "machine_code": found.no_machine_code,
-            }
-        )
+        found.steps[step.number] = found.no_gpu or refused
 
 
 # --- printing -------------------------------------------------------------------------------------
@@ -245,7 +237,7 @@ def _abilities(found: Findings) -> list[tuple[str, str]]:
     def works(reason: str | None, more: str = "") -> str:
         return f"no: {reason}" if reason else f"yes{more}"
 
-    refused = [step["gpu"] for step in found.steps if step["gpu"]]
+    refused = [why for why in found.steps.values() if why]
     count = f", {len(found.steps) - len(refused)} of {len(found.steps)} steps"
     torch = None if found.packages.get("torch") else "torch is not installed"
     emits = f": PTX {found.ptx} for sm_75 and later"

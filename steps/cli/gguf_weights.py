@@ -33,59 +33,52 @@ and of K, and a whole block of any format."""
 
 @dataclass(frozen=True)
 class FileWeights:
-    """A tensor of a file as the weights of a run; A is drawn for `m` tokens."""
+    """A tensor of a file as the weights of a run, and A drawn for `m` tokens. The simulator
+    multiplies a part of both."""
 
     path: Path
     tensor: Tensor
     m: int
     distribution: str
     seed: int
+    simulated: bool
+
+    @cached_property
+    def problem(self) -> PrequantizedProblem:
+        """What is multiplied; a whole tensor is not copied."""
+        return self.of_input("float32")
+
+    def of_input(self, input: str) -> PrequantizedProblem:
+        """The same with A of a dtype."""
+        m, blocks = self.m, self.tensor.array
+        if self.simulated:
+            most, n, k = PART_SIZE
+            m, deep = min(m, most), max(1, k // FORMATS[self.tensor.type].elements)
+            blocks = blocks[:n, :deep]
+        return PrequantizedProblem(m, blocks, self.distribution, self.seed, input)
+
+    def case(self, order: int | None) -> Case:
+        """The problem as a case of the checks."""
+        return Case(self.problem.shape, self.distribution, self.seed, order or 0)
 
     def __str__(self) -> str:
-        n, k = self.tensor.shape
-        return f"{self.tensor.name} of {self.path.name}, {self.tensor.type} [{n}, {k}]"
-
-    @cached_property
-    def whole(self) -> PrequantizedProblem:
-        """The product with the whole tensor, which is not copied."""
-        return PrequantizedProblem(self.m, self.tensor.array, self.distribution, self.seed)
-
-    @cached_property
-    def part(self) -> PrequantizedProblem:
-        """The first tokens, rows and K of it: few enough for the simulator."""
-        m, n, k = PART_SIZE
-        deep = max(1, k // FORMATS[self.tensor.type].elements)
-        blocks = self.tensor.array[:n, :deep]
-        return PrequantizedProblem(min(self.m, m), blocks, self.distribution, self.seed)
-
-    def problem(self, simulated: bool, input: str = "float32") -> PrequantizedProblem:
-        """What a machine multiplies, with A of a dtype."""
-        one = self.part if simulated else self.whole
-        if input == one.input:
-            return one
-        return PrequantizedProblem(one.m, one.blocks, one.distribution, one.seed, input)
-
-    def case(self, simulated: bool, order: int | None = None) -> Case:
-        """`problem` as a case of the checks."""
-        return Case(self.problem(simulated).shape, self.distribution, self.seed, order or 0)
-
-    def told(self, simulated: bool) -> str:
         """Which part of the tensor is multiplied, as a sentence's end."""
-        if not simulated:
-            return f"{self}, M={self.m}"
-        (m, n, k), (rows, deep) = self.part.shape, self.tensor.shape
+        (m, n, k), (rows, deep) = self.problem.shape, self.tensor.shape
+        told = f"{self.tensor.name} of {self.path.name}, {self.tensor.type} [{rows}, {deep}]"
+        if not self.simulated:
+            return f"{told}, M={m}"
         return (
-            f"{self}: rows 0 to {n - 1} of {rows}, K 0 to {k - 1} of {deep}, {m} of {self.m} tokens"
+            f"{told}: rows 0 to {n - 1} of {rows}, K 0 to {k - 1} of {deep}, {m} of {self.m} tokens"
         )
 
-    def as_json(self, simulated: bool) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The same for programs."""
         return {
             "file": str(self.path),
             "tensor": self.tensor.name,
             "format": self.tensor.type,
             "shape": list(self.tensor.shape),
-            "multiplied": list(self.problem(simulated).shape),
+            "multiplied": list(self.problem.shape),
         }
 
 
@@ -97,7 +90,7 @@ NOTES: Final = (
 )
 
 
-def of(args: Namespace, steps: Sequence[Step]) -> FileWeights | None:
+def of(args: Namespace, steps: Sequence[Step], simulated: bool) -> FileWeights | None:
     """The tensor that --gguf and --tensor name, for some steps; None where neither is given.
 
     M is that of the steps' home shapes where --m is not given. UsageError for a file that is not
@@ -124,7 +117,7 @@ def of(args: Namespace, steps: Sequence[Step]) -> FileWeights | None:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{is_of} and cannot be multiplied: {error}") from None
     tokens = args.m or max(step.home_shapes[0][0] for step in steps)
-    return FileWeights(args.gguf, tensor, tokens, args.dist or "normal", args.seed)
+    return FileWeights(args.gguf, tensor, tokens, args.dist or "normal", args.seed, simulated)
 
 
 def _require_no_other(args: Namespace) -> None:

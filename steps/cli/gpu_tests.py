@@ -28,7 +28,7 @@ from results.record.environment import environment
 from results.record.schema import Environment
 from steps.cli.arguments import machines
 from steps.cli.run import remark
-from steps.cli.tools import ROOT, SANITIZERS, compute_sanitizer
+from steps.cli.tools import ROOT, SANITIZERS, required, this
 from steps.registry import ladder
 
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
@@ -62,13 +62,13 @@ class Ended:
 def gpu_tests(args: Namespace) -> int:
     """Run all of it for `args.seconds` at most and write both files; 1 if anything was wrong."""
     machines("gpu")
-    sanitizer = compute_sanitizer()
+    sanitizer = required("compute-sanitizer")
     env = environment()
     folder: Path = args.out or store.path_for(env).parent
     until, cores = time.monotonic() + args.seconds, cpu_count() or 1
     jobs = max(1, cores // 3)
     tests = [sys.executable, *TESTS, "gpu and not alone", "-n", str(max(1, cores - jobs))]
-    fuzz = [sys.executable, "-m", "steps", "fuzz", "--seconds", str(max(1, args.seconds * 3 // 5))]
+    fuzz = this("fuzz", "--seconds", str(max(1, args.seconds * 3 // 5)))
     fuzzing = [[*fuzz, "--seed", str(seed)] for seed in range(FUZZERS)]
     remark(f"tests, sanitizer and fuzzing side by side, {args.seconds:.0f} s at most")
     with ThreadPoolExecutor(jobs + FUZZERS + 1) as pool:
@@ -98,8 +98,8 @@ def sanitizer_commands(tool: str) -> Iterator[list[str]]:
             for step in reversed(ladder()):
                 yield [
                     *(tool, "--tool", kind, *options, "--error-exitcode", "1"),
-                    *(sys.executable, "-m", "steps", "check", str(step.number)),
-                    *("--machine", "gpu", "--small", "--quick", "--format", name),
+                    *this("check", str(step.number), "--machine", "gpu", "--small", "--quick"),
+                    *("--format", name),
                 ]
 
 

@@ -229,7 +229,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     "bench": (
         "bench:bench",
         "measure what is missing or stale of the matrix, beside cuBLAS and Humming", (
-        STEPS, OWN, *DATA, JSON,
+        STEPS, OWN, *DATA,
         _flag("--fresh", "measure all of it again"),
         _flag("--no-baselines", "no cuBLAS, llama.cpp or torch"),
         _option("--only", choices=("steps", "home", "calls", "sweep"),
@@ -247,7 +247,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         STEPS, *DATA, _path("--run", "take the times of this run.json; needs no GPU"),
     )),
     "warm": ("warm:warm", "compile what a model or a product needs into the cache, on all cores", (
-        DTYPE, JSON, GGUF, FORMAT, N, K,
+        DTYPE, GGUF, FORMAT, N, K,
         _flag("--bias", "of a layer with a bias"),
         _count("--m", "tokens (default: 1 to 4096)", "M", nargs="+"),
         ACCURACY,
@@ -255,7 +255,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
                 help="for another GPU than this machine's, such as sm_90a"),
     )),
     "cache": ("cache:cache", "the compiled kernels kept on disk", (
-        JSON, _flag("--clear", "remove them"),
+        _flag("--clear", "remove them"),
     )),
     "exercise": ("exercises:exercise", "a step with holes to fill in, as a file", (
         ONE_STEP, _path("--out", "the file (default build/exercises/<step>.py)"),
@@ -301,7 +301,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     )),
     "launch": ("run:launch", "launch a step once, for a profiler", (ONE_STEP, *DATA, DTYPE)),
     "doctor": ("doctor:doctor", "what runs on this machine, and what is missing", (JSON,)),
-    "pitfalls": ("pitfalls:show", "known bugs, and what catches each", (JSON,)),
+    "pitfalls": ("pitfalls:show", "known bugs, and what catches each", ()),
     "chat": ("language_model:chat", "talk to a llama or Qwen of a GGUF file", (
         *DRAWN, _option("--system", metavar="TEXT", help="how to answer"),
     )),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import textwrap
 from argparse import Namespace
-from typing import Any, Final
+from typing import Final
 
 from results.render import table
 from results.render.table import Column, Line, Table
@@ -21,16 +19,13 @@ COLUMNS: Final = (
 )
 
 
-def show(args: Namespace) -> int:
-    """A table and the stories, or JSON; 1 if the checks miss a bug."""
+def show(_: Namespace) -> int:
+    """A table and the stories; 1 if the checks miss a bug."""
     museum = [(pitfall, examine(pitfall)) for pitfall in pitfalls()]
-    if args.json:
-        print(json.dumps([_as_json(*pair) for pair in museum], indent=2))
-    else:
-        note = "right, wrong: the golden block. NMSE: a small random problem."
-        table.show(Table(COLUMNS, tuple(_line(*pair) for pair in museum), notes=(note,)))
-        for pair in museum:
-            _tell(*pair)
+    note = "right, wrong: the golden block. NMSE: a small random problem."
+    table.show(Table(COLUMNS, tuple(_line(*pair) for pair in museum), notes=(note,)))
+    for pair in museum:
+        _tell(*pair)
     escaped = [str(pitfall.number) for pitfall, finding in museum if not finding.caught]
     if escaped:
         print(f"not caught as its story says: pitfall {', '.join(escaped)}", file=sys.stderr)
@@ -58,24 +53,3 @@ def _tell(pitfall: Pitfall, finding: Finding) -> None:
     for layer, said in [*finding.layers.items()][:2]:
         heard = f"{layer}: {said}"
         print(textwrap.fill(heard, WIDTH, initial_indent="   > ", subsequent_indent="     "))
-
-
-def _as_json(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
-    """JSON has no NaN: null instead."""
-    return {
-        "number": pitfall.number,
-        "title": pitfall.title,
-        "format": pitfall.format,
-        "story": " ".join(pitfall.story.split()),
-        "aside": finding.aside,
-        "golden": {"right": finding.expected, "wrong": _number(finding.golden)},
-        "nmse": _number(finding.nmse),
-        "caught": finding.caught,
-        "layers": dict(finding.layers),
-        "expected_layers": list(pitfall.caught_by),
-        "right_one_says": dict(finding.complaints),
-    }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,7 @@ from steps.checks import fuzz as fuzzer
 from steps.checks import fuzz_cases
 from steps.checks.cases import Case, cases
 from steps.checks.fuzz_cases import FuzzCase
-from steps.checks.run import Outcomes, check_works, drawn, fatal
+from steps.checks.run import Outcomes, check_works, fatal
 from steps.checks.select import select, with_parents
 from steps.cli import exercises, gguf_weights, report
 from steps.cli.arguments import (
@@ -33,7 +32,6 @@ from steps.cli.arguments import (
     dtype_of,
     formats_of,
     home_shapes_of,
-    input_of,
     is_shape_asked,
     machines,
     one_work,
@@ -56,10 +54,10 @@ each."""
 def run(args: Namespace) -> int:
     """Checks, then measures where there is a GPU; 1 if anything is wrong."""
     steps = steps_of(args.steps)
-    weights = gguf_weights.of(args, steps)
-    name, machine, why_not = machines("auto")
+    name, machine, why_not = where = machines("auto")
     if why_not is not None:
-        return _checked_only(args, steps, weights, (name, machine, why_not), quick=True)
+        return _checked_only(args, steps, where, quick=True)
+    weights = gguf_weights.of(args, steps, False)
     cc = machine(0).cc
     works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
     at = problems(args, works, weights, cc, every_home=len(steps) == 1)
@@ -82,21 +80,19 @@ def check(args: Namespace) -> int:
     """The checks alone; 1 if anything is wrong."""
     if args.file is not None:
         return exercises.check(args)
-    steps = steps_of(args.steps)
-    weights = gguf_weights.of(args, steps)
-    return _checked_only(args, steps, weights, machines(args.machine), quick=args.quick)
+    return _checked_only(args, steps_of(args.steps), machines(args.machine), quick=args.quick)
 
 
 def _checked_only(
     args: Namespace,
     steps: Sequence[Step],
-    weights: FileWeights | None,
     where: tuple[str, MachineOf, str | None],
     *,
     quick: bool,
 ) -> int:
     name, machine, why_not = where
     simulated = why_not is not None
+    weights = gguf_weights.of(args, steps, simulated)
     cc = None if simulated else machine(0).cc
     works = select(steps, _formats(args, weights), args.scheme, cc, dtype_of(args))
     outcomes = checked(works, machine, simulated, args, weights, quick=quick)
@@ -142,21 +138,14 @@ def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
 
 def launch(args: Namespace) -> int:
     """Compiles one step and launches it once on the GPU: what a profiler looks at."""
-    from steps.checks.verify import prepare
+    from steps.cli.counters import launch_each
 
     _, machine, _ = machines("gpu")
     work = one_work(args)
-    gpu = machine(0)
     shape = home_shapes_of(args, work.step)[0]
-    dtype, input = dtype_of(args), input_of(args, work)
-    problem = drawn(work.format, shape, distribution_of(args), args.seed, input)
-    operands = problem.given, problem.blocks
-    prepared = prepare(work.step, work.family, work.format, *operands, gpu, dtype=dtype)
-    for each in (*prepared.activations.launches, prepared.launch):
-        gpu.run(each)
-    gpu.synchronize()
+    launch_each([benching.wanted_in(work, shape, dtype_of(args))], machine(0))
     m, n, k = shape
-    print(f"launched {prepared.launch.kernel.__name__} ({work}) at M={m} N={n} K={k}")
+    print(f"launched {work} at M={m} N={n} K={k}")
     return 0
 
 
@@ -190,7 +179,7 @@ def checked(
 
     def cases_of(format_name: str) -> tuple[Case, ...]:
         if weights is not None:
-            return (weights.case(simulated, order),)
+            return (weights.case(order),)
         return cases(
             format_name,
             simulated=simulated,
@@ -207,7 +196,7 @@ def checked(
         every = [(w, one.shape) for w in works for one in cases_of(w.format)]
         wanted = [benching.wanted_in(w, shape, dtype_of(args)).launched for w, shape in every]
         compile_ahead((*wanted, *ahead), machine(0), remark)
-    problem_of = partial(weights.problem, simulated) if weights else None
+    problem_of = weights.of_input if weights else None
     with table.progress(len(works)) as progress:
         return check_works(works, cases_of, machine, progress, problem_of, dtype_of(args))
 
@@ -238,7 +227,7 @@ def problems(
     """
     at: dict[Size, list[Work]] = {}
     for work in works:
-        homes = (weights.whole.shape,) if weights else home_shapes_of(args, work.step)
+        homes = (weights.problem.shape,) if weights else home_shapes_of(args, work.step)
         for shape in homes if every_home else homes[:1]:
             at.setdefault(shape, []).append(work)
     return {shape: with_parents(own, cc, dtype_of(args)) for shape, own in at.items()}
@@ -264,7 +253,7 @@ def _measured(
                 distribution=distribution_of(args),
                 seed=args.seed,
                 wrong=wrong(outcomes),
-                given=weights.whole if weights else None,
+                given=weights.problem if weights else None,
                 report=progress,
             ):
                 rows += found
@@ -290,9 +279,8 @@ def tell(
 ) -> None:
     """Prints what came out: folded for several steps, a line for each format of a single step, of a
     failed one, and where --long asks for it. What was wrong goes to stderr."""
-    simulated = why_not is not None
     if args.json:
-        tensor = weights.as_json(simulated) if weights else None
+        tensor = weights.as_json() if weights else None
         print(report.as_json(name, outcomes, rows, tensor))
         return
     title = _title(args, name, rows, weights, why_not)
@@ -320,13 +308,12 @@ def _title(
 ) -> str:
     dtype = f", C in {args.dtype}" if args.dtype else ""
     if why_not is not None:
-        what = f"{gguf_weights.PART} {weights.told(True)}" if weights else SIMULATED
+        what = f"{gguf_weights.PART} {weights}" if weights else SIMULATED
         return f"No GPU ({why_not}): {what}{dtype}."
-    told = weights.told(False) if weights else None
     if not rows:
-        return f"{name}: checked, not timed{dtype}" + (f", {told}" if told else "")
+        return f"{name}: checked, not timed{dtype}" + (f", {weights}" if weights else "")
     where = "at the shape asked for" if is_shape_asked(args) else "each step at its home shape"
-    return f"{name}, {told or where}{dtype}"
+    return f"{name}, {weights or where}{dtype}"
 
 
 def _chart(run: Run) -> Path | None:

@@ -37,6 +37,9 @@ SANITIZERS: Final[dict[str, tuple[str, ...]]] = {
 """The tools of Compute Sanitizer, with the options each needs here."""
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+NO_COUNTERS: Final = (
+    "profiling counters may need root or the driver option NVreg_RestrictProfilingToAdminUsers=0"
+)
 
 
 def find_tool(name: str) -> str | None:
@@ -50,15 +53,20 @@ def find_tool(name: str) -> str | None:
     return None
 
 
-def compute_sanitizer() -> str:
-    """Its path. UsageError where it is not installed."""
-    tool = find_tool("compute-sanitizer")
-    if tool is None:
-        raise UsageError(
-            "compute-sanitizer was not found: it is part of the CUDA toolkit, not of the Python "
-            "wheels; install it and put it on PATH"
-        )
-    return tool
+def required(name: str) -> str:
+    """The path of "ncu" or "compute-sanitizer". UsageError where it is not installed."""
+    if tool := find_tool(name):
+        return tool
+    of = "Nsight Compute (it is part of" if name == "ncu" else "it (part of"
+    raise UsageError(
+        f"{name} was not found: install {of} the CUDA toolkit, not of the Python wheels) and put "
+        "it on PATH"
+    )
+
+
+def this(*arguments: str) -> list[str]:
+    """This command line."""
+    return [sys.executable, "-m", "steps", *arguments]
 
 
 def profile(args: Namespace) -> int:
@@ -67,14 +75,8 @@ def profile(args: Namespace) -> int:
     shape = home_shapes_of(args, work.step)[0]
     machines("gpu")
     *_, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()
-    tool = find_tool("ncu")
-    if tool is None:
-        raise UsageError(
-            "ncu was not found: install Nsight Compute (it is part of the CUDA toolkit, not of the "
-            "Python wheels) and put it on PATH"
-        )
     command = [
-        tool,
+        required("ncu"),
         "--clock-control",
         "none",  # as in every measurement here: clocks are not locked
         "--kernel-name",
@@ -84,21 +86,17 @@ def profile(args: Namespace) -> int:
         "--set",
         args.set,
         *(["--export", str(args.out), "--force-overwrite"] if args.out else []),
-        *_this("launch", str(work.step.number), "--format", work.format, "--scheme", work.scheme),
+        *this("launch", str(work.step.number), "--format", work.format, "--scheme", work.scheme),
         *(f"--{name}={extent}" for name, extent in zip("mnk", shape, strict=True)),
         *(["--dtype", args.dtype] if args.dtype else []),
     ]
-    return _run(
-        command,
-        "profiling counters may need root or the driver option "
-        "NVreg_RestrictProfilingToAdminUsers=0",
-    )
+    return _run(command, NO_COUNTERS)
 
 
 def sanitize(args: Namespace) -> int:
     """Compute Sanitizer over the checks, all of its tools or some; 1 if one finds anything."""
     machines("gpu")
-    tool = compute_sanitizer()
+    tool = required("compute-sanitizer")
     checks = [
         *(args.steps or ["all"]),
         *("--machine", "gpu"),
@@ -111,15 +109,11 @@ def sanitize(args: Namespace) -> int:
     bad = []
     for name in (one for several in args.tool or [SANITIZERS] for one in several):
         command = [tool, "--tool", name, *SANITIZERS[name], "--error-exitcode", "1"]
-        if _run([*command, *_this("check", *checks)]):
+        if _run([*command, *this("check", *checks)]):
             bad.append(name)
     if bad:
         print(f"compute-sanitizer found errors with {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
-
-
-def _this(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "steps", *arguments]
 
 
 def _run(command: Sequence[str], hint: str = "") -> int:

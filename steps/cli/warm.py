@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -54,17 +53,12 @@ def warm(args: Namespace) -> int:
                 failed.append(f"{kernel.__name__}: {' '.join(str(error).split())}")
             report(count, len(missing))
     seconds = time.monotonic() - began
-    if args.json:
-        facts = {"folder": str(cache_folder()), "for": architecture(gpu.cc), "compiled": count}
-        facts |= {"failed": failed, "seconds": round(seconds, 1), "weights": weights}
-        print(json.dumps(facts))
-    else:
-        for sentence in failed:
-            remark(sentence)
-        print(
-            f"compiled {count} kernels for {architecture(gpu.cc)} in {seconds:.0f} s; the others "
-            f"were in {cache_folder()}"
-        )
+    for sentence in failed:
+        remark(sentence)
+    print(
+        f"compiled {count} kernels for {architecture(gpu.cc)} in {seconds:.0f} s; the others were "
+        f"in {cache_folder()}"
+    )
     return 1 if failed else 0
 
 

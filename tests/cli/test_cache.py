@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -50,17 +49,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_what_is_warm_is_not_compiled_again(folder: Path) -> None:
-    command = ("warm", *SMALL, "--arch", "sm_80", "--json")
+    command = ("warm", *SMALL, "--arch", "sm_80")
     first = typed(*command)
-    assert first.stderr == "", "no progress in a pipe"
-    facts = json.loads(first.stdout)
-    assert facts["compiled"] == len(list(folder.glob("*.kernel"))) > 0
-    assert (facts["for"], facts["failed"]) == ("sm_80", [])
-    assert facts["weights"] == [["q4_0", 64, 256, False]]
-    assert json.loads(typed(*command).stdout)["compiled"] == 0
-    shown = json.loads(typed("cache", "--json").stdout)
-    assert len(shown["kernels"]) == facts["compiled"]
-    assert {one["arch"] for one in shown["kernels"]} == {"sm_80"}
+    assert (first.returncode, first.stderr) == (0, ""), "no progress in a pipe"
+    made = len(list(folder.glob("*.kernel")))
+    assert first.stdout.startswith(f"compiled {made} kernels for sm_80 in ")
+    assert made > 0
+    assert typed(*command).stdout.startswith("compiled 0 kernels")
+    shown = typed("cache").stdout
+    assert shown.startswith(f"{made} compiled kernels in {folder}")
+    assert "sm_80" in shown
 
 
 def test_a_model_of_a_file_is_warmed(folder: Path, made: Any, tmp_path: Path, capsys: Any) -> None:
@@ -148,8 +146,6 @@ def test_without_a_cache_nothing_is_warmed(monkeypatch: Any, capsys: Any) -> Non
     assert "compiled kernels are not kept: LADDER_CACHE is off" in capsys.readouterr().err
     assert cli.main(["cache"]) == 0
     assert capsys.readouterr().out == "off: LADDER_CACHE says so\n"
-    assert cli.main(["cache", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"folder": None}
 
 
 def test_the_cache_is_shown_and_cleared(folder: Path, made: Any, capsys: Any) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from steps.checks import fuzz
-from steps.checks.select import UsageError, select
+from steps.checks.select import UsageError
 from steps.cli import arguments
 from steps.cli import main as cli
 from steps.cli import tools as nvidia
-from steps.product.choice import Choice
-from steps.registry import find, ladder
+from steps.registry import ladder
 from tests.cli.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +150,6 @@ def test_fuzz_names_the_case_that_is_wrong(capsys, monkeypatch) -> None:
     told = capsys.readouterr().out
     assert re.fullmatch(r"\d+ products on the simulator in \d+ s, SEED=3: none wrong\n", told)
     line = "step=1 family=A16 format=q4_0 m=2 n=5 k=32"
-    assert cli.main(["fuzz", "--case", line]) == 0
     monkeypatch.setattr(fuzz, "complaints", lambda case, machine: ["all of it is wrong"])
     assert cli.main(["fuzz", "--case", line]) == 1
     told = capsys.readouterr().out
@@ -178,7 +176,6 @@ NEEDS_A_GPU = [
         (["run", "four"], "'four' is not a step"),
         (["run", "1", "--k", "33"], "K=33 is not a multiple of the block of 32: use 64"),
         (["run", "1", "--m", "0"], "'0' is not a positive whole number"),
-        (["run", "1", "--m", "-5"], "--m"),
         (["run", "1", "--format", "q9_9"], "unknown format 'q9_9': use q4_0"),
         (["run", "1", "--dist", "zipf"], "unknown distribution 'zipf': use one of uniform"),
         (["run", "1", "--scheme", "W4"], "unknown scheme 'W4'"),
@@ -190,18 +187,14 @@ NEEDS_A_GPU = [
         (["run", "1", "--seed", "x"], "'x' is not a whole number"),
         (["run", "1", "--bogus"], "does not know --bogus"),
         (["check", "1", "--machine", "tpu"], "invalid choice: 'tpu'"),
-        (["check", "1", "--dtype", "half"], "invalid choice: 'half'"),
         (["check", "5", "--dtype", "float16"], "step 5 writes C as float32, not float16"),
         (["sass", "5", "--dtype", "bfloat16"], "step 5 writes C as float32, not bfloat16"),
         (["diff", "1"], "step 1 has no parent"),
-        (["diff"], "STEP"),
         (["sass", "1", "--arch", "pentium"], "'pentium' is not an architecture"),
-        (["sass", "1", "--arch", "sm_70"], "sm_70"),
         (["sass", "1", "--activations"], "has no activation pass"),
         (["launch"], "STEP"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["chat", "--ids", "1"], "chat does not know --ids"),
-        (["decoder", "--tokens", "0"], "'0' is not a positive whole number"),
         (["quality", "--gpus", "2"], "quality does not know --gpus"),
         ([], "COMMAND"),
         *(pytest.param(*case, marks=without_gpu) for case in NEEDS_A_GPU),
@@ -224,9 +217,7 @@ def test_bad_requests_get_one_sentence(arguments: list[str], said: str, capsys) 
     ("asked", "tools"),
     [
         ([], ["memcheck", "racecheck", "initcheck", "synccheck"]),
-        (["--tool", "synccheck"], ["synccheck"]),
-        (["--tool", "initcheck", "memcheck"], ["initcheck", "memcheck"]),
-        (["--tool", "initcheck memcheck"], ["initcheck", "memcheck"]),
+        (["--tool", "initcheck memcheck", "synccheck"], ["initcheck", "memcheck", "synccheck"]),
     ],
 )
 def test_sanitize_runs_every_tool_and_remembers_what_failed(
@@ -247,13 +238,6 @@ def test_sanitize_runs_every_tool_and_remembers_what_failed(
         assert ("--report-api-errors" in command) == (command[2] == "memcheck")
         assert command[-5:] == ["2", "--machine", "gpu", "--small", "--quick"]
     assert capsys.readouterr().err == f"compute-sanitizer found errors with {tools[0]}\n"
-
-
-def test_a_refusal_as_the_shell_sees_it() -> None:
-    done = typed("run", "99")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert one_sentence(done.stderr)
 
 
 def test_without_greenlet_the_simulator_says_what_to_install(
@@ -328,13 +312,5 @@ def test_a_closed_pipe_is_not_a_traceback() -> None:
 
 def test_steps_by_any_of_their_names() -> None:
     assert [step.number for step in arguments.steps_of(["step4", "02", "4 5"])] == [2, 4, 5]
-    assert arguments.steps_of([]) == arguments.steps_of(["all"]) == ladder()
     with pytest.raises(UsageError, match="not a step"):
         arguments.steps_of(["²"])
-
-
-def test_dry_runs_are_what_the_gpu_would_get() -> None:
-    work = select((find(5),), ["q5_1"], "A8")[0]
-    *before, own = Choice.of_work(work, (512, 4096, 4096)).launches()
-    assert len(before) == 1
-    assert own.args[-2].shape == (512, 4096)

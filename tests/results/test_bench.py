@@ -457,9 +457,9 @@ def test_a_bench_measures_records_prints_and_is_then_up_to_date(
     assert "is up to date" in printed.out
     assert out.read_text() == before
 
-    args.fresh = args.json = True
+    args.fresh = True
     assert command.bench(args) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    assert "2 rows measured now" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("on_a_gpu")
