@@ -20,10 +20,9 @@ from typing import Any, Final
 from qformats import WEIGHT_FORMATS
 from reference import BENCH_SHAPES, Problem
 from reference.problem import PrequantizedProblem
-from reference.sampling import sample
 from results.measure import cublas
 from results.measure.loop import Contestant, ratio, round_robin
-from results.measure.products import COMPARED, Data, Product, Shared, attempt, failed, in_threads
+from results.measure.products import Data, Product, Shared, attempt, failed, in_threads
 from results.measure.protocol import Budget, Stopwatch
 from results.measure.torch_graphs import release
 from results.record.environment import finished, utc_now
@@ -287,7 +286,7 @@ class Bench:
         running = self._each([one for one in every if one.row.why == "not run"], Product.first_run)
         running = self._judged(running, "")
         running = self._each(running, lambda one: one.enter(self.budget))
-        beside = self._cublas(shared) if running else None
+        beside = self._cublas(shared) if running and self.torch else None
         contestants = [each for one in running for each in one.contestants]
         contestants += shared.passes.values()
         if beside is not None:
@@ -301,7 +300,13 @@ class Bench:
         shared.forget_bits()
         running = self._each(running, Product.last_run)
         self._judged(running, "right before timing, wrong after: ")
-        peers = self._beside(beside, shared, running) if beside is not None else []
+        peers: list[Peer] = []
+        if beside is not None and self._right(beside):
+            us, peers = beside.contestant.timing.us, [beside.peer()]
+            for one in running:
+                assert one.total is not None
+                x = ratio(beside.contestant.times, one.total.times)
+                one.row = replace(one.row, cublas_us=us, x_cublas=x)
         return [one.row for one in every], peers
 
     def _each(self, some: Sequence[Product], act: Callable[[Product], None]) -> list[Product]:
@@ -339,35 +344,15 @@ class Bench:
 
     def _cublas(self, shared: Shared) -> cublas.Cublas | None:
         """cuBLAS at this shape, if its result is right."""
-        if not self.torch:
-            return None
+        made = partial(cublas.Cublas, shared, self.budget)
+        one: cublas.Cublas | None = attempt(made, self.say, f"no cuBLAS at {shared.shape}")
+        return one if one is not None and self._right(one) else None
 
-        def made() -> cublas.Cublas:
-            weights = shared.data.cublas_weights(self.stopwatch.l2_bytes)
-            a = shared.data.a("float32")[: shared.m]
-            return cublas.Cublas(self.stopwatch, a, weights, self.budget)
-
-        one = attempt(made, self.say, f"no cuBLAS at {shared.shape}")
-        return one if one is not None and self._right(one, shared) else None
-
-    def _right(self, made: cublas.Cublas, shared: Shared) -> bool:
-        m, n, _ = shared.shape
-        rows, columns = sample(m, n, COMPARED)
-        why = made.wrong(rows, columns, shared.data.meant(m, rows, columns))
+    def _right(self, made: cublas.Cublas) -> bool:
+        why = made.wrong()
         if why:
-            self.say(f"no cuBLAS at {shared.shape}: {why}")
+            self.say(f"no cuBLAS at {made.shape}: {why}")
         return why is None
-
-    def _beside(self, made: cublas.Cublas, shared: Shared, timed: Sequence[Product]) -> list[Peer]:
-        """cuBLAS as a peer, and in the rows that it was timed beside."""
-        if not self._right(made, shared):
-            return []
-        us = made.contestant.timing.us
-        for one in timed:
-            assert one.total is not None
-            x = ratio(made.contestant.times, one.total.times)
-            one.row = replace(one.row, cublas_us=us, x_cublas=x)
-        return [made.peer(shared.shape)]
 
     def tidy(self) -> None:
         """Give back the memory of a loop: its graphs and what they hold."""

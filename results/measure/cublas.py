@@ -13,13 +13,18 @@ from typing import Any, Final
 import numpy as np
 
 from reference import nmse
+from reference.product import unquantized
+from reference.sampling import sample
 from results.measure.loop import Contestant
 from results.measure.protocol import Budget, slots_for
 from results.measure.torch_graphs import TorchCaptures, torch_version
-from results.record.schema import Peer, Size, mnk
+from results.record.schema import Peer, mnk
 
 NAME: Final = "cublas_fp16"
 FORMAT: Final = "f16"
+
+COMPARED: Final = 2**16
+"""Outputs that are compared; NaN is sought in all."""
 
 NMSE_LIMIT: Final = 1e-6
 """Against the float64 product of the float32 operands: rounding both and C to float16 comes to some
@@ -29,33 +34,31 @@ NMSE_LIMIT: Final = 1e-6
 class Cublas:
     """One product, and its contestant."""
 
-    def __init__(
-        self, stopwatch: Any, a: np.ndarray, weights: Sequence[Any], budget: Budget
-    ) -> None:
-        """stopwatch: a GpuStopwatch. a: float32 [M, K], rounded to float16 here. weights: of
-        `copies`."""
+    def __init__(self, shared: Any, budget: Budget) -> None:
+        """shared: `results.measure.products.Shared` on a GPU; its A is rounded to float16 here."""
         import torch
 
-        self._a = torch.from_numpy(np.array(a)).cuda().half()
-        shape = (a.shape[0], weights[0].shape[0])
-        self._c = torch.full(shape, math.nan, device="cuda", dtype=torch.float16)
-        self._weights = weights
+        self._data, self.shape = shared.data, shared.shape
+        m, n, _ = self.shape
+        self._a = torch.from_numpy(np.array(self._data.a("float32")[:m])).cuda().half()
+        self._c = torch.full((m, n), math.nan, device="cuda", dtype=torch.float16)
+        self._weights = self._data.cublas_weights(shared.stopwatch.l2_bytes)
         self.source = (
             f"torch {torch.__version__}, CUDA {torch.version.cuda}, kernel only, float16 "
             "operands and result, graph"
         )
-        captures = TorchCaptures(stopwatch)
+        captures = TorchCaptures(shared.stopwatch)
         # cuBLAS picks its kernel and allocates its workspace before a capture
         captures.warm_up(self._launches(0)[0])
-        self.contestant = Contestant(captures, self._launches, len(weights), budget)
+        self.contestant = Contestant(captures, self._launches, len(self._weights), budget)
 
     def _launches(self, slot: int) -> Sequence[Any]:
         import torch
 
         return (lambda: torch.matmul(self._a, self._weights[slot].T, out=self._c),)
 
-    def wrong(self, rows: np.ndarray, columns: np.ndarray, meant: np.ndarray) -> str | None:
-        """What is wrong with its last result, given what some outputs should be; C is NaN then."""
+    def wrong(self) -> str | None:
+        """What is wrong with its last result; C is NaN then."""
         import torch
 
         torch.cuda.synchronize()
@@ -64,15 +67,17 @@ class Cublas:
         torch.cuda.synchronize()
         if not np.isfinite(c).all():
             return f"cuBLAS left {np.count_nonzero(~np.isfinite(c))} outputs that are not finite"
+        rows, columns = sample(c.shape[0], c.shape[1], COMPARED)
+        meant = unquantized(self._data.a("float32")[rows], self._data.w[columns])
         error = nmse(c[np.ix_(rows, columns)].astype(np.float64), meant)
         if error <= NMSE_LIMIT:
             return None
         return f"cuBLAS is wrong: NMSE {error:.1e}, more than {NMSE_LIMIT:.0e}"
 
-    def peer(self, size: Size) -> Peer:
+    def peer(self) -> Peer:
         """What was measured, beside rows of the same loop."""
         us = self.contestant.timing.us
-        kind = {"peer": NAME, "format": FORMAT, **mnk(size)}
+        kind = {"peer": NAME, "format": FORMAT, **mnk(self.shape)}
         return Peer(**kind, us=us, same_run=True, source=self.source)
 
 

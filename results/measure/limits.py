@@ -22,8 +22,6 @@ Where two instructions use one unit, the faster one is its limit: a step is held
 cores can do, and not to what its own instruction lets them.
 
 A multiply-add is two operations everywhere, so a limit compares with a row's 2 M N K / time.
-
-    python -m results.measure.limits        # measure and print
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from results.measure.protocol import GpuStopwatch
 from results.record.schema import Limits
 
 THREADS: Final = 256
@@ -363,14 +360,10 @@ def memory_tbps(stopwatch: Any, machine: Any, size: int) -> tuple[float, float]:
     )
 
 
-def measure_limits(stopwatch: Any = None, machine: Any = None) -> Limits:
+def measure_limits(stopwatch: Any, machine: Any) -> Limits:
     """Every ceiling of the current GPU; a few milliseconds each on it, some seconds to compile."""
     from numba import cuda
 
-    from steps.driver.machines import Gpu
-
-    machine = machine or Gpu()
-    stopwatch = stopwatch or GpuStopwatch()
     device = cuda.get_current_device()
     sms = int(device.MULTIPROCESSOR_COUNT)
     cc, tops = tuple(device.compute_capability), dict[str, float]()
@@ -382,15 +375,3 @@ def measure_limits(stopwatch: Any = None, machine: Any = None) -> Limits:
     free = int(cuda.current_context().get_memory_info().free)
     copied, read = memory_tbps(stopwatch, machine, min(COPY_BYTES, free // 4))
     return Limits(copy_tbps=copied, read_tbps=read, tops=tops)
-
-
-def main() -> None:
-    limits = measure_limits()
-    print(f"copy   {limits.copy_tbps:8.2f} TB/s (read + written)")
-    print(f"read   {limits.read_tbps:8.2f} TB/s")
-    for unit, tops in limits.tops.items():
-        print(f"{unit:14}{tops:8.1f} TFLOPS" if "fp" in unit else f"{unit:14}{tops:8.1f} TOPS")
-
-
-if __name__ == "__main__":
-    main()

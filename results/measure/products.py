@@ -2,8 +2,9 @@
 
 Data is shared as far as it goes: steps at one (N, K) have the same A and the same float weights in
 every format, steps with one packing the same copies on the GPU, steps with one activation pass the
-same quantized A, and the float64 products are worked out once. A is drawn in float16's values, so
-that float32 and float16 inputs are the same numbers; bfloat16 has fewer bits, and others.
+same quantized A, and those that read A alike, in one format, the float64 products. A is drawn in
+float16's values, so that float32 and float16 inputs are the same numbers; bfloat16 has fewer bits,
+and others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import numpy as np
 from qformats import FORMATS
 from reference import Check, Problem, Reference, check
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
-from reference.product import unquantized
 from results.measure import cublas
 from results.measure.loop import Contestant
 from results.measure.protocol import (
@@ -67,7 +67,6 @@ class Data:
         self._a: dict[str, np.ndarray] = {}
         self._blocks: dict[str, np.ndarray] = {}
         self._packed: dict[tuple[Any, str], Packed] = {}
-        self._meant: dict[tuple[int, bool], np.ndarray] = {}
         self._halves: list[Any] = []
 
     @cached_property
@@ -133,17 +132,6 @@ class Data:
             list(pool.map(self.blocks, dict.fromkeys(name for _, name in needed)))
             list(pool.map(self.packed, needed.values()))
 
-    def meant(
-        self, m: int, rows: np.ndarray, columns: np.ndarray, input: str = "float32"
-    ) -> np.ndarray:
-        """The product of A with the float weights, float64[rows, columns], of m tokens."""
-        key = m, input == "bfloat16"
-        if key not in self._meant:
-            a = self.a(input)[rows]
-            a = bfloat16_values(a) if input == "bfloat16" else a
-            self._meant[key] = unquantized(a.astype(np.float32), self.w[columns])
-        return self._meant[key]
-
     def cublas_weights(self, l2_bytes: int) -> list[Any]:
         """Copies of the float weights in float16, as tensors of torch."""
         if not self._halves:
@@ -185,18 +173,6 @@ class PartOf(Problem):
     @property
     def knows_floats(self) -> bool:
         return self._source.knows_floats
-
-
-class SharedReference(Reference):
-    """A reference whose unquantized product is that of all formats."""
-
-    @cached_property
-    def meant(self) -> np.ndarray | None:
-        problem = self.problem
-        assert isinstance(problem, PartOf)
-        if problem.knows_floats and FORMATS[problem.format].written:
-            return problem._source.meant(problem.m, self.rows, self.columns, problem.input)
-        return super().meant
 
 
 @dataclass(slots=True, eq=False)
@@ -293,7 +269,7 @@ class Shared:
             m, n, k = self.shape
             distribution, seed = self.data.distribution, self.data.seed
             problem = PartOf(m, n, k, work.format, distribution, seed, dtype, self.data)
-            self._references[key] = SharedReference(problem, COMPARED)
+            self._references[key] = Reference(problem, COMPARED)
         return self._references[key]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from qformats import WEIGHT_FORMATS
-from reference import BENCH_SHAPES
+from reference import BENCH_SHAPES, Reference
 from reference.bfloat16 import rounded_to_bfloat16
 from reference.problem import PrequantizedProblem
 from results.measure import as_called, cublas, products
@@ -217,7 +217,7 @@ def test_formats_share_a_and_the_float_weights() -> None:
     rows, columns = np.arange(2), np.arange(4)
     for one in (parts[0], parts[1], bits):
         wanted = one.a.astype(np.float64) @ data.w.astype(np.float64).T
-        found = products.SharedReference(one, 8).meant
+        found = Reference(one, 8).meant
         np.testing.assert_allclose(found, wanted[np.ix_(rows, columns)], rtol=1e-12)
     with pytest.raises(ValueError, match="the first 6 tokens"):
         _ = products.PartOf(6, 4, 64, "q5_1", data=data).a
@@ -508,20 +508,19 @@ def test_cublas_is_in_the_loop_in_the_rows_and_a_peer(monkeypatch: pytest.Monkey
     class Numpy(cublas.Cublas):
         source = "numpy"
 
-        def __init__(self, stopwatch: Any, a: Any, weights: Any, budget: Budget) -> None:
+        def __init__(self, shared: products.Shared, budget: Budget) -> None:
+            self.shape = shared.shape
             kernel = SimpleNamespace(__name__="cublas", py_func=None)
             part = SimpleNamespace(kernel=kernel)
-            self.contestant = Contestant(stopwatch, lambda _: (part,), len(weights), budget)
+            self.contestant = Contestant(shared.stopwatch, lambda _: (part,), 1, budget)
 
-        def wrong(self, rows: Any, columns: Any, meant: Any) -> str | None:
-            assert meant.shape == (rows.size, columns.size)
+        def wrong(self) -> str | None:
             return wrong.pop()
 
     said: list[str] = []
     watch = FakeStopwatch(cost=by_kernel({"cublas": 3.5e-3, **COSTS}), simulated=False)
     bench = Bench(Simulator(), watch, Limits(), QUICK, True, said.append)
     monkeypatch.setattr(benching.cublas, "Cublas", Numpy)
-    monkeypatch.setattr(benching.cublas, "copies", lambda w, l2_bytes: [w])
     monkeypatch.setattr(Bench, "tidy", lambda _: None)
     monkeypatch.setattr(Bench, "_judged", lambda self, some, when: list(some))
     ((rows, peers),) = loops_of(bench, [the_work(2)])
