@@ -65,9 +65,16 @@ def few_multiprocessors(monkeypatch: Any, count: int) -> None:
     monkeypatch.setattr(heuristics, "multiprocessors", lambda: count)
 
 
-@pytest.mark.parametrize("m", TOKENS)
-@pytest.mark.parametrize(("name", "k"), [("q4_0", 288), ("q4_k", 512)])
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("m", "name", "k", "exact"),
+    [
+        pytest.param(m, name, k, exact, marks=() if often else pytest.mark.every)
+        for i, m in enumerate(TOKENS)
+        for j, (name, k) in enumerate([("q4_0", 288), ("q4_k", 512)])
+        for exact in (True, False)
+        for often in [(i + j) % 2 == 0 and exact == (i < 2)]  # each pair of name and exact
+    ],
+)
 def test_products_around_a_deferred_norm(m: int, name: str, k: int, exact: bool) -> None:
     """N ends inside a row tile; with `exact`, bit for bit but for sums of squares."""
     of = Matrix(m, 40, k, name, "integer" if exact else "normal")

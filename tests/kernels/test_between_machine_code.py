@@ -29,6 +29,7 @@ from tests.kernels.between_problems import (
     swiglu_problem,
 )
 
+EVERY = pytest.mark.every
 REGISTERS = 65536  # of an SM
 AFTER = {"norm": 96, "add and norm": 96, "swiglu": 104, "attention": 104}
 """Registers of a thread of step 18 in the product that follows, at one token of Llama 3 8B."""
@@ -83,8 +84,16 @@ def instructions(code: MachineCode) -> list[str]:
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        *((name, "sm_90a") for name in LAUNCHES),
+        *(
+            pytest.param(name, "sm_80", marks=EVERY if i % 3 else pytest.mark.slow)
+            for i, name in enumerate(LAUNCHES)
+        ),
+    ],
+)
 def test_no_spills_no_local_memory_no_double_precision(name: str, arch: str) -> None:
     code = compiled(name, arch)
     assert (code.stack_bytes, code.spill_store_bytes, code.spill_load_bytes) == (0, 0, 0)
@@ -138,8 +147,14 @@ def test_the_next_launch_may_begin_at_once(name: str) -> None:
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("m", [1, pytest.param(2, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("of_format", ["q4_0", pytest.param("q6_k", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("of_format", "m"),
+    [
+        ("q4_0", 1),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("q4_0", 8), ("q6_k", 2))),
+        *(pytest.param(*one, marks=EVERY) for one in (("q4_0", 2), ("q6_k", 1), ("q6_k", 8))),
+    ],
+)
 @pytest.mark.parametrize("name", ["before", "after"])
 def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> None:
     """Attention has room beside both, where the format has no minima and no scales of 16 K. The
@@ -164,8 +179,14 @@ def test_products_around_a_deferred_norm(name: str, of_format: str, m: int) -> N
 
 
 @pytest.mark.xdist_group("between")
-@pytest.mark.parametrize("m", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("of_format", ["q4_0", pytest.param("q6_k", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("of_format", "m"),
+    [
+        ("q4_0", 1),
+        pytest.param("q6_k", 8, marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=EVERY) for one in (("q4_0", 8), ("q6_k", 1))),
+    ],
+)
 def test_gates_in_the_product(of_format: str, m: int) -> None:
     """Two copies a slot, one before the wait; no more registers than the product without."""
     launch = gates(m, of_format)

@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import cuda, float32, uint8, uint32
+from numba import cuda, float32
 
 import steps
 from qformats import FILE_FORMATS, FORMATS, dequantize, quantize
 from qformats.repack import (
     HALF_SCALE,
     TILE_GROUP,
-    TILE_K,
-    TILE_ROWS,
     byte_tiles,
     byte_weights,
     tiles,
@@ -36,20 +34,19 @@ from steps.cli.arguments import formats_of
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import Work
 from steps.driver.machines import Simulator
-from steps.instructions import store_u32
-from steps.kernels.parts.weights.storage_formats import half_format, tile_format
+from steps.kernels.parts.weights.storage_formats import tile_format
 from steps.product import tuning_table as tuning
 from steps.product.choice import Choice, Request, choose
 from steps.simulator.launch import simulate
+from tests.kernels.packed_tiles import codes_in_registers, weights_in_registers
 from tests.kernels.passes import RemembersPasses
 
 of_each = pytest.mark.parametrize("name", FILE_FORMATS)
-STEPS = (1, 10, 11, 12, 13, 15)
-QUICK = ("mxfp4", "q4_k", "q6_k")  # of a step one of them, with `make test QUICK=1`
 WORKS = [
-    pytest.param(n, name, marks=() if name == QUICK[n % 3] else pytest.mark.slow)
-    for n in STEPS
-    for name in FILE_FORMATS
+    # of a step every third format in `make test`
+    pytest.param(n, name, marks=pytest.mark.every if (n + i) % 3 else pytest.mark.slow)
+    for n in (1, 10, 11, 12, 13, 14, 15, 17, 18)
+    for i, name in enumerate(FILE_FORMATS)
     if name in steps.find(n).formats
 ]
 
@@ -104,109 +101,49 @@ def test_elements_are_those_of_the_codec_bit_for_bit(name: str) -> None:
 # --- packed tiles ---
 
 
+def terms_of(stored: Any) -> tuple[np.ndarray, Any]:
+    """level * scale and offset of each weight."""
+    group = stored.levels.shape[1] // stored.scale.shape[1]
+    products = stored.levels * np.repeat(stored.scale, group, axis=1)
+    return products, 0.0 if stored.offset is None else np.repeat(stored.offset, group, axis=1)
+
+
 @of_each
 def test_what_records_hold_is_within_a_rounding_of_the_scales(name: str) -> None:
     blocks = random_blocks(name, 5, 1024)
-    storage_format_named, exact = stored_weights(blocks), dequantize(blocks).astype(np.float64)
-    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
-    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-    offsets = (
-        0.0
-        if storage_format_named.offset is None
-        else np.repeat(storage_format_named.offset, group, axis=1)
+    exact, (products, offsets) = (
+        dequantize(blocks).astype(np.float64),
+        terms_of(stored_weights(blocks)),
     )
     off = np.abs(products + offsets - exact)
     ulp = np.abs(exact) * 2.0**-24  # of the float32 in which the codec adds them up
     assert (off <= 2.0**-11 * (np.abs(products) + np.abs(offsets)) + ulp).all()
     if not name.endswith("_k"):
         assert not off.any()
-    else:
-        assert off.max() > ulp.max(), "d times an integer has more bits than a float16"
-        blocks["d"] = 0.25
-        if "dmin" in blocks.dtype.names:
-            blocks["dmin"] = -2.0
-        storage_format_named, again = stored_weights(blocks), dequantize(blocks)
-        values = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-        values += (
-            0.0
-            if storage_format_named.offset is None
-            else np.repeat(storage_format_named.offset, group, axis=1)
-        )
-        np.testing.assert_array_equal(values, again)
-
-
-@cache
-def unpacker(name: str) -> Any:
-    """kernel(m, bytes, halves): words of one warp, of the first packed tile: [half, lane, 8]
-    of `tile_format` and [half, step, lane, 4] of `half_format`."""
-    tile, form = tile_format(name), half_format(name)
-    load, codes = tile.load, tile.fragments
-    words, scales = form.words, form.scales
-    multipliers, fragments = form.multipliers, form.fragments
-
-    @cuda.jit
-    def unpack(m, as_bytes, halves):
-        storage_format_named = cuda.shared.array(0, uint8, alignment=128)
-        lane = cuda.threadIdx.x
-        for i in range(lane, m.shape[0], 32):
-            storage_format_named[i] = m[i]
-        cuda.syncwarp()
-        for half in range(2):
-            eight = codes(load(storage_format_named, 0, lane, half))
-            for i in range(8):
-                store_u32(as_bytes, 4 * (256 * half + 8 * lane + i), uint32(eight[i]))
-            w, s = (
-                words(storage_format_named, 0, lane, half),
-                scales(storage_format_named, 0, lane, half),
-            )
-            for step in range(4):
-                four = fragments(w, step, multipliers(s, step >> 1))
-                for i in range(4):
-                    at = 512 * half + 128 * step + 4 * lane + i
-                    store_u32(halves, 4 * at, uint32(four[i]))
-
-    return unpack
+        return
+    assert off.max() > ulp.max(), "d times an integer has more bits than a float16"
+    blocks["d"] = 0.25
+    if "dmin" in blocks.dtype.names:
+        blocks["dmin"] = -2.0
+    np.testing.assert_array_equal(sum(terms_of(stored_weights(blocks))), dequantize(blocks))
 
 
 @of_each
 def test_a_record_gives_its_levels_and_its_float16_weights(name: str) -> None:
     """By every lane, as `mma` takes them: rows g and g + 8, K as the docstrings have it."""
-    n, k = 13, 256  # three rows less than a packed tile, of which this is the first along K
+    n, k = 13, 256  # three rows less than a packed tile
+    blocks = random_blocks(name, n, k)
     if name == "mxfp4":
-        blocks = random_blocks(name, n, k)
         blocks["e"] = np.random.default_rng(1).integers(118, 134, blocks.shape)
-    else:
-        blocks = random_blocks(name, n, k)
-    storage_format_named, kind = stored_weights(blocks), storage_format(FORMATS[name]).name
-    packed, factors = tiles(blocks)
-    tile = tile_format(kind)
-    assert packed.size == TILE_GROUP * 2 * tile.tile_bytes
-    as_bytes, halves = np.zeros(2048, np.uint8), np.zeros(4096, np.uint8)
-    packed_tile = np.ascontiguousarray(packed[: tile.tile_bytes])
-    simulate(unpacker(kind), 1, 32, (packed_tile, as_bytes, halves), shared_bytes=tile.tile_bytes)
+    stored, kind = stored_weights(blocks), storage_format(FORMATS[name]).name
+    found = codes_in_registers(tiles(blocks)[0], kind, n, k)
+    np.testing.assert_array_equal(found, tile_format(kind).code_scale * stored.levels)
 
-    levels = np.zeros((TILE_ROWS, TILE_K), np.int64)
-    levels[:n] = storage_format_named.levels[:, :TILE_K]
-    # [half, g, t, block, part of 16 K, row g or g + 8, byte: k = 2t + (0, 8, 1, 9)]
-    found = as_bytes.view(np.int8 if tile.signed else np.uint8).astype(np.int64)
-    found = found.reshape(2, 8, 4, 2, 2, 2, 2, 2).transpose(5, 1, 0, 3, 4, 7, 2, 6)
-    found = found.reshape(16, TILE_K)
-    np.testing.assert_array_equal(found[:n], tile.code_scale * levels[:n])
-
-    # [half, step, g, t, (row g, row g + 8) twice: k = 2t and 2t + 1, then what is 8 further]
-    found = halves.view(np.float16).astype(np.float64).reshape(2, 4, 8, 4, 2, 2, 2)
-    found = found.transpose(5, 2, 0, 1, 4, 3, 6).reshape(16, TILE_K)[:n]
-    group = storage_format_named.levels.shape[1] // storage_format_named.scale.shape[1]
-    products = storage_format_named.levels * np.repeat(storage_format_named.scale, group, axis=1)
-    offsets = (
-        0.0
-        if storage_format_named.offset is None
-        else np.repeat(storage_format_named.offset, group, axis=1)
-    )
-    exact, least = products + offsets, least_half(blocks)[:, None]
-    size = np.abs(products) + np.abs(offsets)
-    off = np.abs(found * factors[:n, None] - exact[:, :TILE_K])
-    assert (off <= 2.0**-11 * np.maximum(size, 2.0**11 * least)[:, :TILE_K]).all()
+    halves, factors = weights_in_registers(blocks)
+    products, offsets = terms_of(stored)
+    least = least_half(blocks)[:, None]
+    off = np.abs(halves * factors[:, None] - products - offsets)
+    assert (off <= 2.0**-11 * np.maximum(np.abs(products) + np.abs(offsets), 2.0**11 * least)).all()
     if name == "mxfp4":  # 16 powers of two, of which all are float16 multiples of HALF_SCALE
         assert not off.any()
 
@@ -250,9 +187,8 @@ def test_int8_weights_are_within_half_a_step_of_a_row(name: str) -> None:
 def test_products(number: int, name: str) -> None:
     """Ragged in M and N; whole numbers, which must come out bit for bit, and others."""
     step, shapes = steps.find(number), [((3, 21, 256), "integer"), ((1, 17, 512), "llm")]
-    if number in (17, 18):  # one token, up to four, eight, sixteen: each its own kernel
-        shapes += [((2, 5, 256), "normal"), ((4, 5, 256), "integer"), ((7, 33, 256), "uniform")]
-        shapes += [((19, 5, 256), "integer")]
+    if number in (17, 18):  # up to four tokens, eight, sixteen
+        shapes += [((7, 33, 256), "uniform"), ((19, 5, 256), "integer")]
     for order, (shape, distribution) in enumerate(shapes):
         problem = Problem(*shape, name, distribution, seed=order)
         found = verify(step, step.families[-1], problem, RemembersPasses(order))

@@ -1,26 +1,25 @@
-"""float16 operands: weights made of packed tiles in registers, activations rounded on the GPU.
+"""Operands of 16 bits: weights made of packed tiles in registers, activations rounded on the GPU.
 
 The expectation is the float64 value of each weight from ggml's block, and `reference.Halves`.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from numba import cuda, uint8, uint32
 
-from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
-from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, TILE_ROWS, tiles
+from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS
+from qformats.repack import HALF_SCALE, MINIMUM_SCALE, TILE_K, tiles
 from reference import Bfloats, Halves, Problem, bfloat16_values
+from reference.bfloat16 import rounded_to_bfloat16
 from reference.product import least_half
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.compile.compiler import machine_code, signature_of
 from steps.contract import array_dtype
 from steps.driver.machines import Gpu, Simulator
-from steps.instructions import store_u32x4
 from steps.kernels.parts.activations.gated import gated_grid, gated_to_rows
 from steps.kernels.parts.activations.layouts import (
     GATED,
@@ -36,31 +35,20 @@ from steps.kernels.parts.activations.rows import (
     row_loads,
     row_rounder,
 )
+from steps.kernels.parts.weights.bfloats import halves_to_bfloats
 from steps.kernels.parts.weights.codes import tile_format
-from steps.kernels.parts.weights.halves import half_format
 from steps.simulator.launch import simulate
-from tests.formats.test_file_formats import random_blocks
-from tests.kernels.packed_tiles import by_row_tile
+from tests.kernels.packed_tiles import (
+    blocks_with,
+    by_row_tile,
+    exact_weights,
+    float_reader,
+    weights_in_registers,
+)
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 MACHINES = [Simulator, pytest.param(Gpu, marks=pytest.mark.gpu)]
-
-
-def exact_weights(blocks: np.ndarray) -> np.ndarray:
-    """code * scale + offset in float64 [N, K]."""
-    fmt = FORMATS[{f.dtype: n for n, f in FORMATS.items()}[blocks.dtype]]
-    codes = fmt.codes(blocks).reshape(*blocks.shape, BLOCK)
-    scale, offset = fmt.scale(blocks).astype(np.float64), fmt.offset(blocks).astype(np.float64)
-    return (codes * scale[..., None] + offset[..., None]).reshape(len(blocks), -1)
-
-
-def blocks_with(name: str, n: int, blocks_k: int, d: Any, m: Any = 0.0) -> np.ndarray:
-    blocks = random_blocks(name, n * blocks_k, finite=True).reshape(n, blocks_k)
-    blocks["d"] = d
-    if "m" in blocks.dtype.names:
-        blocks["m"] = m
-    return blocks
 
 
 def fields(name: str, packed: np.ndarray, n: int, blocks_k: int) -> list[np.ndarray]:
@@ -121,47 +109,6 @@ def test_what_is_no_number_stays_so_and_the_others_as_they_were(name: str) -> No
 # --- what a kernel makes of them ------------------------------------------------------------------
 
 
-@cuda.jit(device=True, forceinline=True)
-def put(out, i, half, step, lane, f):
-    store_u32x4(out, (((i * 2 + half) * 4 + step) * 32 + lane) * 4, f[0], f[1], f[2], f[3])
-
-
-@cache
-def fragment_reader(name: str) -> Any:
-    """kernel(packed, out[tile, half, step, lane, register]): one warp a packed tile."""
-    form = half_format(name)
-    words, scales, size = form.words, form.scales, form.tile_bytes
-    multipliers, fragments = form.multipliers, form.fragments
-
-    @cuda.jit
-    def read(packed, out):
-        lane, i = cuda.threadIdx.x, cuda.blockIdx.x
-        for half in range(2):
-            w, s = words(packed, i * size, lane, half), scales(packed, i * size, lane, half)
-            first, second = multipliers(s, 0), multipliers(s, 1)
-            put(out, i, half, 0, lane, fragments(w, 0, first))
-            put(out, i, half, 1, lane, fragments(w, 1, first))
-            put(out, i, half, 2, lane, fragments(w, 2, second))
-            put(out, i, half, 3, lane, fragments(w, 3, second))
-
-    return read
-
-
-def fragments_as_weights(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(float16 [N, K] that a kernel makes of whole packed tiles, factors [N])."""
-    n, k = len(blocks), blocks.shape[1] * BLOCK
-    assert (n % TILE_ROWS, k % TILE_K) == (0, 0)
-    packed, factors = tiles(blocks)
-    in_order = by_row_tile(packed, k // TILE_K, half_format(name).tile_bytes)
-    packed, factors = in_order[: n // TILE_ROWS].reshape(-1), factors[:n]
-    out = np.zeros((n // TILE_ROWS * (k // TILE_K), 2, 4, 32, 4), np.uint32)
-    simulate(fragment_reader(name), len(out), 32, (packed, out))
-    # row tile, K tile, half, step, g, t, eight, row g or g + 8, half of the register: of 16 K
-    # 8 eight + 2 t + that half
-    parts = out.view(np.float16).reshape(n // TILE_ROWS, k // TILE_K, 2, 4, 8, 4, 2, 2, 2)
-    return parts.transpose(0, 7, 4, 1, 2, 3, 6, 5, 8).reshape(n, k), factors
-
-
 @weight_format
 def test_a_weight_is_rounded_once(name: str) -> None:
     """To the nearest float16 of the exact value, down to the smallest normal one; and scales of
@@ -169,7 +116,7 @@ def test_a_weight_is_rounded_once(name: str) -> None:
     rng = np.random.default_rng(2)
     d = rng.standard_normal((32, 8)) * 2.0 ** rng.integers(-3, 1, (32, 8))
     blocks = blocks_with(name, 32, 8, d, -d * 8)
-    got, factors = fragments_as_weights(name, blocks)
+    got, factors = weights_in_registers(blocks)
     exact = exact_weights(blocks) / factors[:, None]
     normal = np.abs(exact) >= 2.0**-13
     np.testing.assert_array_equal(got[normal], exact[normal].astype(np.float16))
@@ -177,32 +124,71 @@ def test_a_weight_is_rounded_once(name: str) -> None:
 
     d *= 2.0 ** rng.integers(-20, 1, (32, 8))
     blocks = blocks_with(name, 32, 8, d, rng.standard_normal((32, 8)) * 2.0 ** rng.integers(-9, 9))
-    got, factors = fragments_as_weights(name, blocks)
+    got, factors = weights_in_registers(blocks)
     exact, least = exact_weights(blocks), least_half(blocks)[:, None]
     off = np.abs(got * factors[:, None].astype(np.float64) - exact)
     assert (off <= 2.0**-11 * np.abs(exact) + least).all()
+
+    # bfloat16: off by what the check allows, and no float16
+    brief, factors = weights_in_registers(blocks, "bfloat16")
+    off = np.abs(brief * factors[:, None] - exact)
+    relative = (1 + 2.0**-8) * (1 + 2.0**-11) - 1
+    assert (off <= relative * np.abs(exact) + (1 + 2.0**-8) * least).all()
+    assert off.max() > 2.0**-10 * np.abs(exact).max()
 
 
 @weight_format
 def test_powers_of_two_are_exact(name: str) -> None:
     """What the integer problems rest on."""
     blocks = Problem(1, 32, 256, name, "integer").blocks
-    got, factors = fragments_as_weights(name, blocks)
-    np.testing.assert_array_equal(got * factors[:, None].astype(np.float64), exact_weights(blocks))
+    got, factors = weights_in_registers(blocks)
+    np.testing.assert_array_equal(got * factors[:, None], exact_weights(blocks))
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
+def test_bfloat16_weights_are_the_float16_ones_rounded_once_more(name: str) -> None:
+    blocks = Problem(1, 32, 256, name, "normal").blocks
+    halves, bfloats = (weights_in_registers(blocks, kind)[0] for kind in ("float16", "bfloat16"))
+    np.testing.assert_array_equal(bfloats, rounded_to_bfloat16(halves.astype(np.float32)))
+    assert np.abs(bfloats).max() > 0
+
+
+def test_every_float16_becomes_the_nearest_bfloat16() -> None:
+    @cuda.jit
+    def convert(x, out):
+        i = cuda.grid(1)
+        out[i] = halves_to_bfloats(x[i])
+
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    out = np.zeros(1 << 15, np.uint32)
+    simulate(convert, 128, 256, (halves.view(np.uint32), out))
+    values = halves.view(np.float16).astype(np.float32)
+    got, wanted = bfloat16_values(out.view(np.uint16)), rounded_to_bfloat16(values)
+    np.testing.assert_array_equal(got, wanted)  # NaN for NaN
 
 
 @pytest.mark.slow
-@weight_format
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "c5"])
 def test_instructions_of_a_fragment(name: str) -> None:
-    """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits."""
-    bits = FORMATS[name].bits
-    code = machine_code(fragment_reader(name), (uint8[::1], uint32[:, :, :, :, ::1]), "sm_90a")
-    rows_blocks = 8  # each with a splat of d, and two products or one and the minimum
-    assert code.count("LOP3") <= (48 if bits == 5 else 32) + 3
-    assert code.count("HFMA2", "HMUL2") <= 32 + 2 * rows_blocks + 4
-    assert code.count("PRMT") <= 3 * rows_blocks
-    assert code.count("SHF") + code.count("IMAD.SHL") <= {4: 8, 5: 24, 8: 16}[bits] + 5
-    assert code.stack_bytes == code.spill_store_bytes == 0
+    """For 64 weights of a lane: LOP3 and HFMA2 one for two weights, LOP3 a half more of 5 bits; as
+    bfloat16, three more for two weights."""
+    reads = uint8[::1], uint32[:, :, :, :, ::1]
+    code = machine_code(float_reader(name, "float16"), reads, "sm_90a")
+    if name in WEIGHT_FORMATS:
+        bits = FORMATS[name].bits
+        rows_blocks = 8  # each with a splat of d, and two products or one and the minimum
+        assert code.count("LOP3") <= (48 if bits == 5 else 32) + 3
+        assert code.count("HFMA2", "HMUL2") <= 32 + 2 * rows_blocks + 4
+        assert code.count("PRMT") <= 3 * rows_blocks
+        assert code.count("SHF") + code.count("IMAD.SHL") <= {4: 8, 5: 24, 8: 16}[bits] + 5
+        assert code.stack_bytes == code.spill_store_bytes == 0
+    if name in ("q4_0", "q5_1", "q8_0", "c5"):
+        bfloat = machine_code(float_reader(name, "bfloat16"), reads, "sm_90a")
+        assert bfloat.count("HADD2.F32") == 64
+        assert bfloat.count("F2FP.BF16") == 32
+        for opcode in ("LOP3", "HFMA2", "HMUL2", "PRMT", "SHF"):
+            assert bfloat.count(opcode) <= code.count(opcode) + 2
+        assert bfloat.stack_bytes == bfloat.spill_store_bytes == 0
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.parts.weights.int8 import ByteFormat, byte_format
 from steps.simulator.launch import simulate
 from tests.formats.test_file_formats import random_blocks
-from tests.kernels.packed_tiles import by_row_tile, unordered
+from tests.kernels.packed_tiles import blocks_with, by_row_tile, exact_weights, unordered
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
-from tests.kernels.test_halves import blocks_with, exact_weights
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 READS = uint8[::1], uint32[:, :, :, :, ::1]
