@@ -78,14 +78,6 @@ def without_comments(source: str) -> str:
     return "".join(lines)
 
 
-@pytest.mark.parametrize("source", LITERALS)
-def test_comments_are_those_of_the_language(source: str) -> None:
-    stripped = without_comments(source)
-    assert "a comment" not in stripped
-    assert ast.dump(ast.parse(stripped)) == ast.dump(ast.parse(source))
-    assert code_only(source) == code_only(stripped)
-
-
 def imports_and_code(source: str) -> tuple[list[tuple[str, str]], list[str]]:
     """(module, name or "") of each import, and the lines that are neither prose nor imports; as
     `ast` finds them."""
@@ -130,30 +122,25 @@ STATEMENTS = (
 )
 
 
-@pytest.mark.parametrize("source", STATEMENTS)
-def test_prose_and_imports_are_those_of_the_language(source: str) -> None:
+AROUND = (
+    "if x:\n    pass\nelse:\n    {}\n",
+    "try:\n    pass\nexcept E:\n    {}\n",
+    "try:\n    pass\nfinally:\n    {}\n",
+    "match x:\n    case 1:\n        {}\n",
+    "class C:\n    async def f(self):\n        for x in y:\n            {}\n",
+    "with x:\n    while y:\n        {}\n",
+)
+IMPORTS = (one.format("from steps.first import x") for one in AROUND)
+
+
+@pytest.mark.parametrize("source", [*LITERALS, *STATEMENTS, *IMPORTS])
+def test_comments_prose_and_imports_are_those_of_the_language(source: str) -> None:
+    stripped = without_comments(source)
+    assert "a comment" not in stripped
+    assert ast.dump(ast.parse(stripped)) == ast.dump(ast.parse(source))
     imports, lines = imports_and_code(source)
     assert code_only(source).splitlines() == lines
     assert sorted(_imports_and_digest(source)[0]) == imports
-
-
-@pytest.mark.parametrize(
-    "around",
-    [
-        "if x:\n    pass\nelse:\n    {}",
-        "try:\n    pass\nexcept E:\n    {}",
-        "try:\n    pass\nfinally:\n    {}",
-        "match x:\n    case 1:\n        {}",
-        "class C:\n    async def f(self):\n        for x in y:\n            {}",
-        "with x:\n    while y:\n        {}",
-    ],
-)
-def test_imports_in_any_statement_are_found(around: str, tmp_path: Path) -> None:
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    (folder / "first.py").write_text("x = 1\n")
-    (folder / "step07_idea.py").write_text(around.format("from steps.first import x") + "\n")
-    assert set(import_closure([STEP], tmp_path)) == {STEP, "steps.first"}
 
 
 def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from numba import cuda, float32, types
 from steps.compile import compiler as compiling
 from steps.compile import kernel_cache, kernel_key
 from steps.compile.compiler import compiled
-from steps.compile.import_closure import ROOT
+from steps.compile.import_closure import ROOT, closure_hash, import_closure
 from steps.compile.kernel_cache import CompiledKernel, cache_folder, clear, entries
 from steps.compile.kernel_key import key_of
-from steps.contract import Launch
+from steps.contract import Launch, Work
 from steps.driver.launcher import load
+from steps.product.choice import Choice
+from steps.registry import find
 
 SIGNATURE = (types.Array(float32, 1, "C"),)
 ARCH = "sm_90a"
@@ -136,10 +138,10 @@ def test_the_first_product_of_a_process_is_there_in_half_a_second(
     assert min(seconds[1:]) < 0.5, seconds
 
 
-def in_process(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": str(root), **environment}
+def in_process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "tests.compile.cached_process", *arguments]
-    return subprocess.Popen(command, cwd=root, env=variables, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
 
 
 def said(process: subprocess.Popen[str]) -> tuple[int, float, str]:
@@ -167,23 +169,6 @@ def test_two_processes_and_two_writers_at_once(folder: Path, tmp_path: Path) -> 
     assert count == 1
     assert other != code
     assert len(list(entries(folder))) == 2
-
-
-@pytest.mark.slow
-def test_a_changed_line_of_a_component_is_another_kernel(folder: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    for room in ("steps", "qformats", "reference", "tests/compile"):
-        shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__"))
-    count, _, code = said(in_process(root=tree))
-    assert count == 1
-    component = tree / "steps/blocks/elements.py"
-    text = component.read_text(encoding="utf-8")
-    component.write_text(f"# a comment\n{text}", encoding="utf-8")
-    assert said(in_process(root=tree))[::2] == (0, code)
-    component.write_text(f"{text}\n_one_more = 1\n", encoding="utf-8")
-    assert said(in_process(root=tree))[0] == 1
-    component.write_text(text, encoding="utf-8")
-    assert said(in_process(root=tree))[::2] == (0, code)
 
 
 # --- files that cannot be trusted -----------------------------------------------------------------
@@ -368,6 +353,23 @@ def test_every_part_of_a_kernel_is_in_its_key() -> None:
     assert len(set(keys)) == len(keys)
     assert key(make(1)) == keys[0]
     assert key(make({"a": 1, "b": 2})) == key(make({"b": 2, "a": 1}))
+
+
+def test_the_code_of_all_that_it_imports_is_in_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    (launch,) = Choice.of_work(Work(find(1), "A16", "q4_0"), (1, 64, 256)).launches()
+    before, asked = key(launch.kernel), list[str]()
+
+    def changed(modules: list[str]) -> str:
+        asked.extend(modules)
+        return closure_hash(modules) + "x"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_key, "closure_hash", changed)
+        kernel_key._code_of.cache_clear()
+        assert key(launch.kernel) != before
+    kernel_key._code_of.cache_clear()
+    assert key(launch.kernel) == before
+    assert "steps.blocks.elements" in import_closure(asked)
 
 
 def test_functions_are_told_apart_by_what_they_do() -> None:

@@ -78,39 +78,29 @@ def forgotten() -> Any:
 def test_another_processs_kernel_is_the_one_that_would_be_compiled_here(
     forgotten: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of products, and of launches that are none; each once."""
     monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
     said: list[str] = []
-    wanted = products((find(1), find(2)))
+    of = (((4, 64), "float16"), ((4, 32), "float16")), (((4, 64), "float32"), ((4, 32), "float16"))
+    others = [OfArrays(of_swiglu, types) for types in of]
+    kernels = {one.launches()[0].kernel for one in others}
+    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels}
+    wanted = [*products((find(1), find(2))), *others, *others]
     steps: list[tuple[int, int]] = []
     report = lambda *done: steps.append(done)  # noqa: E731
-    assert compile_ahead(wanted, HOPPER, said.append, fewest=3, report=report) == 3
-    assert said == []
-    assert steps == [(1, 3), (2, 3), (3, 3)]
-    for one in wanted:
-        for launch in one.launches():
-            signature = signature_of(launch.args)
-            made = kernel_cache._known[launch.kernel][signature, "sm_90a"]
-            assert made is kernel_cache.find(launch.kernel, signature, "sm_90a")
-            here = machine_code(launch.kernel, signature, "sm_90a")
-            assert opcodes(disassemble(made.cubin)) == here.instructions
-            assert made.name.encode() in made.cubin
-    assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0, "all of it is known"
-
-
-def test_a_launch_that_is_no_products_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_compile.os, "sched_getaffinity", lambda _: {0, 1})
-    of = (((4, 64), "float16"), ((4, 32), "float16")), (((4, 64), "float32"), ((4, 32), "float16"))
-    wanted = [OfArrays(of_swiglu, types) for types in of]
-    kernels = {one.launches()[0].kernel for one in wanted}
-    before = {kernel: kernel_cache._known.pop(kernel, {}) for kernel in kernels}
     try:
-        assert compile_ahead([*wanted, *wanted], HOPPER, print, fewest=1) == 2, "each once"
+        assert compile_ahead(wanted, HOPPER, said.append, fewest=5, report=report) == 5
+        assert said == []
+        assert steps == [(i, 5) for i in range(1, 6)]
         for one in wanted:
-            (launch,) = one.launches()
-            made = kernel_cache.find(launch.kernel, signature_of(launch.args), "sm_90a")
-            here = machine_code(launch.kernel, signature_of(launch.args), "sm_90a")
-            assert made is not None
-            assert opcodes(disassemble(made.cubin)) == here.instructions
+            for launch in one.launches():
+                signature = signature_of(launch.args)
+                made = kernel_cache._known[launch.kernel][signature, "sm_90a"]
+                assert made is kernel_cache.find(launch.kernel, signature, "sm_90a")
+                here = machine_code(launch.kernel, signature, "sm_90a")
+                assert opcodes(disassemble(made.cubin)) == here.instructions
+                assert made.name.encode() in made.cubin
+        assert compile_ahead(wanted, HOPPER, said.append, fewest=1) == 0, "all of it is known"
     finally:
         kernel_cache._known.update(before)
 
