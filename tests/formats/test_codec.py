@@ -362,13 +362,30 @@ quick = settings(deadline=None, max_examples=150, derandomize=True)
 
 @name_of_format
 @quick
-@given(x=rows)
-def test_round_trip_error_is_bounded_by_the_scale(name, x):
-    """|x - value| is half a step (a whole one at the end which code 2 zero - 1 cannot reach), plus
-    what rounding d and m to float16 moves a code's value, plus a few float32 roundings."""
+@given(x=rows, exponent=st.integers(-6, 0))
+def test_any_blocks_are_quantized_well(name, x, exponent):
     fmt = FORMATS[name]
     blocks = fmt.quantize(x)
-    code = fmt.codes(blocks)
+    code, values = fmt.codes(blocks), fmt.dequantize(blocks)
+    error_is_bounded_by_the_scale(fmt, x, blocks)
+    codes_use_the_whole_range(fmt, x, code)
+
+    # Values of blocks are their own quantization: the extreme element returns d, and d every code.
+    # With a minimum, that holds while d is not lost in the rounding of values of m's size.
+    steps = np.ptp(values, axis=1)
+    if "m" not in fmt.dtype.names or (np.abs(values).max(axis=1) <= 2.0**8 * steps).all():
+        np.testing.assert_array_equal(fmt.dequantize(fmt.quantize(values)), values)
+
+    # A power of two only moves the scale.
+    x = np.where(np.abs(x) < 2.0**-60, np.float32(0), x)  # keep clear of float32's own underflow
+    factor = np.float32(2.0**exponent)
+    np.testing.assert_array_equal(fmt.codes(fmt.quantize(x * factor)), fmt.codes(fmt.quantize(x)))
+
+
+def error_is_bounded_by_the_scale(fmt, x, blocks):
+    """|x - value| is half a step (a whole one at the end which code 2 zero - 1 cannot reach), plus
+    what rounding d and m to float16 moves a code's value, plus a few float32 roundings."""
+    name, code = fmt.name, fmt.codes(blocks)
     d = np.abs(fmt.scale(blocks).astype(np.float64))
     top = {4: 15, 5: 31, 8: 127}[fmt.bits]
     step = np.where((code == top) & (name in ("q4_0", "q5_0")), 1.0, 0.5)
@@ -382,14 +399,8 @@ def test_round_trip_error_is_bounded_by_the_scale(name, x):
     assert (error <= bound).all(), (error - bound).max()
 
 
-@name_of_format
-@quick
-@given(x=rows)
-def test_codes_use_the_whole_range(name, x):
+def codes_use_the_whole_range(fmt, x, code):
     """The extreme of a block gets the extreme code: smaller d would cut it, larger waste codes."""
-    fmt = FORMATS[name]
-    blocks = fmt.quantize(x)
-    code = fmt.codes(blocks)
     with np.errstate(all="ignore"):
         lives = np.ptp(x, axis=1) > 2.0**-115 if "m" in fmt.dtype.names else x.any(axis=1)
         lives &= np.abs(x).max(axis=1) > 2.0**-115
@@ -400,32 +411,6 @@ def test_codes_use_the_whole_range(name, x):
         assert (code.min(axis=1)[lives] == 0).all()
         if "m" in fmt.dtype.names:
             assert (code.max(axis=1)[lives] == 2**fmt.bits - 1).all()
-
-
-@name_of_format
-@quick
-@given(x=rows)
-def test_quantizing_again_changes_nothing(name, x):
-    """Values of blocks are their own quantization: the extreme element returns d, and d every code.
-
-    With a minimum, that holds while d is not lost in the rounding of values of m's size.
-    """
-    fmt = FORMATS[name]
-    once = fmt.dequantize(fmt.quantize(x))
-    if "m" in fmt.dtype.names:
-        steps = np.ptp(once, axis=1)
-        assume((np.abs(once).max(axis=1) <= 2.0**8 * steps).all())
-    np.testing.assert_array_equal(fmt.dequantize(fmt.quantize(once)), once)
-
-
-@name_of_format
-@quick
-@given(x=rows, exponent=st.integers(-6, 0))
-def test_a_power_of_two_only_moves_the_scale(name, x, exponent):
-    fmt = FORMATS[name]
-    x = np.where(np.abs(x) < 2.0**-60, np.float32(0), x)  # keep clear of float32's own underflow
-    factor = np.float32(2.0**exponent)
-    np.testing.assert_array_equal(fmt.codes(fmt.quantize(x * factor)), fmt.codes(fmt.quantize(x)))
 
 
 @name_of_format
