@@ -169,7 +169,7 @@ gpu-tests: $(READY) ## all GPU tests, the sanitizer and fuzzing, on record in re
 	@$(PY) -m steps gpu-tests $(call options,SECONDS:seconds OUT:out)
 
 warm: $(READY) ## compile what GGUF=model.gguf, or N= K= [FORMAT= M= DTYPE=], needs, on all cores
-	@$(PY) -m steps warm $(DATA) $(TYPE) $(call options,GGUF:gguf)
+	@$(PY) -m steps warm $(TYPE) $(call options,GGUF:gguf FORMAT:format M:m N:n K:k)
 
 cache: $(READY) ## the compiled kernels kept on disk (CLEAR=1: remove them)
 	@$(PY) -m steps cache $(call flags,CLEAR:clear)

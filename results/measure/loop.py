@@ -133,9 +133,7 @@ def turns(slots: int, repetitions: int) -> list[range]:
     return [range(slots * i // graphs, slots * (i + 1) // graphs) for i in range(graphs)]
 
 
-def round_robin(
-    device: Stopwatch, contestants: Sequence[Contestant], budget: Budget, seed: int = 0
-) -> None:
+def round_robin(device: Stopwatch, contestants: Sequence[Contestant], budget: Budget) -> None:
     """Run the loop; each contestant has its `times` afterwards.
 
     Warm-up rounds until the clock has settled, then rounds that count: at least
@@ -146,7 +144,7 @@ def round_robin(
         return
     for each in contestants:
         each.capture()
-    shuffled = random.Random(seed)
+    shuffled = random.Random(0)
     _warm_up(device, [each for each in contestants if not each.slow], budget, shuffled)
     spent, number = 0.0, 0
     while not _enough(contestants, spent, number, budget):

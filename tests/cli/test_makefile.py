@@ -69,51 +69,42 @@ def test_help_is_the_default_and_lists_every_target() -> None:
     assert listed == targets() == {*phony[1].replace("\\\n", " ").split(), "stepN"}
 
 
-@pytest.mark.parametrize(
-    ("typed", "runs_"),
-    [
-        ("step12 FORMAT=q4_0 M=3 N=5 K=64 SCHEME=W4A8 DIST=llm SEED=7 LONG=1",
-         "run 12 --format q4_0 --scheme W4A8 --m 3 --n 5 --k 64 --dist llm --seed 7 --long"),
-        ("ladder M=3 DTYPE=float16 LONG=1", "ladder --m 3 --dtype float16 --long"),
-        ("check STEP=3 GGUF=m.gguf TENSOR=w HINT=1",
-         "check 3 --gguf m.gguf --tensor w --hint"),
-        ("check FILE=mine.py DTYPE=float16 SOLUTION=1",
-         "check --file mine.py --dtype float16 --solution"),
-        ("fuzz STEP=2 SECONDS=9 SEED=3 CASE=m=1", "fuzz 2 --seconds 9 --seed 3 --case m=1"),
-        ("bench STEP=2 FORMAT=q4_0 FRESH=1 ONLY=home OUT=a",
-         "bench 2 --format q4_0 --fresh --only home --out a"),
-        ("bench FILE=mine.py M=3", "bench --file mine.py --m 3"),
-        ("tune STEP=3 M=8 RUN=a/run.json", "tune 3 --m 8 --run a/run.json"),
-        ("exercise STEP=5 OUT=mine.py", "exercise 5 --out mine.py"),
-        ("diff STEP=3 FILE=mine.py", "diff 3 --file mine.py"),
-        ("sass FILE=mine.py K=64 DTYPE=float16",
-         "sass --file mine.py --arch sm_90a --k 64 --dtype float16"),
-        ("ptx STEP=4 FILE=a.py ARCH=sm_80 DTYPE=float16 N=5",
-         "ptx 4 --file a.py --arch sm_80 --n 5 --dtype float16"),
-        ("trace STEP=3 M=3 DTYPE=float16 LINE=114 WARP=4 OUT=t.html",
-         "trace 3 --m 3 --dtype float16 --line 114 --warp 4 --out t.html"),
-        ("profile STEP=12 M=3 DTYPE=float16", "profile 12 --m 3 --dtype float16"),
-        ("counters STEP=2 FORMAT=q8_0 OUT=a", "counters 2 --format q8_0 --out a"),
-        ("sanitize STEP=4 FORMAT=q4_0 TOOL=memcheck SCHEME=A8 DTYPE=float16",
-         "sanitize 4 --format q4_0 --scheme A8 --tool memcheck --dtype float16"),
-        ("gpu-tests SECONDS=90 OUT=a", "gpu-tests --seconds 90 --out a"),
-        ("warm N=64 K=256 DTYPE=float16 GGUF=a", "warm --n 64 --k 256 --dtype float16 --gguf a"),
-        ("cache CLEAR=1", "cache --clear"),
-        ("chat GGUF=a.gguf PROMPT=Hi SYSTEM=Be REFERENCE=1 TEMPERATURE=0.7 TOP_P=0.9 SEED=3 "
-         "GPUS=2 ACCURACY=fast",
-         "chat a.gguf --prompt Hi --temperature 0.7 --top-p 0.9 --seed 3 --accuracy fast --gpus 2 "
-         "--reference --system Be"),
-        ("decoder GGUF=a.gguf BENCH=1 IDS=1,2 TOKENS=8 OUT=a.json",
-         "decoder a.gguf --tokens 8 --ids 1,2 --json a.json --check --bench"),
-        ("quality GGUF=a.gguf TEXT=a.txt LLAMA_CPP=1 REFERENCE=1",
-         "quality a.gguf --text a.txt --reference --against-llama-cpp"),
-    ],
-)  # fmt: skip
-def test_options_are_passed_on(echo: Path, typed: str, runs_: str) -> None:
-    """And every command there knows them."""
-    assert runs(echo, *typed.split()) == [["-m", "steps", *runs_.split()]]
-    args, others = main._parser().parse_known_args(runs_.split())
-    assert (args.command, others) == (runs_.split()[0], [])
+TYPED = {
+    **dict.fromkeys(("STEP", "M", "N", "K", "SEED", "SECONDS", "LINE", "WARP", "GPUS"), "7"),
+    **{"TOKENS": "8", "TEMPERATURE": "0.5", "TOP_P": "0.9", "IDS": "1,2"},
+    **{"DTYPE": "float16", "ARCH": "sm_80", "TOOL": "memcheck", "ONLY": "home", "ACCURACY": "fast"},
+}
+"""What a variable may hold whose command looks at it; others hold their own names."""
+
+
+def test_every_command_knows_what_it_is_given(echo: Path) -> None:
+    """With every variable that the Makefile passes on; each is passed on by some target."""
+    text = re.sub(r"(?m)^#.*", "", MAKEFILE)
+    passed = set(re.findall(r"\b([A-Z][A-Z_]*):([a-z-]+)", text))
+    quoted = re.search(r"^VALUES := ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
+    assert quoted
+    assert set(quoted[1].replace("\\", "").split()) - dict(passed).keys() == {"STEP", "GPU"}
+    values = {name: TYPED.get(name, name) for name in ["STEP", *sorted(dict(passed))]}
+    given = [f"{name}={value}" for name, value in values.items()]
+    arrived = set()
+    for target in sorted(targets()):
+        for command in runs(echo, target.replace("stepN", "step7"), *given):
+            if command[:2] == ["-m", "steps"]:
+                args, others = main._parser().parse_known_args(command[2:])
+                assert (args.command, others) == (command[2], [])
+                arrived |= {pair for pair in passed if f"--{pair[1]}" in command}
+    assert arrived == passed
+    (command,) = runs(echo, "decoder", "GGUF=a.gguf", "BENCH=1", "TOKENS=8", "IDS=1,2")
+    assert command[2:] == [
+        "decoder",
+        "a.gguf",
+        "--tokens",
+        "8",
+        "--ids",
+        "1,2",
+        "--check",
+        "--bench",
+    ]
 
 
 VALUE = """it's 5$ or $HOME, "b" \\ `c` #d  two; exit 3 $(shell exit)
@@ -179,9 +170,6 @@ def test_a_step_through_make() -> None:
     done = make("diff", "STEP=2", "VENV=system", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("--- steps/step01_naive_w4a16.py")
-
-
-def test_a_failing_command_fails_the_target() -> None:
     assert make("step99", "VENV=system", f"PYTHON={sys.executable}").returncode != 0
 
 

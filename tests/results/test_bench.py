@@ -347,19 +347,6 @@ def test_a_bench_keeps_fresh_rows_with_their_commit(tmp_path: Path) -> None:
     assert [row.step for row in recorder.added] == [1, 2]
 
 
-def test_every_loop_is_written_when_it_is_done(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    recorder = Recorder(path, ENV, Run(env=ENV))
-    sizes = [(1, 4, 32), (2, 4, 32), (1, 6, 32)]
-    wanted = [Wanted(the_work(1), size) for size in sizes]
-    seen = []
-    for rows, peers in benching.measure_loops(fake_bench(), benching.in_loops(wanted)):
-        recorder.add(rows, peers)
-        seen.append(len(store.read(path).rows))
-    assert seen == [1, 2, 3]
-    assert list(tmp_path.iterdir()) == [path], "one file, replaced whole"
-
-
 def test_rows_are_kept_of_this_machine_compiler_and_ladder_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     rows = (good(Wanted(the_work(1), SHAPE)), good(Wanted(the_work(2), SHAPE), name="step02_other"))
@@ -381,6 +368,9 @@ def asked(**changes: Any) -> Any:
 
 def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
     assert command.rows_of(asked(), HOPPER) == list(MATRIX)
+    of_file = command.rows_of(asked(format=["mxfp4"]), HOPPER)
+    works = select(ladder(), ["mxfp4"], None, HOPPER)
+    assert {one.work for one in of_file} == set(works), "a format that is named"
     one = command.rows_of(asked(steps=["10"], format=["q4_0"], m=128), HOPPER)
     assert {(w.work.step.number, w.work.format, w.size[0]) for w in one} == {(10, "q4_0", 128)}
     assert len(one) == 3
@@ -404,19 +394,13 @@ def test_calls_are_those_of_the_set_the_formats_and_the_shape_that_are_asked_for
         return command.calls_of(asked(no_baselines=False, **changes))
 
     tabled, sweep = list(as_called.TABLED), list(as_called.SWEEP)
-    assert calls() == tabled + sweep
-    assert calls(only="calls") == tabled
-    assert calls(only="sweep") == sweep
-    assert calls(only="steps") == []
+    assert calls() == calls(steps=["all"]) == tabled + sweep
+    assert (calls(only="calls"), calls(only="sweep"), calls(only="home")) == (tabled, sweep, [])
     assert {way.format for _, way in calls(format=["q5_1"])} == {"q5_1"}
     assert {size for size, _ in calls(m=8, n=4096, k=4096)} == {(8, 4096, 4096)}
-    assert calls(steps=["4"]) == calls(scheme="W4A16") == []
-    assert calls(steps=["all"]) == tabled + sweep
-    assert command.calls_of(asked(no_baselines=True)) == []
+    assert calls(steps=["4"]) == calls(scheme="W4A16") == command.calls_of(asked()) == []
     assert command.rows_of(asked(only="sweep"), HOPPER) == []
-    assert command.rows_of(asked(only="steps"), HOPPER) == list(MATRIX)
     homes = {size for step in ladder() for size in step.home_shapes}
-    assert calls(only="home") == []
     assert command.rows_of(asked(only="home"), HOPPER) == [o for o in MATRIX if o.size in homes]
     assert capsys.readouterr().err == ""
     version[0] = None
@@ -533,10 +517,3 @@ def test_cublas_is_in_the_loop_in_the_rows_and_a_peer(monkeypatch: pytest.Monkey
     ((rows, peers),) = loops_of(bench, [the_work(2)])
     assert (rows[0].status, rows[0].cublas_us, peers) == ("ok", None, [])
     assert said == [f"no cuBLAS at {SHAPE}: it is wrong"]
-
-
-def test_works_of_a_file_format_are_benched_when_they_are_named() -> None:
-    works = select(ladder(), ["mxfp4"], None, HOPPER)
-    found = benching.matrix(ladder(), ["mxfp4"], HOPPER)
-    assert {one.work.format for one in found} == {"mxfp4"}
-    assert {one.work.step.number for one in found} == {work.step.number for work in works}
