@@ -5,7 +5,6 @@ rows.py            its records by columns, for tables and for CSV files
 staleness.py       which records are no facts about the code of this tree
 table.py           a table as text and as Markdown
 charts/            run -> SVG
-captions.py        the charts in words
 readme.py          the tables of README.md
 complete.py        results/RESULTS.md
 models.py          tables of whole models

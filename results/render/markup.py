@@ -9,12 +9,11 @@ import ast
 import difflib
 import re
 import textwrap
-import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -54,96 +53,57 @@ def inline(text: str) -> Markup:
     return Markup(_MARKDOWN.renderInline(text))
 
 
-# --- the docstring of a step ----------------------------------------------------------------------
+# --- docstrings and the worklog -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A heading and what stands under it."""
-
-    heading: str
-    body: Markup
-
-
-def lesson(docstring: str, names: Mapping[str, int]) -> tuple[str, list[Passage]]:
-    """(the line that says what the step is, its headings). `names` are the steps' module names,
-    which become links."""
-    first, *rest = docstring.strip("\n").split("\n")
-    passages: list[tuple[str, list[str]]] = []
-    for line in rest:
-        if line and not line.startswith(" "):
-            passages.append((line.strip(), []))
-        elif passages:
-            passages[-1][1].append(line[4:])
-    return first, [Passage(heading, _prose(lines, names)) for heading, lines in passages]
-
-
-def _prose(lines: Sequence[str], names: Mapping[str, int]) -> Markup:
-    """Paragraphs; lines that are indented more than these, or set in columns, are pictures or
-    formulas."""
-    runs: list[tuple[str, list[str]]] = []
-    for line in lines:
-        drawn = line.startswith(" ") or "   " in line
-        kind = "blank" if not line.strip() else "picture" if drawn else "text"
-        if kind == "blank" and runs and runs[-1][0] == "picture":
-            kind = "picture"  # a gap in it, or its end
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
-        runs[-1][1].append(line)
-    parts = []
-    for kind, own in runs:
-        if kind == "picture":
-            parts.append(Markup("<pre>{}</pre>").format(_flush(own)))
-        elif kind == "text":
-            text = " ".join(own)
-            for name, number in names.items():
-                text = text.replace(name, f"[{name}](#step-{number})")
-            parts.append(Markup("<p>{}</p>").format(inline(text)))
-    return Markup("\n").join(parts)
-
-
-def _flush(lines: Sequence[str]) -> str:
-    """Without what all are indented by, and without empty lines at the end."""
-    return textwrap.dedent("\n".join(lines)).rstrip()
-
-
-# --- the worklog ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WorklogFinding:
-    """A section of a worklog page. `predicted`: it holds a prediction beside the measurement."""
+class Section:
+    """A heading and what stands under it. `predicted`: a prediction beside its measurement."""
 
     heading: Markup
     body: Markup
-    predicted: bool
+    predicted: bool = False
+
+
+def lesson(docstring: str, names: Mapping[str, int]) -> tuple[str, list[Section]]:
+    """(the line that says what a step is, what its docstring has under headings). `names` are the
+    steps' module names, which become links."""
+    first, _, rest = docstring.strip("\n").partition("\n")
+    _, *parts = re.split(r"(?m)^(\S.*)\n", f"{rest}\n")
+    return first, [
+        Section(inline(heading.strip()), _prose(textwrap.dedent(text), names))
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _prose(text: str, names: Mapping[str, int]) -> Markup:
+    """Paragraphs; lines that are indented, or set in columns, are pictures or formulas."""
+    lines, before = [], False
+    for line in text.split("\n"):
+        drawn = line.startswith(" ") or "   " in line
+        if line and drawn != before:
+            lines.append("")  # Markdown begins no picture within a paragraph
+            before = drawn
+        for name, number in () if drawn else names.items():
+            line = line.replace(name, f"[{name}](#step-{number})")
+        lines.append(f"    {line}" if drawn else line)
+    return markdown("\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A page of the worklog: what stands above its sections, and those, as the page has them."""
+    """A page of the worklog: what stands above its sections, and those."""
 
     opening: Markup
-    findings: list[WorklogFinding]
+    findings: list[Section]
 
 
-@dataclass(frozen=True, slots=True)
-class Worklog:
-    """A page per step, and the findings that belong to none."""
-
-    steps: Mapping[int, Entry]
-    general: Entry | None
-
-
-def worklog(folder: Path) -> Worklog:
-    """The worklog in a folder: `stepNN.md` and `README.md`."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    steps = {
-        int(name[4:]): entry(text, 6)
-        for name, text in texts.items()
-        if re.fullmatch(r"step\d+", name)
+def worklog(folder: Path) -> dict[str, Entry]:
+    """The pages of the worklog in a folder: "step01" and so on, and "README"."""
+    return {
+        path.stem: entry(path.read_text(encoding="utf-8"), 5 if path.stem == "README" else 6)
+        for path in folder.glob("*.md")
     }
-    return Worklog(steps, entry(texts["README"], 5) if "README" in texts else None)
 
 
 def entry(text: str, level: int) -> Entry:
@@ -151,20 +111,14 @@ def entry(text: str, level: int) -> Entry:
     pages of steps lead to their sections here."""
     text = re.sub(r"\]\(step0*(\d+)\.md(?:#[^)]*)?\)", r"](#step-\1)", text)
     text = re.sub(r"\A# .*\n", "", text.lstrip())
-    opening, *parts = re.split(r"(?m)^## (.*)\n", text)
-    findings = [
-        WorklogFinding(
-            heading=inline(heading),
-            body=_leveled(markdown(body, heading), level),
-            predicted="**Predicted" in body,
-        )
-        for heading, body in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    return Entry(_leveled(markdown(opening), level), findings)
-
-
-def _leveled(html: Markup, level: int) -> Markup:
-    return Markup(re.sub(r"(</?h)[1-6]>", rf"\g<1>{level}>", str(html)))
+    opening, *parts = re.split(r"(?m)^## (.*)\n", re.sub(r"(?m)^###+", "#" * level, text))
+    return Entry(
+        markdown(opening),
+        [
+            Section(inline(heading), markdown(body, heading), "**Predicted" in body)
+            for heading, body in zip(parts[::2], parts[1::2], strict=True)
+        ],
+    )
 
 
 # --- Python ---------------------------------------------------------------------------------------
@@ -189,7 +143,6 @@ class Code:
     number: int
     text: str
     html: Markup
-    marked: bool = False
 
 
 def python(source: str) -> list[Code]:
@@ -226,19 +179,14 @@ def trimmed(lines: Sequence[Code]) -> list[Code]:
     return list(lines[full[0] : full[-1] + 1]) if full else []
 
 
-def marked(lines: Iterable[Code], sign: str = "# <-") -> list[Code]:
-    """Those with `sign` in them stand out."""
-    return [replace(line, marked=sign in line.text) for line in lines]
-
-
 @dataclass(frozen=True, slots=True)
 class Hunk:
     """Neighbouring lines that are the same in both files, or that differ. `folded`: so many equal
     lines that a reader need not see them."""
 
-    kind: Literal["same", "changed"]
-    before: list[Code]
-    after: list[Code]
+    same: bool
+    before: Sequence[Code]
+    after: Sequence[Code]
     folded: bool = False
 
 
@@ -247,70 +195,43 @@ CONTEXT: Final = 4
 
 
 def compared(before: Sequence[Code], after: Sequence[Code]) -> list[Hunk]:
-    """Both from top to bottom: nothing of either is left out."""
+    """Both from top to bottom: nothing of either is left out. Empty lines alone keep nothing
+    together, and of many equal lines those at a change stay in sight."""
     texts = [line.text for line in before], [line.text for line in after]
-    raw: list[Hunk] = []
-    for tag, i, j, m, n in difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
-        kind: Literal["same", "changed"] = "same" if tag == "equal" else "changed"
-        if kind == "same" and raw and n < len(after) and not "".join(texts[1][m:n]).strip():
-            kind = "changed"  # empty lines alone keep nothing together
-        old, new = list(before[i:j]), list(after[m:n])
-        if raw and raw[-1].kind == kind:
-            raw[-1].before.extend(old)
-            raw[-1].after.extend(new)
-        else:
-            raw.append(Hunk(kind, old, new))
-    return [part for i, each in enumerate(raw) for part in _folded(each, i, len(raw))]
-
-
-def _folded(hunk: Hunk, at: int, count: int) -> Iterator[Hunk]:
-    """A long equal hunk in up to three: its ends, beside a change, stay in sight."""
-    head = CONTEXT if at > 0 else 0
-    tail = CONTEXT if at < count - 1 else 0
-    size = len(hunk.after)
-    if hunk.kind == "changed" or size <= head + tail + CONTEXT:
-        yield hunk
-        return
-    for first, last in ((0, head), (head, size - tail), (size - tail, size)):
-        if last > first:
-            old, new = hunk.before[first:last], hunk.after[first:last]
-            yield Hunk("same", old, new, folded=(first, last) == (head, size - tail))
+    matcher = difflib.SequenceMatcher(lambda text: not text.strip(), *texts, autojunk=False)
+    hunks = []
+    for tag, i, j, m, n in matcher.get_opcodes():
+        head, tail = (CONTEXT if m else 0), (CONTEXT if n < len(after) else 0)
+        if tag != "equal" or n - m <= head + tail + CONTEXT:
+            hunks.append(Hunk(tag == "equal", before[i:j], after[m:n]))
+            continue
+        for first, last in ((m, m + head), (m + head, n - tail), (n - tail, n)):
+            if first < last:
+                old, new = before[first + i - m : last + i - m], after[first:last]
+                hunks.append(Hunk(True, old, new, folded=(first, last) == (m + head, n - tail)))
+    return hunks
 
 
 # --- charts ---------------------------------------------------------------------------------------
-
-_SVG: Final = "http://www.w3.org/2000/svg"
-_XLINK: Final = "http://www.w3.org/1999/xlink"
 
 
 def picture(svg: bytes, name: str, title: str, description: str) -> Markup:
     """A chart to stand in a page among others: its ids carry its name, it brings no styles for
     the page (`page.css` has them), and it says in words what it shows."""
-    root = ET.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-        if target := element.attrib.pop(f"{{{_XLINK}}}href", None):
-            element.set("href", target.replace("#", f"#{name}-"))
-        for key, value in element.attrib.items():
-            if key == "id":
-                element.set(key, f"{name}-{value}")
-            elif "url(#" in value:
-                element.set(key, value.replace("url(#", f"url(#{name}-"))
-    width = float(root.attrib.pop("width").removesuffix("pt"))
-    root.attrib.pop("height")
-    root.set("class", "chart")
-    root.set("style", f"--drawn: {width * 4 / 3:.0f}px")
-    root.set("role", "img")
-    root.set("aria-labelledby", f"{name}-title {name}-desc")
-    for place, (tag, text) in enumerate((("title", title), ("desc", description))):
-        said = ET.Element(tag, {"id": f"{name}-{tag}"})
-        said.text = text
-        root.insert(place, said)
-    return Markup(ET.tostring(root, encoding="unicode"))
+    text = re.sub(
+        r"(?s)<(metadata|style)\b.*?</\1>", "", svg.decode().replace("xlink:href", "href")
+    )
+    text = re.sub(r'\bid="|\bhref="#|url\(#', rf"\g<0>{name}-", text)
+    head = re.search(r'<svg [^>]*?(viewBox="0 0 ([\d.]+) [^"]*")[^>]*>', text)
+    assert head, "no picture of matplotlib"
+    opened = Markup(
+        '<svg class="chart" role="img" {view} style="--drawn: {width:.0f}px" '
+        'aria-labelledby="{name}-title {name}-desc">'
+        '<title id="{name}-title">{title}</title><desc id="{name}-desc">{said}</desc>'
+    )
+    view, width = Markup(head[1]), float(head[2]) * 4 / 3  # pt to px
+    opened = opened.format(view=view, width=width, name=name, title=title, said=description)
+    return opened + Markup(text[head.end() :])
 
 
 # --- pages ----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from results.measure import protocol
 from results.record import ROOT
 from results.record.schema import Environment, Row, Run
 from results.record.store import read
-from results.render import captions, charts, complete, markup, query, readme, rows
+from results.render import charts, complete, markup, query, readme, rows
 from results.render.machine_code import Compiler, beside, compiled, main_work
 from results.render.roof import roof
 from results.render.staleness import STALE_NOTE, stale_keys
@@ -34,12 +34,8 @@ from results.render.table import (
     Column,
     Table,
     dims,
-    number,
     of_records,
-    percent,
     progress,
-    ratio,
-    span,
 )
 from steps import ladder
 from steps.contract import BRANCHES, Step
@@ -94,7 +90,7 @@ def build(
                 {
                     "step": step,
                     "stale": any(row.key in stale for row in measured["rows"]),
-                    "entry": log.steps.get(step.number),
+                    "entry": log.get(f"step{step.number:02}"),
                     "requests": tracer(step),
                     "recorded": dims(traced.size_of(main_work(step), step.home_shapes[0])),
                     "format": main_work(step).format,
@@ -128,23 +124,21 @@ def build(
             protocol=markup.markdown(inspect.getdoc(protocol) or ""),
             facts=complete.facts(run.env),
             limits=complete.limits(run.env),
-            findings=log.general,
+            findings=log.get("README"),
         )
     )
 
 
 def _charts(run: Run) -> dict[str, dict[str, Any]]:
     """The charts of the page, each with its caption."""
-    said = captions.chart_captions(run)
-    files = charts.render(run) if said else {}
-    return {
-        name: {
-            "name": name,
-            "caption": caption,
-            "svg": markup.picture(files[f"{name}.svg"], name, caption.title, caption.finding),
-        }
-        for name, caption in said.items()
-    }
+    files = charts.render(run)
+    found: dict[str, dict[str, Any]] = {}
+    for name, chart in charts.plans(run).items():
+        said, figures = chart.tell(run)
+        svg = markup.picture(files[f"{name}.svg"], name, chart.title, said)
+        found[name] = {"name": name, "title": chart.title, "finding": said, "svg": svg}
+        found[name]["figures"] = figures
+    return found
 
 
 def _block(name: str) -> dict[str, Any]:
@@ -182,44 +176,12 @@ def _figures_of(step: Step, run: Run, at_home: Mapping[int, Row]) -> dict[str, A
         if row.step == step.number and row.shape in step.home_shapes
     ]
     own = at_home.get(step.number)
-    others = list(at_home.values())
-    name = f"step-{step.number}-roof"
     return {
         "rows": found,
         "figures": of_records(FIGURES, found),
         "shape": " and ".join(dims(each) for each in step.home_shapes),
-        "best": step_facts(run, step.number),
-        "roof": roof(own, others, run.env.limits, name) if own else Markup(),
+        "roof": roof(own, list(at_home.values()), run.env.limits) if own else None,
     }
-
-
-def step_facts(run: Run, step: int) -> list[tuple[str, str]]:
-    """(of what, a step's figure and where): over the formats and shapes of the run."""
-    every = [row for row in query.of_one_dtype(query.timed(run.rows)) if row.step == step]
-
-    def where(row: Row) -> str:
-        return f"({row.format.upper()}, {dims(row.shape)})"
-
-    found = []
-    if top := max((row for row in every if row.tflops), key=lambda r: r.tflops or 0, default=None):
-        found.append(("Most TFLOPS", f"{number(top.tflops or 0)} {where(top)}"))
-    if parents := [row for row in every if row.home and row.x_parent]:
-        ends = [f(parents, key=lambda row: row.x_parent or 0) for f in (min, max)]
-        told = dict.fromkeys(f"{ratio(row.x_parent)} {where(row)}" for row in ends)
-        numbers = sorted({row.parent for row in parents if row.parent is not None})
-        against = " and ".join(f"step {parent}" for parent in numbers)
-        found.append((f"Against {against}", " to ".join(told)))
-    totals = [
-        (us / row.total_us, where(row))
-        for row in every
-        if row.total_us and (us := query.baseline_us(run, query.LLAMA_CPP, row.format, row.shape))
-    ]
-    if totals:
-        times, at = max(totals)
-        label = query.BASELINES[query.LLAMA_CPP]
-        found.append((f"Total against {label}, at best", f"{ratio(times)} {at}"))
-    shares = [row.limit_share for row in every if row.home and row.limit_share is not None]
-    return found + [("Of its limit at home", span(shares, percent))] * bool(shares)
 
 
 def _code_of(step: Step, machine: Any) -> dict[str, Any]:
@@ -240,7 +202,7 @@ def _code_of(step: Step, machine: Any) -> dict[str, Any]:
         "instructions": instructions,
         "base": base,
         "hunks": hunks,
-        "changed": sum(len(each.after) for each in hunks if each.kind == "changed"),
+        "changed": sum(len(each.after) for each in hunks if not each.same),
         "source": own,
     }
 
@@ -267,7 +229,7 @@ def _exhibit(pitfall: Pitfall, finding: Finding) -> dict[str, Any]:
         "error": error_of(finding.nmse),
         "caught": ", ".join(finding.layers) if finding.caught else "**not caught**",
         "heard": finding.layers,
-        "code": markup.marked(markup.trimmed(code[:end])),
+        "code": markup.trimmed(code[:end]),
     }
 
 

@@ -34,6 +34,11 @@ def spread(low: float | None, high: float | None) -> str:
     return ABSENT if low is None or high is None else f"{number(low)}-{number(high)}"
 
 
+def time_of(row: Row) -> str:
+    """The kernel's time in us, or why there is none."""
+    return cell(row.kernel_us) if row.status == "ok" else row.status
+
+
 def dtypes(row: Row) -> str:
     """ "float16", or "float32, float16" where A and C differ."""
     return row.input if row.input == row.output else f"{row.input}, {row.output}"
@@ -47,7 +52,7 @@ OF_ROWS: Final = (
     FORMAT,
     SIZE,
     Column("A, C", dtypes, words=True),
-    Column("kernel us", lambda row: cell(row.kernel_us) if row.status == "ok" else row.status),
+    Column("kernel us", time_of),
     Column("20-80 %", lambda row: spread(row.p20_us, row.p80_us)),
     Column("pass us", lambda row: cell(row.activation_us)),
     Column("total us", lambda row: cell(row.total_us)),

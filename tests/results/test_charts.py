@@ -14,8 +14,8 @@ from results import __main__ as command
 from results.baselines.humming import W4A16
 from results.record import store
 from results.record.schema import Environment, Run
-from results.render import captions, charts, query, table
-from results.render.charts import called, error, ladder, roofline, style, tokens
+from results.render import charts, query, table
+from results.render.charts import calls, error, ladder, roofline, style
 from steps.contract import BRANCHES
 from tests.results.synthetic_run import CALLED_TOKENS, FEW, FORMATS, LADDER, SWEPT, make_run
 
@@ -40,12 +40,11 @@ def text_of(svg: bytes) -> str:
 def test_every_chart_is_there_alike_each_time_with_its_gpu_and_its_date(run, files) -> None:
     assert set(files) == {f"{name}.svg" for name in NAMES}
     assert sum(map(len, files.values())) < 300_000
-    assert charts.render(run) == files
     for name, data in files.items():
         assert b"<dc:date>" not in data
         assert "NVIDIA H200 @ 700 W, 2026-01-02" in text_of(data), name
     assert charts.render(Run(env=Environment())) == {}
-    assert set(charts.render(run, only={"error"})) == {"error.svg"}
+    assert charts.render(run, only={"error"}) == {"error.svg": files["error.svg"]}
 
 
 # --- the ladder -----------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
 
 
 def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
-    curves = dict(called.curves(run, 4096, 14336))
+    curves = dict(calls.speeds(run, 4096, 14336))
     assert set(curves) == {
         *("QuantLinear", "QuantLinear, fast", "gemm.plan, float32", "llama.cpp"),
         *query.LAYERS.values(),
@@ -130,8 +129,8 @@ def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
 
 
 def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, files) -> None:
-    assert tokens.sizes(run) == [(4096, 4096), (4096, 14336), (14336, 4096)]
-    curves = dict(tokens.curves(run, 4096, 14336))
+    assert calls.swept(run) == [(4096, 4096), (4096, 14336), (14336, 4096)]
+    curves = dict(calls.times(run, 4096, 14336))
     assert set(curves) == {
         "QuantLinear",
         "QuantLinear, fast",
@@ -146,9 +145,9 @@ def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, fil
     assert dict(curves["cuBLAS float16"])[33] == one.cublas_us
     layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
     assert dict(curves["Humming W4A16"])[32] == layer
-    calls = query.sweep(run, "fast", 4096, 14336)
-    assert tokens.ranges_of_steps(calls) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
-    assert tokens.ranges_of_steps([]) == []
+    chosen = query.sweep(run, "fast", 4096, 14336)
+    assert calls.ranges_of_steps(chosen) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
+    assert calls.ranges_of_steps([]) == []
     text = text_of(files["tokens.svg"]).split("\n")
     assert [text.count(step) for step in ("14", "15", "18")] == [3, 3, 6]
 
@@ -238,16 +237,14 @@ def test_missing_data_is_left_out() -> None:
     assert "llama.cpp" not in text
 
 
-@pytest.mark.parametrize("formats", [tuple(FORMATS), ("q8_0",)])
-def test_nothing_is_cut_off_at_the_edge(formats) -> None:
+def test_nothing_is_cut_off_at_the_edge(run) -> None:
     """With room to spare at both sides, as a browser's font may be wider; and no label of a step
     reaches into its panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    run = make_run(formats=formats)
     with mpl.rc_context(style.STYLE):
-        for name, draw in charts.plans(run).items():
-            figure = draw(run)
+        for name, chart in charts.plans(run).items():
+            figure = chart.draw(run)
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
             box, (width, height) = figure.get_tightbbox(canvas.renderer), figure.get_size_inches()
@@ -274,11 +271,15 @@ def test_labels_are_spread_apart_in_order() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys) -> None:
+def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypatch) -> None:
+    def drawn(run: Run, kind: str) -> dict[str, bytes]:
+        return {f"{name}.{kind}": charts.digest(run).encode() for name in charts.plans(run)}
+
+    monkeypatch.setattr(charts, "render", drawn)
     path = store.write(run, tmp_path / "run.json")
     out = tmp_path / "charts"
-    assert command.main(["charts", "--run", str(path), "--out", str(out)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(NAMES)
+    assert command.main(["charts", "--run", str(path), "--out", str(out), "--png"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(NAMES)
     run = store.read(path)
     assert charts.drifts(run, out) == []
     (out / "error.svg").unlink()
@@ -297,28 +298,25 @@ def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys) -> None:
     assert charts.drifts(None, out) == []
 
 
-def test_captions_hold_the_figures_of_their_charts(run) -> None:
-    said = captions.chart_captions(run)
-    assert set(said) == NAMES
-    figures = {name: table.plain(each.figures) for name, each in said.items()}
+def test_charts_tell_their_figures(run) -> None:
+    said = {name: chart.tell(run) for name, chart in charts.plans(run).items()}
+    figures = {name: table.plain(each) for name, (_, each) in said.items()}
     for panel in query.ladder(run):
         for name in query.BASELINES:
             us = query.baseline_us(run, name, "q4_0", panel.home)
             assert f"{table.number(us or 0)} us" in figures["ladder"]
-    for _, points in called.curves(run, 4096, 4096):
+    for _, points in calls.speeds(run, 4096, 4096):
         for _, x in points:
             assert table.ratio(x) in figures["as_called"]
-    for _, points in tokens.curves(run, 4096, 4096):
+    for _, points in calls.times(run, 4096, 4096):
         assert table.number(points[-1][1]) in figures["tokens"]
-    none = "nowhere does one token more take more than 1.15 times as long"
-    assert none in said["tokens"].finding
+    assert "Nowhere does one token more take more than 1.15 times as long." in said["tokens"][0]
     jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
-    other = captions.chart_captions(replace(run, as_called=jump))["tokens"].finding
-    assert none not in other
-    assert "x from M=32 as long" in other
+    told, _ = calls.tell_times(replace(run, as_called=jump))
+    assert "times as long, from M=32 to 33." in told
     for row in roofline.rows_of(run):
         assert table.number(row.tflops or 0) in figures["roofline"]
-    assert "fast steps" in said["error"].finding
+    assert "fast steps" in said["error"][0]
     for rung in error.rungs(run):
         assert table.ratio(error.relative(run, rung.every[0])) in figures["error"]
 

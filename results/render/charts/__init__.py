@@ -8,7 +8,8 @@
     error.svg       the error of the product, then of the kernel
     roofline.svg    the last step of each branch under the limits measured on this GPU
 
-The file of its name draws each, `called.py` as_called.svg; `style.py` has colours and axes.
+`calls.py` draws as_called.svg and tokens.svg, the file of its name each other one; `style.py` has
+colours and axes. A chart also tells in words and figures what it shows (`Chart.tell`).
 
 The same run gives the same bytes with the same matplotlib: ids are salted with a constant, and no
 date of drawing is written. Text stays text, so a chart can be searched and diffed. The background
@@ -20,39 +21,33 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from results.record import ROOT
 from results.record.codec import to_json
 from results.record.schema import Run
-from results.render.charts import called, error, ladder, roofline, tokens
-from results.render.charts.style import STYLE
-from results.render.query import ladder as panels_of
-from results.render.query import tabled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from results.render.charts.calls import AS_CALLED, TOKENS
+from results.render.charts.error import ERROR
+from results.render.charts.ladder import LADDER
+from results.render.charts.roofline import ROOFLINE
+from results.render.charts.style import STYLE, Chart
 
 FOLDER: Final = ROOT / "results" / "charts"
 CURE: Final = "run `make charts`"
+CHARTS: Final = {
+    "ladder": LADDER,
+    "as_called": AS_CALLED,
+    "tokens": TOKENS,
+    "error": ERROR,
+    "roofline": ROOFLINE,
+}
 
 
-def plans(run: Run) -> dict[str, Callable[[Run], Figure]]:
-    """The charts that the run has data for: file name without its ending -> drawing."""
-    made: dict[str, Callable[[Run], Figure]] = {}
-    if panels_of(run):
-        made["ladder"] = ladder.draw
-    if tabled(run):
-        made["as_called"] = called.draw
-    if tokens.sizes(run):
-        made["tokens"] = tokens.draw
-    if error.rungs(run):
-        made["error"] = error.draw
-    if roofline.rows_of(run):
-        made["roofline"] = roofline.draw
-    return made
+def plans(run: Run) -> dict[str, Chart]:
+    """The charts that the run has data for, by the name of their files without its ending."""
+    return {name: chart for name, chart in CHARTS.items() if chart.data(run)}
 
 
 def digest(run: Run) -> str:
@@ -66,13 +61,13 @@ def render(run: Run, kind: str = "svg", only: Collection[str] | None = None) -> 
 
     files = {}
     with mpl.rc_context(STYLE):
-        for name, draw in plans(run).items():
+        for name, chart in plans(run).items():
             if only is not None and name not in only:
                 continue
             buffer = io.BytesIO()
             about = {"Date": None, "Creator": None, "Description": digest(run)}
             metadata = about if kind == "svg" else None
-            draw(run).savefig(buffer, format=kind, metadata=metadata, dpi=110)
+            chart.draw(run).savefig(buffer, format=kind, metadata=metadata, dpi=110)
             data = buffer.getvalue()
             if kind == "svg":  # without matplotlib's font a browser would take its serif default
                 data = data.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Arial, sans-serif")

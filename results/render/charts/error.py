@@ -17,11 +17,13 @@ from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.charts.ladder import short
 from results.render.query import Rung, formats, ladder
+from results.render.table import Column, Table, of_records, scientific, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE: Final = "Error: of the product, and of the kernel"
 LINE: Final = 0.25
 LEFT: Final = 2.32
 ACROSS: Final = style.COLUMN - LEFT - 0.2
@@ -57,7 +59,7 @@ def draw(run: Run) -> Figure:
     names = formats(row for rung in steps for row in rows_of(rung))
     panel = LINE * len(steps)
     height = style.HEAD + 2 * (panel + 0.95) + 0.32
-    figure = style.new_figure(height, "Error: of the product, and of the kernel", run, "NMSE")
+    figure = style.new_figure(height, TITLE, run, "NMSE")
     top = style.HEAD + 0.62
     for title, made, label in (
         (
@@ -95,6 +97,29 @@ def draw(run: Run) -> Figure:
     return figure
 
 
+def tell(run: Run) -> tuple[str, Table]:
+    steps = rungs(run)
+
+    def products(rung: Rung) -> list[float]:
+        return [x for row in rows_of(rung) if (x := relative(run, row))]
+
+    kinds = {
+        kind: [x for rung in steps if rung.row.accuracy == kind for x in products(rung)]
+        for kind in dict.fromkeys(rung.row.accuracy for rung in steps)
+    }
+    seen = "; ".join(f"{kind} steps {span(values)}" for kind, values in kinds.items() if values)
+    columns = (
+        Column("", lambda rung: short(rung.row), words=True),
+        Column("product, x its format's", lambda rung: span(products(rung))),
+        Column(
+            "kernel alone",
+            lambda rung: span((row.nmse_same_operands for row in rung.every), scientific),
+        ),
+    )
+    told = "NMSE of the product over that of its format, over these formats: "
+    return f"{told}{seen}.", of_records(columns, steps, "NMSE")
+
+
 def _look(name: str) -> dict[str, Any]:
     """How a format's points are drawn."""
     color = style.FORMAT_COLORS.get(name, style.PALE)
@@ -123,3 +148,6 @@ def _key(figure: Figure, names: list[str], height: float) -> None:
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, 1 - 0.56 / height)}
     spaces = {"handletextpad": 0.1, "columnspacing": 1.0}
     figure.legend(handles=handles, ncols=len(names) or 1, fontsize=9.5, **place, **spaces)
+
+
+ERROR: Final = style.Chart(TITLE, rungs, draw, tell)

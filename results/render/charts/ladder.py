@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.query import BASELINES, Panel, Rung, baseline_us, ladder
-from results.render.table import ABSENT, cell, dims, number, ratio
+from results.render.table import (
+    ABSENT,
+    Column,
+    Table,
+    cell,
+    dims,
+    number,
+    of_records,
+    percent,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE: Final = "The ladder: each step at its home shape"
 DECODE: Final = "decode"
 """The branch that memory bounds: drawn as a share of its bandwidth."""
 LINE: Final = 0.27  # inches for a step
 LEFT: Final = 2.32  # the steps' names
 RIGHT: Final = 1.3  # their figures
 ACROSS: Final = style.COLUMN - LEFT - RIGHT
-TITLE: Final = 0.34  # a panel's title
+HEAD: Final = 0.34  # a panel's title
 LABELS: Final = 0.42  # the names of two baselines
 AXIS: Final = 0.5  # tick labels and the axis' name
-HEADS: Final[dict[str, Any]] = {"va": "baseline", "fontsize": 8.5, "color": style.FAINT}
 NOTES: Final = (
     "Hollow: the parent at the same shape. Pale: all formats. Orange: requantized\n"
     "weights, less exact. Steps and cuBLAS: the kernel alone."
@@ -45,14 +55,14 @@ def draw(run: Run) -> Figure:
     heights = [_height(panel, i, panels) for i, panel in enumerate(panels)]
     format_name = panels[0].rungs[0].row.format.upper()
     height = style.HEAD + sum(heights) + 0.46
-    figure = style.new_figure(height, "The ladder: each step at its home shape", run, format_name)
+    figure = style.new_figure(height, TITLE, run, format_name)
     prefill = [panel for panel in panels if panel.branch != DECODE]
     limits = _limits(run, prefill)
     top = style.HEAD
     for i, (panel, own) in enumerate(zip(panels, heights, strict=True)):
         decode = panel.branch == DECODE
         labelled = decode or i == 0
-        above = TITLE + (LABELS if labelled else 0.0)
+        above = HEAD + (LABELS if labelled else 0.0)
         axes = style.box(figure, LEFT, top + above, ACROSS, LINE * len(panel.rungs))
         y = 1 - (top + 0.22) / height
         figure.text(0.02, y, panel.title, fontweight="bold", fontsize=10.5)
@@ -62,9 +72,19 @@ def draw(run: Run) -> Figure:
         names = [short(r.row) + (f", M={r.row.M}" if r.away else "") for r in panel.rungs]
         style.row_names(axes, LEFT, ACROSS, [(name, style.INK) for name in names])
         if decode:
-            _shares(run, axes, panel)
+            axes.set_xlim(0, 1.05)  # a limit is a measurement, too: chained launches pass it by 2 %
+            axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])
+            label = f"time to read the {format_name} weights once / time"
         else:
-            _speeds(run, axes, panel, limits, labelled, last=panel is prefill[-1])
+            axes.set_xscale("log")
+            axes.set_xlim(*limits)
+            style.plain_log(axes.xaxis)
+            label = "TFLOPS, log scale"
+        _lines(run, axes, panel, labelled)
+        if decode or panel is prefill[-1]:
+            axes.set_xlabel(label, fontsize=9.5)
+        else:
+            axes.tick_params(labelbottom=False)
         top += own
     figure.text(0.02, 0.1 / height, NOTES, fontsize=9, color=style.FAINT, va="bottom")
     return figure
@@ -75,7 +95,7 @@ def _height(panel: Panel, i: int, panels: Sequence[Panel]) -> float:
     decode = panel.branch == DECODE
     last = decode or i + 1 == len(panels) or panels[i + 1].branch == DECODE
     labels = LABELS if decode or i == 0 else 0.0
-    return TITLE + labels + LINE * len(panel.rungs) + (AXIS if last else 0.08)
+    return HEAD + labels + LINE * len(panel.rungs) + (AXIS if last else 0.08)
 
 
 def _limits(run: Run, panels: Sequence[Panel]) -> tuple[float, float]:
@@ -97,40 +117,28 @@ def _baselines_us(run: Run, panel: Panel) -> dict[str, float]:
     return {each: us for each in BASELINES if (us := baseline_us(run, each, name, panel.home))}
 
 
-def _speeds(
-    run: Run, axes: Axes, panel: Panel, limits: tuple[float, float], labelled: bool, last: bool
-) -> None:
-    axes.set_xscale("log")
-    axes.set_xlim(*limits)
-    style.plain_log(axes.xaxis)
+def _lines(run: Run, axes: Axes, panel: Panel, labelled: bool) -> None:
+    """The steps and the baselines: by speed, in the panel of decode by their share of the limit."""
+    decode = panel.branch == DECODE
+    drawn, said, unit = (
+        ("limit_share", "kernel_us", "us") if decode else (*["tflops"] * 2, "TFLOPS")
+    )
     for y, rung in enumerate(panel.rungs):
-        _dumbbell(axes, y, rung, "tflops")
-        _figures(axes, y, cell(rung.row.tflops), rung)
-    values = {name: _work(panel) / us for name, us in _baselines_us(run, panel).items()}
-    _baselines(axes, values, labelled, {name: number(x) for name, x in values.items()})
+        _dumbbell(axes, y, rung, drawn)
+        row = rung.row
+        figure = cell(getattr(row, said)) if row.status == "ok" else row.status
+        texts = (text if text != ABSENT else "" for text in (figure, ratio(row.x_parent)))
+        _texts(axes, y, texts)
+    times = _baselines_us(run, panel)
+    scale, written = _work(panel), {name: number(_work(panel) / us) for name, us in times.items()}
+    if decode:
+        rows = [rung.row for rung in panel.rungs if not rung.away]
+        known = (r.limit_share * r.kernel_us for r in rows if r.limit_share and r.kernel_us)
+        scale, written = next(known, 0.0), {name: f"{number(us)} us" for name, us in times.items()}
+    if scale:
+        _baselines(axes, {name: scale / us for name, us in times.items()}, labelled, written)
     if labelled:
-        _texts(axes, -0.72, ("TFLOPS", "x parent"), **HEADS)
-    if last:
-        axes.set_xlabel("TFLOPS, log scale", fontsize=9.5)
-    else:
-        axes.tick_params(labelbottom=False)
-
-
-def _shares(run: Run, axes: Axes, panel: Panel) -> None:
-    axes.set_xlim(0, 1.05)  # a limit is a measurement, too: chained launches pass it by 2 %
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])
-    for y, rung in enumerate(panel.rungs):
-        _dumbbell(axes, y, rung, "limit_share")
-        _figures(axes, y, cell(rung.row.kernel_us), rung)
-    rows = [rung.row for rung in panel.rungs if not rung.away]
-    known = (r.limit_share * r.kernel_us for r in rows if r.limit_share and r.kernel_us)
-    if least := next(known, None):
-        times = _baselines_us(run, panel)
-        shares = {name: least / us for name, us in times.items()}
-        _baselines(axes, shares, True, {name: f"{number(us)} us" for name, us in times.items()})
-    _texts(axes, -0.72, ("us", "x parent"), **HEADS)
-    format_name = panel.rungs[0].row.format.upper()
-    axes.set_xlabel(f"time to read the {format_name} weights once / time", fontsize=9.5)
+        _texts(axes, -0.72, (unit, "x parent"), va="baseline", fontsize=8.5, color=style.FAINT)
 
 
 def _dumbbell(axes: Axes, y: int, rung: Rung, field: str) -> None:
@@ -149,12 +157,6 @@ def _dumbbell(axes: Axes, y: int, rung: Rung, field: str) -> None:
         hollow: dict[str, Any] = {"markersize": 4.5, "markerfacecolor": "white", "zorder": 2.5}
         axes.plot([before], [y], "o", color=color, **hollow)
     axes.plot([own], [y], "o", markersize=7, color=color, zorder=3)
-
-
-def _figures(axes: Axes, y: int, figure: str, rung: Rung) -> None:
-    shown = figure if rung.row.status == "ok" else rung.row.status
-    texts = (text if text != ABSENT else "" for text in (shown, ratio(rung.row.x_parent)))
-    _texts(axes, y, texts)
 
 
 def _texts(axes: Axes, y: float, texts: Iterable[str], **looks: Any) -> None:
@@ -179,3 +181,32 @@ def _baselines(
             rise += 0.13 / LINE
         looks |= {"linestyle": style.BASELINE_DASHES[name], "linewidth": 1.5, "zorder": 1.8}
         axes.plot([value, value], [count - 0.5, -0.5 - rise], clip_on=False, **looks)
+
+
+def tell(run: Run) -> tuple[str, Table]:
+    panels, seen = ladder(run), ["Each step from its parent's speed to its own."]
+    for panel in panels:
+        rows = [r.row for r in panel.rungs if not r.away and r.row.kernel_us]
+        exact = [row for row in rows if row.accuracy == "exact"] or rows
+        if exact:
+            best = min(exact, key=lambda row: row.kernel_us or 0)
+            speed = f"{cell(best.tflops)} TFLOPS"
+            if panel.branch == DECODE and best.limit_share is not None:
+                speed = (
+                    f"{percent(best.limit_share)} of memory bandwidth, {cell(best.kernel_us)} us"
+                )
+            seen.append(f"{panel.title}: step {best.step} reaches {speed}.")
+
+    def us(name: str) -> Callable[[Panel], str]:
+        return lambda panel: cell(_baselines_us(run, panel).get(name), " us")
+
+    columns = (
+        Column("branch", lambda panel: panel.title, words=True),
+        Column("M x N x K", lambda panel: dims(panel.home)),
+        *(Column(label, us(name)) for name, label in BASELINES.items()),
+    )
+    title = "The steps are in the table above; the others:"
+    return " ".join(seen), of_records(columns, panels, title)
+
+
+LADDER: Final = style.Chart(TITLE, ladder, draw, tell)

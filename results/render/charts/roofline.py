@@ -9,12 +9,13 @@ from results.record.schema import Row, Run
 from results.render.charts import style
 from results.render.charts.ladder import short
 from results.render.query import UNITS, main_format, of_one_dtype, timed, tops
-from results.render.table import dims, number
+from results.render.table import Table, cell, dims, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE: Final = "Roofline: the last step of each branch"
 MAIN_WEIGHTS: Final = (4096, 4096)
 """N and K of the chart, where they were measured."""
 ROOFS: Final = ("fp32", "dp4a", "tensor_fp16", "tensor_int8")
@@ -49,7 +50,7 @@ def draw(run: Run) -> Figure:
     rows = rows_of(run)
     height = style.HEAD + PANEL + 0.75
     note = f"{rows[0].format.upper()}, N x K: {dims(rows[0].shape[1:])}"
-    figure = style.new_figure(height, "Roofline: the last step of each branch", run, note)
+    figure = style.new_figure(height, TITLE, run, note)
     axes = style.box(figure, LEFT, style.HEAD + 0.1, style.COLUMN - LEFT - RIGHT, PANEL)
     limits = run.env.limits
     bandwidth = max(limits.copy_tbps or 0.0, limits.read_tbps or 0.0)
@@ -109,3 +110,25 @@ def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
         looks["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75}
         text = f"{UNITS.get(unit, unit)}, {number(roof)}"
         axes.text(x1 / 1.04, roof * 1.03, text, **looks)
+
+
+def tell(run: Run) -> tuple[str, Table]:
+    rows = sorted(rows_of(run), key=lambda row: (row.step, row.M))
+    few, many = min(row.M for row in rows), max(row.M for row in rows)
+    first = max((row for row in rows if few == row.M), key=lambda row: row.gbps or 0)
+    last = max((row for row in rows if many == row.M), key=lambda row: row.tflops or 0)
+    curves = {
+        short(row): [(own.M, own.tflops or 0) for own in rows if own.step == row.step]
+        for row in rows
+    }
+    return (
+        f"Under the limits measured on this GPU, N x K = {dims(rows[0].shape[1:])}: "
+        f"at M={few} step {first.step} moves {number((first.gbps or 0) / 1e3)} TB/s; "
+        f"at M={many} step {last.step} does {cell(last.tflops)} TFLOPS.",
+        style.by_tokens(
+            curves.items(), number, "TFLOPS. The limits are below, with the machine's facts"
+        ),
+    )
+
+
+ROOFLINE: Final = style.Chart(TITLE, rows_of, draw, tell)
