@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qformats import BLOCK, FORMATS
+from qformats import BLOCK
 from reference.exact import pack_block
 from reference.operands import Q81
 
@@ -27,7 +27,6 @@ class Golden:
     a        float32[1, 32], = q * d of the activation block
     blocks   structured[1, 1] of the weight format
     q81      the activation block as planes (q int8[1, 32], d and s float32[1, 1])
-    q8_1     the same as ggml's 36-byte block, structured[1, 1]
     value    what every kernel of either family must return, exactly
 
     Quantizing `a` anew does not give `q81` (its largest element is 8, so d would be 8 / 127): an
@@ -38,7 +37,6 @@ class Golden:
     a: Array
     blocks: Array
     q81: Q81
-    q8_1: Array
     value: float
 
     def gave(self, q81: Q81) -> bool:
@@ -50,8 +48,6 @@ class Golden:
 def _golden(name: str, codes: Array, value: float, m: float | None = None) -> Golden:
     q = np.arange(-16, 16, dtype=np.int8)
     d, s = np.float32(0.5), np.float32(-8.0)
-    block = np.zeros((1, 1), dtype=FORMATS["q8_1"].dtype)
-    block["d"], block["s"], block["qs"] = d, s, q
     return Golden(
         format=name,
         a=frozen((q * d).astype(np.float32)[None]),
@@ -64,7 +60,6 @@ def _golden(name: str, codes: Array, value: float, m: float | None = None) -> Go
             )
         ),
         q81=Q81(q[None], np.full((1, 1), d), np.full((1, 1), s)),
-        q8_1=frozen(block),
         value=value,
     )
 

@@ -162,22 +162,22 @@ BFLOAT16_NMSE: Final = 2.0**-16 / 3
 
 CLASSICAL: Final = 1e-2  # the acceptance of the classical ladder: NMSE < 1 % of the float product
 
+FEWEST_OUTPUTS: Final = 1024  # independent outputs by whose error a format can be told
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed, and why. A range is (low, high): too good is as suspicious as too bad.
+    """What is allowed. A range is (low, high): too good is as suspicious as too bad.
 
     nmse_same_operands  the kernel's error
     nmse_float          the format's error, of the product; None where there are too few outputs
                         (or no quantization: "integer", "golden") for the figure to mean anything
     nmse_weights        the same of the weights themselves, None where there are too few of them
-    reasons             one sentence for each of the three
     """
 
     nmse_same_operands: float
     nmse_float: tuple[float, float] | None
     nmse_weights: tuple[float, float] | None
-    reasons: tuple[str, str, str]
 
 
 def limits(
@@ -191,94 +191,66 @@ def limits(
     """
     known_family(family)
     rows, columns = outputs or (problem.m, problem.n)
-    kernel, why_kernel = _kernel_limit(family, problem, operands, rows * columns)
+    kernel = _kernel_limit(family, problem, operands, rows * columns)
     expected = WEIGHT_NMSE.get(problem.distribution, {}).get(problem.format)
-    if not problem.knows_floats:
-        why = "the weights came as blocks, and what these were quantized from is not known"
-        return Limits(kernel, None, None, (why_kernel, why, why))
     drawn = problem.distribution in WEIGHT_NMSE and not FORMATS[problem.format].written
-    if expected is None and not drawn:
-        why = "the weights are made of blocks, so nothing was lost in quantizing them"
-        return Limits(kernel, None, None, (why_kernel, why, why))
+    if not problem.knows_floats or (expected is None and not drawn):
+        return Limits(kernel, None, None)  # nothing is known to be lost in quantizing the weights
 
     # Ratios of two sums of squares of nearly normal numbers: relative deviation 2 / sqrt(count).
     # Five deviations, and 3 % for what the table's figures leave open. With outlier channels only
     # the columns of C are independent (one channel dominates every row alike).
     count = columns if problem.distribution == "llm" else rows * columns
     slack = 0.03 + 5 * 2 / math.sqrt(count)
-    added, made = (0.0, 0.0), ""
-    if operands == "bf16_weights":
-        added, made = (0.0, BFLOAT16_NMSE), "rounding weights to bfloat16"
+    added = (0.0, BFLOAT16_NMSE) if operands == "bf16_weights" else (0.0, 0.0)
     if family == "A8":
-        table, made = (INT8_NMSE, "int8") if operands == "int8" else (ACTIVATION_NMSE, "Q8_1")
-        added = table[problem.distribution]
+        added = (INT8_NMSE if operands == "int8" else ACTIVATION_NMSE)[problem.distribution]
     product: tuple[float, float] | None = None
-    why_float = f"{count} independent outputs are too few to tell a format by its error"
-    if expected is None:  # blocks are what is meant
+    if expected is None:  # blocks are what is meant; only their scales may be rounded
         if operands == "int8":
             added = INT8_OF_DRAWN_BLOCKS.get(problem.distribution, added)
-        why_weights = "the weights are made of blocks, so nothing was lost in quantizing them"
-        if count >= 1024:
+        if count >= FEWEST_OUTPUTS:
             product = (added[0] * (1 - slack), (SCALE_NMSE + added[1]) * (1 + slack))
-            why_float = (
-                f"scales and minima of {problem.format} may be rounded to float16: {SCALE_NMSE:.1e}"
-                + (f", {made} adds up to {added[1]:.1e}" if made else "")
-                + f"; {100 * slack:.0f} % for sampling"
-            )
-        return Limits(kernel, product, None, (why_kernel, why_float, why_weights))
-    if count >= 1024:
-        high = (expected + added[1]) * (1 + slack)
+        return Limits(kernel, product, None)
+    if count >= FEWEST_OUTPUTS:
         classical = operands != "int8" and problem.format in WEIGHT_FORMATS
         most = CLASSICAL if classical else math.inf  # more is asked of no others
-        product = ((expected + added[0]) * (1 - slack), min(high, most))
-        why_float = (
-            f"{problem.format} loses {expected:.2e} on {problem.distribution} data"
-            + (f", {made} up to {added[1]:.1e} more" if made else "")
-            + f"; {100 * slack:.0f} % for sampling"
-            + ("; 1 % at most, the classical acceptance" if classical else "")
-        )
+        high = min((expected + added[1]) * (1 + slack), most)
+        product = ((expected + added[0]) * (1 - slack), high)
     # Deviation of the weights' own NMSE, measured: 0.8 % of 2^16 weights (a block shares its d).
     weights: tuple[float, float] | None = None
     slack_w = 0.01 + 5 * 0.008 * math.sqrt(2**16 / (problem.k * columns))
-    why_weights = f"{problem.k * columns} weights are too few to tell a recipe by its error"
     if slack_w <= 0.08:
         weights = (expected * (1 - slack_w), expected * (1 + slack_w))
-        why_weights = f"ggml's recipe loses {expected:.2e}; {100 * slack_w:.1f} % for sampling"
-    return Limits(kernel, product, weights, (why_kernel, why_float, why_weights))
+    return Limits(kernel, product, weights)
 
 
-def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) -> tuple[float, str]:
+def _kernel_limit(family: str, problem: Problem, operands: str, outputs: int) -> float:
     _rounding(operands)
     k = problem.k
     # Once in e^12 is the mean of n squares of normal numbers more than 1 + 2 sqrt(12 / n) + 24 / n
     # times what is expected (Laurent and Massart, Annals of Statistics 28, lemma 1).
     few = 1 + 2 * math.sqrt(12 / outputs) + 24 / outputs
-    if operands == "int8":
-        return (
-            9 * FLOAT32_ROUNDOFF**2,
-            "exact integer sums, three roundings of each output: (3 u)^2 at most",
-        )
+    if operands == "int8":  # exact integer sums, three roundings of each output: (3 u)^2 at most
+        return 9 * FLOAT32_ROUNDOFF**2
     if family == "A8":
-        # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336.
-        rounded, why = 1e-11, "exact integer sums, K/32 float32 ones: 3e-13 measured"
+        # int32 sums are exact; the float32 part was measured at 4e-15 ... 3e-13 for K up to 14336,
+        # which leaves room for other orders.
+        rounded = 1e-11
         # Minima may be added by tensor cores, once in 128 K. These truncate: errors have one sign,
         # and their sum grows with K, not with its root. Measured: 4.6e-13 and 4.5e-12 at K = 4096
         # and 14336, a tenth of (u K / 128)^2. Twice that, and more where outputs are few.
         truncated = 2 * (k / 128 * FLOAT32_ROUNDOFF) ** 2 / 10 * few
         names = storage_format(FORMATS[problem.format]).dtype.names or ()
-        if "m" in names and truncated > rounded:
-            return truncated, f"minima added by truncation, K/128 = {k // 128} times"
-        return rounded, f"{why}, with room for order"
-    if operands in ("f16_weights", "bf16_weights"):
-        if operands == "bf16_weights":
-            return 2e-5 * few, f"weights rounded to bf16: 3e-6 measured; {outputs} outputs"
-        return 3e-7 * few, f"weights rounded to f16, once: 3e-8 measured; {outputs} outputs"
+        return max(rounded, truncated) if "m" in names else rounded
+    if operands == "bf16_weights":  # rounded to bfloat16: 3e-6 measured
+        return 2e-5 * few
+    if operands == "f16_weights":  # rounded to float16, once: 3e-8 measured
+        return 3e-7 * few
     # A running sum after j of K terms has energy j/K of the result; each addition rounds it with
     # variance u^2 / 3: K u^2 / 6 in all. Up to 16 times that where scale and offset are summed
     # apart (unsigned codes have that much more energy than the weights they stand for).
-    return 16 / 6 * (
-        k + 4
-    ) * FLOAT32_ROUNDOFF**2, f"K={k} float32 roundings at random: 16 K u^2 / 6"
+    return 16 / 6 * (k + 4) * FLOAT32_ROUNDOFF**2
 
 
 def known_family(family: str) -> None:

@@ -105,27 +105,16 @@ def test_other_shapes_dtypes_and_options_are_other_products(gpu: FakeGpu, made: 
 
 
 def test_what_changes_from_call_to_call_is_checked_at_each(gpu: FakeGpu, torch: Any) -> None:
-    handle = pack(BLOCKS, machine=gpu)
-    good = Tensor((M, K), HERE, dtype="float16")
-    gemm(good, handle)
+    """By the product, which plans call, too: see what they refuse. Here what gemm adds."""
+    handle, a = pack(BLOCKS, machine=gpu), Tensor((M, K), HERE, dtype="float16")
+    gemm(a, handle)
     gpu.launched.clear()
-    for a, out, error, said in (
-        ({"contiguous": False}, None, ValueError, "a must be C-contiguous"),
-        ({"is_cuda": False}, None, TypeError, "a must be on the GPU"),
-        ({"device_index": 1}, None, ValueError, "a is on GPU 1 and the weights are on GPU 0"),
-        ({"address": HERE + 2}, None, ValueError, "a begins at .*, 2 bytes past a multiple of 16"),
-        ({}, Tensor((N, M), 2 * HERE), ValueError, r"out must have shape \[3, 5\], got \[5, 3\]"),
-        ({}, Tensor((M, N), HERE), ValueError, "out .* overlaps a"),
-        ({}, Tensor((M, N), 2 * HERE + 4), ValueError, "out begins 4 bytes past"),
-        ({}, Tensor((M, N), 2 * HERE, dtype="float16"), TypeError, "out must be float32, got fl"),
-        ({}, np.zeros((M, N), np.float32), TypeError, "out must be on the GPU"),
-    ):
-        with pytest.raises(error, match=said):
-            gemm(Tensor(**{**good.__dict__, **a}), handle, out=out)
+    with pytest.raises(ValueError, match="a is on GPU 1 and the weights are on GPU 0"):
+        gemm(Tensor((M, K), HERE, dtype="float16", device_index=1), handle)
     with pytest.raises(ValueError, match="w is packed on Fake GPU, not on "):
-        gemm(good, handle, machine=FakeGpu("another"))
+        gemm(a, handle, machine=FakeGpu("another"))
     with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16"):
-        gemm(good, handle, dtype=[])
+        gemm(a, handle, dtype=[])
     assert gpu.launched == []
 
 

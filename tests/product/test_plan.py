@@ -19,7 +19,6 @@ from steps.compile.dry_run import REGION
 from steps.contract import Family, Step, array_dtype
 from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
-from steps.kernels.prefill import wgmma_float16
 from steps.product.plan import Plan
 from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array, encoded
@@ -62,10 +61,10 @@ def test_a_plan_may_be_of_blocks_and_comes_from_the_package() -> None:
 
 def test_one_handle_serves_every_step_of_its_packing() -> None:
     machine = Simulator()
-    for step in ladder():
-        alike = tuple(one for one in ladder() if one.pack is step.pack)
-        handle = pack(PROBLEM.blocks, step=step.number, machine=machine)
-        for other in (alike[0], alike[-1]):
+    for layout in {step.pack: step for step in ladder()}:
+        alike = [one for one in ladder() if one.pack is layout]
+        handle = pack(PROBLEM.blocks, step=alike[-1].number, machine=machine)
+        for other in (alike[0], *alike[1:][-1:]):
             c, choice = gemm(PROBLEM.a, handle, step=other.number, explain=True)
             assert choice.kernel.number == other.number
             np.testing.assert_array_equal(
@@ -254,34 +253,6 @@ def test_a_of_16_bits_begins_at_a_multiple_of_16_bytes(step, name, gpu, torch) -
         with pytest.raises(TypeError, match=f"a must be {name}, got {wrong}"):
             plan(on(SOMEWHERE, (M, K), dtype=wrong), out)
     assert gpu.launched == []
-
-
-def test_memory_is_allocated_where_something_needs_it(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Float16 A needs no rows and scales of its own, step 12 no counters, and step 14 none where no
-    blocks share a tile."""
-    allocated = []
-    for name in ("empty", "array"):
-        original = getattr(gpu, name)
-
-        def noted(*args: Any, name: str = name, original: Any = original) -> Any:
-            allocated.append(name)
-            return original(*args)
-
-        setattr(gpu, name, noted)
-    handle = pack(PROBLEM.blocks, machine=gpu)
-    allocated.clear()
-    gemm.plan(M, handle, step=12, input="float16", dtype="float16")
-    assert allocated == []
-    gemm.plan(M, handle, step=12)
-    assert allocated == ["empty"], "the rows and their scales, side by side"
-    allocated.clear()
-    gemm.plan(M, handle, step=14, input="float16", dtype="float16")
-    assert allocated == []
-    monkeypatch.setattr(wgmma_float16, "tiling", lambda *_: ((128, 16), 2, 2, 2))
-    gemm.plan(M, handle, step=14, input="float16")
-    assert allocated == ["array", "empty"], "counters, partial sums"
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
 from steps import find, gemm, pack
 from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun
-from steps.contract import ACCURACIES, FLOATS, Activations, Launch, Shape, dtype_name
-from steps.driver.launcher import mapped
+from steps.contract import FLOATS, Activations, Launch, Shape
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from steps.kernels.prefill import wgmma_float16
@@ -193,16 +192,6 @@ def test_threads_bring_their_addresses_one_after_another(gpu: FakeGpu) -> None:
         assert {value // HERE for value in addresses} == {stream}
 
 
-@pytest.mark.parametrize("accuracy", ACCURACIES)
-def test_16_bits_are_read_and_written_where_the_kernel_can(gpu: FakeGpu, accuracy: str) -> None:
-    for m, dtype in itertools.product((1, 300), FLOATS):
-        choice, made = made_of(gpu, m, accuracy, a=dtype, c=dtype)
-        assert (choice.reading.source, choice.writes) == (dtype, dtype)
-        first = made.loaded[0].source
-        a = mapped(first).array if mapped(first) else first.args[0]
-        assert dtype_name(a) == dtype or m == 1
-
-
 def test_bfloat16_that_a_step_does_not_multiply_is_read_as_float32(gpu: FakeGpu) -> None:
     """Never as the float16 that the same bits would be."""
     choice, _ = made_by(14, gpu, 20, "bfloat16", "bfloat16")
@@ -227,17 +216,6 @@ def test_a_bias_that_a_kernel_does_not_add_leaves_float32(gpu: FakeGpu) -> None:
     assert (choice.bias, choice.writes) == ("float16", "float16")
     older = Choice.of(replace(choice.kernel, adds_bias=False), "A16", choice.request)
     assert (older.bias, older.writes) == (None, "float32"), "the caller's sum is rounded once"
-
-
-def test_a_packing_that_the_gpu_cannot_use_is_refused(gpu: FakeGpu) -> None:
-    gpu.cc = (7, 5)
-    with pytest.raises(ValueError, match=r"needs compute capability .* this GPU has 7.5"):
-        choose(Request("q4_0", 1, N, K, layouts=("tiles",)), gpu)
-
-
-def test_too_many_blocks_are_refused(gpu: FakeGpu) -> None:
-    with pytest.raises(ValueError, match="thread blocks along y and CUDA launches at most 65535"):
-        made_by(1, gpu, 2**22)
 
 
 def mapped_launches(gpu: FakeGpu, m: int, pass_first: bool) -> Prepared:

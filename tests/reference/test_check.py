@@ -373,7 +373,6 @@ def test_limits_say_where_they_come_from() -> None:
     assert limits(Problem(64, 512, 160000, "q4_0"), "A8").nmse_same_operands == 1e-11
     small = limits(Problem(1, 5, 96, "q4_0"), "A16")
     assert small.nmse_float is None
-    assert "too few" in small.reasons[1]
 
 
 # --- misuse ---------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_golden_values(name: str) -> None:
     np.testing.assert_array_equal(p.a, golden.a)
     assert p.blocks.tobytes() == golden.blocks.tobytes()
     np.testing.assert_array_equal(golden.q81.values(), golden.a)
-    assert golden.gave(Q81.of_blocks(golden.q8_1))
+    assert golden.gave(golden.q81)
     assert not golden.gave(Q81.of_values(golden.a))
 
 
