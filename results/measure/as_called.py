@@ -28,6 +28,7 @@ from reference import BENCH_SHAPES, nmse
 from reference.product import unquantized
 from reference.sampling import sample
 from results.baselines import humming
+from results.measure.bench import Bench
 from results.measure.loop import Contestant, host_seconds, ratio, round_robin
 from results.measure.products import THREADS, Data, attempt
 from results.measure.protocol import Budget, slots_for
@@ -294,15 +295,14 @@ Measured = tuple[list[AsCalled], list[Peer]]
 
 
 def measure(
+    bench: Bench,
     wanted: Iterable[Call],
-    machine: Any,
-    stopwatch: Any,
     budget: Budget | None = None,
     report: Callable[[str], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Measured]:
-    """The rows of one loop after another, and Humming's figures beside them; `say` hears of a call
-    that is wrong or fails."""
+    """The rows of one loop after another, and Humming's figures beside them; `bench.say` hears of a
+    call that is wrong or fails. budget: not that of the set."""
+    say = bench.say
     wanted = list(wanted)
     schemes: tuple[str, ...] = tuple(humming.SCHEMES)
     if wanted and (why := humming.why_not()):
@@ -317,7 +317,9 @@ def measure(
             if calls is not None:
                 calls.release()
             own = [call for call in wanted if call[0][1:] == (n, k)]
-            calls = Calls(Data(max(size[0] for size, _ in own), n, k), stopwatch, machine)
+            calls = Calls(
+                Data(max(size[0] for size, _ in own), n, k), bench.stopwatch, bench.machine
+            )
             calls.prepare(way for _, way in own)
         measured = partial(_loop, calls, loop, schemes, budget, say)
         if found := attempt(measured, say, f"calls at M={m} N={n} K={k} were not measured"):

@@ -237,7 +237,7 @@ class Bench:
 
     @classmethod
     def here(
-        cls, budget: Budget, say: Callable[[str], None] = lambda _: None, baselines: bool = True
+        cls, budget: Budget, say: Callable[[str], None] = lambda _: None, torch: bool = True
     ) -> Bench:
         """On this machine's GPU, whose limits are measured first."""
         from results.measure.limits import measure_limits
@@ -247,9 +247,9 @@ class Bench:
         machine, stopwatch = Gpu(), GpuStopwatch()
         limits = measure_limits(stopwatch, machine)
         why = cublas.why_not()
-        if baselines and why:
+        if torch and why:
             say(f"no cuBLAS beside the rows: {why}")
-        return cls(machine, stopwatch, limits, budget, baselines and why is None, say)
+        return cls(machine, stopwatch, limits, budget, torch and why is None, say)
 
     def loop(
         self,

@@ -100,7 +100,7 @@ def calls_of(args: Namespace) -> list[as_called.Call]:
         for size, way in calls
         if way.format in formats and _asked(args, size)
     ]
-    if args.scheme or args.no_baselines or (args.steps and "all" not in args.steps):
+    if args.scheme or (args.steps and "all" not in args.steps):
         return []
     if found and torch_version() is None:
         remark("what a caller gets is not measured: there is no torch with a GPU")
@@ -130,12 +130,11 @@ def _measured(
     compile_ahead(launched, gpu, remark)
     broken = None
     try:
-        measuring = Bench.here(benching.Budget(), remark, not args.no_baselines)
+        measuring = Bench.here(benching.Budget(), remark)
         recorder.limits = measuring.limits
         with table.progress(count) as progress:
-            where = measuring.machine, measuring.stopwatch
-            beside = () if args.no_baselines else _recorded(recorder.env.gpu, loops, calls)
-            for rows, peers in as_called.measure(calls, *where, report=progress, say=remark):
+            beside = _recorded(recorder.env.gpu, loops, calls)
+            for rows, peers in as_called.measure(measuring, calls, report=progress):
                 recorder.add(as_called=rows, peers=[*beside, *peers])
             for found, peers in benching.measure_loops(measuring, loops, report=progress):
                 recorder.add(found, [*beside, *peers])

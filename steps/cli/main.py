@@ -231,7 +231,6 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         "measure what is missing or stale of the matrix, beside cuBLAS and Humming", (
         STEPS, OWN, *DATA,
         _flag("--fresh", "measure all of it again"),
-        _flag("--no-baselines", "no cuBLAS, llama.cpp or torch"),
         _option("--only", choices=("steps", "home", "calls", "sweep"),
                 help="the steps' rows, those at the home shapes of branches, what a caller gets, "
                 "or that at every M up to 128"),

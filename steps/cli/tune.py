@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def tune(args: Namespace) -> int:
     if args.n or args.k:
         sizes = [shape_of(args, BENCH_SHAPES[0])[1:]]
     works = select(steps_of(args.steps), formats_of(args.format), args.scheme, gpu.cc)
-    env, measuring = environment(), Bench.here(tuning.BUDGET, remark, baselines=False)
+    env, measuring = environment(), Bench.here(tuning.BUDGET, remark, torch=False)
     loops = tuning.loops(works, sizes, tokens)
     compile_ahead([one.launched for _, own in loops for one in own], gpu, remark)
     rows: list[Row] = []
@@ -69,29 +70,18 @@ def _of_run(path: Path) -> int:
 def fastest(gpu: str, entries: Sequence[Entry]) -> table.Table:
     """The fastest step of each entry, one line a format, N, K and dtype of A and C."""
     tokens = sorted({entry.m for entry in entries})
-    lines = []
-    for name, n, k in dict.fromkeys((entry.format, entry.n, entry.k) for entry in entries):
-        for dtype in ("float32", "float16"):
-            best = {
-                entry.m: min(own, key=lambda one: own[one])
-                for entry in entries
-                if (entry.format, entry.n, entry.k) == (name, n, k)
-                and (own := _of_dtype(entry, dtype))
-            }
-            if best:
-                cells = (best.get(m, table.ABSENT) for m in tokens)
-                lines.append(table.Line((name, str(n), str(k), dtype, *cells)))
+    best: dict[tuple[str, str, str, str], dict[int, tuple[float, str]]] = {}
+    for entry in entries:
+        for name, us in entry.times.items():
+            step, family, *dtype = name.split()
+            where = entry.format, str(entry.n), str(entry.k), *(dtype or ["float32"])
+            own = best.setdefault(where, {})  # type: ignore[arg-type]
+            own[entry.m] = min(own.get(entry.m, (math.inf, "")), (us, f"{step} {family}"))
+    lines = [
+        table.Line((*where, *(own[m][1] if m in own else table.ABSENT for m in tokens)))
+        for where, own in best.items()
+    ]
     columns = [table.Column("format", words=True), table.Column("N"), table.Column("K")]
     columns += [table.Column("A, C", words=True)]
     columns += [table.Column(f"M={m}") for m in tokens]
     return table.Table(tuple(columns), tuple(lines), f"The fastest step and family on {gpu}")
-
-
-def _of_dtype(entry: Entry, dtype: str) -> dict[str, float]:
-    """The times of an entry from A to C of a dtype, by step and family."""
-    split = {tuple(name.split()): us for name, us in entry.times.items()}
-    return {
-        f"{step} {family}": us
-        for (step, family, *rest), us in split.items()
-        if (rest or ["float32"]) == [dtype]
-    }

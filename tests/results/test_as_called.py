@@ -16,9 +16,10 @@ from reference.product import unquantized
 from results.baselines import humming
 from results.measure import as_called
 from results.measure.as_called import SWEEP, TABLED, WAYS, Way, in_loops, missing
+from results.measure.bench import Bench
 from results.measure.protocol import Budget
 from results.record import provenance
-from results.record.schema import AsCalled, Environment, Run
+from results.record.schema import AsCalled, Environment, Limits, Run
 from tests.results.fake_stopwatch import FakeStopwatch
 
 H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
@@ -200,6 +201,10 @@ def cost(call: Any) -> float:
     return 3e-3 if call.who == "torch" else 1e-3 if "fast" in call.who else 2e-3
 
 
+def bench(watch: FakeStopwatch, say: Any = lambda _: None) -> Bench:
+    return Bench(H200, watch, Limits(), QUICK, say=say)
+
+
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> FakeStopwatch:
     made.clear()
@@ -217,7 +222,7 @@ def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
     ways = [way for way in WAYS if way.format in ("q4_0", "q8_0")]
     sizes = [(2, 8, 64), (4, 8, 64)]
     wanted = [(size, way) for size in sizes for way in ways]
-    loops = list(as_called.measure(wanted, H200, watch, QUICK, heard.append, said.append))
+    loops = list(as_called.measure(bench(watch, said.append), wanted, QUICK, heard.append))
     assert heard == ["calls at M=2 N=8 K=64", "calls at M=4 N=8 K=64"]
     right = [way for way in ways if way.dtype != "bfloat16"]
     for (rows, peers), size in zip(loops, sizes, strict=True):
@@ -250,7 +255,7 @@ def test_a_loop_has_every_way_beside_torch_and_leaves_out_what_is_wrong(
 def test_the_sweep_has_several_m_in_a_loop_and_no_host_time(watch: FakeStopwatch) -> None:
     wanted = [((m, 8, 64), way) for m in (1, 3, 5, 6) for way in as_called.SWEEP_WAYS]
     heard: list[str] = []
-    ((rows, peers),) = as_called.measure(wanted, H200, watch, QUICK, heard.append)
+    ((rows, peers),) = as_called.measure(bench(watch), wanted, QUICK, heard.append)
     assert heard == ["calls at M=1-6 N=8 K=64"]
     assert [(one.M, one.accuracy) for one in rows] == [
         (size[0], way.accuracy) for size, way in wanted
@@ -268,8 +273,8 @@ def test_without_its_package_humming_is_one_sentence(
     monkeypatch.setattr(humming, "why_not", lambda: "it is not installed")
     said: list[str] = []
     wanted = [((m, 8, 64), WAYS[0]) for m in (2, 4)]
-    loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
+    loops = list(as_called.measure(bench(watch, said.append), wanted, QUICK))
     assert [peers for _, peers in loops] == [[], []]
     assert said == ["Humming is not measured: it is not installed"]
-    assert list(as_called.measure([], H200, watch, QUICK, say=said.append)) == []
+    assert list(as_called.measure(bench(watch, said.append), [], QUICK)) == []
     assert len(said) == 1

@@ -363,7 +363,7 @@ def test_rows_are_kept_of_this_machine_compiler_and_ladder_alone(tmp_path: Path)
 
 def asked(**changes: Any) -> Any:
     options = vars(_parser().parse_args(["bench"]))
-    return SimpleNamespace(**options | {"no_baselines": True} | changes)
+    return SimpleNamespace(**options | changes)
 
 
 def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
@@ -392,14 +392,14 @@ def test_calls_are_those_of_the_set_the_formats_and_the_shape_that_are_asked_for
     monkeypatch.setattr(torch_graphs, "torch_version", lambda: version[0])
 
     def calls(**changes: Any) -> list[as_called.Call]:
-        return command.calls_of(asked(no_baselines=False, **changes))
+        return command.calls_of(asked(**changes))
 
     tabled, sweep = list(as_called.TABLED), list(as_called.SWEEP)
     assert calls() == calls(steps=["all"]) == tabled + sweep
     assert (calls(only="calls"), calls(only="sweep"), calls(only="home")) == (tabled, sweep, [])
     assert {way.format for _, way in calls(format=["q5_1"])} == {"q5_1"}
     assert {size for size, _ in calls(m=8, n=4096, k=4096)} == {(8, 4096, 4096)}
-    assert calls(steps=["4"]) == calls(scheme="W4A16") == command.calls_of(asked()) == []
+    assert calls(steps=["4"]) == calls(scheme="W4A16") == []
     assert command.rows_of(asked(only="sweep"), HOPPER) == []
     homes = {size for step in ladder() for size in step.home_shapes}
     assert command.rows_of(asked(only="home"), HOPPER) == [o for o in MATRIX if o.size in homes]

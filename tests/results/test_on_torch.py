@@ -13,7 +13,7 @@ from results.measure.as_called import WAYS
 from results.measure.transformers_llama import BASELINE
 from steps.nn import operator
 from tests.results.fake_stopwatch import FakeStopwatch
-from tests.results.test_as_called import H200, QUICK, is_layer
+from tests.results.test_as_called import QUICK, bench, is_layer
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPa
     wanted = [((2, 128, 256), way) for way in ways]
     wanted += [((m, 128, 256), way) for m in (3, 5) for way in as_called.SWEEP_WAYS]
     said: list[str] = []
-    loops = list(as_called.measure(wanted, H200, watch, QUICK, say=said.append))
+    loops = list(as_called.measure(bench(watch, said.append), wanted, QUICK))
     assert [len(rows) for rows, _ in loops] == [len(ways), 4]
     assert [(str(device), size) for device, size in reserved] == 2 * [("cpu", as_called.COUNTERS)]
     assert said == ["Humming is not measured: it needs a GPU"]

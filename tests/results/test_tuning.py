@@ -184,8 +184,8 @@ def test_the_command_times_steps_and_drops_what_is_wrong(
     """On a fake GPU: totals in float32 and, where a step reads and writes it, in float16."""
     asked: list[Any] = []
 
-    def here(budget: Budget, say: Any, baselines: bool) -> Bench:
-        asked.append((budget, baselines))
+    def here(budget: Budget, say: Any, torch: bool) -> Bench:
+        asked.append((budget, torch))
         watch = FakeStopwatch(cost=by_kernel(COSTS | {"w4a16_wgmma": 4e-6}))
         return Bench(WrongStep2(), watch, Limits(), QUICK)
 
