@@ -784,8 +784,8 @@ EQUIVALENT: Final[dict[Key, str]] = {
     },
     ("cp_async", "kernel", "cp_async_wait(0)", 1, LATER): EMPTY,
 }
-"""Mutations that change no result, by `Site.key`, and why. One that is noticed after all, or that
-no step has any more, fails the test."""
+"""Mutations that change no result, by `Site.key`, and why, as the page says too. One that is
+noticed after all, or that no step has any more, fails the test."""
 
 
 def problem_with(outcome: Outcome) -> str | None:
@@ -810,80 +810,44 @@ def stale() -> list[Key]:
 COLUMNS: Final = ("race", "deadlock", "misuse", "wrong result", "machine code", "other", "nothing")
 """What notices a mutation, in the order of the table."""
 
+LINE: Final = re.compile(r"(?m)^\| \d+ \|.*\n")
+"""Of a step, in the table of the page."""
+
 
 def row(number: int, outcomes: Sequence[Outcome]) -> str:
     """A step's line of the table: how many mutations, and how many each noticed."""
     counts = Counter(outcome.by or "nothing" for outcome in outcomes)
     counts["other"] = sum(counts[by] for by in counts if by not in COLUMNS)
     cells = (number, len(outcomes), *(counts[name] or "" for name in COLUMNS))
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def rows_of(page: str) -> dict[int, list[int]]:
     """The numbers of each line of the table, by step."""
-    lines = (line[2:-2].split(" | ") for line in re.findall(r"(?m)^\| \d+ \|.*", page))
+    lines = (line[2:-3].split(" | ") for line in LINE.findall(page))
     return {int(line[0]): [int(cell.strip() or 0) for cell in line[1:]] for line in lines}
 
 
-def table(rows: Iterable[str]) -> str:
-    """The page with these lines, by step."""
-    in_order = sorted(rows, key=lambda one: int(one[2:].split(" ", 1)[0]))
-    total, *by = map(sum, zip(*rows_of("\n".join(in_order)).values(), strict=True))
-    found = (f"{name} {count}" for name, count in zip(COLUMNS, by, strict=True))
-    why = defaultdict[str, Counter[str]](Counter)
-    for (stem, _, text, *_), reason in EQUIVALENT.items():
-        why[reason][f"`{text}` in `{stem}.py`"] += 1
-    reasons = (
-        f"- {', '.join(f'{count} of {place}' for place, count in places.items())}: {reason}."
-        for reason, places in why.items()
+def with_rows(page: str, rows: Iterable[str]) -> str:
+    """The page with these lines, by step, and their sums."""
+    lines = "".join(sorted(rows, key=lambda one: int(one[2:].split(" ", 1)[0])))
+    total, *by = map(sum, zip(*rows_of(lines).values(), strict=True))
+    found = ", ".join(f"{name} {count}" for name, count in zip(COLUMNS, by, strict=True))
+    page = re.sub(
+        r"(?m)^\d+ mutations, noticed by: .*\.$", f"{total} mutations, noticed by: {found}.", page
     )
-    return PAGE.format(
-        count=total,
-        summary=", ".join(found),
-        head=f"| step | mutations | {' | '.join(COLUMNS)} |\n|{'--:|' * (2 + len(COLUMNS))}",
-        rows="\n".join(in_order),
-        reasons="\n".join(reasons),
-    )
-
-
-PAGE: Final = """# Mutations: what notices a synchronization that is missing or wrong
-
-Each mutation is one change of the source, tried alone and without a GPU: a barrier, fence, arrival
-or wait is left out, a wait names the other parity or leaves one group more under way, a copy or a
-barrier is of another stage, a stage does not advance, an mbarrier takes one arrival more or less. A
-step's mutations are those of its own kernel and of what no step before it uses.
-
-{count} mutations, noticed by: {summary}.
-
-{head}
-{rows}
-
-- **race**: the simulator finds two accesses, one of them a store, that nothing orders.
-- **deadlock**: no thread can go on.
-- **misuse**: an instruction is used as it must not be (arrivals, registers, accumulators).
-- **wrong result**: the check of C.
-- **machine code**: ptxas remarks, or registers that a running wgmma still reads are written.
-- **other**: threads of a block meet at different barriers, or an address is out of range.
-
-## What nothing notices
-
-No result changes where these are left out:
-
-{reasons}
-
-`tests/steps/test_mutations.py` tries all mutations with `make test ALL=1`, some of each step
-without. `.venv/bin/python -m tests.steps.mutations` writes this page and prints each mutation with
-what noticed it and in which case; with numbers of steps behind it, it tries these alone.
-"""
+    first = LINE.search(page)
+    assert first
+    rest = LINE.sub("", page)
+    return rest[: first.start()] + lines + rest[first.start() :]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Tries the mutations of all steps, or of some, and writes their rows of the table."""
-    wrong, rows = [], []
+    wrong = []
     numbers = [int(each) for each in arguments] or [step.number for step in steps.ladder()]
-    if arguments:
-        kept = re.findall(r"(?m)^\| \d+ \|.*", TABLE.read_text(encoding="utf-8"))
-        rows += [each for each in kept if int(each.split()[1]) not in numbers]
+    page = TABLE.read_text(encoding="utf-8")
+    rows = [each for each in LINE.findall(page) if int(each.split()[1]) not in numbers]
     for number in numbers:
         outcomes = []
         for site in own_sites(number):
@@ -896,7 +860,7 @@ def main(arguments: Sequence[str]) -> int:
                 wrong.append(said)
         if outcomes:
             rows.append(row(number, outcomes))
-    TABLE.write_text(table(rows), encoding="utf-8")
+    TABLE.write_text(with_rows(page, rows), encoding="utf-8")
     print(f"wrote {TABLE.relative_to(ROOT)}", *wrong, sep="\n")
     return 1 if wrong else 0
 

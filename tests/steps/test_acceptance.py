@@ -45,7 +45,7 @@ def problem_of(name: str) -> tuple[Problem, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, shift=3))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, shift=3, formats=1))
 def test_every_step(step: Step, family: Family, name: str) -> None:
     problem, blocks = problem_of(name)
     machine = RemembersPasses()

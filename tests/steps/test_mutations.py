@@ -1,13 +1,14 @@
 """Every mutation of a step's synchronization is noticed on a CPU, or listed with the reason.
 
-See `tests.steps.mutations`. `make test` tries a third of each step, with QUICK=1 one, with ALL=1
-all of them.
+See `tests.steps.mutations`. `make test` tries one of each kind and one of each step, with QUICK=1
+the latter, with ALL=1 all of them.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -25,20 +26,42 @@ def steps_and_parts() -> Iterator[pytest.param]:
             yield pytest.param(step.number, part, id=label, marks=(group, *marks))
 
 
-PARTS = {"one": (), "third": (pytest.mark.slow,), "rest": (pytest.mark.every,)}
+PARTS = {"one": (), "kinds": (pytest.mark.slow,), "rest": (pytest.mark.every,)}
 
 
-def part_of(i: int, sites: int) -> str:
-    """Of the i-th of so many sites."""
-    if i == sites // 2:
+@cache
+def part_of(site: Site, number: int) -> str:
+    """One of each step; one of each kind and instruction, from the steps that have it in turn."""
+    own = mutations.own_sites(number)
+    if site == own[len(own) // 2]:
         return "one"
-    return "rest" if i % 3 else "third"
+    return (
+        "kinds"
+        if (number, site.called, site.kind) in one_of_each_kind()
+        and all(
+            (before.called, before.kind) != (site.called, site.kind)
+            for before in own[: own.index(site)]
+        )
+        else "rest"
+    )
+
+
+@cache
+def one_of_each_kind() -> frozenset[tuple[int, str, str]]:
+    """(step, instruction, kind)"""
+    having: dict[tuple[str, str], list[int]] = {}
+    for step in steps.ladder():
+        for what in dict.fromkeys(
+            (one.called, one.kind) for one in mutations.own_sites(step.number)
+        ):
+            having.setdefault(what, []).append(step.number)
+    kinds = enumerate(having.items())
+    return frozenset((numbers[i % len(numbers)], *what) for i, (what, numbers) in kinds)
 
 
 @pytest.mark.parametrize(("number", "part"), list(steps_and_parts()))
 def test_every_mutation_is_noticed(number: int, part: str) -> None:
-    sites = mutations.own_sites(number)
-    chosen = [site for i, site in enumerate(sites) if part_of(i, len(sites)) == part]
+    chosen = [site for site in mutations.own_sites(number) if part_of(site, number) == part]
     found = [mutations.problem_with(mutations.tried(site, number)) for site in chosen]
     assert not any(found), "\n".join(filter(None, found))
 

@@ -6,46 +6,53 @@ gives to one process, and `machine_code` remembers what that process has compile
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import steps
 from qformats import FORMATS, WEIGHT_FORMATS
-from reference import Problem
 from steps.blocks.codes import safe_load
-from steps.checks.verify import prepare
 from steps.compile.compiler import MachineCode, machine_code, signature_of
 from steps.contract import Family, Launch, Size, Step, Work
-from steps.driver.machines import Simulator
 from steps.product.choice import Choice
 from tests.steps.works import in_turn, marks_by_turn
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
-NEWEST = ARCHITECTURES[-1]
+OLDER, NEWEST = {"sm_75": (7, 5), "sm_80": (8, 0)}, "sm_90a"
+EVERY = pytest.mark.every
 REGISTERS = 65536  # of a multiprocessor, on all three architectures
-MANY_TOKENS, FEW_TOKENS = 40, 2  # a step may choose another kernel for few tokens: prove both
+SMALL: tuple[Size, ...] = ((40, 64, 64), (2, 64, 64))
+"""A step may choose another kernel for few tokens: prove both."""
+
+# Steps 8 to 18 choose among kernels by shape. These shapes take the ones that the tables quote and
+# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 14 and 15 reduction
+# slices, and no stagger.
+LARGE: dict[int, list[Size]] = {
+    8: [(512, 4096, 4096)],
+    9: [(512, 4096, 4096)],
+    10: [(512, 4096, 4096), (128, 4096, 4096), (128, 4096, 14336)],
+    17: [(1, 4096, 14336), (16, 4096, 14336)],
+    11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
+    12: [(m, 4096, 4096) for m in (128, 512)],
+    13: [(512, 4096, 4096)],
+    14: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
+    15: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
+    18: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
+}
 
 
-def launches(step: Step, family: Family, name: str) -> Iterator[tuple[Launch, bool]]:
-    """Every launch of the work, and whether it is the step's own (not the activation pass)."""
-    for m in (MANY_TOKENS, FEW_TOKENS):
-        problem = Problem(m, 64, 64, name)
-        prepared = prepare(step, family, name, problem.a, problem.blocks, Simulator())
-        yield from ((launch, False) for launch in prepared.activations.launches)
-        yield prepared.launch, True
-
-
-def compiled(launch: Launch, arch: str) -> MachineCode:
+def compiled(launch: Launch, arch: str = NEWEST) -> MachineCode:
     return machine_code(launch.kernel, signature_of(launch.args), arch)
 
 
-def own_code(step: Step, family: Family, name: str, arch: str) -> MachineCode:
-    """The machine code of the step's kernel for many tokens."""
-    return next(compiled(launch, arch) for launch, own in launches(step, family, name) if own)
+def own_code(number: int, name: str) -> MachineCode:
+    """The machine code of an A8 step's kernel for many tokens."""
+    return compiled(Choice.of_work(Work(steps.find(number), "A8", name), SMALL[0]).launches()[-1])
 
 
 def group(step: Step) -> pytest.MarkDecorator:
@@ -53,21 +60,35 @@ def group(step: Step) -> pytest.MarkDecorator:
 
 
 def works() -> Iterator[pytest.param]:
-    """(step, family, arch, format): every format on the newest architecture, which has all the
-    kernels, by turns; one on each older one, and another for the next step."""
+    """(work, architecture, sizes). Every format on the newest architecture, which has all the
+    kernels, by turns; one on each older one, and another for the next step; one for each large
+    size, and another for the next. `make test` takes one format, one older architecture in one
+    family of each step, and the first and the last of its large sizes; without any, one format
+    more."""
     for step in reversed(steps.ladder()):  # the longest groups first
-        for arch in ARCHITECTURES:
-            cc = int(arch.removeprefix("sm_").rstrip("a"))
-            if cc < 10 * step.min_cc[0] + step.min_cc[1]:
-                continue
-            turn = in_turn(step.number + ARCHITECTURES.index(arch))
-            for family in step.families:
-                for name in WEIGHT_FORMATS if arch == NEWEST else (turn,):
-                    turns = marks_by_turn(step.number + ARCHITECTURES.index(arch), name)
-                    slow = turns if arch == NEWEST else (pytest.mark.slow,)
-                    label = f"step{step.number:02d}-{family}-{arch}-{name}"
-                    marks = (group(step), *slow)
-                    yield pytest.param(step, family, arch, name, id=label, marks=marks)
+        number, large, families = step.number, LARGE.get(step.number, []), step.families
+        for family, name in itertools.product(families, WEIGHT_FORMATS):
+            (*turn,) = marks_by_turn(number + 2, name)
+            seldom = large and turn == [pytest.mark.slow]
+            yield one_work(step, family, name, marks=[EVERY] if seldom else turn)
+        older = [arch for arch, cc in OLDER.items() if cc >= step.min_cc]
+        for i, arch in enumerate(older):
+            for family, size in itertools.product(families, SMALL):
+                often = arch == older[number % len(older)] and family == families[number % 2 - 1]
+                marks = [pytest.mark.slow if often and size == SMALL[number % 2] else EVERY]
+                yield one_work(step, family, in_turn(number + i), arch, size, marks=marks)
+        for i, size in enumerate(large):
+            marks = [pytest.mark.slow if size in (large[0], large[-1]) else EVERY]
+            yield one_work(step, families[-1], in_turn(number + i), NEWEST, size, marks=marks)
+
+
+def one_work(
+    step: Step, family: Family, name: str, arch: str = NEWEST, *sizes: Size, marks: list[Any]
+) -> pytest.param:
+    shapes = ["x".join(map(str, size)) for size in sizes]
+    label = "-".join([f"step{step.number:02d}", family, arch, name, *shapes])
+    work = Work(step, family, name)
+    return pytest.param(work, arch, sizes or SMALL, id=label, marks=(group(step), *marks))
 
 
 def no_local_memory_where_it_counts(code: MachineCode) -> bool:
@@ -92,76 +113,53 @@ def double_precision(code: MachineCode) -> list[str]:
     return [op for op in code.instructions if op.startswith(DOUBLE) or ".F64" in op]
 
 
-@pytest.mark.parametrize(("step", "family", "arch", "name"), list(works()))
-def test_machine_code_is_what_the_step_promises(
-    step: Step, family: Family, arch: str, name: str
-) -> None:
-    """No spills, no float64, no more registers than there are; its idea, and none of a later one.
-    Of the idea on sm_75 nothing is promised."""
-    assert step.contains[family], "a step must say what its machine code shows"
-    for launch, own in launches(step, family, name):
-        code, where = compiled(launch, arch), launch.kernel.__name__
-        assert no_local_memory_where_it_counts(code), where
-        # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
-        ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
-        assert [one for one in code.warnings if ignored not in one] == [], where
-        assert double_precision(code) == [], where
-        assert code.registers * math.prod(launch.block) <= REGISTERS, where
-        if own and arch != "sm_75":
-            for promise in step.contains[family]:
-                held = any(op.startswith(tuple(promise.split("|"))) for op in code.instructions)
-                assert held, f"{where} lacks {promise}: {sorted(code.instructions)}"
-            found = [op for op in code.instructions if op.startswith(step.forbids[family])]
-            assert not found, f"{where} must not contain {found}"
-
-
-# Steps 9 to 18 choose among kernels by shape. These shapes take the ones that the tables quote and
-# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 14 and 15 reduction
-# slices, and no stagger.
-LARGE: dict[int, list[Size]] = {
-    8: [(512, 4096, 4096)],
-    9: [(512, 4096, 4096)],
-    10: [(512, 4096, 4096), (128, 4096, 4096), (128, 4096, 14336)],
-    17: [(1, 4096, 14336), (16, 4096, 14336)],
-    11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
-    12: [(m, 4096, 4096) for m in (128, 512)],
-    13: [(512, 4096, 4096)],
-    14: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
-    15: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
-    18: [(m, 4096, 14336) for m in (1, 2, 4, 8, 16)],
-}
-
-
-def large_products() -> Iterator[pytest.param]:
-    """(work, size): one format for each, and another for the next. `make test` runs the first and
-    the last of each step."""
-    for number, sizes in LARGE.items():
-        step = steps.find(number)
-        for i, size in enumerate(sizes):
-            name = in_turn(number + i)
-            label = f"step{number:02d}-{name}-{'x'.join(map(str, size))}"
-            within = size not in (sizes[0], sizes[-1])
-            marks = (group(step), pytest.mark.every if within else pytest.mark.slow)
-            yield pytest.param(Work(step, step.families[-1], name), size, id=label, marks=marks)
-
-
-@pytest.mark.parametrize(("work", "size"), list(large_products()))
-def test_the_kernels_of_large_products_too(work: Work, size: Size) -> None:
-    *_, own = Choice.of_work(work, size).launches()
-    code = compiled(own, NEWEST)
-    assert no_local_memory_where_it_counts(code), code.log
-    assert code.warnings == ()
-    assert code.registers * math.prod(own.block) <= REGISTERS
+def sound(launch: Launch, arch: str = NEWEST, blocks: int = 1) -> MachineCode:
+    """The machine code of a launch: no spills, no float64, no remark of ptxas, registers for so
+    many thread blocks of an SM, and none lost that a running wgmma reads."""
+    code, where = compiled(launch, arch), launch.kernel.__name__
+    assert no_local_memory_where_it_counts(code), f"{where}: {code.log}"
+    assert double_precision(code) == [], where
+    # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
+    ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
+    assert [one for one in code.warnings if ignored not in one] == [], where
+    assert code.registers * math.prod(launch.block) * blocks <= REGISTERS, where
     if code.count("HGMMA", "IGMMA"):
         no_wgmma_loses_its_weights(code)
+    return code
+
+
+@pytest.mark.parametrize(("work", "arch", "sizes"), list(works()))
+def test_machine_code_is_what_the_step_promises(
+    work: Work, arch: str, sizes: tuple[Size, ...]
+) -> None:
+    """It is sound, shows its idea, and none of a later one. Of the idea on sm_75 nothing is
+    promised."""
+    promises, forbidden = work.step.contains[work.family], work.step.forbids[work.family]
+    assert promises, "a step must say what its machine code shows"
+    for size in sizes:
+        *passes, own = Choice.of_work(work, size).launches()
+        for launch in passes:
+            sound(launch, arch)
+        code = sound(own, arch)
+        if arch == "sm_75":
+            continue
+        for promise in promises:
+            held = any(op.startswith(tuple(promise.split("|"))) for op in code.instructions)
+            assert held, f"{own.kernel.__name__} lacks {promise}: {sorted(code.instructions)}"
+        found = [op for op in code.instructions if op.startswith(forbidden)]
+        assert not found, f"{own.kernel.__name__} must not contain {found}"
+        if work.step.number == 15 and size[0] >= 128:
+            int8_weights_are_made_above_the_wait(code)
 
 
 @group(steps.find(4))
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in ("q4_0", "q4_1") else pytest.param(n, marks=pytest.mark.slow)
-        for n in WEIGHT_FORMATS
+        pytest.param("q4_0"),
+        pytest.param("q4_1", marks=pytest.mark.slow),
+        pytest.param("q5_1", marks=pytest.mark.slow),
+        *(pytest.param(one, marks=EVERY) for one in ("q5_0", "q8_0")),
     ],
 )
 def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
@@ -170,7 +168,7 @@ def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
     assert safe_load(name, "qs").py_func.__name__ == wanted
     scales = 2 + (2 if "m" in FORMATS[name].dtype.names else 1)  # d and s of A; d (and m) of W
     words = 1 if FORMATS[name].bits == 4 else 2  # qs, and qh or the other half of a q8_0 block
-    code = own_code(steps.find(4), "A8", name, "sm_90a")
+    code = own_code(4, name)
     halves = code.count("LDG.E.U16")
     assert halves == scales + (2 * words if wanted == "b2" else 0), code.instructions
     assert code.count("LDG.E") == 1 + halves + (words if wanted == "b4" else 0), code.instructions
@@ -178,18 +176,14 @@ def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
 
 @group(steps.find(4))
 def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
-    """Step 4 multiplies 32 elements with 16 IMAD; nothing else in it accumulates a chain of two."""
-    code = own_code(steps.find(4), "A8", "q4_0", "sm_90a")
+    """Step 4 multiplies 32 elements with 16 IMAD; nothing else in it accumulates a chain of two.
+    ptxas packs four byte products into IDP.4A where step 3 did not ask; step 4 must not be helped
+    so."""
+    code = own_code(4, "q4_0")
     chains = re.findall(r"LDS R\d+.*;", code.sass)
-    assert (
-        len(chains) == 2 * 16 + 4
-    )  # two words a pair; the scales and sums of a token and a feature
-
-
-def test_the_compiler_finds_dp4a_where_step_3_did_not_ask() -> None:
-    """ptxas packs four byte products into IDP.4A behind our back; step 4 must not be helped so."""
-    assert own_code(steps.find(3), "A8", "q4_0", "sm_90a").count("IDP") == 8
-    assert own_code(steps.find(4), "A8", "q4_0", "sm_90a").count("IDP") == 0
+    assert len(chains) == 2 * 16 + 4  # two words a pair; scales and sums of a token and a feature
+    assert code.count("IDP") == 0
+    assert own_code(3, "q4_0").count("IDP") == 8
 
 
 # --- wgmma reads the registers of A while others are written --------------------------------------
@@ -276,128 +270,107 @@ Call = tuple[str, str]
 """dtypes of A and C"""
 
 
-def wgmma_tiles() -> Iterator[pytest.param]:
-    """(step, tile, format, calls, slices): every tile in every format, for one of the calls in
-    turn; in one format for all of them, and added up in slices. `make test` takes that format with
-    one call. The loop is of a tile, a format and what weights are unpacked to; the end, of a tile
-    and the dtypes. Tiles between two powers of two have the registers of neither, and are looked at
-    in one format."""
-    for number in (14, 15):
-        step = steps.find(number)
-        for i, tile in enumerate(sys.modules[step.launch.__module__].TILES):
-            for j, name in enumerate(WEIGHT_FORMATS):
-                calls: list[Call] = [(output, output) for output in step.outputs]
-                if step.families[-1] == "A16":
-                    calls += [("float16", output) for output in step.outputs if output != "float16"]
-                in_all = name == in_turn(number + i)
-                if tile[1] & (tile[1] - 1) and not in_all:
-                    continue
-                slices = calls[tile[1] // 16 % len(calls)] if in_all else None
-                one = [calls[(i + j) % len(step.outputs)]]
-                label = f"step{number}-{name}-{tile[0]}x{tile[1]}"
-                here = in_all and (number + i) % 2 == 0
-                marks = (group(step), pytest.mark.slow if here else pytest.mark.every)
-                yield pytest.param(step, tile, name, one, slices, id=label, marks=marks)
-                if in_all:
-                    rest = [call for call in calls if call not in one]
-                    marks = (group(step), pytest.mark.every)
-                    yield pytest.param(
-                        step, tile, name, rest, None, id=f"{label}-calls", marks=marks
-                    )
+def calls_of(step: Step) -> list[Call]:
+    """All of a step of float16; of one that reads int8, one for each dtype of C."""
+    calls: list[Call] = [(output, output) for output in step.outputs]
+    if step.families[-1] == "A16":
+        calls += [("float16", output) for output in step.outputs if output != "float16"]
+    return calls
 
 
 def one_tile_a_block() -> Iterator[pytest.param]:
-    """(step, tokens, format, calls): every tile in every format, in one of two steps that multiply
-    alike, for one of the calls in turn; in one format for all of them. `make test` takes the latter
-    in one of the two steps."""
+    """(step, tokens, format, call): with ALL=1 every tile in every format in one of two steps that
+    multiply alike, for one of the calls in turn; in one format in both steps for all of them.
+    `make test` takes of the latter one call in turn: every tile in both steps, every format, every
+    call in both."""
     names = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k")
-    for i, tokens in enumerate((16, 32, 64, 128)):
-        for j, name in enumerate(names):
-            for step in (steps.find(12), steps.find(13)):
-                calls: list[Call] = [(output, output) for output in step.outputs]
-                calls.append(("float16", "float32"))
-                in_all = j == (2 * i + step.number) % len(names)
-                if not in_all:
-                    if (i + j + step.number) % 2:
-                        continue
-                    calls = [calls[(i + j // 2) % len(step.outputs)]]
-                label = f"step{step.number}-{name}-{tokens}"
-                here = in_all and (step.number + i) % 2 == 0
-                marks = (group(step), pytest.mark.slow if here else pytest.mark.every)
-                yield pytest.param(step, tokens, name, calls, id=label, marks=marks)
+    works = itertools.product(enumerate((16, 32, 64, 128)), enumerate(names), (12, 13))
+    for (i, tokens), (j, name), number in works:
+        step = steps.find(number)
+        calls: list[Call] = [*((output, output) for output in step.outputs), ("float16", "float32")]
+        in_all = j == (2 * i + number) % len(names)
+        if not in_all and (i + j + number) % 2:
+            continue
+        in_turn_here = calls[(i + 2 * number) % len(calls)]
+        for call in calls if in_all else [calls[(i + j // 2) % len(step.outputs)]]:
+            often = in_all and call == in_turn_here
+            label = f"step{number}-{name}-{tokens}-{'-'.join(call)}"
+            marks = (group(step), pytest.mark.slow if often else EVERY)
+            yield pytest.param(step, tokens, name, call, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("step", "tokens", "name", "calls"), list(one_tile_a_block()))
+@pytest.mark.parametrize(("step", "tokens", "name", "call"), list(one_tile_a_block()))
 def test_every_tile_of_steps_12_and_13(
-    step: Step, tokens: int, name: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    step: Step, tokens: int, name: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing in local memory, as many blocks an SM as it says, and C of 16 bits by stmatrix; from
-    float32, where token scales are multiplied too."""
+    """Sound, as many blocks an SM as it says, and C of 16 bits by stmatrix; from float32, where
+    token scales are multiplied too."""
     module, blocks = sys.modules[step.launch.__module__], 1
     if step.number == 12:
         blocks = module.TILES[tokens]
         monkeypatch.setattr(module, "TILES", {tokens: blocks})
     else:
         monkeypatch.setattr(module, "TOKENS", (tokens,))
-    for source, output in calls:
-        work = Work(step, step.families[-1], name)
-        *_, own = Choice.of_work(work, (tokens, 128, 256), source, output).launches()
-        code = compiled(own, NEWEST)
-        assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
-        assert code.warnings == ()
-        assert code.registers * math.prod(own.block) * blocks <= REGISTERS
-        assert (own.shared_bytes + 1024) * blocks <= 228 * 1024
-        assert code.count("STSM") == (0 if output == "float32" else tokens // 16)
-        no_wgmma_loses_its_weights(code)
+    work = Work(step, step.families[-1], name)
+    *_, own = Choice.of_work(work, (tokens, 128, 256), *call).launches()
+    code = sound(own, blocks=blocks)
+    assert (own.shared_bytes + 1024) * blocks <= 228 * 1024
+    assert code.count("STSM") == (0 if call[1] == "float32" else tokens // 16)
 
 
-@pytest.mark.parametrize(("step", "tile", "name", "calls", "slices"), list(wgmma_tiles()))
+def wgmma_tiles() -> Iterator[pytest.param]:
+    """(step, tile, format, call, slices): with ALL=1 every tile in every format, for one of the
+    calls in turn; in one format for all of them, and added up in slices. The loop is of a tile, a
+    format and what weights are unpacked to; the end, of a tile and the dtypes. Tiles between two
+    powers of two have the registers of neither, and are looked at in one format.
+
+    `make test` takes every other tile of each step for one call, half of these in slices."""
+    for number in (14, 15):
+        step = steps.find(number)
+        calls = calls_of(step)
+        tiles = sys.modules[step.launch.__module__].TILES
+        for (i, tile), (j, name) in itertools.product(enumerate(tiles), enumerate(WEIGHT_FORMATS)):
+            in_all = name == in_turn(number + i)
+            if tile[1] & (tile[1] - 1) and not in_all:
+                continue
+            first = calls[(i + j) % len(step.outputs)]
+            kernels = [(first, False)]
+            if in_all:
+                kernels += [(call, False) for call in calls if call != first]
+                kernels.append((calls[tile[1] // 16 % len(calls)], True))
+            often = kernels[-1 if i % 4 > 1 else 0] if in_all and (number + i) % 2 == 0 else None
+            for call, slices in kernels:
+                label = f"step{number}-{name}-{tile[0]}x{tile[1]}-{'-'.join(call)}"
+                label += "-slices" * slices
+                mark = pytest.mark.slow if (call, slices) == often else EVERY
+                marks = (group(step), mark)
+                yield pytest.param(step, tile, name, call, slices, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("step", "tile", "name", "call", "slices"), list(wgmma_tiles()))
 def test_every_tile_of_wgmma(
     step: Step,
     tile: tuple[int, int],
     name: str,
-    calls: list[Call],
-    slices: Call | None,
+    call: Call,
+    slices: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block with more tiles than one, so that one warpgroup is before the other, as in large
-    products; with `slices`, also a tile added up in them, for that call."""
-    module = sys.modules[step.launch.__module__]
-    size = (2 * tile[1], tile[0], 512)
-    launches = [((tile, 2, 1, 0), call) for call in calls]
-    if slices:
-        launches.append(((tile, 1, 4, 1), slices))
-    for configuration, (source, output) in launches:
-        monkeypatch.setattr(module, "tiling", lambda *_, chosen=configuration: chosen)
-        work = Work(step, step.families[-1], name)
-        *_, own = Choice.of_work(work, size, source, output).launches()
-        code = compiled(own, NEWEST)
-        assert code.stack_bytes == code.spill_store_bytes == code.count("LDL", "STL") == 0
-        assert code.warnings == ()
-        assert code.registers * math.prod(own.block) <= REGISTERS
-        no_wgmma_loses_its_weights(code)
+    """Sound: a block with more tiles than one, so that one warpgroup is before the other, as in
+    large products; or a tile added up in slices."""
+    chosen = (tile, 1, 4, 1) if slices else (tile, 2, 1, 0)
+    monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: chosen)
+    work = Work(step, step.families[-1], name)
+    *_, own = Choice.of_work(work, (2 * tile[1], tile[0], 512), *call).launches()
+    code = sound(own)
+    if step.number == 15 and tile[1] >= 128:
+        int8_weights_are_made_above_the_wait(code)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        pytest.param(name, (128, 256)[(1 + i) % 2], marks=group(steps.find(15)))
-        for i, name in enumerate(WEIGHT_FORMATS)
-    ],
-)
-def test_int8_weights_are_unpacked_above_the_wait(
-    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def int8_weights_are_made_above_the_wait(code: MachineCode) -> None:
     """So they become int8 while products run. Behind the waits, which are for the registers of the
     operands, come the eight instructions that write them, and less than a third of all others."""
-    step = steps.find(15)
-    monkeypatch.setattr(
-        sys.modules[step.launch.__module__], "tiling", lambda *_: ((128, tokens), 2, 1, 0)
-    )
-    work = Work(step, "A8", name)
-    *_, own = Choice.of_work(work, (2 * tokens, 128, 512), c="float16").launches()
-    loop = loop_of_wgmma(compiled(own, NEWEST).sass)
+    loop = loop_of_wgmma(code.sass)
     waits = [i for i, line in enumerate(loop) if line.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
     assert len(waits) == 2
     products = [i for i, line in enumerate(loop) if line.startswith("IGMMA")]

@@ -12,51 +12,51 @@ import pytest
 
 import steps
 from reference import CHECK_SHAPES, GOLDEN, Problem, check
-from steps.checks.cases import cases
+from steps.checks.cases import Case, cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.contract import Family, Step, Work
+from steps.contract import Family, Size, Step, Work
 from steps.driver.machines import Simulator
 from steps.kernels.decode import tiles as decode_tiles
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.kernels.prefill import mma_tiles
 from tests.kernels.passes import RemembersPasses
-from tests.steps.works import WORKS, by_turn, in_turn, slow_unless_in_turn
+from tests.steps.test_bytes import product
+from tests.steps.works import WORKS, by_turn, in_turn
 
 DESCENDING = -1
 
 
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=3))
 def test_right_on_check_shapes(step: Step, family: Family, name: str) -> None:
-    """Every shape in one format, and a third of them in each of the others. Distributions, seeds
-    and lane orders go round too."""
-    quick = name != in_turn(step.number)
-    outcomes = check_works(
-        [Work(step, family, name)],
-        lambda name: cases(name, simulated=True, quick=quick),
-        RemembersPasses,
-    )
-    shapes = len(CHECK_SHAPES) // (3 if quick else 1)
-    assert outcomes.each[0].cases == 1 + shapes  # and the golden one
+    """A third of the shapes in each format, all of them in the three that `make test` runs.
+    Distributions, seeds and lane orders go round too."""
+    turn = next(i for i in range(5) if name == in_turn(step.number + 2 * i))
+
+    def some(name: str) -> tuple[Case, ...]:
+        golden, *others = cases(name, simulated=True)
+        return (golden, *others[turn % 3 :: 3])
+
+    outcomes = check_works([Work(step, family, name)], some, RemembersPasses)
+    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES) // 3
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=1))
 def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
-    """A missing barrier would show in at least one of these orders. Barriers are the same in every
-    format: one is run in all orders, the others in the two that differ most."""
+    """A missing barrier would show in at least one of these orders; the check shapes are in others
+    besides."""
     problem = Problem(3, 35, 96, name, "integer", seed=7)
     results = []
-    for order in (0, DESCENDING, 3, 4) if name == in_turn(step.number) else (DESCENDING, 3):
+    for order in (DESCENDING, 3):
         machine = RemembersPasses(order)
         prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
         results.append(multiply(prepared, machine).copy())
         assert check(results[-1], problem, family, operands(prepared, machine)).ok
-    for other in results[1:]:
-        np.testing.assert_array_equal(results[0], other)
+    np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=5))
 def test_golden_case(step: Step, family: Family, name: str) -> None:
     """1 x 1 x 32 by hand: 141 in Q4_0."""
     golden = GOLDEN[name]
@@ -72,91 +72,80 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
         assert golden.value == 141
 
 
-# One more row and column than the tile of each step that has a large one, and K beyond a stage.
+# One more row and column than the tile of each step that has a large one. Others have such shapes
+# in `SHARED_WORK`.
 EDGES = (
     (5, (129, 65, 32)),
     (6, (129, 65, 32)),
-    (7, (65, 129, 160)),
-    (8, (65, 129, 160)),
-    (11, (65, 131, 160)),
-    (12, (65, 131, 160)),
-    (13, (17, 131, 160)),
-    (14, (17, 131, 160)),
+    (7, (65, 129, 32)),
+    (8, (65, 129, 32)),
+    (11, (65, 131, 32)),
+    (13, (17, 131, 32)),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, pytest.param(2, marks=pytest.mark.every)])
 @pytest.mark.parametrize(("number", "shape"), EDGES)
-def test_a_tile_edge_in_both_directions(
-    number: int, shape: tuple[int, int, int], turn: int
-) -> None:
-    """In two formats: the edges of a tile are the same in all of them."""
-    problem = Problem(*shape, in_turn(number + turn), "integer", seed=1)
+def test_a_tile_edge_in_both_directions(number: int, shape: Size) -> None:
+    """The edges of a tile are the same in all formats."""
+    problem = Problem(*shape, in_turn(number), "integer", seed=1)
     family = steps.find(number).families[-1]
     assert verify(steps.find(number), family, problem, RemembersPasses(5)).ok
 
 
-WRITES_FLOAT16 = [work for work in WORKS if work.values[0].outputs[1:]]
+# (shape, distribution, dtypes of A and C). A row of C is no multiple of four, or whole; K goes
+# beyond the first stage. Where a step does not write that dtype, C is float32.
+CALLS = (
+    ((9, 37, 96), "llm", "float32", "float16"),
+    ((5, 132, 64), "uniform", "float32", "float16"),
+    ((9, 37, 96), "llm", "float16", "float16"),
+    ((17, 36, 288), "integer", "bfloat16", "bfloat16"),
+)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WRITES_FLOAT16))
-def test_outputs_in_float16(step: Step, family: Family, name: str) -> None:
-    """Ragged, where a row is no multiple of four, and whole; the guard bands hold there too."""
-    for order, shape in enumerate([(9, 37, 96), (5, 132, 64), (1, 1, 32)]):
-        for distribution in ("uniform", "llm"):
-            problem = Problem(*shape, name, distribution)
-            found = verify(step, family, problem, RemembersPasses(order), dtype=np.float16)
-            assert found.ok, found.verdict
-
-
-READS_16_BITS = [
-    work
-    for work in WORKS
-    if reading_of(work.values[0], "float16", work.values[1]).source == "float16"
-]
-
-
-def inputs_of_16_bits() -> Iterator[pytest.param]:
-    """(work, shape, distribution): a ragged shape in every format, and in two formats one that goes
-    beyond the first stage."""
-    for work in by_turn(READS_16_BITS, shift=1):
-        step, _, name = work.values
-        yield pytest.param(*work.values, (9, 37, 96), "llm", id=work.id, marks=work.marks)
-        if name in (in_turn(step.number), in_turn(step.number + 3)):
-            label = f"{work.id}-stages"
-            values = (*work.values, (20, 136, 288), "integer")
-            marks = pytest.mark.slow if name == in_turn(step.number) else pytest.mark.every
-            yield pytest.param(*values, id=label, marks=marks)
+def calls() -> Iterator[pytest.param]:
+    """(work, shape, distribution, dtype of A, of C): every call in one format, and another for the
+    next step. A as a caller has it, where the step reads it so."""
+    for work in by_turn(WORKS, shift=1, formats=1):
+        step, family, _ = work.values
+        for shape, distribution, source, output in CALLS:
+            reads = reading_of(step, source, family).source == source
+            if source == "bfloat16" and family == "A16":
+                reads = reads and "bfloat16" in step.outputs
+            to = output if output in step.outputs else "float32"
+            if reads and (source, to) != ("float32", "float32"):
+                label = f"{work.id}-{source}-to-{to}-{shape[1]}"
+                values = (*work.values, shape, distribution, source, to)
+                yield pytest.param(*values, id=label, marks=work.marks)
 
 
 @pytest.mark.parametrize(
-    ("step", "family", "name", "shape", "distribution"), list(inputs_of_16_bits())
+    ("step", "family", "name", "shape", "distribution", "source", "output"), list(calls())
 )
-def test_inputs_of_16_bits(
-    step: Step, family: Family, name: str, shape: tuple[int, int, int], distribution: str
+def test_dtypes_of_a_and_c(
+    step: Step, family: Family, name: str, shape: Size, distribution: str, source: Any, output: str
 ) -> None:
-    """A as a caller has it, with no pass where nothing is quantized, and C in the same dtype where
-    the step writes it. Ragged, and beyond the first stage."""
-    inputs = ["float16"]
-    if family == "A8" or "bfloat16" in step.outputs:
-        inputs.append("bfloat16")
-    for order, input in enumerate(inputs):
-        output = input if input in step.outputs else "float32"
-        problem = Problem(*shape, name, distribution, input=input)
-        if family == "A16":
-            assert step.activations[family](problem.given, Simulator()).launches == ()
-        found = verify(step, family, problem, RemembersPasses(order), dtype=output)
-        assert found.ok, f"{input}: {found.verdict}"
+    """Right, and within the guard bands; with no pass where A of 16 bits is not quantized."""
+    problem = Problem(*shape, name, distribution, input=source)
+    if family == "A16" and source != "float32":
+        assert step.activations[family](problem.given, Simulator()).launches == ()
+    found = verify(step, family, problem, RemembersPasses(shape[0] % 4), dtype=output)
+    assert found.ok, found.verdict
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-@pytest.mark.parametrize("number", [step.number for step in steps.ladder() if step.outputs[1:]])
-def test_what_is_no_number_spoils_its_own_row_and_column_only(number: int, name: str) -> None:
-    """NaN and Inf among the activations (the door does not look for them on a GPU) and in scales
+LAST_FAMILIES = [work for work in WORKS if work.values[1] == work.values[0].families[-1]]
+
+
+@pytest.mark.parametrize(
+    ("step", "family", "name"),
+    by_turn([work for work in LAST_FAMILIES if work.values[0].outputs[1:]], formats=1),
+)
+def test_what_is_no_number_spoils_its_own_row_and_column_only(
+    step: Step, family: Family, name: str
+) -> None:
+    """NaN and Inf among the activations (`gemm` does not look for them on a GPU) and in scales
     (which it refuses)."""
-    step, machine, problem = steps.find(number), Simulator(2), Problem(9, 36, 96, name)
-    family = step.families[-1]
+    machine, problem = Simulator(2), Problem(9, 36, 96, name)
 
     def product(a: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         return multiply(prepare(step, family, name, a, blocks, machine), machine).copy()
@@ -234,15 +223,13 @@ def _size(work: tuple[Any, ...]) -> int:
 def shared_work() -> Iterator[pytest.param]:
     """Each in one format in three orders of lanes, and in another format in one, with C in float16
     where the step writes it: who waits for whom is the same in all formats. `make test` runs one
-    order, and three of the smallest product of each step; with QUICK=1 one of that alone. A launch
-    again in the same order shows what is left in scratch memory: steps without any do without."""
+    order, and three of the smallest product of each step; with QUICK=1 one of that alone."""
     by_size = sorted(SHARED_WORK, key=_size, reverse=True)
     smallest = {number: shape for number, _, shape, _ in by_size}
     for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
-        once = (5,) if steps.find(number).scratch is None else (5, 5)
-        for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), once)):
+        for name, orders in ((in_turn(i), (0, DESCENDING, 5)), (in_turn(i + 2), (5,))):
             label = f"step{number:02d}-{i}-{name}"
-            small, alone = shape == smallest[number], len(set(orders)) == 1
+            small, alone = shape == smallest[number], len(orders) == 1
             marks = (pytest.mark.slow if small or alone else pytest.mark.every,)
             if small and alone:
                 marks = ()
@@ -255,46 +242,33 @@ def shared_work() -> Iterator[pytest.param]:
 def test_work_shared_by_few_sms(
     number: int,
     sms: int,
-    shape: tuple[int, int, int],
+    shape: Size,
     constants: dict[str, Any],
     name: str,
     orders: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right, launched again with the same scratch memory too, and the same bits in any order."""
+    """Right, the same bits in any order, launched again with the same scratch memory too: partial
+    sums of before would hide one that is read too early, so none is a number."""
     step, family = steps.find(number), steps.find(number).families[-1]
     module = HEURISTICS_IN.get(number, sys.modules[step.launch.__module__])
     monkeypatch.setattr(module, "multiprocessors", lambda: sms)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
     problem, machine = Problem(*shape, name), RemembersPasses(orders[0])
-    dtype = np.float16 if step.outputs[1:] and set(orders) == {5} else np.float32
+    dtype = np.float16 if step.outputs[1:] and orders == (5,) else np.float32
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine, dtype=dtype)
     assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is split"
-    first = multiply(prepared, machine).copy()
-    assert check(first, problem, family, operands(prepared, machine)).ok
+    first = multiply(prepared, machine).copy()  # of memory full of NaN
+    used = operands(prepared, machine)
+    assert check(first, problem, family, used).ok
+    sums, arrived = prepared.launch.args[-2:] if step.scratch else (np.zeros(0), np.zeros(0))
     for order in orders[1:]:
+        assert not arrived.any(), "the next launch counts on"
         machine.host(prepared.out)[...] = np.nan
-        if step.scratch is not None:
-            sums, arrived = prepared.launch.args[-2:]
-            assert not arrived.any(), "the next launch counts on"
-            # of the launch before: right, so they would hide one that comes too early
-            sums[...] = np.nan if sums.dtype.kind == "f" else -(2**30)
+        sums[...] = np.nan if sums.dtype.kind == "f" else -(2**30)
         Simulator(order).run(prepared.launch)
         np.testing.assert_array_equal(machine.host(prepared.out), first)
-
-
-@pytest.mark.slow
-def test_integer_sums_are_the_same_however_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, problem, machine = steps.find(15), Problem(20, 140, 416, "q5_1"), Simulator()
-    module, results = sys.modules[step.launch.__module__], []
-    for cut in (
-        ((128, 32), 2, 1, 0),
-        ((128, 32), 2, 3, 2),
-        ((128, 16), 4, 7, 4),
-        ((128, 64), 2, 2, 1),
-    ):
-        monkeypatch.setattr(module, "tiling", lambda *_, cut=cut: cut)
-        prepared = prepare(step, "A8", "q5_1", problem.a, problem.blocks, machine)
-        results.append(multiply(prepared, machine).copy())
-    assert all(np.array_equal(results[0], other) for other in results)
+    assert not arrived.any(), "the next launch counts on"
+    if number == 15:  # integer sums are the same however work is cut
+        np.testing.assert_array_equal(first, product(used, problem.blocks).astype(dtype))

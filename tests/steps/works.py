@@ -23,28 +23,19 @@ def in_turn(number: int) -> str:
     return WEIGHT_FORMATS[number % len(WEIGHT_FORMATS)]
 
 
-def marks_by_turn(number: int, name: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks_by_turn(number: int, name: str, formats: int = 2) -> tuple[pytest.MarkDecorator, ...]:
     """Of a test in a format, the turn being `number`'s: `make test QUICK=1` runs one format,
-    `make test` two, `make test ALL=1` all of them."""
+    `make test` as many as said, `make test ALL=1` all of them."""
     if name == in_turn(number):
         return ()
-    return (pytest.mark.slow,) if name == in_turn(number + 2) else (pytest.mark.every,)
+    others = [in_turn(number + 2 * i) for i in range(1, formats)]
+    return (pytest.mark.slow if name in others else pytest.mark.every,)
 
 
-def by_turn(works: list[pytest.param], shift: int = 0) -> list[pytest.param]:
+def by_turn(works: list[pytest.param], shift: int = 0, formats: int = 2) -> list[pytest.param]:
     """The same works, marked so."""
     return [
-        pytest.param(step, family, name, id=work.id, marks=marks_by_turn(step.number + shift, name))
+        pytest.param(*work.values, id=work.id, marks=marks_by_turn(number, work.values[2], formats))
         for work in works
-        for step, family, name in [work.values]
+        for number in [work.values[0].number + shift]
     ]
-
-
-def slow_unless_in_turn(works: list[pytest.param]) -> list[pytest.param]:
-    """The same works; `make test QUICK=1` runs one format of each step."""
-    marked = []
-    for work in works:
-        step, _, name = work.values
-        marks = () if name == in_turn(step.number) else pytest.mark.slow
-        marked.append(pytest.param(*work.values, id=work.id, marks=marks))
-    return marked
