@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from results.measure.bench import Wanted
-from steps.cli import counters
+from results.record.schema import Environment, Git
+from steps.cli import counters, run, tools
+from steps.cli.main import main
 from steps.contract import Work
+from steps.driver.machines import Simulator
 from steps.registry import find
 
 CC = (9, 0)
@@ -88,8 +94,69 @@ def test_metrics_that_have_no_value_are_named() -> None:
     assert counters.uncounted([some, some]) == ["dram__bytes.sum", "lts__t_bytes.sum"]
 
 
-def test_the_file_has_a_line_for_each_launch() -> None:
-    text = counters.to_json("A GPU", "abc", [{"step": 1, "M": 2}, {"step": 3, "M": 4}])
-    assert json.loads(text)["kernels"] == [{"step": 1, "M": 2}, {"step": 3, "M": 4}]
-    assert json.loads(text)["commit"] == "abc"
-    assert '  {"step": 1, "M": 2},\n' in text
+class Noting(Simulator):
+    """A GPU that says what it launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def run(self, launch: Any) -> None:
+        self.ran.append(launch.kernel.__name__)
+        super().run(launch)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    made = Noting()
+    for command in (run, counters, tools):
+        monkeypatch.setattr(command, "machines", lambda _: ("A GPU", lambda _: made, None))
+    monkeypatch.setattr(counters, "compile_ahead", lambda *_: 0)
+    monkeypatch.setattr(tools, "find_tool", lambda name: f"/opt/{name}")
+    return made
+
+
+SMALL = ["--format", "q5_1", "--m", "2", "--n", "3", "--k", "64"]
+
+
+def test_a_step_is_launched_once_for_a_profiler(
+    gpu: Noting, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As `profile` has it started, by the command line that it makes."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(tools, "_run", lambda command, hint: commands.append(command) or 0)
+    assert main(["profile", "5", *SMALL]) == 0
+    ((tool, *rest),) = commands
+    assert tool == "/opt/ncu"
+    assert "regex:w4a8_vectorized" in rest
+    assert main(rest[rest.index("launch") :]) == 0
+    assert gpu.ran == ["q8_1_k_outermost", "w4a8_vectorized"]
+    assert capsys.readouterr().out == "launched step 5 W5A8 q5_1 at M=2 N=3 K=64\n"
+
+
+def test_counters_are_written_a_line_for_each_launch(
+    gpu: Noting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    asked = [Wanted(Work(find(n), find(n).families[-1], "q4_0"), (2, 3, 64)) for n in (1, 2)]
+    monkeypatch.setattr(counters, "launched", lambda *_: asked)
+    status = [0, 1]
+
+    def ncu(command: list[str], **_: Any) -> Any:
+        """It starts the command line again, which launches them."""
+        assert main(command[command.index("counters") :]) == 0
+        text = printed(*({counters.ACTIVE: "5", counters.ELAPSED: "10"} for _ in asked))
+        return SimpleNamespace(returncode=status.pop(0), stdout=text)
+
+    monkeypatch.setattr(counters.subprocess, "run", ncu)
+    monkeypatch.setattr(counters, "environment", lambda: Environment(gpu="H9", git=Git(sha="abc")))
+    out = tmp_path / "new" / "ncu.json"
+    assert main(["counters", "1", "2", "--out", str(out)]) == 0
+    assert gpu.ran == ["w4a16_naive", "q8_1_blocks", "w4a8_naive"]
+    found = json.loads(out.read_text())
+    assert (found["gpu"], found["commit"]) == ("H9", "abc")
+    assert [one["step"] for one in found["kernels"]] == [1, 2]
+    assert all(one["sm_cycles_active_of_elapsed"] == 0.5 for one in found["kernels"])
+    assert len([line for line in out.read_text().splitlines() if '"step"' in line]) == 2
+    assert "does not count gpu__time_duration.sum" in capsys.readouterr().err
+    assert main(["counters", "1", "2", "--out", str(out)]) == 1
+    assert "NVreg_RestrictProfilingToAdminUsers" in capsys.readouterr().err
