@@ -19,7 +19,7 @@ class CheckedArray:
 
     Loads give Python ints for integer dtypes and NumPy scalars for floating ones; stores to integer
     arrays wrap. Negative indices raise: in a kernel they are a bug far more often than a wish.
-    Slices, fields and `.view` share memory.
+    Slices and `.view` share memory. There are no arrays of records: a kernel takes their bytes.
 
     space: "global", "shared", "local" or "constant". alignment: what is promised of the address of
     the allocation.
@@ -58,15 +58,12 @@ class CheckedArray:
         self._writable = data.flags.writeable
         self._bytes: memoryview | None = None
         self._base: int | None = None
-        self._cast, self._stored, self._low, self._high, loaded = conversions(data.dtype)
+        self._cast, self._stored, self._low, self._high = stored_as(data.dtype)
         # -1: the fast path for one index does not apply
         self._length = data.shape[0] if data.ndim == 1 else -1
-        self._stores = self._length if self._writable and self._stored else -1
-        self._item: Callable  # of an index, or a tuple of them, within range
-        if loaded is None:
-            self._item = lambda key: CheckedRecord(self, key if type(key) is tuple else (key,))
-        else:
-            self._item = loaded.__get__(data)
+        self._stores = self._length if self._writable else -1
+        # Of an index, or a tuple of them, within range.
+        self._item: Callable = data.__getitem__ if data.dtype.kind == "f" else data.item
 
     # --- what kernels use of an array besides elements
     @property
@@ -92,23 +89,15 @@ class CheckedArray:
     def fill(self, value) -> None:
         self.data.fill(self._cast(value))
 
-    def __getattr__(self, name: str):
-        if name != "dtype" and self.dtype.names and name in self.dtype.names:
-            return self[name]
-        raise AttributeError(f"an array of {self.dtype} has no attribute {name!r} in the simulator")
-
     # --- elements
     def __getitem__(self, key):
         if type(key) is int:
             if 0 <= key < self._length:
                 return self._item(key)
-        elif type(key) is tuple:
-            if self._plain(key):
-                return self._item(key)
-        elif isinstance(key, str):
-            return self._share(self.data[key], f"{self.name}[{key!r}]")
+        elif type(key) is tuple and self._plain(key):
+            return self._item(key)
         key, whole = self._checked(key)
-        return self._item(key) if whole else self._share(self.data[key], self.name)
+        return self._item(key) if whole else self._share(self.data[key])
 
     def __setitem__(self, key, value) -> None:
         if type(key) is int and 0 <= key < self._stores:
@@ -121,17 +110,9 @@ class CheckedArray:
             return
         if not self._writable:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
-        whole = type(key) is tuple and self._plain(key)
-        if not whole:
-            key, whole = self._checked(key)
-        if whole and self._cast is not None:
-            self.data[key] = self._cast(value)
-        elif isinstance(value, CheckedArray):
-            self.data[key] = value.data
-        elif isinstance(value, CheckedRecord):
-            self.data[key] = value.array.data[value.index]
-        else:
-            self.data[key] = self._cast(value)
+        if not (type(key) is tuple and self._plain(key)):
+            key, _ = self._checked(key)
+        self.data[key] = value.data if isinstance(value, CheckedArray) else self._cast(value)
 
     def _plain(self, key: tuple) -> bool:
         """Whether the key is one int within range for each dimension: the usual case, fast."""
@@ -177,8 +158,8 @@ class CheckedArray:
         shown = ", ".join(map(_show_key, key)) if isinstance(key, tuple) else _show_key(key)
         return OutOfRange(f"{self.name}[{shown}] is outside {self.name} of shape {self.shape}")
 
-    def _share(self, data: np.ndarray, name: str | None = None) -> "CheckedArray":
-        return CheckedArray(data, name or self.name, self.space, self.alignment)
+    def _share(self, data: np.ndarray) -> "CheckedArray":
+        return CheckedArray(data, self.name, self.space, self.alignment)
 
     # --- bytes, for instructions
     @property
@@ -270,60 +251,25 @@ class CheckedArray:
         return offset
 
 
-class Conversions(NamedTuple):
-    """How elements of a type are loaded and stored."""
+class Stored(NamedTuple):
+    """How values are stored as elements of a type."""
 
-    cast: Any  # the C cast of a value to store; None for records
-    stored: type | None  # a value of this Python type, from `low` to `high`, is stored as it is
-    low: Any = None  # None: any value of that type
-    high: Any = None
-    load: Any = None  # the NumPy method of an index or a tuple of them; None for records
+    cast: Callable  # the C cast
+    type: type  # a value of this Python type, from `low` to `high`, is stored as it is
+    low: int | None = None  # None: any value of that type
+    high: int | None = None
 
 
 @cache
-def conversions(dtype: np.dtype) -> Conversions:
-    """Those of an element type."""
-    if dtype.names:
-        return Conversions(None, None)
+def stored_as(dtype: np.dtype) -> Stored:
+    """TypeError for a dtype of which there are no elements here."""
     cast = cast_to(dtype)
     if dtype.kind == "f":
-        return Conversions(cast, dtype.type, load=np.ndarray.__getitem__)
+        return Stored(cast, dtype.type)
     if dtype.kind == "b":
-        return Conversions(cast, bool, load=np.ndarray.item)
+        return Stored(cast, bool)
     limits = np.iinfo(dtype)
-    return Conversions(cast, int, int(limits.min), int(limits.max), np.ndarray.item)
-
-
-class CheckedRecord:
-    """One element of an array of records: `r.d`, `r["d"]`, `r.qs[j]`; nested arrays are checked."""
-
-    __slots__ = ("array", "index")
-
-    def __init__(self, array: CheckedArray, index: tuple[int, ...]):
-        object.__setattr__(self, "array", array)
-        object.__setattr__(self, "index", index)
-
-    def __getitem__(self, field: str):
-        array = self.array
-        if field not in array.dtype.names:
-            raise SimulatorError(
-                f"{array.name} has the fields {', '.join(array.dtype.names)}, not {field!r}"
-            )
-        name = f"{array.name}[{', '.join(map(str, self.index))}].{field}"
-        if array.dtype[field].shape:
-            return CheckedArray(array.data[field][self.index], name, array.space, array.alignment)
-        return CheckedArray(array.data[field], name, array.space)._item(self.index)
-
-    def __setitem__(self, field: str, value) -> None:
-        CheckedArray(self.array.data[field], f"{self.array.name}.{field}", self.array.space)[
-            self.index
-        ] = value
-
-    def __getattr__(self, field: str):
-        return self[field]
-
-    def __setattr__(self, field: str, value) -> None:
-        self[field] = value
+    return Stored(cast, int, int(limits.min), int(limits.max))
 
 
 def garbage(shape, dtype) -> np.ndarray:

@@ -284,13 +284,11 @@ class _GatheredArray(CheckedArray):
     def __init__(self, data: Any, name: str, space: str, alignment: int | None, gatherer: Gatherer):
         super().__init__(data, name, space, alignment)
         self._gatherer = gatherer
-        if data.dtype.names:
-            raise SimulatorError(f"{name} is an array of records, whose accesses are not counted")
         # Relative to its allocation: moving all lanes by a whole number of words changes no count.
         self._start = id(owner(data)) * APART + offset_in_allocation(data)
 
-    def _share(self, data: Any, name: str | None = None) -> CheckedArray:
-        return _GatheredArray(data, name or self.name, self.space, self.alignment, self._gatherer)
+    def _share(self, data: Any) -> CheckedArray:
+        return _GatheredArray(data, self.name, self.space, self.alignment, self._gatherer)
 
     def _add(self, lane: Lane, kind: str, offset: int, size: int) -> None:
         if self._gatherer.wants(lane):

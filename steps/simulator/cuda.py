@@ -111,13 +111,11 @@ class _Atomic:
 
 
 class Cuda:
-    """Stands where a kernel says `cuda`. What is missing raises AttributeError with its name."""
+    """Stands where a kernel says `cuda`. What is missing raises AttributeError with its name; a
+    `__getattr__` that says more would make every access slow."""
 
     shared, local, const, atomic = _Shared, _Local, _Const, _Atomic()
     warpsize = WARP
-
-    def __getattr__(self, name: str):
-        raise AttributeError(f"the simulator has no cuda.{name}")
 
     # --- where am I
     threadIdx = property(lambda self: now().lane.thread)

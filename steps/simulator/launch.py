@@ -171,6 +171,11 @@ def _dim3(what: str, extent) -> Dim3:
 def _argument(value, name: str, array: Callable):
     """A kernel argument as the kernel sees it; `array` makes what it sees of an array."""
     if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise TypeError(
+                f"argument {name} has elements of {value.dtype}; a kernel takes integers, floats "
+                "and bool here, and of records their bytes: .view(np.uint8)"
+            )
         return array(value, name)
     if isinstance(value, tuple):
         return tuple(_argument(v, f"{name}[{i}]", array) for i, v in enumerate(value))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from steps.simulator.arrays import CheckedArray, Conversions, conversions, garbage
+from steps.simulator.arrays import CheckedArray, Stored, garbage, stored_as
 from steps.simulator.c_types import as_dtype
 
 
@@ -32,7 +32,12 @@ class _Layout(NamedTuple):
     values: list  # before anything is written
     shape: tuple[int, ...]
     dtype: np.dtype
-    conversions: Conversions
+    stored: Stored
+
+
+def _in_memory(name: str) -> Any:
+    """An attribute that only an array in memory has."""
+    return property(lambda array: getattr(array.in_memory(), name))
 
 
 class _Registers(CheckedArray):
@@ -47,17 +52,20 @@ class _Registers(CheckedArray):
     def __init__(self, layout: _Layout, alignment: int):
         _, values, self.shape, self.dtype, found = layout
         self._values = values.copy()
-        self._cast, self._stored, self._low, self._high, _ = found
+        self._cast, self._stored, self._low, self._high = found
         self.alignment = alignment
 
-    def _in_memory(self) -> CheckedArray:
+    def in_memory(self) -> CheckedArray:
+        """The same array, from now on with `data`."""
         data = np.array(self._values, self.dtype).reshape(self.shape)
         self.__class__ = CheckedArray  # type: ignore[assignment]
         CheckedArray.__init__(self, data, _NAME, "local", self.alignment)
         return self
 
-    def __getattr__(self, name: str):
-        return getattr(self._in_memory(), name)
+    # A `__getattr__` would make every access to an attribute slow.
+    data, name, space = _in_memory("data"), _in_memory("name"), _in_memory("space")
+    ndim, itemsize, nbytes = _in_memory("ndim"), _in_memory("itemsize"), _in_memory("nbytes")
+    _base, _bytes, _writable = _in_memory("_base"), _in_memory("_bytes"), _in_memory("_writable")
 
 
 class _Row(_Registers):
@@ -68,7 +76,7 @@ class _Row(_Registers):
     def __getitem__(self, key):
         if type(key) is int and 0 <= key < self.shape[0]:
             return self._values[key]
-        return self._in_memory()[key]
+        return self.in_memory()[key]
 
     def __setitem__(self, key, value) -> None:
         if type(key) is int and 0 <= key < self.shape[0]:
@@ -79,7 +87,7 @@ class _Row(_Registers):
             else:
                 self._values[key] = self._cast(value)
         else:
-            self._in_memory()[key] = value
+            self.in_memory()[key] = value
 
 
 class _Table(_Registers):
@@ -94,7 +102,7 @@ class _Table(_Registers):
             rows, columns = self.shape
             if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
                 return self._values[i * columns + j]
-        return self._in_memory()[key]
+        return self.in_memory()[key]
 
     def __setitem__(self, key, value) -> None:
         if type(key) is tuple and len(key) == 2:
@@ -108,7 +116,7 @@ class _Table(_Registers):
                 else:
                     self._values[i * columns + j] = self._cast(value)
                 return
-        self._in_memory()[key] = value
+        self.in_memory()[key] = value
 
 
 @cache
@@ -118,4 +126,4 @@ def _layout(shape: tuple[int, ...], dtype) -> _Layout:
     kind = {1: _Row, 2: _Table}.get(len(shape), CheckedArray) if numbers else CheckedArray
     unwritten = garbage(shape, dtype).reshape(-1)
     values = list(unwritten) if dtype.kind == "f" else unwritten.tolist()
-    return _Layout(kind, values, shape, dtype, conversions(dtype))
+    return _Layout(kind, values, shape, dtype, stored_as(dtype))

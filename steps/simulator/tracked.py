@@ -32,11 +32,9 @@ class SharedArray(CheckedArray):
         super().__init__(data, name, space, alignment)
         self._shadow, self._from = shadow, offset_in_allocation(data)
         self._strides = data.strides
-        if data.dtype.names:
-            raise SimulatorError(f"{name} is an array of records, whose accesses are not watched")
 
-    def _share(self, data: np.ndarray, name: str | None = None) -> CheckedArray:
-        return SharedArray(data, name or self.name, self.space, self.alignment, self._shadow)
+    def _share(self, data: np.ndarray) -> CheckedArray:
+        return SharedArray(data, self.name, self.space, self.alignment, self._shadow)
 
     def _place(self, key: Any) -> tuple[int, int]:
         """The first byte and the number of bytes of elements side by side that the key names."""
@@ -177,8 +175,8 @@ class GlobalArray(CheckedArray):
         self.__class__ = _Watched  # type: ignore[assignment]
         self._length = self._stores = -1  # no fast path
 
-    def _share(self, data: np.ndarray, name: str | None = None) -> CheckedArray:
-        part = GlobalArray(data, name or self.name, self._whole)
+    def _share(self, data: np.ndarray) -> CheckedArray:
+        part = GlobalArray(data, self.name, self._whole)
         part.alignment = self.alignment
         if type(self) is _Watched:
             part._watch()

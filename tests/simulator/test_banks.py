@@ -254,14 +254,6 @@ def test_global_and_local_memory_have_no_banks() -> None:
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
-    pair = np.dtype([("a", "<f4"), ("b", "<f4")])
-
-    @cuda.jit
-    def records(out):
-        stage = cuda.shared.array(32, pair)
-        stage[0].a = 1
-        out[0] = stage[0].a
-
     @cuda.jit
     def filled(out):
         stage = cuda.shared.array((4, 8), float32)
@@ -269,8 +261,6 @@ def test_what_cannot_be_counted_is_refused() -> None:
         out[0] = stage[0, 0]
 
     out = np.zeros(1, np.float32)
-    with pytest.raises(SimulatorError, match="stage is an array of records, whose accesses are"):
-        simulate(records, 1, 1, (out,), banks=BankCounter())
     with pytest.raises(SimulatorError, match="stage: storing a part at once is not counted"):
         simulate(filled, 1, 1, (out,), banks=BankCounter())
 
