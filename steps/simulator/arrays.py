@@ -35,6 +35,7 @@ class CheckedArray:
         "_low",
         "_stored",
         "_stores",
+        "_strides",
         "_values",
         "_writable",
         "alignment",
@@ -54,7 +55,7 @@ class CheckedArray:
         self.data, self.name, self.space = data, name, space
         self.alignment = _ALLOCATION_ALIGNMENT if alignment is None else alignment
         self.shape, self.ndim, self.dtype = data.shape, data.ndim, data.dtype
-        self.itemsize, self.nbytes = data.itemsize, data.nbytes
+        self.itemsize, self.nbytes, self._strides = data.itemsize, data.nbytes, data.strides
         self._writable = data.flags.writeable
         self._bytes: memoryview | None = None
         self._base: int | None = None
@@ -94,7 +95,7 @@ class CheckedArray:
         if type(key) is int:
             if 0 <= key < self._length:
                 return self._item(key)
-        elif type(key) is tuple and self._plain(key):
+        elif self._byte(key) >= 0:
             return self._item(key)
         key, whole = self._checked(key)
         return self._item(key) if whole else self._share(self.data[key])
@@ -110,21 +111,28 @@ class CheckedArray:
             return
         if not self._writable:
             raise SimulatorError(f"{self.name} is read-only and the kernel stores to it")
-        if not (type(key) is tuple and self._plain(key)):
+        if self._byte(key) < 0:
             key, _ = self._checked(key)
         self.data[key] = value.data if isinstance(value, CheckedArray) else self._cast(value)
 
-    def _plain(self, key: tuple) -> bool:
-        """Whether the key is one int within range for each dimension: the usual case, fast."""
-        if len(key) != self.ndim:
-            return False
+    def _byte(self, key) -> int:
+        """Where the element of an int within range, or of one for each dimension, lies in `data`:
+        the usual case, fast. -1 for any other key."""
+        if type(key) is int:
+            return key * self._strides[0] if 0 <= key < self._length else -1
+        if type(key) is not tuple or len(key) != self.ndim:
+            return -1
         if len(key) == 2:
-            (i, j), (rows, columns) = key, self.shape
-            return type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns
-        for index, extent in zip(key, self.shape):  # noqa: B905 - equally long
+            (i, j), (rows, columns), (row, column) = key, self.shape, self._strides
+            if type(i) is int and type(j) is int and 0 <= i < rows and 0 <= j < columns:
+                return i * row + j * column
+            return -1
+        at = 0
+        for index, extent, stride in zip(key, self.shape, self._strides):  # noqa: B905 - equally long
             if type(index) is not int or not 0 <= index < extent:
-                return False
-        return True
+                return -1
+            at += index * stride
+        return at
 
     def _checked(self, key) -> tuple[tuple, bool]:
         """The key as a tuple of ints and slices within range, and whether it names one element."""
@@ -142,7 +150,7 @@ class CheckedArray:
                 checked.append(part)
                 continue
             try:
-                index = operator.index(part)
+                index = int(operator.index(part))
             except TypeError:
                 raise SimulatorError(
                     f"{self.name} is indexed with {part!r}, which is not an integer"
@@ -153,6 +161,20 @@ class CheckedArray:
         return tuple(checked), len(keys) == self.ndim and not any(
             isinstance(k, slice) for k in checked
         )
+
+    def extent(self, key) -> tuple[int, int]:
+        """The first byte, from the start of the allocation, and the number of bytes of what the key
+        names. SimulatorError unless it is in one piece."""
+        at = self._byte(key)
+        if at < 0:
+            checked, whole = self._checked(key)
+            if not whole:
+                part = self.data[checked]
+                if not part.flags.c_contiguous:
+                    raise SimulatorError(f"{self.name}: a part not in one piece is stored at once")
+                return offset_in_allocation(part), part.nbytes
+            at = self._byte(checked)
+        return self._begin() + at, self.itemsize
 
     def _outside(self, key) -> OutOfRange:
         shown = ", ".join(map(_show_key, key)) if isinstance(key, tuple) else _show_key(key)
@@ -186,8 +208,7 @@ class CheckedArray:
 
         OutOfRange outside of the array.
         """
-        offset = CheckedArray.locate(self, index, self.dtype.itemsize, 1)
-        return offset + self._begin()
+        return self._begin() + CheckedArray.locate(self, index, self.itemsize, 1)
 
     def _begin(self) -> int:
         """Where it begins, in bytes from the start of its allocation."""
@@ -256,8 +277,8 @@ class Stored(NamedTuple):
 
     cast: Callable  # the C cast
     type: type  # a value of this Python type, from `low` to `high`, is stored as it is
-    low: int | None = None  # None: any value of that type
-    high: int | None = None
+    low: Any = None  # None: any value of that type
+    high: Any = None
 
 
 @cache

@@ -40,10 +40,10 @@ from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
-from steps.simulator.arrays import CheckedArray, offset_in_allocation, owner
+from steps.simulator.arrays import CheckedArray, owner
 from steps.simulator.errors import SimulatorError
 from steps.simulator.lanes import WARP, Block, Lane, Site, kernel_codes
-from steps.simulator.scheduler import now
+from steps.simulator.tracked import WatchedArray
 
 BANKS = 32
 WORD = 4  # bytes that a bank serves in a cycle
@@ -276,7 +276,7 @@ class _Open:
     visits: Counter[tuple]  # (lane, place) -> so far
 
 
-class _GatheredArray(CheckedArray):
+class _GatheredArray(WatchedArray):
     """An array that tells a `Gatherer` of each access."""
 
     __slots__ = ("_gatherer", "_start")
@@ -284,62 +284,31 @@ class _GatheredArray(CheckedArray):
     def __init__(self, data: Any, name: str, space: str, alignment: int | None, gatherer: Gatherer):
         super().__init__(data, name, space, alignment)
         self._gatherer = gatherer
-        # Relative to its allocation: moving all lanes by a whole number of words changes no count.
-        self._start = id(owner(data)) * APART + offset_in_allocation(data)
+        # Each allocation begins at bank 0: moving all lanes by whole words changes no count.
+        self._start = id(owner(data)) * APART
 
     def _share(self, data: Any) -> CheckedArray:
         return _GatheredArray(data, self.name, self.space, self.alignment, self._gatherer)
 
-    def _add(self, lane: Lane, kind: str, offset: int, size: int) -> None:
+    def extent(self, key: Any) -> tuple[int, int]:
+        at, size = super().extent(key)
+        if size != self.itemsize:
+            raise SimulatorError(f"{self.name}: storing a part at once is not counted, only values")
+        return at, size
+
+    def _load(self, lane: Lane, at: int, size: int, kind: str = "load") -> None:
         if self._gatherer.wants(lane):
             what = Access(kind, self.name, self.space, size)
-            self._gatherer.add(lane, what, self._start + offset)
+            self._gatherer.add(lane, what, self._start + at)
 
-    def _offset(self, key: Any) -> int:
-        """The byte of one element; SimulatorError where the key names more of them."""
-        keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) < self.ndim or any(isinstance(i, slice) for i in keys):
-            raise SimulatorError(f"{self.name}: storing a part at once is not counted, only values")
-        return sum(int(i) * stride for i, stride in zip(keys, self.data.strides, strict=True))
+    def _store(self, lane: Lane, at: int, size: int, kind: str = "store") -> None:
+        self._load(lane, at, size, kind)
 
-    def __getitem__(self, key: Any) -> Any:
-        value = super().__getitem__(key)
-        lane = now().lane
-        # a part of it is an array, of which nothing is read yet
-        if self._gatherer.wants(lane) and not isinstance(value, CheckedArray):
-            self._add(lane, "load", self._offset(key), self.itemsize)
-        return value
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._add(now().lane, "store", self._offset(key), self.itemsize)
-
-    def exchange(self, index: Any, function: Callable) -> Any:
-        old = super().__getitem__(index)
-        super().__setitem__(index, function(old))
-        self._add(now().lane, "atomic", self._offset(index), self.itemsize)
-        return old
-
-    def store(self, index: int, data: Any) -> None:
-        memory, size = self.writable_bytes, len(data)
-        offset = super().locate(index, size)
-        memory[offset : offset + size] = data
-        self._add(now().lane, "store", offset, size)
-
-    def locate(self, index: int, size: int, alignment: int | None = None) -> int:
-        offset = super().locate(index, size, alignment)
-        self._add(now().lane, "load", offset, size)
-        return offset
+    def _change(self, lane: Lane, at: int, size: int) -> None:
+        self._load(lane, at, size, "atomic")
 
     def begin_async_store(self, lane: Lane, offset: int, size: int) -> None:
-        self._add(lane, "cp.async", offset, size)
-
-    def locate_for(self, lane: int, index: int, size: int, *, stores: bool = False) -> int:
-        offset = super().locate(index, size)
-        warp = now().lane.index // WARP
-        kind = "stmatrix" if stores else "ldmatrix"
-        self._add(now().lane.block.lanes[WARP * warp + lane], kind, offset, size)
-        return offset
+        self._load(lane, self._begin() + offset, size, "cp.async")
 
 
 def site_of(place: tuple[int, int]) -> Site:

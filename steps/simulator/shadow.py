@@ -50,9 +50,15 @@ class Shadow:
 
     # --- threads
     def load(self, lane: Lane, at: int, size: int) -> None:
-        """A thread loads these bytes."""
+        """A thread loads these bytes. Most of the time others have, who know the same."""
+        bits, epoch, bit = self.bits, lane.epoch, lane.bit
+        if size == 1 << bits and not at & size - 1:
+            loads = self.loaded[at >> bits]
+            if epoch in loads:
+                loads[epoch] |= bit
+                return
         units = self._units(at, size)
-        loaded, epoch, bit = self.loaded, lane.epoch, lane.bit
+        loaded = self.loaded
         for i in units:
             loads = loaded[i]
             if epoch in loads:
@@ -175,11 +181,13 @@ class Shadow:
         of each of its warps."""
         units = np.unique(places >> self.bits).tolist()
         stored, loaded = self.stored, self.loaded
+        lists = {id(lane.known): lane.known for lane in lanes}.values()
         for last in {stored[i] for i in units} - {0}:
-            for lane in lanes:
-                if not knows(lane, last):
-                    i = next(i for i in units if stored[i] == last)
-                    raise self._loads(last, i, f"a wgmma of thread {lane.index} and others of")
+            if not all(holds(known, last) for known in lists):
+                for lane in lanes:
+                    if not knows(lane, last):
+                        i = next(i for i in units if stored[i] == last)
+                        raise self._loads(last, i, f"a wgmma of thread {lane.index} and others of")
             if last & SLOT < self.block.order.threads and not self._proxied(last):
                 i = next(i for i in units if stored[i] == last)
                 raise self._unfenced("a wgmma of", last, i)
