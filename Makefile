@@ -105,7 +105,7 @@ LEFT_OUT := $(if $(ALL),,$(if $(QUICK), and not slow) and not every)
 NEED_TORCH := tests/nn tests/decoder tests/results/test_on_torch.py
 TESTS := $(if $(TORCH),$(NEED_TORCH),$(NEED_TORCH:%=--ignore=%))
 
-test: $(READY) ## the tests, no GPU needed: two formats a step (QUICK=1: one; ALL=1: every format and tile);
+test: $(READY) ## the tests, no GPU needed: formats by turns (QUICK=1: one a step; ALL=1: every format and tile);
 test: ## TORCH=1: those of layers and of the decoder, instead
 	$(if $(TORCH),@$(PY) -c 'import torch; import tokenizers; import transformers')
 	@$(PY) -m pytest $(TESTS) -n auto --dist loadgroup --no-loadscope-reorder -m 'not alone$(LEFT_OUT)'

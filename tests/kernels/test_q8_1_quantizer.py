@@ -47,8 +47,7 @@ def quantized(machine: Any, a: np.ndarray, layout: str, s: str) -> Q81:
     return decode(layout, host, m, blocks_k * BLOCK)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 17], ids=lambda cut: f"K-{cut}")
-@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm"])
+@pytest.mark.parametrize(("distribution", "cut"), [("uniform", 0), ("normal", 1), ("llm", 17)])
 @pytest.mark.parametrize("s", ["codes", "values"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "shape"), MACHINES)

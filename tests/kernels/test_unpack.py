@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from numba import cuda
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS
-from qformats.repack import byte_weights
-from reference import Q81, same_operands_a8
-from steps import ladder
 from steps.blocks.codes import b1, b2, b4, device_format, safe_load
-from steps.checks.verify import multiply, prepare
-from steps.driver.machines import Simulator
 from steps.simulator.launch import Misaligned, simulate
 
 BLOCKS = 3  # so that a block lies at each alignment its size allows
@@ -110,36 +105,3 @@ def test_the_safe_load_of_each_field() -> None:
         ("q5_1", "qh"): "b4",
         ("q8_0", "qs"): "b2",
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@settings(max_examples=4, deadline=None)
-@given(data=st.data())
-def test_single_block_dot_products(name: str, data: st.DataObject) -> None:
-    """One block against one block, through every step, on any codes and small exact scales."""
-    fmt = FORMATS[name]
-    blocks = blocks_of(
-        name, data.draw(st.binary(min_size=fmt.block_bytes, max_size=fmt.block_bytes))
-    )
-    blocks["d"] = data.draw(st.sampled_from([0.25, -0.5, 2.0]))
-    if "m" in blocks.dtype.names:
-        blocks["m"] = data.draw(st.sampled_from([0.0, -1.5, 3.0]))
-    codes = data.draw(st.lists(st.integers(-127, 127), min_size=BLOCK, max_size=BLOCK))
-    codes[0] = 127  # so that a step which quantizes a itself finds d = 0.5 and these codes
-    q = np.array([codes], np.int8)
-    # a sum of codes up to 2^11 is exact in the f16 field s; alternating signs keep it there
-    q = np.where(abs(int(q.astype(int).sum())) > 2048, np.abs(q) * np.resize([1, -1], BLOCK), q)
-    d = np.full((1, 1), 0.5, np.float32)
-    q81 = Q81(q.astype(np.int8), d, (d * q.astype(int).sum()).astype(np.float32))
-    want = same_operands_a8(q81, blocks[None])
-    a = (q * np.float32(0.5)).astype(np.float32)
-    machine = Simulator()
-    for step in ladder():
-        for family in step.families:
-            c = multiply(prepare(step, family, name, a, blocks[None], machine, q81), machine)
-            right = want[0, 0]
-            if step.accuracy == "fast":  # whose weights are other ones, rounded once more
-                weights, factor = byte_weights(blocks[None])
-                right = np.float32((q.astype(int) * weights).sum()) * factor[0] * d[0, 0]
-            assert c[0, 0] == right, (step.name, family)
