@@ -34,7 +34,7 @@ import dis
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -59,16 +59,19 @@ def wavefronts(addresses: Sequence[int | None], size: int) -> int:
     rows and size 16. ValueError for a size that no instruction has, for more than 32 lanes and for
     an address that is not a multiple of the size.
     """
-    cycles = 0
-    for phase in _phases(addresses, size):
-        words = {(a + at) // WORD for a in phase for at in range(0, size, WORD)}
-        cycles += max(Counter(word % BANKS for word in words).values())
-    return cycles
+    return sum(map(len, served(addresses, size)))
 
 
 def served(addresses: Sequence[int | None], size: int) -> list[list[list[int]]]:
     """The words that shared memory serves: by part of the warp, by cycle. Word k is of bank k % 32.
-    A part without a lane takes no cycle."""
+    A part without a lane takes no cycle. ValueError as `wavefronts`."""
+    if size not in SIZES:
+        raise ValueError(f"one lane accesses 1, 2, 4, 8 or 16 bytes at once, not {size}")
+    if len(addresses) > WARP:
+        raise ValueError(f"a warp has {WARP} lanes, got {len(addresses)} addresses")
+    for address in addresses:
+        if address is not None and address % size:
+            raise ValueError(f"an access of {size} bytes at address {address} would fault")
     lanes = lanes_together(addresses, size)
     parts = []
     for first in range(0, len(addresses), lanes):
@@ -101,7 +104,7 @@ def _in_pairs(addresses: Sequence[int | None]) -> bool:
 
 def without_conflicts(addresses: Sequence[int | None], size: int) -> int:
     """Cycles for the same access, were there no conflict: one for each part that it is made in."""
-    return sum(1 for _ in _phases(addresses, size))
+    return sum(map(bool, served(addresses, size)))
 
 
 def sectors(addresses: Sequence[int | None], size: int) -> int:
@@ -115,22 +118,6 @@ def sectors(addresses: Sequence[int | None], size: int) -> int:
             for sector in range(address // SECTOR, (address + size - 1) // SECTOR + 1)
         }
     )
-
-
-def _phases(addresses: Sequence[int | None], size: int) -> Iterator[list[int]]:
-    """The addresses that are served together, part by part; parts without a lane left out."""
-    if size not in SIZES:
-        raise ValueError(f"one lane accesses 1, 2, 4, 8 or 16 bytes at once, not {size}")
-    if len(addresses) > WARP:
-        raise ValueError(f"a warp has {WARP} lanes, got {len(addresses)} addresses")
-    for address in addresses:
-        if address is not None and address % size:
-            raise ValueError(f"an access of {size} bytes at address {address} would fault")
-    lanes = lanes_together(addresses, size)
-    for first in range(0, len(addresses), lanes):
-        phase = [a for a in addresses[first : first + lanes] if a is not None]
-        if phase:
-            yield phase
 
 
 # --- in the simulator -----------------------------------------------------------------------------
@@ -252,11 +239,14 @@ class BankCounter(Gatherer):
         )
 
     def complete(self, warp: int, way: Way, what: Access, addresses: list[int | None]) -> None:
-        traffic = self.sites.setdefault(site_of(way[0]), Traffic())
+        traffic, parts = (
+            self.sites.setdefault(site_of(way[0]), Traffic()),
+            served(addresses, what.size),
+        )
         times = 2 if what.kind == "atomic" else 1
         traffic.accesses += times
-        traffic.wavefronts += times * wavefronts(addresses, what.size)
-        traffic.ideal += times * without_conflicts(addresses, what.size)
+        traffic.wavefronts += times * sum(map(len, parts))
+        traffic.ideal += times * sum(map(bool, parts))
 
 
 class Access(NamedTuple):

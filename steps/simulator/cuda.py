@@ -1,7 +1,9 @@
 """`cuda` inside a simulated kernel: indices, arrays, barriers, warp operations, atomics, bits."""
 
 import linecache
+import operator
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -72,39 +74,22 @@ class _Const:
         return CheckedArray(data, "constant array", "constant")
 
 
+def _atomic(function: Callable):
+    def update(self, array, index, value):
+        return array.exchange(index, lambda old: function(old, value))
+
+    return update
+
+
 class _Atomic:
     """`cuda.atomic`: each returns the old value. One lane runs at a time, so all are atomic."""
 
-    @staticmethod
-    def _update(array, index, function):
-        return array.exchange(index, function)
-
-    def add(self, array, index, value):
-        return self._update(array, index, lambda old: old + value)
-
-    def sub(self, array, index, value):
-        return self._update(array, index, lambda old: old - value)
-
-    def max(self, array, index, value):
-        return self._update(array, index, lambda old: max(old, value))
-
-    def min(self, array, index, value):
-        return self._update(array, index, lambda old: min(old, value))
-
-    def and_(self, array, index, value):
-        return self._update(array, index, lambda old: old & value)
-
-    def or_(self, array, index, value):
-        return self._update(array, index, lambda old: old | value)
-
-    def xor(self, array, index, value):
-        return self._update(array, index, lambda old: old ^ value)
-
-    def exch(self, array, index, value):
-        return self._update(array, index, lambda old: value)
+    add, sub, max, min = _atomic(operator.add), _atomic(operator.sub), _atomic(max), _atomic(min)
+    and_, or_, xor = _atomic(operator.and_), _atomic(operator.or_), _atomic(operator.xor)
+    exch = _atomic(lambda old, value: value)
 
     def cas(self, array, index, old_value, value):
-        return self._update(array, index, lambda old: value if old == old_value else old)
+        return array.exchange(index, lambda old: value if old == old_value else old)
 
     def compare_and_swap(self, array, old_value, value):
         return self.cas(array, 0, old_value, value)

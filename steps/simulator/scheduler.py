@@ -338,11 +338,6 @@ class Schedule:
 
     def copy(self, copy: BulkCopy) -> None:
         """A bulk copy is under way from now on."""
-        other = next((c for c in self.copies if copy.overlaps(c)), None)
-        if other is not None:
-            raise SimulatorError(
-                f"a bulk copy goes where another of {other.size} bytes is under way to"
-            )
         self.copies.append(copy)
         if self.banks is not None:
             self.banks.copied(copy.lane, copy.into.name, copy.at, copy.size)

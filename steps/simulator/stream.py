@@ -62,15 +62,14 @@ class InUse:
 
 
 class Stream:
-    """What was launched last. `last`: the arrays of the last launch."""
+    """The launches that may still run."""
 
     def __init__(self) -> None:
-        self.last: list[Region] = []
         self._regions: list[Region] = []
 
     def synchronize(self) -> None:
         """All launches have ended."""
-        self.last, self._regions = [], []
+        self._regions = []
 
     def begin(self, overlap: bool) -> None:
         """The next launch; unless it may overlap, all before have ended."""
@@ -94,9 +93,7 @@ class Stream:
     ) -> None:
         """The launch used these arrays, and stored to these of their bytes (`Region.stored`), or,
         where that is True, to all of them."""
-        self.last = []
         for array, stored in arrays:
             if isinstance(stored, bool):
                 stored = np.ones(array.nbytes, bool) if stored else None
-            self.last.append(Region(array, launch, stored))
-        self._regions += self.last
+            self._regions.append(Region(array, launch, stored))

@@ -28,7 +28,7 @@ from steps.instructions import (
     zeros_f32,
 )
 from steps.simulator.banks import BankCounter
-from steps.simulator.launch import Deadlock, Misaligned, SimulatorError, simulate
+from steps.simulator.launch import Deadlock, Misaligned, Race, SimulatorError, simulate
 
 TOKENS = 8
 BOX = 2 * TOKENS * BOX_K
@@ -114,7 +114,7 @@ def test_the_right_kernel_is_right_in_every_order(order: int) -> None:
         ("declared as 128", Misaligned, "declare it with alignment=1024"),
         ("too few bytes expected", SimulatorError, "bring 16 bytes more than its arrivals expect"),
         ("bytes of the matrix", SimulatorError, "bring 128 bytes more than its arrivals expect"),
-        ("twice to one place", SimulatorError, r"copy (goes where another|to byte)"),
+        ("twice to one place", Race, "a copy to byte 1024 of ring, which a copy"),
         ("stored without a fence", SimulatorError, "fence_proxy_async and a barrier"),
         ("in a device function", SimulatorError, "for the kernel itself, not for its device"),
         ("the number of a map", SimulatorError, "takes the address of a TensorMap, not 4096"),
