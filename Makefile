@@ -17,7 +17,7 @@
 #                   gets), sweep (that at every M up to 128)
 #   LONG=1          step%, ladder, check: a line for each format
 #   FILE=           check, bench, diff, ptx, sass: a file of your own, such as an exercise
-#   HINT=1 SOLUTION=1    check FILE=: the idea of the next TODO; the diff to the step
+#   HINT=1 SOLUTION=1    check FILE=: the next TODO in outline; the diff to the step
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
 #   RUN=            tune: the run.json of a bench, whose times are taken; needs no GPU

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -14,8 +13,6 @@ from typing import Final
 from steps.contract import COARSE_IS_GONE, Kernel, Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
-HOLE: Final = re.compile(r" *# (?P<end>end of )?hole (?P<number>\d+)$")
-"""A comment in a step's file: what an exercise leaves out begins or ends there."""
 
 
 @cache
@@ -114,8 +111,3 @@ def label_of(step: Step) -> str:
 def source(step: Step) -> list[str]:
     """The lines of the file that has its kernel."""
     return path_of(step).read_text(encoding="utf-8").splitlines(keepends=True)
-
-
-def lesson(lines: Iterable[str]) -> list[str]:
-    """Lines of a step's file without the marks of its exercise."""
-    return [line for line in lines if not HOLE.match(line)]

@@ -40,26 +40,25 @@ def kernel(fmt: Format) -> Any:
     @cuda.jit
     def w4a16_naive(w, a, c):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w holds the blocks of row n in a row."""
-        # hole 1
+        # --- which output is this thread's: feature n along x, token m along y? The grid has whole
+        # tiles, so at the edges of C some threads have none. A row of A has blocks_k blocks
         n, m = cuda.grid(2)  # x is the fast axis: let it run along n, so that stores coalesce
         if m >= c.shape[0] or n >= c.shape[1]:
             return
-        # end of hole 1
         blocks_k = a.shape[1] // elements
         acc = float32(0)
         for b in range(blocks_k):
-            # hole 2
+            # --- the byte of w at which block b of row n begins
             at = (n * blocks_k + b) * block_bytes
-            # end of hole 2
             for g in range(elements // group):  # one of 32, but in K-quants several share a block
-                # hole 3
+                # --- multiply elements g * group to (g + 1) * group of the block: a weight is
+                # scale * level + offset
                 d, z = scale(w, at, g), offset(w, at, g)
                 for j in range(g * group, (g + 1) * group):
                     acc += a[m, b * elements + j] * (d * float32(level(w, at, j)) + z)
-                # end of hole 3
-        # hole 4
+
+        # --- store the sum
         c[m, n] = acc
-        # end of hole 4
 
     return w4a16_naive
 
@@ -67,9 +66,8 @@ def kernel(fmt: Format) -> Any:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    # hole 5
+    # --- the grid: how many thread blocks cover C along N and along M
     grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, BLOCK_M))
-    # end of hole 5
     return Launch(kernel(fmt), grid, (BLOCK_N, BLOCK_M), (*weights, *activations, out))
 
 

@@ -54,11 +54,11 @@ def kernel(fmt: Format) -> Any:
             return
         acc = float32(0)
         for b in range(blocks_k):
-            # hole 1
+            # --- the bytes at which block b of row n of W and of row m of A begin
             at = (n * blocks_k + b) * block_bytes
             at_a = (m * blocks_k + b) * BLOCK_Q8_1
-            # end of hole 1
-            # hole 2
+
+            # --- the integer sum of the block: four activations a word, with two codes a byte of W
             total = int32(0)
             for i in range(0, HALF, 4):
                 low = b4(a, at_a + QA + i)  # four activations; aligned, as a Q8_1 block is 36 bytes
@@ -67,11 +67,10 @@ def kernel(fmt: Format) -> Any:
                     x, y = int8(low >> (8 * j)), int8(high >> (8 * j))
                     q, r = codes(w, at, i + j)
                     total = int32(total + q * int32(x) + r * int32(y))
-            # end of hole 2
-            # hole 3
+
+            # --- scale the sum and add the compensation: offset * s
             da, s = half_to_float(load_u16(a, at_a)), half_to_float(load_u16(a, at_a + 2))
             acc += scale(w, at) * da * float32(total) + offset(w, at) * s
-            # end of hole 3
         c[m, n] = acc
 
     return w4a8_naive

@@ -63,8 +63,8 @@ def kernel_a16(fmt: Format) -> Any:
         blocks_k = a.shape[1] // BLOCK
         acc = float32(0)
         for b in range(blocks_k):
-            # --- global -> shared: row ty of each tile, element tx of the block
-            # hole 1
+            # --- global -> shared: row ty of each tile, element tx of the block, or 0 where A or W
+            # has no such row; then wait until all threads have staged theirs
             x = float32(0)
             if m0 + ty < c.shape[0]:
                 x = a[m0 + ty, b * BLOCK + tx]
@@ -75,21 +75,17 @@ def kernel_a16(fmt: Format) -> Any:
                 v = scale(w, at) * float32(code(w, at, tx)) + offset(w, at)
             tile_w[ty, tx] = v
             cuda.syncthreads()
-            # end of hole 1
 
-            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
-            # hole 2
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token.
+            # Then wait until all have read the tiles: the next turn overwrites them
             if m0 + ty < c.shape[0]:
                 for j in range(BLOCK):
                     acc += tile_a[ty, j] * tile_w[tx, j]
             cuda.syncthreads()
-            # end of hole 2
 
-        # --- registers -> global
-        # hole 3
+        # --- registers -> global: token ty, feature tx, where C has them
         if m0 + ty < c.shape[0] and n0 + tx < c.shape[1]:
             c[m0 + ty, n0 + tx] = acc
-        # end of hole 3
 
     return w4a16_tiled
 
@@ -113,8 +109,8 @@ def kernel_a8(fmt: Format) -> Any:
         m0, n0 = cuda.blockIdx.y * TILE, cuda.blockIdx.x * TILE
         acc = float32(0)
         for b in range(blocks_k):
-            # --- global -> shared: row ty of each tile, element tx of the block
-            # hole 4
+            # --- A, global -> shared: row ty of the tile, element tx of the block; one thread of a
+            # row also stages the scale and the sum of its token
             if m0 + ty < c.shape[0]:
                 at = ((m0 + ty) * blocks_k + b) * BLOCK_Q8_1
                 qa, da, s = a[at + QA + tx], load_u16(a, at), load_u16(a, at + 2)
@@ -122,8 +118,9 @@ def kernel_a8(fmt: Format) -> Any:
                 if tx == 0:  # (all lanes have loaded: one branch less to wait in)
                     scale_a[ty] = half_to_float(da)
                     sum_a[ty] = half_to_float(s)
-            # end of hole 4
-            # hole 5
+
+            # --- W, global -> shared: the same with scale and offset of a feature; then wait until
+            # all threads have staged theirs
             if n0 + ty < c.shape[1]:
                 at = ((n0 + ty) * blocks_k + b) * block_bytes
                 q, d, z = code(w, at, tx), scale(w, at), offset(w, at)
@@ -132,19 +129,17 @@ def kernel_a8(fmt: Format) -> Any:
                     scale_w[ty] = d
                     offset_w[ty] = z
             cuda.syncthreads()
-            # end of hole 5
 
-            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
-            # hole 6
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token.
+            # An integer sum, then its scales and the compensation; then wait until all have read
             if m0 + ty < c.shape[0]:  # (features past the edge are leftovers that are never stored)
                 total = int32(0)
                 for j in range(BLOCK):
                     total = int32(total + int32(tile_a[ty, j]) * int32(tile_w[tx, j]))
                 acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
             cuda.syncthreads()
-            # end of hole 6
 
-        # --- registers -> global
+        # --- registers -> global: token ty, feature tx, where C has them
         if m0 + ty < c.shape[0] and n0 + tx < c.shape[1]:
             c[m0 + ty, n0 + tx] = acc
 

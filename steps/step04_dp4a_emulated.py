@@ -68,21 +68,19 @@ assert SCALE_W <= TILE * TILE, "one thread for each thing to stage"
 @cuda.jit(device=True, forceinline=True)
 def pairs(word):
     """Bytes w0 w1 w2 w3 -> w0 + w1 2^16 and w2 + w3 2^16."""
-    # hole 1
+    # --- a byte with its sign is a low half; two zero bytes, then a byte with its sign a high half
     w0, w1 = int32(prmt(word, 0, 0x8880)), int32(prmt(word, 0, 0x9144))
     w2, w3 = int32(prmt(word, 0, 0xAAA2)), int32(prmt(word, 0, 0xB344))
     return int32(w0 + w1), int32(w2 + w3)
-    # end of hole 1
 
 
 @cuda.jit(device=True, forceinline=True)
 def crossed_pairs(word):
     """Bytes a0 a1 a2 a3 -> a1 + a0 2^16 and a3 + a2 2^16."""
-    # hole 2
+    # --- the same with the bytes exchanged
     a1, a0 = int32(prmt(word, 0, 0x9991)), int32(prmt(word, 0, 0x8044))
     a3, a2 = int32(prmt(word, 0, 0xBBB3)), int32(prmt(word, 0, 0xA244))
     return int32(a1 + a0), int32(a3 + a2)
-    # end of hole 2
 
 
 @cache
@@ -108,16 +106,15 @@ def kernel(fmt: Format) -> Any:
         for b in range(blocks_k):
             # --- global -> shared
             if t < STAGE_A:
-                # hole 3
+                # --- A: word i of a row as two crossed pairs
                 row, i = t // WORDS, t % WORDS
                 if m0 + row < c.shape[0]:
                     at = ((m0 + row) * blocks_k + b) * BLOCK_Q8_1
                     first, second = crossed_pairs(b4(a, at + QA + 4 * i))
                     tile_a[row, 2 * i] = first
                     tile_a[row, 2 * i + 1] = second
-                # end of hole 3
             elif t < STAGE_W:
-                # hole 4
+                # --- W: two words of a row, elements 4i.. and 16 + 4i.., as two pairs each
                 row, i = (t - STAGE_A) // (WORDS // 2), t % (WORDS // 2)
                 if n0 + row < c.shape[1]:
                     low, high = words(w, ((n0 + row) * blocks_k + b) * block_bytes, i)
@@ -127,7 +124,6 @@ def kernel(fmt: Format) -> Any:
                     first, second = pairs(high)
                     tile_w[row, WORDS + 2 * i] = first
                     tile_w[row, WORDS + 2 * i + 1] = second
-                # end of hole 4
             elif t < SCALE_A:
                 if m0 + tx < c.shape[0]:
                     at = ((m0 + tx) * blocks_k + b) * BLOCK_Q8_1
@@ -140,9 +136,9 @@ def kernel(fmt: Format) -> Any:
                     offset_w[tx] = offset(w, at)
             cuda.syncthreads()
 
-            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token
+            # --- multiply: token ty, feature tx; a whole warp rests where there is no such token.
+            # Chains of `chain` pairs, each of them from ROUND on; then scales and compensation
             if m0 + ty < c.shape[0]:  # (features past the edge are leftovers that are never stored)
-                # hole 5
                 total = int32(0)
                 for first in range(0, PAIRS, chain):
                     v = int32(ROUND)
@@ -150,10 +146,9 @@ def kernel(fmt: Format) -> Any:
                         v = int32(v + tile_a[ty, p] * tile_w[tx, p])
                     total = int32(total + (v >> int32(16)))
                 acc += scale_w[tx] * scale_a[ty] * float32(total) + offset_w[tx] * sum_a[ty]
-                # end of hole 5
             cuda.syncthreads()
 
-        # --- registers -> global
+        # --- registers -> global: token ty, feature tx, where C has them
         if m0 + ty < c.shape[0] and n0 + tx < c.shape[1]:
             c[m0 + ty, n0 + tx] = acc
 

@@ -102,11 +102,10 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def stage_w(tile, p, row, word):
-        # hole 1
+        # --- two pairs of a word of W, their codes centred
         first, second = pairs(word)
         store_u32(tile, p * bn + row, first - centre_pair)
         store_u32(tile, (p + 1) * bn + row, second - centre_pair)
-        # end of hole 1
 
     @cuda.jit(device=True, forceinline=True)
     def stage_word(tile, unit, i, row, word, qh):
@@ -153,7 +152,8 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
         for b in range(0, blocks_k, depth):
             left = min(depth, blocks_k - b)  # blocks of K in this stage
-            # --- global -> registers -> shared: a unit of 16 bytes each, split into pairs
+            # --- A, global -> registers -> shared: a unit of 16 bytes each, split into pairs; with
+            # every second unit, scale and sum of its token
             row = t % bm
             if m0 + row < M:
                 for i in range(units_a):
@@ -168,6 +168,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                         if unit % 2 == 0:
                             da, sum_a = load_f32x2(ds, ((b + unit // 2) * M + m0 + row) * 2)
                             store_f32x2(ds_a, (unit // 2 * bm + row) * 2, da, sum_a)
+
+            # --- W, global -> registers -> shared: the same, with scale and offset of its feature,
+            # to which the centre of the codes is added; then wait until all have staged theirs
             row = t % bn
             if n0 + row < N:
                 for i in range(units_w):
@@ -189,14 +192,14 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
             cuda.syncthreads()
 
             for block in range(left):
-                # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
                 for part in range(HALF // run):
+                    # --- shared -> registers, multiply: features 4 tx.. with each token of the
+                    # thread, over the `run` pairs of K that an accumulator carries
                     first = block * HALF + part * run
                     for i in range(tm):
                         for j in range(TN):
                             v[i, j] = start
                     for p in range(first, first + run):
-                        # hole 2
                         w = load_u32x4(tile_w, p * bn + TN * tx)
                         for i in range(0, tm, 4):
                             if tm == 1:
@@ -209,10 +212,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                                 v[i + r, 1] = multiply_add(v[i + r, 1], xa[r], w[1])
                                 v[i + r, 2] = multiply_add(v[i + r, 2], xa[r], w[2])
                                 v[i + r, 3] = multiply_add(v[i + r, 3], xa[r], w[3])
-                        # end of hole 2
 
-                    # --- scale
-                    # hole 3
+                    # --- scale: (d, z) of four features, (d, s) of each token; once a block add the
+                    # compensation too, where the format has one
                     d0, z0, d1, z1 = load_f32x4(dz_w, (block * bn + TN * tx) * 2)
                     d2, z2, d3, z3 = load_f32x4(dz_w, (block * bn + TN * tx) * 2 + 4)
                     for i in range(tm):
@@ -226,7 +228,6 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                             acc[i, 1] += z1 * s
                             acc[i, 2] += z2 * s
                             acc[i, 3] += z3 * s
-                    # end of hole 3
             cuda.syncthreads()
 
         # --- registers -> global: 128 bits at once where the row allows it

@@ -76,11 +76,10 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def stage_w(tile, p, row, word):
+        # --- a word of W, the centre taken off each byte, none of which borrows from the next
         if centre:
-            # hole 1
             lent = uint32(uint32(word) | uint32(SIGNS))
             word = uint32(uint32(lent - uint32(centre * ONES)) ^ uint32(SIGNS))
-            # end of hole 1
         store_u32(tile, p * bn + row, word)  # (tile[i] = x would first ask whether i < 0)
 
     @cuda.jit(device=True, forceinline=True)
@@ -89,14 +88,14 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
         if units == 2:
             stage_w(tile, unit * (WORDS // 2) + i, row, word)
         else:
-            # hole 2
+            # --- a word has elements 4i.. in its low nibbles, 16 + 4i.. in its high ones; the fifth
+            # bit of element j is bit j of qh
             low, high = uint32(word) & uint32(NIBBLES), uint32(word >> 4) & uint32(NIBBLES)
             if five_bits:
                 low |= uint32(fifth_bits((qh >> uint32(4 * i)) & uint32(15)))
                 high |= uint32(fifth_bits((qh >> uint32(BLOCK // 2 + 4 * i)) & uint32(15)))
             stage_w(tile, unit * WORDS + i, row, low)
             stage_w(tile, unit * WORDS + WORDS // 2 + i, row, high)
-            # end of hole 2
 
     @cuda.jit(device=True, forceinline=True)
     def token(i, ty):
@@ -114,12 +113,11 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
             else:
                 xa[0], xa[1], xa[2], xa[3] = load_u32x4(tile_a, p * bm + token(i, ty))
             for r in range(min(tm, 4)):
-                # hole 3
+                # --- four products of token i + r with each of the four features
                 v[i + r, 0] = dp4a(xa[r], w[0], v[i + r, 0])
                 v[i + r, 1] = dp4a(xa[r], w[1], v[i + r, 1])
                 v[i + r, 2] = dp4a(xa[r], w[2], v[i + r, 2])
                 v[i + r, 3] = dp4a(xa[r], w[3], v[i + r, 3])
-                # end of hole 3
 
     @cuda.jit(launch_bounds=(threads, BLOCKS_PER_SM))
     def w4a8_dp4a(qs, qh, scale, offset, qa, ds, c, blocks_k):
@@ -140,9 +138,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 acc[i, j] = 0
 
         for b in range(0, blocks_k, depth):
-            # --- global -> registers -> shared: a unit of 16 bytes each, four words. Beyond the
+            # --- A, global -> registers -> shared: a unit of 16 bytes each, four words. Beyond the
             # matrix its last row and block are read instead, as nobody uses them: without a branch
-            # between the loads, all of them are under way at once.
+            # between the loads, all of them are under way at once. Then scales and sums of tokens
             row = t % bm
             m = min(m0 + row, M - 1)
             for i in range(units_a):
@@ -157,6 +155,9 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                 block = t // bm + i * (threads // bm)
                 da, sum_a = load_f32x2(ds, (min(b + block, blocks_k - 1) * M + m) * 2)
                 store_f32x2(ds_a, (block * bm + row) * 2, da, sum_a)
+
+            # --- W, global -> registers -> shared: the same, with scales and offsets of features;
+            # then wait until all threads have staged theirs
             row = t % bn
             n = min(n0 + row, N - 1)
             for i in range(units_w):
@@ -177,7 +178,7 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
             cuda.syncthreads()
 
             for block in range(min(depth, blocks_k - b)):
-                # --- shared -> registers, multiply: features 4 tx.. with each token of the thread
+                # --- multiply the words of a block of K, the sums of which begin at 0
                 for i in range(tm):
                     for j in range(TN):
                         v[i, j] = 0
@@ -185,11 +186,11 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                     multiply(v, tile_a, tile_w, p, ty, tx)
                     multiply(v, tile_a, tile_w, p + 1, ty, tx)
 
-                # --- scale
+                # --- scale: (d, z) of four features, (d, s) of each token; and compensate where the
+                # format has an offset
                 d0, z0, d1, z1 = load_f32x4(dz_w, (block * bn + TN * tx) * 2)
                 d2, z2, d3, z3 = load_f32x4(dz_w, (block * bn + TN * tx) * 2 + 4)
                 for i in range(tm):
-                    # hole 4
                     da, s = load_f32x2(ds_a, (block * bm + token(i, ty)) * 2)
                     acc[i, 0] += d0 * da * float32(v[i, 0])
                     acc[i, 1] += d1 * da * float32(v[i, 1])
@@ -200,7 +201,6 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
                         acc[i, 1] += z1 * s
                         acc[i, 2] += z2 * s
                         acc[i, 3] += z3 * s
-                    # end of hole 4
             cuda.syncthreads()
 
         # --- registers -> global: 128 bits at once where the row allows it
@@ -208,14 +208,12 @@ def kernel(fmt: Format, tm: int, columns: int, depth: int) -> Any:
         for i in range(tm):
             m = m0 + token(i, ty)
             if m < M:
-                # hole 5
                 if N % TN == 0 and n < N:
                     store_f32x4(c, m * N + n, acc[i, 0], acc[i, 1], acc[i, 2], acc[i, 3])
                 else:
                     for j in range(TN):
                         if n + j < N:
                             c[m, n + j] = acc[i, j]
-                # end of hole 5
 
     return w4a8_dp4a
 

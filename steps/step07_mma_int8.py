@@ -88,21 +88,19 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         w, w8 = of_block(d, block) * unit, of_block(d8, block) * unit
         z, z8 = of_block(m, block) * unit_of_minima, of_block(m8, block) * unit_of_minima
         for j in range(columns):
-            # --- shared -> registers: word t of token g lies at 4 g + t
-            # hole 1
+            # --- shared -> registers, multiply: word t of token g lies at 4 g + t, b0 in chunk
+            # 2 block of tile_a, b1 in the next
             first = (2 * block * bm + j * TOKENS) * 4 + lane
             b0, b1 = load_u32(tile_a, first), load_u32(tile_a, first + 4 * bm)
             c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, 0, 0, 0, 0)
-            # end of hole 1
-            # --- scale
-            # hole 2
+            # --- scale: c0 and c1 are row g with tokens 2t and 2t + 1, c2 and c3 row g + 8 with the
+            # same tokens; minima are added where the format has them
             token = block * bm + j * TOKENS + 2 * (lane % 4)
             da, da1 = load_f32x2(d_a, token)
             acc[j, 0] += w * da * float32(c0)
             acc[j, 1] += w * da1 * float32(c1)
             acc[j, 2] += w8 * da * float32(c2)
             acc[j, 3] += w8 * da1 * float32(c3)
-            # end of hole 2
             if minimum:
                 s, s1 = load_f32x2(s_a, token)
                 acc[j, 0] += z * s
@@ -133,7 +131,8 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         row = t % bm
         m = min(m0 + row, M - 1)
         for k in range(0, blocks_k, BLOCKS):
-            # --- W: global -> registers, issued first as it comes from furthest away
+            # --- W, global -> registers, issued first as it comes from furthest away: both halves
+            # of the packed tile, scales and minima of row g. The next tile is TILE_GROUP tiles on
             low, high = load(w, at, lane, 0), load(w, at, lane, 1)
             scales = load_u32x4(w, at + scales_at + 16 * (lane // 4))
             minima = scales
@@ -141,14 +140,13 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
                 minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
             at += TILE_GROUP * tile_bytes
 
-            # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
-            # looks, the last row is read again: without a branch no load waits for another
-            # hole 3
+            # --- A, global -> shared: chunk i of token m of the stage is chunk (2 k + i) M + m of
+            # qa; then the scales. Beyond K both operands hold zeros; beyond M, where nobody looks,
+            # the last row is read again: without a branch no load waits for another
             for i in range(chunks_a):
                 chunk = t // bm + i * (threads // bm)
                 x = load_u32x4(qa, ((2 * k + chunk) * M + m) * CHUNK)
                 store_u32x4(tile_a, (chunk * bm + row) * 4, x[0], x[1], x[2], x[3])
-            # end of hole 3
             for i in range(scales_a):
                 block = t // bm + i * (threads // bm)
                 if everyone or block < BLOCKS:
@@ -158,6 +156,7 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
                         s_a[block * bm + row] = s
             cuda.syncthreads()
 
+            # --- multiply the four blocks of K, then wait until all threads have
             d0, d2, e0, e2 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
             z0, z2, y0, y2 = minima
             a0, a1, a2, a3, b0, b1, b2, b3 = fragments(low)
@@ -168,14 +167,13 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
             multiply(acc, tile_a, d_a, s_a, 3, lane, b0, b1, b2, b3, d2, e2, z2, y2)
             cuda.syncthreads()
 
-        # --- registers -> global
-        # hole 4
+        # --- registers -> global, times row scales: of mma j, sums 0 and 1 are feature n, tokens 2t
+        # and 2t + 1, sums 2 and 3 feature n + 8
         for j in range(columns):
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
                 if token < M and feature < N:
                     c[token, feature] = acc[j, i] * row_scales[feature]
-        # end of hole 4
 
     return w4a8_mma_int8
 

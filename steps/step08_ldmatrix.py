@@ -64,10 +64,9 @@ BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would nee
 @cuda.jit(device=True, forceinline=True)
 def copy_16(stage, to, array, offset):
     """16 bytes from flat array[offset] on to byte `to` of the stage, through four registers."""
-    # hole 1
+    # --- global -> registers -> shared
     x = load_u32x4(array, offset)
     store_u32x4(stage, to, x[0], x[1], x[2], x[3])
-    # end of hole 1
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -101,27 +100,25 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
         t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
         warp, lane = t >> 5, t & 31
         m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
-        # Where in a stage this lane reads
+        # --- where in a stage this lane reads. Of tokens: row r of matrix i, of lane 8i + r; the
+        # chunk is i & 1, the tokens begin at 8 (i >> 1), and all BM tokens of a chunk come before
+        # those of the next
         weights_at = warp * warp_bytes  # the two packed tiles of the warp
-        # row r of matrix i, of lane 8i + r: the chunk is i & 1, the tokens begin at 8 (i >> 1)
-        # hole 2
         row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
-        # end of hole 2
         scales_at = 16 * (lane & 3)  # d of the tokens of its sums
         source = first_source(t, m0, n0, 0, int32(steps), M)  # where it copies from: w, qa and ds
         for i in range(SUMS):
             acc[i] = 0
         for _ in range(int32(steps)):
-            # --- global -> shared; every thread waits for its own loads before it stores them
-            # hole 3
+            # --- global -> shared; every thread waits for its own loads before it stores them, and
+            # then for all threads
             copy_weights(stage, 16 * t, w, source)
             copy_tokens(stage, 16 * t, qa, ds, source, M)
             cuda.syncthreads()
-            # end of hole 3
 
             # --- shared -> registers -> tensor cores: the next block's fragments are on their way
-            # while one is multiplied
-            # hole 4
+            # while one is multiplied. Registers for weights hold two blocks, those for token scales
+            # one: load the next when these were multiplied
             load_weights(a, stage, weights_at, lane, 0)
             load_scales(scales, stage, weights_at, lane)
             load_tokens(b_even, stage, row_at, 0)
@@ -139,7 +136,6 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
             multiply(acc, a, b_even, token_scales, scales, 2)
             load_token_scales(token_scales, stage, scales_at, 3)
             multiply(acc, a, b_odd, token_scales, scales, 3)
-            # end of hole 4
             cuda.syncthreads()
             source = next_source(source, M)
         write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)

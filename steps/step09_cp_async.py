@@ -92,17 +92,17 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         for i in range(SUMS):
             acc[i] = 0
 
-        # --- the first stages. A group is closed for each, even for those beyond K: the waits count
-        # groups
+        # --- issue the copies of the first stages. A group is closed for each, even for those
+        # beyond K: the waits count groups
         source = first_source(t, m0, n0, 0, count, M)
-        # hole 1
         for step in range(stages):
             if step < count:
                 copy_weights(ring, step * stage_bytes + 16 * t, w, source)
                 copy_tokens(ring, step * stage_bytes + 16 * t, qa, ds, source, M)
                 source = next_source(source, M)
             cp_async_commit()
-        # end of hole 1
+
+        # --- wait for stage 0, and load its weights, scales and first tokens
         wait_for_first()
         cuda.syncthreads()
         stage, to = int32(0), int32(16 * t)  # where it begins; where this thread copies into it
@@ -110,6 +110,7 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
         load_scales(scales, ring, weights_at, lane)
         load_tokens(b_even, ring, row_at, 0)
         for step in range(count):
+            # --- multiply three blocks of K; the next one's fragments are on their way meanwhile
             load_token_scales(token_scales, ring, stage + scales_at, 0)
             load_tokens(b_odd, ring, stage + row_at, 1)
             multiply(acc, a, b_even, token_scales, scales, 0)
@@ -124,27 +125,25 @@ def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
                 add_minima(acc, ring, stage, stage + weights_at, lane)
             load_token_scales(token_scales, ring, stage + scales_at, 3)
 
-            # --- the next stage has arrived for all threads, and all have read this one to its end:
-            # what its last block needs is in registers
-            # hole 2
+            # --- go on to the next stage of the ring when it has arrived for all threads, and all
+            # have read this one to its end: what its last block needs is in registers
             wait_for_next()
             cuda.syncthreads()
-            # end of hole 2
-            # hole 3
             stage = int32(stage + stage_bytes)
             if stage == ring_bytes:
                 stage = int32(0)
-            # end of hole 3
             load_tokens(b_even, ring, stage + row_at, 0)
-            # refill the stage that was just read; `stage` is already the next one
-            # hole 4
+
+            # --- refill the stage that was just read: this thread copies to `to`. `stage` is
+            # already the next one: there it will copy in the next turn
             if step + stages < count:
                 copy_weights(ring, to, w, source)
                 copy_tokens(ring, to, qa, ds, source, M)
                 source = next_source(source, M)
             cp_async_commit()
             to = int32(stage + 16 * t)
-            # end of hole 4
+
+            # --- multiply the last block, then load the weights and scales of the next stage
             multiply(acc, a, b_odd, token_scales, scales, 3)
             load_weights(a, ring, stage + weights_at, lane, 0)
             load_scales(scales, ring, stage + weights_at, lane)

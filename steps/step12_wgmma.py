@@ -118,18 +118,19 @@ def kernel(
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, ring, weights_at, lane, half, b):
         """acc += 64 K: weights become float16 and meet all tokens of the box at descriptor b."""
+        # --- shared -> registers -> float16: steps 0 and 1 are of block 0, 2 and 3 of block 1
         w, s = words(ring, weights_at, lane, half), scales(ring, weights_at, lane, half)
         block0, block1 = multipliers(s, 0), multipliers(s, 1)
         w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
         w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
-        # hole 1
+
+        # --- multiply: a fence, four wgmma of 16 K, and a commit, which makes them one group
         wgmma_fence()  # registers written so far may be read
         acc = wgmma(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
         acc = wgmma(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
         acc = wgmma(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
         acc = wgmma(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
         wgmma_commit()
-        # end of hole 1
         return acc
 
     @cuda.jit(launch_bounds=(THREADS, TILES[bm]))
@@ -141,37 +142,40 @@ def kernel(
         n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
         steps, group = int32(steps), int32(cuda.blockIdx.x * steps)
         weights_at = 2 * box + warp * tile_bytes  # of this warp's packed tile, in a stage
-        # hole 2
+
+        # --- issue the copies of all stages but one. A group is closed for each, even for those
+        # beyond K: the waits count groups
         for step in range(stages - 1):
             if step < steps:
                 copy_tokens(ring, step * stage_bytes, a, m0, step * TILE_K, t)
                 copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
             cp_async_commit()
-        # end of hole 2
         # bytes of the stage that is multiplied, and of the one that the next copies may fill
         base, free = int32(0), int32(last_stage)
         acc = no_sums()
         for step in range(steps):
-            # hole 3
+            # --- wait until the stage at `base` has arrived, for all threads and for wgmma
             wait_for_copies()  # of this thread
             fence_proxy_async()  # wgmma reads shared memory by another path: it may read them now
             cuda.syncthreads()  # so may those of all threads; and all have multiplied stage `free`
-            # end of hole 3
+
+            # --- multiply the first half of the stage
             b = swizzled_descriptor(ring, base)
             acc = multiply(acc, ring, base + weights_at, lane, 0, b)
-            # hole 4
+
+            # --- fill the free stage with a later one, while the tensor cores multiply
             ahead = int32(step + (stages - 1))
             if ahead < steps:
                 copy_tokens(ring, free, a, m0, ahead * TILE_K, t)
                 copy_weights(ring, free + 2 * box, w, group + ahead, t)
             cp_async_commit()
-            # end of hole 4
-            # hole 5
+
+            # --- multiply the second half, wait for the tensor cores, and go on in the ring
             acc = multiply(acc, ring, base + weights_at, lane, 1, b + box // 16)
             acc = wait_for_products(acc)
             free, base = base, int32(base + stage_bytes if base < last_stage else 0)
-            # end of hole 5
 
+        # --- registers -> shared -> global
         cuda.syncthreads()  # nobody reads the ring any more: what follows may use its memory
         store(acc, c, m0, n0 + warp // 4 * WGMMA_ROWS, row_scales, token_scales, bias)
 

@@ -14,7 +14,6 @@ from results.render.table import dims
 from steps.compile.compiler import machine_code, signature_of, source_lines
 from steps.contract import Size, Step, Work, scheme
 from steps.product.choice import Choice
-from steps.registry import HOLE
 
 HOPPER: Final = (9, 0)  # from here on a launch compiles for the architecture's own instructions
 LISTED: Final = 14
@@ -97,14 +96,14 @@ def compiled(step: Step, shape: Size, cc: tuple[int, int] | None) -> Compiled | 
 def beside(
     code: Sequence[Code], listing: Sequence[tuple[int | None, str]]
 ) -> tuple[list[tuple[Code, int]], list[tuple[int, list[str]]]]:
-    """(the lines of a file from the first that has instructions to the last, without the marks of
-    its exercise, each with how many instructions it has; neighbouring instructions of one line
-    with its number, 0 where the compiler does not say)."""
+    """(the lines of a file from the first that has instructions to the last, each with how many
+    instructions it has; neighbouring instructions of one line with its number, 0 where the
+    compiler does not say)."""
     of_line = Counter(line for line, _ in listing if line)
     if not of_line:
         return [], []
     first, last = min(of_line), max(of_line)
-    own = [each for each in code if first <= each.number <= last and not HOLE.match(each.text)]
+    own = [each for each in code if first <= each.number <= last]
     return (
         [(each, of_line[each.number]) for each in trimmed(own)],
         [

@@ -44,7 +44,7 @@ from steps.learn.pitfalls import Finding, Pitfall, right
 from steps.learn.pitfalls.exhibit import error_of, value_of
 from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, Picture, picture
-from steps.registry import HOLE, diff_base, find, following, parent_of, source
+from steps.registry import diff_base, find, following, parent_of, source
 
 CODE: Final = "Machine code"
 """The heading of a docstring that has a place of its own on the page."""
@@ -188,8 +188,7 @@ def _code_of(step: Step, machine: Any) -> dict[str, Any]:
     """Its source beside its machine code, and beside the step it grew from."""
 
     def lines(of: Step) -> list[markup.Code]:
-        """Of its file, without the marks of its exercise."""
-        return [line for line in markup.body("".join(source(of))) if not HOLE.match(line.text)]
+        return markup.body("".join(source(of)))
 
     code = markup.python("".join(source(step)))
     base = diff_base(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import textwrap
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ from steps.learn.exercises import progress
 from steps.learn.exercises.check import Report, count, lines
 from steps.learn.exercises.check import check as checked
 from steps.learn.exercises.load import Unloadable, load
-from steps.learn.exercises.text import Exercise, ExerciseError, make, tasks, text_of
-from steps.registry import label_of, lesson
+from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions, text_of
+from steps.registry import label_of
 
 BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
 
@@ -45,7 +46,7 @@ def exercise(args: Namespace) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     print(f"wrote {path}: step {step.number}, {step.title}")
-    print(f"Fill in its {len(tasks(step.number))} TODOs, each as soon as you like, and run")
+    print(f"Fill in its {len(solutions(step.number))} TODOs, each as soon as you like, and run")
     print(f"  make check FILE={path}")
     return 0
 
@@ -129,11 +130,12 @@ def check(args: Namespace) -> int:
 
 
 def hint(report: Report) -> str:
-    """The idea of the hole that is next, or wrong."""
+    """The outline of the hole that is next, or wrong."""
     number = report.exercise.number
     if report.hole is None:
         return "There is nothing left to hint at."
-    return f"\nTODO {report.hole}, its idea: {' '.join(tasks(number)[report.hole].hint.split())}"
+    own = textwrap.indent(outline(solutions(number)[report.hole]), "    ")
+    return f"\nTODO {report.hole} in outline, operands left out:\n\n{own}"
 
 
 def solution(found: Exercise) -> list[str]:
@@ -143,7 +145,7 @@ def solution(found: Exercise) -> list[str]:
     if found.holes:
         solved, _ = found.composed(tuple(found.holes))
     else:
-        solved = "".join(lesson(text_of(found.reference)))
+        solved = "".join(text_of(found.reference))
     texts = (found.lines, solved.splitlines(keepends=True))
     return list(difflib.unified_diff(*texts, str(found.path), label_of(found.reference), n=2))
 
@@ -153,9 +155,8 @@ def diff(args: Namespace) -> list[str]:
     found = opened(args.file)
     if found.reference is None:
         raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
-    before = lesson(text_of(found.reference))
     labels = label_of(found.reference), str(found.path)
-    return list(difflib.unified_diff(before, found.lines, *labels, n=args.lines))
+    return list(difflib.unified_diff(text_of(found.reference), found.lines, *labels, n=args.lines))
 
 
 # --- timing ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, on
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.product.choice import Choice
-from steps.registry import diff_base, following, label_of, ladder, lesson, parent_of, source
+from steps.registry import diff_base, following, label_of, ladder, parent_of, source
 
 COLUMNS: Final = (
     Column("step", lambda step: str(step.number)),
@@ -86,7 +86,7 @@ def _between_steps(args: Namespace) -> Iterator[str]:
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])
-    before, after = (lesson(source(one)) for one in (base, step))
+    before, after = source(base), source(step)
     return difflib.unified_diff(before, after, label_of(base), label_of(step), n=args.lines)
 
 

@@ -223,7 +223,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _option("--machine", choices=("auto", "gpu", "simulator"), default="auto",
                 help="where to run (default auto: a GPU if there is one)"),
         _flag("--small", "the simulator's shapes on a GPU too"),
-        _flag("--hint", "of --file: the idea of its next TODO"),
+        _flag("--hint", "of --file: its next TODO in outline"),
         _flag("--solution", "of --file: the diff to the step"),
     )),
     "bench": (

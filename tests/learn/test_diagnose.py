@@ -14,11 +14,8 @@ from qformats import WEIGHT_FORMATS
 from reference import GOLDEN, Q81, Problem
 from reference import check as check_of
 from steps.checks.cases import Case
-from steps.learn.exercises.check import GOLDEN_CASE, check, lines
+from steps.learn.exercises.check import check, lines
 from steps.learn.exercises.diagnose import TELLING, diagnose, region
-from steps.learn.exercises.load import load
-from steps.learn.exercises.places import places
-from steps.learn.exercises.probe import RIGHT, UNKNOWN, Fate, pairing, told
 from steps.learn.exercises.suspects import PITFALLS, SAYS, Terms, suspected
 from steps.learn.exercises.text import solutions
 from steps.learn.exercises.trial import Diagnosis, File, Subject, Trial, attempt
@@ -26,15 +23,10 @@ from steps.learn.pitfalls.exhibit import SHAPE, pitfalls
 from steps.registry import find
 from tests.learn.mistakes import MISTAKES, Mistake
 
-MORE = ("q4_1", "q5_0")
-
 
 def mistake(one: Mistake) -> pytest.param:
-    """`make test` runs the first of each hole, QUICK=1 the first of each step."""
-    of_step = [each for each in MISTAKES if each.step == one.step]
-    first = next(each for each in of_step if each.hole == one.hole)
-    marks = pytest.mark.slow if one is first else pytest.mark.every
-    return pytest.param(one, id=one.id, marks=() if one is of_step[0] or one.step <= 2 else marks)
+    """`make test QUICK=1` runs those of the first two steps."""
+    return pytest.param(one, id=one.id, marks=() if one.step <= 2 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("one", [mistake(each) for each in MISTAKES])
@@ -144,43 +136,3 @@ def test_values_say_what_became_of_them(how: object, cause: str, says: str) -> N
     diagnosis = changed(how)
     assert diagnosis.cause == cause, diagnosis.sentences
     assert says in diagnosis.sentences[1]
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["q4_0", "q8_0", *(pytest.param(each, marks=pytest.mark.every) for each in MORE)]
-)
-def test_weights_and_activations_are_paired(name: str, tmp_path: Path) -> None:
-    """Right, and with activations 4i .. of step 2 in the order of pitfall 3."""
-    subject = Subject("A8", name, GOLDEN_CASE)
-    assert pairing(find(2), subject) is None
-    one = Mistake(2, 2, "b4(a, at_a + QA + i)", "b4(a, at_a + QA + (i ^ 4))", "")
-    exercise = one.written(tmp_path, *solutions(2))
-    text, rows = exercise.composed(())
-    step = load(text, exercise.path, rows)
-    assert pairing(step, subject) == (
-        "wrong pairs",
-        "In a block, elements 0 to 3 of A meet weights 4 to 7; likewise 8 to 11; elements 4 to 7 "
-        "of A meet weights 0 to 3; likewise 12 to 15.",
-    )
-
-
-def test_fates_in_words() -> None:
-    fates = [RIGHT] * 32
-    assert told(fates, []) is None
-    fates[3] = fates[4] = Fate(weights=())
-    fates[9] = UNKNOWN
-    assert told(fates, []).says == (
-        "In a block, elements 3 to 4 of A meet nothing; element 9 of A gives products that no sum "
-        "of weights explains."
-    )
-    each = [Fate(weights=((31 - 2 * m, 1.0),)) for m in range(32)]
-    assert told(each, []).says.endswith("; and so on.")
-    assert told([UNKNOWN] * 32, []) is None, "nothing can be said"
-
-
-@pytest.mark.parametrize(("number", "family"), [(7, "A8"), (12, "A16")])
-def test_operands_of_a_right_step_are_in_their_places(number: int, family: str) -> None:
-    assert places(find(number), Subject(family, "q4_0", TELLING)) is None

@@ -249,13 +249,8 @@ def test_the_ladder_stands_on_top_by_branch(shown: Page, run: Run) -> None:
 
 
 def numbered(step: Step) -> list[tuple[int, str]]:
-    """The lines of a step's file, but the marks of its exercise."""
-    lines = markup.body("".join(source(step)))
-    return [
-        (line.number, line.text)
-        for line in lines
-        if "# hole" not in line.text and "# end of hole" not in line.text
-    ]
+    """The lines of a step's file."""
+    return [(line.number, line.text) for line in markup.body("".join(source(step)))]
 
 
 def test_each_step_stands_beside_the_step_it_grew_from(shown: Page) -> None:

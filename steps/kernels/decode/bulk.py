@@ -102,7 +102,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
         a_warp = int32(k_part * warps_n)  # it copies A for all warps with the same part of K
         copies_a, bar_of_a = warp == a_warp, int32(bars_at + a_warp * bars_of_warp + 8 * stages)
 
-        # --- the first weights: they do not depend on the launch before this one
+        # the first weights: they do not depend on the launch before this one
         if lane == 0:
             for s in range(stages + 1):
                 mbarrier_init(smem, bars + 8 * s, 1)
@@ -123,7 +123,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             cuda.syncwarp()
         griddepcontrol_wait()
 
-        # --- what the end needs, then A, before the weights of other slots
+        # what the end needs, then A, before the weights of other slots
         load_ahead(loaded, c, a_scales, reads, m0, first, end, t)
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
@@ -136,7 +136,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
                 mbarrier_arrive_expect(smem, bar_of_a, size_of_a(a, rows, k0, count))
             copy_a(smem, own_a, own_scales, pitch, bar_of_a, a, a_scales, rows, k0, count, lane)
 
-        # --- the other slots and row scales
+        # the other slots and row scales
         for s in range(prefetched, stages):
             slot, bar = ring + s * slot_bytes, bars + 8 * s
             issue_a(smem, slot, bar, walk, part, pitch, a, a_scales, rows, lane)
@@ -160,7 +160,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
                 mbarrier_wait(smem, bar_of_a, 0)
         cuda.syncwarp()  # what lanes have stored of A
 
-        # --- the stream
+        # the stream
         offsets, s, parity = places(lane, a_rows, pitch), int32(0), int32(0)
         while pair < end:
             for r in range(n_acc):
@@ -185,7 +185,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
             store_sums(acc, smem, to, lane, low, high)
             pair = int32(pair + PAIR * warps_n)
 
-        # --- the sums of all warps along K to C
+        # the sums of all warps along K to C
         cuda.syncthreads()
         write(smem, sums, row_scales_at, c, a_scales, reads, own, m0, here, first, end, t)
 

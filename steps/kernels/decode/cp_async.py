@@ -55,7 +55,8 @@ def kernel(
     @cuda.jit(device=True, forceinline=True)
     def issue(smem, slot, w, walk, part, lane):
         """Issue copies of the next packed tiles, if any are left -> the walk behind them."""
-        # hole 1
+        # --- walk is (byte of w, bytes to copy, byte in the slot, tile of K, pair). The lanes of a
+        # warp copy 512 bytes at a time, 16 bytes each
         if not is_over(walk, part):
             at, size, into, _, _ = walk
             to, source = int32(slot + into + 16 * lane), at + 16 * lane
@@ -63,7 +64,6 @@ def kernel(
                 if int32(size - 16 * lane) > i:
                     cp_async_16(smem, to + i, w, source + i)
             walk = advance(walk, part)
-        # end of hole 1
         return walk
 
     @cuda.jit(device=True, forceinline=True)
@@ -93,7 +93,7 @@ def kernel(
         ring = int32(warp * (stages * slot_bytes))
         ring_end = int32(ring + stages * slot_bytes)
 
-        # --- the first weights, and row scales
+        # the first weights, and row scales
         first_walk = start(pair, part)
         walk, i = first_walk, t
         for s in range(prefetched):
@@ -102,7 +102,7 @@ def kernel(
             cp_async_16(smem, row_scales_at + 16 * i, row_scales, first * TILE_ROWS + 4 * i)
             i = int32(i + 32 * warps)
 
-        # --- A and the other slots. A and all that was issued before it are one group of cp.async.
+        # A and the other slots. A and all that was issued before it are one group of cp.async.
         # Where the warp's A and its scales begin, and bytes from each K tile of them to the next:
         own_a, step = int32(a_at + k_part * part_bytes), int32(TILE_K * a_rows if a8 else ROW_BYTES)
         own_scales, scales_step = own_a + k_tiles * step, int32(BLOCKS * SCALE_BYTES * a_rows)
@@ -134,22 +134,24 @@ def kernel(
         load_ahead(loaded, c, a_scales, bias, m0, first, end, t)
         own = prologue(loaded, bias, t)
 
-        # --- the stream
+        # the stream of weights
         offsets, slot = places(lane, a_rows, pitch), ring
         while pair < end:
             for r in range(n_acc):
                 acc[r] = 0
             i = int32(0)
             while i < count:
-                # hole 2
+                # --- multiply the oldest slot when its copies have arrived, those of all lanes. A
+                # lies in memory of its own, or in the slot behind the weights, its scales behind it
                 wait_for_oldest()
                 cuda.syncwarp()
                 at, at_scales = int32(own_a + i * step), int32(own_scales + i * scales_step)
                 if in_slots:
                     at, at_scales = int32(slot + weights), int32(slot + weights + TILE_K * here)
                 multiply(acc, smem, slot, at, at_scales, offsets, a_rows, lane)
-                # end of hole 2
-                # hole 3
+
+                # --- refill the slot when all lanes have read it, and go on to the next. A group is
+                # closed in any case: the waits count groups
                 cuda.syncwarp()
                 issue_a(smem, slot, walk, part, pitch, a, a_scales, rows, lane)
                 walk = issue(smem, slot, w, walk, part, lane)
@@ -157,20 +159,19 @@ def kernel(
                 i, slot = int32(i + 1), int32(slot + slot_bytes)
                 if slot == ring_end:
                     slot = ring
-                # end of hole 3
+
+            # --- store the sums of row tiles low to high of the pair, and go on to the warp's next
+            # pair: its warps_n warps side by side take pairs in turn
             low, high = int32(max(pair, first) - pair), int32(min(int32(end - pair), PAIR))
             to = int32(sums[0] + k_part * sums[1] + (pair + low - first) * row_tile_sums)
-            # hole 4
             finish(acc)
             store_sums(acc, smem, to, lane, low, high)
             pair = int32(pair + PAIR * warps_n)
-            # end of hole 4
 
-        # --- the sums of all warps along K to C
-        # hole 5
+        # --- the sums of all warps along K to C, when all copies have arrived (row scales are among
+        # them) and all warps have stored theirs
         wait_for_all()
         cuda.syncthreads()
-        # end of hole 5
         write(smem, sums, row_scales_at, c, a_scales, bias, own, m0, here, first, end, t)
 
     return decode

@@ -68,10 +68,9 @@ def kernel(
         """B fragments of 16 K, `step` 0 to 3 of 64 K: two chunks of each token. Chunk 2 step + i of
         row r lies at (2 step) ^ i ^ (r & 7); `at` is where this lane's chunk of step 0 lies."""
         for j in range(0, n_b, 4):
-            # hole 1
+            # --- 16 tokens: four words of each lane, b0 and b1 of either eight
             x = ldmatrix_x4(ring, (at ^ (32 * step)) + 4 * j * ROW)
             b[j], b[j + 1], b[j + 2], b[j + 3] = x
-            # end of hole 1
 
     @cuda.jit(device=True, forceinline=True)
     def load_weights(w, s, ring, at, lane, half):
@@ -88,14 +87,14 @@ def kernel(
     def multiply(acc, w, s, b, step):
         """acc += 16 K: the weights of a packed tile become float16 and meet all tokens."""
         for i in range(ROW_TILES):
-            # hole 2
+            # --- make the weights of 16 K float16, then multiply them with the tokens of each
+            # column of mma: four sums for each packed tile and column
             a0, a1, a2, a3 = fragments(w[i], step, multipliers(s[i], step >> 1))
             for j in range(columns):
                 r, b0, b1 = 4 * (i * columns + j), b[2 * j], b[2 * j + 1]
                 x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
                 x = mma(a0, a1, a2, a3, b0, b1, x0, x1, x2, x3)
                 acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = x
-            # end of hole 2
 
     @cuda.jit(launch_bounds=(threads, blocks_per_sm))
     def w4a16_mma(w, row_scales, a, token_scales, bias, c, steps, partials, arrived):
@@ -125,20 +124,22 @@ def kernel(
         for i in range(n_acc):
             acc[i] = 0
 
-        # hole 3
+        # --- issue the copies of the first stages. A group is closed for each, even for those
+        # beyond K: the waits count groups
         for step in range(stages):
             if step < count:
                 copy_tokens(ring, step * stage_bytes, a, m0, (k0 + step) * TILE_K, t)
                 copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
             cp_async_commit()
-        # end of hole 3
+
+        # --- wait for stage 0, and load its weights and first tokens
         wait_for_first()
         cuda.syncthreads()
         base, ahead = int32(0), int32(stages)  # byte of the stage in use; step to be copied next
         load_weights(codes, s, ring, weights_at, lane, half)
         load_tokens(b_even, ring, b_at + half * box, 0)
         for _ in range(int32(count * halves)):  # 64 K each
-            # the tokens of the next 16 K are on their way while these are multiplied
+            # --- multiply 48 K; the tokens of the next 16 are on their way meanwhile
             at = base + b_at + half * box
             load_tokens(b_odd, ring, at, 1)
             multiply(acc, codes, s, b_even, 0)
@@ -148,8 +149,8 @@ def kernel(
             multiply(acc, codes, s, b_even, 2)
             half = int32(half ^ (halves - 1))
             if halves == 1 or half == 0:
-                # --- the next stage has arrived for all threads, and all have read this one
-                # hole 4
+                # --- go on to the next stage of the ring when it has arrived for all threads, and
+                # all have read this one, which is refilled: with stage `ahead`, which is counted on
                 wait_for_next()
                 cuda.syncthreads()
                 if ahead < count:
@@ -158,12 +159,11 @@ def kernel(
                 cp_async_commit()
                 ahead = int32(ahead + 1)
                 base = int32(base + stage_bytes if base < last_stage else 0)
-                # end of hole 4
             load_tokens(b_even, ring, base + b_at + half * box, 0)
             multiply(acc, codes, s, b_odd, 3)
             load_weights(codes, s, ring, base + weights_at, lane, half)
 
-        # --- registers -> shared -> global
+        # --- registers -> shared -> global: the sums of all warps, then of all blocks of the tile
         cuda.syncthreads()  # nobody reads the ring any more
         stage_warp(sums, acc, warp_k * bm + first_token, warp_n * WARP, lane)
         cuda.syncthreads()

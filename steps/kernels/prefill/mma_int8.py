@@ -104,14 +104,14 @@ def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
         tiles_c = int32((M + bm - 1) // bm * tiles_n)
         griddepcontrol_launch_dependents()
 
-        # --- the block's range of the line: `count` steps of a tile from step k0 on, `left` behind
+        # the block's range of the line: `count` steps of a tile from step k0 on, `left` behind
         tile_id, k0, count, left = first_work(shared_tiles, rate, steps)
         while tile_id < tiles_c:
             m0, n0 = tile_origin(tile_id, tiles_n)
             for i in range(n_acc):
                 acc[i] = 0
 
-            # --- multiply, as in step 9 (ahead, source: where weights and tokens are copied from)
+            # multiply, as in step 9 (ahead, source: where weights and tokens are copied from)
             ahead = source = first_source(t, m0, n0, k0, steps, M)
             for step in range(stages):
                 if step < count:
@@ -159,7 +159,7 @@ def kernel(fmt: Format, bm: int, stages: int, of_bias: str | None) -> Any:
                 load_weights(a, ring, stage + weights_at, lane, 0)
                 load_scales(scales, ring, stage + weights_at, lane)
 
-            # --- a part of a tile: store partial sums; the last to arrive adds up all of them
+            # a part of a tile: store partial sums; the last to arrive adds up all of them
             complete = count == steps
             if not complete:
                 first, last, partial_slot = contributors(tile_id, shared_tiles, rate, steps)

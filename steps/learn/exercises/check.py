@@ -20,9 +20,8 @@ from steps.contract import Step
 from steps.learn.exercises.advice import machine_code_advice, memory_traffic, refused
 from steps.learn.exercises.diagnose import TELLING, diagnose
 from steps.learn.exercises.load import Unloadable, load
-from steps.learn.exercises.text import Exercise, tasks
+from steps.learn.exercises.text import Exercise, solutions
 from steps.learn.exercises.trial import (
-    FIRST_WITH_STAGES,
     PATIENCE,
     Diagnosis,
     File,
@@ -51,9 +50,6 @@ DEEP: Final = (
 )
 """More of K than a ring of four stages holds, more features than the warps of a block take at once,
 and large tiles: for the steps with rings, on one SM, which then has all of the work."""
-
-DECODE: Final = 17
-"""The step whose warps share rows and K among them: only many features tell which part is wrong."""
 
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
@@ -86,9 +82,9 @@ def subjects(step: Step) -> Iterator[Subject]:
             yield Subject(family, FIRST, case)
         small = [Subject(family, FIRST, case) for case in CASES]
         deep = [Subject(family, FIRST, case, sms=1) for case in (LARGE_TILES, *DEEP)]
-        if step.number < FIRST_WITH_STAGES:
+        if step.branch == "cuda_cores":
             yield from small
-        elif step.number == DECODE:
+        elif step.branch == "decode":  # only many features tell which warp's part is wrong
             yield from (*deep[1:], deep[0], *small)
         else:  # deep ones take seconds
             yield from (*small, *deep)
@@ -205,10 +201,10 @@ def lines(report: Report) -> list[str]:
         said.append(f"right: {report.cases} problems in {report.seconds:.1f} s")
         said += [f"  advice: {one}" for one in report.advice]
     if report.hole is not None:
-        todo = tasks(exercise.number)[report.hole].todo.strip().splitlines()
+        todo = solutions(exercise.number)[report.hole].text
         line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
-        said.append(f"next: TODO {report.hole} is not filled in yet ({line}): {todo[0]}")
-        said.append("  HINT=1 shows its idea.")
+        said.append(f"next: TODO {report.hole} is not filled in yet ({line}): {todo}")
+        said.append("  HINT=1 shows its outline.")
     return said
 
 
@@ -226,7 +222,9 @@ def _where(report: Report) -> list[str]:
             said.append(f"  Look at TODO {report.hole} ({line}).")
         if len(report.suspected) > 1:
             said.append(f"  After it: {_todos(report.suspected[1:])}, wrong as well.")
-        said.append(f"  HINT=1 shows the idea of TODO {report.hole}, SOLUTION=1 all of the step.")
+        said.append(
+            f"  HINT=1 shows the outline of TODO {report.hole}, SOLUTION=1 all of the step."
+        )
     elif exercise.filled:
         said.append(
             "  Each TODO is right by itself, together they are not: compare the names and shapes "

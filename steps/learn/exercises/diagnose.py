@@ -10,18 +10,18 @@ import numpy as np
 from qformats import BLOCK
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.learn.exercises.contents import misplaced
+from steps.learn.exercises.beside import Beside, Finding
 from steps.learn.exercises.faults import of_fault
-from steps.learn.exercises.places import places
-from steps.learn.exercises.probe import Finding, pairing
 from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
 from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
-from steps.learn.exercises.unwritten import unwritten
 from steps.learn.exercises.wording import listed, runs, span
 from steps.learn.pitfalls.exhibit import pitfalls
 
 TELLING: Final = Case((3, 5, 64), "integer", 1)
 """Where one wrong number could have several causes: this has thirty."""
+
+ONE_BLOCK: Final = Case((3, 5, 32), "integer", 1)
+"""Whose sums of Q8_1 are integers times one scale of each operand."""
 
 WIDE: Final = Case((32, 80, 64), "integer", 1)
 """With more rows than a tile of 64: what is out of range there is in range in small problems."""
@@ -41,7 +41,7 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
     if v.unwritten.any():
         return Diagnosis("not written", 0, _unwritten(at, v.unwritten))
     if not np.isfinite(v.c).all():
-        return _not_finite(trial.subject, v, step, file)
+        return _not_finite(trial.subject, v, step, right, file)
     if v.terms is None:  # a step of another kind, whose weights are not those of the blocks
         return Diagnosis("wrong value", 0, (f"{at}: {v.found.verdict}.",))
     if not v.bad.any():  # only as a whole: many small errors
@@ -57,16 +57,16 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
         _suspected(v, again) or _by_a_factor(v) or _transposed(v) or _elsewhere(v) or _part_of_k(v)
     ):
         return said(found)
-    for case, probe in ((TELLING, pairing), (WIDE, places)):
+    for case in (TELLING, WIDE):
         other = again(case).result
         if isinstance(other, Fault):
             subject = Subject(trial.subject.family, trial.subject.format, case)
             return of_fault(other, subject, step, file)
-        if found := probe(step, trial.subject):
+    if right is not None:
+        beside = Beside(step, right, trial.subject, file, m, n)
+        if found := beside.loads() or beside.contents():
             return said(found)
-    if right is not None and (found := misplaced(step, right, trial.subject, file)):
-        return said(found)
-    if found := _nearly(v):
+    if found := _integer_sum(again(ONE_BLOCK).result) or _nearly(v):
         return said(found)
     unknown = "No known mistake gives these values. Compute this output by hand from its block."
     return said(Finding("wrong value", unknown))
@@ -120,7 +120,9 @@ def _unwritten(at: str, missing: Array) -> tuple[str, str]:
     )
 
 
-def _not_finite(subject: Subject, v: Values, step: Step, file: File) -> Diagnosis:
+def _not_finite(
+    subject: Subject, v: Values, step: Step, right: Step | None, file: File
+) -> Diagnosis:
     bad = ~np.isfinite(v.c)
     if v.added_to.any():
         what = f"{subject}: the kernel adds to what C held before in {region(bad)}."
@@ -129,8 +131,8 @@ def _not_finite(subject: Subject, v: Values, step: Step, file: File) -> Diagnosi
     m, n = _first(bad)
     others = f"; so are {region(bad)}" if bad.size > 1 else ""
     what = f"{subject}: C[{m}, {n}] is {v.c[m, n]}{others}."
-    if found := unwritten(step, subject, file, m, n):
-        return Diagnosis("nan", found[0], (what, found[1]))
+    if right is not None and (found := Beside(step, right, subject, file, m, n).unwritten()):
+        return Diagnosis(found.cause, 0, (what, found.says))
     advice = (
         "The kernel stores it, so a term of the sum is no number. Shared and local memory begin as "
         "NaN here: something is read that nobody has written, or a sum does not begin at 0."
@@ -251,6 +253,23 @@ _ROUNDING: Final = (
     "Each output is near, all together are too far: something is rounded on the way, such as a sum "
     "kept in float16 or a scale in an integer."
 )
+
+
+def _integer_sum(v: Fault | Values) -> Finding | None:
+    """Of one block of K: by how much the sum of codes is wrong."""
+    if isinstance(v, Fault) or v.terms is None or v.terms.da is None or not v.bad.any():
+        return None
+    off = (v.c - v.expected) / (v.terms.da * v.terms.d[:, 0])
+    if np.abs(off - np.round(off)).max() > 1e-2:
+        return None
+    m, n = _first(v.bad)
+    said = f"In one block of K the integer sum of C[{m}, {n}] is off by {off[m, n]:+.0f}"
+    if off.max() < 1 and off.min() > -FEW:
+        said += (
+            f", and {np.count_nonzero(v.bad)} of {off.size} sums are too small: they are rounded "
+            "down, where two share a word and the lower one is negative"
+        )
+    return Finding("integer sum", f"{said}.")
 
 
 def _nearly(v: Values) -> Finding | None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from steps.contract import Step
 from steps.learn.exercises.check import Report
-from steps.learn.exercises.text import Exercise, ExerciseError, numbers, tasks
+from steps.learn.exercises.text import Exercise, ExerciseError, numbers, solutions
 from steps.registry import find
 
 FOLDER: Final = Path("build", "exercises")
@@ -56,7 +56,7 @@ def progress() -> Iterator[Progress]:
     """Every exercise there is, by its step; its file where `make exercise` puts it."""
     known = _remembered()
     for number in numbers():
-        step, holes = find(number), len(tasks(number))
+        step, holes = find(number), len(solutions(number))
         path = path_for(step)
         if not path.exists():
             yield Progress(step, 0, holes, "not made")

@@ -33,7 +33,7 @@ class Watch(Gatherer):
         self.path, self.spaces = path, spaces
         self.allocations: dict[int, tuple[str, Array]] = {}
 
-    def allocated(self, whole: int, name: str, data: Any) -> None:
+    def allocated(self, whole: int, name: str, data: Any, space: str) -> None:
         """A new one; data: its first array."""
 
     def accessed(self, lane: Lane, what: banks.Access, whole: int, at: int) -> None:
@@ -54,7 +54,7 @@ class Watch(Gatherer):
         whole = owner(data)
         if space in self.spaces and id(whole) not in self.allocations:
             self.allocations[id(whole)] = name, whole.reshape(-1).view(np.uint8)
-            self.allocated(id(whole), name, data)
+            self.allocated(id(whole), name, data, space)
         return super().array(data, name, space, alignment)
 
     def add(self, lane: Lane, what: banks.Access, address: int) -> None:

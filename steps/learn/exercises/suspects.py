@@ -25,6 +25,7 @@ from reference import Q81, Bfloats, Halves, Problem, Tokens
 
 Array = np.ndarray[Any, np.dtype[Any]]
 HALF: Final = BLOCK // 2
+NEAR: Final = 8  # rows that are confused with each other: those of a thread or a fragment
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ SAYS: Final[Mapping[str, str]] = {
         "finds block b of row m of A in a wrong place: m * blocks_k + b blocks lie before it"
     ),
     "weights of row m": "reads row m of W where it should read row n",
+    "weights of another row": "multiplies the codes of a row of W near by, with the right scale",
+    "scale of another row": "takes scale and offset of a row of W near by, with the right codes",
+    "activations of another row": "multiplies the codes of a token near by, with the right scale",
+    "scale of another token": "takes scale and sum of a token near by, with the right codes",
     "scales exchanged": (
         "takes the scale da of the activations for their sum s, or the other way round"
     ),
@@ -185,6 +190,7 @@ def suspected(t: Terms) -> Iterator[tuple[str, Array]]:
     yield from _of_codes(t)
     yield from _of_blocks(t)
     yield from _of_places(t)
+    yield from _of_neighbours(t)
     if t.q is not None and t.da is not None:
         yield "no scale of the activations", t.product(x=t.q)
         yield "compensation of codes", t.product(s=t.s * t.da)
@@ -261,6 +267,21 @@ def _of_places(t: Terms) -> Iterator[tuple[str, Array]]:
     same = np.arange(tokens) % rows
     own = np.diagonal(t.product(code=t.code[same], d=t.d[same], z=t.z[same]))
     yield "weights of row m", np.broadcast_to(own[:, None], (tokens, rows))
+
+
+def _of_neighbours(t: Terms) -> Iterator[tuple[str, Array]]:
+    """Rows of W, and of A, of which either the codes or the scales are those of another."""
+    for shift in (*range(-NEAR, 0), *range(1, NEAR + 1)):
+
+        def near(array: Array, shift: int = shift) -> Array:
+            return np.roll(array, shift, axis=0)
+
+        yield "weights of another row", t.product(code=near(t.code))
+        yield "scale of another row", t.product(d=near(t.d), z=near(t.z))
+        if t.q is not None and t.da is not None:
+            x = near(t.q) * t.da[..., None]
+            yield "activations of another row", t.product(x=x)
+            yield "scale of another token", t.product(x=t.q * near(t.da)[..., None], s=near(t.s))
 
 
 def _flat(array: Array) -> Array:

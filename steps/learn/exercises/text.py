@@ -1,35 +1,36 @@
 """A step's file with holes, as text: made of the step, and read back when somebody has filled some.
 
-In a step's file a hole lies between two comments, in an exercise between two others:
+A hole is a phase of a kernel, of its device functions or of its launch. A phase begins with a
+comment such as `# --- multiply` and goes on to the next such comment, or to where the indentation
+falls below it. A phase that begins with one that has phases of its own is a heading, no hole.
 
-    # hole 2                                    # TODO 2: add up the products of ...
-    for j in range(BLOCK):                      total = int32(0)
-        total = ...                             # end of TODO 2
-    # end of hole 2
-
-A line or two stand in for what was there, so that the file can be imported and a reader sees which
-names the rest of the kernel wants.
+    # --- multiply: token ty, feature tx       # TODO 2: multiply: token ty, feature tx
+    for j in range(BLOCK):                     pass
+        acc += ...                             # end of TODO 2
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import textwrap
-import tomllib
+import tokenize
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from steps.contract import Step
-from steps.registry import HOLE, find, ladder, path_of, source
+from steps.registry import find, ladder, path_of, source
 
 WIDTH: Final = 100
+INSTEAD: Final = "pass"  # stands in for the step's own lines
+_PHASE: Final = re.compile(r" +# --- (?P<text>.*\S)")
 _TODO: Final = re.compile(r" *# (?P<end>end of )?TODO (?P<number>\d+)\b")
 _NUMBER: Final = re.compile(r"^ {4}number=(\d+),", re.MULTILINE)
-_FOLDER: Final = Path(__file__).parent
+_GOES_ON: Final = (")", "]", "}", "else:", "elif ", "except", "finally:")  # with the line before
 
 
 class ExerciseError(Exception):
@@ -37,51 +38,80 @@ class ExerciseError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What one hole asks for: `todo` stands in the exercise, `hint` is shown on request, `instead`
-    are the lines that stand in for the step's own."""
-
-    todo: str
-    hint: str
-    instead: str = "pass"
-
-
-@dataclass(frozen=True, slots=True)
 class Hole:
-    """The lines between two markers: `first` is the line of the first marker, from 1, `body` is
-    what stands between them, `indent` the blanks before the markers."""
+    """A phase of a step, or what stands in its place in an exercise. `first`: the line of its
+    comment, from 1; `indent`: the blanks before it; `body`: the lines behind it, in an exercise
+    with the rest of the comment; `text`: of a phase, its comment in one line."""
 
     number: int
     first: int
     indent: str
     body: tuple[str, ...]
+    text: str = ""
+    comment_lines: int = 1
 
     @property
     def last(self) -> int:
-        """The line of the second marker."""
-        return self.first + len(self.body) + 1
+        """The first line behind it: in an exercise that of the second marker."""
+        return self.first + self.comment_lines + len(self.body)
 
 
-def numbers() -> tuple[int, ...]:
-    """The steps that have exercises."""
-    return tuple(step.number for step in ladder() if _tasks_file(step.number).exists())
+# --- phases of a step -----------------------------------------------------------------------------
 
 
-def _tasks_file(number: int) -> Path:
-    return _FOLDER / f"step{number:02d}.toml"
+def phases(lines: Sequence[str]) -> Iterator[Hole]:
+    """The phases of a file that are holes, numbered in order."""
+    number = 0
+    for row, line in enumerate(lines):
+        found = _PHASE.match(line)
+        if found is None:
+            continue
+        indent, comment = _indent(line), [found["text"]]
+        start = row + 1
+        while _is_comment(lines[start]) and not _PHASE.match(lines[start]):
+            comment.append(lines[start].strip()[1:].strip())
+            start += 1
+        body = lines[start : _end(lines, start, len(indent))]
+        if body:
+            number += 1
+            yield Hole(number, row + 1, indent, tuple(body), " ".join(comment), start - row)
 
 
-@cache
-def tasks(number: int) -> dict[int, Task]:
-    """Hole -> what it asks for."""
-    data = tomllib.loads(_tasks_file(number).read_text(encoding="utf-8"))
-    return {i: Task(**each) for i, each in enumerate(data["hole"], start=1)}
+def _end(lines: Sequence[str], start: int, indent: int) -> int:
+    """Behind the last line of a phase whose first is `start`: without a `return` that ends it and
+    tells what the phase is to make, and without blank lines and comments."""
+    statements: list[int] = []  # rows at which statements of its own indentation begin
+    end = start
+    for row in range(start, len(lines)):
+        line = lines[row]
+        if not line.strip():
+            continue
+        own = len(_indent(line))
+        if own < indent or (own == indent and _PHASE.match(line)):
+            break
+        if _PHASE.match(line):  # within a statement that has phases of its own
+            end = statements.pop()
+            break
+        if own == indent and not _is_comment(line) and not line.strip().startswith(_GOES_ON):
+            statements.append(row)
+        end = row + 1
+    if len(statements) > 1 and lines[statements[-1]].strip().startswith("return"):
+        end = min(end, statements[-1])
+    while end > start and (not lines[end - 1].strip() or _is_comment(lines[end - 1])):
+        end -= 1
+    return end
 
 
 @cache
 def solutions(number: int) -> dict[int, Hole]:
-    """Hole -> the step's own lines."""
-    return {hole.number: hole for hole in holes(text_of(find(number)), HOLE)}
+    """Hole -> the step's own lines; none where its kernel has no phases."""
+    return {hole.number: hole for hole in phases(text_of(find(number)))}
+
+
+@cache
+def numbers() -> tuple[int, ...]:
+    """The steps that have exercises."""
+    return tuple(step.number for step in ladder() if solutions(step.number))
 
 
 def text_of(step: Step) -> list[str]:
@@ -98,35 +128,72 @@ def _docstring_ends(lines: Sequence[str]) -> int:
     return ast.parse("".join(lines)).body[0].end_lineno or 0
 
 
-def holes(lines: Sequence[str], marker: re.Pattern[str]) -> Iterator[Hole]:
-    """The holes of a file. ExerciseError where a marker has lost its partner."""
-    opened: tuple[int, int, str] | None = None  # number, line, indent
-    for row, line in enumerate(lines, start=1):
-        found = marker.match(line)
-        if found is None:
-            continue
-        number, indent = int(found["number"]), line[: len(line) - len(line.lstrip())]
-        if not found["end"]:
-            if opened is not None:
-                raise _unpaired(*opened[:2])
-            opened = number, row, indent
-        elif opened is None or opened[0] != number:
-            raise ExerciseError(
-                f"line {row} ends TODO {number}, which nothing begins: put `# TODO {number}` back "
-                "above what you wrote for it"
-            )
-        else:
-            yield Hole(*opened, tuple(lines[opened[1] : row - 1]))
-            opened = None
-    if opened is not None:
-        raise _unpaired(*opened[:2])
+@cache
+def names_made(number: int) -> dict[int, tuple[str, ...]]:
+    """Hole -> the names that it sets and that are read behind it before they are set again, or in
+    the next turn of a loop around it."""
+    tree = ast.parse("".join(text_of(find(number))))
+    return {hole.number: _names_made(tree, hole) for hole in solutions(number).values()}
 
 
-def _unpaired(number: int, row: int) -> ExerciseError:
-    return ExerciseError(
-        f"TODO {number} of line {row} has no end: put `# end of TODO {number}` back below what you "
-        "wrote for it"
-    )
+def _names_made(tree: ast.Module, hole: Hole) -> tuple[str, ...]:
+    own = range(hole.first + hole.comment_lines, hole.last)
+
+    def around(kind: Any, within: ast.AST) -> list[Any]:
+        every = (node for node in ast.walk(within) if isinstance(node, kind))
+        return [one for one in every if one.lineno < own.start and own.stop <= one.end_lineno + 1]
+
+    function = max(around(ast.FunctionDef, tree), key=lambda one: one.lineno)
+    names = [one for one in ast.walk(function) if isinstance(one, ast.Name)]
+    augmented = {id(one.target) for one in ast.walk(function) if isinstance(one, ast.AugAssign)}
+    made = {one.id: None for one in names if one.lineno in own and _sets(one)}
+
+    def is_read(name: str, turn: range) -> bool:
+        """Whether it is read, before it is set, behind the hole or in the next turn of a loop."""
+        uses = [one for one in names if one.id == name and one.lineno in turn]
+        others = [one for one in uses if one.lineno not in own]
+        if not others:
+            return False
+        following = min(others, key=lambda one: (one.lineno < own.start, one.lineno, _sets(one)))
+        return not _sets(following) or id(following) in augmented
+
+    loops = around((ast.For, ast.While), function)
+    turns = [range(one.lineno, one.end_lineno + 1) for one in loops]
+    turns.append(range(own.start, (function.end_lineno or 0) + 1))
+    return tuple(name for name in sorted(made) if any(is_read(name, turn) for turn in turns))
+
+
+def _sets(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+def outline(hole: Hole) -> str:
+    """The step's own lines without their operands, and what their comments say."""
+    text = textwrap.dedent("".join(hole.body))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [one.string for one in tokens if one.type == tokenize.COMMENT]
+    code = ast.unparse(_Outline().visit(ast.parse(text)))
+    return "\n".join([*comments, *code.splitlines()])
+
+
+class _Outline(ast.NodeTransformer):
+    """Keeps what is called, with which names, and what is set."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        args = [ast.Constant(...) if isinstance(one, ast.Constant) else one for one in node.args]
+        return ast.Call(node.func, args, node.keywords)
+
+    def _omit(self, node: ast.expr) -> ast.AST:
+        return ast.Constant(...)
+
+    visit_BinOp = visit_BoolOp = visit_Compare = visit_UnaryOp = visit_IfExp = _omit
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return ast.Subscript(node.value, ast.Constant(...), node.ctx)
+
+
+# --- exercises ------------------------------------------------------------------------------------
 
 
 def make(step: Step, solved: Collection[int] = ()) -> str:
@@ -142,31 +209,55 @@ def make(step: Step, solved: Collection[int] = ()) -> str:
     at = 0
     for hole in solutions(step.number).values():
         made += lines[at : hole.first - 1]
-        made += _todo(hole, tasks(step.number)[hole.number])
-        made += hole.body if hole.number in solved else _instead(step.number, hole)
+        made += _todo(hole, names_made(step.number)[hole.number])
+        made += hole.body if hole.number in solved else [f"{hole.indent}{INSTEAD}\n"]
         made.append(f"{hole.indent}# end of TODO {hole.number}\n")
-        at = hole.last
+        at = hole.last - 1
     return "".join((*made, *lines[at:]))
 
 
-def _todo(hole: Hole, task: Task) -> list[str]:
-    """The comment that says what a hole asks for, a sentence or list item a line."""
-    start, rest = f"{hole.indent}# TODO {hole.number}: ", f"{hole.indent}#   "
-    lines: list[str] = []
-    for paragraph in task.todo.strip().splitlines():
-        lines += textwrap.wrap(
-            paragraph,
-            WIDTH,
-            initial_indent=rest if lines else start,
-            subsequent_indent=rest,
-            break_on_hyphens=False,
-        )
+def _todo(hole: Hole, names: Sequence[str]) -> list[str]:
+    """The comment that says what a hole asks for."""
+    text = hole.text + (f". What follows uses {', '.join(names)}" if names else "")
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{hole.indent}# TODO {hole.number}: ",
+        subsequent_indent=f"{hole.indent}#   ",
+        break_on_hyphens=False,
+    )
     return [f"{line}\n" for line in lines]
 
 
-def _instead(number: int, hole: Hole) -> list[str]:
-    task = tasks(number)[hole.number]
-    return [f"{hole.indent}{line}\n" for line in task.instead.strip().splitlines()]
+def _marked(lines: Sequence[str]) -> Iterator[Hole]:
+    """The holes of an exercise. ExerciseError where a marker has lost its partner."""
+    opened: Hole | None = None
+    for row, line in enumerate(lines, start=1):
+        found = _TODO.match(line)
+        if found is None:
+            continue
+        number = int(found["number"])
+        if not found["end"]:
+            if opened is not None:
+                raise _unpaired(opened)
+            opened = Hole(number, row, _indent(line), ())
+        elif opened is None or opened.number != number:
+            raise ExerciseError(
+                f"line {row} ends TODO {number}, which nothing begins: put `# TODO {number}` back "
+                "above what you wrote for it"
+            )
+        else:
+            yield replace(opened, body=tuple(lines[opened.first : row - 1]))
+            opened = None
+    if opened is not None:
+        raise _unpaired(opened)
+
+
+def _unpaired(hole: Hole) -> ExerciseError:
+    return ExerciseError(
+        f"TODO {hole.number} of line {hole.first} has no end: put `# end of TODO {hole.number}` "
+        "back below what you wrote for it"
+    )
 
 
 @dataclass(frozen=True)
@@ -207,23 +298,17 @@ class Exercise:
     @cached_property
     def holes(self) -> dict[int, Hole]:
         """Those that are still between their markers, by number."""
-        found = {hole.number: hole for hole in holes(self.lines, _TODO)}
-        if self.number not in numbers():
-            return {}
-        return {n: hole for n, hole in found.items() if n in solutions(self.number)}
+        known = solutions(self.number) if self.reference is not None else {}
+        return {hole.number: hole for hole in _marked(self.lines) if hole.number in known}
 
     @cached_property
     def unfilled(self) -> tuple[int, ...]:
         """Holes that hold what stood in them at the beginning, or nothing."""
-        return tuple(n for n, hole in self.holes.items() if not self._is_filled(hole))
+        return tuple(n for n, hole in self.holes.items() if {*_code(hole.body)} <= {INSTEAD})
 
     @property
     def filled(self) -> tuple[int, ...]:
         return tuple(n for n in self.holes if n not in self.unfilled)
-
-    def _is_filled(self, hole: Hole) -> bool:
-        code = _code(hole.body)
-        return bool(code) and code != _code(_instead(self.number, hole))
 
     def hole_at(self, line: int) -> int | None:
         """The hole that a line of the file lies in."""
@@ -232,10 +317,7 @@ class Exercise:
     def code_line(self, number: int) -> int:
         """The first line of code in a hole: where to look, or to begin."""
         hole = self.holes[number]
-        for row, line in enumerate(hole.body, start=hole.first + 1):
-            if line.strip() and not _is_comment(line):
-                return row
-        return hole.first
+        return hole.first + next((i for i, _ in _code_lines(hole.body)), 0)
 
     def composed(self, solved: Collection[int]) -> tuple[str, list[int]]:
         """The text with the step's own lines in some holes, and of each line where it comes from:
@@ -244,24 +326,33 @@ class Exercise:
         rows: list[int] = []
         at = 0
         for hole in self.holes.values():
-            if hole.number not in solved:
-                continue
-            said = next((i for i, each in enumerate(hole.body) if not _is_comment(each)), 0)
-            text += self.lines[at : hole.first + said]
-            rows += range(at + 1, hole.first + said + 1)
-            body = solutions(self.number)[hole.number].body
-            text += body
-            rows += [self.code_line(hole.number)] * len(body)
-            at = hole.last - 1
+            if hole.number in solved:
+                code = max(self.code_line(hole.number), hole.first + 1)
+                text += self.lines[at : code - 1]
+                rows += range(at + 1, code)
+                body = solutions(self.number)[hole.number].body
+                text += body
+                rows += [code] * len(body)
+                at = hole.last - 1
         text += self.lines[at:]
         rows += range(at + 1, len(self.lines) + 1)
         return "".join(text), rows
 
 
+def _code_lines(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """(which line, from 1; its text) of those that are neither blank nor a comment alone."""
+    for i, line in enumerate(lines, start=1):
+        if line.strip() and not _is_comment(line):
+            yield i, line.strip()
+
+
 def _code(lines: Sequence[str]) -> list[str]:
-    """Lines without those that are blank or comments alone."""
-    return [line.strip() for line in lines if line.strip() and not _is_comment(line)]
+    return [text for _, text in _code_lines(lines)]
 
 
 def _is_comment(line: str) -> bool:
     return line.lstrip().startswith("#")
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]

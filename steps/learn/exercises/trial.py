@@ -33,9 +33,6 @@ ADDED_TO: Final = UNWRITTEN | 1 << 22
 """The signalling NaN that C is filled with. What still has it was never stored to; a sum with it is
 the quiet NaN with the same low bits, so a kernel that computes C += is noticed."""
 
-FIRST_WITH_STAGES: Final = 7
-"""The first step that takes several blocks of K at a time, and has tiles of several sizes."""
-
 PATIENCE: Final = 60.0
 """Seconds after which a trial is taken to run for ever; right ones take a few."""
 
