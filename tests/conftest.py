@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from steps.contract import why_no_gpu  # (brings steps.instructions, which must precede numba.cuda)
-from tests.driver.fake_gpu import gpu  # noqa: F401 - a fixture
+from tests.driver.fake_gpu import gpu, torch  # noqa: F401 - fixtures
 
 # The suite compiles what it tests, each kernel once for all processes, and leaves nothing behind.
 if "PYTEST_XDIST_WORKER" not in os.environ:

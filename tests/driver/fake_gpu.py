@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -84,7 +85,7 @@ NEW = itertools.count(1 << 47, 1 << 24)
 """Addresses of new tensors."""
 
 
-def torch(current_stream: int, grad_enabled: bool = True) -> Any:
+def torch_of(current_stream: int, grad_enabled: bool = True) -> Any:
     """As much of torch as is asked for here."""
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current_stream)
     names = ("float32", "float16", "bfloat16", "uint16")
@@ -111,6 +112,10 @@ class FakeGpu:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return device_array(shape, dtype, next(self.addresses))
+
+    def values(self) -> set[int]:
+        """Every value that the launches were given."""
+        return {value for _, _, values in self.launched for value in values}
 
     def synchronize(self) -> None:
         pass
@@ -171,3 +176,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(gemm_api, "current_device", lambda: 0)
     monkeypatch.setattr(gemm_api, "_memory", {})
     return fake
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch, whose current stream is 4711."""
+    module = torch_of(current_stream=4711)
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from steps.contract import FLOATS, Step, array_dtype
 from steps.driver.machines import Gpu, Simulator
 from steps.product import gemm as gemm_file
 from steps.product.choice import Request, choose
-from tests.driver import fake_gpu
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array
 from tests.product.test_gemm import OnDevice, Untouched
 
@@ -128,17 +126,6 @@ def test_weights_packed_for_a_step_without_one_are_refused() -> None:
 # --- on a GPU that is not there -------------------------------------------------------------------
 
 
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = fake_gpu.torch(current_stream=4711)
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
-
-
-def launched(gpu: FakeGpu) -> set[int]:
-    return {value for _, _, values in gpu.launched for value in values}
-
-
 @pytest.mark.parametrize("m", [1, 300])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_one_launch_reads_a_bias_where_it_lies(
@@ -156,12 +143,12 @@ def test_one_launch_reads_a_bias_where_it_lies(
         gpu.launched.clear()
         gemm(a, handle, bias=Tensor((N,), at, dtype=dtype))
         assert len(gpu.launched) == 1
-        assert at in launched(gpu)
+        assert at in gpu.values()
     gpu.launched.clear()
     out = Tensor((m, N), 5 * HERE)
     plan(m, handle, bias=device_array((N,), array_dtype(dtype), 4 * HERE), input="float16")(a, out)
     assert len(gpu.launched) == 1
-    assert 4 * HERE in launched(gpu)
+    assert 4 * HERE in gpu.values()
     assert [choice.bias for choice, _ in made] == [None, dtype], "a plan takes what gemm prepared"
 
 

@@ -18,20 +18,11 @@ from steps import gemm, pack
 from steps.contract import array_dtype
 from steps.driver import launcher
 from steps.product import gemm as api
-from tests.driver import fake_gpu
-from tests.driver.fake_gpu import FakeGpu, Tensor, device_array
+from tests.driver.fake_gpu import FakeGpu, Tensor, device_array, torch_of
 
 M, N, K = 3, 5, 96
 BLOCKS = Problem(M, N, K, "q4_1").blocks
 HERE = 1 << 44
-
-
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch, whose current stream is 4711."""
-    module = fake_gpu.torch(current_stream=4711)
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
 
 
 @pytest.fixture
@@ -59,9 +50,10 @@ def test_a_product_like_an_earlier_one_is_launched_at_once(gpu, torch, made, inp
         gpu.launched.clear()
         options = {} if stream == 4711 else {"stream": SimpleNamespace(cuda_stream=stream)}
         assert gemm(a, handle, out=out, dtype=output, **options) is out
-        values = {value for _, _, values in gpu.launched for value in values}
-        assert HERE * i + 4096 in values
-        assert HERE * i in values or input != "float32"  # of 16 bits it may be in a tensor map
+        assert HERE * i + 4096 in gpu.values()
+        assert (
+            HERE * i in gpu.values() or input != "float32"
+        )  # of 16 bits it may be in a tensor map
         assert {one for _, one, _ in gpu.launched} == {stream}
     ((choice, launches),) = made
     assert (choice.reading.source, choice.writes) == (input, output)
@@ -124,7 +116,7 @@ def test_a_gradient_is_not_lost_in_silence(gpu: FakeGpu, monkeypatch: pytest.Mon
     out = Tensor((M, N), 2 * HERE)
     a, wanting = Tensor((M, K), HERE), Tensor((M, K), HERE, requires_grad=True)
     calls = (lambda: gemm(wanting, handle, out=out), lambda: plan(wanting, out))
-    monkeypatch.setitem(sys.modules, "torch", fake_gpu.torch(0))
+    monkeypatch.setitem(sys.modules, "torch", torch_of(0))
     for before in (False, True):  # whether the product is known
         if before:
             gemm(a, handle, out=out)
@@ -135,7 +127,7 @@ def test_a_gradient_is_not_lost_in_silence(gpu: FakeGpu, monkeypatch: pytest.Mon
             ):
                 call()
         assert gpu.launched == []
-    monkeypatch.setitem(sys.modules, "torch", fake_gpu.torch(0, grad_enabled=False))
+    monkeypatch.setitem(sys.modules, "torch", torch_of(0, grad_enabled=False))
     handle = pack(BLOCKS, machine=gpu)
     for _ in range(2):
         for call in calls:

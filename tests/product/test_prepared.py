@@ -14,9 +14,9 @@ import pytest
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from reference import Problem
-from steps import find, gemm, pack
+from steps import find
 from steps.compile.dry_run import WORKSPACE, ZEROED, DryRun
-from steps.contract import FLOATS, Activations, Launch, Shape
+from steps.contract import ACCURACIES, FLOATS, Activations, Launch, Shape
 from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from steps.kernels.prefill import wgmma_float16
@@ -63,34 +63,22 @@ def made_by(
     return prepare(choice, packed_types("q4_0", [choice.kernel])[choice.layout])
 
 
-def launched(gpu: FakeGpu, weights: list[int]) -> list[tuple[str, int, tuple[Any, ...]]]:
-    """What was launched, with names for the addresses that differ: of weights and workspace."""
-    named = {address: f"weights {i}" for i, address in enumerate(weights)}
-    return [
-        (name, stream, tuple(named.get(v, "memory" if MEMORY <= v < HERE else v) for v in values))
-        for name, stream, values in gpu.launched
-    ]
-
-
-@pytest.mark.parametrize("m", [1, 8, 40, 300])
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-@pytest.mark.parametrize("accuracy", ["exact", "fast"])
-def test_it_launches_what_a_plan_of_the_same_weights_does(gpu, m, name, accuracy) -> None:
-    choice, made = made_of(gpu, m, accuracy, name)
-    handle = pack(Problem(m, N, K, name).blocks, step=choice.kernel.number, machine=gpu)
-    plan = gemm.plan(m, handle, family=choice.family)
-    a, out = HERE, 2 * HERE
-    plan(device_array((m, K), np.float32, a), device_array((m, N), np.float32, out), stream=5)
-    wanted = launched(gpu, [one.device_ctypes_pointer.value for one in handle.arrays])
-    gpu.launched.clear()
-    weights = [3 * HERE + 256 * i for i in range(len(handle.arrays))]
-    made((a, out, *weights), MEMORY, MEMORY + made.zeroed, 5)
-    assert launched(gpu, weights) == wanted
-    at_all = {v for _, _, values in gpu.launched for v in values}
-    assert set(weights) <= at_all, "each array of the packing is read"
-    assert max((v for v in at_all if MEMORY <= v < HERE), default=0) < (
-        MEMORY + made.zeroed + made.nbytes
-    )
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("accuracy", ACCURACIES)
+def test_each_array_of_the_packing_is_read_and_memory_is_as_large_as_was_asked_for(
+    gpu: FakeGpu, m: int, accuracy: str
+) -> None:
+    for name in WEIGHT_FORMATS:
+        choice, made = made_of(gpu, m, accuracy, name)
+        count = len(packed_types(name, [choice.kernel])[choice.layout])
+        weights = [3 * HERE + 256 * i for i in range(count)]
+        gpu.launched.clear()
+        made((HERE, 2 * HERE, *weights), MEMORY, MEMORY + made.zeroed, 5)
+        used = gpu.values()
+        assert {2 * HERE, *weights} <= used
+        assert max((v for v in used if MEMORY <= v < HERE), default=0) < (
+            MEMORY + made.zeroed + made.nbytes
+        )
 
 
 def test_zeros_come_first_and_memory_is_apart() -> None:
