@@ -290,7 +290,7 @@ def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch:
         return tuple(made)
 
     step = replace(find(number), pack=packed)
-    monkeypatch.setattr(gemm_module, "find", lambda _: step)
+    monkeypatch.setattr(gemm_module, "kernel_of", lambda _: step)
     tensor, machine = tensors(model)[UP], Uploads()
     gemm_module.pack(tensor, step=number, machine=machine)
     assert [np.shares_memory(w, tensor.array) for w in read] == [True]
