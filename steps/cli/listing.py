@@ -116,26 +116,6 @@ def _print_code(args: Namespace, kind: str) -> int:
     with refusing(ValueError, RuntimeError):
         code = machine_code(launch.kernel, signature_of(launch.args), args.arch)
     text = code.ptx if kind == "ptx" else code.sass
-    facts = {
-        "kernel": code.name,
-        "step": work.step.number,
-        "scheme": work.scheme,
-        "format": work.format,
-        "arch": code.arch,
-        "shape": list(shape),
-        "grid": list(launch.grid),
-        "block": list(launch.block),
-        "registers": code.registers,
-        "stack_bytes": code.stack_bytes,
-        "spill_store_bytes": code.spill_store_bytes,
-        "spill_load_bytes": code.spill_load_bytes,
-        "static_shared_bytes": code.shared_bytes,
-        "dynamic_shared_bytes": launch.shared_bytes,
-        "instructions": dict(code.instructions.most_common()),
-    }
-    if args.json:
-        print(json.dumps(facts | {kind: text}, indent=1))
-        return 0
     m, n, k = shape
     print(f"{code.name} for {code.arch}: {work}, launched at M={m} N={n} K={k} as")
     print(f"  grid {_extent(launch.grid)} of blocks {_extent(launch.block)}")

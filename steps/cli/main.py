@@ -181,7 +181,7 @@ RUN = (
 )  # fmt: skip
 ARCH = "sm_75, sm_80, sm_90a (default) ..."
 CODE = (
-    STEPS, OWN, *DATA, DTYPE, JSON,
+    STEPS, OWN, *DATA, DTYPE,
     _option("--arch", type=_architecture, default="sm_90a", help=ARCH),
     _flag("--summary", "registers and opcode counts alone"),
     _flag("--activations", "the activation pass, not the kernel"),

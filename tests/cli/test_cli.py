@@ -109,11 +109,9 @@ def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
 def test_machine_code_of_a_dtype(dtype: str, capsys) -> None:
     """What is made of weights: float16, or bfloat16. A of 16 bits has no pass."""
     command = ["sass", "12", "--dtype", dtype, "--format", "q4_0"]
-    assert cli.main([*command, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    sass = data["sass"]
-    assert data["spill_store_bytes"] == 0
-    assert sum(data["instructions"].values()) > 10
+    assert cli.main(command) == 0
+    sass = capsys.readouterr().out
+    assert ", spills 0 + 0 bytes" in sass
     assert ("HGMMA.64x64x16.F32.BF16" in sass) == (dtype == "bfloat16")
     assert cli.main([*command, "--activations", "--summary"]) == (0 if dtype == "float32" else 2)
     assert ("no activation pass" in capsys.readouterr().err) == (dtype != "float32")

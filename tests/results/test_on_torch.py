@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from results.baselines import humming
 from results.measure import as_called
 from results.measure import transformers_llama as llama
 from results.measure.as_called import WAYS
 from results.measure.transformers_llama import BASELINE
+from results.record import provenance
 from steps.nn import operator
 from tests.results.fake_stopwatch import FakeStopwatch
 from tests.results.test_as_called import QUICK, bench, is_layer
@@ -55,10 +57,18 @@ def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
         assert bound / 8 < off < bound
 
 
+def cost(call: Any) -> float:
+    """Seconds of a call by whose layer it is."""
+    return {None: 3e-3, "exact": 2e-3, "fast": 1e-3}[getattr(call.func, "accuracy", None)]
+
+
 @pytest.mark.slow
-def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where layers multiply dequantized weights."""
-    watch = FakeStopwatch(simulated=False, l2_bytes=30_000)
+def test_calls_are_measured_beside_torch_and_left_out_where_they_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, where layers multiply dequantized weights; an invented clock. Humming's W4A16 is a
+    layer of torch, its W4A8 a wrong one, and a plan needs a GPU."""
+    watch = FakeStopwatch(cost, simulated=False, l2_bytes=30_000)
 
     class Captures:
         def __init__(self, stopwatch: FakeStopwatch) -> None:
@@ -67,18 +77,54 @@ def test_layers_of_torch_itself_are_right_and_timed(monkeypatch: pytest.MonkeyPa
         def warm_up(self, call: Any) -> Any:
             return call()
 
+    def hummings(name: str, values: Any) -> Any:
+        layer = torch.nn.Linear(*reversed(values.shape), bias=False)
+        layer.weight.data = values + 9 * (name == humming.W4A8)
+        return layer
+
     monkeypatch.setattr(as_called, "DEVICE", "cpu")
     monkeypatch.setattr(as_called, "TorchCaptures", Captures)
     monkeypatch.setattr(as_called, "release", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     reserved: list[Any] = []
     monkeypatch.setattr(operator, "reserve_counters", lambda *asked: reserved.append(asked))
-    monkeypatch.setattr(as_called, "host_us", lambda call, _: call() is None or 1.0)
-    monkeypatch.setattr(humming, "why_not", lambda: "it needs a GPU")
+    monkeypatch.setattr(humming, "why_not", lambda: None)
+    monkeypatch.setattr(humming, "layer", hummings)
+    plan = as_called.Way("gemm.plan", "exact", "float16")
     ways = [way for way in WAYS if is_layer(way) and way.format in ("q4_0", "q5_1")]
-    wanted = [((2, 128, 256), way) for way in ways]
+    wanted = [((m, 128, 256), way) for m in (2, 4) for way in [*ways, plan]]
     wanted += [((m, 128, 256), way) for m in (3, 5) for way in as_called.SWEEP_WAYS]
     said: list[str] = []
-    loops = list(as_called.measure(bench(watch, said.append), wanted, QUICK))
-    assert [len(rows) for rows, _ in loops] == [len(ways), 4]
-    assert [(str(device), size) for device, size in reserved] == 2 * [("cpu", as_called.COUNTERS)]
-    assert said == ["Humming is not measured: it needs a GPU"]
+    heard: list[str] = []
+    loops = list(as_called.measure(bench(watch, said.append), wanted, QUICK, heard.append))
+    assert heard == [f"calls at M={m} N=128 K=256" for m in ("2", "4", "3-5")]
+    for (rows, peers), m in zip(loops[:2], (2, 4), strict=True):
+        assert [(one.api, one.accuracy, one.dtype, one.format) for one in rows] == [
+            (way.api, way.accuracy, way.dtype, way.format) for way in ways
+        ]
+        for one in rows:
+            assert (one.shape, one.swept, one.rounds) == ((m, 128, 256), False, 3)
+            assert one.us == pytest.approx(1000 if one.accuracy == "fast" else 2000)
+            assert one.cublas_us == pytest.approx(3000)
+            assert one.x_cublas == pytest.approx(3.0 if one.accuracy == "fast" else 1.5)
+            assert min(one.host_us or 0, one.torch_host_us or 0) > 0
+            assert one.source_hash == provenance.called_hash(one.api, one.step)
+        (beside,) = peers
+        assert (beside.peer, beside.format) == (humming.W4A16, "int4_group32")
+        assert (beside.shape, beside.us, beside.same_run) == ((m, 128, 256), 3000, True)
+    rows, peers = loops[2]
+    assert [(one.M, one.accuracy) for one in rows] == [
+        (size[0], way.accuracy) for size, way in wanted[-4:]
+    ]
+    assert all(one.swept and one.torch_host_us is None for one in rows)
+    assert peers == []
+    dtypes = len({way.dtype for way in ways})
+    assert {len(each) for each in watch.rounds if len(each) > 1} == {
+        len(ways) + dtypes + 1,  # torch once for each dtype, and Humming
+        4 + 2,  # and once for each M
+    }
+    assert [(str(device), size) for device, size in reserved] == 3 * [("cpu", as_called.COUNTERS)]
+    assert len(said) == 4
+    assert said[0].startswith("gemm.plan exact float16 q4_0 at (2, 128, 256) was not measured: ")
+    assert said[1].startswith("humming_w4a8 at (2, 128, 256) was not measured: RuntimeError: it is")
+    assert "NMSE" in said[1]
