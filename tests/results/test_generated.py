@@ -16,7 +16,8 @@ from results.record.provenance import called_hash, source_hash
 from results.record.schema import AsCalled, Environment, Row, Run
 from results.render import charts, complete, generated, query, readme, staleness, table
 from results.render.readme import NOTHING
-from tests.results.synthetic_run import FORMATS, LADDER, make_run
+from steps import ladder
+from tests.results.synthetic_run import FORMATS, make_run
 
 README = "# Title\n\n<!-- ladder:begin -->\n<!-- ladder:end -->\n\nbetween\n\n"
 README += "<!-- called:begin -->\n<!-- called:end -->\n\nafter\n"
@@ -79,10 +80,13 @@ def test_rewrite_touches_only_what_is_between_the_markers_and_is_idempotent(tree
 def test_each_drift_is_one_sentence(tree, run) -> None:
     generated.rewrite(tree)
     file, text = tree / "README.md", (tree / "README.md").read_text()
-    assert text.count("| 26.5 |") == 1
-    file.write_text(text.replace("| 26.5 |", "| 27.5 |"))
+    (first,) = (row for row in run.rows if row.step == 1 and row.home and row.format == "q4_0")
+    time = f"| {table.cell(first.kernel_us)} |"
+    assert text.count(time) == 1
+    file.write_text(text.replace(time, "| 27.5 |"))
     (sentence,) = generated.check(tree)
-    assert re.fullmatch(r"README.md: line \d+ is .*27\.5.* the run gives .*26\.5.*", sentence)
+    assert re.fullmatch(r"README.md: line \d+ is .*\| 27\.5 \|.* the run gives .*", sentence)
+    assert time in sentence
     assert sentence.endswith("; run `make charts`")
     file.write_text("".join(x for x in text.splitlines(True) if not x.startswith("| 4096 |")))
     assert len(generated.check(tree)) == 1
@@ -181,8 +185,8 @@ def test_a_question_prints_the_rows_that_have_these_values(tree, run, capsys) ->
     for row in steps:
         assert any(f" {table.number(row.kernel_us or 0)} " in line for line in lines)
     assert text.count(staleness.STALE_NOTE) == 2, "no source is there; baselines have none"
-    done, text = said("step=14,18", "Scheme=w4a16", "gpu=h200")
-    assert {line.split()[0] for line in text.splitlines() if "W4A16" in line} == {"14"}
+    done, text = said("step=14,15", "Scheme=w4a8", "gpu=h200")
+    assert {line.split()[0] for line in text.splitlines() if "W4A" in line} == {"15"}
     assert "Calls" not in text, "they have no scheme"
     assert said("M=3", "STEP=1") == (1, "NVIDIA H200 @ 700 W: no row has these values\n")
     for wrong in ("SPEED=8", "gpu=a100", "charts8"):
@@ -210,10 +214,10 @@ def test_the_ladder_has_a_line_per_step_and_one_per_branch(run) -> None:
                 table.ratio(row.x_parent) if row.x_parent else "",
                 table.percent(row.limit_share),
             ]
-    assert len(steps) == len({step for step, *_ in LADDER})
+    assert len(steps) == len(ladder())
     of_step = {line[0].partition("]")[0][1:]: line[1] for line in steps}
     assert of_step["10"].endswith(", at 128 x 4096 x 4096")
-    assert sum(", at " in text for text in of_step.values()) == 1
+    assert [step for step, text in of_step.items() if ", at " in text] == ["10", "14"]
     assert of_step["15"].endswith("(fast)")
 
 
