@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from results.record.codec import plain
 from results.record.schema import Row
 from results.render import table
 from results.render.rows import of_rows
@@ -43,11 +44,6 @@ class _Rung:
     shape: Size | None
     outcomes: dict[str, Outcome]
     rows: dict[str, Row]
-
-    @property
-    def ok(self) -> bool:
-        checked = all(outcome.ok for outcome in self.outcomes.values())
-        return checked and all(row.status != "failed" for row in self.rows.values())
 
     def median(self, of: Callable[[Row], float | None]) -> float | None:
         known = [x for row in self.rows.values() if (x := of(row)) is not None]
@@ -86,8 +82,11 @@ def folded(
         columns += [Column(name, _error_in(name)) for name in names]
     columns.append(Column("verdict", lambda rung: rung.verdict, words=True))
     notes = (FAMILIES, *(OF_TIMES if rows else OF_CHECKS), *notes)
-    rungs = _rungs(outcomes, rows)
-    return table.of_records(columns, rungs, title, notes, lambda rung: "" if rung.ok else "bad")
+    return table.of_records(columns, _rungs(outcomes, rows), title, notes, _tone)
+
+
+def _tone(rung: _Rung) -> Tone:
+    return "" if rung.verdict.startswith("ok") else "bad"
 
 
 def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
@@ -223,7 +222,7 @@ def sentences(outcomes: Outcomes, rows: Sequence[Row]) -> list[str]:
 def as_json(
     machine: str, outcomes: Outcomes, rows: Sequence[Row], tensor: dict[str, Any] | None
 ) -> str:
-    """All checks and all rows; `tensor` is the one whose weights were multiplied, if any."""
+    """All checks and all rows, no NaN in them; tensor: whose weights were multiplied, if any's."""
     data = {
         "machine": machine,
         **({"tensor": tensor} if tensor else {}),
@@ -232,15 +231,4 @@ def as_json(
         "checks": [outcome.as_json() for outcome in outcomes.each],
         "rows": [asdict(row) for row in rows],
     }
-    return json.dumps(_finite(data), indent=1)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null instead."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value
+    return json.dumps(plain(data), indent=1)

@@ -233,18 +233,6 @@ def test_a_total_below_its_kernel_is_a_lie_unless_noise_says_nothing() -> None:
     assert total_below_kernel(noisy) is None, "2 and 5 us of spread"
 
 
-def test_a_run_has_one_record_of_each_key() -> None:
-    different = make_run(make_row(), make_row(input="float16"), make_row(output="float16"))
-    assert len(codec.from_json(Run, codec.to_json(different)).rows) == 3
-    for twice in (
-        make_run(make_row(), timed(50.0)),
-        replace(make_run(), peers=(make_peer(), make_peer(us=1.0))),
-        replace(make_run(), as_called=(make_call(), make_call(step=9))),
-    ):
-        with pytest.raises(RecordError, match="measured twice"):
-            codec.from_json(Run, codec.to_json(twice))
-
-
 # --- ratios ---------------------------------------------------------------------------------------
 
 
@@ -257,41 +245,17 @@ def test_ratios_compare_with_the_same_family_else_the_faster() -> None:
             timed(40.0, step=3, parent=2, scheme="W4A8"),
             timed(20.0, step=4, parent=3, scheme="W4A8"),
             timed(10.0, step=5, parent=3, scheme="W4A4"),
-            timed(5.0, step=6, parent=9, scheme="W4A8"),
+            timed(5.0, step=6, parent=99, scheme="W4A8"),
             timed(5.0, step=7, parent=1, scheme="W4A8", M=1),
             timed(5.0, step=8, parent=1, status="failed", why="wrong"),
+            timed(5.0, step=9, parent=1, scheme="W4A8", output="float16"),
         ]
     )
-    assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, None, None, None]
-    assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, None, None]
-
-
-def test_ratios_are_of_one_type_of_a_and_c() -> None:
-    half = {"input": "float16", "output": "float16"}
-    rows = with_ratios(
-        [
-            timed(100.0),
-            timed(50.0, step=2, parent=1),
-            timed(40.0, step=2, parent=1, **half),
-            timed(25.0, step=3, parent=2),
-            timed(10.0, step=3, parent=2, **half),
-        ]
-    )
-    assert [r.x_parent for r in rows] == [None, 2.0, None, 2.0, 4.0]
-    assert [r.x_step1 for r in rows] == [1.0, 2.0, None, 4.0, None]
+    assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, *[None] * 4]
+    assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, *[None] * 3]
 
 
 # --- the store ------------------------------------------------------------------------------------
-
-
-def test_a_run_is_kept_under_its_gpu(tmp_path: Path) -> None:
-    path = store.path_for(make_run().env, tmp_path)
-    assert path == tmp_path / "nvidia-h200" / "run.json"
-    assert store.write(make_run(), path) == path
-    assert store.read(path) == make_run()
-    store.write(make_run(timed(40.0)), path)
-    assert store.read(path).rows[0].kernel_us == 40.0
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_merging_replaces_what_has_the_same_key_and_keeps_the_rest() -> None:
@@ -328,22 +292,6 @@ def test_a_recorded_figure_does_not_replace_a_measured_one() -> None:
     assert store.merge(run, peers=[newer]).peers == (newer,)
 
 
-def test_rows_are_in_the_order_they_are_read_in() -> None:
-    rows = [
-        make_row(N=14336),
-        make_row(step=2, scheme="W5A8", format="q5_0"),
-        make_row(step=2, scheme="W4A8", output="float16"),
-        make_row(step=2, scheme="W4A8"),
-        make_row(step=2),
-        make_row(M=1),
-        make_row(),
-    ]
-    run = store.merge(make_run(), rows=rows)
-    assert [rows.index(replace(r, x_parent=None, x_step1=None)) for r in run.rows] == [
-        *(5, 6, 4, 3, 2, 1, 0)
-    ]
-
-
 def test_a_crash_while_writing_leaves_the_old_file_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,20 +322,15 @@ def test_the_headline_is_the_run_with_most_good_rows(tmp_path: Path) -> None:
     assert headline.parent.name == "b", "of two as large the newer"
 
 
-def test_committed_files_of_torch_can_be_read() -> None:
+def test_committed_files_are_read_written_alike_and_in_order() -> None:
     for kind in (HostRun, ModelRun):
-        found = [*store.RESULTS.glob(f"*/{kind.NAME}")]
-        assert found
-        assert all(store.read(path, kind).rows for path in found)
-
-
-def test_committed_runs_are_runs() -> None:
+        assert all(store.read(path, kind).rows for path in store.RESULTS.glob(f"*/{kind.NAME}"))
     for path in store.runs():
         run = store.read(path)
         assert store.path_for(run.env) == path
         same = codec.to_json(run) == path.read_text(encoding="utf-8")
         assert same, f"{path} is written anew otherwise"  # not compared by pytest: a megabyte
-        again = schema.in_order(run).rows
+        again = schema.in_order(replace(run, rows=run.rows[::-1])).rows
         assert [row.key for row in again] == [row.key for row in run.rows]
         # a file has six digits of both times and of their ratio: each is rounded by 5e-6 at most
         for name in ("x_parent", "x_step1"):
