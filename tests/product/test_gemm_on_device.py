@@ -51,9 +51,7 @@ def test_a_product_like_an_earlier_one_is_launched_at_once(gpu, torch, made, inp
         options = {} if stream == 4711 else {"stream": SimpleNamespace(cuda_stream=stream)}
         assert gemm(a, handle, out=out, dtype=output, **options) is out
         assert HERE * i + 4096 in gpu.values()
-        assert (
-            HERE * i in gpu.values() or input != "float32"
-        )  # of 16 bits it may be in a tensor map
+        assert HERE * i in gpu.values() or input != "float32", "of 16 bits in a tensor map"
         assert {one for _, one, _ in gpu.launched} == {stream}
     ((choice, launches),) = made
     assert (choice.reading.source, choice.writes) == (input, output)

@@ -39,11 +39,10 @@ def test_a_plan_equals_gemm_in_every_step(step: Step, family: Family, name: str)
     handle = pack(problem.blocks, step=step.number, machine=machine)
     plan = gemm.plan(M, handle, family=family)
     assert (plan.choice.kernel.number, plan.choice.family) == (step.number, family)
-    for seed in (0, 1):
-        a = Problem(M, N, K, name, seed=seed).a
-        out = np.full((M, N), np.nan, np.float32)
-        plan(a, out)
-        np.testing.assert_array_equal(out, gemm(a, handle, family=family))
+    out = np.full((M, N), np.nan, np.float32)
+    plan(Problem(M, N, K, name, seed=1).a, out)
+    plan(problem.a, out)  # in memory that the first call has used
+    np.testing.assert_array_equal(out, gemm(problem.a, handle, family=family))
 
 
 def test_a_plan_may_be_of_blocks_and_comes_from_the_package() -> None:
