@@ -31,6 +31,7 @@ Size = tuple[int, int, int]
 
 FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """The order of formats in a file; others (cuBLAS's float16) come last."""
+DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
 class Sized:
@@ -407,7 +408,7 @@ def rows_in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
     """The same of rows alone."""
 
     def place(r: Row) -> tuple[Any, ...]:
-        return (*_place(r), r.step, r.family == "A8", r.output != "float32", r.input != "float32")
+        return (*_place(r), r.step, r.family, *map(DTYPES.index, (r.output, r.input)))
 
     return tuple(sorted(with_ratios(rows), key=place))
 
