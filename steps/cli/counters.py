@@ -21,11 +21,18 @@ from typing import Any, Final
 import numpy as np
 
 from reference import Problem
-from results.measure.bench import Wanted, matrix
+from results.measure.bench import Wanted, matrix, wanted_in
 from results.record import store
 from results.record.environment import environment
 from steps import pack, plan
-from steps.cli.arguments import formats_of, machines, steps_of
+from steps.cli.arguments import (
+    dtype_of,
+    formats_of,
+    home_shapes_of,
+    machines,
+    one_work,
+    steps_of,
+)
 from steps.cli.run import remark
 from steps.cli.tools import NO_COUNTERS, ROOT, required, this
 from steps.compile.parallel_compile import compile_ahead
@@ -163,6 +170,17 @@ def launch_each(wanted: Sequence[Wanted], gpu: Any) -> None:
         )
         product(a, out)
         gpu.synchronize()
+
+
+def launch(args: Namespace) -> int:
+    """Compiles one step and launches it once on the GPU: what a profiler looks at."""
+    _, machine, _ = machines("gpu")
+    work = one_work(args)
+    shape = home_shapes_of(args, work.step)[0]
+    launch_each([wanted_in(work, shape, dtype_of(args))], machine(0))
+    m, n, k = shape
+    print(f"launched {work} at M={m} N={n} K={k}")
+    return 0
 
 
 # --- what it says ---------------------------------------------------------------------------------

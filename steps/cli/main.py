@@ -298,7 +298,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _count("--seconds", "at most (default 540)", default=540),
         _path("--out", "where the record goes", "FOLDER"),
     )),
-    "launch": ("run:launch", "launch a step once, for a profiler", (ONE_STEP, *DATA, DTYPE)),
+    "launch": ("counters:launch", "launch a step once, for a profiler", (ONE_STEP, *DATA, DTYPE)),
     "doctor": ("doctor:doctor", "what runs on this machine, and what is missing", (JSON,)),
     "pitfalls": ("pitfalls:show", "known bugs, and what catches each", ()),
     "chat": ("language_model:chat", "talk to a llama or Qwen of a GGUF file", (

@@ -1,4 +1,4 @@
-"""The commands that run steps: `run`, `ladder`, `check`, `fuzz`, and `launch` for the profiler.
+"""The commands that run steps: `run`, `ladder`, `check` and `fuzz`.
 
 First all checks, then the clock, then one table. Without a GPU the simulator checks at small shapes
 and nothing is timed, which the output says.
@@ -34,7 +34,6 @@ from steps.cli.arguments import (
     home_shapes_of,
     is_shape_asked,
     machines,
-    one_work,
     shape_of,
     steps_of,
 )
@@ -134,19 +133,6 @@ def _complaints(case: FuzzCase, machine: MachineOf) -> tuple[list[str], bool]:
         return fuzzer.complaints(case, machine(case.order)), False
     except Exception as error:  # a kernel may fail in any way
         return [" ".join(f"{type(error).__name__}: {error}".split())], fatal(error)
-
-
-def launch(args: Namespace) -> int:
-    """Compiles one step and launches it once on the GPU: what a profiler looks at."""
-    from steps.cli.counters import launch_each
-
-    _, machine, _ = machines("gpu")
-    work = one_work(args)
-    shape = home_shapes_of(args, work.step)[0]
-    launch_each([benching.wanted_in(work, shape, dtype_of(args))], machine(0))
-    m, n, k = shape
-    print(f"launched {work} at M={m} N={n} K={k}")
-    return 0
 
 
 def _formats(args: Namespace, weights: FileWeights | None) -> tuple[str, ...]:

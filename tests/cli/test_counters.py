@@ -12,7 +12,7 @@ import pytest
 
 from results.measure.bench import Wanted
 from results.record.schema import Environment, Git
-from steps.cli import counters, run, tools
+from steps.cli import counters, tools
 from steps.cli.main import main
 from steps.contract import Work
 from steps.driver.machines import Simulator
@@ -109,7 +109,7 @@ class Noting(Simulator):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Noting:
     made = Noting()
-    for command in (run, counters, tools):
+    for command in (counters, tools):
         monkeypatch.setattr(command, "machines", lambda _: ("A GPU", lambda _: made, None))
     monkeypatch.setattr(counters, "compile_ahead", lambda *_: 0)
     monkeypatch.setattr(tools, "find_tool", lambda name: f"/opt/{name}")
