@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from qformats import WEIGHT_FORMATS
@@ -31,14 +30,8 @@ def main(
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--format", choices=WEIGHT_FORMATS, default="q4_0")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="FILE",
-        help=f"write the results there (default results/<gpu>/{kind.NAME})",
-    )
+    told = f"write the results into results/<gpu>/{kind.NAME}"
+    parser.add_argument("--json", action="store_true", help=told)
     options = parser.parse_args(arguments)
     try:
         torch, *_ = map(import_module, packages)
@@ -54,7 +47,7 @@ def main(
     except Wrong as error:
         print(error, file=sys.stderr)
         return 1
-    if options.json is not None:
-        path = options.json if options.json != Path() else store.path_for(env, name=kind.NAME)
+    if options.json:
+        path = store.path_for(env, name=kind.NAME)
         print(store.write(kind(env=finished(env), **found), path))
     return 0

@@ -113,15 +113,6 @@ def impossible(kernel_us: float, floor: float | None) -> str | None:
     )
 
 
-def resources(machine: Any, launch: Any) -> dict[str, Any]:
-    """Registers, local memory and shared memory of a launch's kernel, null where the machine cannot
-    say. Local memory counts as spilled: no step keeps an array there on purpose."""
-    if hasattr(machine, "resources"):
-        found: dict[str, Any] = machine.resources(launch)
-        return found
-    return dict.fromkeys(("registers", "spill_bytes", "smem_bytes"))
-
-
 # ------------------------------------------------------------------------------------------ the GPU
 
 

@@ -258,18 +258,15 @@ def test_the_first_target_sets_up_and_the_next_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "wheels"), [("12.4", "cu12"), ("13.0", "cu13"), ("13.2", "cu13")]
+    ("driver", "asked", "wheels"),
+    [("12.4", [], "cu12"), ("13.0", [], "cu13"), ("13.0", ["CUDA=12"], "cu12")],
 )
-def test_the_driver_decides_the_wheels(tmp_path: Path, driver: str, wheels: str) -> None:
+def test_the_driver_decides_the_wheels_or_who_asks(
+    tmp_path: Path, driver: str, asked: list[str], wheels: str
+) -> None:
     folder = Folder(tmp_path, cuda=driver)
-    assert folder.make("setup").returncode == 0
+    assert folder.make("setup", *asked).returncode == 0
     assert set(extra(wheels)) < set(folder.asked)
-
-
-def test_cuda_can_be_chosen(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, cuda="13.0")
-    assert folder.make("setup", "CUDA=12").returncode == 0
-    assert set(extra("cu12")) < set(folder.asked)
 
 
 def test_an_old_python_is_refused_with_a_sentence(tmp_path: Path) -> None:

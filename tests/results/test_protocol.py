@@ -45,16 +45,6 @@ def test_faster_than_the_machine_is_a_sentence() -> None:
     assert "5 us is less than the 10 us" in why
 
 
-def test_resources_are_the_machines_to_say() -> None:
-    class Machine:
-        def resources(self, launch: SimpleNamespace) -> dict[str, int]:
-            return {"registers": 48, "spill_bytes": 0, "smem_bytes": 1024 + launch.shared_bytes}
-
-    launch = SimpleNamespace(shared_bytes=256)
-    assert protocol.resources(Machine(), launch)["smem_bytes"] == 1280
-    assert set(protocol.resources(object(), launch).values()) == {None}
-
-
 class Device:
     """A stream and its events, by what is queued; nothing has happened until one is waited for."""
 

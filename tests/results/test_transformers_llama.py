@@ -105,10 +105,8 @@ def test_the_command_writes_what_it_measured_or_says_why_not(
     assert called("--json", "--format", "q8_0") == (1, "logits differ\n")
     assert called() == (0, "")
     assert list(tmp_path.iterdir()) == []
-    for arguments in (("--json",), ("--json", str(tmp_path / "b.json"))):
-        assert called(*arguments) == (0, "")
-    for path in (tmp_path / "a-gpu" / "host_time.json", tmp_path / "b.json"):
-        assert store.read(path, HostRun).torch == "9.9"
+    assert called("--json") == (0, "")
+    assert store.read(tmp_path / "a-gpu" / "host_time.json", HostRun).torch == "9.9"
 
 
 def test_a_slow_round_of_both_sides_does_not_change_the_ratio_of_host_times() -> None:
