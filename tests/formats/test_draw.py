@@ -81,6 +81,7 @@ def test_the_drawn_bits_are_the_elements_bits(name):
     before = fmt.codes(raw.view(fmt.dtype))
     for element, bits in drawn.items():
         assert len(bits) == fmt.bits
+        assert sorted(places(fmt, element)) == sorted(bits)
         for k, (byte, bit) in enumerate(bits):
             flipped = raw.copy()
             flipped[byte] ^= np.uint8(1 << bit)
@@ -117,23 +118,6 @@ def test_the_drawn_bits_of_scales_are_the_groups(name):
             assert not (minima and what["sm".index(factor[0]) ^ 1].any())
             assert np.flatnonzero(change).tolist() == [int(factor[1:])]
             assert abs(change[int(factor[1:])]) == 1 << k
-
-
-@name_of_format
-def test_every_bit_of_the_codes_has_one_owner(name):
-    fmt = FORMATS[name]
-    owned = [place for element in range(fmt.elements) for place in places(fmt, element)]
-    owned += [place for bits in factors(fmt).values() for place in bits]
-    fields = offsets(fmt.dtype)
-    others = {
-        byte
-        for field in {"d", "m", "s", "e", "dmin"} & set(fields)
-        for byte in range(fields[field], fields[field] + fmt.dtype[field].itemsize)
-    }
-    expected = [(b, i) for b in range(fmt.block_bytes) if b not in others for i in range(8)]
-    assert sorted(owned) == expected
-    drawn = {element: sorted(bits) for element, bits in read_map(draw(fmt)).items()}
-    assert {e: sorted(places(fmt, e)) for e in range(fmt.elements)} == drawn
 
 
 @name_of_format

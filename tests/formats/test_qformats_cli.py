@@ -139,8 +139,6 @@ def test_show_blocks_of_a_file(capsys, tmp_path):
 @pytest.fixture
 def files(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
-    np.save(tmp_path / "f64.npy", np.ones((2, 64)))
-    np.save(tmp_path / "ragged.npy", np.ones((2, 40), np.float32))
     np.save(tmp_path / "empty.npy", np.ones((0, 32), np.float32))
     np.save(tmp_path / "scalar.npy", np.float32(1))
     np.save(tmp_path / "objects.npy", np.array([{}], object))
@@ -157,18 +155,12 @@ REFUSED = {
     "no format": (["show"], "the following arguments are required: format"),
     "no command": ([], "the following arguments are required: draw|show|tensors"),
     "unknown command": (["paint"], "invalid choice: 'paint'"),
-    "unknown option": (["draw", "--colour"], "unrecognized arguments: --colour"),
     "not a number": (["show", "q4_0", "1", "two"], "value 1 is 'two', which is not a number"),
     "too many": (["show", "q4_0", *"1" * 33], "33 values were given, and a block holds 32"),
     "NaN": (["show", "q4_0", "0", "nan"], "x is nan at element 1 of block 0"),
-    "minus inf": (["show", "q4_0", "-inf"], "x is -inf at element 0 of block 0"),
-    "beyond float32": (["show", "q4_0", "1e39"], "x is inf at element 0 of block 0"),
-    "beyond float16": (["show", "q4_0", "-1e30"], "beyond float16's limit of 65504"),
     "block": (["show", "q4_0", "--block", "128"], "--block 128 is outside 0..127 of a row"),
-    "negative block": (["show", "q4_0", "--block", "-1"], "--block -1 is outside 0..127"),
     "row of nothing": (["show", "q4_0", "--row", "1"], "--row 1 needs --file"),
     "seed": (["show", "q4_0", "--seed", "-1"], "--seed is -1; a seed is 0 or more"),
-    "seed word": (["show", "q4_0", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
     "both": (["show", "q4_0", "1", "--file", "x.npy"], "give values or --file, not both"),
     "no file": (["show", "q4_0", "--file", "missing.npy"], "No such file"),
     "row": (["show", "q4_0", "--file", "x.npy", "--row", "2"], "--row 2 is outside 0..1 of x.npy"),
@@ -176,8 +168,6 @@ REFUSED = {
         ["show", "q4_0", "--file", "x.npy", "--block", "2"],
         "--block 2 is outside 0..1",
     ),
-    "float64": (["show", "q4_0", "--file", "f64.npy"], "x is float64; q4_0 quantizes float32"),
-    "ragged": (["show", "q4_0", "--file", "ragged.npy"], "K = 40 is not a multiple of 32"),
     "empty": (["show", "q4_0", "--file", "empty.npy"], "empty.npy has shape (0, 32); at least"),
     "scalar": (["show", "q4_0", "--file", "scalar.npy"], "scalar.npy has shape ()"),
     "objects": (["show", "q4_0", "--file", "objects.npy"], "objects.npy is not a .npy file of"),
@@ -185,7 +175,6 @@ REFUSED = {
     "records": (["show", "-", "--file", "pairs.npy"], "is no block format"),
     "text": (["show", "q4_0", "--file", "text.npy"], "text.npy is not a .npy file"),
     "no bytes": (["show", "q4_0", "--file", "nothing.npy"], "nothing.npy is not a .npy file"),
-    "format of values": (["show", "-", "--file", "x.npy"], "no format is called '-'"),
 }
 
 

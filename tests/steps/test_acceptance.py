@@ -1,6 +1,6 @@
 """The classical acceptance: M=4, N=512, K=1024, every format within 1 % of the float product.
 
-The whole product takes a GPU (tests/steps/test_steps_gpu.py). Here each step computes 8 of the 512
+The whole product takes a GPU, of whose check shapes it is one. Here each step computes 8 of the 512
 output features of the same problem in the simulator - features are independent, so these are the
 values a GPU would give - and the whole product is checked at the level of the formats, with NumPy.
 """

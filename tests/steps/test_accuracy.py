@@ -43,10 +43,6 @@ def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "nearest", lambda *_: found)
 
 
-def test_there_is_one() -> None:
-    assert [step.number for step in FAST] == [15]
-
-
 @pytest.mark.parametrize("family", [None, "A8"])
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.usefixtures("table")

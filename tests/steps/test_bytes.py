@@ -15,7 +15,7 @@ import pytest
 from numba import cuda, uint8, uint32
 
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, quantize
-from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights, tiles
+from qformats.repack import TILE_K, TILE_ROWS, byte_tiles, byte_weights
 from reference import GOLDEN, Problem, Tokens, both_tokens, check, nmse
 from reference.recipes import complaint
 from steps.compile.compiler import machine_code, signature_of
@@ -27,7 +27,7 @@ from steps.kernels.parts.weights.codes import tile_format
 from steps.kernels.parts.weights.int8 import ByteFormat, byte_format
 from steps.simulator.launch import simulate
 from tests.formats.test_file_formats import random_blocks
-from tests.kernels.packed_tiles import blocks_with, by_row_tile, exact_weights, unordered
+from tests.kernels.packed_tiles import blocks_with, by_row_tile, exact_weights
 from tests.kernels.passes import what_it_makes, writes_what_is_its_own
 
 weight_format = pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -101,31 +101,6 @@ def test_rows_without_a_number_or_without_a_weight(name: str) -> None:
         assert factor[other] == factors[other]
 
 
-# --- the records ----------------------------------------------------------------------------------
-
-
-@weight_format
-def test_records_are_those_of_tiles_in_natural_order_but_for_scales(name: str) -> None:
-    blocks = blocks_with(name, 20, 6, 0.37, -1.5)
-    records, factors = byte_tiles(blocks)
-    tile, size = tile_format(name), byte_format(name).tile_bytes
-    assert records.dtype == np.uint8
-    assert factors.shape == (128,)
-    np.testing.assert_array_equal(factors[:20], byte_weights(blocks)[1])
-    records = by_row_tile(records, 2, size)
-    assert len(records) == 8
-    codes = blocks.copy()
-    if name == "q8_0":
-        codes["qs"] = byte_weights(blocks)[0].reshape(codes["qs"].shape)
-    if name == "q4_0":
-        codes["qs"] ^= np.uint8(0x88)  # not centred
-    plain = by_row_tile(tiles(unordered(codes))[0], 2, tile.tile_bytes)
-    if name == "q8_0":
-        plain = plain ^ np.uint8(128)
-    assert size == (tile.scales_at if name == "q8_0" else tile.tile_bytes)
-    np.testing.assert_array_equal(records[..., : tile.scales_at], plain[..., : tile.scales_at])
-
-
 def test_what_is_refused() -> None:
     for function in (byte_tiles, byte_weights):
         with pytest.raises(ValueError, match=rf"{function.__name__} takes a matrix .* got 1 dim"):
@@ -166,8 +141,9 @@ def test_a_kernel_makes_the_very_bytes_of_the_recipe(name: str) -> None:
         blocks = blocks_with(name, n, blocks_k, d, rng.standard_normal(d.shape))
         want, _ = byte_weights(blocks)
         deep, rows = -(-blocks_k // 4), -(-n // TILE_ROWS)
-        records = by_row_tile(byte_tiles(blocks)[0], deep, byte_format(name).tile_bytes)
-        records = records[:rows].reshape(-1)
+        records, factors = byte_tiles(blocks)
+        np.testing.assert_array_equal(factors[:n], byte_weights(blocks)[1])
+        records = by_row_tile(records, deep, byte_format(name).tile_bytes)[:rows].reshape(-1)
         out = np.zeros((rows * deep, 4, 32, 4), np.uint32)
         simulate(byte_reader(byte_format(name)), len(out), 32, (records, out))
         # row tile, K tile, block, g, t, upper half of the block, row g or g + 8, byte
