@@ -139,25 +139,17 @@ def prmt_expected(a, b, selector):
 
 
 @cuda.jit
-def and_xor_kernel(a, b, c, out):
+def logic_kernel(a, b, c, xor, select):
     i = cuda.grid(1)
-    out[0, i] = and_xor(a[i], b[i], c[i])
-    out[1, i] = and_xor(a[i], 0x000F000F, 0x00080008)
+    xor[0, i] = and_xor(a[i], b[i], c[i])
+    xor[1, i] = and_xor(a[i], 0x000F000F, 0x00080008)
+    select[0, i] = select_bits(a[i], b[i], c[i])
+    select[1, i] = select_bits(0x000F000F, b[i], c[i])
 
 
-def and_xor_expected(a, b, c):
-    return (np.stack([a & b ^ c, (a & 0x000F000F) ^ 0x00080008]),)
-
-
-@cuda.jit
-def select_bits_kernel(a, b, c, out):
-    i = cuda.grid(1)
-    out[0, i] = select_bits(a[i], b[i], c[i])
-    out[1, i] = select_bits(0x000F000F, b[i], c[i])
-
-
-def select_bits_expected(a, b, c):
-    return (np.stack([a & b | ~a & c, b & 0x000F000F | c & 0xFFF0FFF0]),)
+def logic_expected(a, b, c):
+    xor = a & b ^ c, (a & 0x000F000F) ^ 0x00080008
+    return np.stack(xor), np.stack([a & b | ~a & c, b & 0x000F000F | c & 0xFFF0FFF0])
 
 
 @cuda.jit
@@ -206,24 +198,20 @@ def approximate_expected(x, y):
 
 
 @cuda.jit
-def packed_half_kernel(a, b, c, products, sums):
+def packed_half_kernel(a, b, c, products, sums, low, high, picked):
     i = cuda.grid(1)
     products[i] = hmul2(a[i], b[i])
     sums[i] = hfma2(a[i], b[i], c[i])
-
-
-@cuda.jit
-def half2_kernel(a, b, c, low, high, sums):
-    i = cuda.grid(1)
     low[i] = low2half2(a[i])
     high[i] = high2half2(a[i])
-    sums[i] = hfma2(b[i], low2half2(a[i]), high2half2(c[i]))
+    picked[i] = hfma2(b[i], low2half2(a[i]), high2half2(c[i]))
 
 
-def half2_expected(a, b, c):
+def packed_half_expected(a, b, c):
     low, high = (np.repeat(a.view(np.uint16)[i::2], 2).view(np.uint32) for i in (0, 1))
     upper = np.repeat(c.view(np.uint16)[1::2], 2).view(np.uint32)
-    return low, high, packed_half_expected(b, low, upper)[1]
+    _, picked = products_and_sums(b, low, upper)
+    return *products_and_sums(a, b, c), low, high, picked
 
 
 def packed_half_inputs(rng):
@@ -241,7 +229,7 @@ def packed_half_inputs(rng):
     return tuple(x.view(np.uint32) for x in (a, b, c))
 
 
-def packed_half_expected(a, b, c):
+def products_and_sums(a, b, c):
     """In integers, in units of 2^-48 (that of the smallest product), rounded to 11 bits at most."""
 
     def units(x):
@@ -558,12 +546,7 @@ def gemm_tf32_inputs(rng):
 
 def gemm_tf32_expected(a, b):
     a, b = ((x & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b))
-    c = a @ b.T
-    c[:8, 0::2] += np.arange(8)[:, None]
-    c[:8, 1::2] += 1
-    c[8:, 0::2] += 0.5
-    c[8:, 1::2] += np.arange(4)
-    return (c.astype(np.float32),)
+    return gemm_16_expected(a, b.T)
 
 
 @cuda.jit
@@ -764,18 +747,10 @@ CASES = (
         contains=("PRMT",),
     ),
     Case(
-        "and_xor",
-        and_xor_kernel,
+        "logic",
+        logic_kernel,
         lambda rng: (words(rng, 256), words(rng, 256)[::-1].copy(), words(rng, 256)),
-        and_xor_expected,
-        block=256,
-        contains=("LOP3.LUT",),
-    ),
-    Case(
-        "select_bits",
-        select_bits_kernel,
-        lambda rng: (words(rng, 256), words(rng, 256)[::-1].copy(), words(rng, 256)),
-        select_bits_expected,
+        logic_expected,
         block=256,
         contains=("LOP3.LUT",),
     ),
@@ -804,16 +779,7 @@ CASES = (
         packed_half_expected,
         block=256,
         grid=2,
-        contains=("HFMA2|HFMA2.MMA|HMUL2",),
-    ),
-    Case(
-        "half2",
-        half2_kernel,
-        packed_half_inputs,
-        half2_expected,
-        block=256,
-        grid=2,
-        contains=("HFMA2|HFMA2.MMA", "PRMT"),
+        contains=("HFMA2|HFMA2.MMA|HMUL2", "PRMT"),
     ),
     Case(
         "halves",

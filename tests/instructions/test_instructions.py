@@ -12,7 +12,6 @@ from numba.core.errors import TypingError
 from steps import instructions
 from steps.compile.compiler import machine_code, signature_of
 from steps.instructions import (
-    cp_async_16,
     hfma2,
     high2half2,
     ldmatrix_x4,
@@ -154,16 +153,6 @@ def test_warp_instructions_need_a_full_warp():
 
     with pytest.raises(SimulatorError, match="mma needs a full warp; this one has 20 lanes"):
         simulate(partial, 1, 20, (np.zeros(32, np.int32),))
-
-
-def test_copies_are_of_16_aligned_bytes():
-    @cuda.jit
-    def copy(source, out):
-        stage = cuda.shared.array(64, uint8)
-        cp_async_16(stage, 0, source, 0)
-
-    with pytest.raises(SimulatorError, match="declare it with alignment=16"):
-        simulate(copy, 1, 1, (np.zeros(64, np.uint8), np.zeros(1, np.uint32)))
 
 
 def test_shuffles_refuse_64_bits():

@@ -28,7 +28,7 @@ from steps.instructions import (
     zeros_f32,
 )
 from steps.simulator.banks import BankCounter
-from steps.simulator.launch import Deadlock, Misaligned, Race, SimulatorError, simulate
+from steps.simulator.launch import Misaligned, Race, SimulatorError, simulate
 
 TOKENS = 8
 BOX = 2 * TOKENS * BOX_K
@@ -115,6 +115,7 @@ def test_the_right_kernel_is_right_in_every_order(order: int) -> None:
         ("too few bytes expected", SimulatorError, "bring 16 bytes more than its arrivals expect"),
         ("bytes of the matrix", SimulatorError, "bring 128 bytes more than its arrivals expect"),
         ("twice to one place", Race, "a copy to byte 1024 of ring, which a copy"),
+        ("no wait", Race, r"wgmma .*mbarrier"),
         ("stored without a fence", SimulatorError, "fence_proxy_async and a barrier"),
         ("in a device function", SimulatorError, "for the kernel itself, not for its device"),
         ("the number of a map", SimulatorError, "takes the address of a TensorMap, not 4096"),
@@ -127,33 +128,6 @@ def test_a_fault_is_found(fault: str, kind: type, sentence: str, order: int) -> 
     a, c = TensorMap(matrix(), (TOKENS, BOX_K)), np.zeros(8, np.float32)
     with pytest.raises(kind, match=sentence):
         simulate(product(fault), 1, 128, (a, c), order=order)
-
-
-@pytest.mark.parametrize("order", [0, -1])
-def test_a_box_that_nobody_waits_for_is_not_there(order: int) -> None:
-    a, c = TensorMap(matrix(), (TOKENS, BOX_K)), np.zeros(8, np.float32)
-    with pytest.raises(SimulatorError, match=r"wgmma .*mbarrier"):
-        simulate(product("no wait"), 1, 128, (a, c), order=order)
-
-
-def test_bytes_that_do_not_come_are_waited_for() -> None:
-    """A copy announces its whole box, also where it reaches beyond the matrix: never less."""
-
-    @cuda.jit
-    def kernel(a_map, c):
-        ring = cuda.shared.array(2048, uint8, alignment=1024)
-        full = cuda.shared.array(1, np.uint64)
-        a = tensor_map_address(a_map)
-        mbarrier_init(full, 0, 1)
-        fence_mbarrier_init()
-        mbarrier_arrive_expect(full, 0, BOX + 16)
-        tensor_copy(ring, 0, a, 0, 0, full, 0)
-        mbarrier_wait(full, 0, 0)
-        c[0] = ring[0]
-
-    a = TensorMap(matrix(), (TOKENS, BOX_K))
-    with pytest.raises(Deadlock, match="lacks 16 bytes"):
-        simulate(kernel, 1, 1, (a, np.zeros(1, np.uint8)))
 
 
 def test_the_map_is_the_first_parameter() -> None:
@@ -257,14 +231,3 @@ def test_bank_conflicts_of_stmatrix_are_counted(swizzled: bool, conflicts: int) 
     counter = BankCounter()
     simulate(stores(128, swizzled), 1, 32, (np.ones(32, np.int32),), banks=counter)
     assert (counter.ideal, counter.conflicts) == (4, conflicts), counter.report()
-
-
-def test_stmatrix_blames_the_lane_with_the_bad_address() -> None:
-    @cuda.jit
-    def shifted(out):
-        stage = cuda.shared.array(1024, uint8, alignment=16)
-        t = cuda.threadIdx.x
-        stmatrix_x4_trans(stage, 16 * t + (t == 9), 0, 0, 0, 0)
-
-    with pytest.raises(SimulatorError, match=r"index 145 .* thread \(9, 0, 0\)"):
-        simulate(shifted, 1, 32, (np.zeros(32, np.uint32),))

@@ -1,4 +1,4 @@
-"""Wavefronts of one access, by hand and by rounds; those of whole kernels, in the simulator."""
+"""Wavefronts of one access, by hand; those of whole kernels, in the simulator."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numba import cuda, float32, uint8
 
 import steps
@@ -28,7 +26,7 @@ from steps.instructions import (
     store_u32x4,
 )
 from steps.kernels.prefill import mma_tiles, stream_k_tiles
-from steps.simulator.banks import BankCounter, wavefronts, without_conflicts
+from steps.simulator.banks import BankCounter, wavefronts
 from steps.simulator.launch import SimulatorError, simulate
 from tests.kernels.passes import RemembersPasses
 from tests.steps.works import in_turn, marks_by_turn
@@ -85,42 +83,6 @@ LANES = range(32)
 )
 def test_by_hand(addresses: list[int | None], size: int, expected: int) -> None:
     assert wavefronts(addresses, size) == expected
-
-
-def rounds(addresses: list[int | None], size: int) -> int:
-    """Another way to count: in each cycle every bank serves one of the words it still owes."""
-    cycles = 0
-    together = {1: 32, 2: 32, 4: 32, 8: 16, 16: 8}[size]
-    lanes = dict(enumerate(addresses))
-    for apart in (1, 2):
-        asked = ({lanes.get(n), lanes.get(n ^ apart)} - {None} for n in range(32))
-        if size > 4 and all(len(each) < 2 for each in asked):
-            together *= 2
-            break
-    for first in range(0, len(addresses), together):
-        owed: dict[int, set[int]] = {bank: set() for bank in range(32)}
-        for address in addresses[first : first + together]:
-            if address is not None:
-                for byte in range(address, address + size):
-                    owed[byte // 4 % 32].add(byte // 4)
-        while any(owed.values()):
-            for words in owed.values():
-                if words:
-                    words.pop()
-            cycles += 1
-    return cycles
-
-
-@given(data=st.data(), size=st.sampled_from([1, 2, 4, 8, 16]))
-def test_any_access(data: st.DataObject, size: int) -> None:
-    lane = st.none() | st.integers(0, 256).map(lambda i: i * size)
-    addresses = data.draw(st.lists(lane, max_size=32))
-    cycles, ideal = wavefronts(addresses, size), without_conflicts(addresses, size)
-    assert cycles == rounds(addresses, size)
-    assert ideal <= cycles <= sum(a is not None for a in addresses)
-    shift = data.draw(st.integers(0, 64)) * max(size, 4)
-    moved = [None if a is None else a + shift for a in addresses]
-    assert wavefronts(moved, size) == cycles, "moving an array by words changes nothing"
 
 
 def test_what_no_warp_can_ask() -> None:

@@ -36,7 +36,7 @@ from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import decode
 from steps.product import gemm as door
 from tests.product.test_gemm import OnDevice, Untouched
-from tests.steps.works import WORKS, slow_unless_in_turn
+from tests.steps.works import WORKS, by_turn
 
 MACHINE = Simulator()
 K = 64
@@ -184,7 +184,7 @@ def keeps_sums_in_half(step: Step, family: Family) -> bool:
 # --- every step, in the simulator -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
 def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     step: Step, family: Family, name: str
 ) -> None:
@@ -197,7 +197,7 @@ def test_odd_weights_and_odd_tokens_that_begin_anywhere(
     require_near(c, family, a, blocks, half, step.accuracy)
 
 
-@pytest.mark.parametrize(("step", "family", "name"), slow_unless_in_turn(WORKS))
+@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS))
 def test_weights_may_be_any_view(step: Step, family: Family, name: str) -> None:
     """Non-contiguous, unaligned, backwards, read-only: packing copies."""
     blocks = Problem(4, 6, 2 * K, name).blocks

@@ -392,9 +392,7 @@ def test_an_mbarrier_is_made_once_and_left_alone():
 # --- wgmma
 
 
-def multiply_kernel(
-    fence: bool = True, groups: str = "one", same: bool = True, everyone: bool = True
-) -> Any:
+def multiply_kernel(groups: str = "one", same: bool = True, everyone: bool = True) -> Any:
     """One wgmma on what threads stored, done right or not."""
 
     @cuda.jit
@@ -402,8 +400,7 @@ def multiply_kernel(
         stage = cuda.shared.array(256, uint8, alignment=128)
         t = int32(cuda.threadIdx.x)
         stage[t], stage[t + 128] = 1, 1
-        if fence:
-            fence_proxy_async()
+        fence_proxy_async()
         cuda.syncthreads()
         where = matrix_descriptor(stage, 0, 128, 256)
         one = uint32(0x01010101)
@@ -426,14 +423,6 @@ def test_wgmma_done_right():
     out = np.zeros(128, np.uint32)
     simulate(multiply_kernel(), 1, 128, (out,))
     assert (out == 4 * 32).all()
-
-
-def test_wgmma_sees_what_threads_stored_only_after_a_fence():
-    refused(
-        multiply_kernel(fence=False),
-        "a wgmma of byte 0 of stage, to which thread 0 stored: fence_proxy_async and a barrier",
-        kind=Race,
-    )
 
 
 def test_b_released_by_one_of_two_warpgroups_too_early():
@@ -612,23 +601,6 @@ def test_named_barriers_misused():
     refused(in_vain, r"threads 0-31 of block .* arrived at barrier 2 of 64 threads .* nobody has")
     refused(twice, "has arrived at barrier 1 already, which lacks 96 of 128 threads")
     refused(meeting(2, 96), r"threads .* wait at barrier_sync\(2, 96\)", kind=BarrierDivergence)
-
-
-def test_what_is_stored_after_an_arrival_may_come_too_late():
-    @cuda.jit
-    def kernel(out):
-        hand = cuda.shared.array(1, int32)
-        t = cuda.threadIdx.x
-        if t >= 32:
-            barrier_sync(1, 64)
-            out[t] = hand[0]
-        else:
-            barrier_arrive(1, 64)
-            if t == 0:
-                hand[0] = 5
-
-    message = "byte 0 of hand, (to )?which thread"
-    refused(kernel, message, block=64, kind=Race)
 
 
 # --- what the machine code is warned of, and what is counted
