@@ -48,7 +48,7 @@ class Mistake:
 MISTAKES = (
     Mistake(1, "m >= c.shape[0] or n >= c.shape[1]", "m >= c.shape[0]", "out of range"),
     Mistake(1, "n, m = cuda.grid(2)", "m, n = cuda.grid(2)", "not written", "column"),
-    Mistake(1, "n * blocks_k + b", "n + b", "weights of a wrong block"),
+    Mistake(1, "n * blocks_k + b", "n + b", "loads", "In the step's own kernel"),
     Mistake(1, "(n * blocks_k + b) * block_bytes", "b * block_bytes", "one row of weights"),
     Mistake(1, " + z)", ")", "no compensation", "pitfall 1"),
     Mistake(1, "b * elements + j", "j", "activations of one block"),

@@ -181,8 +181,8 @@ class Beside:
                 own = self.own.loads[thread][name]
                 missing, extra = _bytes(right) - _bytes(own), _bytes(own) - _bytes(right)
                 if missing:
-                    others = {at: line for (at, _), line in own.items() if line}
-                    lines = sorted({others[at] for at in extra or others if at in others})
+                    odd = own if not extra else {one for one in own if extra & _bytes([one])}
+                    lines = sorted({own[one] for one in odd if own[one]})
                     wanted = self._ranges(name, missing)
                     said = f"In the step's own kernel thread {thread} loads {wanted}, here "
                     said += self._ranges(name, extra) if extra else "it does not"

@@ -38,8 +38,7 @@ def path_for(step: Step) -> Path:
 
 
 def remember(report: Report) -> None:
-    """Keep what a check said of a file, with a digest of the file."""
-    known = _remembered()
+    """Keep what a check said of a file, by a digest of its text."""
     exercise = report.exercise
     if report.ok:
         state = "right"
@@ -47,7 +46,7 @@ def remember(report: Report) -> None:
         state = "right so far" if exercise.filled else "not begun"
     else:
         state = f"wrong: {report.wrong.cause}" + (f", TODO {report.hole}" if report.hole else "")
-    known[str(exercise.path.resolve())] = {"digest": _digest(exercise.text), "state": state}
+    known = _remembered() | {_digest(exercise.text): state}
     FOLDER.mkdir(parents=True, exist_ok=True)
     REMEMBERED.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
@@ -68,16 +67,14 @@ def progress() -> Iterator[Progress]:
         except ExerciseError as error:
             yield Progress(step, 0, holes, str(error))
             continue
-        last = known.get(str(path.resolve()), {})
         state = "not begun" if entire and not filled else "not checked"
-        if last.get("digest") == _digest(exercise.text):
-            state = last["state"]
+        state = known.get(_digest(exercise.text), state)
         yield Progress(step, filled + holes - len(exercise.holes), holes, state)
 
 
-def _remembered() -> dict[str, dict[str, str]]:
+def _remembered() -> dict[str, str]:
     try:
-        known: dict[str, dict[str, str]] = json.loads(REMEMBERED.read_text(encoding="utf-8"))
+        known: dict[str, str] = json.loads(REMEMBERED.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return known

@@ -109,11 +109,7 @@ def race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
         f"Nothing orders the two, so on a GPU either may come first: {hint}; see pitfall 9 of "
         "`make pitfalls`."
     )
-    said = (
-        f"{subject}: race: {fault.what}.",
-        file.place(fault),
-        advice,
-    )
+    said = f"{subject}: race: {fault.what}.", file.place(fault), advice
     found = _RACE.match(fault.what)
     if found is None:
         return Diagnosis("race", fault.line, said)
@@ -161,24 +157,24 @@ def _witnessed(
 
 def _not_awaited(copy: Copy, thread: int, other: int) -> tuple[str, str]:
     """(cause, what to do) of a copy that has not arrived."""
-    alone = thread == other
     if not copy.group:
         return "copy not committed", (
             f"Thread {other} has not committed it: cp_async_commit closes copies into a group, and "
             "cp_async_wait waits for groups alone."
         )
-    newer = copy.group - 1
-    who = f"Thread {other} has committed {newer} group{'' if newer == 1 else 's'} after that copy's"
-    wait = f"cp_async_wait({newer}){' or less' if newer else ''}"
-    turns = "commits are: each turn commits, also one that has nothing to copy."
-    if alone:
-        return "copy not awaited", (
-            f"{who}, so {wait} waits for it. Either that wait is missing before this line, or "
-            f"{turns}"
+    newer, missing = copy.group - 1, "that wait"
+    said = (
+        f"Thread {other} has committed {newer} group{'' if newer == 1 else 's'} after that copy's"
+    )
+    said += f", so cp_async_wait({newer}){' or less' if newer else ''} of that thread waits for it"
+    if thread != other:
+        said, missing = (
+            f"{said}, and a barrier behind it tells the others",
+            "the wait or the barrier",
         )
     return "copy not awaited", (
-        f"{who}, so {wait} of that thread waits for it, and a barrier behind it tells the others. "
-        f"Either the wait or the barrier is missing before this line, or {turns}"
+        f"{said}. Either {missing} is missing before this line, or commits are: each turn commits, "
+        "also one that has nothing to copy."
     )
 
 
