@@ -394,23 +394,17 @@ def total_below_kernel(row: Row) -> str | None:
 def in_order(run: Run) -> Run:
     """The run with its ratios, ordered for reading: shape, format, step, scheme, dtypes."""
 
+    def of_row(r: Row) -> tuple[Any, ...]:
+        return (*_place(r), r.step, r.family, *map(DTYPES.index, (r.output, r.input)))
+
     return replace(
         run,
-        rows=rows_in_order(run.rows),
+        rows=tuple(sorted(with_ratios(run.rows), key=of_row)),
         peers=tuple(sorted(run.peers, key=lambda p: (*_place(p), p.peer))),
         as_called=tuple(
             sorted(run.as_called, key=lambda c: (*_place(c), c.api, c.accuracy, c.dtype))
         ),
     )
-
-
-def rows_in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The same of rows alone."""
-
-    def place(r: Row) -> tuple[Any, ...]:
-        return (*_place(r), r.step, r.family, *map(DTYPES.index, (r.output, r.input)))
-
-    return tuple(sorted(with_ratios(rows), key=place))
 
 
 def _place(one: Row | Peer | AsCalled) -> tuple[Any, ...]:

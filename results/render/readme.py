@@ -28,6 +28,7 @@ from results.render.query import (
     tabled,
     when,
 )
+from results.render.rows import time_of
 from results.render.staleness import STALE, STALE_NOTE, Keys, Measured
 from results.render.table import (
     ABSENT,
@@ -37,7 +38,6 @@ from results.render.table import (
     cell,
     dims,
     markdown,
-    of_records,
     percent,
     ratio,
 )
@@ -62,6 +62,11 @@ OF_LADDER: Final = (
     Column("step"),
     Column("idea", words=True),
     *map(Column, ("time (us)", "TFLOPS", "x parent", "of its limit")),
+)
+OF_CALLED: Final = (
+    Column("tokens"),
+    Column("N x K", words=True),
+    *map(Column, ("this project", "fast", BASELINES[CUBLAS], BASELINES[LLAMA_CPP], LAYERS[W4A16])),
 )
 
 
@@ -102,7 +107,7 @@ def ladder_table(
                 idea(rung.row)
                 + f", at {dims(rung.row.shape)}" * rung.away
                 + _mark(rung.row, stale),
-                cell(rung.row.kernel_us) if rung.row.status == "ok" else rung.row.status,
+                time_of(rung.row),
                 cell(rung.row.tflops),
                 ratio(rung.row.x_parent) if rung.row.x_parent else "",
                 percent(rung.row.limit_share),
@@ -122,54 +127,30 @@ def _mark(one: Row | AsCalled, stale: Keys) -> str:
 
 
 def called_table(run: Run, source: str, stale: Keys = ()) -> Table | None:
-    """What a caller of QuantLinear gets, in microseconds, beside cuBLAS float16, llama.cpp and,
-    where it was measured, Humming's W4A16; None where nothing was measured."""
+    """What a caller of QuantLinear gets, in microseconds, beside cuBLAS float16, llama.cpp and
+    Humming's W4A16; None where nothing was measured."""
     name = main_format(tabled(run))
-    ours = {
-        size: [called(run, "QuantLinear", how, "float16", size, name) for how in ("exact", "fast")]
-        for size in CALLED
-    }
-    found = [one for both in ours.values() for one in both if one]
-    if not found:
-        return None
-    theirs = {size: baseline(run, LLAMA_CPP, name, size) for size in CALLED}
-    layers = {size: baseline(run, W4A16, name, size) for size in CALLED}
-
-    def us(at: int) -> Callable[[Size], str]:
-        def text(size: Size) -> str:
-            one = ours[size][at]
-            return cell(one.us) + _mark(one, stale) if one else ABSENT
-
-        return text
-
-    def torch(size: Size) -> str:
-        return cell(next((one.cublas_us for one in ours[size] if one), None))
-
-    columns = [
-        Column("tokens", lambda size: str(size[0])),
-        Column("N x K", lambda size: f"{size[1]} x {size[2]}", words=True),
-        Column("this project", us(0)),
-        Column("fast", us(1)),
-        Column(BASELINES[CUBLAS], torch),
-        Column(BASELINES[LLAMA_CPP], lambda size: cell(one.us if (one := theirs[size]) else None)),
-    ]
-    if any(layers.values()):
-        columns.append(
-            Column(LAYERS[W4A16], lambda size: cell(one.us if (one := layers[size]) else None))
-        )
-    title = (
+    found: list[AsCalled] = []
+    elsewhere: set[str] = set()
+    lines = []
+    for size in CALLED:
+        both = [called(run, "QuantLinear", how, "float16", size, name) for how in ("exact", "fast")]
+        beside = [baseline(run, peer, name, size) for peer in (LLAMA_CPP, W4A16)]
+        own = [one for one in both if one]
+        found += own
+        elsewhere |= {peer.peer for peer in beside if peer and not peer.same_run}
+        times = [cell(one.us) + _mark(one, stale) if one else ABSENT for one in both]
+        torch = cell(own[0].cublas_us if own else None)
+        theirs = [cell(peer.us if peer else None) for peer in beside]
+        lines.append(Line((str(size[0]), dims(size[1:]), *times, torch, *theirs)))
+    title = [
         f"{name.upper()}, float16 in and out, in us, on an {run.env.where}, {when(found)} "
-        f"([run]({source}))."
-    )
-    if any(theirs.values()):
-        same = all(one.same_run for one in theirs.values() if one)
-        title += f" {BASELINES[LLAMA_CPP]}: float32 in and out"
-        title += "." if same else ", from another run."
-    if not all(one.same_run for one in layers.values() if one):
-        title += f"\n{LAYERS[W4A16]}: from another run."
-    if any(one.key in stale for one in found):
-        title += f"\n{STALE_NOTE}"
-    return of_records(columns, CALLED, title)
+        f"([run]({source})). {BASELINES[LLAMA_CPP]}: float32 in and out"
+        + (", from another run." if LLAMA_CPP in elsewhere else ".")
+    ]
+    title += [f"{LAYERS[W4A16]}: from another run."] * (W4A16 in elsewhere)
+    title += [STALE_NOTE] * any(one.key in stale for one in found)
+    return Table(OF_CALLED, tuple(lines), "\n".join(title)) if found else None
 
 
 # --- between the markers --------------------------------------------------------------------------

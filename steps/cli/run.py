@@ -17,7 +17,7 @@ from typing import Final
 from results.measure import bench as benching
 from results.measure.bench import Wanted
 from results.record.environment import environment, finished
-from results.record.schema import Environment, Peer, Row, Run, rows_in_order
+from results.record.schema import Environment, Peer, Row, Run, in_order
 from results.render import table
 from steps.checks import fuzz as fuzzer
 from steps.checks import fuzz_cases
@@ -248,7 +248,8 @@ def _measured(
         if not fatal(error):
             raise
         outcomes.broken = f"{type(error).__name__}: {error}"
-    return Run(env=finished(env, measuring.limits), rows=rows_in_order(rows), peers=tuple(peers))
+    run = Run(env=finished(env, measuring.limits), rows=tuple(rows), peers=tuple(peers))
+    return in_order(run)
 
 
 # --- telling --------------------------------------------------------------------------------------
