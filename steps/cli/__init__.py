@@ -14,8 +14,7 @@ tools.py            profile, sanitize: NVIDIA's tools on a step
 counters.py         counters, by Nsight Compute, and launch
 gpu_tests.py        gpu-tests: is everything right on this GPU?
 doctor.py           what runs on this machine, and what is missing
-warm.py             warm: kernels compiled before they are needed
-cache.py            cache: the compiled kernels that are kept
+warm.py             warm, cache: kernels compiled before they are needed, and kept
 gguf_weights.py     --gguf and --tensor: weights of a file
 language_model.py   chat, decoder, quality: a whole model
 """

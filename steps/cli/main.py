@@ -253,7 +253,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _option("--arch", type=_architecture,
                 help="for another GPU than this machine's, such as sm_90a"),
     )),
-    "cache": ("cache:cache", "the compiled kernels kept on disk", (
+    "cache": ("warm:cache", "the compiled kernels kept on disk", (
         _flag("--clear", "remove them"),
     )),
     "exercise": ("exercises:exercise", "a step with holes to fill in, as a file", (

@@ -1,7 +1,10 @@
-"""The command `warm`: compiles the kernels of a model or a product before they are needed."""
+"""Compiled kernels: `warm` makes those of a model or a product before they are needed, and `cache`
+shows what is kept on disk, or removes it.
+"""
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import time
 from argparse import Namespace
@@ -13,12 +16,14 @@ from typing import Any, Final
 
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.render import table
+from results.render.table import Column
 from steps.checks.select import UsageError
 from steps.cli.arguments import formats_of, machines, refusing, require_blocks
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
+from steps.compile import kernel_cache
 from steps.compile.compiler import architecture, capability, compiled
-from steps.compile.kernel_cache import VARIABLE, cache_folder
+from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry, cache_folder
 from steps.compile.parallel_compile import compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS
 from steps.product.choice import Choice, Request, choose, packings
@@ -111,3 +116,47 @@ def products(
                 yield choose(called, gpu)
             for bias in {dtype, "float32"} if biased else ():
                 yield choose(replace(layer, bias=bias), gpu)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def cache(args: Namespace) -> int:
+    """Shows what is kept, by kernel and architecture; with --clear, removes it."""
+    folder = cache_folder()
+    if folder is None:
+        print(f"off: {VARIABLE} says so")
+        return 0
+    removed = kernel_cache.clear(folder) if args.clear else 0
+    found = sorted(kernel_cache.entries(folder), key=lambda one: (one.key["kernel"], -one.used))
+    nbytes = sum(one.nbytes for one in found)
+    if args.clear:
+        print(f"removed {removed} files from {folder}")
+    elif not found:
+        print(f"no compiled kernels in {folder}")
+    else:
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        for one in found:
+            groups.setdefault((one.key["kernel"], one.key["arch"]), []).append(one)
+        title = f"{len(found)} compiled kernels in {folder}"
+        table.show(table.of_records(COLUMNS, groups.values(), title))
+        print(f"{_megabytes(nbytes)} of {_megabytes(MOST_BYTES)} at most; {VARIABLE} moves it")
+    return 0
+
+
+COLUMNS: Final = (
+    Column("kernel", lambda own: own[0].key["kernel"], words=True),
+    Column("for", lambda own: own[0].key["arch"], words=True),
+    Column("variants", lambda own: str(len(own))),
+    Column("size", lambda own: _megabytes(sum(one.nbytes for one in own))),
+    Column("last used", lambda own: _time(own[0].used)),
+)
+"""Of the entries of one kernel and architecture, the one used last first."""
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
