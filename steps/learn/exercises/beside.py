@@ -32,6 +32,7 @@ from steps.simulator.scheduler import now
 
 WORD: Final = 4  # bytes of an array of bytes that are shown as one number
 SHIFTS: Final = 64  # elements, up to which a value is sought in another place
+BLOCKS: Final = 64  # of a launch, among which the one that stores an output is sought
 RANGES: Final = 3  # of elements, that are listed
 
 
@@ -130,7 +131,7 @@ class Beside:
         self.file, self.byte = file, 4 * (m * subject.case.shape[1] + n)
         self.own = Loads(file.path, (0, 0, 0))
         grid = (*run_again(step, subject, trace=self.own).launch.grid, 1, 1)[:3]
-        others = islice(np.ndindex(grid), 1, None)
+        others = islice(np.ndindex(grid), 1, BLOCKS)
         while self.byte not in self.own.stores and (block := next(others, None)) is not None:
             self.own = Loads(file.path, block)
             run_again(step, subject, trace=self.own)

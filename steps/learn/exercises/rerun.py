@@ -14,7 +14,7 @@ import numpy as np
 from steps.checks.verify import Prepared
 from steps.contract import Step
 from steps.driver.machines import Simulator
-from steps.learn.exercises.trial import Array, Subject, prepared_for
+from steps.learn.exercises.trial import PATIENCE, Array, Subject, limit, prepared_for
 from steps.simulator import banks
 from steps.simulator.arrays import CheckedArray, owner
 from steps.simulator.banks import APART, Gatherer
@@ -71,7 +71,10 @@ def run_again(step: Step, subject: Subject, **eyes: Any) -> Prepared:
     for launch in prepared.activations.launches:
         machine.run(launch)
     launch = prepared.launch
-    with suppress(Exception):  # of a faulty kernel what was seen until then is what counts
+    with (
+        suppress(Exception),
+        limit(PATIENCE),
+    ):  # of a faulty kernel what was seen until then is what counts
         simulate(
             launch.kernel,
             launch.grid,
