@@ -22,9 +22,9 @@ from steps.cli.arguments import dtype_of, formats_of, home_shapes_of, machines, 
 from steps.cli.report import shape_text
 from steps.contract import Size, Step, Work, why_no_gpu
 from steps.learn.exercises import progress
-from steps.learn.exercises.check import Report, count, lines
+from steps.learn.exercises.check import Report, count, lines, loaded
 from steps.learn.exercises.check import check as checked
-from steps.learn.exercises.load import Unloadable, load
+from steps.learn.exercises.load import Unloadable
 from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions, text_of
 from steps.registry import label_of
 
@@ -93,7 +93,7 @@ def own_step(path: Path) -> tuple[Exercise, Step]:
             f"TODO {found.unfilled[0]} of {path} is not filled in yet: make check FILE={path}"
         )
     try:
-        return found, load(*_whole(found))
+        return found, loaded(found)
     except Unloadable as error:
         raise UsageError(f"{path.name}:{error.line}: {error.why}") from None
 
@@ -107,9 +107,11 @@ def own_work(args: Namespace) -> Work:
     return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
 
 
-def _whole(found: Exercise) -> tuple[str, Path, list[int]]:
-    text, rows = found.composed(())
-    return text, found.path, rows
+def _reference(found: Exercise) -> Step:
+    """The step that a file is to become; UsageError where the ladder has none."""
+    if found.reference is None:
+        raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
+    return found.reference
 
 
 def check(args: Namespace) -> int:
@@ -140,23 +142,21 @@ def hint(report: Report) -> str:
 
 def solution(found: Exercise) -> list[str]:
     """The diff from the file to the step."""
-    if found.reference is None:
-        raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
+    step = _reference(found)
     if found.holes:
         solved, _ = found.composed(tuple(found.holes))
     else:
-        solved = "".join(text_of(found.reference))
+        solved = "".join(text_of(step))
     texts = (found.lines, solved.splitlines(keepends=True))
-    return list(difflib.unified_diff(*texts, str(found.path), label_of(found.reference), n=2))
+    return list(difflib.unified_diff(*texts, str(found.path), label_of(step), n=2))
 
 
 def diff(args: Namespace) -> list[str]:
     """The diff of `diff --file`: the step against the file."""
     found = opened(args.file)
-    if found.reference is None:
-        raise UsageError(f"the ladder has no step {found.number} to compare {found.path} with")
-    labels = label_of(found.reference), str(found.path)
-    return list(difflib.unified_diff(text_of(found.reference), found.lines, *labels, n=args.lines))
+    step = _reference(found)
+    labels = label_of(step), str(found.path)
+    return list(difflib.unified_diff(text_of(step), found.lines, *labels, n=args.lines))
 
 
 # --- timing ---------------------------------------------------------------------------------------
@@ -166,9 +166,7 @@ def bench(args: Namespace) -> int:
     """The file beside the step that it is to become, timed in turn; nothing is recorded."""
     machines("gpu")
     found, step = own_step(args.file)
-    if found.reference is None:
-        raise UsageError(f"the ladder has no step {found.number} to time {found.path} beside")
-    _show_times(args, step, found.reference)
+    _show_times(args, step, _reference(found))
     return 0
 
 

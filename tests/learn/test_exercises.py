@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from steps.learn.exercises.check import check, lines
-from steps.learn.exercises.load import load
+from steps.learn.exercises.check import check, lines, loaded
 from steps.learn.exercises.text import (
     Exercise,
     ExerciseError,
@@ -118,7 +117,7 @@ def test_an_exercise_is_the_step_but_for_its_holes(number: int, tmp_path: Path) 
     assert rows == sorted(rows)
     assert rows[-1] == len(exercise.lines)
 
-    assert load(*_text(exercise)).number == number
+    assert loaded(exercise).number == number
     assert exercise.unfilled == tuple(solutions(number))
     report = check(exercise)
     assert (report.ok, report.wrong, report.hole, report.cases) == (False, None, 1, 0)
@@ -136,11 +135,6 @@ def test_filled_from_the_step_it_is_right(
     assert report.ok, "\n".join(lines(report))
     assert report.advice == ()
     assert lines(report)[0].startswith(f"right: {report.cases} problems in ")
-
-
-def _text(exercise: Exercise) -> tuple[str, Path, list[int]]:
-    text, rows = exercise.composed(())
-    return text, exercise.path, rows
 
 
 # --- one hole after the other ---------------------------------------------------------------------

@@ -107,7 +107,7 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
     if exercise.holes and not exercise.filled:
         return Report(exercise, hole=exercise.unfilled[0])
     try:
-        step = _loaded(exercise, exercise.unfilled)
+        step = loaded(exercise, exercise.unfilled)
     except Unloadable as error:
         wrong, hole = _unloadable(exercise, error)
         return Report(exercise, wrong=wrong, hole=hole, suspected=(hole,) if hole else ())
@@ -131,7 +131,8 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
     return Report(exercise, cases, seconds, advice=tuple(advice))
 
 
-def _loaded(exercise: Exercise, solved: Sequence[int]) -> Step:
+def loaded(exercise: Exercise, solved: Sequence[int] = ()) -> Step:
+    """The step in a file, some holes solved; Unloadable where Python refuses it."""
     text, rows = exercise.composed(solved)
     return load(text, exercise.path, rows)
 
@@ -157,7 +158,7 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
         for hole in exercise.filled:
             others = [number for number in exercise.holes if number != hole]
             try:
-                alone = _loaded(exercise, others)
+                alone = loaded(exercise, others)
             except Unloadable:
                 continue
             found = attempt(alone, trial.subject, exercise.path, PATIENCE)
