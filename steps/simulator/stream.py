@@ -62,14 +62,15 @@ class InUse:
 
 
 class Stream:
-    """The launches that may still run."""
+    """What was launched last. `last`: the arrays of the last launch."""
 
     def __init__(self) -> None:
+        self.last: list[Region] = []
         self._regions: list[Region] = []
 
     def synchronize(self) -> None:
         """All launches have ended."""
-        self._regions = []
+        self.last, self._regions = [], []
 
     def begin(self, overlap: bool) -> None:
         """The next launch; unless it may overlap, all before have ended."""
@@ -93,7 +94,9 @@ class Stream:
     ) -> None:
         """The launch used these arrays, and stored to these of their bytes (`Region.stored`), or,
         where that is True, to all of them."""
+        self.last = []
         for array, stored in arrays:
             if isinstance(stored, bool):
                 stored = np.ones(array.nbytes, bool) if stored else None
-            self._regions.append(Region(array, launch, stored))
+            self.last.append(Region(array, launch, stored))
+        self._regions += self.last
