@@ -35,7 +35,7 @@ ACCURACIES: Final[tuple[Accuracy, ...]] = get_args(Accuracy)
 """Asking for one allows those before it, too."""
 
 COARSE_IS_GONE: Final = 'it was 1.02x as fast as "fast" at the median of 75 sizes and less exact'
-"""Why there is no accuracy "coarse" and no step 16 any more: see results/worklog/step15.md."""
+"""Why there is no accuracy "coarse" any more: see results/worklog/step15.md."""
 
 
 def known_accuracy(name: str) -> Accuracy:
@@ -235,14 +235,15 @@ class Kernel:
         format_name: str,
         family: str,
         cc: tuple[int, int] | None = None,
-        output: str = "float32",
+        output: str | None = None,
     ) -> str | None:
-        """None, or one sentence saying why this kernel cannot do that (on such a GPU)."""
+        """None, or one sentence saying why this kernel cannot do that (on such a GPU). output: the
+        dtype of C, by default its own."""
         if format_name not in self.formats:
             return f"step {self.number} has no {format_name}: it takes {', '.join(self.formats)}"
         if family not in self.families:
             return f"step {self.number} is of family {'/'.join(self.families)}, not {family}"
-        if output not in self.outputs:
+        if output is not None and output not in self.outputs:
             return f"step {self.number} writes C as {' or '.join(self.outputs)}, not {output}"
         if cc is not None and not self.min_cc <= cc <= (self.max_cc or cc):
             have, least, most = (f"{x[0]}.{x[1]}" for x in (cc, self.min_cc, self.max_cc or cc))
@@ -312,6 +313,10 @@ class Work:
     @property
     def scheme(self) -> str:
         return scheme(self.format, self.family)
+
+    def output(self, asked: str | None) -> str:
+        """The dtype of C: the one asked for, or the step's own."""
+        return asked or self.step.outputs[0]
 
     def __str__(self) -> str:
         return f"step {self.step.number} {self.scheme} {self.format}"

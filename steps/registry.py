@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from steps.contract import COARSE_IS_GONE, Kernel, Step
+from steps.contract import Kernel, Step
 
 _MODULE = re.compile(r"step(\d\d)_\w+\.py")
 
@@ -76,8 +76,7 @@ def find(number: int) -> Step:
         if step.number == number:
             return step
     numbers = ", ".join(str(step.number) for step in ladder())
-    why = f"step 16 is gone: {COARSE_IS_GONE}" if number == 16 else f"there is no step {number}"
-    raise ValueError(f"{why}: the ladder has steps {numbers}")
+    raise ValueError(f"there is no step {number}: the ladder has steps {numbers}")
 
 
 def parent_of(step: Step) -> int | None:

@@ -1,41 +1,40 @@
-"""Step 12: warpgroup MMA - weights come from registers, activations straight from shared memory.
+"""Step 12: warpgroup MMA - weights from registers, activations straight from shared memory.
 
 What is new
-    `wgmma`: the four warps of a *warpgroup* together multiply 64 features x 16 K in their registers
-    by 16 K x all `bm` tokens of the tile in shared memory. A *matrix descriptor* says where the
-    tokens lie: address, distance of eight rows, 128-byte swizzle. So no warp loads fragments of
-    tokens any more (no ldmatrix). Lane 4g + t of warp w, tokens in groups j of eight:
+    `wgmma`: the four warps of a *warpgroup* multiply together, 64 features x 16 K of weights in
+    their registers by 16 K x all tokens of the tile in shared memory. A *matrix descriptor* says
+    where the activations lie: address, distance of eight rows, 128-byte swizzle. So no warp loads
+    fragments of A any more: no ldmatrix. Lane 4g + t of warp w, tokens in groups j of eight:
 
-                              weights: 64 features x 16 K         sums: 64 features x bm tokens
-                              k = 2t, 2t + 1    2t + 8, 2t + 9    token 8j + 2t    8j + 2t + 1
-        feature 16w + g             a0                a2             d[4j]          d[4j + 1]
-        feature 16w + g + 8         a1                a3             d[4j + 2]      d[4j + 3]
+                          weights, 64 features x 16 K        accumulators, 64 features x tokens
+                          k = 2t, 2t + 1    2t + 8, 2t + 9   token 8j + 2t    8j + 2t + 1
+        feature 16w + g         a0                a2          acc[4j]          acc[4j + 1]
+        feature 16w + g + 8     a1                a3          acc[4j + 2]      acc[4j + 3]
 
     These are the fragments of mma.m16n8k16, those of warp w below those of warp w - 1. So weights
-    are unpacked as in step 11: warp w of warpgroup i has packed tile 4i + w of the stage's eight.
+    become float16 as in step 11, and each of the eight warps has one packed tile of 16 features.
 
-    wgmma returns at once. While one half of a stage is multiplied, all threads issue the copies of
-    a later stage and unpack the other half:
+    wgmma returns at once. While the tensor cores multiply one half of a stage, all threads issue
+    the copies of a later stage and unpack the other half:
 
-        tensor cores              [half 0: 512 cycles][half 1: 512 cycles]               [half 0 ..
+        tensor cores              [half 0: 256 cycles][half 1: 256 cycles]               [half 0 ..
         warpgroup 0   [unpack 0]wgmma[copies][unpack 1]wgmma     wait    |barrier[unpack 0]wgmma ..
         warpgroup 1   [unpack 0]wgmma[copies][unpack 1]wgmma     wait    |barrier[unpack 0]wgmma ..
 Why it should help
-    mma.sync reaches two thirds of what Hopper's tensor cores can do. 128 x 128 outputs and 128 K
-    are 1024 cycles of wgmma, in which each of the two warps of a scheduler issues 226 instructions
-    (5 bits: 262), 50 of them for copies. Between stages the tensor cores wait for the barrier and
-    the first unpacked weights, some 480 cycles: 1500 a stage. Two tiles of 64 tokens an SM hide
-    each other's waits. Their limit is the L2 with 40 bytes a cycle: 1280 cycles for a stage of
-    both. (512,4096,4096) are 32 of these, and 5000 cycles for the ends of a tile: 46000 cycles, 26
-    us at 1.76 GHz. Such a count knows no latencies. Step 11 takes 1.5 times its own, so expect 36
-    us, 1.3x.
+    mma.sync reaches two thirds of what Hopper's tensor cores can do. 64 tokens x 128 features x
+    128 K are 512 cycles of wgmma. Between stages the tensor cores wait for the barrier and the
+    first unpacked weights, some 480 cycles more; the SM's second thread block multiplies in that
+    time. A scheduler has two warps of each block, and a warp issues 210 instructions a stage (5
+    bits: 250), so a stage of both blocks takes it 840 to 1000 cycles. The L2, with 40 bytes a
+    cycle, takes 1280 and is the limit. (512,4096,4096) are 32 of these, and 5000 cycles for the
+    ends of a tile: 46000 cycles, 26 us at 1.76 GHz. Such a count knows no latencies. Step 11 takes
+    1.5 times its own, so expect 36 us, 1.3x.
 What it costs
-    wgmma exists on compute capability 9.0 only. No split-K: tiles of few tokens leave SMs idle.
+    wgmma exists on compute capability 9.0 only. No split-K: few tokens leave SMs idle.
 Machine code
-    HGMMA with A in registers, HFMA2, LOP3, LDGSTS; no HMMA, no LDSM; STSM where C is float16.
+    HGMMA with A in registers, HFMA2, LOP3, LDGSTS in the loop; STSM at the end; no HMMA, no LDSM.
 Prerequisites
-    Step 11 (float16 weights, kernels.prefill.row_tiles); steps/instructions/warpgroup.py (wgmma).
-    Taught here: kernels.parts.epilogue.half_tile (from a warpgroup's sums to C in 16 or 32 bits).
+    Steps 9 (cp.async, a ring of stages) and 11 (swizzle; steps.blocks.halves: float16 weights).
 """
 
 from __future__ import annotations
@@ -43,177 +42,213 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, int32, uint8
+from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import BLOCK, Format
-from qformats.repack import KNOWN, TILE_GROUP, TILE_K, TILE_ROWS, tiles
-from qformats.storage import StorageFormat, storage_format
-from steps.contract import (
-    Family,
-    Launch,
-    Shape,
-    Step,
-    ceil_div,
-    dtype_name,
-    multiprocessors,
-    shared_memory,
-)
+from qformats import Format
+from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.halves import half_weights
+from steps.contract import Family, Launch, Shape, Step, ceil_div, plain_rows
 from steps.instructions import (
+    cp_async_16,
+    cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
     fence_proxy_async,
+    floats_to_halves,
+    load_f32,
+    load_u32x4,
     shfl,
+    spread,
+    stmatrix_x4_trans,
+    store_u16,
+    store_u32x4,
     swizzled_descriptor,
-    wgmma_bf16,
     wgmma_commit,
     wgmma_f16,
     wgmma_fence,
     wgmma_wait,
     zeros_f32,
 )
-from steps.kernels.parts.activations.layouts import float16_rows
-from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.half_tile import WARPGROUP, store_float_tile, store_half_tile
-from steps.kernels.parts.weights.bfloats import float_format
-from steps.kernels.prefill.row_tiles import ROW, box_bytes, copy_packed_tiles, copy_row_tile
 
-BN: Final = TILE_GROUP * TILE_ROWS  # features of a tile of C: 128, a group of packed tiles
-WGMMA_ROWS: Final = 64  # of them, the rows of a wgmma: those of a warpgroup
-THREADS: Final = BN // WGMMA_ROWS * WARPGROUP  # two warpgroups
-# tokens of a tile: blocks an SM. A stage of 128 tokens leaves shared memory for one ring only.
-TILES: Final = {128: 1, 64: 2, 32: 2, 16: 2}
-STAGES: Final = 4  # of the ring, at most
-WGMMA: Final = {"float16": wgmma_f16, "bfloat16": wgmma_bf16}  # by the kind of A
-NEXT_16_K: Final = 2  # in a swizzled descriptor, which counts 16 bytes: 16 K of a row
-ALIGNMENT: Final = 8 * ROW  # bytes, of a box: the swizzle repeats after eight rows
+BLOCK_M: Final = 64  # tokens of a tile of C, at most
+BLOCK_N: Final = TILE_GROUP * TILE_ROWS  # features: 128, a packed tile for each warp
+BLOCK_K: Final = TILE_K  # of a stage: 128
+THREADS: Final = 256  # two warpgroups, 64 features each
+BLOCKS_PER_SM: Final = 2  # one multiplies while the other waits
+# An SM of Hopper has 228 KB of shared memory, and keeps 1 KB of it for each thread block.
+SHARED_BYTES: Final = 228 * 1024 // BLOCKS_PER_SM - 1024
+MOST_STAGES: Final = 4  # more hide nothing further
 
+CHUNK: Final = 16  # bytes that a thread copies at once: 8 float16
+A_ROW: Final = 128  # bytes: 64 K of a token, the width of the swizzle
+C_ROW: Final = 2 * BLOCK_N  # bytes of a token of the finished tile
+NEXT_16_K: Final = 2  # of a descriptor, which counts chunks
 
-def bytes_of_stage(fmt: StorageFormat, bm: int) -> int:
-    """Two boxes of tokens, then a group of packed tiles; and what aligns the next stage."""
-    size = 2 * box_bytes(bm) + BN * TILE_K // BLOCK * fmt.block_bytes
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
+# A stage of the ring, 128 K:
+#
+#     A, K  0 .. 63     a row of 128 bytes for each token, swizzled
+#     A, K 64 .. 127    the same
+#     W                 8 packed tiles, in one piece as they lie in memory (qformats.repack.tiles)
+#
+# Chunk c of row r lies at c ^ (r & 7). So the eight chunks of a token lie in all 32 banks, and so
+# does one chunk of eight tokens, which the tensor cores read together:
+#
+#         bytes  0     16      32      48      64      80      96      112
+#     token 0    | 0..7  | 8..15 |16..23 |24..31 |32..39 |40..47 |48..55 |56..63 |    K
+#     token 1    | 8..15 | 0..7  |24..31 |16..23 |40..47 |32..39 |56..63 |48..55 |
+#     token 2    |16..23 |24..31 | 0..7  | 8..15 |48..55 |56..63 |32..39 |40..47 |
+#       ...
 
 
 @cache
-def kernel(
-    fmt: StorageFormat, kind: str, output: str, scaled: bool, of_bias: str | None, bm: int,
-    stages: int,
-) -> Any:  # fmt: skip
-    """The kernel for A of dtype `kind`, C of dtype `output`, a bias of dtype `of_bias` or none,
-    tiles of `bm` tokens, and a ring of `stages`. scaled: tokens have scales."""
-    form, wgmma = float_format(fmt.name, kind), WGMMA[kind]
-    tile_bytes, words, scales = form.tile_bytes, form.words, form.scales
-    multipliers, fragments = form.multipliers, form.fragments
-    box, stage_bytes = box_bytes(bm), bytes_of_stage(fmt, bm)
+def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
+    """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
+    weights = half_weights(format_name)
+    tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
+    a_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of half a stage; of a stage
+    stage_bytes = 2 * a_bytes + w_bytes
+    assert stage_bytes % 1024 == 0, "the swizzle repeats every 1024 bytes, counted from address 0"
+    stages = min(MOST_STAGES, SHARED_BYTES // stage_bytes)
+    assert stages >= 2, "one is multiplied while others are copied"
     last_stage = (stages - 1) * stage_bytes
-    copy_tokens = copy_row_tile(bm, THREADS)
-    copy_weights = copy_packed_tiles(TILE_GROUP * tile_bytes, THREADS)
-    no_sums = zeros_f32(bm // 2)
-    wait_for_copies, wait_for_products = cp_async_wait(stages - 2), wgmma_wait(0)
-    if output == "float32":
-        store = store_float_tile(bm, scaled, of_bias)
-    else:
-        store = store_half_tile(bm, 0, scaled, of_bias, output)
+    n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
+    no_sums = zeros_f32(n_acc)
+    wait_for_stage, wait_for_products = cp_async_wait(stages - 2), wgmma_wait(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, ring, weights_at, lane, half, b):
-        """acc += 64 K: weights become float16 and meet all tokens of the box at descriptor b."""
-        # --- shared -> registers -> float16: steps 0 and 1 are of block 0, 2 and 3 of block 1
-        w, s = words(ring, weights_at, lane, half), scales(ring, weights_at, lane, half)
-        block0, block1 = multipliers(s, 0), multipliers(s, 1)
-        w0, w1 = fragments(w, 0, block0), fragments(w, 1, block0)
-        w2, w3 = fragments(w, 2, block1), fragments(w, 3, block1)
+    def copy_stage(ring, stage, a, w, m0, step, steps, t):
+        """Issue the copies of 128 K, step `step` of `steps`, to byte `stage` of the ring, and close
+        them into a group. Beyond the last step a group is empty, so that groups can be counted."""
+        if step < steps:
+            # --- A: 16 threads copy 256 bytes of a token, 16 tokens at a time. Beyond M and K they
+            # write zeros: weights beyond K are zeros too, but 0 * NaN would be NaN
+            M, K = int32(a.shape[0]), int32(a.shape[1])
+            row, chunk = int32(t >> 4), int32(t & 15)
+            k = int32(step * BLOCK_K + 8 * chunk)
+            destination = stage + (chunk >> 3) * a_bytes + row * A_ROW
+            destination += ((chunk ^ row) & 7) * CHUNK
+            rows = int32(M - m0 - row) if k < K else int32(0)  # that are not beyond
+            source, stride = int64(m0 + row) * K + k, int64(THREADS // 16) * K
+            for i in range(0, block_m, THREADS // 16):
+                size = uint32(CHUNK if int32(i) < rows else 0)  # bytes to read; the rest is zeros
+                cp_async_16_zfill(ring, destination + i * A_ROW, a, source, size)
+                source += stride
+            # --- W: one piece of memory. The first test, of constants, saves the second
+            first = int64(cuda.blockIdx.x * steps + step) * w_bytes
+            for i in range(0, w_bytes, THREADS * CHUNK):
+                if i + THREADS * CHUNK <= w_bytes or t * CHUNK < w_bytes - i:
+                    byte = i + t * CHUNK
+                    cp_async_16(ring, stage + 2 * a_bytes + byte, w, first + byte)
+        cp_async_commit()
 
-        # --- multiply: a fence, four wgmma of 16 K, and a commit, which makes them one group
-        wgmma_fence()  # registers written so far may be read
-        acc = wgmma(acc, w0[0], w0[1], w0[2], w0[3], b, 1)
-        acc = wgmma(acc, w1[0], w1[1], w1[2], w1[3], b + NEXT_16_K, 1)
-        acc = wgmma(acc, w2[0], w2[1], w2[2], w2[3], b + 2 * NEXT_16_K, 1)
-        acc = wgmma(acc, w3[0], w3[1], w3[2], w3[3], b + 3 * NEXT_16_K, 1)
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, ring, tile, lane, half, descriptor):
+        """acc += 64 K: half 0 or 1 of the packed tile at byte `tile` of the ring, times the
+        activations that the descriptor points to."""
+        # --- shared -> registers, codes -> float16
+        words = load(ring, tile, lane, half)
+        w0, w1 = fragment(words, 0), fragment(words, 1)
+        w2, w3 = fragment(words, 2), fragment(words, 3)
+
+        # --- registers and shared -> tensor cores: 16 K each, closed into a group
+        wgmma_fence()  # what has been written to the registers may be read
+        acc = wgmma_f16(acc, w0[0], w0[1], w0[2], w0[3], descriptor, 1)
+        acc = wgmma_f16(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w2[0], w2[1], w2[2], w2[3], descriptor + 2 * NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w3[0], w3[1], w3[2], w3[3], descriptor + 3 * NEXT_16_K, 1)
         wgmma_commit()
         return acc
 
-    @cuda.jit(launch_bounds=(THREADS, TILES[bm]))
-    def w4a16_wgmma(w, row_scales, a, token_scales, bias, c, steps):
-        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w of qformats.repack.tiles."""
-        ring = cuda.shared.array(0, uint8, alignment=ALIGNMENT)
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    def w4a16_wgmma(w, row_scales, a, c):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles. a
+        and c are float16 and begin at multiples of 16 bytes; K is a multiple of 32."""
+        ring = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         t = int32(cuda.threadIdx.x)
-        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)  # shuffled: one value for the whole warp
-        n0, m0 = int32(cuda.blockIdx.x * BN), int32(cuda.blockIdx.y * bm)
-        steps, group = int32(steps), int32(cuda.blockIdx.x * steps)
-        weights_at = 2 * box + warp * tile_bytes  # of this warp's packed tile, in a stage
+        # shuffled, so that the compiler knows it is one value for the whole warp
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
+        n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * block_m)
+        steps = int32((int32(a.shape[1]) + (BLOCK_K - 1)) // BLOCK_K)
+        tile = 2 * a_bytes + warp * tile_bytes  # of this warp, from the first byte of a stage
 
-        # --- issue the copies of all stages but one. A group is closed for each, even for those
-        # beyond K: the waits count groups
+        # --- issue the copies of all stages but one
         for step in range(stages - 1):
-            if step < steps:
-                copy_tokens(ring, step * stage_bytes, a, m0, step * TILE_K, t)
-                copy_weights(ring, step * stage_bytes + 2 * box, w, group + step, t)
-            cp_async_commit()
-        # bytes of the stage that is multiplied, and of the one that the next copies may fill
-        base, free = int32(0), int32(last_stage)
+            copy_stage(ring, step * stage_bytes, a, w, m0, step, steps, t)
+
         acc = no_sums()
+        stage, previous = int32(0), int32(last_stage)  # first bytes, in the ring
         for step in range(steps):
-            # --- wait until the stage at `base` has arrived, for all threads and for wgmma
-            wait_for_copies()  # of this thread
-            fence_proxy_async()  # wgmma reads shared memory by another path: it may read them now
-            cuda.syncthreads()  # so may those of all threads; and all have multiplied stage `free`
+            # --- wait until the stage is there
+            wait_for_stage()  # what this thread has copied: all but its newest stages - 2 groups
+            fence_proxy_async()  # wgmma reads shared memory by another path, the async proxy
+            cuda.syncthreads()  # what all have copied; and all have multiplied the previous stage
 
-            # --- multiply the first half of the stage
-            b = swizzled_descriptor(ring, base)
-            acc = multiply(acc, ring, base + weights_at, lane, 0, b)
+            # --- multiply its first half
+            descriptor = swizzled_descriptor(ring, stage)
+            acc = multiply(acc, ring, stage + tile, lane, 0, descriptor)
 
-            # --- fill the free stage with a later one, while the tensor cores multiply
-            ahead = int32(step + (stages - 1))
-            if ahead < steps:
-                copy_tokens(ring, free, a, m0, ahead * TILE_K, t)
-                copy_weights(ring, free + 2 * box, w, group + ahead, t)
-            cp_async_commit()
+            # --- refill the previous stage, while the tensor cores multiply
+            copy_stage(ring, previous, a, w, m0, int32(step + (stages - 1)), steps, t)
 
-            # --- multiply the second half, wait for the tensor cores, and go on in the ring
-            acc = multiply(acc, ring, base + weights_at, lane, 1, b + box // 16)
+            # --- multiply the second half
+            acc = multiply(acc, ring, stage + tile, lane, 1, descriptor + a_bytes // CHUNK)
+
+            # --- wait for the tensor cores: then the stage may be filled again
             acc = wait_for_products(acc)
-            free, base = base, int32(base + stage_bytes if base < last_stage else 0)
+            previous, stage = stage, int32(stage + stage_bytes if stage < last_stage else 0)
 
-        # --- registers -> shared -> global
-        cuda.syncthreads()  # nobody reads the ring any more: what follows may use its memory
-        store(acc, c, m0, n0 + warp // 4 * WGMMA_ROWS, row_scales, token_scales, bias)
+        # --- registers -> shared: sums times row scales, as float16, transposed. A lane has two
+        # features of many tokens, and C has the features of a token side by side. stmatrix stores
+        # four matrices of 8 x 8, and lane 8i + r says where row r of matrix i goes: matrices 0 and
+        # 1 are features 0..7 and 8..15 of the warp for eight tokens, 2 and 3 for the next eight
+        cuda.syncthreads()  # nobody reads the ring any more: from here on it holds the tile of C
+        x = cuda.local.array(n_acc, float32)
+        spread(x, acc)  # a loop can index an array, not a tuple; it stays in registers
+        feature = int32(n0 + 16 * warp + (lane >> 2))  # row_scales go on to the end of the tile
+        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+        token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
+        destination = token * C_ROW + (chunk ^ (token & 7)) * CHUNK  # swizzled, like A
+        for j in range(0, block_m, 16):
+            i = j // 2
+            stmatrix_x4_trans(
+                ring,
+                destination + j * C_ROW,
+                floats_to_halves(x[i] * scale_g, x[i + 1] * scale_g),
+                floats_to_halves(x[i + 2] * scale_h, x[i + 3] * scale_h),
+                floats_to_halves(x[i + 4] * scale_g, x[i + 5] * scale_g),
+                floats_to_halves(x[i + 6] * scale_h, x[i + 7] * scale_h),
+            )
+        cuda.syncthreads()
 
-    return w4a16_wgmma
+        # --- shared -> global: 16 threads store 256 bytes of a token, 16 tokens at a time
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        row, chunk = int32(t >> 4), int32(t & 15)
+        n = int32(n0 + 8 * chunk)
+        source = row * C_ROW + (chunk ^ (row & 7)) * CHUNK
+        for i in range(0, block_m, THREADS // 16):
+            m = int32(m0 + row + i)
+            if m < M and n < N:
+                y = load_u32x4(ring, source + i * C_ROW)
+                if N % 8 == 0:
+                    store_u32x4(c, int64(m) * N + n, y[0], y[1], y[2], y[3])
+                else:  # rows of C do not begin at multiples of 16 bytes
+                    for j in range(8):
+                        if n + j < N:
+                            half = y[j // 2] >> uint32(16 * (j % 2))
+                            store_u16(c, int64(m) * N + (n + j), half)
 
-
-def tiling(fmt: StorageFormat, shape: Shape) -> tuple[int, int]:
-    """(tokens of a tile, stages of the ring) that should take the fewest cycles."""
-    steps, least, best = ceil_div(shape.k, TILE_K), float("inf"), (0, 0)
-    for bm, resident in TILES.items():
-        # an SM keeps 1 KB of every block
-        stages = ((shared_memory() + 1024) // resident - 1024) // bytes_of_stage(fmt, bm)
-        tiles_of_sm = ceil_div(ceil_div(shape.n, BN) * ceil_div(shape.m, bm), multiprocessors())
-        blocks = min(resident, tiles_of_sm)
-        # the longest of four: the tensor cores; two warps a scheduler and block, 220 instructions
-        # each; 40 bytes a cycle from the L2; a block alone, which waits between stages
-        copied = (BN * fmt.bits // 8 + 2 * bm) * TILE_K
-        stage_cycles = max(blocks * max(8 * bm, 2 * 220, copied // 40), 8 * bm + 480)
-        cycles = ceil_div(tiles_of_sm, blocks) * (steps * stage_cycles + 5000)
-        if cycles < least:
-            least, best = cycles, (bm, min(STAGES, stages))
-    return best
+    return w4a16_wgmma, stages * stage_bytes
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    of_bias, (packed, row_scales, bias) = bias_operand(weights)
-    stored_as, (a, *scales) = storage_format(fmt), activations
-    scaled = bool(scales)  # A came as float32, and was rounded to float16 in a pass of its own
-    bm, stages = tiling(stored_as, shape)
-    run = kernel(stored_as, dtype_name(a), dtype_name(out), scaled, of_bias, bm, stages)
-    # Consecutive blocks share the tokens of a tile. The weights, which all rows of tiles read, are
-    # small enough to stay in the L2.
-    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, bm))
-    token_scales = scales[0] if scaled else row_scales  # where there are none, something unread
-    args = (packed, row_scales, a, token_scales, bias, out, ceil_div(shape.k, TILE_K))
-    return Launch(run, grid, (THREADS,), args, stages * bytes_of_stage(stored_as, bm))
+    block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # 16, 32 or 48 where tokens are few
+    run, shared_bytes = kernel(fmt.name, block_m)
+    # Neighbouring thread blocks share the tokens of a tile. The weights, which all rows of tiles
+    # read, are small enough to stay in the L2.
+    grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, block_m))
+    return Launch(run, grid, (THREADS,), (*weights, *activations, out), shared_bytes)
 
 
 STEP = Step(
@@ -225,13 +260,13 @@ STEP = Step(
     parents={"A16": 11},
     unit={"A16": "tensor_fp16"},
     pack=tiles,
-    activations={"A16": float16_rows},
+    activations={"A16": plain_rows},
     launch=launch,
-    formats=KNOWN,
-    outputs=("float32", "float16", "bfloat16"),
-    adds_bias=True,
+    inputs=("float16",),
+    outputs=("float16",),
     min_cc=(9, 0),
     max_cc=(9, 0),  # others have no wgmma, later ones neither
-    contains={"A16": ("HGMMA", "HFMA2", "LDGSTS.E.BYPASS.128")},
+    idea=("wgmma_f16", "swizzled_descriptor"),
+    contains={"A16": ("HGMMA", "HFMA2", "LDGSTS.E.BYPASS.128", "STSM")},
     forbids={"A16": ("IMMA", "HMMA", "LDSM", "UBLKCP", "SYNCS")},
 )

@@ -71,13 +71,13 @@ def check_works(
     machine: Callable[[int], Machine],
     report: Callable[[str], None] = lambda _: None,
     problem_of: Callable[[str], Problem] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
 ) -> Outcomes:
     """Every case of every work.
 
     cases_of: format -> its cases. machine: lane order -> where a case runs. report: is told of
     each work. problem_of: dtype of A -> the problem of all cases, where the weights are not drawn
-    but of a file. dtype: of C, and of A where the step reads it.
+    but of a file. dtype: of C, and of A where the step reads it; None for each step's own.
     """
     outcomes = Outcomes()
     for work in works:
@@ -104,9 +104,10 @@ def _results(
     some: Iterable[Case],
     machine: Callable[[int], Machine],
     problem_of: Callable[[str], Problem] | None,
-    dtype: str,
+    dtype: str | None,
 ) -> Iterator[Result]:
-    input = reading_of(work.step, dtype, work.family).source
+    output = work.output(dtype)
+    input = reading_of(work.step, output, work.family).source
     for case in some:
         bits = GOLDEN[work.format].q81 if case.distribution == "golden" else None
         try:
@@ -114,7 +115,7 @@ def _results(
                 one = problem_of(input)
             else:
                 one = drawn(work.format, case.shape, case.distribution, case.seed, input)
-            yield case, verify(work.step, work.family, one, machine(case.order), bits, dtype)
+            yield case, verify(work.step, work.family, one, machine(case.order), bits, output)
         except Exception as error:  # a kernel may fail in any way, and the other works go on
             sentence = " ".join(f"{type(error).__name__}: {error}".split())
             lost = fatal(error)

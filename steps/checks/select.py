@@ -23,10 +23,10 @@ def select(
     formats: Sequence[str] = (),
     wanted: str | None = None,
     cc: tuple[int, int] | None = None,
-    output: str = "float32",
+    output: str | None = None,
 ) -> tuple[Work, ...]:
     """The works of some steps, on all formats or some, in all schemes or one (W4A8, or A8), that
-    write C in a dtype.
+    write C in a dtype, or each in its own.
 
     UsageError, with the reason, where nothing is left.
     """
@@ -60,10 +60,10 @@ def _scheme(text: str | None) -> tuple[int | None, Family | None]:
 
 
 def with_parents(
-    works: Sequence[Work], cc: tuple[int, int] | None = None, output: str = "float32"
+    works: Sequence[Work], cc: tuple[int, int] | None = None, output: str | None = None
 ) -> tuple[Work, ...]:
     """The works and their parents on the same formats, by step, family and format. Parents that do
-    not write C in this dtype are left out."""
+    not write C in this dtype, where one is asked for, are left out."""
     found = {(w.step.number, w.family, w.format): w for w in works}
     for work in works:
         number = work.step.parents.get(work.family)

@@ -48,13 +48,14 @@ def prepare(
     blocks: np.ndarray,
     machine: Machine,
     q81: Q81 | None = None,
-    dtype: Any = "float32",
+    dtype: Any = None,
 ) -> Prepared:
     """Operands of C = a[M, K] @ dequantize(blocks[N, K/32])^T on the machine; nothing is launched.
 
     `q81`: Q8_1 bits to multiply, and not what the machine would make of `a` (A8 only; where a
     token has one scale, those of tokens of one block).
-    `a`: float32, float16, or bfloat16 as uint16. `dtype`: of C, one of `step.outputs`.
+    `a`: float32, float16, or bfloat16 as uint16. `dtype`: of C, one of `step.outputs`,
+    by default the first.
     """
     shape = Shape(a.shape[0], blocks.shape[0], a.shape[1])
     weights = tuple(machine.array(array) for array in step.pack(blocks))
@@ -64,7 +65,8 @@ def prepare(
         bits = Tokens.of_q81(q81) if activations.layout == "tokens" else q81
         arrays = tuple(machine.array(x) for x in encode(activations.layout, bits))
         activations = replace(activations, arrays=arrays, launches=())
-    guarded = machine.array(_guarded_nan(shape.m * shape.n, array_dtype(dtype)))
+    c_dtype = array_dtype(step.outputs[0] if dtype is None else dtype)
+    guarded = machine.array(_guarded_nan(shape.m * shape.n, c_dtype))
     out = guarded[GUARD : GUARD + shape.m * shape.n].reshape(shape.m, shape.n)
     launch = step.prepare(
         machine, FORMATS[format_name], family, shape, weights, activations.arrays, out
@@ -101,7 +103,7 @@ def verify(
     problem: Problem,
     machine: Machine,
     q81: Q81 | None = None,
-    dtype: Any = "float32",
+    dtype: Any = None,
 ) -> Check:
     """Checks one step on one problem: values, guard bands, and that its inputs are unchanged.
     A comes as `problem.input`, C is written as `dtype`."""

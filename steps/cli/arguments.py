@@ -134,12 +134,12 @@ def one_work(args: Namespace) -> Work:
     return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
 
 
-def dtype_of(args: Namespace) -> str:
-    """The dtype of C, and of A where a step reads it: --dtype, or float32."""
+def dtype_of(args: Namespace) -> str | None:
+    """The dtype of C, and of A where a step reads it: --dtype, or None for the step's own."""
     asked: str | None = getattr(args, "dtype", None)
-    return asked or "float32"
+    return asked
 
 
 def input_of(args: Namespace, work: Work) -> str:
     """The dtype of A that a step reads where C is of `dtype_of`."""
-    return reading_of(work.step, dtype_of(args), work.family).source
+    return reading_of(work.step, work.output(dtype_of(args)), work.family).source

@@ -177,7 +177,7 @@ def launch(args: Namespace) -> int:
     _, machine, _ = machines("gpu")
     work = one_work(args)
     shape = home_shapes_of(args, work.step)[0]
-    launch_each([wanted_in(work, shape, dtype_of(args))], machine(0))
+    launch_each([wanted_in(work, shape, work.output(dtype_of(args)))], machine(0))
     m, n, k = shape
     print(f"launched {work} at M={m} N={n} K={k}")
     return 0

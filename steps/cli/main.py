@@ -165,7 +165,7 @@ DATA = (
 )  # fmt: skip
 DTYPE = _option(
     "--dtype", choices=("float32", "float16", "bfloat16"),
-    help="of C, and of A where the step reads it (default float32; `run` and `warm`: all)",
+    help="of C, and of A where the step reads it (default: the step's own; `run` and `warm`: all)",
 )  # fmt: skip
 ACCURACY = _option("--accuracy", type=_accuracy, default="exact",
                    help="of the products: exact or fast (default exact)")  # fmt: skip

@@ -180,7 +180,8 @@ def checked(
     cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
     if not simulated:
         every = [(w, one.shape) for w in works for one in cases_of(w.format)]
-        wanted = [benching.wanted_in(w, shape, dtype_of(args)).launched for w, shape in every]
+        dtype = dtype_of(args)
+        wanted = [benching.wanted_in(w, shape, w.output(dtype)).launched for w, shape in every]
         compile_ahead((*wanted, *ahead), machine(0), remark)
     problem_of = weights.of_input if weights else None
     with table.progress(len(works)) as progress:

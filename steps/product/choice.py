@@ -133,10 +133,11 @@ class Choice:
         )
 
     @classmethod
-    def of_work(cls, work: Work, size: Size, a: str = "float32", c: str = "float32") -> Choice:
-        """The choice of a step in a family. a, c: dtypes of A and C; where the step does not read
-        that A, float32."""
-        return cls.of(work.step, work.family, Request(work.format, *size, a, c))
+    def of_work(cls, work: Work, size: Size, a: str | None = None, c: str | None = None) -> Choice:
+        """The choice of a step in a family. a, c: dtypes of A and C, by default the step's own;
+        where the step does not read that A, float32."""
+        a = a or inputs(work.step, work.family)[0]
+        return cls.of(work.step, work.family, Request(work.format, *size, a, work.output(c)))
 
     @property
     def layout(self) -> str:

@@ -108,22 +108,22 @@ def test_machine_code_of_a_step(kind: str, marks: Sequence[str]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_machine_code_of_a_dtype(dtype: str, capsys) -> None:
     """What is made of weights: float16, or bfloat16. A of 16 bits has no pass."""
-    command = ["sass", "12", "--dtype", dtype, "--format", "q4_0"]
+    command = ["sass", "13", "--dtype", dtype, "--format", "q4_0"]
     assert cli.main(command) == 0
     sass = capsys.readouterr().out
     assert ", spills 0 + 0 bytes" in sass
-    assert ("HGMMA.64x64x16.F32.BF16" in sass) == (dtype == "bfloat16")
+    assert ("HGMMA.64x128x16.F32.BF16" in sass) == (dtype == "bfloat16")
     assert cli.main([*command, "--activations", "--summary"]) == (0 if dtype == "float32" else 2)
     assert ("no activation pass" in capsys.readouterr().err) == (dtype != "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steps_are_checked_in_a_dtype(dtype: str, capsys) -> None:
-    command = ["check", "5", "12", "--format", "q4_0", "--m", "3", "--n", "5", "--k", "64"]
+    command = ["check", "5", "13", "--format", "q4_0", "--m", "3", "--n", "5", "--k", "64"]
     assert cli.main([*command, "--machine", "simulator", "--dtype", dtype, "--long"]) == 0
     title, *_, line = capsys.readouterr().out.splitlines()
     assert title.endswith(f", not timed, C in {dtype}.")
-    assert line.split()[:3] == ["12", "W4A16", "q4_0"], "step 5 writes no such C"
+    assert line.split()[:3] == ["13", "W4A16", "q4_0"], "step 5 writes no such C"
     assert float(line.split()[3]) == pytest.approx(*NMSE_IN[dtype])
 
 

@@ -38,7 +38,7 @@ LARGE: dict[int, list[Size]] = {
     10: [(512, 4096, 4096), (128, 4096, 4096), (128, 4096, 14336)],
     17: [(1, 4096, 14336), (16, 4096, 14336)],
     11: [(m, 4096, 4096) for m in (16, 64, 128, 512, 4096)],
-    12: [(m, 4096, 4096) for m in (128, 512)],
+    12: [(512, 4096, 4096)],
     13: [(512, 4096, 4096)],
     14: [(512, 6144, 4096), *((m, 4096, 4096) for m in (128, 256, 512))],
     15: [(512, 4096, 14336), *((m, 4096, 4096) for m in (32, 64, 512))],
@@ -113,16 +113,16 @@ def double_precision(code: MachineCode) -> list[str]:
     return [op for op in code.instructions if op.startswith(DOUBLE) or ".F64" in op]
 
 
-def sound(launch: Launch, arch: str = NEWEST, blocks: int = 1) -> MachineCode:
-    """The machine code of a launch: no spills, no float64, no remark of ptxas, registers for so
-    many thread blocks of an SM, and none lost that a running wgmma reads."""
+def sound(launch: Launch, arch: str = NEWEST) -> MachineCode:
+    """The machine code of a launch: no spills, no float64, no remark of ptxas, registers for a
+    thread block, and none lost that a running wgmma reads."""
     code, where = compiled(launch, arch), launch.kernel.__name__
     assert no_local_memory_where_it_counts(code), f"{where}: {code.log}"
     assert double_precision(code) == [], where
     # an SM of compute capability 7.5 has fewer threads than two blocks of 1024
     ignored = ".minnctapersm will be ignored" if arch == "sm_75" else "nothing"
     assert [one for one in code.warnings if ignored not in one] == [], where
-    assert code.registers * math.prod(launch.block) * blocks <= REGISTERS, where
+    assert code.registers * math.prod(launch.block) <= REGISTERS, where
     if code.count("HGMMA", "IGMMA"):
         no_wgmma_loses_its_weights(code)
     return code
@@ -279,42 +279,32 @@ def calls_of(step: Step) -> list[Call]:
 
 
 def one_tile_a_block() -> Iterator[pytest.param]:
-    """(step, tokens, format, call): with ALL=1 every tile in every format in one of two steps that
-    multiply alike, for one of the calls in turn; in one format in both steps for all of them.
-    `make test` takes of the latter one call in turn: every tile in both steps, every format, every
-    call in both."""
-    names = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k")
-    works = itertools.product(enumerate((16, 32, 64, 128)), enumerate(names), (12, 13))
-    for (i, tokens), (j, name), number in works:
-        step = steps.find(number)
-        calls: list[Call] = [*((output, output) for output in step.outputs), ("float16", "float32")]
-        in_all = j == (2 * i + number) % len(names)
-        if not in_all and (i + j + number) % 2:
-            continue
-        in_turn_here = calls[(i + 2 * number) % len(calls)]
+    """(step, tokens, format, call): with ALL=1 every tile in every format, for one of the calls in
+    turn; in one format for all of them. `make test` takes of the latter one call in turn: every
+    tile, every call."""
+    names, step = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k"), steps.find(13)
+    calls: list[Call] = [*((output, output) for output in step.outputs), ("float16", "float32")]
+    for (i, tokens), (j, name) in itertools.product(enumerate((16, 32, 64, 128)), enumerate(names)):
+        in_all = j == (2 * i + 1) % len(names)
+        in_turn_here = calls[i % len(calls)]
         for call in calls if in_all else [calls[(i + j // 2) % len(step.outputs)]]:
             often = in_all and call == in_turn_here
-            label = f"step{number}-{name}-{tokens}-{'-'.join(call)}"
+            label = f"step13-{name}-{tokens}-{'-'.join(call)}"
             marks = (group(step), pytest.mark.slow if often else EVERY)
             yield pytest.param(step, tokens, name, call, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(("step", "tokens", "name", "call"), list(one_tile_a_block()))
-def test_every_tile_of_steps_12_and_13(
+def test_every_tile_of_step_13(
     step: Step, tokens: int, name: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sound, as many blocks an SM as it says, and C of 16 bits by stmatrix; from float32, where
     token scales are multiplied too."""
-    module, blocks = sys.modules[step.launch.__module__], 1
-    if step.number == 12:
-        blocks = module.TILES[tokens]
-        monkeypatch.setattr(module, "TILES", {tokens: blocks})
-    else:
-        monkeypatch.setattr(module, "TOKENS", (tokens,))
+    monkeypatch.setattr(sys.modules[step.launch.__module__], "TOKENS", (tokens,))
     work = Work(step, step.families[-1], name)
     *_, own = Choice.of_work(work, (tokens, 128, 256), *call).launches()
-    code = sound(own, blocks=blocks)
-    assert (own.shared_bytes + 1024) * blocks <= 228 * 1024
+    code = sound(own)
+    assert own.shared_bytes + 1024 <= 228 * 1024
     assert code.count("STSM") == (0 if call[1] == "float32" else tokens // 16)
 
 

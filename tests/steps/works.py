@@ -9,6 +9,8 @@ import pytest
 
 from qformats import WEIGHT_FORMATS
 from steps import ladder
+from steps.contract import Family, Step
+from steps.kernels.parts.activations.layouts import reading_of
 
 # (step, family, format)
 WORKS = [
@@ -16,6 +18,11 @@ WORKS = [
     for step in ladder()
     for family, name in itertools.product(step.families, WEIGHT_FORMATS)
 ]
+
+
+def input_of(step: Step, family: Family) -> str:
+    """The dtype of A in problems of a step: float32, where it reads that."""
+    return reading_of(step, "float32", family).source
 
 
 def in_turn(number: int) -> str:

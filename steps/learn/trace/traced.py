@@ -13,6 +13,7 @@ from qformats import FORMATS
 from reference import Problem
 from steps.contract import Shape, Size, Work, array_dtype
 from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import inputs
 from steps.simulator.banks import SECTOR
 from steps.simulator.lanes import WARP, WARPGROUP
 from steps.simulator.launch import simulate
@@ -47,23 +48,24 @@ def trace(
     work: Work,
     size: Size,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
     block: tuple[int, int, int] = (0, 0, 0),
     warps: Collection[int] | None = None,
 ) -> Trace:
     """Records the step's own launch, without its activation pass: where lanes load and store does
     not depend on the values of A, which are zeros here.
 
-    dtype: of C, and of A where the step reads it. warps: by default the first of each warpgroup,
+    dtype: of C, by default the step's own. warps: by default the first of each warpgroup,
     for warps that have work of their own. ValueError where there is no such block or warp.
     """
     (m, n, k), step, machine = size, work.step, Simulator()
     fmt = FORMATS[work.format]
     weights = step.pack(Problem(1, n, k, work.format).blocks)
-    activations = step.activations[work.family](np.zeros((m, k), np.float32), machine)
+    source = inputs(step, work.family)[0]
+    activations = step.activations[work.family](np.zeros((m, k), array_dtype(source)), machine)
     for array in activations.arrays:
         array[...] = 0
-    out = machine.empty((m, n), array_dtype(dtype))
+    out = machine.empty((m, n), array_dtype(work.output(dtype)))
     launch = step.prepare(
         machine, fmt, work.family, Shape(m, n, k), weights, activations.arrays, out
     )

@@ -1,0 +1,104 @@
+"""A lesson is one file that is read alone: its idea stands in it, and it runs with nothing but what
+`steps.contract` says it may import."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steps.contract import Step
+from steps.registry import ladder, path_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSONS = [step for step in ladder() if step.idea]
+BESIDE = (
+    *("qformats", "steps/contract.py", "steps/blocks", "steps/instructions"),
+    *("steps/simulator", "reference"),  # what instructions are without a GPU
+)
+
+# An integer problem has one right result, bit for bit. The shape is ragged in every direction.
+ALONE = """
+import importlib, sys
+
+import numpy as np
+from numba import cuda
+
+from qformats import FORMATS
+from reference import Problem
+from steps.contract import Shape
+from steps.simulator.launch import simulate
+
+class Machine:
+    array = staticmethod(np.array)
+    empty = staticmethod(np.zeros)
+
+    def run(launch):
+        simulate(launch.kernel, launch.grid, launch.block, launch.args,
+                 shared_bytes=launch.shared_bytes)
+
+step = importlib.import_module(sys.argv[1]).STEP
+for family in step.families:
+    for name in sys.argv[2].split(","):
+        given = (step.inputs or ("float32",))[0]
+        problem = Problem(3, 21, 160, name, "integer", 0, given)
+        c = np.full((3, 21), np.nan, step.outputs[0])
+        a = step.activations[family](np.array(problem.a), Machine)
+        launch = step.prepare(Machine, FORMATS[name], family, Shape(3, 21, 160),
+                              step.pack(problem.blocks), a.arrays, c)
+        for one in (*a.launches, launch):
+            Machine.run(one)
+        right = problem.a.astype(np.float64) @ problem.w.astype(np.float64).T
+        assert (c == right.astype(c.dtype)).all(), (family, name, np.abs(c - right).max())
+project = {m.split(".")[1] for m in sys.modules if m.startswith("steps.") and m.count(".") == 1}
+print(*sorted(project))
+"""
+
+
+@pytest.fixture(params=LESSONS, ids=lambda step: step.name)
+def step(request: pytest.FixtureRequest) -> Step:
+    return request.param
+
+
+def is_on_gpu(node: ast.AST) -> bool:
+    """Whether it is a kernel or a device function: `@cuda.jit` or `@cuda.jit(...)`."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(one).startswith("cuda.jit") for one in decorators)
+
+
+def test_what_a_step_is_about_stands_in_its_kernel(step: Step) -> None:
+    tree = ast.parse(path_of(step).read_text(encoding="utf-8"))
+    called = {
+        ast.unparse(call.func)
+        for function in ast.walk(tree)
+        if is_on_gpu(function)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+    }
+    assert set(step.idea) <= called
+
+
+def test_a_step_runs_alone(step: Step, tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "__init__.py").touch()
+    for one in BESIDE:
+        copy = shutil.copytree if (ROOT / one).is_dir() else shutil.copy
+        copy(ROOT / one, tmp_path / one)
+    shutil.copy(ROOT / "steps" / f"{step.name}.py", tmp_path / "steps")
+    formats = "q4_0,q5_1" if "A16" in step.families else "q4_1,q5_0"
+    command = [sys.executable, "-c", ALONE, f"steps.{step.name}", formats]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) <= {
+        "blocks",
+        "contract",
+        "instructions",
+        "simulator",
+        step.name,
+    }
