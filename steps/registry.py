@@ -45,11 +45,11 @@ def kernels() -> tuple[Kernel, ...]:
     return tuple(sorted(found, key=lambda one: one.number))
 
 
-def lessons() -> tuple[Step, ...]:
-    """The steps that have a kernel of their own, not an engineered one. `gemm` runs one where it is
-    named, or where no engineered kernel can do what is asked."""
-    engineered = {one.number for one in kernels()}
-    return tuple(one for one in ladder() if one.number not in engineered)
+def kernel_of(number: int) -> Kernel:
+    """What a caller gets who names a step: the engineered kernel that it teaches, else the step
+    itself. ValueError for a number that no step has."""
+    step = find(number)
+    return next((one for one in kernels() if one.number == number), step)
 
 
 _registered: dict[int, Step] = {}

@@ -1,48 +1,397 @@
-"""Step 14: persistent blocks - a block stays on its SM, tile after tile, and loads never stop.
+"""Step 14: persistent - one thread block for each SM, and every one multiplies an equal share.
 
 What is new
-    In step 13, between two tiles of an SM, a block ends and another begins: barriers are made, the
-    first copies are waited for, C is written, and the tensor cores idle. Here one block an SM takes
-    tile after tile. That makes room for four changes, each of a few lines:
+    A thread block of step 13 multiplies one tile and ends. With 128 tokens and 4096 features there
+    are 32 tiles of 128 x 128, so that 100 of 132 SMs would be idle, and step 13 takes tiles of 32
+    tokens, each of which unpacks all weights again. Here tiles stay large. All of them, each with
+    its steps along K, are laid end to end, and every block takes an equal range of that line:
+    stream-K, as in step 10. Where there are fewer tiles than SMs, the number of blocks is a
+    multiple of theirs, so that the parts of a tile end together. Four blocks, two tiles:
 
-    1. The ring never drains: the producers go on to the next tile while consumers write C.
-    2. Consumers are *staggered*, by two stages: while one ends a tile the others still multiply.
-    3. The *stream-K* scheduler of step 10 shares out the tiles that would leave SMs idle.
-    4. *Programmatic launch*: a block lets the next launch begin (griddepcontrol_launch_dependents)
-       and waits for the one before (griddepcontrol_wait) as late as it can. Weights do not depend
-       on that one, so they have a producer of their own, which does not wait at all.
+                   tile 0                              tile 1
+        steps     |-----------------------------------|-----------------------------------|
+        blocks     0000000000000000 1111111111111111   2222222222222222 3333333333333333
+        C                           added up by the last of 0, 1        by the last of 2, 3
 
-        producers       [tile 0             ][tile 1             ][tile 2
-        warpgroup 0        [multiply 0         ][C][multiply 1         ][C]
-        warpgroup 1           [multiply 0         ][C][multiply 1         ][C]
-        tensor cores       ##########################################################
+    Blocks that share a tile are its *contributors*. Each stores its partial sums and counts itself
+    at the tile's counter; the last to arrive adds up all of them, in the order of K, so the bits
+    are the same in every run. No block waits for another.
+    A block stays on its SM, tile after tile: it is *persistent*. Its producer does not stop between
+    tiles. While the consumers store a tile of C, it fills the ring for the next one. So the ring is
+    not free for the tile of C, which passes through an area of its own, 32 tokens at a time:
 
-    Tiles grow to 256 features, 128 a warpgroup: two *accumulator halves* of 64. They need 25 bytes
-    a cycle from the L2 instead of 41. Tiles of 192, of three warpgroups, fill some N better.
+        producer     [copies of tile 0 ][copies of tile 1 ] wait [copies ...
+        consumers      [multiply tile 0 ][store][multiply tile 1 ][store]
 Why it should help
-    With 128 tokens step 13 has too few tiles of 128 x 128 for 132 SMs, and takes tiles of 32
-    tokens, which unpack every weight four times. Here four blocks share a tile: expect 12.1 us at
-    (128,4096,4096), 1.3x, and 2x at K=14336. Elsewhere less is left: 2 % at (512,4096,4096), one
-    tile an SM, by change 4; 4 % at (4096,4096,4096), where step 13's tensor cores are 87 % busy.
+    With 128 tokens step 13 unpacks every weight four times. Here four blocks share a tile, and each
+    unpacks a quarter of its weights once: expect 12.1 us at (128,4096,4096), 1.3x, and 2x at K =
+    14336, where the partial sums cost the same and the products more.
 What it costs
-    Scratch memory for partial sums. The last bits of C depend on the number of SMs.
+    Scratch memory for two tiles of each block, one in which its range begins and one in which it
+    ends, and their traffic to the L2. With 512 tokens there is a tile for each SM: nothing to gain.
 Machine code
-    As step 13; STSM at the end of a tile of float16, ACQBULK where the launch before is waited for.
+    As step 13, and a fence (MEMBAR) and an atomic (ATOMG) for the counter.
 Prerequisites
-    Steps 13 (ring, producer, consumers) and 10 (kernels.parts.stream_k). The kernel is
-    steps/kernels/prefill/wgmma_float16.py; kernels.prefill.stage_copies has step 13's copies for
-    wider tiles. Taught here: kernels.parts.epilogue.wgmma (shared tiles to C).
+    Steps 13 and 10 (stream-K, partial sums, arrival counter).
 """
 
-from steps.contract import Step
-from steps.kernels.prefill.wgmma_float16 import KERNEL
+from __future__ import annotations
 
-STEP = Step.of(
-    KERNEL,
+from functools import cache
+from math import gcd
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import Format
+from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.halves import half_weights
+from steps.contract import Family, Launch, Shape, Step, ceil_div, multiprocessors, plain_rows
+from steps.instructions import (
+    BOX_K,
+    TensorMap,
+    barrier_sync,
+    bulk_copy,
+    fence,
+    fence_mbarrier_init,
+    floats_to_halves,
+    load_f32,
+    load_f32x4,
+    load_u32x4,
+    mbarrier_arrive,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    prefetch_tensor_map,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    spread,
+    stmatrix_x4_trans,
+    store_f32x4,
+    store_u16,
+    store_u32x4,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_commit,
+    wgmma_f16,
+    wgmma_fence,
+    wgmma_wait,
+    zeros_f32,
+)
+
+BLOCK_M: Final = 128  # tokens of a tile of C, at most: 64 sums a thread
+BLOCK_N: Final = TILE_GROUP * TILE_ROWS  # features: 128, whose weights are one piece of memory
+BLOCK_K: Final = TILE_K  # of a stage: 128
+WARPGROUP: Final = 128  # threads
+CONSUMER_WARPS: Final = 8  # two warpgroups, 64 features each; the producer's comes behind them
+CONSUMERS: Final = 32 * CONSUMER_WARPS  # threads
+THREADS: Final = CONSUMERS + WARPGROUP
+CONSUMER_REGISTERS: Final = 232  # of a thread: 2 x 232 + 40 are the 504 of 3 x 168
+PRODUCER_REGISTERS: Final = 40
+SHARED_BYTES: Final = 227 * 1024  # of a thread block of Hopper, at most
+MOST_STAGES: Final = 8  # with small tiles more would not arrive sooner
+MBARRIER: Final = 8  # bytes
+STAGED: Final = 32  # tokens of the finished tile in shared memory at a time
+
+CHUNK: Final = 16  # bytes that a thread stores at once: 8 float16
+C_ROW: Final = 2 * BLOCK_N  # bytes of a token of the finished tile
+NEXT_16_K: Final = 2  # of a descriptor, which counts chunks
+
+
+@cache
+def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
+    """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
+    weights = half_weights(format_name)
+    tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
+    # Shared memory: the tokens of all stages, as boxes begin at multiples of 1024 bytes; then the
+    # weights of all stages; STAGED tokens of C; the mbarriers, `full` of all stages, then `empty`
+    # of all; and a word for how many contributors arrived before this block
+    box_bytes, w_bytes = 2 * BOX_K * block_m, TILE_GROUP * tile_bytes
+    a_bytes = 2 * box_bytes
+    staged = gcd(block_m, STAGED)
+    stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - staged * C_ROW) // (a_bytes + w_bytes))
+    weights_begin, c_begin = stages * a_bytes, stages * (a_bytes + w_bytes)
+    full, empty = c_begin + staged * C_ROW, c_begin + staged * C_ROW + stages * MBARRIER
+    arrived_before = (empty + stages * MBARRIER) // 4  # its place in int32
+    shared_bytes = empty + stages * MBARRIER + MBARRIER
+    n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
+    tile_sums = BLOCK_N * block_m
+    no_sums = zeros_f32(n_acc)
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    more_registers = setmaxnreg_inc(CONSUMER_REGISTERS)
+    fewer_registers = setmaxnreg_dec(PRODUCER_REGISTERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_stage(stage, parity):
+        if stage == stages - 1:
+            return int32(0), int32(parity ^ 1)
+        return int32(stage + 1), parity
+
+    @cuda.jit(device=True, forceinline=True)
+    def quotient(a, b):
+        """a // b of numbers that are not negative, unsigned: a signed one takes more code."""
+        return int32(uint32(a) // uint32(b))
+
+    @cuda.jit(device=True, forceinline=True)
+    def range_begin(block, items):
+        """Where a block's range of work items begins: where that of the block before ends."""
+        return int32(int64(block) * items // cuda.gridDim.x)
+
+    @cuda.jit(device=True, forceinline=True)
+    def block_of(item, items):
+        """The block whose range has a work item: the last that begins at it or before."""
+        return int32((int64(item + 1) * cuda.gridDim.x - 1) // items)
+
+    @cuda.jit(device=True, forceinline=True)
+    def produce(memory, a, w, item, end, steps, tiles_n):
+        """One thread: the copies of work items `item` to `end`, each a step along K of a tile."""
+        prefetch_tensor_map(a)
+        stage, parity = int32(0), int32(0)
+        while item < end:
+            tile_id = quotient(item, steps)
+            tile_m = quotient(tile_id, tiles_n)
+            m0, tile_n = tile_m * block_m, tile_id - tile_m * tiles_n
+            step, last = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
+            item += last - step
+            while step < last:
+                # --- wait until the stage is empty
+                mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
+
+                # --- issue its copies: two boxes of tokens, and the weights in one piece
+                bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
+                mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
+                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
+                tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), int32(m0), memory, bar)
+                source = int64(tile_n * steps + step) * w_bytes
+                bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, words, descriptor):
+        """acc += 64 K of packed weights times the activations that the descriptor points to."""
+        w0, w1 = fragment(words, 0), fragment(words, 1)
+        w2, w3 = fragment(words, 2), fragment(words, 3)
+        wgmma_fence()
+        acc = wgmma_f16(acc, w0[0], w0[1], w0[2], w0[3], descriptor, 1)
+        acc = wgmma_f16(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w2[0], w2[1], w2[2], w2[3], descriptor + 2 * NEXT_16_K, 1)
+        acc = wgmma_f16(acc, w3[0], w3[1], w3[2], w3[3], descriptor + 3 * NEXT_16_K, 1)
+        wgmma_commit()
+        return acc
+
+    @cuda.jit(device=True, forceinline=True)
+    def consume(memory, warp, lane, count, stage, parity):
+        """A warpgroup -> the sums of its 64 features and all tokens over `count` stages, and the
+        stage and parity behind them. While the tensor cores multiply one half of a stage, the
+        weights of the other half become float16."""
+        acc = no_sums()
+        previous, step = int32(0), int32(0)
+        while True:  # not `for`: a loop that may have no turn makes ptxas wait at every wgmma
+            # --- wait until the stage is full
+            mbarrier_wait(memory, full + MBARRIER * stage, parity)
+            tile = weights_begin + stage * w_bytes + warp * tile_bytes
+            descriptor = swizzled_descriptor(memory, stage * a_bytes)
+            lower, upper = load(memory, tile, lane, 0), load(memory, tile, lane, 1)
+
+            # --- multiply its first half
+            acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
+            acc = multiply(acc, lower, descriptor)
+
+            # --- the last stage has been multiplied: the warp says so
+            acc = wait_for_all_but_one(acc)
+            if lane == 0 and step > 0:
+                mbarrier_arrive(memory, empty + MBARRIER * previous)
+
+            # --- multiply the second half
+            acc = multiply(acc, upper, descriptor + box_bytes // CHUNK)
+            previous = stage
+            stage, parity = next_stage(stage, parity)
+            step = int32(step + 1)
+            if step == count:
+                break
+        acc = wait_for_all(acc)
+        if lane == 0:
+            mbarrier_arrive(memory, empty + MBARRIER * previous)
+        return acc, stage, parity
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_up(x, memory, counters, tile_id, items, steps, partials, arrived, t):
+        """The end of a part of a tile, for all consumers: x, the sums of this block, becomes those
+        of all contributors. Whether this block was the last to arrive; else others will be."""
+        # --- store the partial sums: four of a thread, then four of the next one
+        first = block_of(tile_id * steps, items)
+        others = int32(block_of(tile_id * steps + steps - 1, items) - first)
+        # The first contributor's range may begin in another tile, whose sums have the first slot
+        slot = int32(1 if range_begin(first, items) < tile_id * steps else 0)
+        block = int32(cuda.blockIdx.x)
+        place = int64(2 * block + (slot if block == first else 0)) * tile_sums + 4 * t
+        for r in range(0, n_acc, 4):
+            store_f32x4(partials, place + r * CONSUMERS, x[r], x[r + 1], x[r + 2], x[r + 3])
+
+        # --- count this block: who finds all others there is the last
+        fence()
+        barrier_sync(1, CONSUMERS)
+        if t == 0:
+            counters[arrived_before] = cuda.atomic.add(arrived, tile_id, 1)
+        barrier_sync(1, CONSUMERS)
+        if counters[arrived_before] < others:
+            return False
+        fence()
+        if t == 0:
+            arrived[tile_id] = 0  # for the next launch
+
+        # --- add up, in the order of K
+        for r in range(n_acc):
+            x[r] = 0
+        for i in range(others + 1):
+            place = int64(2 * (first + i) + (slot if i == 0 else 0)) * tile_sums + 4 * t
+            for r in range(0, n_acc, 4):
+                y = load_f32x4(partials, place + r * CONSUMERS)
+                x[r], x[r + 1], x[r + 2], x[r + 3] = (
+                    x[r] + y[0],
+                    x[r + 1] + y[1],
+                    x[r + 2] + y[2],
+                    x[r + 3] + y[3],
+                )
+        return True
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def w4a16_persistent(a_map, w, row_scales, c, steps, tiles, partials, arrived):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
+        a_map of a; steps of 128 K, so many tiles of C. a and c are float16 and begin at multiples
+        of 16 bytes."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        counters = cuda.shared.array(0, int32, alignment=1024)  # the same
+        a = tensor_map_address(a_map)
+        t, steps = int32(cuda.threadIdx.x), int32(steps)
+        # shuffled, so that the compiler knows it is one value for the whole warp
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        tiles_n = quotient(N + (BLOCK_N - 1), BLOCK_N)
+
+        # --- this block's range of work items
+        items, block = int32(tiles * steps), int32(cuda.blockIdx.x)
+        item, end = range_begin(block, items), range_begin(block + 1, items)
+
+        # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
+        if t == 0:
+            for stage in range(stages):
+                mbarrier_init(memory, full + MBARRIER * stage, 1)
+                mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
+            fence_mbarrier_init()
+        cuda.syncthreads()  # the only barrier of all threads
+
+        # --- the producer's warpgroup: one thread works, and nobody needs registers
+        if warp >= CONSUMER_WARPS:
+            fewer_registers()
+            if warp == CONSUMER_WARPS and lane == 0:
+                produce(memory, a, w, item, end, steps, tiles_n)
+            return
+
+        # --- the consumers: tile after tile
+        more_registers()
+        x = cuda.local.array(n_acc, float32)
+        stage, parity = int32(0), int32(0)
+        row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
+        while item < end:
+            tile_id = quotient(item, steps)
+            tile_m = quotient(tile_id, tiles_n)
+            m0, n0 = int32(tile_m * block_m), int32((tile_id - tile_m * tiles_n) * BLOCK_N)
+            count = int32(min(int32(tile_id * steps + steps), end) - item)
+            item = int32(item + count)
+            acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
+            spread(x, acc)
+
+            # --- a part of a tile: unless it is the last, its sums are left to another block
+            if count < steps and not add_up(
+                x, memory, counters, tile_id, items, steps, partials, arrived, t
+            ):
+                continue
+
+            # --- registers -> shared -> global, as in step 12 but some tokens at a time
+            feature = int32(n0 + 16 * warp + (lane >> 2))
+            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+            token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
+            destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
+            source = c_begin + row * C_ROW + (eight ^ (row & 7)) * CHUNK
+            n = int32(n0 + 8 * eight)
+            for first in range(0, block_m, staged):
+                barrier_sync(1, CONSUMERS)  # nobody loads the tokens before any more
+                for j in range(0, staged, 16):
+                    i = (first + j) // 2
+                    stmatrix_x4_trans(
+                        memory,
+                        destination + j * C_ROW,
+                        floats_to_halves(x[i] * scale_g, x[i + 1] * scale_g),
+                        floats_to_halves(x[i + 2] * scale_h, x[i + 3] * scale_h),
+                        floats_to_halves(x[i + 4] * scale_g, x[i + 5] * scale_g),
+                        floats_to_halves(x[i + 6] * scale_h, x[i + 7] * scale_h),
+                    )
+                barrier_sync(1, CONSUMERS)
+                for j in range(0, staged, CONSUMERS // 16):
+                    m = int32(m0 + row + (first + j))
+                    if m < M and n < N:
+                        y = load_u32x4(memory, source + j * C_ROW)
+                        if N % 8 == 0:
+                            store_u32x4(c, int64(m) * N + n, y[0], y[1], y[2], y[3])
+                        else:  # rows of C do not begin at multiples of 16 bytes
+                            for i in range(8):
+                                if n + i < N:
+                                    half = y[i // 2] >> uint32(16 * (i % 2))
+                                    store_u16(c, int64(m) * N + (n + i), half)
+
+    return w4a16_persistent, shared_bytes
+
+
+def tiling(shape: Shape) -> tuple[int, int, int]:
+    """(tokens of a tile, tiles, thread blocks)."""
+    block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # less than 128 where tokens are few
+    tiles, sms = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m), multiprocessors()
+    if tiles >= sms:
+        return block_m, tiles, sms
+    parts = min(sms // tiles, ceil_div(shape.k, BLOCK_K))  # of a tile, all of one size
+    return block_m, tiles, tiles * parts
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Partial sums of two tiles a block, and an arrival counter for each tile."""
+    block_m, tiles, blocks = tiling(shape)
+    return ((2 * blocks * BLOCK_N * block_m,), np.float32), ((tiles,), np.int32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    block_m, tiles, blocks = tiling(shape)
+    run, shared_bytes = kernel(fmt.name, block_m)
+    (a,), steps = activations, ceil_div(shape.k, BLOCK_K)
+    args = (TensorMap(a, (block_m, BOX_K)), *weights, out, steps, tiles, *scratch)
+    return Launch(run, (blocks,), (THREADS,), args, shared_bytes)
+
+
+STEP = Step(
+    number=14,
     name="step14_persistent",
+    title="W4A16 persistent: an equal share for every SM, tile after tile",
     branch="float16",
+    families=("A16",),
     parents={"A16": 13},
     homes=((128, 4096, 4096), (128, 4096, 14336)),  # where whole tiles leave SMs idle
-    contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},
+    unit={"A16": "tensor_fp16"},
+    pack=tiles,
+    activations={"A16": plain_rows},
+    launch=launch,
+    scratch=scratch,
+    inputs=("float16",),
+    outputs=("float16",),
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # others have no wgmma, later ones neither
+    idea=("range_begin", "add_up", "cuda.atomic.add"),
+    contains={"A16": ("HGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "MEMBAR")},
     forbids={"A16": ("IMMA", "HMMA", "LDGSTS", "LDSM")},
 )

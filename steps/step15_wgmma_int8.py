@@ -10,16 +10,23 @@ What is new
         token m    int8 = round(a / token_scale)              by a pass; 128 K a stage are one box
         c[m, n]    row_scales[n] * token_scales[m] * sum over all k of int8 * int8
 
-    One float16 multiply-add takes a code times d / row_scale and adds a magic constant. That rounds
-    to an integer; the low byte is the int8 (kernels.parts.weights.int8 has the picture). Q8_0 and
-    file formats are requantized when they are packed. The rest is step 14's kernel, but for a
-    tile's second accumulator half: it has tokens 128 to 255 of the same features.
+    Two codes at a time, taken as float16, become two int8 by one multiply-add. Beside the magic
+    constant 1280 * 2^-13 a float16 has no bits below 2^-13: the sum is rounded to a multiple of
+    these, and its low byte is the int8 in two's complement. Q8_0 is requantized when it is packed.
+
+                              byte 3     byte 2     byte 1     byte 0
+        word                  [ .. d]    [ .. c]    [ .. b]    [ .. a]
+        word & 0x000F000F     0          c          0          a        float16: code * 2^-24
+        HFMA2                 exponent   int8 c     exponent   int8 a   (1280 + int8) * 2^-13
+        word >> 8, the same   exponent   int8 d     exponent   int8 b
+        PRMT                  int8 d     int8 c     int8 b     int8 a   what wgmma takes
+
+    The rest is step 14's kernel with other operands and integer sums.
 Why it should help
     128 x 128 outputs and 128 K are 512 cycles of the tensor cores. PRMTs wait until the product
     before has read the registers that they write: 90 more. Meanwhile the two warps of a scheduler
     issue 2 x 152 instructions (5 bits: 2 x 183), one in two cycles: 608 cycles (732). So 32 stages
-    at (512,4096,4096), and 2.2 us for the launch and both ends, are 14 us at 1.65 GHz: 1.7x. In
-    tiles of 128 x 256 products of 1024 cycles hide the unpacking: 1.9x at M=4096.
+    at (512,4096,4096), and 2.2 us for the launch and both ends, are 14 us at 1.65 GHz: 1.7x.
 What it costs
     Exactness: on normal data requantizing adds an NMSE of 8.5e-5 to the 7.3e-3 of Q4_0. Int8 tokens
     add as much, or 3.2e-3 where a few channels are 20 times the others. It is used only when asked
@@ -27,18 +34,495 @@ What it costs
 Machine code
     IGMMA between HFMA2, LOP3 and PRMT, with no wait but WARPGROUP.DEPBAR; no I2FP before the end.
 Prerequisites
-    Step 14: its kernel with other operands, steps/kernels/prefill/wgmma_int8.py. Taught here:
-    kernels.parts.weights.int8.
+    Step 14; steps.blocks.halves (step 11: two codes of a word) and steps.blocks.q8_1 (step 2: codes
+    of four values).
 """
 
-from steps.contract import Step
-from steps.kernels.prefill.wgmma_int8 import KERNEL
+from __future__ import annotations
 
-STEP = Step.of(
-    KERNEL,
+from functools import cache
+from math import gcd
+from typing import Any, Final
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint8, uint32
+
+from qformats import FORMATS, Format
+from qformats.repack import BYTE_SCALE, BYTE_ZERO, CENTRE, TILE_GROUP, TILE_K, byte_tiles
+from steps.blocks.halves import BOTH, TWO_TO_MINUS_3, TWO_TO_MINUS_4, half_weights, two_codes
+from steps.blocks.q8_1 import four_codes, size_bits, twice_inverse
+from steps.contract import (
+    Activations,
+    Family,
+    Launch,
+    Machine,
+    Shape,
+    Step,
+    ceil_div,
+    multiprocessors,
+)
+from steps.instructions import (
+    TensorMap,
+    as_float,
+    barrier_sync,
+    bulk_copy,
+    fence,
+    fence_mbarrier_init,
+    floats_to_halves,
+    half_to_float,
+    hfma2,
+    high2half2,
+    hmul2,
+    load_f32,
+    load_u32x4,
+    low2half2,
+    mbarrier_arrive,
+    mbarrier_arrive_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    prefetch_tensor_map,
+    prmt,
+    setmaxnreg_dec,
+    setmaxnreg_inc,
+    shfl,
+    shfl_xor,
+    spread,
+    stmatrix_x4_trans,
+    store_u16,
+    store_u32x2,
+    store_u32x4,
+    swizzled_descriptor,
+    tensor_copy,
+    tensor_map_address,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_s8,
+    wgmma_wait,
+    zeros_i32,
+)
+
+BLOCK_M: Final = 128  # tokens of a tile of C, at most: 64 sums a thread
+BLOCK_N: Final = 128  # features: a group of packed tiles, whose weights are one piece of memory
+BLOCK_K: Final = TILE_K  # of a stage: 128
+WARPGROUP: Final = 128  # threads
+CONSUMER_WARPS: Final = 8  # two warpgroups, 64 features each; the producer's comes behind them
+CONSUMERS: Final = 32 * CONSUMER_WARPS  # threads
+THREADS: Final = CONSUMERS + WARPGROUP
+CONSUMER_REGISTERS: Final = 232  # of a thread: 2 x 232 + 40 are the 504 of 3 x 168
+PRODUCER_REGISTERS: Final = 40
+SHARED_BYTES: Final = 227 * 1024  # of a thread block of Hopper, at most
+MOST_STAGES: Final = 8  # with small tiles more would not arrive sooner
+MBARRIER: Final = 8  # bytes
+STAGED: Final = 32  # tokens of the finished tile in shared memory at a time
+
+CHUNK: Final = 16  # bytes that a thread stores at once: 8 float16
+C_ROW: Final = 2 * BLOCK_N  # bytes of a token of the finished tile
+NEXT_32_K: Final = 2  # of a descriptor, which counts chunks
+ROW_THREADS: Final = 256  # that quantize a token
+EVERY_SECOND_BYTE: Final = 0x6240  # prmt: of two words with two numbers each the low bytes, in turn
+HIGHEST_BITS: Final = 0x80808080  # of the bytes of a word: `byte_tiles` has flipped them in Q8_0
+ZERO_BITS: Final = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * BOTH  # the constant
+# The largest K whose products, of int8 from -128 to 127 and tokens from -127 to 127, an int32
+# holds. A sum of a part of K may wrap, as that of all parts does not.
+MOST_K: Final = (2**31 - 1) // (128 * 127) // 32 * 32
+
+
+# --- the pass: tokens -> int8 ---------------------------------------------------------------------
+@cuda.jit(device=True, forceinline=True)
+def eight_values(x, a, offset):
+    """x = eight neighbours of float16 a[offset], as float32."""
+    words = load_u32x4(a, offset)
+    for i in range(4):
+        x[2 * i], x[2 * i + 1] = half_to_float(words[i]), half_to_float(words[i] >> uint32(16))
+
+
+@cuda.jit
+def quantize_tokens(a, codes, token_scales):
+    """codes int8[M, K] and token_scales float32[M], amax / 127, of float16 a[M, K]: a thread block
+    for each token. A NaN or infinity spoils its token, and no other."""
+    x, largest = cuda.local.array(8, float32), cuda.shared.array(1, int32)
+    t, m, K = int32(cuda.threadIdx.x), int64(cuda.blockIdx.x), int32(a.shape[1])
+
+    # --- the largest |a| of the token, as bits: so a NaN is the largest of all
+    if t == 0:
+        largest[0] = 0
+    most = int32(0)
+    for k in range(8 * t, K, 8 * ROW_THREADS):
+        eight_values(x, a, m * K + k)
+        for i in range(8):
+            most = max(most, size_bits(x[i]))
+    for apart in (1, 2, 4, 8, 16):
+        most = max(most, shfl_xor(most, apart))
+    cuda.syncthreads()
+    if t & 31 == 0:
+        cuda.atomic.max(largest, 0, most)
+    cuda.syncthreads()
+
+    # --- codes, the recipe of Q8_1
+    scale = as_float(uint32(largest[0])) / float32(127)
+    twice = twice_inverse(scale)
+    for k in range(8 * t, K, 8 * ROW_THREADS):
+        eight_values(x, a, m * K + k)
+        low, high = (
+            four_codes((x[0], x[1], x[2], x[3]), twice),
+            four_codes((x[4], x[5], x[6], x[7]), twice),
+        )
+        store_u32x2(codes, m * K + k, low, high)
+    if t == 0:
+        token_scales[m] = scale
+
+
+def int8_tokens(a: Any, machine: Machine) -> Activations:
+    """Int8 [M, K] with a scale for each token, float32 [M]."""
+    codes, scales = machine.empty(a.shape, np.int8), machine.empty(a.shape[:1], np.float32)
+    launch = Launch(quantize_tokens, (a.shape[0],), (ROW_THREADS,), (a, codes, scales))
+    return Activations((codes, scales), (launch,), "tokens")
+
+
+# --- the product ----------------------------------------------------------------------------------
+@cache
+def byte_weights(name: str) -> tuple[int, Any, Any]:
+    """(bytes of a packed tile of `byte_tiles`; load(m, offset, lane, half), its words of 64 K;
+    fragment(words, block), a0 to a3 of block 0 or 1 of these, as `wgmma_s8` takes them)."""
+    bits, has_minimum = FORMATS[name].bits, name in ("q4_1", "q5_1")
+    weights = half_weights(name)
+    codes = two_codes(bits, 0)
+    high_nibbles = TWO_TO_MINUS_3 if bits == 5 else TWO_TO_MINUS_4
+    minus_centre = 0x8000 * BOTH | CENTRE.get(name, 0) * BOTH  # float16, such as -8 * 2^-24
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_row(words, row):
+        """(d' for low nibbles, d' for high ones, m'), of both blocks in the halves of a word."""
+        d = words[bits + row]
+        if has_minimum:
+            return d, hmul2(d, high_nibbles), words[bits + 2 + row]
+        return d, hmul2(d, high_nibbles), hfma2(d, minus_centre, ZERO_BITS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def four(words, block, row, high, scale, offset):
+        """Four neighbours along K, of low nibbles or of high ones: a register of int8."""
+        d = high2half2(scale) if block else low2half2(scale)
+        m = high2half2(offset) if block else low2half2(offset)
+        even = hfma2(codes(words, 2 * block + high, row, 0), d, m)
+        odd = hfma2(codes(words, 2 * block + high, row, 1), d, m)
+        return prmt(even, odd, EVERY_SECOND_BYTE)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragment(words, block):
+        low_g, high_g, offset_g = of_row(words, 0)
+        low_h, high_h, offset_h = of_row(words, 1)
+        return (
+            four(words, block, 0, 0, low_g, offset_g),
+            four(words, block, 1, 0, low_h, offset_h),
+            four(words, block, 0, 1, high_g, offset_g),
+            four(words, block, 1, 1, high_h, offset_h),
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_8(m, offset, lane, half):
+        first = offset + half * 1024 + lane * 16
+        return load_u32x4(m, first) + load_u32x4(m, first + 512)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fragment_8(words, block):
+        # flipped back here and not on the host: so an instruction writes the registers of the
+        # operands. A load would have to wait until the product before has read them
+        i, flip = 4 * block, uint32(HIGHEST_BITS)
+        return words[i] ^ flip, words[i + 1] ^ flip, words[i + 2] ^ flip, words[i + 3] ^ flip
+
+    if bits == 8:
+        return 16 * TILE_K, load_8, fragment_8
+    return weights.tile_bytes, weights.load, fragment
+
+
+@cache
+def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
+    """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
+    tile_bytes, load, fragment = byte_weights(format_name)
+    # Shared memory: the tokens of all stages, as a box begins at a multiple of 1024 bytes; then the
+    # weights of all stages; STAGED tokens of C; the mbarriers, `full` of all stages, then `empty`
+    # of all; and a word for how many contributors arrived before this block
+    a_bytes, w_bytes = BLOCK_K * block_m, TILE_GROUP * tile_bytes
+    staged = gcd(block_m, STAGED)
+    stages = min(MOST_STAGES, (SHARED_BYTES - 1024 - staged * C_ROW) // (a_bytes + w_bytes))
+    weights_begin, c_begin = stages * a_bytes, stages * (a_bytes + w_bytes)
+    full, empty = c_begin + staged * C_ROW, c_begin + staged * C_ROW + stages * MBARRIER
+    arrived_before = (empty + stages * MBARRIER) // 4  # its place in int32
+    shared_bytes = empty + stages * MBARRIER + MBARRIER
+    n_acc = block_m // 2  # of a thread: 64 features x block_m tokens by 128 threads
+    tile_sums = BLOCK_N * block_m
+    no_sums = zeros_i32(n_acc)
+    wait_for_all, wait_for_all_but_one = wgmma_wait(0), wgmma_wait(1)
+    more_registers = setmaxnreg_inc(CONSUMER_REGISTERS)
+    fewer_registers = setmaxnreg_dec(PRODUCER_REGISTERS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_stage(stage, parity):
+        if stage == stages - 1:
+            return int32(0), int32(parity ^ 1)
+        return int32(stage + 1), parity
+
+    @cuda.jit(device=True, forceinline=True)
+    def quotient(a, b):
+        """a // b of numbers that are not negative, unsigned: a signed one takes more code."""
+        return int32(uint32(a) // uint32(b))
+
+    @cuda.jit(device=True, forceinline=True)
+    def range_begin(block, items):
+        """Where a block's range of work items begins: where that of the block before ends."""
+        return int32(int64(block) * items // cuda.gridDim.x)
+
+    @cuda.jit(device=True, forceinline=True)
+    def block_of(item, items):
+        """The block whose range has a work item: the last that begins at it or before."""
+        return int32((int64(item + 1) * cuda.gridDim.x - 1) // items)
+
+    @cuda.jit(device=True, forceinline=True)
+    def produce(memory, a, w, item, end, steps, tiles_n):
+        """One thread: the copies of work items `item` to `end`, each a step along K of a tile."""
+        prefetch_tensor_map(a)
+        stage, parity = int32(0), int32(0)
+        while item < end:
+            tile_id = quotient(item, steps)
+            tile_m = quotient(tile_id, tiles_n)
+            m0, tile_n = tile_m * block_m, tile_id - tile_m * tiles_n
+            step, last = item - tile_id * steps, min(steps, item - tile_id * steps + end - item)
+            item += last - step
+            while step < last:
+                # --- wait until the stage is empty
+                mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
+
+                # --- issue its copies: a box of tokens, and the weights in one piece
+                bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
+                mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
+                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
+                source = int64(tile_n * steps + step) * w_bytes
+                bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+                stage, parity = next_stage(stage, parity)
+                step = int32(step + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, words, descriptor):
+        """acc += 64 K of packed weights times the activations that the descriptor points to."""
+        w0, w1 = fragment(words, 0), fragment(words, 1)
+        wgmma_fence()
+        acc = wgmma_s8(acc, w0[0], w0[1], w0[2], w0[3], descriptor, 1)
+        acc = wgmma_s8(acc, w1[0], w1[1], w1[2], w1[3], descriptor + NEXT_32_K, 1)
+        wgmma_commit()
+        return acc
+
+    @cuda.jit(device=True, forceinline=True)
+    def consume(memory, warp, lane, count, stage, parity):
+        """A warpgroup -> the sums of its 64 features and all tokens over `count` stages, and the
+        stage and parity behind them. While the tensor cores multiply one half of a stage, the
+        weights of the other half become int8."""
+        acc = no_sums()
+        previous, step = int32(0), int32(0)
+        while True:  # not `for`: a loop that may have no turn makes ptxas wait at every wgmma
+            # --- wait until the stage is full
+            mbarrier_wait(memory, full + MBARRIER * stage, parity)
+            tile = weights_begin + stage * w_bytes + warp * tile_bytes
+            descriptor = swizzled_descriptor(memory, stage * a_bytes)
+            lower, upper = load(memory, tile, lane, 0), load(memory, tile, lane, 1)
+
+            # --- multiply its first half
+            acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
+            acc = multiply(acc, lower, descriptor)
+
+            # --- the last stage has been multiplied: the warp says so
+            acc = wait_for_all_but_one(acc)
+            if lane == 0 and step > 0:
+                mbarrier_arrive(memory, empty + MBARRIER * previous)
+
+            # --- multiply the second half
+            acc = multiply(acc, upper, descriptor + 2 * NEXT_32_K)
+            previous = stage
+            stage, parity = next_stage(stage, parity)
+            step = int32(step + 1)
+            if step == count:
+                break
+        acc = wait_for_all(acc)
+        if lane == 0:
+            mbarrier_arrive(memory, empty + MBARRIER * previous)
+        return acc, stage, parity
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_up(x, memory, counters, tile_id, items, steps, partials, arrived, t):
+        """The end of a part of a tile, for all consumers: x, the sums of this block, becomes those
+        of all contributors. Whether this block was the last to arrive; else others will be."""
+        # --- store the partial sums: four of a thread, then four of the next one
+        first = block_of(tile_id * steps, items)
+        others = int32(block_of(tile_id * steps + steps - 1, items) - first)
+        # The first contributor's range may begin in another tile, whose sums have the first slot
+        slot = int32(1 if range_begin(first, items) < tile_id * steps else 0)
+        block = int32(cuda.blockIdx.x)
+        place = int64(2 * block + (slot if block == first else 0)) * tile_sums + 4 * t
+        for r in range(0, n_acc, 4):
+            store_u32x4(partials, place + r * CONSUMERS, x[r], x[r + 1], x[r + 2], x[r + 3])
+
+        # --- count this block: who finds all others there is the last
+        fence()
+        barrier_sync(1, CONSUMERS)
+        if t == 0:
+            counters[arrived_before] = cuda.atomic.add(arrived, tile_id, 1)
+        barrier_sync(1, CONSUMERS)
+        if counters[arrived_before] < others:
+            return False
+        fence()
+        if t == 0:
+            arrived[tile_id] = 0  # for the next launch
+
+        # --- add up, in the order of K
+        for r in range(n_acc):
+            x[r] = 0
+        for i in range(others + 1):
+            place = int64(2 * (first + i) + (slot if i == 0 else 0)) * tile_sums + 4 * t
+            for r in range(0, n_acc, 4):
+                y = load_u32x4(partials, place + r * CONSUMERS)
+                for j in range(4):
+                    x[r + j] += int32(y[j])
+        return True
+
+    @cuda.jit(launch_bounds=(THREADS, 1))
+    def w4a8_wgmma(a_map, token_scales, w, row_scales, c, steps, tiles, partials, arrived):
+        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of
+        qformats.repack.byte_tiles, a_map of int8 a, token_scales float32[M]; steps of 128 K, so
+        many tiles of C. c is float16 and begins at a multiple of 16 bytes."""
+        memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
+        counters = cuda.shared.array(0, int32, alignment=1024)  # the same
+        a = tensor_map_address(a_map)
+        t, steps = int32(cuda.threadIdx.x), int32(steps)
+        # shuffled, so that the compiler knows it is one value for the whole warp
+        warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
+        M, N = int32(c.shape[0]), int32(c.shape[1])
+        tiles_n = quotient(N + (BLOCK_N - 1), BLOCK_N)
+
+        # --- this block's range of work items
+        items, block = int32(tiles * steps), int32(cuda.blockIdx.x)
+        item, end = range_begin(block, items), range_begin(block + 1, items)
+
+        # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
+        if t == 0:
+            for stage in range(stages):
+                mbarrier_init(memory, full + MBARRIER * stage, 1)
+                mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
+            fence_mbarrier_init()
+        cuda.syncthreads()  # the only barrier of all threads
+
+        # --- the producer's warpgroup: one thread works, and nobody needs registers
+        if warp >= CONSUMER_WARPS:
+            fewer_registers()
+            if warp == CONSUMER_WARPS and lane == 0:
+                produce(memory, a, w, item, end, steps, tiles_n)
+            return
+
+        # --- the consumers: tile after tile
+        more_registers()
+        x, y = cuda.local.array(n_acc, int32), cuda.local.array(8, float32)
+        stage, parity = int32(0), int32(0)
+        row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
+        while item < end:
+            tile_id = quotient(item, steps)
+            tile_m = quotient(tile_id, tiles_n)
+            m0, n0 = int32(tile_m * block_m), int32((tile_id - tile_m * tiles_n) * BLOCK_N)
+            count = int32(min(int32(tile_id * steps + steps), end) - item)
+            item = int32(item + count)
+            acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
+            spread(x, acc)
+
+            # --- a part of a tile: unless it is the last, its sums are left to another block
+            if count < steps and not add_up(
+                x, memory, counters, tile_id, items, steps, partials, arrived, t
+            ):
+                continue
+
+            # --- registers -> shared -> global, as in step 12 but some tokens at a time
+            feature = int32(n0 + 16 * warp + (lane >> 2))
+            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+            token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
+            destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
+            source = c_begin + row * C_ROW + (eight ^ (row & 7)) * CHUNK
+            n = int32(n0 + 8 * eight)
+            for first in range(0, block_m, staged):
+                barrier_sync(1, CONSUMERS)  # nobody loads the tokens before any more
+                for j in range(0, staged, 16):
+                    # a lane's sums: of tokens m, m + 1, m + 8 and m + 9, of two features each
+                    m, i = int32(m0 + 2 * (lane & 3) + (first + j)), (first + j) // 2
+                    for r in range(8):
+                        scale = token_scales[min(int32(m + (r // 4 * 8 + r % 2)), int32(M - 1))]
+                        row_scale = scale_h if r // 2 % 2 else scale_g
+                        y[r] = float32(x[i + r]) * row_scale * scale
+                    stmatrix_x4_trans(
+                        memory,
+                        destination + j * C_ROW,
+                        floats_to_halves(y[0], y[1]),
+                        floats_to_halves(y[2], y[3]),
+                        floats_to_halves(y[4], y[5]),
+                        floats_to_halves(y[6], y[7]),
+                    )
+                barrier_sync(1, CONSUMERS)
+                for j in range(0, staged, CONSUMERS // 16):
+                    m = int32(m0 + row + (first + j))
+                    if m < M and n < N:
+                        words = load_u32x4(memory, source + j * C_ROW)
+                        if N % 8 == 0:
+                            store_u32x4(c, int64(m) * N + n, words[0], words[1], words[2], words[3])
+                        else:  # rows of C do not begin at multiples of 16 bytes
+                            for i in range(8):
+                                if n + i < N:
+                                    half = words[i // 2] >> uint32(16 * (i % 2))
+                                    store_u16(c, int64(m) * N + (n + i), half)
+
+    return w4a8_wgmma, shared_bytes
+
+
+def tiling(shape: Shape) -> tuple[int, int, int]:
+    """(tokens of a tile, tiles, thread blocks)."""
+    block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # less than 128 where tokens are few
+    tiles, sms = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m), multiprocessors()
+    if tiles >= sms:
+        return block_m, tiles, sms
+    parts = min(sms // tiles, ceil_div(shape.k, BLOCK_K))  # of a tile, all of one size
+    return block_m, tiles, tiles * parts
+
+
+def scratch(fmt: Format, family: Family, shape: Shape) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """Partial sums of two tiles a block, and an arrival counter for each tile."""
+    block_m, tiles, blocks = tiling(shape)
+    return ((2 * blocks * BLOCK_N * block_m,), np.int32), ((tiles,), np.int32)
+
+
+def launch(
+    fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any,
+    scratch: tuple,
+) -> Launch:  # fmt: skip
+    block_m, tiles, blocks = tiling(shape)
+    run, shared_bytes = kernel(fmt.name, block_m)
+    (a, token_scales), steps = activations, ceil_div(shape.k, BLOCK_K)
+    operands = TensorMap(a, (block_m, BLOCK_K)), token_scales, *weights, out
+    args = (*operands, steps, tiles, *scratch)
+    return Launch(run, (blocks,), (THREADS,), args, shared_bytes)
+
+
+STEP = Step(
+    number=15,
     name="step15_wgmma_int8",
+    title="W4A8 with wgmma: one scale a row, one a token, one integer sum",
     branch="float16",
+    families=("A8",),
     parents={"A8": 14},
-    contains={"A8": ("IGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG", "ACQBULK")},
+    unit={"A8": "tensor_int8"},
+    pack=byte_tiles,
+    activations={"A8": int8_tokens},
+    launch=launch,
+    scratch=scratch,
+    inputs=("float16",),
+    outputs=("float16",),
+    accuracy="fast",
+    most_k=MOST_K,
+    min_cc=(9, 0),
+    max_cc=(9, 0),  # later ones have no wgmma
+    idea=("wgmma_s8", "hfma2", "prmt"),
+    contains={"A8": ("IGMMA", "UTMALDG", "UBLKCP", "SYNCS", "USETMAXREG")},
     forbids={"A8": ("IMMA", "HMMA", "HGMMA", "LDGSTS", "LDSM")},
 )

@@ -55,7 +55,7 @@ from steps.contract import (
 from steps.kernels.parts.activations.layouts import GATED, Reading, inputs, reading_of
 from steps.product import tuning_table as tuning
 from steps.product.operands import one_of, require_grid
-from steps.registry import find, kernels, lessons
+from steps.registry import kernel_of, kernels, ladder
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,13 +305,6 @@ def _invariant(request: Request, cc: tuple[int, int] | None) -> Choice | None:
 # --- what a kernel can do -------------------------------------------------------------------------
 
 
-def kernel_of(step: int) -> Kernel:
-    """The kernel that a step teaches: an engineered one, else the lesson's own. ValueError for a
-    number that no step has."""
-    lesson = find(step)
-    return next((one for one in kernels() if one.number == step), lesson)
-
-
 def known_family(name: str) -> Family:
     """ValueError for a name that is no family."""
     if name == "A16":
@@ -358,7 +351,7 @@ def supporting(request: Request, cc: tuple[int, int] | None) -> list[Kernel]:
     """The kernels that can do what is asked, lowest number first: the engineered ones that can,
     else the lessons that can. ValueError where no lesson can either."""
     lowest, why = ACCURACIES.index(known_accuracy(request.accuracy)), ""
-    for pool in (kernels, lessons):
+    for pool in (kernels, ladder):
         among = [
             one for one in pool() if request.layouts is None or one.pack.__name__ in request.layouts
         ]

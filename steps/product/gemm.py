@@ -45,7 +45,6 @@ from steps.product.choice import (
     Choice,
     Request,
     choose,
-    kernel_of,
     packing_kernel,
     step_numbers,
     supporting,
@@ -69,6 +68,7 @@ from steps.product.operands import (
     weight_format,
 )
 from steps.product.prepared import Kept, prepare
+from steps.registry import kernel_of
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
