@@ -1,4 +1,5 @@
-"""Every step, every format, ragged shapes, several lane orders, in the simulator."""
+"""Every lesson and every engineered kernel, every format, ragged shapes, several lane orders, in the
+simulator."""
 
 from __future__ import annotations
 
@@ -10,41 +11,43 @@ from typing import Any
 import numpy as np
 import pytest
 
-import steps
 from qformats import FORMATS
 from reference import CHECK_SHAPES, GOLDEN, Q81, Problem, Tokens, check, same_operands_a8
 from steps.checks.cases import Case, cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
-from steps.contract import Family, Size, Step, Work
+from steps.contract import Family, Kernel, Size, Step, Work
 from steps.driver.machines import Simulator
 from steps.kernels.decode import tiles as decode_tiles
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.kernels.prefill import mma_tiles
+from steps.registry import find, kernel_of
 from tests.kernels.passes import RemembersPasses
 from tests.steps.test_bytes import product
-from tests.steps.works import WORKS, by_turn, in_turn, input_of
+from tests.steps.works import WITH_LESSONS, WORKS, by_turn, in_turn, input_of, label_of
 
 DESCENDING = -1
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=3))
-def test_right_on_check_shapes(step: Step, family: Family, name: str) -> None:
-    """A third of the shapes in each format, all of them in the three that `make test` runs.
-    Distributions, seeds and lane orders go round too."""
+def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
+    """A third of the shapes in each format, all of them in the three that `make test` runs; of a
+    kernel whose lesson has one of the three, half of them. Distributions, seeds and lane orders go
+    round too."""
     turn = next(i for i in range(5) if name == in_turn(step.number + 2 * i))
+    parts = 3 if isinstance(step, Step) else 2
 
     def some(name: str) -> tuple[Case, ...]:
         golden, *others = cases(name, simulated=True)
-        return (golden, *others[turn % 3 :: 3])
+        return (golden, *others[turn % parts :: parts])
 
     outcomes = check_works([Work(step, family, name)], some, RemembersPasses)
-    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES) // 3
+    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES) // parts
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=1))
-def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, name: str) -> None:
+def test_integer_problem_is_exact_in_any_lane_order(step: Kernel, family: Family, name: str) -> None:
     """A missing barrier would show in at least one of these orders; the check shapes are in others
     besides."""
     problem = Problem(3, 35, 96, name, "integer", seed=7, input=input_of(step, family))
@@ -58,7 +61,7 @@ def test_integer_problem_is_exact_in_any_lane_order(step: Step, family: Family, 
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=5))
-def test_golden_case(step: Step, family: Family, name: str) -> None:
+def test_golden_case(step: Kernel, family: Family, name: str) -> None:
     """1 x 1 x 32 by hand: 141 in Q4_0."""
     golden = GOLDEN[name]
     machine = Simulator()
@@ -75,7 +78,7 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=5))
-def test_sums_of_the_largest_codes(step: Step, family: Family, name: str) -> None:
+def test_sums_of_the_largest_codes(step: Kernel, family: Family, name: str) -> None:
     """Of either sign, all of them in one block: no sum of products runs over."""
     a = np.repeat(np.array([[63.5], [-63.5]], input_of(step, family)), 32, axis=1)
     blocks = np.zeros((2, 1), FORMATS[name].dtype)
@@ -93,26 +96,26 @@ def test_sums_of_the_largest_codes(step: Step, family: Family, name: str) -> Non
     np.testing.assert_array_equal(c, right.astype(c.dtype))
 
 
-# One more row and column than the tile of each step that has a large one. Others have such shapes
-# in `SHARED_WORK`.
+# One more row and column than the tile of each that has a large one. Others have such shapes in
+# `SHARED_WORK`.
 EDGES = (
-    (5, (129, 65, 32)),
-    (6, (129, 65, 32)),
-    (7, (65, 129, 32)),
-    (8, (65, 129, 32)),
-    (11, (65, 131, 32)),
-    (13, (17, 131, 32)),
+    (find(5), (129, 65, 32)),
+    (find(6), (129, 65, 32)),
+    (find(7), (65, 129, 32)),
+    (find(8), (65, 129, 32)),
+    (find(11), (65, 131, 32)),
+    (kernel_of(11), (65, 131, 32)),
+    (kernel_of(13), (17, 131, 32)),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "shape"), EDGES)
-def test_a_tile_edge_in_both_directions(number: int, shape: Size) -> None:
+@pytest.mark.parametrize(("step", "shape"), EDGES, ids=lambda one: getattr(one, "name", None))
+def test_a_tile_edge_in_both_directions(step: Kernel, shape: Size) -> None:
     """The edges of a tile are the same in all formats."""
-    family = steps.find(number).families[-1]
-    source = input_of(steps.find(number), family)
-    problem = Problem(*shape, in_turn(number), "integer", seed=1, input=source)
-    assert verify(steps.find(number), family, problem, RemembersPasses(5)).ok
+    family, name = step.families[-1], in_turn(step.number)
+    problem = Problem(*shape, name, "integer", seed=1, input=input_of(step, family))
+    assert verify(step, family, problem, RemembersPasses(5)).ok
 
 
 # (shape, distribution, dtypes of A and C). A row of C is no multiple of four, or whole; K goes
@@ -145,7 +148,7 @@ def calls() -> Iterator[pytest.param]:
     ("step", "family", "name", "shape", "distribution", "source", "output"), list(calls())
 )
 def test_dtypes_of_a_and_c(
-    step: Step, family: Family, name: str, shape: Size, distribution: str, source: Any, output: str
+    step: Kernel, family: Family, name: str, shape: Size, distribution: str, source: Any, output: str
 ) -> None:
     """Right, and within the guard bands; with no pass where A of 16 bits is not quantized."""
     problem = Problem(*shape, name, distribution, input=source)
@@ -160,10 +163,10 @@ LAST_FAMILIES = [work for work in WORKS if work.values[1] == work.values[0].fami
 
 @pytest.mark.parametrize(
     ("step", "family", "name"),
-    by_turn([work for work in LAST_FAMILIES if work.values[0].outputs[1:]], formats=1),
+    by_turn([work for work in LAST_FAMILIES if "float16" in work.values[0].outputs], formats=1),
 )
 def test_what_is_no_number_spoils_its_own_row_and_column_only(
-    step: Step, family: Family, name: str
+    step: Kernel, family: Family, name: str
 ) -> None:
     """NaN and Inf among the activations (`gemm` does not look for them on a GPU) and in scales
     (which it refuses)."""
@@ -184,8 +187,9 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(
     np.testing.assert_array_equal(c[~spoiled], right[~spoiled])
 
 
-# --- steps that share out work by the number of SMs -----------------------------------------------
-# On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is.
+# --- kernels that share out work by the number of SMs ---------------------------------------------
+# On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is. A
+# number is that of an engineered kernel, or of a lesson without one.
 # Step 10: work ranges that end within tiles. Steps 17 and 18: rings used again and again, for
 # several pairs of row tiles; warps along N; tiles of A in the slots, with K that ends in a tile;
 # groups of tokens (tests.kernels.test_decode has more). Step 11: split-K, and tiles of many
@@ -235,33 +239,53 @@ SHARED_WORK = (
     (18, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
     (18, 3, (35, 20, 288), {}),
 )
+# Of lessons that have a kernel of their own: smaller tiles where SMs idle; a tile shared by several
+# blocks; ranges that end within tiles.
+SHARED_WORK_OF_LESSONS = (
+    (13, 3, (70, 140, 672), {}),
+    (14, 3, (40, 20, 544), {}),
+    (14, 4, (70, 130, 416), {}),
+    (14, 2, (19, 600, 160), {}),
+    (15, 3, (40, 20, 544), {}),
+    (15, 4, (70, 130, 416), {}),
+    (15, 2, (19, 600, 160), {}),
+)
 
 
 def _size(work: tuple[Any, ...]) -> int:
     return math.prod(work[2])
 
 
+def all_shared_work() -> Iterator[tuple[Kernel, int, Size, dict[str, Any]]]:
+    for number, *work in SHARED_WORK:
+        yield kernel_of(number), *work
+    for number, *work in SHARED_WORK_OF_LESSONS:
+        if number in WITH_LESSONS:
+            yield find(number), *work
+
+
 def shared_work() -> Iterator[pytest.param]:
     """Each in one format in two orders of lanes, and in another format in one, with C in float16
     where the step writes it: who waits for whom is the same in all formats. `make test` runs one
     order, and two of the smallest product of each step; with QUICK=1 one of that alone."""
-    by_size = sorted(SHARED_WORK, key=_size, reverse=True)
-    smallest = {number: shape for number, _, shape, _ in by_size}
-    for i, (number, sms, shape, constants) in enumerate(SHARED_WORK):
+    works = list(all_shared_work())
+    by_size = sorted(works, key=_size, reverse=True)
+    smallest = {label_of(kernel): shape for kernel, _, shape, _ in by_size}
+    for i, (kernel, sms, shape, constants) in enumerate(works):
         for name, orders in ((in_turn(i), (DESCENDING, 5)), (in_turn(i + 2), (5,))):
-            label = f"step{number:02d}-{i}-{name}"
-            small, alone = shape == smallest[number], len(orders) == 1
+            label = f"{label_of(kernel)}-{i}-{name}"
+            small, alone = shape == smallest[label_of(kernel)], len(orders) == 1
             marks = (pytest.mark.slow if small or alone else pytest.mark.every,)
             if small and alone:
                 marks = ()
-            yield pytest.param(number, sms, shape, constants, name, orders, id=label, marks=marks)
+            yield pytest.param(kernel, sms, shape, constants, name, orders, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("number", "sms", "shape", "constants", "name", "orders"), list(shared_work())
+    ("step", "sms", "shape", "constants", "name", "orders"), list(shared_work())
 )
 def test_work_shared_by_few_sms(
-    number: int,
+    step: Kernel,
     sms: int,
     shape: Size,
     constants: dict[str, Any],
@@ -271,16 +295,16 @@ def test_work_shared_by_few_sms(
 ) -> None:
     """Right, the same bits in any order, launched again with the same scratch memory too: partial
     sums of before would hide one that is read too early, so none is a number."""
-    step, family = steps.find(number), steps.find(number).families[-1]
-    module = HEURISTICS_IN.get(number, sys.modules[step.launch.__module__])
+    family, own = step.families[-1], sys.modules[step.launch.__module__]
+    module = own if isinstance(step, Step) else HEURISTICS_IN.get(step.number, own)
     monkeypatch.setattr(module, "multiprocessors", lambda: sms, raising=False)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
     problem = Problem(*shape, name, input=input_of(step, family))
     machine = RemembersPasses(orders[0])
-    dtype = np.float16 if step.outputs[1:] and orders == (5,) else step.outputs[0]
+    dtype = "float16" if "float16" in step.outputs and orders == (5,) else step.outputs[0]
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine, dtype=dtype)
-    assert number != 11 or constants or prepared.launch.grid[2] > 1, "K is split"
+    assert step is not kernel_of(11) or constants or prepared.launch.grid[2] > 1, "K is split"
     first = multiply(prepared, machine).copy()  # of memory full of NaN
     used = operands(prepared, machine)
     assert check(first, problem, family, used).ok
@@ -292,5 +316,5 @@ def test_work_shared_by_few_sms(
         Simulator(order).run(prepared.launch)
         np.testing.assert_array_equal(machine.host(prepared.out), first)
     assert not arrived.any(), "the next launch counts on"
-    if number == 15:  # integer sums are the same however work is cut
+    if step.number == 15:  # integer sums are the same however work is cut
         np.testing.assert_array_equal(first, product(used, problem.blocks).astype(dtype))

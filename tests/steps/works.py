@@ -1,28 +1,40 @@
-"""The works that tests go through: every step in its families and the formats that all steps have,
-with readable ids. The formats that only files hold are in test_files_in_kernels."""
+"""The works that tests go through: every lesson and every engineered kernel, in its families and
+the formats that all have, with readable ids. The formats that only files hold are in
+test_files_in_kernels."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Final
 
 import pytest
 
 from qformats import WEIGHT_FORMATS
-from steps import ladder
-from steps.contract import Family, Step
+from steps.contract import Family, Kernel, Step
 from steps.kernels.parts.activations.layouts import reading_of
+from steps.registry import find, kernels, ladder
 
-# (step, family, format)
+ENGINEERED: Final = tuple(one for one in kernels() if one.launch is not find(one.number).launch)
+"""The kernels whose lesson has a kernel of its own."""
+WITH_LESSONS: Final = frozenset(one.number for one in ENGINEERED)
+
+
+def label_of(kernel: Kernel) -> str:
+    """ "step14" of a lesson, "kernel14" of the engineered kernel that it teaches."""
+    return f"{'step' if isinstance(kernel, Step) else 'kernel'}{kernel.number:02d}"
+
+
+# (lesson or kernel, family, format)
 WORKS = [
-    pytest.param(step, family, name, id=f"step{step.number:02d}-{family}-{name}")
-    for step in ladder()
-    for family, name in itertools.product(step.families, WEIGHT_FORMATS)
+    pytest.param(kernel, family, name, id=f"{label_of(kernel)}-{family}-{name}")
+    for kernel in (*ladder(), *ENGINEERED)
+    for family, name in itertools.product(kernel.families, WEIGHT_FORMATS)
 ]
 
 
-def input_of(step: Step, family: Family) -> str:
-    """The dtype of A in problems of a step: float32, where it reads that."""
-    return reading_of(step, "float32", family).source
+def input_of(kernel: Kernel, family: Family) -> str:
+    """The dtype of A in problems of a kernel: float32, where it reads that."""
+    return reading_of(kernel, "float32", family).source
 
 
 def in_turn(number: int) -> str:
@@ -39,10 +51,24 @@ def marks_by_turn(number: int, name: str, formats: int = 2) -> tuple[pytest.Mark
     return (pytest.mark.slow if name in others else pytest.mark.every,)
 
 
+def marks_of(
+    kernel: Kernel, name: str, shift: int = 0, formats: int = 2
+) -> tuple[pytest.MarkDecorator, ...]:
+    """The same, where a lesson and the kernel that it teaches share the formats: the lesson has the
+    first, its kernel the others, and one at least."""
+    number = kernel.number + shift
+    if number - shift not in WITH_LESSONS:
+        return marks_by_turn(number, name, formats)
+    if isinstance(kernel, Step):
+        return marks_by_turn(number, name, 1)
+    first = name == in_turn(number)
+    return (pytest.mark.every,) if first else marks_by_turn(number, name, max(formats, 2))
+
+
 def by_turn(works: list[pytest.param], shift: int = 0, formats: int = 2) -> list[pytest.param]:
     """The same works, marked so."""
     return [
-        pytest.param(*work.values, id=work.id, marks=marks_by_turn(number, work.values[2], formats))
+        pytest.param(*work.values, id=work.id, marks=marks_of(kernel, name, shift, formats))
         for work in works
-        for number in [work.values[0].number + shift]
+        for kernel, _, name in [work.values]
     ]
