@@ -304,9 +304,10 @@ def scheme(format_name: str, family: Family) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step in one activation family on one weight format."""
+    """One step, or the engineered kernel that it teaches, in one activation family on one weight
+    format."""
 
-    step: Step
+    step: Kernel
     family: Family
     format: str
 

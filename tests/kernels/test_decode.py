@@ -1,4 +1,4 @@
-"""Steps 17 and 18 in parts: codes as numbers, the work of warps, and A on its way to them."""
+"""The decode kernels in parts: codes as numbers, the work of warps, and A on its way to them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from reference import Problem
 from reference.bfloat16 import bfloat16_values
 from steps.checks.verify import prepare, verify
 from steps.compile.compiler import machine_code, signature_of
-from steps.contract import Family, Shape, Step, Work
+from steps.contract import Family, Kernel, Shape, Work
 from steps.instructions import store_u32
 from steps.kernels.decode import tiles as heuristics
 from steps.kernels.decode.tiles import fused, tile_configuration
 from steps.kernels.parts.weights.offset_numbers import offset_numbers
 from steps.kernels.parts.weights.storage_formats import tile_format
 from steps.product.choice import Choice
+from steps.registry import kernel_of
 from steps.simulator.launch import simulate
 from tests.kernels.passes import RemembersPasses
 
@@ -97,7 +98,7 @@ def test_numbers_less_their_offsets_are_the_levels(name: str, kind: str) -> None
 @pytest.mark.parametrize(("number", "tokens"), [(17, 1), (18, 3), (18, 9)])
 def test_float16_products_have_minima_of_16_too(number: int, tokens: int) -> None:
     """Q2_K, which Q8_1 cannot multiply, and so no family of a step has."""
-    step = steps.find(number)
+    step = kernel_of(number)
     for distribution in ("integer", "normal"):
         problem = Problem(tokens, 20, 256, "q2_k", distribution, input="float16")
         found = verify(step, "A16", problem, RemembersPasses(1))
@@ -107,7 +108,7 @@ def test_float16_products_have_minima_of_16_too(number: int, tokens: int) -> Non
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
     """They are up to 2000 times as large as a code. A that is far from 0 is the worst case."""
-    step = steps.find(17)
+    step = kernel_of(17)
 
     class FromTen(Problem):
         @property
@@ -180,13 +181,13 @@ def test_every_way_of_a_and_of_the_sums(
     how = found.variant
     assert (how.place, how.warps_n, -(-found.row_tiles // (2 * warps_n))) == (place, warps_n, pairs)
     problem = Problem(*shape, name, "integer", seed=number)
-    checked = verify(steps.find(number), family, problem, RemembersPasses(5 if sms == 1 else -1))
+    checked = verify(kernel_of(number), family, problem, RemembersPasses(5 if sms == 1 else -1))
     assert checked.ok, checked.verdict
 
 
 def test_a16_reads_a_as_it_is_and_a8_makes_q8_1_of_few_tokens() -> None:
     for number, m in itertools.product((17, 18), (1, 4, 5)):
-        step, machine = steps.find(number), RemembersPasses()
+        step, machine = kernel_of(number), RemembersPasses()
         problem = Problem(m, 5, 256, "q4_0", input="float16")
         prepared = prepare(step, "A16", "q4_0", problem.given, problem.blocks, machine)
         assert prepared.activations.launches == ()
@@ -250,7 +251,7 @@ def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
     """Where M alone would choose another number of warps along K."""
     monkeypatch.setattr(heuristics, "multiprocessors", lambda: 2)
     monkeypatch.setattr(heuristics, "SUMS", 16384)
-    step, n, k = steps.find(number), 100, 1056
+    step, n, k = kernel_of(number), 100, 1056
     problem = Problem(16, n, k, name, "normal", input="float16")
     bits, orders = {}, {False: set(), True: set()}
     for m, invariant in itertools.product((1, 2, 3, 6, 16), (False, True)):
@@ -278,7 +279,7 @@ def test_rows_of_an_invariant_product_on_a_gpu(name: str) -> None:
         assert np.array_equal(rows, whole[:m]), m
 
 
-def rows_of(step: Step, problem: Problem, shape: Shape) -> np.ndarray:
+def rows_of(step: Kernel, problem: Problem, shape: Shape) -> np.ndarray:
     """C of the first `shape.m` tokens of a problem, of a simulated launch."""
     machine, fmt = RemembersPasses(), FORMATS[problem.format]
     a = machine.array(problem.given[: shape.m])
@@ -320,7 +321,7 @@ FORMATS_IN_TURN = (*WEIGHT_FORMATS, "mxfp4", "q3_k", "q6_k")
     ],
 )
 def test_nothing_is_spilled(order: int, number: int, arch: str) -> None:
-    step, (family, kind, shape) = steps.find(number), LARGE[order]
+    step, (family, kind, shape) = kernel_of(number), LARGE[order]
     name = FORMATS_IN_TURN[(order + 3 * (number + len(arch))) % len(FORMATS_IN_TURN)]
     output = kind if family == "A16" else "float16"
     *_, own = Choice.of_work(Work(step, family, name), shape, kind, output).launches()

@@ -13,7 +13,7 @@ from steps.contract import Shape, Work, ceil_div, multiprocessors, shared_memory
 from steps.kernels.parts.stream_k import MOST_CONTRIBUTORS, scheduler, schedules, work_rate
 from steps.kernels.prefill.stream_k_tiles import BLOCKS_PER_SM, tiling
 from steps.product.choice import Choice
-from steps.registry import find as find_step
+from steps.registry import kernel_of
 from steps.simulator.launch import simulate
 
 BN, BM = 128, 16
@@ -124,9 +124,9 @@ def test_no_block_is_left_without_work() -> None:
                 work_rate(shared_tiles, steps, blocks)
 
 
-# --- the tiles of step 10 -------------------------------------------------------------------------
+# --- the tiles of kernel 10 -----------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
-def test_tiles_of_step_10_where_whole_ones_leave_sms_idle(name: str) -> None:
+def test_tiles_of_kernel_10_where_whole_ones_leave_sms_idle(name: str) -> None:
     """With 128 tokens nearly all places of 132 SMs have a block, and none has two tiles; 512 tokens
     fill them with whole tiles."""
     for k in (4096, 14336):
@@ -154,7 +154,7 @@ def test_an_sm_has_room_for_its_even_part_of_the_blocks_and_for_no_more(name: st
     """Else an overlapping launch, whose blocks come while others still work, is uneven."""
     of_an_sm = shared_memory() + 1024
     for m, (n, k) in itertools.product((1, 8, 128, 512), ((4096, 4096), (14336, 4096), (64, 64))):
-        *_, launch = Choice.of_work(Work(find_step(10), "A8", name), (m, n, k)).launches()
+        *_, launch = Choice.of_work(Work(kernel_of(10), "A8", name), (m, n, k)).launches()
         (blocks,), own = launch.grid, launch.shared_bytes + 1024
         assert launch.shared_bytes <= shared_memory()
         even = ceil_div(blocks, multiprocessors())

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from numba import cuda, float32, uint8
 
-import steps
 from qformats import WEIGHT_FORMATS
 from reference import Problem
 from steps.checks.verify import prepare
-from steps.contract import Family
+from steps.contract import Family, Kernel
 from steps.driver.machines import Simulator
 from steps.instructions import (
     cp_async_16,
@@ -26,10 +25,11 @@ from steps.instructions import (
     store_u32x4,
 )
 from steps.kernels.prefill import mma_tiles, stream_k_tiles
+from steps.registry import find, kernel_of
 from steps.simulator.banks import BankCounter, wavefronts
 from steps.simulator.launch import SimulatorError, simulate
 from tests.kernels.passes import RemembersPasses
-from tests.steps.works import in_turn, input_of, marks_by_turn
+from tests.steps.works import ENGINEERED, by_turn, in_turn, input_of, label_of
 
 LANES = range(32)
 
@@ -228,32 +228,35 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 
 # --- what steps 7 to 11 say of themselves ---------------------------------------------------------
-def in_every_format(*numbers: int) -> list[pytest.param]:
-    """(step, format), by turns."""
-    return [
-        pytest.param(number, name, marks=marks_by_turn(number, name))
-        for number in numbers
-        for name in WEIGHT_FORMATS
-    ]
+TENSOR_CORES = range(7, 16)
+IN_EVERY_FORMAT = [
+    pytest.param(kernel, kernel.families[-1], name, id=f"{label_of(kernel)}-{name}")
+    for kernel in (*map(find, TENSOR_CORES), *ENGINEERED)
+    if kernel.number in TENSOR_CORES
+    for name in WEIGHT_FORMATS
+]
 
 
-@pytest.mark.parametrize(("number", "name"), in_every_format(*range(7, 16)))
-def test_tensor_core_steps_have_no_bank_conflicts(number: int, name: str) -> None:
-    counter = _counted(number, Problem(40, 128, 256, name))
-    assert counter.wavefronts > (500 if number in (12, 13) else 900)  # C in 16 bits; bulk copies
+@pytest.mark.parametrize(("kernel", "family", "name"), by_turn(IN_EVERY_FORMAT))
+def test_tensor_core_steps_have_no_bank_conflicts(
+    kernel: Kernel, family: Family, name: str
+) -> None:
+    counter = _counted(kernel, Problem(40, 128, 256, name), family=family)
+    few = "float16" in kernel.outputs  # C in 16 bits, or bulk copies, which are not counted
+    assert counter.wavefronts > (300 if few else 900)
     assert counter.conflicts == 0, counter.report()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["q5_0", "q4_1"])
 @pytest.mark.parametrize("tokens", stream_k_tiles.BLOCKS_PER_SM)
-def test_no_tile_of_step_10_has_any(
+def test_no_tile_of_kernel_10_has_any(
     tokens: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it takes for a shape; partial sums included."""
-    module = sys.modules[steps.find(10).launch.__module__]
+    module = sys.modules[kernel_of(10).launch.__module__]
     monkeypatch.setattr(module, "tiling", lambda *_: (tokens, 1, 2, 1))
-    counter = _counted(10, Problem(9, 128, 256, name))
+    counter = _counted(kernel_of(10), Problem(9, 128, 256, name))
     assert counter.wavefronts > 500
     assert counter.conflicts == 0, counter.report()
 
@@ -264,17 +267,17 @@ def test_no_tile_of_step_10_has_any(
     ("tokens", "name"), list(zip([128, 64, 32, 16, 128], WEIGHT_FORMATS, strict=True))
 )
 @pytest.mark.parametrize("number", [11, 13])
-def test_no_tile_of_steps_11_and_13_has_any(
+def test_no_tile_of_kernels_11_and_13_has_any(
     number: int, tokens: int, name: str, output: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever they take for a shape: rows of A that are swizzled, and sums on their way through
     shared memory. What wgmma does to shared memory is not counted."""
     if number == 13:
-        module = sys.modules[steps.find(number).launch.__module__]
+        module = sys.modules[kernel_of(number).launch.__module__]
         monkeypatch.setattr(module, "TOKENS", (tokens,))
     else:
         monkeypatch.setattr(mma_tiles, "TILES", {tokens: mma_tiles.TILES[tokens]})
-    counter = _counted(number, Problem(20, 64, 256, name), output)
+    counter = _counted(kernel_of(number), Problem(20, 64, 256, name), output)
     assert counter.wavefronts > (150 if number == 13 else 500)
     assert counter.conflicts == 0, counter.report()
 
@@ -288,7 +291,7 @@ def test_no_tile_of_steps_11_and_13_has_any(
         *((15, tile) for tile in ((128, 64), (128, 256))),
     ],
 )
-def test_no_tile_of_steps_14_and_15_has_any(
+def test_no_tile_of_kernels_14_and_15_has_any(
     number: int,
     tile: tuple[int, int],
     name: str,
@@ -296,9 +299,9 @@ def test_no_tile_of_steps_14_and_15_has_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Parts of a tile too; what wgmma and bulk copies do to shared memory is not counted."""
-    module = sys.modules[steps.find(number).launch.__module__]
+    module = sys.modules[kernel_of(number).launch.__module__]
     monkeypatch.setattr(module, "tiling", lambda *_: (tile, 1, 2, 1))
-    counter = _counted(number, Problem(20, 64, 256, name), output)
+    counter = _counted(kernel_of(number), Problem(20, 64, 256, name), output)
     assert counter.wavefronts > 300
     assert counter.conflicts == 0, counter.report()
 
@@ -322,21 +325,20 @@ def decoding() -> list[pytest.param]:
 @pytest.mark.parametrize(("number", "name", "family", "tokens"), decoding())
 def test_decoding_has_no_conflicts(number: int, name: str, family: Family, tokens: int) -> None:
     """Where it quantizes, too, and where sums are stored and added up."""
-    counter = _counted(number, Problem(tokens, 128, 512, name), family=family)
+    counter = _counted(kernel_of(number), Problem(tokens, 128, 512, name), family=family)
     assert counter.wavefronts > 1000
     assert counter.conflicts == 0, counter.report()
 
 
 def _counted(
-    number: int, problem: Problem, output: type | None = None, family: Family | None = None
+    kernel: Kernel, problem: Problem, output: type | None = None, family: Family | None = None
 ) -> BankCounter:
-    """The step's own launch, without its activation pass."""
+    """The kernel's own launch, without its activation pass."""
     counter = BankCounter()
     machine = Simulator(banks=counter)
-    step = steps.find(number)
-    family = family or step.families[-1]
-    a = problem.a.astype(input_of(step, family))
-    prepared = prepare(step, family, problem.format, a, problem.blocks, machine, dtype=output)
+    family = family or kernel.families[-1]
+    a = problem.a.astype(input_of(kernel, family))
+    prepared = prepare(kernel, family, problem.format, a, problem.blocks, machine, dtype=output)
     for launch in prepared.activations.launches:
         RemembersPasses().run(launch)
     machine.run(prepared.launch)

@@ -1,4 +1,4 @@
-"""The bias of a layer: a step adds it itself, before C is rounded; no pass, no launch more."""
+"""The bias of a layer: a kernel adds it itself, before C is rounded; no pass, no launch more."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-import steps
 from qformats import FORMATS, dequantize
 from reference import Problem
 from reference.bfloat16 import bfloat16_bits, bfloat16_values
-from steps.contract import FLOATS, Family, Shape, Step, array_dtype
+from steps.contract import FLOATS, Family, Kernel, Shape, array_dtype
 from steps.driver.machines import Simulator
 from steps.product.choice import Choice, Request
+from steps.registry import kernel_of, ladder
 from tests.steps.test_steps_machine_code import sound
 
 M, N, K, FORMAT = 3, 21, 96, "q5_1"
-ADDING = [step for step in steps.ladder() if step.adds_bias]
+ADDING = [one for one in map(kernel_of, (step.number for step in ladder())) if one.adds_bias]
 
 
 def works() -> Iterator[pytest.param]:
@@ -44,7 +44,7 @@ def floats(array: np.ndarray) -> np.ndarray:
 
 
 def multiplied(
-    step: Step, family: Family, problem: Problem, bias: tuple[np.ndarray, ...], output: str
+    step: Kernel, family: Family, problem: Problem, bias: tuple[np.ndarray, ...], output: str
 ) -> tuple[np.ndarray, int, int]:
     """(C in the simulator, launches before the step's own, thread blocks of its own)"""
     machine, shape = Simulator(), Shape(problem.m, problem.n, problem.k)
@@ -59,7 +59,7 @@ def multiplied(
 
 @pytest.mark.parametrize(("step", "family", "of_bias", "output"), list(works()))
 def test_a_bias_is_added_and_the_sum_rounded_once(
-    step: Step, family: Family, of_bias: str, output: str
+    step: Kernel, family: Family, of_bias: str, output: str
 ) -> None:
     problem = Problem(M, N, K, FORMAT)
     bias = of(np.linspace(-300, 300, N, dtype=np.float32), of_bias)
@@ -83,7 +83,7 @@ SHARED: Final = {
 def test_blocks_that_share_a_tile_add_a_bias_once(number: int, monkeypatch: Any) -> None:
     """Of integers: sums are exact in any order, so C is right to the bit."""
     (m, n, k), tiling = SHARED[number]
-    step, of_bias = steps.find(number), FLOATS[number % len(FLOATS)]
+    step, of_bias = kernel_of(number), FLOATS[number % len(FLOATS)]
     assert {one.number for one in ADDING if one.scratch is not None} == set(SHARED)
     if tiling is not None:
         monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: tiling)
@@ -109,7 +109,7 @@ def test_blocks_that_share_a_tile_add_a_bias_once(number: int, monkeypatch: Any)
         for marks in [() if i % 3 == 0 and family == step.families[-1] else pytest.mark.every]
     ],
 )
-def test_a_bias_costs_no_local_memory_and_few_instructions(step: Step, family: Family) -> None:
+def test_a_bias_costs_no_local_memory_and_few_instructions(step: Kernel, family: Family) -> None:
     codes = []
     for bias in (None, "bfloat16"):
         choice = Choice.of(step, family, Request("q4_1", 16, 4096, 4096, bias=bias))

@@ -1,4 +1,5 @@
-"""The same checks on a real GPU: every step, every format, larger ragged shapes."""
+"""The same checks on a real GPU: every lesson and every engineered kernel, every format, larger
+ragged shapes."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ import numpy as np
 import pytest
 
 from reference import GOLDEN, GPU_CHECK_SHAPES, Problem
-from steps import registry as steps
 from steps.checks.cases import cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, prepare, verify
-from steps.contract import Family, Step, Work
+from steps.contract import Family, Kernel, Work
 from steps.driver.machines import Gpu
-from tests.steps.works import WORKS
+from steps.registry import kernel_of
+from tests.steps.works import WORKS, input_of
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
-def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> None:
+def test_right_on_every_check_shape(step: Kernel, family: Family, name: str) -> None:
     outcomes = check_works(
         [Work(step, family, name)], lambda name: cases(name, simulated=False), lambda order: Gpu()
     )
@@ -29,9 +30,10 @@ def test_right_on_every_check_shape(step: Step, family: Family, name: str) -> No
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
-def test_golden_case(step: Step, family: Family, name: str) -> None:
+def test_golden_case(step: Kernel, family: Family, name: str) -> None:
     golden, machine = GOLDEN[name], Gpu()
-    prepared = prepare(step, family, name, golden.a, golden.blocks, machine, golden.q81)
+    a = golden.a.astype(input_of(step, family))
+    prepared = prepare(step, family, name, a, golden.blocks, machine, golden.q81)
     if prepared.activations.layout == "inside":  # no bits can be given: it makes some of its own
         assert verify(step, family, Problem(1, 1, 32, name, "golden"), machine).ok
         return
@@ -39,8 +41,9 @@ def test_golden_case(step: Step, family: Family, name: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
-def test_bit_identical_from_run_to_run(step: Step, family: Family, name: str) -> None:
-    problem, machine = Problem(130, 200, 544, name, "normal"), Gpu()
+def test_bit_identical_from_run_to_run(step: Kernel, family: Family, name: str) -> None:
+    problem = Problem(130, 200, 544, name, "normal", input=input_of(step, family))
+    machine = Gpu()
     prepared = prepare(step, family, name, problem.a, problem.blocks, machine)
     first = multiply(prepared, machine).copy()
     for _ in range(3):
@@ -71,7 +74,7 @@ def test_the_tiles_of_large_products(
     number: int, cut: tuple, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which no check shape is large enough for: whole, or shared by blocks, equally or not."""
-    step = steps.find(number)
+    step = kernel_of(number)
     monkeypatch.setattr(sys.modules[step.launch.__module__], "tiling", lambda *_: cut)
     for output in (np.float32, np.float16):
         problem = Problem(300, 1000, 672, name)

@@ -1,4 +1,5 @@
-"""What a step promises of its machine code, proven for three architectures without a GPU.
+"""What a step promises of its machine code, proven for three architectures without a GPU; and that
+of engineered kernels is sound.
 
 A compilation takes seconds. Tests of one step share theirs: they are one group, which pytest-xdist
 gives to one process, and `machine_code` remembers what that process has compiled.
@@ -15,13 +16,13 @@ from typing import Any
 
 import pytest
 
-import steps
 from qformats import FORMATS, WEIGHT_FORMATS
 from steps.blocks.codes import safe_load
 from steps.compile.compiler import MachineCode, machine_code, signature_of
-from steps.contract import Family, Launch, Size, Step, Work
+from steps.contract import Family, Kernel, Launch, Size, Step, Work
 from steps.product.choice import Choice
-from tests.steps.works import in_turn, marks_by_turn
+from steps.registry import find, kernel_of, ladder
+from tests.steps.works import ENGINEERED, WITH_LESSONS, in_turn, label_of, marks_of
 
 OLDER, NEWEST = {"sm_75": (7, 5), "sm_80": (8, 0)}, "sm_90a"
 EVERY = pytest.mark.every
@@ -29,9 +30,9 @@ REGISTERS = 65536  # of a multiprocessor, on all three architectures
 SMALL: tuple[Size, ...] = ((40, 64, 64), (2, 64, 64))
 """A step may choose another kernel for few tokens: prove both."""
 
-# Steps 8 to 18 choose among kernels by shape. These shapes take the ones that the tables quote and
-# that neither small shapes nor `test_every_tile_of_wgmma` take: of steps 14 and 15 reduction
-# slices, and no stagger.
+# From step 8 on a launch chooses by shape. These shapes take what the tables quote and neither small
+# shapes nor `test_every_tile_of_wgmma` take: of kernels 14 and 15 reduction slices, and no stagger.
+# A number is that of an engineered kernel, or of a lesson without one.
 LARGE: dict[int, list[Size]] = {
     8: [(512, 4096, 4096)],
     9: [(512, 4096, 4096)],
@@ -46,17 +47,24 @@ LARGE: dict[int, list[Size]] = {
 }
 
 
+def large_of(kernel: Kernel) -> list[Size]:
+    """Of a lesson that has a kernel of its own, its first home."""
+    if isinstance(kernel, Step) and kernel.number in WITH_LESSONS:
+        return [kernel.home_shapes[0]]
+    return LARGE.get(kernel.number, [])
+
+
 def compiled(launch: Launch, arch: str = NEWEST) -> MachineCode:
     return machine_code(launch.kernel, signature_of(launch.args), arch)
 
 
 def own_code(number: int, name: str) -> MachineCode:
     """The machine code of an A8 step's kernel for many tokens."""
-    return compiled(Choice.of_work(Work(steps.find(number), "A8", name), SMALL[0]).launches()[-1])
+    return compiled(Choice.of_work(Work(find(number), "A8", name), SMALL[0]).launches()[-1])
 
 
-def group(step: Step) -> pytest.MarkDecorator:
-    return pytest.mark.xdist_group(f"step{step.number:02d}")
+def group(kernel: Kernel) -> pytest.MarkDecorator:
+    return pytest.mark.xdist_group(label_of(kernel))
 
 
 def works() -> Iterator[pytest.param]:
@@ -64,12 +72,13 @@ def works() -> Iterator[pytest.param]:
     kernels, by turns; one on each older one, and another for the next step; one for each large
     size, and another for the next. `make test` takes one format, one older architecture in one
     family of each step, and the first and the last of its large sizes; without any, one format
-    more."""
-    for step in reversed(steps.ladder()):  # the longest groups first
-        number, large, families = step.number, LARGE.get(step.number, []), step.families
+    more. Of a lesson and the kernel that it teaches each has one format."""
+    every = sorted((*ladder(), *ENGINEERED), key=lambda one: -one.number)
+    for step in every:  # the longest groups first
+        number, large, families = step.number, large_of(step), step.families
         for family, name in itertools.product(families, WEIGHT_FORMATS):
-            (*turn,) = marks_by_turn(number + 2, name)
-            seldom = large and turn == [pytest.mark.slow]
+            (*turn,) = marks_of(step, name, shift=2)
+            seldom = large and turn == [pytest.mark.slow] and step not in ENGINEERED
             yield one_work(step, family, name, marks=[EVERY] if seldom else turn)
         older = [arch for arch, cc in OLDER.items() if cc >= step.min_cc]
         for i, arch in enumerate(older):
@@ -83,10 +92,10 @@ def works() -> Iterator[pytest.param]:
 
 
 def one_work(
-    step: Step, family: Family, name: str, arch: str = NEWEST, *sizes: Size, marks: list[Any]
+    step: Kernel, family: Family, name: str, arch: str = NEWEST, *sizes: Size, marks: list[Any]
 ) -> pytest.param:
     shapes = ["x".join(map(str, size)) for size in sizes]
-    label = "-".join([f"step{step.number:02d}", family, arch, name, *shapes])
+    label = "-".join([label_of(step), family, arch, name, *shapes])
     work = Work(step, family, name)
     return pytest.param(work, arch, sizes or SMALL, id=label, marks=(group(step), *marks))
 
@@ -133,9 +142,8 @@ def test_machine_code_is_what_the_step_promises(
     work: Work, arch: str, sizes: tuple[Size, ...]
 ) -> None:
     """It is sound, shows its idea, and none of a later one. Of the idea on sm_75 nothing is
-    promised."""
-    promises, forbidden = work.step.contains[work.family], work.step.forbids[work.family]
-    assert promises, "a step must say what its machine code shows"
+    promised, nor of an engineered kernel."""
+    promises, forbidden = promised(work)
     for size in sizes:
         *passes, own = Choice.of_work(work, size).launches()
         for launch in passes:
@@ -148,11 +156,20 @@ def test_machine_code_is_what_the_step_promises(
             assert held, f"{own.kernel.__name__} lacks {promise}: {sorted(code.instructions)}"
         found = [op for op in code.instructions if op.startswith(forbidden)]
         assert not found, f"{own.kernel.__name__} must not contain {found}"
-        if work.step.number == 15 and size[0] >= 128:
+        if work.step is kernel_of(15) and size[0] >= 128:
             int8_weights_are_made_above_the_wait(code)
 
 
-@group(steps.find(4))
+def promised(work: Work) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(opcodes its machine code must hold, those that it must not)"""
+    step, family = work.step, work.family
+    if not isinstance(step, Step):
+        return (), ()
+    assert step.contains[family], "a step must say what its machine code shows"
+    return step.contains[family], step.forbids[family]
+
+
+@group(find(4))
 @pytest.mark.parametrize(
     "name",
     [
@@ -174,7 +191,7 @@ def test_word_loads_are_as_wide_as_the_layout_guarantees(name: str) -> None:
     assert code.count("LDG.E") == 1 + halves + (words if wanted == "b4" else 0), code.instructions
 
 
-@group(steps.find(4))
+@group(find(4))
 def test_the_packed_product_is_two_multiply_adds_in_one() -> None:
     """Step 4 multiplies 32 elements with 16 IMAD; nothing else in it accumulates a chain of two.
     ptxas packs four byte products into IDP.4A where step 3 did not ask; step 4 must not be helped
@@ -270,8 +287,8 @@ Call = tuple[str, str]
 """dtypes of A and C"""
 
 
-def calls_of(step: Step) -> list[Call]:
-    """All of a step of float16; of one that reads int8, one for each dtype of C."""
+def calls_of(step: Kernel) -> list[Call]:
+    """All of a kernel of float16; of one that reads int8, one for each dtype of C."""
     calls: list[Call] = [(output, output) for output in step.outputs]
     if step.families[-1] == "A16":
         calls += [("float16", output) for output in step.outputs if output != "float16"]
@@ -282,21 +299,21 @@ def one_tile_a_block() -> Iterator[pytest.param]:
     """(step, tokens, format, call): with ALL=1 every tile in every format, for one of the calls in
     turn; in one format for all of them. `make test` takes of the latter one call in turn: every
     tile, every call."""
-    names, step = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k"), steps.find(13)
+    names, step = (*WEIGHT_FORMATS, "mxfp4", "q6_k", "q2_k"), kernel_of(13)
     calls: list[Call] = [*((output, output) for output in step.outputs), ("float16", "float32")]
     for (i, tokens), (j, name) in itertools.product(enumerate((16, 32, 64, 128)), enumerate(names)):
         in_all = j == (2 * i + 1) % len(names)
         in_turn_here = calls[i % len(calls)]
         for call in calls if in_all else [calls[(i + j // 2) % len(step.outputs)]]:
             often = in_all and call == in_turn_here
-            label = f"step13-{name}-{tokens}-{'-'.join(call)}"
+            label = f"{label_of(step)}-{name}-{tokens}-{'-'.join(call)}"
             marks = (group(step), pytest.mark.slow if often else EVERY)
             yield pytest.param(step, tokens, name, call, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(("step", "tokens", "name", "call"), list(one_tile_a_block()))
-def test_every_tile_of_step_13(
-    step: Step, tokens: int, name: str, call: Call, monkeypatch: pytest.MonkeyPatch
+def test_every_tile_of_kernel_13(
+    step: Kernel, tokens: int, name: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sound, as many blocks an SM as it says, and C of 16 bits by stmatrix; from float32, where
     token scales are multiplied too."""
@@ -316,7 +333,7 @@ def wgmma_tiles() -> Iterator[pytest.param]:
 
     `make test` takes every other tile of each step for one call, half of these in slices."""
     for number in (14, 15):
-        step = steps.find(number)
+        step = kernel_of(number)
         calls = calls_of(step)
         tiles = sys.modules[step.launch.__module__].TILES
         for (i, tile), (j, name) in itertools.product(enumerate(tiles), enumerate(WEIGHT_FORMATS)):
@@ -330,7 +347,7 @@ def wgmma_tiles() -> Iterator[pytest.param]:
                 kernels.append((calls[tile[1] // 16 % len(calls)], True))
             often = kernels[-1 if i % 4 > 1 else 0] if in_all and (number + i) % 2 == 0 else None
             for call, slices in kernels:
-                label = f"step{number}-{name}-{tile[0]}x{tile[1]}-{'-'.join(call)}"
+                label = f"{label_of(step)}-{name}-{tile[0]}x{tile[1]}-{'-'.join(call)}"
                 label += "-slices" * slices
                 mark = pytest.mark.slow if (call, slices) == often else EVERY
                 marks = (group(step), mark)
@@ -339,7 +356,7 @@ def wgmma_tiles() -> Iterator[pytest.param]:
 
 @pytest.mark.parametrize(("step", "tile", "name", "call", "slices"), list(wgmma_tiles()))
 def test_every_tile_of_wgmma(
-    step: Step,
+    step: Kernel,
     tile: tuple[int, int],
     name: str,
     call: Call,

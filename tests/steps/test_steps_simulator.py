@@ -47,7 +47,9 @@ def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
 
 
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=1))
-def test_integer_problem_is_exact_in_any_lane_order(step: Kernel, family: Family, name: str) -> None:
+def test_integer_problem_is_exact_in_any_lane_order(
+    step: Kernel, family: Family, name: str
+) -> None:
     """A missing barrier would show in at least one of these orders; the check shapes are in others
     besides."""
     problem = Problem(3, 35, 96, name, "integer", seed=7, input=input_of(step, family))
@@ -148,7 +150,13 @@ def calls() -> Iterator[pytest.param]:
     ("step", "family", "name", "shape", "distribution", "source", "output"), list(calls())
 )
 def test_dtypes_of_a_and_c(
-    step: Kernel, family: Family, name: str, shape: Size, distribution: str, source: Any, output: str
+    step: Kernel,
+    family: Family,
+    name: str,
+    shape: Size,
+    distribution: str,
+    source: Any,
+    output: str,
 ) -> None:
     """Right, and within the guard bands; with no pass where A of 16 bits is not quantized."""
     problem = Problem(*shape, name, distribution, input=source)
