@@ -52,6 +52,11 @@ def kernel_of(number: int) -> Kernel:
     return next((one for one in kernels() if one.number == number), step)
 
 
+def lesson_of(kernel: Kernel) -> Step:
+    """The step that teaches a kernel; a step is its own."""
+    return kernel if isinstance(kernel, Step) else find(kernel.number)
+
+
 _registered: dict[int, Step] = {}
 
 
@@ -95,18 +100,18 @@ def following(step: Step) -> tuple[Step, ...]:
     return children or tuple(one for one in ladder() if one.number > step.number)[:1]
 
 
-def path_of(step: Step) -> Path:
+def path_of(step: Kernel) -> Path:
     """The file that has its kernel: its own, or that of an engineered kernel."""
     return Path(sys.modules[step.launch.__module__].__file__ or "")
 
 
-def label_of(step: Step) -> str:
+def label_of(step: Kernel) -> str:
     """That file as diffs name it: "steps/kernels/prefill/mma_float16.py"."""
     path = path_of(step)
     home = Path(__file__).parents[1]
     return path.relative_to(home).as_posix() if path.is_relative_to(home) else path.name
 
 
-def source(step: Step) -> list[str]:
+def source(step: Kernel) -> list[str]:
     """The lines of the file that has its kernel."""
     return path_of(step).read_text(encoding="utf-8").splitlines(keepends=True)

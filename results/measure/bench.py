@@ -1,10 +1,10 @@
 """What a bench measures, in which order, and what it leaves as it is.
 
-The matrix: every step at its home shapes in all formats, with what it is compared with there, and
-the top steps of the branches at all shapes. All that is compared at one shape is in one loop
-(`results.measure.loop`). Where every row of a shape and format was measured with the code of today
-on this GPU, they are left as they are. After every loop the run is written, so a bench that is
-killed keeps what it had.
+The matrix: every lesson at its home shapes in all formats, with what it is compared with there, and
+at all other shapes the engineered kernels of the branches' top steps. All that is compared at one
+shape is in one loop (`results.measure.loop`). Where every row of a shape and format was measured
+with the code of today on this GPU, they are left as they are. After every loop the run is written,
+so a bench that is killed keeps what it had.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from results.record.environment import finished, utc_now
 from results.record.provenance import remembered, source_hash
 from results.record.schema import AsCalled, Environment, Limits, Peer, Row, Run, mnk
 from results.record.store import merge, read, write
-from steps.contract import BRANCHES, Family, Size, Step, Work
+from steps.contract import BRANCHES, Family, Kernel, Size, Step, Work
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.choice import Choice
+from steps.registry import kernel_of, kernels, lesson_of
 
 DEFAULT_SHAPE: Final[Size] = (512, 4096, 4096)
 """What a run measures unless told otherwise: the shape that this ladder is usually quoted at."""
@@ -83,17 +84,18 @@ class Wanted:
 
     @property
     def at_home(self) -> bool:
-        return self.size in self.work.step.home_shapes
+        return self.size in lesson_of(self.work.step).home_shapes
 
     def row(self) -> Row:
         """What is known of it before anything ran; `status` says so until it is replaced."""
         work, step, family = self.work, self.work.step, self.work.family
+        lesson = lesson_of(step)
         return Row(
             step=step.number,
             name=step.name,
             title=step.title,
-            branch=step.branch,
-            parent=step.parents.get(family),
+            branch=lesson.branch,
+            parent=lesson.parents.get(family),
             unit=step.unit.get(family, ""),
             scheme=work.scheme,
             format=work.format,
@@ -116,7 +118,7 @@ def wanted_of(work: Work, size: Size) -> list[Wanted]:
     """A row for each dtype of C that a step writes. bfloat16 takes what float16 does: a row at home
     in one format, of a step that reads it, shows that."""
     rows = [wanted_in(work, size, output) for output in work.step.outputs]
-    shows = work.format == BFLOAT16_FORMAT and size in work.step.home_shapes
+    shows = work.format == BFLOAT16_FORMAT and size in lesson_of(work.step).home_shapes
     return [one for one in rows if one.output != "bfloat16" or (shows and one.input == one.output)]
 
 
@@ -132,7 +134,8 @@ def matrix(
     formats: Sequence[str] = WEIGHT_FORMATS,
     cc: tuple[int, int] | None = None,
 ) -> tuple[Wanted, ...]:
-    """Every row of a whole bench."""
+    """Every row of a whole bench: of lessons at home shapes, theirs and those of the steps that are
+    compared with them; of engineered kernels at the others, and in formats that no lesson has."""
     by_number = {step.number: step for step in ladder}
     sizes: dict[int, dict[Size, None]] = {step.number: {} for step in ladder}
     for step in ladder:
@@ -141,17 +144,27 @@ def matrix(
                 sizes[number] |= dict.fromkeys(step.home_shapes)
     if 1 in sizes:
         sizes[1] |= dict.fromkeys(FIRST_SHAPES)
+    homes = {number: frozenset(own) for number, own in sizes.items()}
     for step in top_steps(ladder, cc):
-        sizes[step.number] |= dict.fromkeys(filter(_for_top(step), BENCH_SHAPES))
+        sizes[step.number] |= dict.fromkeys(size for size in BENCH_SHAPES if for_top(step, size[0]))
     return tuple(
         one
         for number, own in sizes.items()
         for family in by_number[number].families
         for name in formats
-        if by_number[number].supports(name, family, cc) is None
         for size in own
-        for one in wanted_of(Work(by_number[number], family, name), size)
+        for step in _taken(by_number[number], name, family, cc, size in homes[number])
+        for one in wanted_of(Work(step, family, name), size)
     )
+
+
+def _taken(
+    step: Step, name: str, family: Family, cc: tuple[int, int] | None, at_home: bool
+) -> list[Kernel]:
+    """What is measured of a step: at home the lesson, if it can, else its engineered kernel; where
+    neither can, nothing."""
+    candidates = (step, kernel_of(step.number)) if at_home else (kernel_of(step.number),)
+    return [one for one in candidates if one.supports(name, family, cc) is None][:1]
 
 
 def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tuple[Step, ...]:
@@ -165,10 +178,9 @@ def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tupl
     return tuple(found.values())
 
 
-def _for_top(step: Step) -> Callable[[Size], bool]:
-    if step.branch == "decode":
-        return lambda size: size[0] <= FEW_TOKENS
-    return lambda size: size[0] >= SOME_TOKENS
+def for_top(step: Kernel, m: int) -> bool:
+    """Whether a top step is measured at all shapes of m tokens."""
+    return m >= SOME_TOKENS if step.most_tokens is None else m <= FEW_TOKENS
 
 
 def in_loops(wanted: Iterable[Wanted]) -> list[tuple[Size, tuple[Wanted, ...]]]:
@@ -200,20 +212,25 @@ def same_machine(ours: Environment, theirs: Environment) -> bool:
 
 
 def begin(path: Path, env: Environment, ladder: Sequence[Step]) -> Run:
-    """The run of this GPU, to be merged with: without rows of steps that the ladder no longer has,
-    and without any where GPU, numba-cuda or the driver's major version have changed."""
+    """The run of this GPU, to be merged with: without rows of what is no longer there, and without
+    any where GPU, numba-cuda or the driver's major version have changed."""
     if not path.exists() or not same_machine(env, (run := read(path)).env):
         return Run(env=env)
-    names = {step.number: step.name for step in ladder}
-    rows = tuple(row for row in run.rows if names.get(row.step) == row.name)
-    return replace(run, rows=rows, as_called=tuple(c for c in run.as_called if c.step in names))
+    numbers = {step.number for step in ladder}
+    names = {(one.number, one.name) for one in (*ladder, *kernels())}
+    rows = tuple(row for row in run.rows if (row.step, row.name) in names)
+    return replace(run, rows=rows, as_called=tuple(c for c in run.as_called if c.step in numbers))
 
 
 def missing(wanted: Iterable[Wanted], run: Run) -> list[Wanted]:
     """Those without a good row that was measured with the code of today, and beside each the others
     of its shape and format: what is compared is measured in one loop."""
     now, wanted = remembered(source_hash), list(wanted)
-    good = {row.key for row in run.rows if row.status == "ok" and row.source_hash == now(row.step)}
+    good = {
+        row.key
+        for row in run.rows
+        if row.status == "ok" and row.source_hash == now(row.step, row.name)
+    }
     again = {(one.size, one.work.format) for one in wanted if one.key not in good}
     return [one for one in wanted if (one.size, one.work.format) in again]
 
@@ -396,7 +413,7 @@ def measure_loops(
         rest = {nk for nk, _ in weights[i + 1 :]}
         kept = {nk: data for nk, data in kept.items() if nk in rest}
         bench.tidy()
-        yield [replace(row, source_hash=now(row.step)) for row in rows], peers
+        yield [replace(row, source_hash=now(row.step, row.name)) for row in rows], peers
 
 
 def failures(rows: Iterable[Row]) -> list[str]:

@@ -64,7 +64,7 @@ class Row(Sized):
     total. `pack_us` is the host's one-time repack of W. `tflops` = 2MNK / kernel_us; `gbps` counts
     weights, activations and C once; `limit_share` is the least possible time on this GPU over
     kernel_us (results.measure.protocol.floor_us). `x_parent` and `x_step1` compare kernel_us at the
-    same format, shape, input and output.
+    same format, shape, input and output, or that of the other's own dtypes (`with_ratios`).
     """
 
     step: int
@@ -350,14 +350,15 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
 
     A step may exist in two families (A16 and A8). The parent's row of the same family is its
     measure where there is one, else the faster of the parent's rows: a claim is never made
-    against the weaker of two candidates.
+    against the weaker of two candidates. A parent that was not measured from and to these dtypes,
+    nor to this one of C, is compared as it is.
     """
     rows = tuple(rows)
     timed: dict[tuple[Any, ...], list[Row]] = {}
 
     def place(step: int, row: Row) -> tuple[Any, ...]:
         loop = row.commit, row.utc  # a loop's rows are stamped together
-        return (step, row.format, row.shape, row.input, row.output, *loop)
+        return (step, row.format, row.shape, *loop)
 
     for row in rows:
         if row.status == "ok":
@@ -366,7 +367,10 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
     def ratio(row: Row, other: int | None) -> float | None:
         if other is None or row.status != "ok" or row.kernel_us is None:
             return None
-        candidates = timed.get(place(other, row), [])
+        every = timed.get(place(other, row), [])
+        candidates = [c for c in every if (c.input, c.output) == (row.input, row.output)]
+        if row.output not in {c.output for c in every}:
+            candidates = every
         same = [c for c in candidates if c.family == row.family] or candidates
         times = [c.kernel_us for c in same if c.kernel_us is not None]
         return min(times) / row.kernel_us if times else None

@@ -32,12 +32,12 @@ class Gpu:
 def stale_keys(run: Run, root: Path = ROOT) -> frozenset[tuple[Any, ...]]:
     """The keys of the records that are no facts about the code of this tree. A call is none either
     where another step would be chosen today."""
-    of_step = cache(lambda step: source_hash(step, root))
+    of_row = cache(lambda step, name: source_hash(step, name, root))
     of_call = cache(lambda api, step: called_hash(api, step, root))
     rows = {
         row.key
         for row in run.rows
-        if row.source_hash is None or row.source_hash != of_step(row.step)
+        if row.source_hash is None or row.source_hash != of_row(row.step, row.name)
     }
     calls = {
         one.key

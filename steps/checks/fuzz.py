@@ -25,12 +25,12 @@ from reference import Problem, bfloat16_values, check, magnitude_a16, same_opera
 from steps.blocks.q8_1 import q8_1_blocks
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem
 from steps.checks.verify import multiply, operands, prepare, require_unchanged
-from steps.contract import Step
+from steps.contract import Kernel
 from steps.kernels.parts.activations.layouts import reading_of
 from steps.product.gemm import gemm, pack
 from steps.product.operands import ARRAYS
 from steps.product.plan import plan
-from steps.registry import find
+from steps.registry import kernel_of
 
 if TYPE_CHECKING:
     from steps.driver.machines import Gpu, Simulator
@@ -61,7 +61,7 @@ ROUNDED: Final = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 def complaints(case: FuzzCase, machine: Machine) -> list[str]:
     """One sentence for each thing that is wrong with a case."""
-    step, problem = find(case.step), case.problem()
+    step, problem = kernel_of(case.step), case.problem()
     a, blocks = problem.given, problem.blocks
     if numbers := refused(case, step, problem):
         return _refusals(case, a, blocks, machine, numbers)
@@ -80,7 +80,7 @@ def complaints(case: FuzzCase, machine: Machine) -> list[str]:
 # --- what must be refused -------------------------------------------------------------------------
 
 
-def refused(case: FuzzCase, step: Step, problem: Problem) -> tuple[str, ...]:
+def refused(case: FuzzCase, step: Kernel, problem: Problem) -> tuple[str, ...]:
     """The numbers that the sentence of a refusal must hold; none where nothing is refused."""
     if step.most_k is not None and case.k > step.most_k:
         return str(case.k), str(step.most_k)
@@ -94,7 +94,7 @@ def refused(case: FuzzCase, step: Step, problem: Problem) -> tuple[str, ...]:
     return ()
 
 
-def _in_blocks(case: FuzzCase, step: Step) -> bool:
+def _in_blocks(case: FuzzCase, step: Kernel) -> bool:
     """Whether A is kept in 36-byte blocks, with scales and sums in float16."""
     return reading_of(step, case.a, case.family).make is q8_1_blocks
 
@@ -126,7 +126,7 @@ def _refusals(
 
 
 def _wrong_rows(
-    case: FuzzCase, step: Step, problem: Problem, c: np.ndarray, used: Any
+    case: FuzzCase, step: Kernel, problem: Problem, c: np.ndarray, used: Any
 ) -> list[str]:
     found: list[str] = []
     for kind in sorted(set(case.kinds)):
@@ -149,7 +149,7 @@ def _wrong_rows(
 
 
 def _wrong_kind(
-    case: FuzzCase, step: Step, problem: Problem, c: np.ndarray, used: Any, rows: np.ndarray
+    case: FuzzCase, step: Kernel, problem: Problem, c: np.ndarray, used: Any, rows: np.ndarray
 ) -> list[str]:
     """What is wrong with rows of one finite kind."""
     kind, a = case.kind_of(int(rows[0])), problem.a[rows]
@@ -187,7 +187,7 @@ def _wrong_kind(
 
 def _far_off(
     case: FuzzCase,
-    step: Step,
+    step: Kernel,
     blocks: np.ndarray,
     x: np.ndarray,
     part: np.ndarray,
@@ -248,7 +248,7 @@ def _again(case: FuzzCase, a: np.ndarray, blocks: np.ndarray, machine: Machine) 
     second finds the workspace as the first has left it."""
     if case.via == "step":
         prepared = prepare(
-            find(case.step), case.family, case.format, a, blocks, machine, dtype=case.c
+            kernel_of(case.step), case.family, case.format, a, blocks, machine, dtype=case.c
         )
         return [np.array(multiply(prepared, machine))]
     options: dict[str, Any] = {"step": case.step, "family": case.family, "dtype": case.c}

@@ -17,9 +17,9 @@ from reference import PrequantizedProblem, Problem
 from reference.bfloat16 import rounded_to_bfloat16
 from steps.checks.cases import require_depth
 from steps.checks.select import ALL_FORMATS, UsageError, select
-from steps.contract import Family, Step
+from steps.contract import Family, Kernel
 from steps.kernels.parts.activations.layouts import inputs
-from steps.registry import find
+from steps.registry import kernel_of
 
 ROWS: Final = ("plain", "nan", "inf", "zeros", "ones", "small", "tiny", "large")
 """Kinds of rows of A: as drawn; with one NaN, one infinity; all zero; all the same; times 1e-7,
@@ -86,7 +86,7 @@ class FuzzCase:
             raise UsageError(f"the case lacks {', '.join(lacking)}")
         one = cls(**found)
         try:
-            step = find(one.step)
+            step = kernel_of(one.step)
         except ValueError as error:
             raise UsageError(str(error)) from None
         if why := step.supports(one.format, one.family, None, one.c):
@@ -155,7 +155,7 @@ class GivenProblem(PrequantizedProblem):
 
 
 def cases(
-    seed: int, steps: Sequence[Step], cc: tuple[int, int] | None, alike: int
+    seed: int, steps: Sequence[Kernel], cc: tuple[int, int] | None, alike: int
 ) -> Iterator[FuzzCase]:
     """Cases without end, small ones where there is no GPU (`cc`). As many as `alike` follow each
     other that differ in data, shape and calls alone, so that a GPU has less to compile."""
@@ -183,7 +183,7 @@ def _drawn(rng: np.random.Generator, work: FuzzCase, simulated: bool) -> FuzzCas
     else:
         m, n = _log(rng, 1, 600), _log(rng, 1, 5000)
         k = size * _log(rng, 1, max(1, min(16384, GPU_WEIGHTS // n, GPU_WEIGHTS // m) // size))
-    if rng.random() < 0.02 and (not simulated or find(work.step).accuracy != "exact"):
+    if rng.random() < 0.02 and (not simulated or kernel_of(work.step).accuracy != "exact"):
         m, n, k = min(m, 4), min(n, 8), DEEP
     plain = rng.random() < 0.4
     weights = "most" if rng.random() < 0.1 and work.format in WEIGHT_FORMATS else "drawn"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
-from steps.contract import Family, Step, Work
-from steps.registry import find
+from steps.contract import Family, Kernel, Work
+from steps.registry import find, kernels, lesson_of
 
 ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 """In the order of every table."""
@@ -19,14 +19,15 @@ class UsageError(Exception):
 
 
 def select(
-    steps: Sequence[Step],
+    steps: Sequence[Kernel],
     formats: Sequence[str] = (),
     wanted: str | None = None,
     cc: tuple[int, int] | None = None,
     output: str | None = None,
 ) -> tuple[Work, ...]:
     """The works of some steps, on all formats or some, in all schemes or one (W4A8, or A8), that
-    write C in a dtype, or each in its own.
+    write C in a dtype, or each in its own. What a lesson cannot do is done by the engineered kernel
+    that it teaches, where that can.
 
     UsageError, with the reason, where nothing is left.
     """
@@ -35,14 +36,16 @@ def select(
     bits_of = ", ".join(f"{name} is W{FORMATS[name].bits}" for name in formats or WEIGHT_FORMATS)
     why = f"no format asked for is {wanted}: {bits_of}"
     for step in steps:
+        candidates = (step, *(one for one in kernels() if one.number == step.number))
         for each in (family,) if family else step.families:
             for name in formats or WEIGHT_FORMATS:
                 if bits and FORMATS[name].bits != bits:
                     continue
-                if reason := step.supports(name, each, cc, output):
-                    why = reason
+                reasons = [one.supports(name, each, cc, output) for one in candidates]
+                if None in reasons:
+                    works.append(Work(candidates[reasons.index(None)], each, name))
                 else:
-                    works.append(Work(step, each, name))
+                    why = reasons[-1] or ""
     if not works:
         raise UsageError(why)
     return tuple(works)
@@ -66,7 +69,7 @@ def with_parents(
     not write C in this dtype, where one is asked for, are left out."""
     found = {(w.step.number, w.family, w.format): w for w in works}
     for work in works:
-        number = work.step.parents.get(work.family)
+        number = lesson_of(work.step).parents.get(work.family)
         if number is None:
             continue
         parent = find(number)

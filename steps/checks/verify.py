@@ -13,7 +13,7 @@ import numpy as np
 
 from qformats import FORMATS
 from reference import Q81, Bfloats, Check, Halves, Problem, Tokens, check
-from steps.contract import Activations, Family, Launch, Machine, Shape, Step, array_dtype
+from steps.contract import Activations, Family, Kernel, Launch, Machine, Shape, array_dtype
 from steps.kernels.parts.activations.layouts import decode, encode
 
 GUARD = 1024
@@ -41,7 +41,7 @@ class Prepared:
 
 
 def prepare(
-    step: Step,
+    step: Kernel,
     family: Family,
     format_name: str,
     a: np.ndarray,
@@ -98,7 +98,7 @@ def result(prepared: Prepared, machine: Machine) -> np.ndarray:
 
 
 def verify(
-    step: Step,
+    step: Kernel,
     family: Family,
     problem: Problem,
     machine: Machine,
@@ -115,7 +115,7 @@ def verify(
 
 
 def require_unchanged(
-    prepared: Prepared, machine: Machine, step: Step, a: np.ndarray, blocks: np.ndarray
+    prepared: Prepared, machine: Machine, step: Kernel, a: np.ndarray, blocks: np.ndarray
 ) -> None:
     """RuntimeError if a product has changed its weights or its activations."""
     for array, kept in zip(prepared.weights, step.pack(blocks), strict=True):

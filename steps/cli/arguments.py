@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from reference import DISTRIBUTIONS
 from steps.checks.select import UsageError, select
-from steps.contract import Size, Step, Work, why_no_gpu
+from steps.contract import Kernel, Size, Step, Work, why_no_gpu
 from steps.kernels.parts.activations.layouts import reading_of
-from steps.registry import find, ladder
+from steps.registry import find, ladder, lesson_of
 
 if TYPE_CHECKING:
     from steps.driver.machines import Gpu, Simulator
@@ -111,9 +111,9 @@ def require_blocks(k: int) -> None:
         raise UsageError(f"K={k} is not a multiple of the block of 32: use {k // 32 * 32 + 32}")
 
 
-def home_shapes_of(args: Namespace, step: Step) -> tuple[Size, ...]:
+def home_shapes_of(args: Namespace, step: Kernel) -> tuple[Size, ...]:
     """The step's home shapes, in which --m --n --k replace what they name."""
-    return tuple(dict.fromkeys(shape_of(args, home) for home in step.home_shapes))
+    return tuple(dict.fromkeys(shape_of(args, home) for home in lesson_of(step).home_shapes))
 
 
 def distribution_of(args: Namespace) -> str:

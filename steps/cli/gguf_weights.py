@@ -22,6 +22,7 @@ from steps.checks.select import UsageError
 from steps.cli.arguments import refusing
 from steps.contract import Size, Step
 from steps.product.operands import weight_format
+from steps.registry import kernel_of
 
 if TYPE_CHECKING:
     from qformats.gguf_file import Tensor
@@ -109,7 +110,8 @@ def of(args: Namespace, steps: Sequence[Step], simulated: bool) -> FileWeights |
             f"{tensor.name} has the shape {list(tensor.shape)}; weights are a matrix [N, K]: "
             "name a tensor of two dimensions"
         )
-    why = [step.supports(tensor.type, family) for step in steps for family in step.families]
+    able = [kernel_of(step.number) for step in steps]
+    why = [one.supports(tensor.type, family) for one in able for family in one.families]
     if None not in why:
         raise UsageError(f"{is_of}, and {why[-1]}")
     try:

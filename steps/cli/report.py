@@ -16,6 +16,7 @@ from results.render.table import Column, Table, Tone
 from steps.checks.run import Outcome, Outcomes
 from steps.checks.select import ALL_FORMATS
 from steps.contract import Family, Size, Step, Work
+from steps.registry import lesson_of
 
 FAMILIES = "A16: activations in floating point. A8: quantized to int8."
 OF_CHECKS = (
@@ -105,7 +106,7 @@ def _rungs(outcomes: Iterable[Outcome], rows: Sequence[Row]) -> list[_Rung]:
             at = measured[row.step, row.family]
             at.setdefault(row.shape, {})[row.format] = row
     return [
-        _Rung(works[key].step, works[key].family, shape, checked[key], own)
+        _Rung(lesson_of(works[key].step), works[key].family, shape, checked[key], own)
         for key in works
         for shape, own in (measured[key] or {None: {}}).items()
     ]

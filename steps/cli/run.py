@@ -41,6 +41,7 @@ from steps.cli.gguf_weights import FileWeights
 from steps.compile.dry_run import Recipe
 from steps.compile.parallel_compile import compile_ahead
 from steps.contract import Family, Size, Step, Work
+from steps.registry import kernel_of
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
 SMALL: Size = (4, 64, 64)
@@ -102,7 +103,7 @@ def _checked_only(
 def fuzz(args: Namespace) -> int:
     """Random products until the time is up, or one that is named; 1 if any is wrong. Each wrong
     case is told with the line that repeats it."""
-    steps = steps_of(args.steps)
+    steps = [kernel_of(step.number) for step in steps_of(args.steps)]
     name, machine, why_not = machines("auto")
     cc = None if why_not else machine(0).cc
     seed = random.randrange(10**6) if args.seed is None else args.seed

@@ -20,6 +20,7 @@ from steps.cli.arguments import formats_of, machines, shape_of, steps_of
 from steps.cli.run import remark
 from steps.compile.parallel_compile import compile_ahead
 from steps.product.tuning_table import Entry
+from steps.registry import kernel_of
 
 
 def tune(args: Namespace) -> int:
@@ -34,7 +35,8 @@ def tune(args: Namespace) -> int:
     sizes = list(dict.fromkeys((n, k) for _, n, k in BENCH_SHAPES))
     if args.n or args.k:
         sizes = [shape_of(args, BENCH_SHAPES[0])[1:]]
-    works = select(steps_of(args.steps), formats_of(args.format), args.scheme, gpu.cc)
+    kernels = [kernel_of(step.number) for step in steps_of(args.steps)]
+    works = select(kernels, formats_of(args.format), args.scheme, gpu.cc)
     env, measuring = environment(), Bench.here(tuning.BUDGET, remark, torch=False)
     loops = tuning.loops(works, sizes, tokens)
     compile_ahead([one.launched for _, own in loops for one in own], gpu, remark)

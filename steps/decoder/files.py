@@ -23,9 +23,9 @@ from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
 from steps.decoder import rotary
 from steps.decoder.text.vocabulary import SPACE, Vocabulary
-from steps.registry import ladder
+from steps.registry import kernels
 
-TAKEN: Final = tuple(name for name in FORMATS if any(name in step.formats for step in ladder()))
+TAKEN: Final = tuple(name for name in FORMATS if any(name in one.formats for one in kernels()))
 """Types of matrices that the kernels multiply."""
 
 

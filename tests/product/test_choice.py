@@ -14,7 +14,7 @@ import steps
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
 from qformats.repack import tiles
 from reference import Problem
-from steps import find, gemm, ladder, pack
+from steps import find, gemm, ladder, pack, registry
 from steps.contract import ACCURACIES, Kernel, Launch
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import (
@@ -32,7 +32,7 @@ from steps.product.choice import (
     packings,
 )
 from steps.product.tuning_table import Entry, Tuning
-from steps.registry import kernels
+from steps.registry import kernel_of, kernels
 from tests.driver.fake_gpu import FakeGpu
 
 H200 = SimpleNamespace(name="NVIDIA H200", cc=(9, 0), sms=132)
@@ -175,9 +175,10 @@ def candidates(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def among(*added: Kernel, alone: bool = False) -> None:
         every = added if alone else (*kernels(), *added)
-        monkeypatch.setattr(choice, "kernels", lambda: every)
-        known = {one.number: one for one in (*ladder(), *added)}
-        monkeypatch.setattr(choice, "find", lambda number: known.get(number) or find(number))
+        for module in (choice, registry):
+            monkeypatch.setattr(module, "kernels", lambda: every)
+        known = {one.number: one for one in added}
+        monkeypatch.setattr(registry, "find", lambda number: known.get(number) or find(number))
 
     return among
 
@@ -187,7 +188,7 @@ def both_families(candidates: Any) -> Kernel:
     """A kernel 98 that reads float16 rows (A16) or quantizes float32 (A8), up to 16 tokens; its own
     rows of A are no bfloat16. Those for few tokens are not there."""
     kernel = replace(
-        find(10),
+        kernel_of(10),
         number=98,
         families=("A8", "A16"),
         activations={"A16": float16_rows, "A8": float32_quantized_inside},
@@ -285,7 +286,7 @@ def test_without_a_time_the_highest_kernel_for_so_many_tokens(m: int, tuned: Any
 
 
 def test_a_kernel_for_few_tokens_is_taken_for_no_more(tuned: Any, candidates: Any) -> None:
-    few = replace(find(14), number=98, most_tokens=16)
+    few = replace(kernel_of(14), number=98, most_tokens=16)
     others = [replace(one, most_tokens=None) for one in kernels() if one.accuracy == "exact"]
     candidates(*others, few, alone=True)
     assert chosen(16).kernel is few
@@ -303,7 +304,7 @@ def test_a_new_kernel_changes_no_choice_until_it_is_measured(
     of: int, own_layout: bool, candidates: Any, tuned: Any
 ) -> None:
     """A copy of every kernel in turn, on GPUs without a table and with one that lacks it."""
-    original = find(of)
+    original = kernel_of(of)
 
     def layout(blocks: Any) -> Any:
         return original.pack(blocks)
@@ -331,7 +332,7 @@ def test_a_new_kernel_changes_no_choice_until_it_is_measured(
 def test_a_new_kernel_is_chosen_once_it_is_measured_or_a_default(
     candidates: Any, tuned: Any
 ) -> None:
-    new = replace(find(14), number=99, chosen_untuned=False, pack=lambda blocks: tiles(blocks))
+    new = replace(kernel_of(14), number=99, chosen_untuned=False, pack=lambda blocks: tiles(blocks))
     candidates(new)
     tuned(table(entry(512, s14A16=30.0, s99A16=20.0), entry(1024, s14A16=30.0, s99A16=40.0)))
     assert chosen(512).kernel is new
@@ -345,7 +346,7 @@ def test_a_new_kernel_is_chosen_once_it_is_measured_or_a_default(
 
 
 def test_gemm_pack_and_plan_pass_a_new_kernel_over(candidates: Any, tuned: Any) -> None:
-    candidates(replace(find(14), number=99, chosen_untuned=False))
+    candidates(replace(kernel_of(14), number=99, chosen_untuned=False))
     problem, machine = Problem(17, 5, 96, "q4_0"), Simulator()
     handle = steps.pack(problem.blocks, machine=machine)
     assert "99" in handle.readers
@@ -359,7 +360,7 @@ def test_gemm_pack_and_plan_pass_a_new_kernel_over(candidates: Any, tuned: Any) 
 
 
 def test_where_only_a_new_kernel_can_it_is_named(candidates: Any, tuned: Any) -> None:
-    new = replace(find(14), number=99, min_cc=(7, 5), max_cc=None, chosen_untuned=False)
+    new = replace(kernel_of(14), number=99, min_cc=(7, 5), max_cc=None, chosen_untuned=False)
     candidates(new)
     old = SimpleNamespace(name="Tesla T4", cc=(7, 5), sms=40)
     with pytest.raises(ValueError, match=r"^only step 99 can do this, never measured .*step=99"):
@@ -437,7 +438,7 @@ def test_a_plan_on_a_gpu_tells_how_it_is_launched(gpu: FakeGpu) -> None:
 
 def test_a_k_that_integer_sums_do_not_hold_is_refused() -> None:
     """127 * 128 K < 2^31. Exact steps take any K, so what only allows less exact ones gets them."""
-    most = find(15).most_k
+    most = kernel_of(15).most_k
     assert most == 132096
     assert most * 127 * 128 < 2**31 <= (most + 32) * 127 * 128
     blocks = np.zeros((1, most // 32 + 1), FORMATS["q4_0"].dtype)

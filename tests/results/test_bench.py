@@ -87,7 +87,7 @@ def test_kernel_pass_and_total_are_of_one_loop_and_checked() -> None:
     assert np.array(times) == pytest.approx(np.array([(8000, 0, 8000), (6000, 1000, 7000)]))
     for row in rows:
         assert (row.status, row.why, row.rounds, row.scheme) == ("ok", None, 3, f"W5{row.family}")
-        assert row.source_hash == provenance.source_hash(row.step)
+        assert row.source_hash == provenance.source_hash(row.step, row.name)
         assert 0 <= (row.nmse_same_operands or 0) < 1e-9 < (row.nmse_float or 0) < 1e-2
     two = rows[1]
     assert (two.total_p20_us, two.total_p80_us) == pytest.approx((7000, 7000))
@@ -297,7 +297,7 @@ def good(wanted: Wanted, **changes: Any) -> Row:
         why=None,
         kernel_us=1.0,
         total_us=1.0,
-        source_hash=provenance.source_hash(wanted.work.step.number),
+        source_hash=provenance.source_hash(wanted.work.step.number, wanted.work.step.name),
         commit="0ld",
         utc="2025-01-01T00:00:00Z",
     )

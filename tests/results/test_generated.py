@@ -270,7 +270,7 @@ def test_stale_steps_are_marked(tree, run) -> None:
     assert len(marked(run, staleness.stale_keys(run, tree))) == len(every)
     (tree / "steps").mkdir()
     (tree / "steps" / "step04_dp4a_emulated.py").write_text("x = 1\n")
-    now = source_hash(4, tree)
+    now = source_hash(4, root=tree)
     rows = tuple(replace(r, source_hash=now) if r.step == 4 else r for r in run.rows)
     newer = replace(run, rows=rows)
     left = marked(newer, staleness.stale_keys(newer, tree))

@@ -36,7 +36,7 @@ def sources(step: int) -> dict[str, Path]:
 
 
 def hashes(tree: Path = ROOT) -> dict[int, str | None]:
-    return {step: source_hash(step, tree) for step in STEPS}
+    return {step: source_hash(step, root=tree) for step in STEPS}
 
 
 EVERY = sorted({path for step in STEPS for path in sources(step).values()})
@@ -142,10 +142,10 @@ def test_a_call_is_of_its_api_and_of_the_step_it_chose(tree: Path) -> None:
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
     assert provenance.called_hash("gemm.plan", 14, tree) == plan
     assert provenance.called_hash("QuantLinear", 14, tree) != layer
-    path = tree / "steps" / "step14_persistent.py"
+    path = tree / "steps" / "kernels" / "prefill" / "wgmma_float16.py"
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
     assert provenance.called_hash("gemm.plan", 14, tree) != plan
-    assert provenance.called_hash("gemm.plan", 77, tree) is source_hash(77, tree) is None
+    assert provenance.called_hash("gemm.plan", 77, tree) is source_hash(77, root=tree) is None
     for api in provenance.API_MODULES.values():
         assert not any(name.startswith("steps.cli") for name in import_closure([api]))
     assert make_call().api in provenance.API_MODULES
@@ -156,4 +156,4 @@ def test_a_hash_that_is_remembered_is_read_once(tree: Path) -> None:
     first = now(7)
     path = tree / sources(7)["steps.contract"]
     path.write_text(path.read_text(encoding="utf-8") + "_one_more = 1\n")
-    assert now(7) == first != source_hash(7, tree)
+    assert now(7) == first != source_hash(7, root=tree)

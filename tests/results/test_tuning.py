@@ -23,6 +23,7 @@ from steps.contract import Work
 from steps.driver.machines import Simulator
 from steps.product import tuning_table as tuning
 from steps.product.tuning_table import Entry, Tuning, TuningError
+from steps.registry import kernel_of
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
 ENV = Environment(gpu="NVIDIA H200", cc=(9, 0), sms=132)
@@ -155,7 +156,7 @@ def test_committed_tables_are_of_their_folder_and_have_the_highest_step_of_each_
         for one in found.entries:
             timed[one.format] |= one.steps
         for one in found.entries:
-            most = {step: find(step).most_tokens for step in timed[one.format]}
+            most = {step: kernel_of(step).most_tokens for step in timed[one.format]}
             highest = max(step for step, m in most.items() if m is None or one.m <= m)
             assert highest in one.steps, (one.format, one.where)
 
@@ -186,7 +187,7 @@ def test_the_command_times_steps_and_drops_what_is_wrong(
 
     def here(budget: Budget, say: Any, torch: bool) -> Bench:
         asked.append((budget, torch))
-        watch = FakeStopwatch(cost=by_kernel(COSTS | {"w4a16_wgmma": 4e-6}))
+        watch = FakeStopwatch(cost=by_kernel(COSTS | {"w4a16_specialized": 4e-6}))
         return Bench(WrongStep2(), watch, Limits(), QUICK)
 
     monkeypatch.setattr(Bench, "here", here)
@@ -194,44 +195,44 @@ def test_the_command_times_steps_and_drops_what_is_wrong(
     monkeypatch.setattr(command, "environment", lambda: ENV)
     monkeypatch.setattr(command, "compile_ahead", lambda wanted, *_: asked.append(len(wanted)))
     monkeypatch.setattr(tune.write, "__defaults__", (tmp_path,))
-    arguments = ["1", "2", "5", "12", "--format", "q4_0", "--m", "2", "--n", "5", "--k", "64"]
+    arguments = ["1", "2", "5", "13", "--format", "q4_0", "--m", "2", "--n", "5", "--k", "64"]
     assert main(["tune", *arguments]) == 1
     printed = capsys.readouterr()
-    assert asked == [(tune.BUDGET, False), 5], "step 12 twice"
+    assert asked == [(tune.BUDGET, False), 5], "kernel 13 twice"
     assert printed.err.startswith("step 2 W4A8 q4_0 (2, 5, 64) float32 to float32: wrong: ")
     (one,) = tuning.read(tmp_path / "nvidia-h200" / "tuning.json").entries
     assert (one.format, one.m, one.n, one.k) == ("q4_0", 2, 5, 64)
-    assert list(one.times) == ["1 A16", "5 A8", "12 A16", "12 A16 float16"]
+    assert list(one.times) == ["1 A16", "5 A8", "13 A16", "13 A16 float16"]
     assert [one.us(1, "A16"), one.us(5, "A8")] == pytest.approx([50.0, 9.0])
-    half, single = one.us(12, "A16", "float16"), one.us(12, "A16")
+    half, single = one.us(13, "A16", "float16"), one.us(13, "A16")
     assert half == pytest.approx(4.0)
-    assert half == one.us(12, "A16", "bfloat16") < single, "A that is rounded by a pass"
+    assert half == one.us(13, "A16", "bfloat16") < single, "A that is rounded by a pass"
     assert one.us(5, "A8", "float16") == one.us(5, "A8")
-    assert one.us(12, "A8", "float16") is None
-    assert one.steps == {1, 5, 12}
-    assert table(one).has(12, "A16")
-    assert not table(one).has(12, "A8")
+    assert one.us(13, "A8", "float16") is None
+    assert one.steps == {1, 5, 13}
+    assert table(one).has(13, "A16")
+    assert not table(one).has(13, "A8")
     with_float16 = [line.split() for line in printed.out.splitlines() if " float16 " in line]
-    assert with_float16 == [["q4_0", "5", "64", "float16", "12", "A16"]]
+    assert with_float16 == [["q4_0", "5", "64", "float16", "13", "A16"]]
     assert printed.out.splitlines()[-1].startswith("wrote ")
 
 
 def test_loops_are_of_one_format_and_shape() -> None:
-    works = select([find(5), find(12)], ["q4_0", "q8_0"])
+    works = select([find(5), kernel_of(14)], ["q4_0", "q8_0"])
     loops = tune.loops(works, [(5, 64), (6, 64)], (1, 2))
     assert len(loops) == 2 * 2 * 2
     for size, own in loops:
         assert {one.size for one in own} == {size}
         assert len({one.work.format for one in own}) == 1
         assert [(one.work.step.number, one.input, one.output) for one in own] == [
-            (5, "float32", "float32"), (12, "float32", "float32"), (12, "float16", "float16")
+            (5, "float32", "float32"), (14, "float32", "float32"), (14, "float16", "float16")
         ]  # fmt: skip
 
 
 def bench_rows(tokens: tuple[int, ...], k: int = 4096, **changes: Any) -> list[Row]:
     """Rows of steps 14 and 18 at M x 4096 x k, whose totals are M and 2 M microseconds."""
     rows = []
-    for step, family, share in ((find(14), "A16", 1), (find(18), "A8", 2)):
+    for step, family, share in ((kernel_of(14), "A16", 1), (kernel_of(18), "A8", 2)):
         for m in tokens:
             for dtype in ("float32", "float16"):
                 wanted = Wanted(Work(step, family, "q4_0"), (m, 4096, k), dtype, dtype)
@@ -241,7 +242,8 @@ def bench_rows(tokens: tuple[int, ...], k: int = 4096, **changes: Any) -> list[R
                     "kernel_us": 0.5,
                     "total_us": float(share * m),
                 }
-                row = replace(wanted.row(), **facts, source_hash=source_hash(step.number))
+                now = source_hash(step.number, step.name)
+                row = replace(wanted.row(), **facts, source_hash=now)
                 rows.append(replace(row, **changes))
     return rows
 

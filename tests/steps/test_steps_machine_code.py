@@ -30,9 +30,9 @@ REGISTERS = 65536  # of a multiprocessor, on all three architectures
 SMALL: tuple[Size, ...] = ((40, 64, 64), (2, 64, 64))
 """A step may choose another kernel for few tokens: prove both."""
 
-# From step 8 on a launch chooses by shape. These shapes take what the tables quote and neither small
-# shapes nor `test_every_tile_of_wgmma` take: of kernels 14 and 15 reduction slices, and no stagger.
-# A number is that of an engineered kernel, or of a lesson without one.
+# From step 8 on a launch chooses by shape. These shapes take what the tables quote and what neither
+# small shapes nor `test_every_tile_of_wgmma` take: of kernels 14 and 15 reduction slices, and no
+# stagger. A number is that of an engineered kernel, or of a lesson without one.
 LARGE: dict[int, list[Size]] = {
     8: [(512, 4096, 4096)],
     9: [(512, 4096, 4096)],

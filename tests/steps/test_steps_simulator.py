@@ -1,4 +1,4 @@
-"""Every lesson and every engineered kernel, every format, ragged shapes, several lane orders, in the
+"""Lessons and engineered kernels, every format, ragged shapes, several lane orders, in the
 simulator."""
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from reference import Problem
 from steps.contract import Shape, Size, Work, array_dtype
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
+from steps.registry import lesson_of
 from steps.simulator.banks import SECTOR
 from steps.simulator.lanes import WARP, WARPGROUP
 from steps.simulator.launch import simulate
@@ -40,7 +41,7 @@ class Trace:
 def size_of(work: Work, home: Size) -> Size:
     """The tokens and features of a home shape, and so its tiles; K no deeper than need be."""
     m, n, k = home
-    depth = SHALLOW if work.step.branch == "cuda_cores" else DEPTH
+    depth = SHALLOW if lesson_of(work.step).branch == "cuda_cores" else DEPTH
     return m, n, min(k, max(depth, FORMATS[work.format].elements))
 
 
