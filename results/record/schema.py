@@ -350,11 +350,14 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
 
     A step may exist in two families (A16 and A8). The parent's row of the same family is its
     measure where there is one, else the faster of the parent's rows: a claim is never made
-    against the weaker of two candidates. A parent that was not measured from and to these dtypes,
-    nor to this one of C, is compared as it is.
+    against the weaker of two candidates. Where the two were measured in no dtypes of A and C in
+    common, the parent is compared in its own.
     """
     rows = tuple(rows)
     timed: dict[tuple[Any, ...], list[Row]] = {}
+
+    def dtypes(row: Row) -> tuple[str, str]:
+        return row.input, row.output
 
     def place(step: int, row: Row) -> tuple[Any, ...]:
         loop = row.commit, row.utc  # a loop's rows are stamped together
@@ -367,10 +370,9 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
     def ratio(row: Row, other: int | None) -> float | None:
         if other is None or row.status != "ok" or row.kernel_us is None:
             return None
-        every = timed.get(place(other, row), [])
-        candidates = [c for c in every if (c.input, c.output) == (row.input, row.output)]
-        if row.output not in {c.output for c in every}:
-            candidates = every
+        own, candidates = (timed.get(place(step, row), []) for step in (row.step, other))
+        if {dtypes(one) for one in own} & {dtypes(one) for one in candidates}:
+            candidates = [one for one in candidates if dtypes(one) == dtypes(row)]
         same = [c for c in candidates if c.family == row.family] or candidates
         times = [c.kernel_us for c in same if c.kernel_us is not None]
         return min(times) / row.kernel_us if times else None

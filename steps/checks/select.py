@@ -36,19 +36,31 @@ def select(
     bits_of = ", ".join(f"{name} is W{FORMATS[name].bits}" for name in formats or WEIGHT_FORMATS)
     why = f"no format asked for is {wanted}: {bits_of}"
     for step in steps:
-        candidates = (step, *(one for one in kernels() if one.number == step.number))
         for each in (family,) if family else step.families:
             for name in formats or WEIGHT_FORMATS:
                 if bits and FORMATS[name].bits != bits:
                     continue
-                reasons = [one.supports(name, each, cc, output) for one in candidates]
-                if None in reasons:
-                    works.append(Work(candidates[reasons.index(None)], each, name))
+                found = _able(step, each, name, cc, output)
+                if isinstance(found, str):
+                    why = found
                 else:
-                    why = reasons[-1] or ""
+                    works.append(found)
     if not works:
         raise UsageError(why)
     return tuple(works)
+
+
+def _able(
+    step: Kernel, family: Family, name: str, cc: tuple[int, int] | None, output: str | None
+) -> Work | str:
+    """The work of a step, or of the engineered kernel that it teaches; or why there is none."""
+    why = ""
+    for one in (step, *(one for one in kernels() if one.number == step.number)):
+        reason = one.supports(name, family, cc, output)
+        if reason is None:
+            return Work(one, family, name)
+        why = reason
+    return why
 
 
 def _scheme(text: str | None) -> tuple[int | None, Family | None]:
@@ -75,9 +87,9 @@ def with_parents(
         parent = find(number)
         families = (work.family,) if work.family in parent.families else parent.families
         for family in families:
-            if parent.supports(work.format, family, cc, output) is None:
-                key = (number, family, work.format)
-                found.setdefault(key, Work(parent, family, work.format))
+            able = _able(parent, family, work.format, cc, output)
+            if not isinstance(able, str):
+                found.setdefault((number, family, work.format), able)
     return tuple(found[key] for key in sorted(found, key=_rank))
 
 

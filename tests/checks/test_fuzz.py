@@ -15,12 +15,13 @@ from steps.checks import fuzz
 from steps.checks.fuzz_cases import FuzzCase, GivenProblem, cases
 from steps.checks.select import UsageError
 from steps.checks.verify import multiply, operands, prepare
-from steps.contract import Step
+from steps.contract import Kernel
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
-from steps.registry import find
+from steps.registry import find, kernel_of
 
-DRAWN = list(islice(cases(18, ladder(), None, 1), 12))
+KERNELS = [kernel_of(step.number) for step in ladder()]
+DRAWN = list(islice(cases(18, KERNELS, None, 1), 12))
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"step{case.step:02d}-{case.seed}")
@@ -56,14 +57,14 @@ def _reading() -> list[Any]:
             id=f"step{step.number:02d}-{family}-{a}",
             marks=() if a == "float32" else pytest.mark.slow,
         )
-        for step in ladder()
+        for step in KERNELS
         for family in step.families
         for a in inputs(step, family)
     ]
 
 
 @pytest.mark.parametrize(("step", "family", "a"), _reading())
-def test_a_nan_or_infinity_spoils_its_own_row(step: Step, family: Any, a: str) -> None:
+def test_a_nan_or_infinity_spoils_its_own_row(step: Kernel, family: Any, a: str) -> None:
     """In every step, of every dtype of A; and no other row."""
     c = step.outputs[0]
     case = FuzzCase(step.number, family, "q4_1", 3, 17, 64, a, c, rows="nan,plain,inf")
@@ -74,7 +75,7 @@ def test_a_nan_or_infinity_spoils_its_own_row(step: Step, family: Any, a: str) -
     ("number", "family"),
     [
         pytest.param(step.number, family, id=f"step{step.number:02d}-{family}")
-        for step in ladder()
+        for step in KERNELS
         for family in step.families
         if "bfloat16" in step.outputs
     ],
@@ -85,7 +86,7 @@ def test_sums_times_a_scale_of_1e35_may_not_overflow(number: int, family: Any) -
     a = np.linspace(0.5, 1, 512, dtype=np.float32) * np.array([[largest], [1]], np.float32)
     blocks = FORMATS["q4_0"].quantize(np.full((16, 512), 1e-4, np.float32))
     machine = Simulator()
-    prepared = prepare(find(number), family, "q4_0", a, blocks, machine, dtype="bfloat16")
+    prepared = prepare(kernel_of(number), family, "q4_0", a, blocks, machine, dtype="bfloat16")
     c = np.array(multiply(prepared, machine))
     used = operands(prepared, machine)
     found = check(c, GivenProblem(a, blocks, "float32"), family, used)
@@ -94,7 +95,7 @@ def test_sums_times_a_scale_of_1e35_may_not_overflow(number: int, family: Any) -
 
 def test_a_line_holds_all_of_a_case() -> None:
     for cc in (None, (9, 0)):
-        for case in islice(cases(3, ladder(), cc, 4), 100):
+        for case in islice(cases(3, KERNELS, cc, 4), 100):
             assert FuzzCase.parse(str(case)) == case
 
 
@@ -164,7 +165,7 @@ def test_operands_that_are_far_off_are_found() -> None:
     x = problem.a[:1].astype(np.float64)
     wanted = fuzz.same_operands_a16(x, problem.blocks)
     rows = np.array([0])
-    step = fuzz.find(5)
+    step = find(5)
     assert not fuzz._far_off(case, step, problem.blocks, x, wanted * 1.001, wanted, rows)
     (found,) = fuzz._far_off(case, step, problem.blocks, x, wanted * 0, wanted, rows)
     assert found.startswith("row 0 (small) is off by ")
@@ -189,10 +190,10 @@ def test_a_token_with_an_outlier_may_lose_what_its_step_costs() -> None:
     c = both_tokens(Tokens.of_values(given), problem.blocks)[0]
     case = FuzzCase(15, "A8", "q4_0", 1, 64, 16384)
     rest = problem.blocks, given.astype(np.float64), c, wanted, np.array([0])
-    assert not fuzz._far_off(case, find(15), *rest)
+    assert not fuzz._far_off(case, kernel_of(15), *rest)
     energy = float(np.mean(wanted**2)) ** 0.5
     far = (*rest[:2], c + 0.3 * energy, *rest[3:])
-    assert "row 0 (plain) is off by" in fuzz._far_off(case, find(15), *far)[0]
+    assert "row 0 (plain) is off by" in fuzz._far_off(case, kernel_of(15), *far)[0]
 
 
 def test_blocks_of_a_row_of_ones_are_rounded_alike() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from steps.checks.cases import DISTRIBUTION_CYCLE, ORDERS, cases
 from steps.checks.select import UsageError, select, with_parents
-from steps.registry import find, ladder
+from steps.registry import find, kernel_of, ladder
 
 
 def test_a_scheme_selects_family_and_bits() -> None:
@@ -45,9 +45,11 @@ def test_a_parent_that_this_gpu_cannot_run_is_left_out() -> None:
 def test_works_write_c_in_the_dtype_asked_for_and_so_do_parents() -> None:
     works = select(ladder(), ["q4_0"], output="float16")
     assert {work.step.number for work in works} == {
-        step.number for step in ladder() if "float16" in step.outputs
+        step.number for step in ladder() if "float16" in kernel_of(step.number).outputs
     }
     eleven = select((find(11),), ["q4_0"], output="bfloat16")
+    assert [work.step for work in eleven] == [kernel_of(11)], "its lesson writes float16"
+    assert select((find(11),), ["q4_0"])[0].step is find(11)
     assert with_parents(eleven, output="bfloat16") == eleven, "step 9 writes float32"
     assert len(with_parents(eleven)) == 2
     with pytest.raises(UsageError, match="step 9 writes C as float32, not bfloat16"):

@@ -251,8 +251,8 @@ def test_ratios_compare_with_the_same_family_else_the_faster() -> None:
             timed(5.0, step=9, parent=1, scheme="W4A8", output="float16"),
         ]
     )
-    assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, *[None] * 4]
-    assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, *[None] * 3]
+    assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, *[None] * 3, 20.0]
+    assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, None, None, 20.0]
 
 
 # --- the store ------------------------------------------------------------------------------------

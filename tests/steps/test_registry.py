@@ -58,7 +58,8 @@ def test_an_unknown_number_names_the_known_ones() -> None:
 def test_a_step_is_its_file() -> None:
     assert "".join(registry.source(find(1))).startswith('"""Step 1: ')
     assert registry.label_of(find(1)) == "steps/step01_naive_w4a16.py"
-    assert registry.label_of(find(14)) == "steps/kernels/prefill/wgmma_float16.py"
+    assert registry.label_of(registry.kernel_of(14)) == "steps/kernels/prefill/wgmma_float16.py"
+    assert registry.lesson_of(registry.kernel_of(14)) is find(14)
 
 
 def test_a_step_of_ones_own_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
