@@ -149,7 +149,8 @@ def pack(
         kernel = packing_kernel(request, where.cc)
     else:
         kernel = kernel_of(step)
-        if why := why_not(kernel, request, where.cc):
+        own = replace(request, a=(*kernel.inputs, "float32")[0], c=kernel.outputs[0])
+        if why := why_not(kernel, own, where.cc):
             raise ValueError(why)
     arrays = tuple(where.array(array) for array in kernel.pack(blocks))
     where.synchronize()  # an upload may be read on any stream from here on

@@ -11,10 +11,11 @@ import steps
 from qformats import BLOCK, FORMATS, WEIGHT_FORMATS, dequantize, quantize
 from reference import Problem, nmse, same_operands_a16
 from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
-from steps.contract import Step, why_no_gpu
+from steps.contract import Kernel, why_no_gpu
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product import gemm as api
+from steps.registry import kernels
 
 MACHINE = Simulator()
 A8_WITHIN_A16 = 1e-4
@@ -105,7 +106,7 @@ def test_out_is_filled_and_returned() -> None:
 def test_c_may_be_float16_where_a_step_writes_it() -> None:
     """Rounded once from the float32 that it writes otherwise."""
     a, w = activations(), weights()
-    for step in (one for one in steps.ladder() if "float16" in one.outputs):
+    for step in (one for one in kernels() if "float16" in one.outputs):
         out, full = np.zeros((2, 3), np.float16), api.gemm(a, w, step=step.number, machine=MACHINE)
         handle = api.pack(w, step=step.number, machine=MACHINE)
         assert api.gemm(a, handle, out=out, dtype=np.float16) is out
@@ -114,11 +115,11 @@ def test_c_may_be_float16_where_a_step_writes_it() -> None:
     assert choice.writes == "float16"
 
 
-READERS = [step for step in steps.ladder() if "float16" in inputs(step, step.families[-1])]
+READERS = [one for one in kernels() if "float16" in inputs(one, one.families[-1])]
 
 
 @pytest.mark.parametrize("step", READERS, ids=lambda step: step.name)
-def test_a_may_be_of_16_bits_where_a_step_reads_it(step: Step) -> None:
+def test_a_may_be_of_16_bits_where_a_step_reads_it(step: Kernel) -> None:
     """It is multiplied as it is: one launch of A16, whose products are those of its numbers."""
     family, w = step.families[-1], weights()
     rounded = activations().astype(np.float16).astype(np.float32)

@@ -15,34 +15,40 @@ from reference import Problem
 from reference.bfloat16 import bfloat16_bits
 from steps import gemm, ladder, pack
 from steps.compile.dry_run import REGION
-from steps.contract import Family, Step, array_dtype
+from steps.contract import Family, Kernel, array_dtype
 from steps.driver.machines import Simulator
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from steps.product.plan import Plan
+from steps.registry import kernel_of, kernels
 from tests.driver.fake_gpu import FakeGpu, Tensor, device_array, encoded
-from tests.steps.works import WORKS
+from tests.steps.works import TAKEN, input_of
 
-ONCE = [pytest.param(*work.values, id=work.id) for work in WORKS if work.values[2] == "q5_1"]
-"""Every step in every family, in one format."""
+ONCE = [work for work in TAKEN if work.values[2] == "q5_1"]
+"""All that `gemm` takes for a number, in every family, in one format."""
 
 M, N, K = 3, 5, 96
 PROBLEM = Problem(M, N, K, "q4_1")
 SOMEWHERE = 1 << 44
 
 
+def problem_of(step: Kernel, family: Family, of: tuple[Any, ...], seed: int = 0) -> Problem:
+    """One with A as the kernel reads it. of: M, N, K and the format."""
+    return Problem(*of, seed=seed, input=input_of(step, family))
+
+
 # --- in the simulator -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("step", "family", "name"), ONCE)
-def test_a_plan_equals_gemm_in_every_step(step: Step, family: Family, name: str) -> None:
-    problem, machine = Problem(M, N, K, name), Simulator()
-    handle = pack(problem.blocks, step=step.number, machine=machine)
-    plan = gemm.plan(M, handle, family=family)
+def test_a_plan_equals_gemm_in_every_step(step: Kernel, family: Family, name: str) -> None:
+    problem, machine = problem_of(step, family, (M, N, K, name)), Simulator()
+    handle, dtype = pack(problem.blocks, step=step.number, machine=machine), step.outputs[0]
+    plan = gemm.plan(M, handle, family=family, input=problem.input, dtype=dtype)
     assert (plan.choice.kernel.number, plan.choice.family) == (step.number, family)
-    out = np.full((M, N), np.nan, np.float32)
-    plan(Problem(M, N, K, name, seed=1).a, out)
+    out = np.full((M, N), np.nan, dtype)
+    plan(problem_of(step, family, (M, N, K, name), seed=1).a, out)
     plan(problem.a, out)  # in memory that the first call has used
-    np.testing.assert_array_equal(out, gemm(problem.a, handle, family=family))
+    np.testing.assert_array_equal(out, gemm(problem.a, handle, family=family, dtype=dtype))
 
 
 def test_a_plan_may_be_of_blocks_and_comes_from_the_package() -> None:
@@ -71,7 +77,7 @@ def test_one_handle_serves_every_step_of_its_packing() -> None:
 
 
 def test_a_plan_may_write_float16() -> None:
-    machine, (*_, step) = Simulator(), (one for one in ladder() if "float16" in one.outputs)
+    machine, (*_, step) = Simulator(), (one for one in kernels() if "float16" in one.outputs)
     plan = gemm.plan(M, PROBLEM.blocks, dtype=np.float16, step=step.number, machine=machine)
     out = np.zeros((M, N), np.float16)
     plan(PROBLEM.a, out)
@@ -150,14 +156,16 @@ def planned(gpu: FakeGpu, step: int = 5, **options: Any) -> Plan:
 @pytest.mark.parametrize(("step", "family", "name"), ONCE)
 def test_only_the_two_addresses_change(step, family, name, gpu: FakeGpu) -> None:
     handle = pack(Problem(M, N, K, name).blocks, step=step.number, machine=gpu)
-    plan = gemm.plan(M, handle, family=family)
+    source, dtype = input_of(step, family), step.outputs[0]
+    plan = gemm.plan(M, handle, family=family, input=source, dtype=dtype)
+    begins = 4 if source == "float32" else 16
     seen = []
     for i in (1, 2):
-        a = device_array((M, K), np.float32, SOMEWHERE * i + 4)
-        out = device_array((M, N), np.float32, SOMEWHERE * i + (1 << 20))
+        a = device_array((M, K), array_dtype(source), SOMEWHERE * i + begins)
+        out = device_array((M, N), array_dtype(dtype), SOMEWHERE * i + (1 << 20))
         gpu.launched.clear()
         plan(a, out)
-        assert {SOMEWHERE * i + 4, SOMEWHERE * i + (1 << 20)} <= gpu.values()
+        assert {SOMEWHERE * i + begins, SOMEWHERE * i + (1 << 20)} <= gpu.values()
         assert not any(REGION <= value < 16 * REGION for value in gpu.values()), "a placeholder"
         seen.append([values for _, _, values in gpu.launched])
     changed = [
@@ -346,41 +354,48 @@ def test_the_simulator_refuses_the_same(a: np.ndarray, said: str) -> None:
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-def on_gpu(problem: Problem) -> tuple[Any, Any, Any]:
+def on_gpu(problem: Problem, dtype: str = "float32") -> tuple[Any, Any, Any]:
     """(a, out, a function that fetches out)"""
     from numba import cuda
 
-    out = cuda.to_device(np.full((problem.m, problem.n), np.nan, np.float32))
+    out = cuda.to_device(np.full((problem.m, problem.n), np.nan, dtype))
     return cuda.to_device(problem.a), out, out.copy_to_host
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("step", "family", "name"), WORKS)
-def test_a_plan_equals_gemm_bit_for_bit_on_a_gpu(step: Step, family: Family, name: str) -> None:
+@pytest.mark.parametrize(("step", "family", "name"), TAKEN)
+def test_a_plan_equals_gemm_bit_for_bit_on_a_gpu(step: Kernel, family: Family, name: str) -> None:
     from numba import cuda
 
     for m in (1, 17):
-        problem = Problem(m, 68, 288, name)
+        problem, dtype = problem_of(step, family, (m, 68, 288, name)), step.outputs[0]
         handle = pack(problem.blocks, step=step.number)
-        plan = gemm.plan(m, handle, family=family)
-        a, out, fetched = on_gpu(problem)
+        plan = gemm.plan(m, handle, family=family, input=problem.input, dtype=dtype)
+        a, out, fetched = on_gpu(problem, dtype)
+        wanted = gemm(problem.a, handle, family=family, dtype=dtype)
         for stream in (None, cuda.stream()):
-            out.copy_to_device(np.full(out.shape, np.nan, np.float32))
+            out.copy_to_device(np.full(out.shape, np.nan, dtype))
             plan(a, out, stream=stream)
             cuda.synchronize()
-            np.testing.assert_array_equal(fetched(), gemm(problem.a, handle, family=family))
+            np.testing.assert_array_equal(fetched(), wanted)
+
+
+IN_LAST_FAMILY = [
+    pytest.param(one, one.families[-1], id=one.name)
+    for one in (kernel_of(step.number) for step in ladder())
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("step", [step.number for step in ladder()])
-def test_a_plan_in_a_graph_of_cuda_core(step: int) -> None:
+@pytest.mark.parametrize(("step", "family"), IN_LAST_FAMILY)
+def test_a_plan_in_a_graph_of_cuda_core(step: Kernel, family: Family) -> None:
     from cuda.core import Device
 
-    problem = Problem(5, 68, 288, "q4_0")
-    handle = pack(problem.blocks, step=step)
-    plan = gemm.plan(5, handle)
-    a, out, fetched = on_gpu(problem)
-    wanted = gemm(problem.a, handle)
+    problem, dtype = problem_of(step, family, (5, 68, 288, "q4_0")), step.outputs[0]
+    handle = pack(problem.blocks, step=step.number)
+    plan = gemm.plan(5, handle, input=problem.input, dtype=dtype)
+    a, out, fetched = on_gpu(problem, dtype)
+    wanted = gemm(problem.a, handle, dtype=dtype)
     device = Device()
     device.set_current()
     builder, stream = device.create_graph_builder(), device.create_stream()
@@ -401,18 +416,19 @@ def test_calls_in_a_row_do_not_disturb_each_other() -> None:
     """Many products on one stream, the next queued before the last is done."""
     from numba import cuda
 
-    for step in ladder():
-        handle = pack(Problem(4, 516, 1056, "q8_0").blocks, step=step.number)
-        plan = gemm.plan(4, handle)
-        problems = [Problem(4, 516, 1056, "q8_0", seed=seed) for seed in range(4)]
-        pairs = [on_gpu(problem) for problem in problems]
+    for step, family in (one.values for one in IN_LAST_FAMILY):
+        of, dtype = (4, 516, 1056, "q8_0"), step.outputs[0]
+        handle = pack(Problem(*of).blocks, step=step.number)
+        plan = gemm.plan(4, handle, input=input_of(step, family), dtype=dtype)
+        problems = [problem_of(step, family, of, seed) for seed in range(4)]
+        pairs = [on_gpu(problem, dtype) for problem in problems]
         cuda.synchronize()
         for _ in range(5):
             for a, out, _ in pairs:
                 plan(a, out)
         cuda.synchronize()
         for problem, (_, _, fetched) in zip(problems, pairs, strict=True):
-            np.testing.assert_array_equal(fetched(), gemm(problem.a, handle))
+            np.testing.assert_array_equal(fetched(), gemm(problem.a, handle, dtype=dtype))
 
 
 @pytest.mark.gpu

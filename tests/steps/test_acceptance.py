@@ -15,9 +15,9 @@ import pytest
 from qformats import WEIGHT_FORMATS
 from reference import Q81, Problem, nmse, same_operands_a8, same_operands_a16, unquantized
 from steps.checks.verify import multiply, prepare
-from steps.contract import Family, Step
+from steps.contract import Family, Kernel
 from tests.kernels.passes import RemembersPasses
-from tests.steps.works import WORKS, by_turn
+from tests.steps.works import WORKS, by_turn, input_of
 
 SHAPE = (4, 512, 1024)
 FEATURES = slice(0, 512, 64)
@@ -46,10 +46,11 @@ def problem_of(name: str) -> tuple[Problem, np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, shift=3, formats=1))
-def test_every_step(step: Step, family: Family, name: str) -> None:
+def test_every_step(step: Kernel, family: Family, name: str) -> None:
     problem, blocks = problem_of(name)
     machine = RemembersPasses()
-    c = multiply(prepare(step, family, name, problem.a, blocks, machine), machine)
+    a = problem.a.astype(input_of(step, family))
+    c = multiply(prepare(step, family, name, a, blocks, machine), machine)
     assert nmse(c, unquantized(problem.a, problem.w[FEATURES])) < CLASSICAL_LIMIT
     if family == "A8":
         assert nmse(c, same_operands_a16(problem.a, blocks)) < A8_WITHIN_A16

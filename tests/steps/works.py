@@ -12,7 +12,7 @@ import pytest
 from qformats import WEIGHT_FORMATS
 from steps.contract import Family, Kernel, Step
 from steps.kernels.parts.activations.layouts import reading_of
-from steps.registry import find, kernels, ladder
+from steps.registry import find, kernel_of, kernels, ladder
 
 ENGINEERED: Final = tuple(one for one in kernels() if one.launch is not find(one.number).launch)
 """The kernels whose lesson has a kernel of its own."""
@@ -35,6 +35,11 @@ WORKS = [
 def input_of(kernel: Kernel, family: Family) -> str:
     """The dtype of A in problems of a kernel: float32, where it reads that."""
     return reading_of(kernel, "float32", family).source
+
+
+# Those that read float32 A, and those that `gemm` takes for a number
+FLOAT32 = [work for work in WORKS if input_of(*work.values[:2]) == "float32"]
+TAKEN = [work for work in WORKS if kernel_of(work.values[0].number).launch is work.values[0].launch]
 
 
 def in_turn(number: int) -> str:
