@@ -5,6 +5,7 @@ from __future__ import annotations
 from results.record.schema import Row
 from steps.contract import Size, Work
 from steps.driver.machines import Simulator
+from steps.registry import lesson_of
 
 
 class PretendedGpu(Simulator):
@@ -18,14 +19,14 @@ def row(work: Work, shape: Size, output: str = "float32") -> Row:
     return Row(
         step=work.step.number,
         name=work.step.name,
-        parent=work.step.parents.get(work.family),
+        parent=lesson_of(work.step).parents.get(work.family),
         scheme=work.scheme,
         format=work.format,
         M=m,
         N=n,
         K=k,
-        branch=work.step.branch,
-        home=shape in work.step.home_shapes,
+        branch=lesson_of(work.step).branch,
+        home=shape in lesson_of(work.step).home_shapes,
         output=output,
         status="ok",
         kernel_us=1024.0 / 2**work.step.number,

@@ -23,6 +23,7 @@ from steps.cli import gguf_weights, run
 from steps.cli import main as cli
 from steps.driver.machines import Simulator
 from steps.product import gemm as gemm_module
+from steps.registry import kernel_of, kernels
 from tests.formats.test_gguf_file import CONTENT, write
 
 N, K = 300, 1024
@@ -254,7 +255,7 @@ def test_a_tensor_that_no_kernel_takes(model: Path) -> None:
         with pytest.raises(TypeError, match=said):
             plan(1, found[name], machine=Simulator())
     for name in FILE_FORMATS:
-        if not any(name in step.formats for step in ladder()):
+        if not any(name in one.formats for one in kernels()):
             with pytest.raises(TypeError, match=rf"w must hold blocks of q4_0, .*, got {name}$"):
                 gemm_module.pack(found[f"blk.0.{name}"], machine=Simulator())
     with pytest.raises(ValueError, match=r"shape \[N, K/32\], got 1"):
@@ -286,10 +287,10 @@ def test_other_packings_are_the_only_copy(model: Path, number: int, monkeypatch:
 
     def packed(w: np.ndarray) -> Any:
         read.append(w)
-        made.extend(find(number).pack(w))
+        made.extend(kernel_of(number).pack(w))
         return tuple(made)
 
-    step = replace(find(number), pack=packed)
+    step = replace(kernel_of(number), pack=packed)
     monkeypatch.setattr(gemm_module, "kernel_of", lambda _: step)
     tensor, machine = tensors(model)[UP], Uploads()
     gemm_module.pack(tensor, step=number, machine=machine)

@@ -12,9 +12,11 @@ from steps.compile.compiler import signature_of
 from steps.compile.dry_run import OUT, REGION, WEIGHTS, A, DryRun, Placeholder
 from steps.contract import Launch, Work
 from steps.driver.launcher import parameters
+from steps.instructions import TensorMap
 from steps.product.choice import Choice
 from steps.registry import ladder
 from tests.driver.fake_gpu import device_array
+from tests.steps.works import ENGINEERED
 
 BLOCK = np.dtype([("d", np.float16), ("qs", np.uint8, (16,))])
 
@@ -38,11 +40,12 @@ def test_a_placeholder_is_passed_as_a_device_array_is(shape: tuple[int, ...], dt
 
 
 def placeholders(launch: Launch) -> list[Placeholder]:
-    nested = [arg if isinstance(arg, tuple) else (arg,) for arg in launch.args]
+    args = [arg.array if isinstance(arg, TensorMap) else arg for arg in launch.args]
+    nested = [arg if isinstance(arg, tuple) else (arg,) for arg in args]
     return [each for group in nested for each in group if isinstance(each, Placeholder)]
 
 
-@pytest.mark.parametrize("work", select(ladder(), ["q4_1"]), ids=str)
+@pytest.mark.parametrize("work", select((*ladder(), *ENGINEERED), ["q4_1"]), ids=str)
 def test_an_address_says_which_operand_it_belongs_to(work: Work) -> None:
     for m in (1, 300):
         *before, own = Choice.of_work(work, (m, 68, 288)).launches()

@@ -31,8 +31,9 @@ from steps.kernels.between import swiglu
 from steps.kernels.parts.activations.rows import row_rounder
 from steps.product.choice import Choice
 from steps.product.prepared import prepare
-from steps.registry import find, ladder
+from steps.registry import find, kernel_of, ladder
 from tests.driver.fake_gpu import FakeGpu
+from tests.steps.works import ENGINEERED
 
 HOPPER = SimpleNamespace(cc=(9, 0))
 SIZE = (1, 64, 256)
@@ -111,7 +112,7 @@ def of_swiglu(y: Any, x: Any, *, machine: Any) -> Any:
 
 @pytest.mark.gpu
 def test_a_plan_finds_what_other_processes_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, size, step = Gpu(), (40, 68, 288), find(14)
+    gpu, size, step = Gpu(), (40, 68, 288), kernel_of(14)
     for factory in (sys.modules[step.launch.__module__].kernel, row_rounder):
         factory.cache_clear()  # what other tests have compiled
     packed = step.pack(quantize(Problem(*size, "q4_0").w, "q4_0"))
@@ -149,7 +150,7 @@ def test_launches_depend_on_no_shape_of_packed_weights(name: str) -> None:
     """A dry run has the types of a few weights, whatever the product."""
     n, k, fmt = 1056, 4128, FORMATS[name]
     large: dict[Any, Any] = {}
-    for work in select(ladder(), [name]):
+    for work in select((*ladder(), *ENGINEERED), [name]):
         if (pack := work.step.pack) not in large:
             arrays = pack(np.zeros((n, k // fmt.elements), fmt.dtype))
             large[pack] = [(array.shape, array.dtype) for array in arrays]
@@ -167,22 +168,24 @@ def test_launches_depend_on_no_shape_of_packed_weights(name: str) -> None:
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_they_are_compiled_for_the_types_that_a_gpu_has(name: str) -> None:
     fmt = FORMATS[name]
-    for work in select(ladder(), [name]):
+    for work in select((*ladder(), *ENGINEERED), [name]):
         gpu, step = FakeGpu(), work.step
         weights = tuple(gpu.empty(*one) for one in dry_run.packed_types(step.pack, name))
         for output in step.outputs:
-            activations = step.activations[work.family](gpu.empty((1, 256), np.float32), gpu)
+            wanted = Choice.of_work(work, SIZE, c=output)
+            a = gpu.empty((1, 256), array_dtype(wanted.reading.dtype))
+            activations = step.activations[work.family](a, gpu)
             own = step.prepare(
                 gpu, fmt, work.family, Shape(*SIZE), weights, activations.arrays,
                 gpu.empty((1, 64), array_dtype(output)),
             )  # fmt: skip
-            wanted = [(one.kernel, signature_of(one.args)) for one in (*activations.launches, own)]
-            made = Choice.of_work(work, SIZE, c=output).launches()
-            assert [(one.kernel, signature_of(one.args)) for one in made] == wanted
+            real = [(one.kernel, signature_of(one.args)) for one in (*activations.launches, own)]
+            made = wanted.launches()
+            assert [(one.kernel, signature_of(one.args)) for one in made] == real
 
 
 def test_what_a_gpu_cannot_run_is_not_compiled_for_it() -> None:
-    wanted = products([find(14)], (512, 4096, 4096))
+    wanted = products([kernel_of(14)], (512, 4096, 4096))
     assert len(parallel_compile.missing_kernels(wanted, (9, 0))) == 2
     assert parallel_compile.missing_kernels(wanted, (8, 0)) == {}
     assert [architecture(cc) for cc in ((7, 5), (8, 9), (9, 0))] == ["sm_75", "sm_89", "sm_90a"]

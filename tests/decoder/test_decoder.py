@@ -19,7 +19,6 @@ import torch
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize
 from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
-from steps import find
 from steps.cli.main import main
 from steps.compile.compiler import signature_of
 from steps.decoder import files, operations
@@ -27,6 +26,7 @@ from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
 from steps.kernels.parts.activations.layouts import GATED
+from steps.registry import kernel_of
 
 SMALL = {
     "block_count": 2,
@@ -436,7 +436,7 @@ def test_repeated_rows_are_packed_as_if_they_were_all_drawn() -> None:
     for name in ("q4_0", "q5_1"):
         blocks = bench.random_blocks(name, bench.DRAWN, k, np.random.default_rng(2))
         turned = np.concatenate([blocks, blocks, blocks])[first * bench.ROWS :][:2048]
-        for step in (find(14), find(15)):
+        for step in (kernel_of(14), kernel_of(15)):
             for one, whole in zip(step.pack(blocks), step.pack(turned), strict=True):
                 made = bench._repeated(torch.from_numpy(one), 8, 16, first)
                 np.testing.assert_array_equal(made.numpy(), whole)

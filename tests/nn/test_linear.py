@@ -28,6 +28,7 @@ from steps.nn import operator as torch_operator
 from steps.nn.linear import QuantLinear, quantize_model
 from steps.product import tuning_table
 from steps.product.prepared import Kept
+from steps.registry import kernel_of
 from tests.nn.on_the_host import forget
 from tests.product.test_gemm_on_device import MOST_US, python_us
 
@@ -584,9 +585,7 @@ def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     assert layer.packings == "tiles byte_tiles"
     assert sorted(layer.state_dict()) == ["blocks"]
     assert layer.device_bytes == sum(
-        array.nbytes
-        for step in (steps.find(14), steps.find(15))
-        for array in step.pack(blocks_of())
+        array.nbytes for step in (kernel_of(14), kernel_of(15)) for array in step.pack(blocks_of())
     )
     exact = uploaded(blocks_of())
     assert exact.packings == "tiles"

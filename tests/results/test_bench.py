@@ -31,9 +31,9 @@ from results.record.schema import Environment, Git, Limits, Row, Run
 from steps.checks.select import select
 from steps.cli import bench as command
 from steps.cli.main import _parser
-from steps.contract import BRANCHES, FLOATS, Work
+from steps.contract import BRANCHES, FLOATS, Step, Work
 from steps.driver.machines import Simulator
-from steps.registry import find, ladder
+from steps.registry import find, kernel_of, ladder, lesson_of
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
 
 HOPPER = (9, 0)
@@ -101,7 +101,7 @@ def test_kernel_pass_and_total_are_of_one_loop_and_checked() -> None:
 def test_a_step_has_a_row_for_each_dtype_and_bfloat16_at_home_in_one_format() -> None:
     """From a dtype to the same, where the step reads it, against what the numbers of such an A
     give."""
-    step = replace(find(13), homes=((3, 5, 64),))
+    step = Step.of(kernel_of(13), branch="float16", homes=((3, 5, 64),))
     rows = measured(fake_bench(), [Work(step, "A16", "q4_0")], (3, 5, 64))
     assert [(row.input, row.output, row.why) for row in rows] == [(x, x, None) for x in FLOATS]
     for row, least, most in zip(rows, (1e-9, 1e-9, 1e-7), (1e-6, 1e-6, 3e-5), strict=True):
@@ -113,7 +113,7 @@ def test_a_step_has_a_row_for_each_dtype_and_bfloat16_at_home_in_one_format() ->
         (Work(replace(step, outputs=FLOATS[:2]), "A16", "q4_0"), (3, 5, 64)),
     ):
         assert [one.output for one in benching.wanted_of(work, size)] == ["float32", "float16"]
-    ten = replace(find(10), outputs=FLOATS)
+    ten = Step.of(replace(kernel_of(10), outputs=FLOATS), branch="int8")
     reads_float32 = benching.wanted_of(Work(ten, "A8", "q4_0"), ten.home_shapes[0])
     assert [(one.input, one.output) for one in reads_float32] == [
         ("float32", "float32"),
@@ -272,6 +272,24 @@ def test_the_top_steps_are_at_all_shapes() -> None:
         wanted |= {18} if size[0] <= 16 else set()
         assert wanted <= steps_at(size), size
     assert {step.number for step in benching.top_steps(ladder(), (8, 6))} == {10, 11, 17}
+
+
+def test_rows_at_home_are_of_lessons_and_others_of_kernels() -> None:
+    """A row says which by its name; its place in the ladder is that of the lesson."""
+    homes = {size for step in ladder() for size in step.home_shapes}
+    for one in MATRIX:
+        kernel, lesson = one.work.step, lesson_of(one.work.step)
+        if one.size in lesson.home_shapes:
+            assert kernel is lesson
+        elif one.size not in homes:
+            assert kernel is kernel_of(lesson.number)
+        row = one.row()
+        assert (row.name, row.branch) == (kernel.name, lesson.branch)
+        assert row.parent == lesson.parents.get(one.work.family)
+    of_file = benching.matrix(ladder(), ["q4_k"], HOPPER)
+    fourteen = [one for one in of_file if one.work.step.number == 14]
+    assert {one.size for one in fourteen} >= set(find(14).home_shapes)
+    assert all(one.work.step is kernel_of(14) for one in fourteen), "no lesson has this format"
 
 
 def test_the_headline_comes_first_and_home_shapes_before_the_others() -> None:
