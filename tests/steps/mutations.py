@@ -1,12 +1,13 @@
-"""Mutations: each synchronizing call of a step, left out or made wrong, must be noticed on a CPU.
+"""Mutations: each synchronizing call, left out or made wrong, must be noticed on a CPU.
 
 A right kernel passes its checks; that says little about the checks. So every call that orders
 something (a barrier, a fence, an arrival, a wait) is taken out of the source once, and the step is
 checked as it is then: the simulator must stop it, or its result be wrong. Other mutations are
 finer: another stage, the other parity, an mbarrier that takes another number of arrivals.
 
-    mutations = own_sites(number)       of a step's kernel and of what no step before it needs
-    outcome = tried(mutation, number)   what noticed it
+    mutations = own_sites("step14")         of a lesson and of what none before it needs, or of an
+    mutations = own_sites("kernel14")       engineered kernel that has a lesson of its own
+    outcome = tried(mutation, "step14")     what noticed it
 
 The source is changed as a syntax tree, and the step imported once more from it, with the modules
 that import what was changed. The cases are those in which the step's tests run (small shapes, and
@@ -14,7 +15,7 @@ the work of few SMs in `tests.steps.test_steps_simulator`), the quick ones first
 those that reach the call.
 
     .venv/bin/python -m tests.steps.mutations              writes results/worklog/mutations.md
-    .venv/bin/python -m tests.steps.mutations 13 17        tries these steps alone
+    .venv/bin/python -m tests.steps.mutations step13 kernel13       tries these alone
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -46,7 +48,7 @@ from numba.cuda.dispatcher import CUDADispatcher
 import steps
 from reference import Problem, check
 from steps.checks.verify import Prepared, operands, prepare, result
-from steps.contract import Family, Size, Step
+from steps.contract import Family, Kernel, Size, Step
 from steps.driver.machines import Simulator
 from steps.simulator.errors import (
     BarrierDivergence,
@@ -56,6 +58,23 @@ from steps.simulator.errors import (
     Race,
     SimulatorError,
 )
+from tests.steps.works import ENGINEERED, input_of, label_of
+
+SUBJECTS: Final[Mapping[str, Kernel]] = {
+    label_of(one): one for one in sorted((*steps.ladder(), *ENGINEERED), key=lambda one: one.number)
+}
+"""What is mutated: lessons, and behind each the engineered kernel that has it as a lesson."""
+
+
+def home_of(kernel: Kernel) -> str:
+    """The module that defines it: a lesson's file, or that of an engineered kernel."""
+    return f"steps.{kernel.name}" if isinstance(kernel, Step) else kernel.launch.__module__
+
+
+def kernel_in(module: ModuleType) -> Kernel:
+    found: Kernel = getattr(module, "STEP", None) or module.KERNEL
+    return found
+
 
 ROOT: Final = Path(steps.__file__).parent.parent
 TABLE: Final = ROOT / "results" / "worklog" / "mutations.md"
@@ -393,9 +412,8 @@ class _Finder(MetaPathFinder):
 
 
 @contextmanager
-def imported(step: Step, trees: Mapping[str, ast.Module]) -> Iterator[Mapping[str, ModuleType]]:
-    """The modules of a step, by name, those imported anew that a change concerns."""
-    module = f"steps.{step.name}"
+def imported(module: str, trees: Mapping[str, ast.Module]) -> Iterator[Mapping[str, ModuleType]]:
+    """A module and those that it needs, by name, those imported anew that a change concerns."""
     anew = {name for name in needed(module) if name == module or not needed(name).isdisjoint(trees)}
     packages = [name for name in sys.modules if name.startswith(SHARED)]
     kept = {name: sys.modules[name] for name in (*packages, *needed(module)) if name in sys.modules}
@@ -473,29 +491,32 @@ PERSISTENT: Final = tuple(
 """A block has two tiles, one after the other. Of 2 steps of K: its ring is not used again, so that
 nothing but barriers keeps the end of one tile and that of the next apart. And of 4 steps."""
 
+TWO_TILES: Final = ((1, 140, 160), (1, 140, 416))
+"""The same of lessons, which make such tiles by themselves."""
+
 DECODE: Final = (
     (1, (3, 90, 416), "float32", {"WARPS": (4,), "SUMS": 4000}),  # two of the four along N
     (1, (7, 10, 1056), "float32", {"WARPS": (2,), "shared_memory": lambda: 28_000}),
 )
 """Few warps, that take little time: A kept and shared by warps along N, and tiles of A in slots."""
 
-MORE_WORK: Final[dict[int, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] = {
-    10: ((1, (3, 896, 160), "float32", {"STAGES": 2}),),  # a tile and a part of the next one
-    **dict.fromkeys((14, 15), PERSISTENT),
-    **dict.fromkeys((17, 18), DECODE),
+MORE_WORK: Final[dict[str, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] = {
+    # a tile and a part of the next one
+    **dict.fromkeys(("step10", "kernel10"), ((1, (3, 896, 160), "float32", {"STAGES": 2}),)),
+    **dict.fromkeys(("kernel14", "kernel15"), PERSISTENT),
+    **dict.fromkeys(("step17", "step18", "kernel17", "kernel18"), DECODE),
 }
 """Cases that no other test has: (SMs, shape, dtype of C, constants)."""
 
 
 @cache
-def cases_of(number: int) -> tuple[Case, ...]:
+def cases_of(label: str) -> tuple[Case, ...]:
     """Small shapes, all dtypes of C, a ring of two stages, work shared by few SMs: the small ones
     first."""
-    from tests.steps.test_steps_simulator import HEURISTICS_IN, SHARED_WORK
+    from tests.steps.test_steps_simulator import all_shared_work, heuristics_in
 
-    step = steps.find(number)
-    own = sys.modules[step.launch.__module__]
-    modules = own.__name__, HEURISTICS_IN.get(number, own).__name__
+    step = SUBJECTS[label]
+    modules = step.launch.__module__, heuristics_in(step).__name__
     found = []
     for family in step.families:
         found += [
@@ -504,13 +525,15 @@ def cases_of(number: int) -> tuple[Case, ...]:
         ]
         found += [Case((9, 36, 96), MINIMA, family, output=dtype) for dtype in step.outputs[1:]]
     work = [
-        (sms, shape, "float32", constants)
-        for one, sms, shape, constants in SHARED_WORK
-        if one == number and math.prod(shape) < LARGE
+        (sms, shape, step.outputs[0], constants)
+        for one, sms, shape, constants in all_shared_work()
+        if one.launch is step.launch and math.prod(shape) < LARGE
     ]
-    work += MORE_WORK.get(number, ())
+    work += MORE_WORK.get(label, ())
+    if step.outputs == ("float16",):  # a lesson that multiplies no float32
+        work += [(1, shape, "float16", {}) for shape in TWO_TILES if step.scratch]
     if any(hasattr(sys.modules[name], "STAGES") for name in modules):
-        work.append((1, RING, "float32", {"STAGES": 2}))
+        work.append((1, RING, step.outputs[0], {"STAGES": 2}))
     for sms, shape, output, constants in work:
         given, family = tuple(constants.items()), step.families[-1]
         found.append(Case(shape, MINIMA, family, output, sms, modules, given))
@@ -541,20 +564,20 @@ class Wrong(Exception):
     """The result is wrong."""
 
 
-def prepared_for(step: Step, number: int, case: Case, machine: Simulator) -> Prepared:
-    """The operands and launches of a step, which is step `number` or a mutant of it."""
-    problem = problem_of(case)
-    one = replace(step, pack=lambda _: packed(number, case))
+def prepared_for(step: Kernel, label: str, case: Case, machine: Simulator) -> Prepared:
+    """The operands and launches of a kernel, which is that of `label` or a mutant of it."""
+    problem = problem_of(case, input_of(step, case.family))
+    one = replace(step, pack=lambda _: packed(label, case))
     return prepare(
         one, case.family, case.format, problem.given, problem.blocks, machine, dtype=case.output
     )
 
 
-def run(step: Step, number: int, case: Case, order: int, rounds: int = 1) -> None:
+def run(step: Kernel, label: str, case: Case, order: int, rounds: int = 1) -> None:
     """Checks a step on a case; raises what is found. `rounds` products are launched in a row, each
     launch overlapping with the one before where its kernel is made for that."""
     machine = Simulator(order)
-    prepared = prepared_for(step, number, case, machine)
+    prepared = prepared_for(step, label, case, machine)
     passes = [
         replace(launch, overlap=STARTS_THE_NEXT in launch.kernel.py_func.__code__.co_names)
         for launch in prepared.activations.launches
@@ -563,20 +586,20 @@ def run(step: Step, number: int, case: Case, order: int, rounds: int = 1) -> Non
     for _ in range(rounds):
         for launch in (*passes, prepared.launch):
             machine.run(launch)
-    given = operands(prepared, machine)
-    found = check(result(prepared, machine), problem_of(case), case.family, given)
+    given, problem = operands(prepared, machine), problem_of(case, input_of(step, case.family))
+    found = check(result(prepared, machine), problem, case.family, given)
     if not found.ok:
         raise Wrong(found.verdict)
 
 
 @cache
-def problem_of(case: Case) -> Problem:
-    return Problem(*case.shape, case.format, "normal", seed=11)
+def problem_of(case: Case, input: str) -> Problem:
+    return Problem(*case.shape, case.format, "normal", seed=11, input=input)
 
 
 @cache
-def packed(number: int, case: Case) -> tuple[np.ndarray, ...]:
-    return steps.find(number).pack(problem_of(case).blocks)
+def packed(label: str, case: Case) -> tuple[np.ndarray, ...]:
+    return SUBJECTS[label].pack(problem_of(case, "float32").blocks)
 
 
 # --- which cases reach a site ---------------------------------------------------------------------
@@ -586,8 +609,8 @@ class Reach:
     """Which places the cases of a step reach. They are tried in turn, when somebody asks, and each
     must be right."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.cases = number, cases_of(number)
+    def __init__(self, label: str) -> None:
+        self.label, self.cases = label, cases_of(label)
         self._places: list[dict[str, set[Place]]] = []  # of each case, by module
 
     def cases_at(self, site: Site) -> Iterator[tuple[int, Case]]:
@@ -599,20 +622,20 @@ class Reach:
                 yield i, case
 
     def _try(self, case: Case) -> dict[str, set[Place]]:
-        step = steps.find(self.number)
-        trees, found = marked(step.name), defaultdict[str, set[Place]](set)
-        with imported(step, trees) as modules, as_in(case, modules):
+        home = home_of(SUBJECTS[self.label])
+        trees, found = marked(home), defaultdict[str, set[Place]](set)
+        with imported(home, trees) as modules, as_in(case, modules):
             for name in trees:
                 modules[name]._reached = found[name].add  # type: ignore[attr-defined]
-            run(modules[f"steps.{step.name}"].STEP, self.number, case, 0)
+            run(kernel_in(modules[home]), self.label, case, 0)
         return found
 
 
 @cache
-def marked(step: str) -> dict[str, ast.Module]:
-    """The files of a step that have sites, each place marked."""
+def marked(home: str) -> dict[str, ast.Module]:
+    """The files of a lesson or kernel that have sites, each place marked."""
     found = {}
-    for name in needed(f"steps.{step}"):
+    for name in needed(home):
         if places := {site.place for site in sites(path_of(name))}:
             tree = Marked(places).visit(copy.deepcopy(tree_of(path_of(name))))
             found[name] = ast.fix_missing_locations(tree)
@@ -626,13 +649,13 @@ reach_of = cache(Reach)
 
 
 @cache
-def device_sites(number: int) -> tuple[Site, ...]:
+def device_sites(label: str) -> tuple[Site, ...]:
     """Those of all device functions that the kernels of a step, and of its activation pass, are
     made of, whether a case reaches them or not."""
-    step, lines = steps.find(number), defaultdict[Path, set[int]](set)
-    for case in cases_of(number):
+    step, lines = SUBJECTS[label], defaultdict[Path, set[int]](set)
+    for case in cases_of(label):
         with as_in(case):
-            prepared = prepared_for(step, number, case, Simulator())
+            prepared = prepared_for(step, label, case, Simulator())
         for launch in (*prepared.activations.launches, prepared.launch):
             for function in functions_of(launch.kernel.py_func):
                 text, first = inspect.getsourcelines(function)
@@ -641,7 +664,7 @@ def device_sites(number: int) -> tuple[Site, ...]:
     factories = {path: factories_of(path, lines[path]) for path in lines}
     return tuple(
         site
-        for name in sorted(needed(f"steps.{step.name}"))
+        for name in sorted(needed(home_of(step)))
         for site in sites(path_of(name))
         if site.line in lines[site.path]
         or (site.kind == LATER and site.function in factories.get(site.path, ()))
@@ -673,13 +696,12 @@ def functions_of(function: Any) -> set[Any]:
 
 
 @cache
-def own_sites(number: int) -> tuple[Site, ...]:
-    """Those of a step's own kernel, and those of what no step before it is made of."""
+def own_sites(label: str) -> tuple[Site, ...]:
+    """Those of a lesson's or kernel's own file, and those of what none before it is made of."""
     before: set[Site] = set()
-    for one in steps.ladder():
-        if one.number < number:
-            before.update(device_sites(one.number))
-    return tuple(site for site in device_sites(number) if site not in before)
+    for one in itertools.takewhile(lambda one: one != label, SUBJECTS):
+        before.update(device_sites(one))
+    return tuple(site for site in device_sites(label) if site not in before)
 
 
 # --- what notices a mutation ----------------------------------------------------------------------
@@ -706,60 +728,60 @@ class Outcome:
     the error."""
 
     site: Site
-    number: int
+    label: str
     by: str | None = None
     on: str = ""
     said: str = ""
 
 
-def tried(site: Site, number: int) -> Outcome:
+def tried(site: Site, label: str) -> Outcome:
     """The step with the mutation on the cases that reach it, until something notices."""
-    with mutant(site, number) as (step, modules):
+    with mutant(site, label) as (step, modules):
         compiles = site.called == "wgmma_wait"
-        for i, case in reach_of(number).cases_at(site):
+        for i, case in reach_of(label).cases_at(site):
             found = None
             with as_in(case, modules):
                 if compiles and math.prod(case.shape) > SMALL:
-                    compiles, found = False, noticed_in_machine_code(site, step, number, case)
-                found = found or noticed(site, step, number, case, ORDERS[i % len(ORDERS)])
+                    compiles, found = False, noticed_in_machine_code(site, step, label, case)
+                found = found or noticed(site, step, label, case, ORDERS[i % len(ORDERS)])
             if found:
                 return found
-    return Outcome(site, number)
+    return Outcome(site, label)
 
 
 @contextmanager
-def mutant(site: Site, number: int) -> Iterator[tuple[Step, Mapping[str, ModuleType]]]:
-    """(the step with the mutation, its modules)"""
-    original = steps.find(number)
-    with imported(original, {site.module: changed(site)}) as modules:
-        yield modules[f"steps.{original.name}"].STEP, modules
+def mutant(site: Site, label: str) -> Iterator[tuple[Kernel, Mapping[str, ModuleType]]]:
+    """(the lesson or kernel with the mutation, its modules)"""
+    home = home_of(SUBJECTS[label])
+    with imported(home, {site.module: changed(site)}) as modules:
+        yield kernel_in(modules[home]), modules
 
 
-def noticed(site: Site, step: Step, number: int, case: Case, order: int) -> Outcome | None:
+def noticed(site: Site, step: Kernel, label: str, case: Case, order: int) -> Outcome | None:
     rounds = 2 if site.called == "griddepcontrol_wait" else 1
     try:
-        run(step, number, case, order, rounds)
+        run(step, label, case, order, rounds)
     except (SimulatorError, RuntimeError, Wrong) as error:
         said = str(error)
         assert not BROKEN.match(said), f"{site}: {said}"
         by = WORDS.get(type(error), "misuse" if isinstance(error, SimulatorError) else "guard band")
-        return Outcome(site, number, by, f"{case}, order {order}", said)
+        return Outcome(site, label, by, f"{case}, order {order}", said)
     return None
 
 
-def noticed_in_machine_code(site: Site, step: Step, number: int, case: Case) -> Outcome | None:
+def noticed_in_machine_code(site: Site, step: Kernel, label: str, case: Case) -> Outcome | None:
     """What the tests of machine code say of a kernel of wgmma: it may lose registers that the
     tensor cores still read, which no simulator sees."""
     from tests.steps.test_steps_machine_code import compiled, no_wgmma_loses_its_weights
 
-    code = compiled(prepared_for(step, number, case, Simulator()).launch, "sm_90a")
+    code = compiled(prepared_for(step, label, case, Simulator()).launch, "sm_90a")
     if code.warnings:
-        return Outcome(site, number, "machine code", str(case), str(code.warnings))
+        return Outcome(site, label, "machine code", str(case), str(code.warnings))
     try:
         no_wgmma_loses_its_weights(code)
     except AssertionError:
         said = "a register is written that a running wgmma still reads"
-        return Outcome(site, number, "machine code", str(case), said)
+        return Outcome(site, label, "machine code", str(case), said)
     return None
 
 
@@ -801,7 +823,7 @@ def problem_with(outcome: Outcome) -> str | None:
 
 def stale() -> list[Key]:
     """What EQUIVALENT names and no step has."""
-    there = {site.key for step in steps.ladder() for site in device_sites(step.number)}
+    there = {site.key for label in SUBJECTS for site in device_sites(label)}
     return [key for key in EQUIVALENT if key not in there]
 
 
@@ -810,27 +832,27 @@ def stale() -> list[Key]:
 COLUMNS: Final = ("race", "deadlock", "misuse", "wrong result", "machine code", "other", "nothing")
 """What notices a mutation, in the order of the table."""
 
-LINE: Final = re.compile(r"(?m)^\| \d+ \|.*\n")
-"""Of a step, in the table of the page."""
+LINE: Final = re.compile(r"(?m)^\| (?:step|kernel)\d+ \|.*\n")
+"""Of a lesson or kernel, in the table of the page."""
 
 
-def row(number: int, outcomes: Sequence[Outcome]) -> str:
-    """A step's line of the table: how many mutations, and how many each noticed."""
+def row(label: str, outcomes: Sequence[Outcome]) -> str:
+    """A line of the table: how many mutations, and how many each noticed."""
     counts = Counter(outcome.by or "nothing" for outcome in outcomes)
     counts["other"] = sum(counts[by] for by in counts if by not in COLUMNS)
-    cells = (number, len(outcomes), *(counts[name] or "" for name in COLUMNS))
+    cells = (label, len(outcomes), *(counts[name] or "" for name in COLUMNS))
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def rows_of(page: str) -> dict[int, list[int]]:
-    """The numbers of each line of the table, by step."""
+def rows_of(page: str) -> dict[str, list[int]]:
+    """The numbers of each line of the table, by lesson or kernel."""
     lines = (line[2:-3].split(" | ") for line in LINE.findall(page))
-    return {int(line[0]): [int(cell.strip() or 0) for cell in line[1:]] for line in lines}
+    return {line[0]: [int(cell.strip() or 0) for cell in line[1:]] for line in lines}
 
 
 def with_rows(page: str, rows: Iterable[str]) -> str:
-    """The page with these lines, by step, and their sums."""
-    lines = "".join(sorted(rows, key=lambda one: int(one[2:].split(" ", 1)[0])))
+    """The page with these lines, in the order of the ladder, and their sums."""
+    lines = "".join(sorted(rows, key=lambda one: [*SUBJECTS].index(one.split()[1])))
     total, *by = map(sum, zip(*rows_of(lines).values(), strict=True))
     found = ", ".join(f"{name} {count}" for name, count in zip(COLUMNS, by, strict=True))
     page = re.sub(
@@ -845,21 +867,21 @@ def with_rows(page: str, rows: Iterable[str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Tries the mutations of all steps, or of some, and writes their rows of the table."""
     wrong = []
-    numbers = [int(each) for each in arguments] or [step.number for step in steps.ladder()]
+    labels = arguments or [*SUBJECTS]
     page = TABLE.read_text(encoding="utf-8")
-    rows = [each for each in LINE.findall(page) if int(each.split()[1]) not in numbers]
-    for number in numbers:
+    rows = [each for each in LINE.findall(page) if each.split()[1] not in labels]
+    for label in labels:
         outcomes = []
-        for site in own_sites(number):
+        for site in own_sites(label):
             begun = time.process_time()
-            outcomes.append(outcome := tried(site, number))
+            outcomes.append(outcome := tried(site, label))
             by, seconds = outcome.by or "NOTHING", time.process_time() - begun
-            print(f"{seconds:5.2f} s  step {number:2}  {by}: {site}  [{outcome.on}]")
+            print(f"{seconds:5.2f} s  {label}  {by}: {site}  [{outcome.on}]")
             print(f"         {outcome.said[:250]}", flush=True)
             if said := problem_with(outcome):
                 wrong.append(said)
         if outcomes:
-            rows.append(row(number, outcomes))
+            rows.append(row(label, outcomes))
     TABLE.write_text(with_rows(page, rows), encoding="utf-8")
     print(f"wrote {TABLE.relative_to(ROOT)}", *wrong, sep="\n")
     return 1 if wrong else 0

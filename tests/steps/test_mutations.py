@@ -17,27 +17,26 @@ from tests.steps import mutations
 from tests.steps.mutations import Outcome, Site
 
 
-def steps_and_parts() -> Iterator[pytest.param]:
-    """(step, part). All parts go to one process, which remembers the cases."""
-    for step in reversed(steps.ladder()):  # the longest first
-        group = pytest.mark.xdist_group(f"mutations{step.number:02d}")
+def labels_and_parts() -> Iterator[pytest.param]:
+    """(label, part). All parts go to one process, which remembers the cases."""
+    for label in reversed(mutations.SUBJECTS):  # the longest first
+        group = pytest.mark.xdist_group(f"mutations-{label}")
         for part, marks in PARTS.items():
-            label = f"step{step.number:02d}-{part}"
-            yield pytest.param(step.number, part, id=label, marks=(group, *marks))
+            yield pytest.param(label, part, id=f"{label}-{part}", marks=(group, *marks))
 
 
 PARTS = {"one": (), "kinds": (pytest.mark.slow,), "rest": (pytest.mark.every,)}
 
 
 @cache
-def part_of(site: Site, number: int) -> str:
-    """One of each step; one of each kind and instruction, from the steps that have it in turn."""
-    own = mutations.own_sites(number)
+def part_of(site: Site, label: str) -> str:
+    """One of each; one of each kind and instruction, from those that have it in turn."""
+    own = mutations.own_sites(label)
     if site == own[len(own) // 2]:
         return "one"
     return (
         "kinds"
-        if (number, site.called, site.kind) in one_of_each_kind()
+        if (label, site.called, site.kind) in one_of_each_kind()
         and all(
             (before.called, before.kind) != (site.called, site.kind)
             for before in own[: own.index(site)]
@@ -47,22 +46,20 @@ def part_of(site: Site, number: int) -> str:
 
 
 @cache
-def one_of_each_kind() -> frozenset[tuple[int, str, str]]:
-    """(step, instruction, kind)"""
-    having: dict[tuple[str, str], list[int]] = {}
-    for step in steps.ladder():
-        for what in dict.fromkeys(
-            (one.called, one.kind) for one in mutations.own_sites(step.number)
-        ):
-            having.setdefault(what, []).append(step.number)
+def one_of_each_kind() -> frozenset[tuple[str, str, str]]:
+    """(label, instruction, kind)"""
+    having: dict[tuple[str, str], list[str]] = {}
+    for label in mutations.SUBJECTS:
+        for what in dict.fromkeys((one.called, one.kind) for one in mutations.own_sites(label)):
+            having.setdefault(what, []).append(label)
     kinds = enumerate(having.items())
-    return frozenset((numbers[i % len(numbers)], *what) for i, (what, numbers) in kinds)
+    return frozenset((labels[i % len(labels)], *what) for i, (what, labels) in kinds)
 
 
-@pytest.mark.parametrize(("number", "part"), list(steps_and_parts()))
-def test_every_mutation_is_noticed(number: int, part: str) -> None:
-    chosen = [site for site in mutations.own_sites(number) if part_of(site, number) == part]
-    found = [mutations.problem_with(mutations.tried(site, number)) for site in chosen]
+@pytest.mark.parametrize(("label", "part"), list(labels_and_parts()))
+def test_every_mutation_is_noticed(label: str, part: str) -> None:
+    chosen = [site for site in mutations.own_sites(label) if part_of(site, label) == part]
+    found = [mutations.problem_with(mutations.tried(site, label)) for site in chosen]
     assert not any(found), "\n".join(filter(None, found))
 
 
@@ -71,12 +68,12 @@ def test_every_equivalent_mutation_is_still_there() -> None:
 
 
 def test_the_table_in_the_worklog_counts_them() -> None:
-    """`python -m tests.steps.mutations` with the numbers of the steps that changed mends it."""
+    """`python -m tests.steps.mutations` with the labels of what has changed mends it."""
     listed = mutations.rows_of(mutations.TABLE.read_text(encoding="utf-8"))
-    assert {number: (total, by[-1]) for number, (total, *by) in listed.items()} == {
-        step.number: (len(sites), sum(site.key in mutations.EQUIVALENT for site in sites))
-        for step in steps.ladder()
-        if (sites := mutations.own_sites(step.number))
+    assert {label: (total, by[-1]) for label, (total, *by) in listed.items()} == {
+        label: (len(sites), sum(site.key in mutations.EQUIVALENT for site in sites))
+        for label in mutations.SUBJECTS
+        if (sites := mutations.own_sites(label))
     }
 
 
@@ -85,7 +82,7 @@ def test_every_step_with_shared_memory_has_some(number: int) -> None:
     """The engine finds them without being told; in a step that it does not understand, none."""
     step = steps.find(number)
     text = (mutations.ROOT / "steps" / f"{step.name}.py").read_text(encoding="utf-8")
-    own = {site.path.stem for site in mutations.device_sites(number)}
+    own = {site.path.stem for site in mutations.device_sites(f"step{number:02d}")}
     assert "cuda.shared.array" not in text or step.name in own
 
 
@@ -93,7 +90,7 @@ def test_every_step_with_shared_memory_has_some(number: int) -> None:
 
 
 def a_site() -> Site:
-    return next(site for site in mutations.own_sites(7) if site.called == "syncthreads")
+    return next(site for site in mutations.own_sites("step07") if site.called == "syncthreads")
 
 
 @pytest.mark.slow
@@ -101,8 +98,8 @@ def test_a_change_that_changes_nothing_is_not_noticed(monkeypatch: pytest.Monkey
     """What notices all mutations may notice anything."""
     site = a_site()
     monkeypatch.setattr(mutations, "changed", lambda site: mutations.tree_of(site.path))
-    assert mutations.tried(site, 7) == Outcome(site, 7)
-    assert mutations.problem_with(Outcome(site, 7)) == f"nothing notices {site}"
+    assert mutations.tried(site, "step07") == Outcome(site, "step07")
+    assert mutations.problem_with(Outcome(site, "step07")) == f"nothing notices {site}"
 
 
 def test_what_is_listed_and_noticed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +107,10 @@ def test_what_is_listed_and_noticed_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         mutations, "EQUIVALENT", {site.key: "none", ("no", "such", "site", 1, ""): ""}
     )
-    found = mutations.tried(site, 7)
+    found = mutations.tried(site, "step07")
     assert found.by == "race"
     assert "is in EQUIVALENT and is noticed: race" in (mutations.problem_with(found) or "")
-    assert mutations.problem_with(Outcome(site, 7)) is None
+    assert mutations.problem_with(Outcome(site, "step07")) is None
     assert mutations.stale() == [("no", "such", "site", 1, "")]
 
 
@@ -122,7 +119,7 @@ def test_a_mutant_that_is_no_program_is_no_success(monkeypatch: pytest.MonkeyPat
     text = ast.unparse(mutations.tree_of(site.path)).replace("cuda.syncthreads()", "no_such_name()")
     monkeypatch.setattr(mutations, "changed", lambda _: ast.parse(text))
     with pytest.raises(AssertionError, match=r"NameError: .*no_such_name"):
-        mutations.tried(site, 7)
+        mutations.tried(site, "step07")
 
 
 SOURCE = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,12 @@ SHARED_WORK_OF_LESSONS = (
 )
 
 
+def heuristics_in(kernel: Kernel) -> ModuleType:
+    """The module that has its tile heuristics."""
+    own = sys.modules[kernel.launch.__module__]
+    return own if own.__name__.startswith("steps.step") else HEURISTICS_IN.get(kernel.number, own)
+
+
 def _size(work: tuple[Any, ...]) -> int:
     return math.prod(work[2])
 
@@ -303,8 +310,7 @@ def test_work_shared_by_few_sms(
 ) -> None:
     """Right, the same bits in any order, launched again with the same scratch memory too: partial
     sums of before would hide one that is read too early, so none is a number."""
-    family, own = step.families[-1], sys.modules[step.launch.__module__]
-    module = own if isinstance(step, Step) else HEURISTICS_IN.get(step.number, own)
+    family, module = step.families[-1], heuristics_in(step)
     monkeypatch.setattr(module, "multiprocessors", lambda: sms, raising=False)
     for constant, value in constants.items():
         monkeypatch.setattr(module, constant, value)
