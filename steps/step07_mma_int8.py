@@ -23,9 +23,9 @@ What it costs
 Machine code
     IMMA.16832; no IDP, and no LDS.128 either: fragments are single words, 128 bytes for a warp.
 Prerequisites
-    Step 6; fragment-packed tiles (qformats.repack.tiles, kernels.parts.weights.codes), which this
-    step teaches. Inside each 16 K both operands are in one other order (MMA_ORDER, for step 11):
-    the kernel need not know it.
+    Step 6. Taught here: fragment-packed tiles (qformats.repack.tiles) and how their codes become
+    bytes (steps.blocks.integers). Inside each 16 K both operands are in one other order (MMA_ORDER,
+    for step 11): the kernel need not know it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from typing import Any, Final
 from numba import cuda, float32, int32, int64, uint32
 
 from qformats import BLOCK, Format
-from qformats.repack import CHUNK, HALF_SCALE, MINIMUM_SCALE, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from qformats.repack import CHUNK, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.integers import integer_weights
 from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import Family, Launch, Shape, Step, ceil_div
 from steps.instructions import (
-    half_to_float,
     load_f32x2,
     load_u32,
     load_u32x4,
@@ -48,7 +48,6 @@ from steps.instructions import (
     mma_m16n8k32_u8,
     store_u32x4,
 )
-from steps.kernels.parts.weights.codes import tile_format, tile_index
 
 TOKENS: Final = 8  # of one mma
 BLOCKS: Final = TILE_K // BLOCK  # of K in a packed tile, and in a stage
@@ -60,48 +59,42 @@ BLOCKS_PER_SM: Final = {True: 4, False: 2}  # few -> the others multiply while o
 
 
 @cache
-def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
+def kernel(format_name: str, warps: int, columns: int, blocks_per_sm: int) -> Any:
     """The kernel for tiles of `warps` times 16 features x `columns` times 8 tokens."""
-    tile = tile_format(fmt.name)
-    load, fragments, minimum = tile.load, tile.fragments, tile.minimum
-    tile_bytes, scales_at, minima_at = tile.tile_bytes, tile.scales_at, tile.minima_at
-    mma = mma_m16n8k32_s8 if tile.signed else mma_m16n8k32_u8
-    # Packed tiles hold scales and minima in units of their own. With these factors the sums are C
-    # but for the row scale, so nothing overflows on the way where A is large.
-    unit, unit_of_minima = float32(HALF_SCALE / tile.code_scale), float32(MINIMUM_SCALE)
+    weights = integer_weights(format_name)
+    tile_bytes, has_minimum = weights.tile_bytes, weights.has_minimum
+    load, fragment, scale, minimum = weights.load, weights.fragment, weights.scale, weights.minimum
+    scales_at, minima_at = weights.scales_at, weights.minima_at
+    mma = mma_m16n8k32_u8 if has_minimum else mma_m16n8k32_s8
     threads, bm = 32 * warps, columns * TOKENS
     assert threads % bm == 0, "a thread stages chunks of one token"
     words_a, floats_a = CHUNKS * bm * 4, BLOCKS * bm
-    floats_s = floats_a if minimum else 2  # the others have no use for s
+    floats_s = floats_a if has_minimum else 2  # the others have no use for s
     everyone = BLOCKS * bm % threads == 0  # has a scale to stage
     chunks_a, scales_a = CHUNKS * bm // threads, ceil_div(BLOCKS * bm, threads)  # of one thread
 
     @cuda.jit(device=True, forceinline=True)
-    def of_block(word, block):
-        """A scale or minimum as float32: a word has those of an even block and of the next."""
-        bits = word >> uint32(16) if block & 1 else word & uint32(0xFFFF)
-        return half_to_float(bits)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, tile_a, d_a, s_a, block, lane, a0, a1, a2, a3, d, d8, m, m8):
-        """One block of K; d, m: words with the scale and minimum of row g, d8, m8: of row g + 8."""
-        w, w8 = of_block(d, block) * unit, of_block(d8, block) * unit
-        z, z8 = of_block(m, block) * unit_of_minima, of_block(m8, block) * unit_of_minima
+    def multiply(acc, tile_a, d_a, s_a, block, lane, words, scales, minima):
+        """acc += one block of K. Of scales and minima, two in a word, the first two words are of
+        row g, the others of row g + 8."""
+        # --- codes -> bytes
+        a0, a1, a2, a3 = fragment(words, block & 1)
+        d, d8 = scale(scales[block // 2], block & 1), scale(scales[2 + block // 2], block & 1)
+        z, z8 = minimum(minima[block // 2], block & 1), minimum(minima[2 + block // 2], block & 1)
         for j in range(columns):
-            # --- shared -> registers, multiply: word t of token g lies at 4 g + t, b0 in chunk
-            # 2 block of tile_a, b1 in the next
+            # --- shared -> registers -> tensor cores: word t of token g lies at 4 g + t
             first = (2 * block * bm + j * TOKENS) * 4 + lane
             b0, b1 = load_u32(tile_a, first), load_u32(tile_a, first + 4 * bm)
             c0, c1, c2, c3 = mma(a0, a1, a2, a3, b0, b1, 0, 0, 0, 0)
-            # --- scale: c0 and c1 are row g with tokens 2t and 2t + 1, c2 and c3 row g + 8 with the
-            # same tokens; minima are added where the format has them
+
+            # --- scale the four sums, add them up
             token = block * bm + j * TOKENS + 2 * (lane % 4)
             da, da1 = load_f32x2(d_a, token)
-            acc[j, 0] += w * da * float32(c0)
-            acc[j, 1] += w * da1 * float32(c1)
-            acc[j, 2] += w8 * da * float32(c2)
-            acc[j, 3] += w8 * da1 * float32(c3)
-            if minimum:
+            acc[j, 0] += d * da * float32(c0)
+            acc[j, 1] += d * da1 * float32(c1)
+            acc[j, 2] += d8 * da * float32(c2)
+            acc[j, 3] += d8 * da1 * float32(c3)
+            if has_minimum:
                 s, s1 = load_f32x2(s_a, token)
                 acc[j, 0] += z * s
                 acc[j, 1] += z * s1
@@ -122,8 +115,10 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         m0, row_tile = cuda.blockIdx.y * bm, cuda.blockIdx.x * warps + warp
         n = row_tile * TILE_ROWS + lane // 4
         steps = (blocks_k + BLOCKS - 1) // BLOCKS
-        # beyond N too there are packed tiles, up to a whole group of 8, with scales of 0
-        at = int64(tile_index(int32(row_tile), int32(0), int32(steps))) * tile_bytes
+        # The warp's first packed tile. Beyond N there are some too, up to a whole group of 8, with
+        # scales of 0
+        group = int32(row_tile) // TILE_GROUP
+        tile = int64(int32(group * steps) * TILE_GROUP + row_tile % TILE_GROUP) * tile_bytes
         for j in range(columns):
             for i in range(4):
                 acc[j, i] = 0
@@ -131,18 +126,16 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
         row = t % bm
         m = min(m0 + row, M - 1)
         for k in range(0, blocks_k, BLOCKS):
-            # --- W, global -> registers, issued first as it comes from furthest away: both halves
-            # of the packed tile, scales and minima of row g. The next tile is TILE_GROUP tiles on
-            low, high = load(w, at, lane, 0), load(w, at, lane, 1)
-            scales = load_u32x4(w, at + scales_at + 16 * (lane // 4))
+            # --- W: global -> registers, issued first as it comes from furthest away
+            low, high = load(w, tile, lane, 0), load(w, tile, lane, 1)
+            scales = load_u32x4(w, tile + scales_at + 16 * (lane // 4))
             minima = scales
-            if minimum:
-                minima = load_u32x4(w, at + minima_at + 16 * (lane // 4))
-            at += TILE_GROUP * tile_bytes
+            if has_minimum:
+                minima = load_u32x4(w, tile + minima_at + 16 * (lane // 4))
+            tile += TILE_GROUP * tile_bytes
 
-            # --- A, global -> shared: chunk i of token m of the stage is chunk (2 k + i) M + m of
-            # qa; then the scales. Beyond K both operands hold zeros; beyond M, where nobody looks,
-            # the last row is read again: without a branch no load waits for another
+            # --- A: global -> shared. Beyond K both operands hold zeros; beyond M, where nobody
+            # looks, the last row is read again: without a branch no load waits for another
             for i in range(chunks_a):
                 chunk = t // bm + i * (threads // bm)
                 x = load_u32x4(qa, ((2 * k + chunk) * M + m) * CHUNK)
@@ -152,23 +145,18 @@ def kernel(fmt: Format, warps: int, columns: int, blocks_per_sm: int) -> Any:
                 if everyone or block < BLOCKS:
                     d, s = load_f32x2(ds, ((k + block) * M + m) * 2)
                     d_a[block * bm + row] = d
-                    if minimum:
+                    if has_minimum:
                         s_a[block * bm + row] = s
             cuda.syncthreads()
 
-            # --- multiply the four blocks of K, then wait until all threads have
-            d0, d2, e0, e2 = scales  # row g: blocks 0 and 1, blocks 2 and 3; row g + 8 likewise
-            z0, z2, y0, y2 = minima
-            a0, a1, a2, a3, b0, b1, b2, b3 = fragments(low)
-            multiply(acc, tile_a, d_a, s_a, 0, lane, a0, a1, a2, a3, d0, e0, z0, y0)
-            multiply(acc, tile_a, d_a, s_a, 1, lane, b0, b1, b2, b3, d0, e0, z0, y0)
-            a0, a1, a2, a3, b0, b1, b2, b3 = fragments(high)
-            multiply(acc, tile_a, d_a, s_a, 2, lane, a0, a1, a2, a3, d2, e2, z2, y2)
-            multiply(acc, tile_a, d_a, s_a, 3, lane, b0, b1, b2, b3, d2, e2, z2, y2)
+            # --- multiply
+            multiply(acc, tile_a, d_a, s_a, 0, lane, low, scales, minima)
+            multiply(acc, tile_a, d_a, s_a, 1, lane, low, scales, minima)
+            multiply(acc, tile_a, d_a, s_a, 2, lane, high, scales, minima)
+            multiply(acc, tile_a, d_a, s_a, 3, lane, high, scales, minima)
             cuda.syncthreads()
 
-        # --- registers -> global, times row scales: of mma j, sums 0 and 1 are feature n, tokens 2t
-        # and 2t + 1, sums 2 and 3 feature n + 8
+        # --- registers -> global
         for j in range(columns):
             for i in range(4):
                 token, feature = m0 + j * TOKENS + 2 * (lane % 4) + i % 2, n + i // 2 * 8
@@ -185,7 +173,7 @@ def launch(
     warps, columns = TILES[few]
     grid = (ceil_div(shape.n, warps * TILE_ROWS), ceil_div(shape.m, columns * TOKENS))
     args = (*weights, *activations, out, shape.k // BLOCK)
-    return Launch(kernel(fmt, warps, columns, BLOCKS_PER_SM[few]), grid, (32, warps), args)
+    return Launch(kernel(fmt.name, warps, columns, BLOCKS_PER_SM[few]), grid, (32, warps), args)
 
 
 STEP = Step(
@@ -200,6 +188,7 @@ STEP = Step(
     activations={"A8": q8_1_mma_order},
     launch=launch,
     min_cc=(8, 0),
+    idea=("mma", "fragment"),
     contains={"A8": ("IMMA.16832", "LDG.E.128", "STS.128", "I2F", "BAR.SYNC")},
     forbids={"A8": ("IDP", "HMMA", "LDSM", "LDGSTS")},
     chosen_untuned=True,

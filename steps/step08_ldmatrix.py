@@ -17,8 +17,15 @@ What is new
 
     It is conflict-free without a swizzle: the 8 rows of a matrix are 128 bytes in one piece, all 32
     banks. So are the weights: lane l reads the l-th 16 bytes of a fragment-packed tile.
-    In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block. Here one tf32 mma adds those of all
-    four blocks of a stage, for 16 features x 8 tokens (`add_minima`).
+
+    In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block, one instruction of three for the
+    CUDA cores. Here one tf32 mma adds those of all four blocks of a stage, for 16 features x 8
+    tokens. tf32 keeps 11 bits, enough for a float16 m. So s is the sum of two tf32, and they fill
+    the 8 K of the mma; 2^-22 of s is lost:
+
+        k                  0    1    2    3    4    5    6    7
+        A, a feature       m of block 0 .. 3  |the same m again
+        B, a token         upper 11 bits of s | what they leave     s of block 0 .. 3
 Why it should help
     Step 7 has 18.9 instructions for an IMMA, the IMMA and the 12 of its scaling among them. Wider
     loads, and fragments that are used twice, leave 15.8. An IMMA holds a scheduler for 6.8 cycles,
@@ -29,11 +36,9 @@ What it costs
     250 registers a thread: two blocks of four warps on an SM. 18 to 26 KB for a stage.
 Machine code
     LDSM; IMMA, I2FP, FMUL, FFMA and little else between the barriers; LDG and STS, no LDGSTS.
+    HMMA in Q4_1 and Q5_1 alone, 16 a stage beside 64 IMMA.
 Prerequisites
-    Step 7 (fragments, scales; `write_sums` is its end). Taught here: kernels.prefill.shared_stage
-    (where things lie in a stage) and kernels.prefill.warp_tile (fragments, products and scales of a
-    warp). From here on a layer's bias may be added to the sums (kernels.parts.epilogue.bias): skip
-    it.
+    Step 7: fragments, scales, steps.blocks.integers.
 """
 
 from __future__ import annotations
@@ -41,104 +46,242 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int32, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import Format
-from qformats.repack import CHUNK, TILE_K, tiles
+from qformats import BLOCK, FORMATS, Format
+from qformats.repack import CHUNK, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.integers import integer_weights
 from steps.blocks.q8_1 import q8_1_mma_order
 from steps.contract import Family, Launch, Shape, Step, ceil_div
-from steps.instructions import load_u32, load_u32x4, store_u32, store_u32x4
-from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.mma import write_sums
-from steps.kernels.parts.weights.codes import tile_format
-from steps.kernels.prefill.shared_stage import BN, THREADS, stage_copies, stage_layout
-from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
+from steps.instructions import (
+    as_bits,
+    as_float,
+    ldmatrix_x4,
+    load_f32,
+    load_f32x2,
+    load_u16,
+    load_u32,
+    load_u32x4,
+    mma_m16n8k8_tf32,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    store_f32,
+    store_u32,
+    store_u32x4,
+)
 
-BM: Final = 64  # tokens of a tile, and of each of its four warps
-COLUMNS: Final = BM // 8  # mma of a warp side by side along the tokens
-SUMS: Final = 4 * ROW_TILES * COLUMNS  # of a thread: 64, a quarter of its registers
-B_WORDS: Final = 2 * COLUMNS  # registers for the B fragments of a block, or for token scales
+BLOCK_M: Final = 64  # tokens of a tile of C, and of each of its warps
+BLOCK_N: Final = TILE_GROUP * TILE_ROWS  # features: 128, a group of packed tiles
+WARP_N: Final = 32  # features of a warp
+ROW_TILES: Final = WARP_N // TILE_ROWS  # packed tiles of a warp: 2
+BLOCKS: Final = TILE_K // BLOCK  # of K in a stage: 4
+CHUNKS: Final = TILE_K // CHUNK  # of 16 K of a token in a stage: 8
+THREADS: Final = 128  # four warps, one for each scheduler of an SM
 BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would need more registers
+TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 keeps
+
+# A stage, 128 K:
+#
+#     weights   8 fragment-packed tiles, in one piece as they lie in memory (qformats.repack.tiles)
+#     codes     int8 [8 chunks][token][16 K]
+#     d         float32 [4 blocks][token]
+#     s         float32 [4 blocks][token], of Q4_1 and Q5_1. A warp reads those of 8 tokens of all
+#               four blocks at once. With 8 floats left free after each block, they are in 32 banks
 
 
 @cuda.jit(device=True, forceinline=True)
-def copy_16(stage, to, array, offset):
-    """16 bytes from flat array[offset] on to byte `to` of the stage, through four registers."""
-    # --- global -> registers -> shared
-    x = load_u32x4(array, offset)
-    store_u32x4(stage, to, x[0], x[1], x[2], x[3])
+def copy_16(shared, destination, array, source):
+    """16 bytes, from element `source` of an array to a byte of the stage."""
+    x = load_u32x4(array, source)
+    store_u32x4(shared, destination, x[0], x[1], x[2], x[3])
 
 
 @cuda.jit(device=True, forceinline=True)
-def copy_4(stage, to, array, offset):
-    """The same for 4 bytes: a scale or a sum, or the rest of the weights."""
-    store_u32(stage, to, load_u32(array, offset))
+def copy_4(shared, destination, array, source):
+    store_u32(shared, destination, load_u32(array, source))
 
 
 @cache
-def kernel(fmt: Format, of_bias: str | None) -> Any:
-    """The kernel for a bias of dtype `of_bias` or none."""
-    tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
-    minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
-    first_source, next_source, copy_weights, copy_tokens = stage_copies(fmt, BM, copy_16, copy_4)
-    wt = warp_tile(fmt, BM)
-    load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
-    load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, COLUMNS, of_bias)
+def kernel(format_name: str) -> Any:
+    weights = integer_weights(format_name)
+    tile_bytes, has_minimum = weights.tile_bytes, weights.has_minimum
+    load, fragment, scale, minimum = weights.load, weights.fragment, weights.scale, weights.minimum
+    scales_at, minima_at = weights.scales_at, weights.minima_at
+    mma = mma_m16n8k32_u8 if has_minimum else mma_m16n8k32_s8
+    n_words = FORMATS[format_name].bits  # that a lane loads of half a packed tile
+    columns = BLOCK_M // 8  # mma of a warp side by side along the tokens
+    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns  # registers for sums, for B fragments
+    n_rows = 2 * ROW_TILES  # features of a lane
+    # Bytes of the parts of a stage, and where they begin
+    w_bytes, s_row = TILE_GROUP * tile_bytes, 4 * (BLOCK_M + 8)
+    d_at = w_bytes + BLOCK_M * TILE_K
+    s_at = d_at + 4 * BLOCKS * BLOCK_M
+    stage_bytes = s_at + (BLOCKS * s_row if has_minimum else 0)
+    w_chunks = w_bytes // (THREADS * CHUNK) * (THREADS * CHUNK)  # with 16 bytes for every thread
+    rows = THREADS // BLOCK_M  # chunks or blocks of each token that all threads copy at once: 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def first_source(m0, M, steps, t):
+        """Where this thread reads its part of the tile's first 128 K: a byte of w, elements of qa
+        [K/16, M, 16] and of ds [K/32, M, 2]. Tokens beyond M, where nobody looks, repeat the last
+        one; beyond K everything is zero."""
+        row = int64(t // BLOCK_M) * M + min(int32(m0 + t % BLOCK_M), M - 1)
+        w_byte = int64(int32(cuda.blockIdx.x * steps)) * w_bytes + t * CHUNK
+        return w_byte, row * CHUNK, row * 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_source(source, M):
+        """The same for the next 128 K. A sum costs less than to find all three anew."""
+        w_byte, code, scale = source
+        return w_byte + w_bytes, code + int64(M) * TILE_K, scale + int64(M) * (2 * BLOCKS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_stage(shared, w, qa, ds, source, M, t):
+        """Copy 128 K."""
+        w_byte, code, scale = source
+        # --- W: one piece of memory. What is too little for all threads goes by 4 bytes: a
+        # branch for half of them would cost more
+        for i in range(0, w_chunks, THREADS * CHUNK):
+            copy_16(shared, i + t * CHUNK, w, w_byte + i)
+        for i in range(w_chunks, w_bytes, THREADS * 4):
+            copy_4(shared, i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
+        # --- A: thread t copies two chunks, then two blocks further on
+        for i in range(0, CHUNKS, rows):
+            destination = w_bytes + (i * BLOCK_M + t) * CHUNK
+            copy_16(shared, destination, qa, code + int64(M * CHUNK) * i)
+        for i in range(0, BLOCKS, rows):
+            destination = d_at + (i * BLOCK_M + t) * 4
+            copy_4(shared, destination, ds, scale + int64(M * 2) * i)
+            if has_minimum:
+                destination = s_at + (i + t // BLOCK_M) * s_row + t % BLOCK_M * 4
+                copy_4(shared, destination, ds, scale + int64(M * 2) * i + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_weights(words, shared, tile, lane, half):
+        """The words of 64 K of the warp's packed tiles, which begin at byte `tile`."""
+        for i in range(ROW_TILES):
+            x = load(shared, tile + i * tile_bytes, lane, half)
+            for j in range(n_words):
+                words[i, j] = x[j]
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_scales(scales, shared, tile, lane):
+        """The scales of 128 K of the warp's packed tiles."""
+        for i in range(ROW_TILES):
+            x = load_u32x4(shared, tile + i * tile_bytes + scales_at + 16 * (lane >> 2))
+            scales[i, 0], scales[i, 1], scales[i, 2], scales[i, 3] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_tokens(b, shared, chunk, block):
+        """The B fragments of a block of K. `chunk`: the byte of this lane's row in block 0."""
+        for j in range(0, n_b, 4):
+            x = ldmatrix_x4(shared, chunk + (2 * block * BLOCK_M + 4 * j) * CHUNK)
+            b[j], b[j + 1], b[j + 2], b[j + 3] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_token_scales(token_scales, shared, d, block):
+        """d of the tokens of this lane's sums, for a block of K. `d`: the byte of its first."""
+        for j in range(columns):
+            x = load_f32x2(shared, d + 4 * (block * BLOCK_M + 8 * j))
+            token_scales[2 * j], token_scales[2 * j + 1] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, words, b, token_scales, scales, block):
+        """acc += one block of K: 32 features times the tokens of the B fragments."""
+        for i in range(ROW_TILES):
+            # --- codes -> bytes
+            a0, a1, a2, a3 = fragment(words[i], block & 1)
+            d = scale(scales[i, block // 2], block & 1)
+            d8 = scale(scales[i, 2 + block // 2], block & 1)
+            for j in range(columns):
+                # --- registers -> tensor cores
+                c0, c1, c2, c3 = mma(a0, a1, a2, a3, b[2 * j], b[2 * j + 1], 0, 0, 0, 0)
+
+                # --- scale the four sums, add them up
+                r, da, da1 = 4 * (i * columns + j), token_scales[2 * j], token_scales[2 * j + 1]
+                acc[r] += d * da * float32(c0)
+                acc[r + 1] += d * da1 * float32(c1)
+                acc[r + 2] += d8 * da * float32(c2)
+                acc[r + 3] += d8 * da1 * float32(c3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_minima(acc, shared, tile, s, lane):
+        """acc += m * s of all four blocks. `s`: the byte of s of block t and token g."""
+        for i in range(ROW_TILES):
+            first = tile + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
+            m = as_bits(minimum(load_u16(shared, first), 0))  # of row g
+            m8 = as_bits(minimum(load_u16(shared, first + 8), 0))
+            for j in range(columns):
+                x = load_f32(shared, s + 32 * j)
+                upper = as_bits(x) & uint32(TF32)
+                lower = as_bits(x - as_float(upper))
+                r = 4 * (i * columns + j)
+                x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
+                y = mma_m16n8k8_tf32(m, m8, m, m8, upper, lower, x0, x1, x2, x3)
+                acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = y
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
-    def w4a8_ldmatrix(w, row_scales, bias, qa, ds, c, steps):
+    def w4a8_ldmatrix(w, row_scales, qa, ds, c, steps):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
-        stage = cuda.shared.array(stage_bytes, uint8, alignment=128)
-        acc = cuda.local.array(SUMS, float32)
-        a = cuda.local.array(A_WORDS, uint32)  # A fragments (weights) of two blocks of K
-        scales = cuda.local.array(SCALE_WORDS, uint32)  # of the weights, for all four blocks
-        b_even = cuda.local.array(B_WORDS, uint32)  # B fragments (tokens) of blocks 0 and 2
-        b_odd = cuda.local.array(B_WORDS, uint32)  # of blocks 1 and 3
-        token_scales = cuda.local.array(B_WORDS, float32)  # scales d of the tokens, of one block
-        t, M = int32(cuda.threadIdx.x), int32(c.shape[0])
-        warp, lane = t >> 5, t & 31
-        m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
-        # --- where in a stage this lane reads. Of tokens: row r of matrix i, of lane 8i + r; the
-        # chunk is i & 1, the tokens begin at 8 (i >> 1), and all BM tokens of a chunk come before
-        # those of the next
-        weights_at = warp * warp_bytes  # the two packed tiles of the warp
-        row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
-        scales_at = 16 * (lane & 3)  # d of the tokens of its sums
-        source = first_source(t, m0, n0, 0, int32(steps), M)  # where it copies from: w, qa and ds
-        for i in range(SUMS):
+        shared = cuda.shared.array(stage_bytes, uint8, alignment=128)
+        acc = cuda.local.array(n_acc, float32)
+        words = cuda.local.array((ROW_TILES, n_words), uint32)
+        scales = cuda.local.array((ROW_TILES, 4), uint32)
+        b_even, b_odd = cuda.local.array(n_b, uint32), cuda.local.array(n_b, uint32)
+        token_scales = cuda.local.array(n_b, float32)
+        t, steps = int32(cuda.threadIdx.x), int32(steps)
+        warp, lane, M, N = t >> 5, t & 31, int32(c.shape[0]), int32(c.shape[1])
+        n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * BLOCK_M)
+        # Where in the stage this lane reads. Lane 8i + r addresses row r of ldmatrix's matrix i:
+        # chunk i & 1, tokens from 8 (i >> 1) on
+        tile = warp * (ROW_TILES * tile_bytes)
+        chunk = w_bytes + ((lane >> 3 & 1) * BLOCK_M + (lane >> 4) * 8 + (lane & 7)) * CHUNK
+        d, s = d_at + 8 * (lane & 3), s_at + (lane & 3) * s_row + 4 * (lane >> 2)
+        for i in range(n_acc):
             acc[i] = 0
-        for _ in range(int32(steps)):
-            # --- global -> shared; every thread waits for its own loads before it stores them, and
-            # then for all threads
-            copy_weights(stage, 16 * t, w, source)
-            copy_tokens(stage, 16 * t, qa, ds, source, M)
+
+        source = first_source(m0, M, steps, t)
+        for _ in range(steps):
+            # --- global -> shared: every thread waits for its loads before it stores them
+            copy_stage(shared, w, qa, ds, source, M, t)
+            source = next_source(source, M)
             cuda.syncthreads()
 
-            # --- shared -> registers -> tensor cores: the next block's fragments are on their way
-            # while one is multiplied. Registers for weights hold two blocks, those for token scales
-            # one: load the next when these were multiplied
-            load_weights(a, stage, weights_at, lane, 0)
-            load_scales(scales, stage, weights_at, lane)
-            load_tokens(b_even, stage, row_at, 0)
-            load_token_scales(token_scales, stage, scales_at, 0)
-            load_tokens(b_odd, stage, row_at, 1)
-            multiply(acc, a, b_even, token_scales, scales, 0)
-            if minimum:
-                add_minima(acc, stage, 0, weights_at, lane)
-            load_token_scales(token_scales, stage, scales_at, 1)
-            load_tokens(b_even, stage, row_at, 2)
-            multiply(acc, a, b_odd, token_scales, scales, 1)
-            load_weights(a, stage, weights_at, lane, 1)
-            load_token_scales(token_scales, stage, scales_at, 2)
-            load_tokens(b_odd, stage, row_at, 3)
-            multiply(acc, a, b_even, token_scales, scales, 2)
-            load_token_scales(token_scales, stage, scales_at, 3)
-            multiply(acc, a, b_odd, token_scales, scales, 3)
+            # --- multiply, while the tokens of the next block are loaded
+            load_weights(words, shared, tile, lane, 0)
+            load_scales(scales, shared, tile, lane)
+            load_tokens(b_even, shared, chunk, 0)
+            load_token_scales(token_scales, shared, d, 0)
+            load_tokens(b_odd, shared, chunk, 1)
+            multiply(acc, words, b_even, token_scales, scales, 0)
+            if has_minimum:
+                add_minima(acc, shared, tile, s, lane)
+            load_token_scales(token_scales, shared, d, 1)
+            load_tokens(b_even, shared, chunk, 2)
+            multiply(acc, words, b_odd, token_scales, scales, 1)
+            load_weights(words, shared, tile, lane, 1)
+            load_token_scales(token_scales, shared, d, 2)
+            load_tokens(b_odd, shared, chunk, 3)
+            multiply(acc, words, b_even, token_scales, scales, 2)
+            load_token_scales(token_scales, shared, d, 3)
+            multiply(acc, words, b_odd, token_scales, scales, 3)
             cuda.syncthreads()
-            source = next_source(source, M)
-        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)
+
+        # --- registers -> global. The compiler keeps a load behind the stores above it, so the row
+        # scales are loaded first; they go on to the end of the tile
+        m, n = int32(m0 + 2 * (lane & 3)), int32(n0 + WARP_N * warp + (lane >> 2))
+        factors = cuda.local.array(n_rows, float32)
+        for i in range(n_rows):
+            factors[i] = load_f32(row_scales, n + 8 * i)
+        for j in range(columns):
+            for odd in range(2):
+                token = int32(m + 8 * j + odd)
+                for i in range(n_rows):
+                    feature = int32(n + 8 * i)
+                    if token < M and feature < N:
+                        x = acc[4 * (i // 2 * columns + j) + 2 * (i % 2) + odd]
+                        store_f32(c, int64(token) * N + feature, x * factors[i])
 
     return w4a8_ldmatrix
 
@@ -146,10 +289,9 @@ def kernel(fmt: Format, of_bias: str | None) -> Any:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, BM))
-    of_bias, weights = bias_operand(weights)
+    grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, BLOCK_M))
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(kernel(fmt, of_bias), grid, (THREADS,), args)
+    return Launch(kernel(fmt.name), grid, (THREADS,), args)
 
 
 STEP = Step(
@@ -163,8 +305,8 @@ STEP = Step(
     pack=tiles,
     activations={"A8": q8_1_mma_order},
     launch=launch,
-    adds_bias=True,
     min_cc=(8, 0),
+    idea=("ldmatrix_x4", "mma"),
     contains={"A8": ("IMMA.16832", "LDSM.16.M88.4", "LDG.E.128", "STS.128", "BAR.SYNC")},
     forbids={"A8": ("IDP", "LDGSTS")},
 )

@@ -25,8 +25,7 @@ What it costs
 Machine code
     LDGSTS where there were LDG and STS; one BAR.SYNC in the loop; LDGDEPBAR closes a group.
 Prerequisites
-    Step 8: its loop, kernels.prefill.warp_tile, and kernels.prefill.shared_stage, here with
-    cp.async copies (`ring_stages` there says how many stages fit).
+    Step 8: its loop, and where things lie in a stage.
 """
 
 from __future__ import annotations
@@ -34,132 +33,268 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import cuda, float32, int32, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
-from qformats import Format
-from qformats.repack import CHUNK, TILE_K, tiles
+from qformats import BLOCK, FORMATS, Format
+from qformats.repack import CHUNK, TILE_GROUP, TILE_K, TILE_ROWS, tiles
+from steps.blocks.integers import integer_weights
 from steps.blocks.q8_1 import q8_1_mma_order
-from steps.contract import Family, Launch, Shape, Step, ceil_div
-from steps.instructions import cp_async_4, cp_async_16, cp_async_commit, cp_async_wait
-from steps.kernels.parts.epilogue.bias import bias_operand
-from steps.kernels.parts.epilogue.mma import write_sums
-from steps.kernels.parts.weights.codes import tile_format
-from steps.kernels.prefill.shared_stage import BN, THREADS, ring_stages, stage_copies, stage_layout
-from steps.kernels.prefill.warp_tile import A_WORDS, ROW_TILES, SCALE_WORDS, WARP_N, warp_tile
+from steps.contract import Family, Launch, Shape, Step, ceil_div, shared_memory
+from steps.instructions import (
+    as_bits,
+    as_float,
+    cp_async_4,
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    ldmatrix_x4,
+    load_f32,
+    load_f32x2,
+    load_u16,
+    load_u32x4,
+    mma_m16n8k8_tf32,
+    mma_m16n8k32_s8,
+    mma_m16n8k32_u8,
+    store_f32,
+)
 
-BM: Final = 64  # tokens of a tile, as in step 8
-COLUMNS: Final = BM // 8  # mma of a warp side by side along the tokens
-SUMS: Final = 4 * ROW_TILES * COLUMNS  # of a thread
-B_WORDS: Final = 2 * COLUMNS  # registers for the B fragments of a block, or for token scales
+BLOCK_M: Final = 64  # tokens of a tile of C, and of each of its warps
+BLOCK_N: Final = TILE_GROUP * TILE_ROWS  # features: 128, a group of packed tiles
+WARP_N: Final = 32  # features of a warp
+ROW_TILES: Final = WARP_N // TILE_ROWS  # packed tiles of a warp: 2
+BLOCKS: Final = TILE_K // BLOCK  # of K in a stage: 4
+CHUNKS: Final = TILE_K // CHUNK  # of 16 K of a token in a stage: 8
+THREADS: Final = 128  # four warps, one for each scheduler of an SM
 BLOCKS_PER_SM: Final = 2  # as many as their registers allow
-STAGES: Final = 4  # of the ring, at most: more hide nothing further
+MOST_STAGES: Final = 4  # of the ring; more hide nothing further
+TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 keeps
+
+# A stage, 128 K:
+#
+#     weights   8 fragment-packed tiles, in one piece as they lie in memory (qformats.repack.tiles)
+#     codes     int8 [8 chunks][token][16 K]
+#     d         float32 [4 blocks][token]
+#     s         float32 [4 blocks][token], of Q4_1 and Q5_1. A warp reads those of 8 tokens of all
+#               four blocks at once. With 8 floats left free after each block, they are in 32 banks
 
 
 @cache
-def kernel(fmt: Format, stages: int, of_bias: str | None) -> Any:
-    """The kernel with a ring of `stages`, two at least, for a bias of dtype `of_bias` or none."""
-    tile, stage_bytes = tile_format(fmt.name), stage_layout(fmt, BM).stage_bytes
-    minimum, warp_bytes = tile.minimum, ROW_TILES * tile.tile_bytes
-    ring_bytes = stages * stage_bytes
-    copies = stage_copies(fmt, BM, cp_async_16, cp_async_4)
-    first_source, next_source, copy_weights, copy_tokens = copies
-    wt = warp_tile(fmt, BM)
-    load_weights, load_scales, load_tokens = wt.load_weights, wt.load_scales, wt.load_tokens
-    load_token_scales, multiply, add_minima = wt.load_token_scales, wt.multiply, wt.add_minima
-    write = write_sums(ROW_TILES, COLUMNS, of_bias)
-    # At first all copies but those of the first step may still be in flight. In step s, when
-    # stages + s groups are closed, those behind step s + 1, which is read next.
+def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
+    """(the kernel with a ring of `most_bytes` at most, its bytes of shared memory)."""
+    weights = integer_weights(format_name)
+    tile_bytes, has_minimum = weights.tile_bytes, weights.has_minimum
+    load, fragment, scale, minimum = weights.load, weights.fragment, weights.scale, weights.minimum
+    scales_at, minima_at = weights.scales_at, weights.minima_at
+    mma = mma_m16n8k32_u8 if has_minimum else mma_m16n8k32_s8
+    n_words = FORMATS[format_name].bits  # that a lane loads of half a packed tile
+    columns = BLOCK_M // 8  # mma of a warp side by side along the tokens
+    n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns  # registers for sums, for B fragments
+    n_rows = 2 * ROW_TILES  # features of a lane
+    # Bytes of the parts of a stage, and where they begin
+    w_bytes, s_row = TILE_GROUP * tile_bytes, 4 * (BLOCK_M + 8)
+    d_at = w_bytes + BLOCK_M * TILE_K
+    s_at = d_at + 4 * BLOCKS * BLOCK_M
+    stage_bytes = s_at + (BLOCKS * s_row if has_minimum else 0)
+    stages = max(2, min(MOST_STAGES, most_bytes // stage_bytes))
+    last_stage = (stages - 1) * stage_bytes
+    w_chunks = w_bytes // (THREADS * CHUNK) * (THREADS * CHUNK)  # with 16 bytes for every thread
+    rows = THREADS // BLOCK_M  # chunks or blocks of each token that all threads copy at once: 2
+
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
+    @cuda.jit(device=True, forceinline=True)
+    def first_source(m0, M, steps, t):
+        """Where this thread reads its part of the tile's first 128 K: a byte of w, elements of qa
+        [K/16, M, 16] and of ds [K/32, M, 2]. Tokens beyond M, where nobody looks, repeat the last
+        one; beyond K everything is zero."""
+        row = int64(t // BLOCK_M) * M + min(int32(m0 + t % BLOCK_M), M - 1)
+        w_byte = int64(int32(cuda.blockIdx.x * steps)) * w_bytes + t * CHUNK
+        return w_byte, row * CHUNK, row * 2
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_source(source, M):
+        """The same for the next 128 K. A sum costs less than to find all three anew."""
+        w_byte, code, scale = source
+        return w_byte + w_bytes, code + int64(M) * TILE_K, scale + int64(M) * (2 * BLOCKS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_stage(shared, stage, w, qa, ds, source, step, steps, M, t):
+        """Issue the copies of 128 K, step `step` of `steps`, to byte `stage` of the ring, and close
+        them into a group. Beyond the last step a group is empty, so that groups can be counted."""
+        if step < steps:
+            w_byte, code, scale = source
+            # --- W: one piece of memory. What is too little for all threads goes by 4 bytes: a
+            # branch for half of them would cost more
+            for i in range(0, w_chunks, THREADS * CHUNK):
+                cp_async_16(shared, stage + i + t * CHUNK, w, w_byte + i)
+            for i in range(w_chunks, w_bytes, THREADS * 4):
+                cp_async_4(shared, stage + i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
+            # --- A: thread t copies two chunks, then two blocks further on
+            for i in range(0, CHUNKS, rows):
+                destination = stage + w_bytes + (i * BLOCK_M + t) * CHUNK
+                cp_async_16(shared, destination, qa, code + int64(M * CHUNK) * i)
+            for i in range(0, BLOCKS, rows):
+                destination = stage + d_at + (i * BLOCK_M + t) * 4
+                cp_async_4(shared, destination, ds, scale + int64(M * 2) * i)
+                if has_minimum:
+                    destination = stage + s_at + (i + t // BLOCK_M) * s_row + t % BLOCK_M * 4
+                    cp_async_4(shared, destination, ds, scale + int64(M * 2) * i + 1)
+        cp_async_commit()
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_weights(words, shared, tile, lane, half):
+        """The words of 64 K of the warp's packed tiles, which begin at byte `tile`."""
+        for i in range(ROW_TILES):
+            x = load(shared, tile + i * tile_bytes, lane, half)
+            for j in range(n_words):
+                words[i, j] = x[j]
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_scales(scales, shared, tile, lane):
+        """The scales of 128 K of the warp's packed tiles."""
+        for i in range(ROW_TILES):
+            x = load_u32x4(shared, tile + i * tile_bytes + scales_at + 16 * (lane >> 2))
+            scales[i, 0], scales[i, 1], scales[i, 2], scales[i, 3] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_tokens(b, shared, chunk, block):
+        """The B fragments of a block of K. `chunk`: the byte of this lane's row in block 0."""
+        for j in range(0, n_b, 4):
+            x = ldmatrix_x4(shared, chunk + (2 * block * BLOCK_M + 4 * j) * CHUNK)
+            b[j], b[j + 1], b[j + 2], b[j + 3] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_token_scales(token_scales, shared, d, block):
+        """d of the tokens of this lane's sums, for a block of K. `d`: the byte of its first."""
+        for j in range(columns):
+            x = load_f32x2(shared, d + 4 * (block * BLOCK_M + 8 * j))
+            token_scales[2 * j], token_scales[2 * j + 1] = x
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, words, b, token_scales, scales, block):
+        """acc += one block of K: 32 features times the tokens of the B fragments."""
+        for i in range(ROW_TILES):
+            # --- codes -> bytes
+            a0, a1, a2, a3 = fragment(words[i], block & 1)
+            d = scale(scales[i, block // 2], block & 1)
+            d8 = scale(scales[i, 2 + block // 2], block & 1)
+            for j in range(columns):
+                # --- registers -> tensor cores
+                c0, c1, c2, c3 = mma(a0, a1, a2, a3, b[2 * j], b[2 * j + 1], 0, 0, 0, 0)
+
+                # --- scale the four sums, add them up
+                r, da, da1 = 4 * (i * columns + j), token_scales[2 * j], token_scales[2 * j + 1]
+                acc[r] += d * da * float32(c0)
+                acc[r + 1] += d * da1 * float32(c1)
+                acc[r + 2] += d8 * da * float32(c2)
+                acc[r + 3] += d8 * da1 * float32(c3)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_minima(acc, shared, tile, s, lane):
+        """acc += m * s of all four blocks. `s`: the byte of s of block t and token g."""
+        for i in range(ROW_TILES):
+            first = tile + i * tile_bytes + minima_at + 16 * (lane >> 2) + 2 * (lane & 3)
+            m = as_bits(minimum(load_u16(shared, first), 0))  # of row g
+            m8 = as_bits(minimum(load_u16(shared, first + 8), 0))
+            for j in range(columns):
+                x = load_f32(shared, s + 32 * j)
+                upper = as_bits(x) & uint32(TF32)
+                lower = as_bits(x - as_float(upper))
+                r = 4 * (i * columns + j)
+                x0, x1, x2, x3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
+                y = mma_m16n8k8_tf32(m, m8, m, m8, upper, lower, x0, x1, x2, x3)
+                acc[r], acc[r + 1], acc[r + 2], acc[r + 3] = y
+
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
-    def w4a8_cp_async(w, row_scales, bias, qa, ds, c, steps):
+    def w4a8_cp_async(w, row_scales, qa, ds, c, steps):
         """c[M, N] = a @ dequantize(w)[N, K]^T; w, row_scales: qformats.repack.tiles,
         a: K-outermost."""
-        ring = cuda.shared.array(0, uint8, alignment=128)
-        acc = cuda.local.array(SUMS, float32)
-        a = cuda.local.array(A_WORDS, uint32)  # registers as in step 8
-        scales = cuda.local.array(SCALE_WORDS, uint32)
-        b_even = cuda.local.array(B_WORDS, uint32)
-        b_odd = cuda.local.array(B_WORDS, uint32)
-        token_scales = cuda.local.array(B_WORDS, float32)
-        t, M, count = int32(cuda.threadIdx.x), int32(c.shape[0]), int32(steps)
-        warp, lane = t >> 5, t & 31
-        m0, n0 = int32(cuda.blockIdx.y * BM), int32(cuda.blockIdx.x * BN)
-        # where in a stage this lane reads, as in step 8
-        weights_at = warp * warp_bytes
-        row_at = ((lane >> 3 & 1) * BM + (lane >> 4) * 8 + (lane & 7)) * CHUNK
-        scales_at = 16 * (lane & 3)
-        for i in range(SUMS):
+        shared = cuda.shared.array(0, uint8, alignment=128)  # all of the dynamic shared memory
+        acc = cuda.local.array(n_acc, float32)
+        words = cuda.local.array((ROW_TILES, n_words), uint32)
+        scales = cuda.local.array((ROW_TILES, 4), uint32)
+        b_even, b_odd = cuda.local.array(n_b, uint32), cuda.local.array(n_b, uint32)
+        token_scales = cuda.local.array(n_b, float32)
+        t, steps = int32(cuda.threadIdx.x), int32(steps)
+        warp, lane, M, N = t >> 5, t & 31, int32(c.shape[0]), int32(c.shape[1])
+        n0, m0 = int32(cuda.blockIdx.x * BLOCK_N), int32(cuda.blockIdx.y * BLOCK_M)
+        # Where in a stage this lane reads. Lane 8i + r addresses row r of ldmatrix's matrix i:
+        # chunk i & 1, tokens from 8 (i >> 1) on
+        tile = warp * (ROW_TILES * tile_bytes)
+        chunk = w_bytes + ((lane >> 3 & 1) * BLOCK_M + (lane >> 4) * 8 + (lane & 7)) * CHUNK
+        d, s = d_at + 8 * (lane & 3), s_at + (lane & 3) * s_row + 4 * (lane >> 2)
+        for i in range(n_acc):
             acc[i] = 0
 
-        # --- issue the copies of the first stages. A group is closed for each, even for those
-        # beyond K: the waits count groups
-        source = first_source(t, m0, n0, 0, count, M)
+        # --- issue the copies of all stages
+        source = first_source(m0, M, steps, t)
         for step in range(stages):
-            if step < count:
-                copy_weights(ring, step * stage_bytes + 16 * t, w, source)
-                copy_tokens(ring, step * stage_bytes + 16 * t, qa, ds, source, M)
-                source = next_source(source, M)
-            cp_async_commit()
+            copy_stage(shared, step * stage_bytes, w, qa, ds, source, step, steps, M, t)
+            source = next_source(source, M)
 
-        # --- wait for stage 0, and load its weights, scales and first tokens
+        # --- wait for the first stage, load its first fragments
         wait_for_first()
         cuda.syncthreads()
-        stage, to = int32(0), int32(16 * t)  # where it begins; where this thread copies into it
-        load_weights(a, ring, weights_at, lane, 0)
-        load_scales(scales, ring, weights_at, lane)
-        load_tokens(b_even, ring, row_at, 0)
-        for step in range(count):
-            # --- multiply three blocks of K; the next one's fragments are on their way meanwhile
-            load_token_scales(token_scales, ring, stage + scales_at, 0)
-            load_tokens(b_odd, ring, stage + row_at, 1)
-            multiply(acc, a, b_even, token_scales, scales, 0)
-            load_token_scales(token_scales, ring, stage + scales_at, 1)
-            load_tokens(b_even, ring, stage + row_at, 2)
-            multiply(acc, a, b_odd, token_scales, scales, 1)
-            load_weights(a, ring, stage + weights_at, lane, 1)
-            load_token_scales(token_scales, ring, stage + scales_at, 2)
-            load_tokens(b_odd, ring, stage + row_at, 3)
-            multiply(acc, a, b_even, token_scales, scales, 2)
-            if minimum:
-                add_minima(acc, ring, stage, stage + weights_at, lane)
-            load_token_scales(token_scales, ring, stage + scales_at, 3)
+        stage = int32(0)  # its first byte in the ring
+        load_weights(words, shared, tile, lane, 0)
+        load_scales(scales, shared, tile, lane)
+        load_tokens(b_even, shared, chunk, 0)
+        for step in range(steps):
+            # --- multiply, while the tokens of the next block are loaded
+            load_token_scales(token_scales, shared, stage + d, 0)
+            load_tokens(b_odd, shared, stage + chunk, 1)
+            multiply(acc, words, b_even, token_scales, scales, 0)
+            load_token_scales(token_scales, shared, stage + d, 1)
+            load_tokens(b_even, shared, stage + chunk, 2)
+            multiply(acc, words, b_odd, token_scales, scales, 1)
+            load_weights(words, shared, stage + tile, lane, 1)
+            load_token_scales(token_scales, shared, stage + d, 2)
+            load_tokens(b_odd, shared, stage + chunk, 3)
+            multiply(acc, words, b_even, token_scales, scales, 2)
+            if has_minimum:
+                add_minima(acc, shared, stage + tile, stage + s, lane)
+            load_token_scales(token_scales, shared, stage + d, 3)
 
-            # --- go on to the next stage of the ring when it has arrived for all threads, and all
-            # have read this one to its end: what its last block needs is in registers
-            wait_for_next()
+            # --- wait for the next stage, and until all have read this one: load the next first
+            # fragments, refill this one
+            wait_for_next()  # what this thread has copied: all but its newest stages - 2 groups
             cuda.syncthreads()
-            stage = int32(stage + stage_bytes)
-            if stage == ring_bytes:
-                stage = int32(0)
-            load_tokens(b_even, ring, stage + row_at, 0)
+            previous, stage = stage, int32(stage + stage_bytes if stage < last_stage else 0)
+            load_tokens(b_even, shared, stage + chunk, 0)
+            copy_stage(shared, previous, w, qa, ds, source, int32(step + stages), steps, M, t)
+            source = next_source(source, M)
 
-            # --- refill the stage that was just read: this thread copies to `to`. `stage` is
-            # already the next one: there it will copy in the next turn
-            if step + stages < count:
-                copy_weights(ring, to, w, source)
-                copy_tokens(ring, to, qa, ds, source, M)
-                source = next_source(source, M)
-            cp_async_commit()
-            to = int32(stage + 16 * t)
+            # --- multiply the last block, load the next stage's first weights
+            multiply(acc, words, b_odd, token_scales, scales, 3)
+            load_weights(words, shared, stage + tile, lane, 0)
+            load_scales(scales, shared, stage + tile, lane)
 
-            # --- multiply the last block, then load the weights and scales of the next stage
-            multiply(acc, a, b_odd, token_scales, scales, 3)
-            load_weights(a, ring, stage + weights_at, lane, 0)
-            load_scales(scales, ring, stage + weights_at, lane)
-        write(c, m0, n0 + WARP_N * warp, lane, acc, row_scales, bias)
+        # --- registers -> global. The compiler keeps a load behind the stores above it, so the row
+        # scales are loaded first; they go on to the end of the tile
+        m, n = int32(m0 + 2 * (lane & 3)), int32(n0 + WARP_N * warp + (lane >> 2))
+        factors = cuda.local.array(n_rows, float32)
+        for i in range(n_rows):
+            factors[i] = load_f32(row_scales, n + 8 * i)
+        for j in range(columns):
+            for odd in range(2):
+                token = int32(m + 8 * j + odd)
+                for i in range(n_rows):
+                    feature = int32(n + 8 * i)
+                    if token < M and feature < N:
+                        x = acc[4 * (i // 2 * columns + j) + 2 * (i % 2) + odd]
+                        store_f32(c, int64(token) * N + feature, x * factors[i])
 
-    return w4a8_cp_async
+    return w4a8_cp_async, stages * stage_bytes
 
 
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    grid = (ceil_div(shape.n, BN), ceil_div(shape.m, BM))
-    stages, ring_bytes = ring_stages(fmt, BM, BLOCKS_PER_SM, STAGES)
-    of_bias, weights = bias_operand(weights)
+    # an SM keeps 1 KB of shared memory for each thread block, beside what it can give one
+    run, shared_bytes = kernel(fmt.name, (shared_memory() + 1024) // BLOCKS_PER_SM - 1024)
+    grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, BLOCK_M))
     args = (*weights, *activations, out, ceil_div(shape.k, TILE_K))
-    return Launch(kernel(fmt, stages, of_bias), grid, (THREADS,), args, ring_bytes)
+    return Launch(run, grid, (THREADS,), args, shared_bytes)
 
 
 STEP = Step(
@@ -173,8 +308,8 @@ STEP = Step(
     pack=tiles,
     activations={"A8": q8_1_mma_order},
     launch=launch,
-    adds_bias=True,
     min_cc=(8, 0),
+    idea=("cp_async_16", "cp_async_commit", "wait_for_next"),
     contains={"A8": ("IMMA", "LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDGDEPBAR", "BAR.SYNC")},
     forbids={"A8": ("STS", "IDP")},
     chosen_untuned=True,

@@ -175,6 +175,10 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         for step in range(stages - 1):
             copy_stage(ring, step * stage_bytes, a, w, m0, step, steps, t)
 
+        # --- load what the end needs: the scales of this lane's two rows
+        feature = int32(n0 + 16 * warp + (lane >> 2))  # row_scales go on to the end of the tile
+        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
+
         acc = no_sums()
         stage, previous = int32(0), int32(last_stage)  # first bytes, in the ring
         for step in range(steps):
@@ -204,8 +208,6 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         cuda.syncthreads()  # nobody reads the ring any more: from here on it holds the tile of C
         x = cuda.local.array(n_acc, float32)
         spread(x, acc)  # a loop can index an array, not a tuple; it stays in registers
-        feature = int32(n0 + 16 * warp + (lane >> 2))  # row_scales go on to the end of the tile
-        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
         destination = token * C_ROW + (chunk ^ (token & 7)) * CHUNK  # swizzled, like A
         for j in range(0, block_m, 16):

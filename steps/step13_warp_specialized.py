@@ -226,16 +226,16 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
                 produce(memory, a, w, m0, steps)
             return
 
-        # --- the consumers
+        # --- the consumers. What the end needs, the scales of a lane's two rows, is loaded first
         more_registers()
+        feature = int32(n0 + 16 * warp + (lane >> 2))
+        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
         acc = consume(memory, warp, lane, steps)
 
         # --- registers -> shared: sums times row scales, as float16, transposed, as in step 12
         barrier_sync(1, CONSUMERS)  # all have multiplied: from here on the ring holds the tile of C
         x = cuda.local.array(n_acc, float32)
         spread(x, acc)
-        feature = int32(n0 + 16 * warp + (lane >> 2))
-        scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
         token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
         destination = token * C_ROW + (chunk ^ (token & 7)) * CHUNK
         for j in range(0, block_m, 16):

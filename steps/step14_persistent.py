@@ -136,14 +136,18 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return int32(uint32(a) // uint32(b))
 
     @cuda.jit(device=True, forceinline=True)
-    def range_begin(block, items):
-        """Where a block's range of work items begins: where that of the block before ends."""
-        return int32(int64(block) * items // cuda.gridDim.x)
+    def range_begin(block, share, extra):
+        """Where a block's range of work items begins: where that of the block before ends. A range
+        has `share` of them; the first `extra` blocks have one more."""
+        return int32(block * share + min(block, extra))
 
     @cuda.jit(device=True, forceinline=True)
-    def block_of(item, items):
-        """The block whose range has a work item: the last that begins at it or before."""
-        return int32((int64(item + 1) * cuda.gridDim.x - 1) // items)
+    def block_of(item, share, extra):
+        """The block whose range has a work item."""
+        of_longer = int32(extra * (share + 1))  # the items of blocks that have one more
+        if item < of_longer:
+            return quotient(item, share + 1)
+        return int32(extra + quotient(item - of_longer, share))
 
     @cuda.jit(device=True, forceinline=True)
     def produce(memory, a, w, item, end, steps, tiles_n):
@@ -219,14 +223,15 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return acc, stage, parity
 
     @cuda.jit(device=True, forceinline=True)
-    def add_up(x, memory, counters, tile_id, items, steps, partials, arrived, t):
+    def add_up(x, counters, tile_id, steps, share, extra, partials, arrived, t):
         """The end of a part of a tile, for all consumers: x, the sums of this block, becomes those
         of all contributors. Whether this block was the last to arrive; else others will be."""
         # --- store the partial sums: four of a thread, then four of the next one
-        first = block_of(tile_id * steps, items)
-        others = int32(block_of(tile_id * steps + steps - 1, items) - first)
+        begin = int32(tile_id * steps)
+        first = block_of(begin, share, extra)
+        others = int32(block_of(int32(begin + steps - 1), share, extra) - first)
         # The first contributor's range may begin in another tile, whose sums have the first slot
-        slot = int32(1 if range_begin(first, items) < tile_id * steps else 0)
+        slot = int32(1 if range_begin(first, share, extra) < begin else 0)
         block = int32(cuda.blockIdx.x)
         place = int64(2 * block + (slot if block == first else 0)) * tile_sums + 4 * t
         for r in range(0, n_acc, 4):
@@ -260,10 +265,10 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         return True
 
     @cuda.jit(launch_bounds=(THREADS, 1))
-    def w4a16_persistent(a_map, w, row_scales, c, steps, tiles, partials, arrived):
+    def w4a16_persistent(a_map, w, row_scales, c, steps, share, extra, partials, arrived):
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
-        a_map of a; steps of 128 K, so many tiles of C. a and c are float16 and begin at multiples
-        of 16 bytes."""
+        a_map of a; steps of 128 K; share and extra of `range_begin`. a and c are float16 and begin
+        at multiples of 16 bytes."""
         memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         counters = cuda.shared.array(0, int32, alignment=1024)  # the same
         a = tensor_map_address(a_map)
@@ -274,8 +279,8 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         tiles_n = quotient(N + (BLOCK_N - 1), BLOCK_N)
 
         # --- this block's range of work items
-        items, block = int32(tiles * steps), int32(cuda.blockIdx.x)
-        item, end = range_begin(block, items), range_begin(block + 1, items)
+        share, extra, block = int32(share), int32(extra), int32(cuda.blockIdx.x)
+        item, end = range_begin(block, share, extra), range_begin(int32(block + 1), share, extra)
 
         # --- make the mbarriers: one producer fills a stage, every consumer warp empties it
         if t == 0:
@@ -303,18 +308,18 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             m0, n0 = int32(tile_m * block_m), int32((tile_id - tile_m * tiles_n) * BLOCK_N)
             count = int32(min(int32(tile_id * steps + steps), end) - item)
             item = int32(item + count)
+            feature = int32(n0 + 16 * warp + (lane >> 2))
+            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
             acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
             spread(x, acc)
 
             # --- a part of a tile: unless it is the last, its sums are left to another block
             if count < steps and not add_up(
-                x, memory, counters, tile_id, items, steps, partials, arrived, t
+                x, counters, tile_id, steps, share, extra, partials, arrived, t
             ):
                 continue
 
             # --- registers -> shared -> global, as in step 12 but some tokens at a time
-            feature = int32(n0 + 16 * warp + (lane >> 2))
-            scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
             token, chunk = (lane >> 4) * 8 + (lane & 7), 2 * warp + (lane >> 3 & 1)
             destination = c_begin + token * C_ROW + (chunk ^ (token & 7)) * CHUNK
             source = c_begin + row * C_ROW + (eight ^ (row & 7)) * CHUNK
@@ -370,7 +375,8 @@ def launch(
     block_m, tiles, blocks = tiling(shape)
     run, shared_bytes = kernel(fmt.name, block_m)
     (a,), steps = activations, ceil_div(shape.k, BLOCK_K)
-    args = (TensorMap(a, (block_m, BOX_K)), *weights, out, steps, tiles, *scratch)
+    share, extra = divmod(tiles * steps, blocks)  # of all work items, for each block
+    args = (TensorMap(a, (block_m, BOX_K)), *weights, out, steps, share, extra, *scratch)
     return Launch(run, (blocks,), (THREADS,), args, shared_bytes)
 
 
