@@ -81,6 +81,7 @@ STEP = Step(
     pack=as_bytes,
     activations={"A16": plain_rows},
     launch=launch,
+    idea=("cuda.grid", "level"),
     formats=KNOWN,
     contains={"A16": ("LDG.E.U8|LDG.E.S8", "I2F", "FFMA")},
     forbids={"A16": ("STS", "BAR", "IDP", "IMMA", "HMMA")},

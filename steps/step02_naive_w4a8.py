@@ -95,6 +95,7 @@ STEP = Step(
     pack=as_bytes,
     activations={"A8": q8_1_blocks},
     launch=launch,
+    idea=("codes", "offset"),
     contains={"A8": ("LDG.E.U8|LDG.E.S8", "IMAD", "I2F", "FFMA")},
     forbids={"A8": ("STS", "BAR", "IMMA", "HMMA")},
     chosen_untuned=True,

@@ -167,6 +167,7 @@ STEP = Step(
     pack=as_bytes,
     activations={"A16": plain_rows, "A8": q8_1_blocks},
     launch=launch,
+    idea=("cuda.shared.array", "cuda.syncthreads"),
     contains={
         "A16": ("STS", "LDS", "BAR.SYNC", "FFMA"),
         "A8": ("STS.U8", "LDS", "BAR.SYNC", "IMAD"),

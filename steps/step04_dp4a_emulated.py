@@ -174,6 +174,7 @@ STEP = Step(
     pack=as_bytes,
     activations={"A8": q8_1_blocks},
     launch=launch,
+    idea=("pairs", "crossed_pairs"),
     contains={"A8": ("PRMT", "STS", "LDS", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},
     chosen_untuned=True,

@@ -265,6 +265,7 @@ STEP = Step(
     pack=k_outermost,
     activations={"A8": q8_1_k_outermost},
     launch=launch,
+    idea=("load_u32x4", "load_f32x4", "store_f32x4"),
     contains={"A8": ("LDG.E.128", "LDS.128", "STG.E.128", "IMAD", "BAR.SYNC")},
     forbids={"A8": ("IDP", "IMMA", "HMMA", "LDS.U8", "LDS.S8")},
     chosen_untuned=True,

@@ -238,6 +238,7 @@ STEP = Step(
     pack=k_outermost,
     activations={"A8": q8_1_k_outermost},
     launch=launch,
+    idea=("dp4a",),
     contains={"A8": ("IDP.4A.S8.S8", "LDG.E.128", "LDS.128", "STG.E.128", "BAR.SYNC")},
     forbids={"A8": ("IMMA", "HMMA", "LDS.U8", "LDS.S8")},
     chosen_untuned=True,
