@@ -1,8 +1,9 @@
 """The command `counters`: what the hardware counted in single launches, by Nsight Compute.
 
-The launches are those of a bench: every step at its home shapes, the top steps at all shapes, from
-16 bits to 16 bits where the step reads them. They go into `results/<gpu>/ncu.json`, one line each.
-Nsight Compute must start the process that it examines, so this command line is started again.
+The launches are those of a bench: every lesson at its home shapes, the kernels of the top steps at
+all others, from 16 bits to 16 bits where they read them. They go into `results/<gpu>/ncu.json`, one
+line each. Nsight Compute must start the process that it examines, so this command line is started
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from reference import Problem
 from results.measure.bench import Wanted, matrix, wanted_in
 from results.record import store
 from results.record.environment import environment
-from steps import pack, plan
 from steps.cli.arguments import (
     dtype_of,
     formats_of,
@@ -156,19 +156,12 @@ def launch_each(wanted: Sequence[Wanted], gpu: Any) -> None:
             blocks[name, n, k] = Problem(1, n, k, name).blocks
         layout = step.pack, name, n, k
         if layout not in packed:
-            packed[layout] = pack(blocks[name, n, k], step=step.number, machine=gpu)
+            packed[layout] = [gpu.array(array) for array in step.pack(blocks[name, n, k])]
         a = gpu.array(rng.standard_normal((m, k), dtype=np.float32).astype(ARRAYS[one.input]))
         out = gpu.empty((m, n), ARRAYS[one.output])
-        product = plan(
-            m,
-            packed[layout],
-            dtype=one.output,
-            input=one.input,
-            step=step.number,
-            family=one.work.family,
-            machine=gpu,
-        )
-        product(a, out)
+        activations, own = one.launched.on(gpu, packed[layout], a, out)
+        for launched in (*activations.launches, own):
+            gpu.run(launched)
         gpu.synchronize()
 
 

@@ -29,7 +29,7 @@ from results.record.schema import Environment
 from steps.cli.arguments import machines
 from steps.cli.run import remark
 from steps.cli.tools import ROOT, SANITIZERS, required, this
-from steps.registry import ladder
+from steps.registry import kernel_of, ladder
 
 TESTS: Final = ("-m", "pytest", "-p", "no:benchmark", "--dist", "loadgroup", "tests", "-v", "-m")
 ALONE: Final = 60.0
@@ -92,15 +92,18 @@ def gpu_tests(args: Namespace) -> int:
 
 
 def sanitizer_commands(tool: str) -> Iterator[list[str]]:
-    """Each tool over the checks of each step, the newest steps first."""
+    """Each tool over the checks of each step, the newest steps first; and of the kernel that it
+    teaches, by a dtype that the lesson does not write."""
     for name in FORMATS:
         for kind, options in SANITIZERS.items():
             for step in reversed(ladder()):
-                yield [
-                    *(tool, "--tool", kind, *options, "--error-exitcode", "1"),
-                    *this("check", str(step.number), "--machine", "gpu", "--small", "--quick"),
-                    *("--format", name),
-                ]
+                others = [one for one in kernel_of(step.number).outputs if one not in step.outputs]
+                for dtype in ([], *(["--dtype", one] for one in others[:1])):
+                    yield [
+                        *(tool, "--tool", kind, *options, "--error-exitcode", "1"),
+                        *this("check", str(step.number), "--machine", "gpu", "--small", "--quick"),
+                        *("--format", name, *dtype),
+                    ]
 
 
 def sanitized(
