@@ -491,8 +491,11 @@ PERSISTENT: Final = tuple(
 """A block has two tiles, one after the other. Of 2 steps of K: its ring is not used again, so that
 nothing but barriers keeps the end of one tile and that of the next apart. And of 4 steps."""
 
-TWO_TILES: Final = ((1, 140, 160), (1, 140, 416))
-"""The same of lessons, which make such tiles by themselves."""
+TWO_TILES: Final = ((1, 140, 160), (1, 140, 1440))
+"""The same of lessons, which make such tiles by themselves; 24 steps use a ring of 8 thrice."""
+
+LONG_RING: Final = ((1, 16, 2304),)
+"""18 steps, of one tile."""
 
 DECODE: Final = (
     (1, (3, 90, 416), "float32", {"WARPS": (4,), "SUMS": 4000}),  # two of the four along N
@@ -530,8 +533,8 @@ def cases_of(label: str) -> tuple[Case, ...]:
         if one.launch is step.launch and math.prod(shape) < LARGE
     ]
     work += MORE_WORK.get(label, ())
-    if step.outputs == ("float16",):  # a lesson that multiplies no float32
-        work += [(1, shape, "float16", {}) for shape in TWO_TILES if step.scratch]
+    if step.outputs == ("float16",):  # a lesson, whose ring has as many stages as there is room for
+        work += [(1, shape, "float16", {}) for shape in (TWO_TILES if step.scratch else LONG_RING)]
     if any(hasattr(sys.modules[name], "STAGES") for name in modules):
         work.append((1, RING, step.outputs[0], {"STAGES": 2}))
     for sms, shape, output, constants in work:
