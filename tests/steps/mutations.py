@@ -504,8 +504,9 @@ DECODE: Final = (
 """Few warps, that take little time: A kept and shared by warps along N, and tiles of A in slots."""
 
 MORE_WORK: Final[dict[str, tuple[tuple[int, Size, str, dict[str, Any]], ...]]] = {
-    # a tile and a part of the next one
-    **dict.fromkeys(("step10", "kernel10"), ((1, (3, 896, 160), "float32", {"STAGES": 2}),)),
+    # a tile and a part of the next one, with a ring of two stages
+    "kernel10": ((1, (3, 896, 160), "float32", {"STAGES": 2}),),
+    "step10": ((1, (3, 896, 160), "float32", {"shared_memory": lambda: 60_000}),),
     **dict.fromkeys(("kernel14", "kernel15"), PERSISTENT),
     **dict.fromkeys(("step17", "step18", "kernel17", "kernel18"), DECODE),
 }
