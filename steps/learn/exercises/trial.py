@@ -23,15 +23,17 @@ from steps.checks.run import drawn
 from steps.checks.verify import Prepared, multiply, operands, prepare, require_unchanged
 from steps.contract import Family, Step, scheme
 from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import inputs
 from steps.learn.exercises.suspects import Terms
 from steps.simulator.errors import SimulatorError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-UNWRITTEN: Final = 0x7F85EED5
-ADDED_TO: Final = UNWRITTEN | 1 << 22
-"""The signalling NaN that C is filled with. What still has it was never stored to; a sum with it is
-the quiet NaN with the same low bits, so a kernel that computes C += is noticed."""
+UNWRITTEN: Final = {4: 0x7F85EED5, 2: 0x7D55}
+QUIET: Final = {4: 1 << 22, 2: 1 << 9}
+"""By the bytes of a value: the signalling NaN that C is filled with, and the bit that makes it
+quiet. What still has it was never stored to; a sum with it is the quiet NaN, so a kernel that
+computes C += is noticed."""
 
 PATIENCE: Final = 60.0
 """Seconds after which a trial is taken to run for ever; right ones take a few."""
@@ -58,9 +60,10 @@ class Subject:
         what += f", on {self.sms} SM" if self.sms else ""
         return f"{scheme(self.format, self.family)} {self.format}, M={m} N={n} K={k} ({what})"
 
-    @property
-    def problem(self) -> Problem:
-        return drawn(self.format, self.case.shape, self.case.distribution, self.case.seed)
+    def problem_for(self, step: Step) -> Problem:
+        """With A of the step's dtype."""
+        source = inputs(step, self.family)[0]
+        return drawn(self.format, self.case.shape, self.case.distribution, self.case.seed, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,25 +157,26 @@ class Trial:
 
 def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
     """Run the step of the file at `path` on the subject."""
-    problem, machine = subject.problem, Simulator(subject.case.order)
+    problem, machine = subject.problem_for(step), Simulator(subject.case.order)
     try:
         with limit(patience):
             prepared = prepared_for(step, subject, machine)
-            out = prepared.out.view(np.uint32)
-            out[...] = UNWRITTEN
+            size = prepared.out.itemsize
+            out = prepared.out.view(f"u{size}")
+            out[...] = UNWRITTEN[size]
             multiply(prepared, machine)
             require_unchanged(prepared, machine, step, problem.given, problem.blocks)
     except Exception as error:  # whatever a beginner's kernel or launch does
         return Trial(subject, fault_of(error, path))
     used = operands(prepared, machine)
-    unwritten = out == UNWRITTEN
-    c = np.where(unwritten, np.float32(np.nan).view(np.uint32), out).view(np.float32)
-    # weights and activations rounded to float16 where the problem is not exact, else float32 sums
-    rounded = isinstance(used, Halves | Bfloats) and not problem.exact
+    unwritten = out == UNWRITTEN[size]
+    c = np.where(unwritten, np.array(np.nan, prepared.out.dtype), prepared.out)
+    # C is float16, or weights and activations are where the problem is not exact; else float32 sums
+    rounded = size == 2 or (isinstance(used, Halves | Bfloats) and not problem.exact)
     values = Values(
         c=c.astype(np.float64),
         unwritten=unwritten,
-        added_to=out == ADDED_TO,
+        added_to=out == UNWRITTEN[size] | QUIET[size],
         found=check(c, problem, subject.family, used),
         terms=Terms.of(problem, used),
         rounding=2e-3 if rounded else 1e-5,
@@ -182,7 +186,7 @@ def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
 
 def prepared_for(step: Step, subject: Subject, machine: Any) -> Prepared:
     """Its operands and launch."""
-    problem = subject.problem
+    problem = subject.problem_for(step)
     golden = subject.case.distribution == "golden"
     bits = GOLDEN[subject.format].q81 if golden else None
     operands = problem.given, problem.blocks
