@@ -425,7 +425,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         # --- the consumers: tile after tile
         more_registers()
         x, y = cuda.local.array(n_acc, int32), cuda.local.array(8, float32)
-        of_tokens = cuda.local.array(n_tokens, float32)
+        lane_scales = cuda.local.array(n_tokens, float32)
         stage, parity = int32(0), int32(0)
         row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
         while item < end:
@@ -438,7 +438,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             scale_g, scale_h = load_f32(row_scales, feature), load_f32(row_scales, feature + 8)
             for i in range(n_tokens):  # of tokens m, m + 1, m + 8, m + 9 ...
                 m = int32(m0 + 2 * (lane & 3) + (i // 2 * 8 + i % 2))
-                of_tokens[i] = token_scales[min(m, int32(M - 1))]
+                lane_scales[i] = token_scales[min(m, int32(M - 1))]
             acc, stage, parity = consume(memory, warp, lane, count, stage, parity)
             spread(x, acc)
 
@@ -460,7 +460,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
                     i = (first + j) // 2
                     for r in range(8):
                         row_scale = scale_h if r // 2 % 2 else scale_g
-                        scale = of_tokens[i // 2 + (r // 4 * 2 + r % 2)]
+                        scale = lane_scales[i // 2 + (r // 4 * 2 + r % 2)]
                         y[r] = float32(x[i + r]) * row_scale * scale
                     stmatrix_x4_trans(
                         memory,

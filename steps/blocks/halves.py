@@ -19,7 +19,7 @@ High nibbles are the codes 16 K further on; they stand 4 bits too high, so they 
 d' / 16. `tiles` has divided d by 2^-24 and by a power of two for each row, its row scale, which
 brings d' into the range of float16. A kernel multiplies its sums by the row scale at the end.
 
-Step 11 teaches this; steps 12 to 14 use it, and the decode step for float16.
+Step 11 teaches this; steps 12 to 14 use it, and step 15 the codes.
 """
 
 from __future__ import annotations
