@@ -15,6 +15,7 @@ nothing here imports, also needs gguf.
     kquants.py     the K-quants
     draw.py        pictures of blocks
     gguf_file.py   the tensors of a GGUF file, memory-mapped
+    terminal.py    what files say, as a terminal may show it
     storage.py     what kernels read of each format
     repack/        blocks rearranged for kernels
     threads.py     rows on several cores

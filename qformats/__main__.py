@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 from qformats.blocks import BLOCK
 from qformats.codec import FORMATS, Floats, format_named, format_of
 from qformats.draw import BOXES, COLOUR, PLAIN, Ink, draw, show
+from qformats.terminal import sentence, shown
 
 ROW: Final = 4096  # K of the random row that `show` uses
 
@@ -28,12 +30,14 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0, or 2 after one sentence on stderr where the request cannot be met."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that its encoding lacks, as escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
     args = parser.parse_args(_shielded(sys.argv[1:] if argv is None else argv))
     try:
         text = args.run(args)
     except (ValueError, TypeError, OSError) as error:
-        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+        print(f"{parser.prog} {args.command}: {sentence(str(error))}", file=sys.stderr)
         return 2
     try:
         print(text, flush=True)
@@ -171,6 +175,7 @@ def _tensors(args: argparse.Namespace) -> str:
         listed = [
             {
                 "name": one.name,
+                "file": one.path.name,
                 "type": one.type,
                 "shape": one.shape,
                 "bytes": one.nbytes,
@@ -183,8 +188,7 @@ def _tensors(args: argparse.Namespace) -> str:
     rows = [("name", "type", "shape", "bytes")]
     rows += [
         (
-            # A name is any text, also one that moves the cursor of a terminal.
-            one.name if one.name.isascii() and one.name.isprintable() else ascii(one.name),
+            shown(one.name),
             one.type,
             " x ".join(map(str, one.shape)) or "scalar",
             str(one.nbytes),

@@ -13,6 +13,9 @@ items keeps version 0.19.0 busy until memory is gone, and a tensor that is not a
 NumPy's words about reshaping. It also makes arrays of each item of the metadata, 14 s for the
 vocabulary of Llama 3. Here every count, length and offset is held against the size of the file.
 GGUF has no checksum: a changed weight is a weight.
+
+A split file is read as one: its first part, m-00001-of-00003.gguf, is named, and the others are
+found beside it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from numpy.typing import NDArray
 
 from qformats.codec import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Floats
+from qformats.terminal import sentence
 
 _FLOATS: Final = {"f32": "<f4", "f16": "<f2", "bf16": "<u2"}  # NumPy has no bfloat16: its bits
 READABLE: Final = (*WEIGHT_FORMATS, *FILE_FORMATS, *_FLOATS)
@@ -45,10 +49,22 @@ _NUMBERS: Final = {  # of the other types of metadata, as NumPy has them
 _DIMENSIONS: Final = 4  # ggml's GGML_MAX_DIMS
 # Items of one metadata array: strings are walked one by one. Half a million merges are in use.
 _ITEMS: Final = 1 << 22
+# Tensors, and keys, of a file. Models in use have up to some thousands.
+_ENTRIES: Final = 1 << 14
+_REMOVED: Final = {
+    **{4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8"},
+    **{36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"},
+}
+"""Types that GGUF once had; ggml's `ggml.h` keeps their numbers free."""
+_SPLIT: Final = ("split.no", "split.count", "split.tensors.count")
 
 
 class GGUFError(ValueError):
-    """A file that is cut short, damaged, or of a kind that is not read here: one sentence."""
+    """A file that is cut short, damaged, or of a kind that is not read here: one sentence, in which
+    what the file says is as `qformats.terminal.shown`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(sentence(text))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +79,12 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int
     offset: int
-    _file: NDArray[np.uint8]
+    _file: np.memmap[Any, np.dtype[np.uint8]]
+
+    @property
+    def path(self) -> Path:
+        """The file that it lies in: one part of a split file."""
+        return Path(str(self._file.filename))
 
     @property
     def array(self) -> NDArray[Any]:
@@ -98,15 +119,69 @@ def tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a GGUF file by name, in the file's order. The file is mapped, not loaded.
 
     Raises OSError where it cannot be opened; GGUFError, a ValueError, where it is no GGUF file, cut
-    short, damaged, big-endian, or holds a type that the installed `gguf` does not know.
+    short, damaged, big-endian, a later part of a split file or one whose parts are not all there,
+    or holds a type that the installed `gguf` does not know.
     """
-    return {one.name: one for one in _walk(Path(path))[1]}
+    return _read(Path(path))[1]
 
 
 def metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a GGUF file says of the model by key: str, int, float or bool; of an array of strings a
     list, of one of numbers a NumPy array. Raises as `tensors` does."""
-    return _walk(Path(path), decode=True)[0]
+    return _read(Path(path), decode=True)[0]
+
+
+def _read(path: Path, decode: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(The metadata, if they are to be decoded; the tensors) of a file, of all its parts."""
+    keys, found = _walk(path, decode)
+    number, count, total = _split(path, keys)
+    if count > 1 and number:
+        raise GGUFError(
+            f"{path} is part {number + 1} of {count}: name the first one, which ends in "
+            f"{_end(0, count)}"
+        )
+    if count > 1 and not path.name.endswith(_end(0, count)):
+        raise GGUFError(
+            f"{path} is part 1 of {count}, and the others are found by its name: let it end in "
+            f"{_end(0, count)}"
+        )
+    for i in range(1, count):
+        part = path.with_name(path.name.removesuffix(_end(0, count)) + _end(i, count))
+        if not part.is_file():
+            raise GGUFError(
+                f"{path} is part 1 of {count} and part {i + 1} is not beside it: get {part.name}"
+            )
+        others, more = _walk(part)
+        if (stated := _split(part, others)[:2]) != (i, count):
+            raise GGUFError(
+                f"{part} says that it is part {stated[0] + 1} of {stated[1]}, and not {i + 1} of "
+                f"{count}: get the parts again"
+            )
+        if twice := found.keys() & more.keys():
+            raise GGUFError(f"{part} has {min(twice)!r} of an earlier part: get the parts again")
+        found |= more
+        if len(found) > _ENTRIES:
+            raise GGUFError(f"{path} and its parts have more than {_ENTRIES} tensors")
+    if count > 1 and total not in (0, len(found)):
+        raise GGUFError(
+            f"{path} states {total} tensors and its {count} parts have {len(found)}: get them again"
+        )
+    return keys, found
+
+
+def _split(path: Path, keys: dict[str, Any]) -> tuple[int, ...]:
+    """(Which part of a split file it is, from 0; how many there are; tensors of all); zeros where
+    the file does not say."""
+    found = tuple(keys.get(name, 0) for name in _SPLIT)
+    for name, one in zip(_SPLIT, found, strict=True):
+        if type(one) is not int or one < 0:
+            raise GGUFError(f"{path} is damaged: {name} is {one!r}, no count; get the file again")
+    return found
+
+
+def _end(i: int, count: int) -> str:
+    """What the name of part i ends in."""
+    return f"-{i + 1:05d}-of-{count:05d}.gguf"
 
 
 # --- the header -----------------------------------------------------------------------------------
@@ -147,18 +222,22 @@ class _Cursor:
         except UnicodeDecodeError:
             raise self.damaged(f"{what} at byte {start} is not UTF-8") from None
 
-    def spans(self, count: int, what: str) -> list[tuple[int, int]]:
-        """Where each of `count` strings begins and ends; past them. A vocabulary has 300 000, so
-        this is a loop without calls."""
+    def texts(self, count: int, what: str, decode: bool) -> list[str]:
+        """`count` texts, if they are to be decoded; past them. A vocabulary has 300 000, so this is
+        a loop without calls."""
         data, size, at, length = self.data, len(self.data), self.at, struct.Struct("<Q").unpack_from
-        found = []
+        found: list[str] = []
         for _ in range(count):
             start = at + 8
             end = start + length(data, at)[0] if start <= size else size + 1
             if end > size:  # what reads it alone says what is wrong
                 self.at = at
                 self.skip(self.u64(f"the length of {what}"), what)
-            found.append((start, end))
+            if decode:
+                try:
+                    found.append(data[start:end].decode())
+                except UnicodeDecodeError:
+                    raise self.damaged(f"{what} is not UTF-8") from None
             at = end
         self.at = at
         return found
@@ -174,11 +253,7 @@ class _Cursor:
                 raise self.damaged(f"{key!r} states {count} items; at most {_ITEMS} are read")
         items = 1 if count is None else count
         if kind == _STRING:
-            spans = self.spans(items, what)
-            try:
-                found = [self.data[start:end].decode() for start, end in spans if decode]
-            except UnicodeDecodeError:
-                raise self.damaged(f"{what} is not UTF-8") from None
+            found = self.texts(items, what, decode)
             return stated, found[0] if found and count is None else found
         if kind not in _NUMBERS:
             raise self.damaged(f"{what} has type {kind}, and no such type is read")
@@ -203,8 +278,8 @@ class _Entry:
     offset: int  # from where the data begin
 
 
-def _walk(path: Path, decode: bool = False) -> tuple[dict[str, Any], list[Tensor]]:
-    """(The metadata, if they are to be decoded; the tensors) of a file.
+def _walk(path: Path, decode: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(The metadata, if they are to be decoded; the tensors) of a file, or of one part of it.
 
     GGUFError where the header is not sound, or says something that the file is too small for.
     """
@@ -220,7 +295,7 @@ def _walk(path: Path, decode: bool = False) -> tuple[dict[str, Any], list[Tensor
             return _walk_header(_Cursor(path, data, 4), decode)
 
 
-def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], list[Tensor]]:
+def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
         raise GGUFError(
@@ -233,13 +308,17 @@ def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], list[Te
             f"{', '.join(map(str, READER_SUPPORTED_VERSIONS))} are read: convert the model again"
         )
     count, keys = cursor.u64("the number of tensors"), cursor.u64("the number of keys")
+    for what, stated in (("tensors", count), ("keys", keys)):
+        if stated > _ENTRIES:
+            raise cursor.damaged(f"it states {stated} {what}; at most {_ENTRIES} are read")
     found: dict[str, Any] = {}
     alignment = GGUF_DEFAULT_ALIGNMENT
     for i in range(keys):
         key = cursor.text(f"key {i}")
         if key in found:
             raise cursor.damaged(f"two keys are called {key!r}")
-        kind, found[key] = cursor.value(key, decode or key == "general.alignment")
+        own = key == "general.alignment" or key in _SPLIT
+        kind, found[key] = cursor.value(key, decode or own)
         if key == "general.alignment":
             alignment = found[key] if kind == _U32 else 0
             if alignment.bit_count() != 1:
@@ -250,7 +329,8 @@ def _walk_header(cursor: _Cursor, decode: bool) -> tuple[dict[str, Any], list[Te
         if entry.name in entries:
             raise cursor.damaged(f"two tensors are called {entry.name!r}")
         entries[entry.name] = entry
-    return found, _tensors(cursor, list(entries.values()), alignment)
+    made = _tensors(cursor, list(entries.values()), alignment)
+    return found, {one.name: one for one in made}
 
 
 def _tensors(cursor: _Cursor, entries: list[_Entry], alignment: int) -> list[Tensor]:
@@ -288,6 +368,11 @@ def _entry(cursor: _Cursor, i: int) -> _Entry:
 
 def _sized(cursor: _Cursor, entry: _Entry) -> tuple[str, int]:
     """(The type in lower case, how many bytes of data) the entry states."""
+    if entry.type in _REMOVED:
+        raise GGUFError(
+            f"{cursor.path}: {entry.name!r} is {_REMOVED[entry.type]}, a type that was removed "
+            f"from GGUF: convert the model again"
+        )
     try:
         kind = GGMLQuantizationType(entry.type)
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 import random
 import struct
 import subprocess
@@ -19,9 +20,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from gguf.quants import quantize as gguf_quantize
 
-from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, quantize
+from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS, gguf_file, quantize
 from qformats.__main__ import main
 from qformats.gguf_file import READABLE, GGUFError, metadata, tensors
+from qformats.terminal import shown
 
 ROOT = Path(__file__).parents[2]
 N, K = 6, 512
@@ -267,7 +269,7 @@ def file_of(*parts, keys=(), infos=(), version=3, counts=None, data=b"\0" * 64):
     return head + b"\0" * (-len(head) % 32) + data + b"".join(parts)
 
 
-U8, U32, ARRAY = 0, 4, 9
+U8, U16, U32, F32, ARRAY = 0, 2, 4, 6, 9
 DAMAGED = {
     "nothing": (b"", "is empty; get the file again"),
     "text": (b"hello", "is not a GGUF file: it begins with b'hell', not b'GGUF'"),
@@ -278,8 +280,13 @@ DAMAGED = {
         file_of(version=0x03000000),
         "is big-endian (its version reads 0x3000000), and only little-endian files are read here",
     ),
-    "too many keys": (file_of(counts=(0, 2**62)), "two keys are called ''"),
-    "too many tensors": (file_of(counts=(2**62, 0)), "two tensors are called ''"),
+    "too many keys": (
+        file_of(counts=(0, 2**14 + 1)),
+        "is damaged: it states 16385 keys; at most 16384 are read",
+    ),
+    "too many tensors": (file_of(counts=(2**62, 0)), f"it states {2**62} tensors; at most 16384"),
+    "fewer keys than stated": (file_of(counts=(0, 2**14)), "two keys are called ''"),
+    "fewer tensors than stated": (file_of(counts=(2**14, 0)), "two tensors are called ''"),
     "a long key": (
         file_of(keys=[struct.pack("<Q", 2**63) + b"key"]),
         "cut short or damaged: key 0 at byte 32 takes 9223372036854775808 bytes",
@@ -341,6 +348,23 @@ DAMAGED = {
         file_of(infos=[info(dims=(2**33, 2**31))]),
         f"'w' lies in bytes 96 to {96 + 2**59 * 18} of 160",
     ),
+    "a type that was removed": (
+        file_of(infos=[info(type_number=33)]),
+        "'w' is q4_0_8_8, a type that was removed from GGUF: convert the model again",
+    ),
+    "a first type that was removed": (file_of(infos=[info(type_number=4)]), "'w' is q4_2, a type"),
+    "half a part": (
+        file_of(keys=[key("split.count", F32, struct.pack("<f", 2))]),
+        "is damaged: split.count is 2.0, no count; get the file again",
+    ),
+    "a later part": (
+        file_of(keys=[key("split.count", U16, b"\3\0"), key("split.no", U16, b"\1\0")]),
+        "is part 2 of 3: name the first one, which ends in -00001-of-00003.gguf",
+    ),
+    "a first part of another name": (
+        file_of(keys=[key("split.count", U16, b"\2\0")]),
+        "is part 1 of 2, and the others are found by its name: let it end in -00001-of-00002.gguf",
+    ),
     "a type of nobody": (
         file_of(infos=[info(type_number=4096)]),
         "'w' is of type 4096, which the installed gguf does not know",
@@ -386,6 +410,118 @@ def test_the_file_written_by_hand_is_sound(tmp_path):
     assert [one.name for one in GGUFReader(path).tensors] == list(found)
 
 
+def test_a_removed_type_is_none_that_gguf_knows():
+    known = {one.value for one in GGMLQuantizationType}
+    assert not known & gguf_file._REMOVED.keys()
+    every = range(max(known))
+    assert {one for one in every if one not in known} == gguf_file._REMOVED.keys()
+
+
+def test_many_entries_are_read_soon(tmp_path):
+    """The most that are read: an entry costs a hundred microseconds at most, and no file of its
+    own."""
+    infos = [info(f"w{i}", (1,), 0, 32 * i) for i in range(gguf_file._ENTRIES)]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file_of(infos=infos, data=bytes(32 * len(infos))))
+    start = time.process_time()
+    found = tensors(path)
+    assert len(found) == len(infos)
+    assert time.process_time() - start < 100e-6 * len(infos)
+    assert len({id(one._file) for one in found.values()}) == 1
+
+
+def test_a_sentence_has_no_commands_and_an_end(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file_of(infos=[info("\x1b]0;owned\x07\n" + "w" * 10**5, type_number=4096)]))
+    said = refusal(path)
+    assert said.isprintable()
+    assert r"\x1b]0;owned\x07" in said
+    assert len(said) < 2000
+    assert said.endswith("a newer gguf may, else the file is damaged")
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("\x1b[2J", r"\x1b[2J"),
+        ("\x9b2J\x7f\r\0", r"\x9b2J\x7f\r\x00"),
+        ("a\u202eb\u2066\u2028", r"a\u202eb\u2066\u2028"),
+        ("\ud800", r"\ud800"),
+        ("\u00e9\u00a0\u3000\u4e16\u200d\U0001f469\ufe0f", None),
+        ("a\\b", None),
+    ],
+)
+def test_what_is_shown(text, there):
+    assert shown(text) == (text if there is None else there)
+    assert shown(shown(text)) == shown(text)
+    assert shown("a\n\tb", "\n\t") == "a\n\tb"
+    assert shown("a\n\tb") == r"a\n\tb"
+
+
+# --- split files ---
+
+
+def split(folder, parts, total=None, name="m", **changes):
+    """A split file of these tensors in each part, as `llama-gguf-split` writes it; its first part.
+    changes: {"part": i, "no": ..., "count": ...} of one part."""
+    for i, infos in enumerate(parts):
+        facts = {"no": i, "count": len(parts)}
+        if changes.get("part") == i:
+            facts |= {one: changes[one] for one in ("no", "count") if one in changes}
+        keys = [key(f"split.{one}", U16, struct.pack("<H", value)) for one, value in facts.items()]
+        count = sum(map(len, parts)) if total is None else total
+        keys.append(key("split.tensors.count", 5, struct.pack("<i", count)))
+        if i == 0:
+            keys.append(key("general.architecture", 8, text("llama")))
+        data = bytes([i + 1]) * 64
+        path = folder / f"{name}-{i + 1:05d}-of-{len(parts):05d}.gguf"
+        path.write_bytes(file_of(keys=keys, infos=infos, data=data))
+    return folder / f"{name}-00001-of-{len(parts):05d}.gguf"
+
+
+def test_parts_are_read_as_one(tmp_path, capsys):
+    first = split(tmp_path, [[info("w"), info("v", (3,), 0, 32)], [info("u")]])
+    with pytest.raises(GGUFError, match="overlap"):  # parts are as sound as other files
+        tensors(first)
+    first = split(tmp_path, [[info("w")], [info("v", (3,), 0)], [info("u")]])
+    found = tensors(first)
+    assert {name: (one.shape, one.path.name) for name, one in found.items()} == {
+        "w": ((2, 32), "m-00001-of-00003.gguf"),
+        "v": ((3,), "m-00002-of-00003.gguf"),
+        "u": ((2, 32), "m-00003-of-00003.gguf"),
+    }
+    for i, one in enumerate(found.values()):
+        assert one.array.tobytes() == bytes([i + 1]) * one.nbytes
+    assert metadata(first)["general.architecture"] == "llama"
+    status, out, _ = run(capsys, "tensors", first, "--json")
+    assert status == 0
+    assert [one["file"] for one in json.loads(out)["tensors"]] == [
+        one.path.name for one in found.values()
+    ]
+
+
+def test_one_part_is_a_file(tmp_path):
+    assert list(tensors(split(tmp_path, [[info()]]))) == ["w"]
+
+
+def test_parts_that_are_not_those_of_a_file(tmp_path):
+    two = [[info("w")], [info("v")]]
+    assert "is part 2 of 2: name the first" in refusal(
+        split(tmp_path, two).with_name("m-00002-of-00002.gguf")
+    )
+    for parts, rest, says in (
+        (two, {"total": 3}, "states 3 tensors and its 2 parts have 2: get them again"),
+        (two, {"part": 1, "no": 2}, "says that it is part 3 of 2, and not 2 of 2"),
+        (two, {"part": 1, "count": 3}, "says that it is part 2 of 3, and not 2 of 2"),
+        ([[info("w")], [info("w")]], {}, "has 'w' of an earlier part: get the parts again"),
+    ):
+        first = split(tmp_path, parts, **rest)
+        with pytest.raises(GGUFError, match=says):
+            tensors(first)
+    first.with_name("m-00002-of-00002.gguf").unlink()
+    assert refusal(first).endswith("and part 2 is not beside it: get m-00002-of-00002.gguf")
+
+
 def test_a_folder_and_a_missing_file(tmp_path):
     with pytest.raises(GGUFError, match=r"is not a file; name a \.gguf file"):
         tensors(tmp_path)
@@ -427,6 +563,7 @@ def test_json(capsys, model):
     for listed, one in zip(found["tensors"], tensors(model).values(), strict=True):
         assert listed == {
             "name": one.name,
+            "file": model.name,
             "type": one.type,
             "shape": list(one.shape),
             "bytes": one.nbytes,
@@ -440,8 +577,21 @@ def test_a_name_cannot_move_the_cursor(capsys, tmp_path):
     path.write_bytes(file_of(infos=[info("\x1b[2J\n\u2588")]))
     status, out, _ = run(capsys, "tensors", path)
     assert status == 0
-    assert r"'\x1b[2J\n\u2588'" in out
-    assert out.isascii()
+    assert "\\x1b[2J\\n\u2588  q4_0" in out
+    assert "\x1b" not in out
+
+
+def test_a_name_of_letters_that_the_terminal_lacks(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file_of(infos=[info("\u2588")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "qformats", "tensors", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0
+    assert rb"\u2588" in done.stdout
 
 
 def test_a_refusal_is_a_sentence_and_a_status(tmp_path):
