@@ -23,7 +23,7 @@ from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile import kernel_cache
 from steps.compile.compiler import architecture, capability, compiled
-from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry, cache_folder
+from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry, folder_or_why
 from steps.compile.parallel_compile import compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS
 from steps.product.choice import Choice, Request, choose, packings
@@ -38,8 +38,9 @@ Weights = tuple[str, int, int, bool]
 
 def warm(args: Namespace) -> int:
     """Compiles, on all cores, what `gemm` and `QuantLinear` launch; 1 if a kernel failed."""
-    if cache_folder() is None:
-        raise UsageError(f"compiled kernels are not kept: {VARIABLE} is off")
+    folder, why = folder_or_why()
+    if folder is None:
+        raise UsageError(f"compiled kernels are not kept: {why}")
     began, gpu, weights = time.monotonic(), _gpu(args), _weights(args)
     tokens, dtypes = args.m or TOKENS, (args.dtype,) if args.dtype else FLOATS
     wanted = list(products(weights, tokens, dtypes, args.accuracy, gpu))
@@ -62,7 +63,7 @@ def warm(args: Namespace) -> int:
         remark(sentence)
     print(
         f"compiled {count} kernels for {architecture(gpu.cc)} in {seconds:.0f} s; the others were "
-        f"in {cache_folder()}"
+        f"in {folder}"
     )
     return 1 if failed else 0
 
@@ -123,9 +124,9 @@ def products(
 
 def cache(args: Namespace) -> int:
     """Shows what is kept, by kernel and architecture; with --clear, removes it."""
-    folder = cache_folder()
+    folder, why = folder_or_why()
     if folder is None:
-        print(f"off: {VARIABLE} says so")
+        print(f"compiled kernels are not kept: {why}")
         return 0
     removed = kernel_cache.clear(folder) if args.clear else 0
     found = sorted(kernel_cache.entries(folder), key=lambda one: (one.key["kernel"], -one.used))

@@ -4,10 +4,15 @@ The key holds all that the machine code depends on (`steps.compile.kernel_key`).
 imported code, so an edit or another toolkit gives another key, and nothing has to be cleared.
 
 The environment variable LADDER_CACHE names the folder, or is "off"; by default it is the user's
-cache folder. Who can write there can run code on the GPU. A file is written beside its place and
-moved there, so processes that write at once do no harm. It begins with a digest of the rest: a file
-that is cut short, damaged or not of this cache is ignored, and written anew. Beyond `MOST_BYTES`
-the least recently used files are removed.
+cache folder. Who can write there can run code on the GPU, so a folder or file that belongs to
+another user (not root), or that others may write, is not read, as ssh does with keys. Nor is a
+link, a FIFO or a device. Where there is no folder that can be trusted and written, a warning says
+so once, and kernels are kept in memory alone.
+
+A file is written beside its place and moved there, so processes that write at once do no harm. It
+begins with a digest of the rest: a file that is cut short, damaged or not of this cache is ignored,
+and written anew. Beyond `MOST_BYTES` the least recently used files are removed, and so is what a
+killed process left unfinished.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,8 +35,10 @@ from steps.compile.kernel_key import key_of
 
 VARIABLE: Final = "LADDER_CACHE"
 MOST_BYTES: Final = 500_000_000
-FACTS: Final = {"key", "name", "cooperative"}
-"""What a file says of its kernel, in a line before the cubin."""
+MOST_BYTES_OF_A_FILE: Final = 50_000_000
+"""A larger file is not read; a kernel takes less than one MB."""
+UNFINISHED_SECONDS: Final = 3600
+"""A file that was begun so long ago is no longer being written, which takes milliseconds."""
 
 _MAGIC: Final = b"quantized-gemm-ladder kernel 1 "
 _SUFFIX: Final = ".kernel"
@@ -59,7 +68,7 @@ class Entry:
 
 
 _known: WeakKeyDictionary[Any, dict[tuple[Any, str], CompiledKernel]] = WeakKeyDictionary()
-_warned: set[Path] = set()
+_warned: set[str] = set()
 
 
 def find(kernel: Any, signature: tuple[Any, ...], arch: str) -> CompiledKernel | None:
@@ -87,15 +96,59 @@ def store(kernel: Any, signature: tuple[Any, ...], arch: str, code: CompiledKern
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept; None where LADDER_CACHE is "off"."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked.lower() == "off":
-        return None
-    if asked:
-        return Path(asked).expanduser()
-    from platformdirs import user_cache_path
+    """Where compiled kernels are kept; None where they are not. Unless LADDER_CACHE is "off" that
+    is a warning, once."""
+    folder, why = folder_or_why()
+    if why and not _is_off():
+        _warn_of_memory(why)
+    return folder
 
-    return user_cache_path("quantized-gemm-ladder") / "kernels"
+
+def folder_or_why() -> tuple[Path | None, str]:
+    """(where compiled kernels are kept, ""), or (None, why they are not)."""
+    if _is_off():
+        return None, f"{VARIABLE} is off"
+    asked = os.environ.get(VARIABLE)
+    try:
+        if asked:
+            folder = Path(asked).expanduser()
+        else:
+            from platformdirs import user_cache_path
+
+            folder = user_cache_path("quantized-gemm-ladder") / "kernels"
+    except RuntimeError:  # a container's user, without a home
+        return None, f"there is no home folder{f' as in {asked}' if asked else ''}"
+    with suppress(OSError):  # not there yet, or unreadable, which writing will tell
+        if why := _why_not_safe(folder.stat()):
+            return None, f"{folder} {why}"
+    return folder, ""
+
+
+def _is_off() -> bool:
+    return os.environ.get(VARIABLE, "").lower() == "off"
+
+
+def _why_not_safe(state: os.stat_result) -> str | None:
+    """Why code in this file or folder may be somebody else's, None where it is the user's own. A
+    parent that others may write does no harm: what they could put there belongs to them."""
+    if state.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {state.st_uid})"
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written by others (mode {stat.S_IMODE(state.st_mode):o})"
+    return None
+
+
+def _warn_of_memory(why: str) -> None:
+    _warn(
+        f"compiled kernels are kept in memory alone: {why}. Set {VARIABLE} to a folder of your "
+        "own, or to off"
+    )
+
+
+def _warn(sentence: str) -> None:
+    if sentence not in _warned:
+        _warned.add(sentence)
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
 def entries(folder: Path) -> Iterator[Entry]:
@@ -133,18 +186,48 @@ def _read(path: Path, key: dict[str, Any]) -> CompiledKernel | None:
 
 def _checked(path: Path) -> tuple[dict[str, Any], bytes] | None:
     """(facts, cubin) of a file whose digest is right, else None."""
-    try:
-        digest, _, rest = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
+    digest, _, rest = _content(path).partition(b"\n")
     if digest != _digest(rest):
         return None
     line, _, cubin = rest.partition(b"\n")
     try:
         facts = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return (facts, cubin) if isinstance(facts, dict) and facts.keys() >= FACTS else None
+    return (facts, cubin) if _is_known(facts) else None
+
+
+def _content(path: Path) -> bytes:
+    """What is in a file of the user; nothing for what is no such file. Looked at once it is open,
+    as the path may then name another."""
+    try:
+        with open(path, "rb", opener=_no_link_no_wait) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_size > MOST_BYTES_OF_A_FILE:
+                return b""
+            if why := _why_not_safe(state):
+                _warn(f"{path} {why}: it is not read, but compiled and written anew")
+                return b""
+            return file.read(MOST_BYTES_OF_A_FILE)
+    except OSError:
+        return b""
+
+
+def _no_link_no_wait(path: str, flags: int) -> int:
+    """Opens what is no link; a FIFO does not wait for who writes it."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _is_known(facts: Any) -> bool:
+    """Whether that is what `_write` says of a kernel, in a line before the cubin."""
+    match facts:
+        case {
+            "key": {"kernel": str(kernel), "arch": str(arch)},
+            "name": str(),
+            "cooperative": bool(),
+        }:
+            return f"{kernel}{arch}".isprintable()
+    return False
 
 
 def _digest(rest: bytes) -> bytes:
@@ -158,6 +241,7 @@ def _write(folder: Path, key: dict[str, Any], code: CompiledKernel) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            beside.touch(mode=0o600, exist_ok=False)
             beside.write_bytes(_digest(rest) + b"\n" + rest)
             beside.replace(path)
         except FileNotFoundError:  # another process has cleared the folder
@@ -166,26 +250,24 @@ def _write(folder: Path, key: dict[str, Any], code: CompiledKernel) -> None:
             beside.unlink(missing_ok=True)
         _prune(folder)
     except OSError as error:
-        if folder not in _warned:
-            _warned.add(folder)
-            warnings.warn(
-                f"compiled kernels are not kept, as {folder} cannot be written "
-                f"({error.strerror}): set {VARIABLE} to another folder, or to off",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_of_memory(f"{folder} cannot be written ({error.strerror})")
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files that were used least recently, as far as there are too many bytes."""
+    """Remove the files that were used least recently, as far as there are too many bytes, and those
+    that no process will finish."""
     found = []
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")):
         with suppress(OSError):  # another process has removed it
-            state = path.stat()
-            found.append((state.st_mtime, state.st_size, path))
+            state = path.lstat()
+            if path.suffix == _UNFINISHED and time.time() - state.st_mtime > UNFINISHED_SECONDS:
+                path.unlink()
+            else:
+                found.append((state.st_mtime, state.st_size, path))
     left = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if left <= MOST_BYTES:
             break
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         left -= size

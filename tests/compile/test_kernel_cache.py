@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -174,6 +176,29 @@ def test_two_processes_and_two_writers_at_once(folder: Path, tmp_path: Path) -> 
 # --- files that cannot be trusted -----------------------------------------------------------------
 
 
+FACTS = b'{"key": {"kernel": "k", "arch": "a"}, "name": "e", "cooperative": false}'
+LINES = {
+    "another version's format": b"not JSON",
+    "another version's facts": b'{"name": "entry1"}',
+    "JSON within JSON": b"[" * 200_000,
+    "a key that is a list": FACTS.replace(b'{"kernel": "k", "arch": "a"}', b"[1]"),
+    "a key without a kernel": FACTS.replace(b'"kernel": "k", ', b""),
+    "a name that is a number": FACTS.replace(b'"e"', b"5"),
+    "a word for a truth": FACTS.replace(b"false", b'"x"'),
+    "colours": FACTS.replace(b'"k"', b'""\\u001b[31m"'),
+}
+"""What a file with the right digest may say of its kernel."""
+
+
+def test_facts_that_are_right_are_taken(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    rest = FACTS + b"\ncubin"
+    path = folder / "0.kernel"
+    path.write_bytes(kernel_cache._digest(rest) + b"\n" + rest)
+    path.chmod(0o600)
+    assert [one.path for one in entries(folder)] == [path]
+
+
 def damaged(data: bytes, how: str) -> bytes:
     """A file of the cache as a crash, a failing disk or another program leaves it."""
     if how == "a flipped byte of the cubin":
@@ -185,8 +210,8 @@ def damaged(data: bytes, how: str) -> bytes:
         return data + b"\0"
     if how == "another program's":
         return b'{"name": "entry1"}\n' + data.partition(b"\n")[2]
-    if how.startswith("another version's"):
-        rest = b"not JSON\ncubin" if how.endswith("format") else b'{"name": "entry1"}\ncubin'
+    if how in LINES:
+        rest = LINES[how] + b"\ncubin"
         return kernel_cache._digest(rest) + b"\n" + rest
     lengths = {"empty": 0, "cut in the digest": 60, "cut in the facts": 300, "cut at its end": -1}
     return data[: lengths[how]]
@@ -197,7 +222,7 @@ def damaged(data: bytes, how: str) -> bytes:
     [
         *("empty", "cut in the digest", "cut in the facts", "cut at its end", "more at its end"),
         *("a flipped byte of the cubin", "a flipped byte of the facts", "another program's"),
-        *("another version's format", "another version's facts"),
+        *LINES,
     ],
 )
 def test_a_damaged_file_is_ignored_and_written_anew(
@@ -253,6 +278,102 @@ def test_a_folder_that_is_cleared_while_it_is_written_is_no_warning(
     assert list(folder.iterdir()) == []
 
 
+def kept(kernel: Any, folder: Path) -> Path:
+    """The only file, of a kernel that was compiled now."""
+    assert compiled(kernel, SIGNATURE, ARCH).name == "entry1"
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_is_not_read(mode: int, folder: Path, made: list[str]) -> None:
+    kernel = make(1)
+    path = kept(kernel, folder)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(mode)
+    sentence = f"{path} may be written by others (mode {mode:o}): it is not read, but compiled and"
+    with pytest.warns(RuntimeWarning, match=re.escape(sentence)):
+        assert fresh(kernel).name == "entry2"
+    assert path.stat().st_mode & 0o777 == 0o600, "written anew"
+    assert fresh(kernel).name == "entry2"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_is_not_used(
+    mode: int, folder: Path, made: list[str]
+) -> None:
+    kernel = make(1)
+    path = kept(kernel, folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    sentence = f"in memory alone: {folder} may be written by others (mode {mode:o}). Set LADDER_"
+    with pytest.warns(RuntimeWarning, match=re.escape(sentence)):
+        assert fresh(kernel).name == "entry2"
+    assert compiled(kernel, SIGNATURE, ARCH).name == "entry2", "in memory it is kept"
+    compiled(make(2), SIGNATURE, ARCH)  # another warning would be an error
+    assert list(folder.iterdir()) == [path]
+    folder.chmod(0o755)
+    assert fresh(kernel).name == "entry1"
+
+
+def test_what_another_user_owns_is_not_safe() -> None:
+    def of(uid: int, mode: int = 0o100600) -> str | None:
+        return kernel_cache._why_not_safe(os.stat_result((mode, 1, 1, 1, uid, uid, 0, 0, 0, 0)))
+
+    own = os.geteuid()
+    assert of(own) is of(0) is of(own, 0o40755) is None
+    assert of(own + 1) == f"belongs to another user (uid {own + 1})"
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "folder", "too large"])
+def test_what_is_no_file_is_not_read(
+    kind: str, folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = make(1)
+    path = kept(kernel, folder)
+    elsewhere = path.rename(folder.parent / "kernel")
+    if kind == "FIFO":
+        os.mkfifo(path, 0o600)
+    elif kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        elsewhere.rename(path)
+        monkeypatch.setattr(kernel_cache, "MOST_BYTES_OF_A_FILE", path.stat().st_size - 1)
+    signal.alarm(20)  # an open FIFO would wait for good
+    try:
+        assert list(entries(folder)) == []
+        if kind == "folder":
+            with pytest.warns(RuntimeWarning, match=r"cannot be written \(Is a directory\)"):
+                assert fresh(kernel).name == "entry2"
+        else:
+            assert fresh(kernel).name == "entry2"
+            assert path.is_file()
+            assert not path.is_symlink()
+    finally:
+        signal.alarm(0)
+
+
+def test_what_a_killed_process_left_is_removed_and_counted(
+    folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept(make(1), folder)
+    dead, alive = folder / "1.unfinished", folder / "2.unfinished"
+    for one in (dead, alive):
+        one.write_bytes(bytes(1000))
+    os.utime(dead, (0, time.time() - kernel_cache.UNFINISHED_SECONDS - 60))
+    compiled(make(2), SIGNATURE, ARCH)
+    assert alive.exists()
+    assert path.exists()
+    assert not dead.exists()
+    os.utime(alive, (0, 1000 + time.time() - kernel_cache.UNFINISHED_SECONDS))
+    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 3 * path.stat().st_size + 500)
+    compiled(make(3), SIGNATURE, ARCH)
+    assert not alive.exists(), "there are too many bytes with it, and it is the oldest"
+    assert path.exists()
+
+
 # --- where ----------------------------------------------------------------------------------------
 
 
@@ -283,9 +404,27 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     (tmp_path / "file").touch()
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file" / "kernels"))
     sentence = (
-        f"compiled kernels are not kept, as {tmp_path}/file/kernels cannot be written "
-        "(Not a directory): set LADDER_CACHE to another folder, or to off"
+        f"compiled kernels are kept in memory alone: {tmp_path}/file/kernels cannot be written "
+        "(Not a directory). Set LADDER_CACHE to a folder of your own, or to off"
     )
+    with pytest.warns(RuntimeWarning, match=re.escape(sentence)):
+        first = compiled(make(1), SIGNATURE, ARCH)
+    second = compiled(make(2), SIGNATURE, ARCH)  # another warning would be an error
+    assert (first.name, second.name) == ("entry1", "entry2")
+
+
+@pytest.mark.parametrize("asked", [None, "~nobody_at_all/kernels"])
+def test_without_a_home_kernels_are_in_memory(
+    asked: str | None, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without an entry in the system's list, as in a container."""
+    for variable in (kernel_cache.VARIABLE, "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    if asked:
+        monkeypatch.setenv(kernel_cache.VARIABLE, asked)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(kernel_cache, "_warned", set())
+    sentence = f"in memory alone: there is no home folder{' as in ' + asked if asked else ''}. Set"
     with pytest.warns(RuntimeWarning, match=re.escape(sentence)):
         first = compiled(make(1), SIGNATURE, ARCH)
     second = compiled(make(2), SIGNATURE, ARCH)  # another warning would be an error
