@@ -135,13 +135,13 @@ def _machine_code(found: Findings) -> None:
     try:
         from numba import cuda
 
-        from steps.compile.compiler import machine_code
-
         if cuda.implementation != "NVIDIA":
             found.problems.append(
                 "numba.cuda is the old one inside Numba: numba-cuda is not installed, or its .pth "
                 "file is not read (pip --target); run `make clean-venv setup`"
             )
+        import steps.simulator  # noqa: F401 - says what else is wrong with it
+        from steps.compile.compiler import machine_code
 
         @cuda.jit
         def probe(x):
@@ -184,6 +184,7 @@ def _gpu(found: Findings) -> None:
         found.no_gpu = why_no_gpu()
     except Exception as error:
         found.no_gpu = _sentence(error)
+        return
     if found.no_gpu and not found.driver:
         found.no_gpu = "there is no NVIDIA driver on this machine"
     if not found.no_gpu and (others := _other_processes()):

@@ -8,6 +8,8 @@
 * The low-occupancy warning is switched off: a kernel of one warp is a fine thing to check an
   instruction with, and in the measurements occupancy is a matter of the step's design, not of a
   warning.
+
+Refused here: Numba's own simulator of CUDA, which has no PTX and claims a GPU.
 """
 
 import warnings
@@ -26,6 +28,12 @@ if numba.cuda.implementation != "NVIDIA":
     raise ImportError(
         "numba.cuda is the one built into numba, not the numba-cuda package: install numba-cuda "
         "into this environment with pip (its redirector is a .pth file, unseen in PYTHONPATH)"
+    )
+
+if config.ENABLE_CUDASIM:
+    raise ImportError(
+        "unset NUMBA_ENABLE_CUDASIM: Numba's simulator cannot run these kernels; the project's own "
+        "needs no variable"
     )
 
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0

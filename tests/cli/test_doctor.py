@@ -44,6 +44,18 @@ def test_doctor_on_a_broken_machine(monkeypatch: pytest.MonkeyPatch, capsys) -> 
     assert "problem: steps could not be examined: ImportError: no numba" in printed
 
 
+def test_numbas_own_simulator_is_refused_by_name() -> None:
+    """Which has no PTX, and claims a GPU."""
+    sentence = "unset NUMBA_ENABLE_CUDASIM: Numba's simulator cannot run these kernels"
+    done = typed("doctor", NUMBA_ENABLE_CUDASIM="1")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert len(re.findall(rf"(?m)^\w.* +no: ImportError: {sentence}", done.stdout)) == 4
+    done = typed("check", "1", NUMBA_ENABLE_CUDASIM="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"python -m steps check: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
 def test_doctor_compares_the_driver_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))

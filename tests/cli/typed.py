@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def typed(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """`python -m steps ...` in the tree at `cwd`, its output in pipes."""
-    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+def typed(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m steps ...` in the tree at `cwd`, its output in pipes, with some variables set."""
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"} | variables
     return subprocess.run(
         [sys.executable, "-m", "steps", *arguments],
         cwd=cwd,
