@@ -33,7 +33,12 @@ def in_parts(work: Callable[[int, int], T], count: int, size: int) -> list[T]:
     firsts = range(0, count, size)
     if min(cores(), len(firsts)) < 2 or threading.current_thread().name.startswith(NAME):
         return [work(first, min(first + size, count)) for first in firsts]
-    return list(_pool(cores()).map(lambda first: work(first, min(first + size, count)), firsts))
+    part = lambda first: work(first, min(first + size, count))  # noqa: E731
+    try:
+        parts = _pool(cores()).map(part, firsts)
+    except RuntimeError:  # Python is ending, or the system has no thread left
+        parts = map(part, firsts)
+    return list(parts)
 
 
 @cache

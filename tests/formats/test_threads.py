@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -109,6 +111,45 @@ def test_parts_of_a_part_need_no_threads(four: None) -> None:
         return threads.in_parts(lambda *_: threading.get_ident() - own, 4, 1)
 
     assert threads.in_parts(work, 10, 5) == [[0, 0, 0, 0]] * 2
+
+
+LATE = """
+import threading
+import numpy as np
+from qformats import format as format_module, quantize, threads
+
+threads.cores, format_module.PARTS = (lambda: 4), (8, 512)
+
+def late():
+    threading.main_thread().join()
+    threading.Event().wait(0.2)  # until Python has told its pools to end
+    print(quantize(np.ones((300, 256), np.float32), "q4_0").shape)
+
+threading.Thread(target=late).start()
+"""
+
+
+def test_quantizing_goes_on_when_the_main_thread_has_ended() -> None:
+    """No pool takes work then."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("(300, 8)\n", "")
+
+
+def test_without_threads_the_parts_are_made_one_by_one(
+    four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def map(self, *_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_pool", lambda workers: Full())
+    assert threads.in_parts(lambda *part: part, 5, 2) == [(0, 2), (2, 4), (4, 5)]
+
+    def fails(first: int, stop: int) -> None:
+        raise RuntimeError(first)
+
+    with pytest.raises(RuntimeError, match=r"^0$"):
+        threads.in_parts(fails, 5, 2)
 
 
 def test_a_forked_process_has_threads_of_its_own(four: None) -> None:
