@@ -24,9 +24,10 @@ from steps.simulator.stream import Stream
 
 
 class Simulator:
-    """Runs kernels in Python, one lane at a time; `order` seeds the order of the lanes, and `banks`
-    counts their bank conflicts in shared memory. `launches`: those that may still run where the
-    next one may overlap with them; copies to and from the host wait for all of them."""
+    """Runs kernels in Python, one lane at a time; threads wait for each other. `order` seeds the
+    order of the lanes, and `banks` counts their bank conflicts in shared memory. `launches`: those
+    that may still run where the next one may overlap with them; copies to and from the host wait
+    for all of them."""
 
     name = "simulator"
     cc: tuple[int, int] | None = None

@@ -3,7 +3,8 @@
 `simulate` takes the same `@cuda.jit` kernel that a GPU runs. It rebuilds the Python functions
 behind it with other globals and closures: `cuda` becomes a simulated module, device functions their
 rebuilt selves, instructions their NumPy twins, Numba types C casts. Nothing is patched, so one
-process simulates, compiles and launches.
+process simulates, compiles and launches. It simulates one kernel at a time: threads wait for each
+other.
 
 What it checks: indices (negative ones too), alignment, barriers that not all threads reach,
 deadlocks, shared and local memory read before it is written (it begins as garbage), arrivals, bytes
@@ -24,6 +25,7 @@ difference only after `int32(...)` or `uint32(...)`.
 import builtins
 import inspect
 import math
+import os
 import types as python_types
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -123,21 +125,22 @@ def simulate(
         if type(argument) in ARGUMENTS
     }
     watched = [*_arrays(arguments), *mapped.values()]
-    if stream is not None:
-        stream.begin(overlap)
-        for array in watched:
-            if in_use := stream.in_use(array.data):
-                array.guard(in_use)
-    function = _rebuilt(kernel.py_func)
-    if trace is None:
-        schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, banks)
-        schedule.run(shared_bytes, resident)
-    else:
-        _require_there(trace, grid_dim, threads)
-        schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, trace)
-        schedule.run(shared_bytes, resident, trace.block)
-    if stream is not None:
-        stream.ended(kernel.__name__, [(array.data, array.stored) for array in watched])
+    with Schedule.turn:
+        if stream is not None:
+            stream.begin(overlap)
+            for array in watched:
+                if in_use := stream.in_use(array.data):
+                    array.guard(in_use)
+        function = _rebuilt(kernel.py_func)
+        if trace is None:
+            schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, banks)
+            schedule.run(shared_bytes, resident)
+        else:
+            _require_there(trace, grid_dim, threads)
+            schedule = Schedule(function, arguments, mapped, grid_dim, block_dim, order, trace)
+            schedule.run(shared_bytes, resident, trace.block)
+        if stream is not None:
+            stream.ended(kernel.__name__, [(array.data, array.stored) for array in watched])
 
 
 def _arrays(arguments: tuple) -> list[GlobalArray]:
@@ -196,6 +199,8 @@ def _argument(value, name: str, array: Callable):
 
 
 _REBUILT: dict[Callable, Callable] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_REBUILT.clear)  # another thread may have been at it
 
 
 def _rebuilt(function: Callable) -> Callable:

@@ -15,7 +15,9 @@ The order in which ready lanes run is the caller's (`order`): 0 ascending, first
 from __future__ import annotations
 
 import gc
+import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
@@ -48,9 +50,12 @@ _INDEX = attrgetter("index")
 
 
 class Schedule:
-    """The run of one launch. `current` is the schedule in progress; one per process at a time."""
+    """The run of one launch. `current` is the schedule in progress, one per process at a time:
+    who runs one holds `turn`. collected: whether Python looked for cycles before."""
 
     current: Schedule | None = None
+    turn = threading.RLock()
+    collected = True
     __slots__ = (
         "arguments",
         "banks",
@@ -112,11 +117,11 @@ class Schedule:
         elif self.order:
             self.random.shuffle(indices)
         if Schedule.current is not None:
-            raise SimulatorError("a kernel is already being simulated in this process")
+            raise SimulatorError("a kernel is already being simulated in this thread")
         Schedule.current = self
         self.main, self.new_greenlet = greenlet.getcurrent(), greenlet.greenlet
         # Lanes make many small objects and no cycles: to look for them takes a tenth of the time.
-        collects = gc.isenabled()
+        Schedule.collected = gc.isenabled()
         gc.disable()
         try:
             # A GPU overflows in silence, and so do wrong kernels worth showing.
@@ -127,7 +132,7 @@ class Schedule:
             for done in self.idle:
                 done.throw(greenlet.GreenletExit)
             Schedule.current = None
-            if collects:
+            if Schedule.collected:
                 gc.enable()
 
     def _run_together(self, indices: list, shared_bytes: int, first: int) -> None:
@@ -460,6 +465,19 @@ class Schedule:
         if isinstance(error, SimulatorError):
             return type(error)(f"{error} [{where}]")
         return SimulatorError(f"{type(error).__name__}: {error} [{where}]")
+
+
+def _start_afresh() -> None:
+    """In a forked process, which has none of the threads that may simulate."""
+    Schedule.turn = threading.RLock()
+    if Schedule.current is not None:
+        Schedule.current = None
+        if Schedule.collected:
+            gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
 
 
 def now() -> Schedule:

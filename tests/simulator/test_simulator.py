@@ -1,6 +1,11 @@
 """The simulator finds what it promises to find, and says where."""
 
+import gc
 import math
+import os
+import signal
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -595,3 +600,63 @@ def test_errors_of_python_name_the_place():
         SimulatorError, match=r"ZeroDivisionError: .*thread \(0, 0, 0\), test_simulator.py:\d+ `out"
     ):
         simulate(divide, 1, 1, (zeros(1),))
+
+
+# --- threads and processes
+
+
+@pytest.fixture
+def met():
+    """(a kernel that meets the test while it is simulated, threads that are there, threads that may
+    leave)"""
+    there, leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Meeting:
+        def __getattr__(self, name):
+            there.release()
+            leave.acquire()
+            return name
+
+    meeting = Meeting()
+
+    @cuda.jit
+    def kernel(out):
+        if out[0] < 0:
+            meeting.here  # noqa: B018
+        out[0] += 1
+
+    return kernel, there, leave
+
+
+def test_threads_wait_for_each_other(met):
+    kernel, there, leave = met
+    outs = [np.full(1, -i, np.int32) for i in (1, 2, 3)]
+    threads = [threading.Thread(target=simulate, args=(kernel, 1, 1, (out,))) for out in outs]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert there.acquire(timeout=30)
+        assert not there.acquire(timeout=0.05), "two kernels at once"
+        leave.release()
+    for thread in threads:
+        thread.join()
+    assert [int(out[0]) for out in outs] == [0, -1, -2]
+
+
+def test_a_process_forked_while_a_thread_simulates_simulates_too(met):
+    kernel, there, leave = met
+    thread = threading.Thread(target=simulate, args=(kernel, 1, 1, (np.full(1, -1, np.int32),)))
+    assert gc.isenabled()
+    thread.start()
+    assert there.acquire(timeout=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a process with threads is forked
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it would wait for a thread that it has not
+        out = zeros(1)
+        simulate(kernel, 1, 1, (out,))
+        os._exit(int(out[0] == 1 and gc.isenabled()))
+    leave.release()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
