@@ -233,8 +233,8 @@ class Format(ABC):
 
     def _require(self, blocks: Blocks) -> None:
         """TypeError or ValueError where `blocks` is not a non-empty array of this format."""
-        if not isinstance(blocks, np.ndarray) or blocks.dtype != self.dtype:
-            what = blocks.dtype if isinstance(blocks, np.ndarray) else type(blocks).__name__
+        if not is_numpy(blocks) or blocks.dtype != self.dtype:
+            what = blocks.dtype if is_numpy(blocks) else type(blocks).__name__
             raise TypeError(
                 f"{self.name} takes an array of {self.block_bytes}-byte block_{self.name}, "
                 f"not {what}"
@@ -279,9 +279,14 @@ class Nibbles(Format):
         return codes
 
 
+def is_numpy(x: Any) -> bool:
+    """Whether x is a NumPy array all of whose values count: none that is masked."""
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+
+
 def _require_floats(x: Floats, name: str) -> None:
     """TypeError or ValueError where x is not C-contiguous float32[..., K], K % 32 == 0, K > 0."""
-    if not isinstance(x, np.ndarray):
+    if not is_numpy(x):
         raise TypeError(f"x is a {type(x).__name__}; {name} quantizes a NumPy array of float32")
     if x.dtype != np.float32:
         raise TypeError(f"x is {x.dtype}; {name} quantizes float32: pass x.astype(np.float32)")

@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Final
 
@@ -77,6 +78,8 @@ def register(step: Step) -> Step:
 
 def find(number: int) -> Step:
     """The step of that number, of the ladder or registered; ValueError names the ladder's."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"step is {number!r}: it must be the number of a step")
     for step in (*ladder(), *_registered.values()):
         if step.number == number:
             return step

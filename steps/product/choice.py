@@ -57,6 +57,9 @@ from steps.product import tuning_table as tuning
 from steps.product.operands import one_of, require_grid
 from steps.registry import kernel_of, kernels, ladder
 
+MOST_OF_A_SIDE: Final = 2**31 - 1
+"""M, N and K are int32 to a kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -91,6 +94,18 @@ class Request:
     layouts: tuple[str, ...] | None = None
     invariant: bool = False
     caller_casts: bool = False
+
+    def __post_init__(self) -> None:
+        """ValueError for what is no product at all."""
+        known_accuracy(self.accuracy)
+        if self.family is not None:
+            known_family(self.family)
+        for name in ("m", "n", "k"):
+            if getattr(self, name) > MOST_OF_A_SIDE:
+                raise ValueError(
+                    f"{name.upper()}={getattr(self, name)} and kernels count to {MOST_OF_A_SIDE}: "
+                    "multiply a part at a time"
+                )
 
     @property
     def shape(self) -> Shape:

@@ -60,6 +60,7 @@ from steps.product.operands import (
     empty_beside,
     float_name,
     is_device_array,
+    require_apart,
     require_finite,
     require_out,
     require_place,
@@ -79,10 +80,11 @@ PRODUCTS: Final = 512
 """Prepared products that packed weights keep: some KB of host memory each, none of the GPU's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """Weights [N, K] of one format on one machine, in one layout. Made by `pack`. Several kernels
-    may read one layout; which of them multiplies is chosen at each product.
+    may read one layout; which of them multiplies is chosen at each product. It equals itself alone,
+    and is neither copied nor pickled: what can be is the blocks.
 
     step     : the only step that may multiply, where they were packed for one; else None.
     family   : the only family of products with them, None for either.
@@ -101,9 +103,13 @@ class Packed:
     layout: str
     arrays: tuple[Any, ...]
     machine: Gpu | Simulator
-    products: Kept[Product] = field(
-        init=False, default_factory=lambda: Kept(PRODUCTS), compare=False
-    )
+    products: Kept[Product] = field(init=False, default_factory=lambda: Kept(PRODUCTS))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self!r} lies on the {self.machine.name} and is neither copied nor pickled: keep its "
+            "blocks, and pack them where they are needed"
+        )
 
     def __repr__(self) -> str:
         return f"Packed({self.format} [{self.n}, {self.k}] for {self.readers})"
@@ -231,13 +237,14 @@ def gemm(
     of_bias = None if bias is None else bias_dtype(bias, n, on_device)
     output = float_name(dtype)
     require_out(out, a, m, n, on_device, output)
+    require_apart(out, a=a, bias=bias, w=w)
 
     where = machine_for(machine, w)
     if on_device and where.cc is None:
         raise TypeError(f"a is on a GPU and the machine is the {where.name}: pass a NumPy array")
     request = Request(
-        fmt.name, m, n, k, input, output, of_bias, accuracy or "exact", family, step,
-        invariant=invariant,
+        fmt.name, m, n, k, input, output, of_bias, "exact" if accuracy is None else accuracy,
+        family, step, invariant=invariant,
     )  # fmt: skip
     request = asked_of(w, request, named=accuracy is not None)
     if on_device:
@@ -447,9 +454,14 @@ def machine_for(asked: Gpu | Simulator | None, w: Any = None) -> Gpu | Simulator
     """The machine to multiply on; packed weights lie on one already."""
     if isinstance(w, Packed):
         if asked is not None and asked is not w.machine:
-            raise ValueError(f"w is packed on {w.machine.name}, not on {asked.name}")
+            where = getattr(asked, "name", asked)
+            raise ValueError(f"w is packed on {w.machine.name}, not on {where}")
         return w.machine
     if asked is not None:
+        if not hasattr(asked, "cc"):
+            raise TypeError(
+                f"machine is {asked!r}: it must be Gpu() or Simulator() of steps.driver.machines"
+            )
         return asked
     from steps.driver.machines import Gpu
 

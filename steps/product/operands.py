@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, Format, format_of
+from qformats.format import is_numpy
 from reference.bfloat16 import bfloat16_values
 from steps.contract import FLOATS, Launch, array_dtype
 
@@ -104,7 +105,7 @@ def require_array(
 ) -> tuple[tuple[int, ...], str]:
     """(shape, dtype) of a C-contiguous array of so many dimensions and of one of the dtypes
     `wanted`; TypeError for another dtype or no array, ValueError for other shapes and strides."""
-    if not on_device and not isinstance(x, np.ndarray):
+    if not on_device and not is_numpy(x):
         raise TypeError(
             f"{name} must be a NumPy array or one on the GPU (with __cuda_array_interface__), "
             f"got {type(x).__name__}"
@@ -148,7 +149,7 @@ def blocks_of(w: Any) -> Any:
 def weight_format(w: Any) -> Format:
     """The format of host blocks [N, K/32], of K-quants [N, K/256]. TypeError for anything else than
     blocks, ValueError for other shapes and for scales that are not finite."""
-    if not isinstance(w, np.ndarray):
+    if not is_numpy(w):
         raise TypeError(
             f"w must be a NumPy array of blocks (qformats.quantize makes them) or what steps.pack "
             f"made of one, got {type(w).__name__}"
@@ -202,6 +203,19 @@ def require_out(out: Any, a: Any, m: int, n: int, on_device: bool, dtype: str = 
     facts = a.__cuda_array_interface__
     size_of_a = np.dtype(facts["typestr"]).itemsize * m * facts["shape"][1]
     require_place(start, ARRAYS[dtype].itemsize * m * n, facts["data"][0], size_of_a)
+
+
+def require_apart(out: Any, **read: Any) -> None:
+    """ValueError where `out` shares memory of the host with an array that the product reads."""
+    for name, x in read.items():
+        if (
+            isinstance(out, np.ndarray)
+            and isinstance(x, np.ndarray)
+            and np.may_share_memory(out, x)
+        ):
+            raise ValueError(
+                f"out overlaps {name}, which the product reads: use an array of its own"
+            )
 
 
 def bias_dtype(bias: Any, n: int, on_device: bool) -> str:

@@ -48,6 +48,7 @@ from steps.product.operands import (
     blocks_of,
     float_name,
     is_device_array,
+    require_apart,
     require_matrix,
 )
 
@@ -98,8 +99,8 @@ def plan(
     if on_device and where.cc is None:
         raise TypeError(f"bias is on a GPU and the machine is the {where.name}: pass a NumPy array")
     request = Request(
-        fmt.name, int(m), n, k, read, output, of_bias, accuracy or "exact", family, step,
-        invariant=invariant,
+        fmt.name, int(m), n, k, read, output, of_bias, "exact" if accuracy is None else accuracy,
+        family, step, invariant=invariant,
     )  # fmt: skip
     request = asked_of(w, request, named=accuracy is not None)
     return Plan(w, request, where, stream, bias)
@@ -161,6 +162,7 @@ class Plan:
         for name, x, own, dtype in (("a", a, self._a, asked.a), ("out", out, self._out, asked.c)):
             if require_matrix(name, x, False, (dtype,))[:2] != own.shape:
                 raise ValueError(f"{name} must have shape {list(own.shape)}, got {list(x.shape)}")
+        require_apart(out, a=a)
         if reads_blocks(self.choice):
             require_sums_in_blocks(a)
         self._a[...] = a

@@ -262,6 +262,7 @@ BAD_INPUT = {
     "integers": (np.ones(32, np.int32), TypeError, "x is int32.*float32"),
     "byte order": (np.ones(32, ">f4"), TypeError, "x is >f4.*float32"),
     "list": ([1.0] * 32, TypeError, "x is a list.*NumPy array"),
+    "masked": (np.ma.ones(32, np.float32), TypeError, "x is a MaskedArray"),
     "rank": (np.array(1, np.float32), ValueError, "x has no dimensions"),
     "empty": (np.ones((0, 32), np.float32), ValueError, r"x of shape \(0, 32\) is empty"),
     "empty K": (np.ones((3, 0), np.float32), ValueError, r"x of shape \(3, 0\) is empty"),
@@ -322,6 +323,12 @@ def test_blocks_of_another_format_are_refused():
     blocks = quantize(FINE, "q4_0")
     with pytest.raises(TypeError, match="q5_1 takes an array of 24-byte block_q5_1, not"):
         FORMATS["q5_1"].dequantize(blocks)
+    with np.errstate(
+        over="ignore"
+    ):  # NumPy's own value for what is masked is too large for float16
+        masked = np.ma.masked_array(blocks)
+    with pytest.raises(TypeError, match="block_q4_0, not MaskedArray"):
+        dequantize(masked)
     with pytest.raises(TypeError, match="block_q4_0, not void"):
         FORMATS["q4_0"].codes(blocks[0, 0])
     with pytest.raises(ValueError, match=r"shape \(0, 2\) hold nothing"):

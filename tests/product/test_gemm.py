@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from steps.contract import Kernel, why_no_gpu
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product import gemm as api
+from steps.product.choice import Request
 from steps.registry import kernels
 
 MACHINE = Simulator()
@@ -230,6 +234,9 @@ NAN = A.copy()
 NAN[1, 5] = np.nan
 BAD_SCALE = W.copy()
 BAD_SCALE["d"][2, 1] = np.inf
+with np.errstate(over="ignore"):  # NumPy's own value for what is masked is too large for float16
+    MASKED = np.ma.masked_array(W)
+BIAS = np.zeros(8, np.float32)
 READ_ONLY = np.zeros((2, 3), np.float32)
 READ_ONLY.setflags(write=False)
 
@@ -261,6 +268,16 @@ READ_ONLY.setflags(write=False)
         (A, W[:0], {}, ValueError, "w is empty"),
         (A, BAD_SCALE, {}, ValueError, "w has d = inf in block 1 of row 2: it must be finite"),
         (A, W, {"step": 99}, ValueError, "there is no step 99"),
+        (A, W, {"step": True}, TypeError, "step is True: it must be the number of a step"),
+        (A, W, {"step": 3.0}, TypeError, "step is 3.0: it must be the number of a step"),
+        (A, W, {"family": []}, ValueError, r"family is \[\]: it must be A16 or A8"),
+        (A, W, {"accuracy": ""}, ValueError, "accuracy is '': it must be one of exact, fast"),
+        (np.ma.masked_array(A), W, {}, TypeError, "a must be a NumPy array .* got MaskedArray"),
+        (A, MASKED, {}, TypeError, "w must be a NumPy array .* got MaskedArray"),
+        (A, W, {"bias": np.ma.zeros(3, "f4")}, TypeError, "bias must be .* got MaskedArray"),
+        (A, W, {"out": A.reshape(-1)[64:70].reshape(2, 3)}, ValueError, "out overlaps a, which"),
+        (A, W, {"out": BIAS[:6].reshape(2, 3), "bias": BIAS[5:8]}, ValueError, "overlaps bias,"),
+        (A, W, {"out": np.frombuffer(W, "f4")[3:9].reshape(2, 3)}, ValueError, "overlaps w,"),
         (A, W, {"out": np.zeros((3, 2), np.float32)}, ValueError, r"\[2, 3\], got \[3, 2\]"),
         (A, W, {"out": np.zeros((2, 3))}, TypeError, "out must be float32, got float64"),
         (A, W, {"out": np.zeros((2, 6), np.float32)[:, ::2]}, ValueError, "C-contiguous"),
@@ -359,6 +376,43 @@ def test_whatever_is_refused_touches_no_machine(shape, dtype, n, blocks_k) -> No
         return
     with pytest.raises((TypeError, ValueError)):
         api.gemm(a, w, machine=Untouched())
+
+
+def test_what_is_no_machine_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"machine is 'gpu': it must be Gpu\(\) or Simulator\(\) of"
+    ):
+        api.gemm(A, W, machine="gpu")
+    with pytest.raises(ValueError, match="packed on simulator, not on gpu"):
+        api.gemm(A, api.pack(W, machine=MACHINE), machine="gpu")
+
+
+def test_a_side_that_int32_does_not_hold_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^M=2147483648 and kernels count to 2147483647: multiply"
+    ):
+        steps.plan(2**31, W, machine=Untouched())
+    for side in ("n", "k"):
+        with pytest.raises(ValueError, match=f"^{side.upper()}=2147483648 and kernels count to"):
+            Request("q4_0", **{"m": 1, "n": 32, "k": 32, side: 2**31})
+    Request("q4_0", 2**31 - 1, 32, 32)
+
+
+def test_packed_weights_are_themselves_alone() -> None:
+    """They lie on a machine."""
+    one, other = api.pack(W, machine=MACHINE), api.pack(W, machine=MACHINE)
+    assert {one: 1, other: 2}[one] == 1
+    assert one != other
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"^Packed\(q4_0 .* neither copied nor pickled: keep"):
+            copied(one)
+
+
+def test_a_plan_does_not_write_to_what_it_reads() -> None:
+    run, a = steps.plan(2, W, machine=MACHINE), A.copy()
+    with pytest.raises(ValueError, match="out overlaps a, which the product reads"):
+        run(a, a.reshape(-1)[:6].reshape(2, 3))
+    np.testing.assert_array_equal(a, A)
 
 
 def test_packed_weights_stay_where_they_are() -> None:
