@@ -21,7 +21,13 @@ from reference.check import Check, Reference, check
 from reference.golden import GOLDEN, Golden
 from reference.limits import Limits, bound, limits, nmse
 from reference.operands import Q81, Bfloats, Halves, Tokens
-from reference.problem import DISTRIBUTIONS, INPUTS, PrequantizedProblem, Problem
+from reference.problem import (
+    DISTRIBUTIONS,
+    INPUTS,
+    OF_BLOCKS,
+    PrequantizedProblem,
+    Problem,
+)
 from reference.product import (
     both_tokens,
     magnitude_a8,
@@ -41,6 +47,7 @@ __all__ = [
     "GOLDEN",
     "GPU_CHECK_SHAPES",
     "INPUTS",
+    "OF_BLOCKS",
     "Q81",
     "Bfloats",
     "Check",

@@ -52,13 +52,18 @@ def random_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
     return blocks
 
 
-def integer_blocks(rng: np.random.Generator, n: int, k: int, name: str, quantum: float) -> Array:
+def integer_blocks(
+    rng: np.random.Generator, n: int, k: int, name: str, quantum: float, extreme: bool = False
+) -> Array:
     """Blocks [N, K/32] or [N, K/256] whose weights are whole numbers of quanta, at most REACH.
 
     A K-quant's d is a quantum or a quarter of one, and its scales make up for it, so that both are
-    checked.
+    checked. extreme: rows of the highest and of the lowest level, in turns.
     """
     blocks = _any_codes(rng, n, k, name)
+    if extreme:
+        ends = np.array([0x77 if name == "mxfp4" else 0xFF, 0xFF if name == "mxfp4" else 0])
+        blocks.view(np.uint8)[...] = ends[np.arange(n) % 2, None]
     if name == "mxfp4":
         blocks["e"] = 128 + int(np.log2(quantum)) + rng.integers(0, 1, blocks.shape, endpoint=True)
         return blocks

@@ -1,6 +1,8 @@
-"""The exact case: A and W of small integers, of which every sum of every step is exact.
+"""The exact cases: A and W of integers, of which every sum of every step is exact.
 
-A right kernel equals the float64 product bit for bit, in any order of summation.
+A right kernel equals the float64 product bit for bit, in any order of summation. Those of small
+integers are drawn; the extreme ones are codes and activations at their most, of either sign, which
+make the sums of integers as large as they can be.
 """
 
 from __future__ import annotations
@@ -102,6 +104,32 @@ def exact_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
         m = rng.integers(-most, most, size=shape, endpoint=True) * WEIGHT_QUANTUM
         return pack_block(name, codes, scale, m)
     return pack_block(name, codes, scale)
+
+
+def extreme_activations(rng: np.random.Generator, m: int, k: int) -> Array:
+    """float32[M, K] of which every Q8_1 code is 127 or -127, see `_at_ends`. Scales are 1 / K, of a
+    K that is rounded up to a power of two, so that C is small enough for a float16."""
+    codes = _at_ends(rng, m, k, -127, 127)
+    return np.ldexp(codes, -(k - 1).bit_length()).astype(np.float32)
+
+
+def extreme_blocks(rng: np.random.Generator, n: int, k: int, name: str) -> Array:
+    """Blocks [N, K/32] of which every code is the lowest or the highest, see `_at_ends`. Scales are
+    a quantum, minima the most quanta, of either sign."""
+    low, high = code_range(name)
+    codes = _at_ends(rng, n, k, low, high).reshape(n, k // BLOCK, BLOCK)
+    scale = np.full(codes.shape[:-1], WEIGHT_QUANTUM)
+    if name in ("q4_1", "q5_1"):
+        m = OFFSET_QUANTA[name] * scale * rng.choice(np.array([-1.0, 1.0]), size=scale.shape)
+        return pack_block(name, codes, scale, m)
+    return pack_block(name, codes, scale)
+
+
+def _at_ends(rng: np.random.Generator, rows: int, k: int, low: int, high: int) -> Array:
+    """int64[rows, K]: a row of `high`, one of `low`, one of both in turns, one drawn; and again."""
+    is_high = rng.integers(0, 1, size=(rows, k), endpoint=True) == 1
+    is_high[0::4], is_high[1::4], is_high[2::4] = True, False, np.arange(k) % 2 == 0
+    return np.where(is_high, high, low)
 
 
 def pack_block(name: str, codes: Array, scale: Array, m: Array | None = None) -> Array:

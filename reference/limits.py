@@ -171,7 +171,7 @@ class Limits:
 
     nmse_same_operands  the kernel's error
     nmse_float          the format's error, of the product; None where there are too few outputs
-                        (or no quantization: "integer", "golden") for the figure to mean anything
+                        (or no quantization: `OF_BLOCKS`) for the figure to mean anything
     nmse_weights        the same of the weights themselves, None where there are too few of them
     """
 

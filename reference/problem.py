@@ -10,6 +10,8 @@ Distributions
     llm       normal, but a few channels (columns) of A are 20 times larger, see `OUTLIER_FACTOR`
     integer   small integers times powers of two: every intermediate of every step is exact, in any
               order of summation, so a right kernel equals the float64 product **bit for bit**
+    extreme   every code and activation at its most, of either sign: what integer sums must hold.
+              Exact too, up to a K of a thousand (`Problem.exact`)
     golden    the single hand-computed block of `GOLDEN` (1 x 1 x 32 only)
 
 A is float32, or rounded to what a caller may have: float16 or bfloat16 (`Problem.input`). "integer"
@@ -32,19 +34,25 @@ from qformats import BLOCK, FILE_FORMATS, FORMATS, WEIGHT_FORMATS, format_of
 from reference.bfloat16 import bfloat16_bits, rounded_to_bfloat16
 from reference.drawn import REACH, integer_blocks, random_blocks
 from reference.exact import (
+    EXACT_QUANTA,
     OFFSET_QUANTA,
     WEIGHT_QUANTA,
     WEIGHT_QUANTUM,
     code_range,
     exact_activations,
     exact_blocks,
+    extreme_activations,
+    extreme_blocks,
 )
 from reference.golden import GOLDEN, frozen
 from reference.shapes import Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-DISTRIBUTIONS: Final = ("uniform", "normal", "llm", "integer", "golden")
+DISTRIBUTIONS: Final = ("uniform", "normal", "llm", "integer", "extreme", "golden")
+
+OF_BLOCKS: Final = ("integer", "extreme", "golden")
+"""Those whose weights are made as blocks, so that nothing is lost in quantizing them."""
 
 INPUTS: Final = ("float32", "float16", "bfloat16")
 """The dtypes that A may have."""
@@ -114,6 +122,8 @@ class Problem:
 
         For "golden" that holds on the Q8_1 bits of `GOLDEN`, not on what a quantizer makes of `a`.
         """
+        if self.distribution == "extreme":
+            return 127 * self.k * self._reach < EXACT_QUANTA
         return self.distribution == "integer"
 
     @property
@@ -128,6 +138,8 @@ class Problem:
             a = GOLDEN[self.format].a.copy()
         elif self.distribution == "integer":
             a = exact_activations(self._rng("a"), self.m, self.k, self._reach)
+        elif self.distribution == "extreme":
+            a = extreme_activations(self._rng("a"), self.m, self.k)
         else:
             a = _draw(self._rng("a"), self.distribution, self.m, self.k)
         if self.distribution == "llm":
@@ -143,9 +155,9 @@ class Problem:
 
     @cached_property
     def w(self) -> Array:
-        """The weights before quantization, float32[N, K] ("integer", "golden", and formats that
-        are only read: of the blocks)."""
-        if self.distribution in ("integer", "golden") or not FORMATS[self.format].written:
+        """The weights before quantization, float32[N, K] (`OF_BLOCKS`, and formats that are only
+        read: of the blocks)."""
+        if self.distribution in OF_BLOCKS or not FORMATS[self.format].written:
             return frozen(FORMATS[self.format].dequantize(self.blocks))
         return frozen(_draw(self._rng("w"), self.distribution, self.n, self.k))
 
@@ -155,9 +167,14 @@ class Problem:
         dtype."""
         if self.distribution == "golden":
             return frozen(GOLDEN[self.format].blocks.copy())
-        if self.format in FILE_FORMATS and self.distribution == "integer":
-            rng = self._rng("w")
-            return frozen(integer_blocks(rng, self.n, self.k, self.format, WEIGHT_QUANTUM))
+        extreme = self.distribution == "extreme"
+        if self.format in FILE_FORMATS and self.distribution in OF_BLOCKS:
+            made = integer_blocks(
+                self._rng("w"), self.n, self.k, self.format, WEIGHT_QUANTUM, extreme
+            )
+            return frozen(made)
+        if extreme:
+            return frozen(extreme_blocks(self._rng("w"), self.n, self.k, self.format))
         if not FORMATS[self.format].written:
             return frozen(random_blocks(self._rng("w"), self.n, self.k, self.format))
         if self.distribution == "integer":

@@ -33,6 +33,12 @@ SUPER_CHECK_SHAPES: Final = (
     (33, 18, 256),
 )
 
+EXTREME: Final = (4, 4)
+"""Outputs of an extreme problem: all kinds of rows of A and of W meet."""
+
+INTEGER_K: Final = 1280
+"""In the simulator, of steps whose integer sums run over K: beyond what a float32 would hold."""
+
 QUICK: Final = 3
 """A quick check gives each format every third shape, so that three formats cover all of them."""
 
@@ -61,8 +67,10 @@ def cases(
     distribution: str | None = None,
     seed: int = 0,
     order: int | None = None,
+    most_k: int | None = None,
 ) -> tuple[Case, ...]:
-    """The problems of a format: one shape, or the machine's check shapes and the golden case.
+    """The problems of a format: one shape, or the machine's check shapes, the golden case and one
+    of the largest sums. most_k: the largest K of a step whose integer sums run over K.
 
     quick: a third of the shapes, another third for the next format. small: a GPU gets the
     simulator's shapes too (for tools that slow it down a hundredfold).
@@ -90,9 +98,19 @@ def cases(
         Case(each, name, seed + i, lanes)
         for i, (each, name, lanes) in enumerate(zip(shapes, drawn, orders, strict=False))
     ]
-    has_golden = distribution is None and format_name in GOLDEN
-    golden = [Case((1, 1, 32), "golden", 0, order or 0)] if has_golden else []
-    return (*golden, *regular)
+    if distribution is not None:
+        return tuple(regular)
+    golden = [Case((1, 1, 32), "golden", 0, order or 0)] if format_name in GOLDEN else []
+    depth = _extreme_depth(format_name, most_k, simulated or small)
+    return (*golden, Case((*EXTREME, depth), "extreme", seed, order or 0), *regular)
+
+
+def _extreme_depth(format_name: str, most_k: int | None, small: bool) -> int:
+    """The K of an extreme problem: a whole chain of sums, which ends with a block, or with K."""
+    elements = FORMATS[format_name].elements
+    if most_k is None:
+        return max(64, elements)
+    return INTEGER_K if small else most_k // elements * elements
 
 
 def _check_shapes(format_name: str, small: bool) -> tuple[Size, ...]:

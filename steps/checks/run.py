@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
-from reference import GOLDEN, Check, Problem
+from reference import GOLDEN, OF_BLOCKS, Check, Problem
 from steps.checks.cases import Case
 from steps.checks.verify import verify
 from steps.contract import Machine, Size, Work
@@ -67,7 +67,7 @@ def drawn(
 
 def check_works(
     works: Sequence[Work],
-    cases_of: Callable[[str], Sequence[Case]],
+    cases_of: Callable[[Work], Sequence[Case]],
     machine: Callable[[int], Machine],
     report: Callable[[str], None] = lambda _: None,
     problem_of: Callable[[str], Problem] | None = None,
@@ -75,14 +75,14 @@ def check_works(
 ) -> Outcomes:
     """Every case of every work.
 
-    cases_of: format -> its cases. machine: lane order -> where a case runs. report: is told of
+    cases_of: work -> its cases. machine: lane order -> where a case runs. report: is told of
     each work. problem_of: dtype of A -> the problem of all cases, where the weights are not drawn
     but of a file. dtype: of C, and of A where the step reads it; None for each step's own.
     """
     outcomes = Outcomes()
     for work in works:
         report(str(work))
-        results = list(_results(work, cases_of(work.format), machine, problem_of, dtype))
+        results = list(_results(work, cases_of(work), machine, problem_of, dtype))
         outcomes.each.append(_outcome(work, results))
         outcomes.broken = next((f"{work}: {r}" for _, r in results if isinstance(r, Lost)), None)
         if outcomes.broken:
@@ -151,7 +151,7 @@ def _outcome(work: Work, results: Sequence[Result]) -> Outcome:
     )
     checked = [(case, result) for case, result in results if not isinstance(result, str)]
     # Exact problems have no quantization error, so they say nothing about a format.
-    telling = [pair for pair in checked if pair[0].distribution not in ("integer", "golden")]
+    telling = [pair for pair in checked if pair[0].distribution not in OF_BLOCKS]
     if not checked:
         return Outcome(work, len(results), failures=failures)
     _, largest = max(telling or checked, key=lambda pair: pair[0].shape[0] * pair[0].shape[1])

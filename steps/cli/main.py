@@ -161,7 +161,7 @@ K = _count("--k", "input features, a multiple of 32", "K")
 SEED = _option("--seed", type=_seed, default=0, help="of what is drawn (default 0)")
 DATA = (
     FORMAT, SCHEME, _count("--m", "tokens (default: home shape)", "M"), N, K,
-    _option("--dist", metavar="D", help="normal, uniform, llm, integer, golden"), SEED,
+    _option("--dist", metavar="D", help="normal, uniform, llm, integer, extreme, golden"), SEED,
 )  # fmt: skip
 DTYPE = _option(
     "--dtype", choices=("float32", "float16", "bfloat16"),

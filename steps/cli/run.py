@@ -164,11 +164,11 @@ def checked(
     asked = shape_of(args, SMALL) if only_checked and is_shape_asked(args) else None
     order = getattr(args, "order", None)
 
-    def cases_of(format_name: str) -> tuple[Case, ...]:
+    def cases_of(work: Work) -> tuple[Case, ...]:
         if weights is not None:
             return (weights.case(order),)
         return cases(
-            format_name,
+            work.format,
             simulated=simulated,
             quick=quick,
             small=getattr(args, "small", False),
@@ -176,11 +176,12 @@ def checked(
             distribution=args.dist,
             seed=args.seed,
             order=order,
+            most_k=work.step.most_k,
         )
 
-    cases_of(works[0].format)  # a request that cannot be met is refused before anything runs
+    cases_of(works[0])  # a request that cannot be met is refused before anything runs
     if not simulated:
-        every = [(w, one.shape) for w in works for one in cases_of(w.format)]
+        every = [(w, one.shape) for w in works for one in cases_of(w)]
         dtype = dtype_of(args)
         wanted = [benching.wanted_in(w, shape, w.output(dtype)).launched for w, shape in every]
         compile_ahead((*wanted, *ahead), machine(0), remark)

@@ -62,13 +62,15 @@ def test_quick_checks_of_all_formats_cover_all_shapes(simulated: bool) -> None:
     quick = [cases(name, simulated=simulated, quick=True) for name in ("q4_0", "q4_1", "q5_0")]
     assert {case.shape for each in quick for case in each} == whole
     for each in quick:
-        assert each[0].distribution == "golden"
+        assert [case.distribution for case in each[:2]] == ["golden", "extreme"]
 
 
 def test_cases_go_round_distributions_and_orders() -> None:
-    regular = cases("q4_0", simulated=True)[1:]
+    regular = cases("q4_0", simulated=True)[2:]
     assert {case.distribution for case in regular} == set(DISTRIBUTION_CYCLE)
     assert {case.order for case in regular} == set(ORDERS)
+    deep = cases("q4_k", simulated=False, most_k=find(15).most_k)[0]
+    assert (deep.distribution, deep.shape) == ("extreme", (4, 4, 132096))
     fixed = cases("q4_0", simulated=True, distribution="llm", order=7, seed=3)
     assert {case.distribution for case in fixed} == {"llm"}
     assert {case.order for case in fixed} == {7}

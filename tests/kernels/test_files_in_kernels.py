@@ -307,4 +307,4 @@ def test_the_cases_of_a_check(name: str) -> None:
     assert all(case.shape[2] % FORMATS[name].elements == 0 for case in every)
     assert all(case.distribution != "golden" for case in every)
     if name.endswith("_k"):
-        assert tuple(case.shape for case in every) == SUPER_CHECK_SHAPES
+        assert tuple(case.shape for case in every[1:]) == SUPER_CHECK_SHAPES

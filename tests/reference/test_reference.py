@@ -37,7 +37,7 @@ from reference.problem import OUTLIER_FACTOR
 # --- problems -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm", "integer"])
+@pytest.mark.parametrize("distribution", ["uniform", "normal", "llm", "integer", "extreme"])
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_a_problem_is_its_parameters(name: str, distribution: str) -> None:
     one, two = (Problem(3, 5, 96, name, distribution, seed=4) for _ in range(2))
@@ -174,6 +174,28 @@ def test_integer_weights_cover_every_code_and_sign(name: str) -> None:
     scale = fmt.scale(p.blocks)
     assert (scale < 0).any() == (name in ("q4_0", "q5_0"))
     assert np.unique(np.abs(scale)).size == 2
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
+def test_an_extreme_problem_has_nothing_but_the_largest_numbers(name: str) -> None:
+    """Rows of A and of W with the largest sums of either sign; exact, and no float16 C overflows."""
+    fmt = FORMATS[name]
+    p = Problem(4, 4, 256, name, "extreme")
+    levels = fmt.levels(p.blocks).reshape(4, -1)
+    ends = {levels.min(), levels.max()}
+    drawn = Problem(9, 64, 256, name, "integer").blocks
+    assert ends == {fmt.levels(drawn).min(), fmt.levels(drawn).max()}
+    assert {*np.unique(levels)} == ends
+    assert len(np.unique(levels[:2])) == 2, "a row of each"
+    q81 = Q81.of_values(p.a)
+    np.testing.assert_array_equal(q81.values(), p.a)
+    assert set(np.unique(q81.q)) == {-127, 127}
+    assert {127 * 256, -127 * 256} <= set(q81.q.sum(axis=1, dtype=int))
+    np.testing.assert_array_equal(q81.s.astype(np.float16), q81.s)
+    assert p.exact
+    assert not Problem(4, 4, 2**18, name, "extreme").exact, "sums beyond 24 bits"
+    deep = Problem(1, 1, 2**17, name, "extreme")
+    assert np.abs(deep.a.astype(np.float64) @ deep.w.T.astype(np.float64)).max() < 65504
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)

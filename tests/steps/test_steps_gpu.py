@@ -23,9 +23,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("step", "family", "name"), WORKS)
 def test_right_on_every_check_shape(step: Kernel, family: Family, name: str) -> None:
     outcomes = check_works(
-        [Work(step, family, name)], lambda name: cases(name, simulated=False), lambda order: Gpu()
+        [Work(step, family, name)],
+        lambda _: cases(name, simulated=False, most_k=step.most_k),
+        lambda order: Gpu(),
     )
-    assert outcomes.each[0].cases == 1 + len(GPU_CHECK_SHAPES)  # and the golden one
+    assert outcomes.each[0].cases == 2 + len(GPU_CHECK_SHAPES)  # and golden, extreme
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qformats import FORMATS
-from reference import CHECK_SHAPES, GOLDEN, Q81, Problem, Tokens, check, same_operands_a8
+from qformats import BLOCK, FORMATS
+from reference import CHECK_SHAPES, GOLDEN, Problem, check
 from steps.checks.cases import Case, cases
 from steps.checks.run import check_works
 from steps.checks.verify import multiply, operands, prepare, verify
@@ -34,16 +34,17 @@ DESCENDING = -1
 def test_right_on_check_shapes(step: Kernel, family: Family, name: str) -> None:
     """A third of the shapes in each format, all of them in the three that `make test` runs; of a
     kernel whose lesson has one of the three, half of them. Distributions, seeds and lane orders go
-    round too."""
+    round too. The golden case and the largest sums in each."""
     turn = next(i for i in range(5) if name == in_turn(step.number + 2 * i))
     parts = 3 if isinstance(step, Step) else 2
 
-    def some(name: str) -> tuple[Case, ...]:
-        golden, *others = cases(name, simulated=True)
-        return (golden, *others[turn % parts :: parts])
+    def some(work: Work) -> tuple[Case, ...]:
+        golden, extreme, *others = cases(name, simulated=True, most_k=step.most_k)
+        assert extreme.distribution == "extreme"
+        return (golden, extreme, *others[turn % parts :: parts])
 
     outcomes = check_works([Work(step, family, name)], some, RemembersPasses)
-    assert outcomes.each[0].cases == 1 + len(CHECK_SHAPES) // parts
+    assert outcomes.each[0].cases == 2 + len(CHECK_SHAPES) // parts
     assert outcomes.ok, "\n".join(outcomes.each[0].failures)
 
 
@@ -80,23 +81,19 @@ def test_golden_case(step: Kernel, family: Family, name: str) -> None:
         assert golden.value == 141
 
 
-@pytest.mark.parametrize(("step", "family", "name"), by_turn(WORKS, formats=5))
-def test_sums_of_the_largest_codes(step: Kernel, family: Family, name: str) -> None:
-    """Of either sign, all of them in one block: no sum of products runs over."""
-    a = np.repeat(np.array([[63.5], [-63.5]], input_of(step, family)), 32, axis=1)
-    blocks = np.zeros((2, 1), FORMATS[name].dtype)
-    blocks["d"] = 0.125  # so that the sums are below what a float16 C holds
-    blocks["qs"][0] = 127 if name == "q8_0" else 255
-    blocks["qs"][1] = -128 if name == "q8_0" else 0
-    for field, value in (("qh", 255), ("m", 1.5)):
-        if field in blocks.dtype.names:
-            blocks[field][0] = value
-    q81, machine = Q81.of_values(a), Simulator()
-    assert (np.abs(q81.q) == 127).all()
-    c = multiply(prepare(step, family, name, a, blocks, machine, q81), machine)
-    exact = step.accuracy == "exact"
-    right = same_operands_a8(q81, blocks) if exact else product(Tokens.of_q81(q81), blocks)
-    np.testing.assert_array_equal(c, right.astype(c.dtype))
+@pytest.mark.parametrize("number", [4, 5])
+def test_a_chain_twice_as_long_is_wrong(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every format, as sums of 16 bits run over: the largest codes and activations show it."""
+    step = find(number)
+    module = sys.modules[step.launch.__module__]
+    monkeypatch.setattr(module, "CHAIN", {bits: 2 * n for bits, n in module.CHAIN.items()})
+    monkeypatch.setattr(module, "kernel", module.kernel.__wrapped__)
+    for name in step.formats:
+        if module.CHAIN[FORMATS[name].bits] > BLOCK // 2:
+            continue  # there are no more pairs in a block
+        (extreme,) = [one for one in cases(name, simulated=True) if one.distribution == "extreme"]
+        outcomes = check_works([Work(step, "A8", name)], lambda _, one=extreme: [one], Simulator)
+        assert "differ in the exact case" in outcomes.each[0].failures[0]
 
 
 # One more row and column than the tile of each that has a large one. Others have such shapes in
