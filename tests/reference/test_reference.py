@@ -178,7 +178,7 @@ def test_integer_weights_cover_every_code_and_sign(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*WEIGHT_FORMATS, *FILE_FORMATS])
 def test_an_extreme_problem_has_nothing_but_the_largest_numbers(name: str) -> None:
-    """Rows of A and of W with the largest sums of either sign; exact, and no float16 C overflows."""
+    """Rows with the largest sums of either sign; exact, and no float16 C overflows."""
     fmt = FORMATS[name]
     p = Problem(4, 4, 256, name, "extreme")
     levels = fmt.levels(p.blocks).reshape(4, -1)
