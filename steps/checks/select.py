@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from qformats import FILE_FORMATS, FORMATS, WEIGHT_FORMATS
+from qformats.terminal import sentence
 from steps.contract import Family, Kernel, Work
 from steps.registry import find, kernels, lesson_of
 
@@ -15,7 +16,11 @@ ALL_FORMATS: Final = (*WEIGHT_FORMATS, *FILE_FORMATS)
 
 
 class UsageError(Exception):
-    """A request that cannot be met; its text is the one sentence the user sees."""
+    """A request that cannot be met; its text is the one sentence the user sees, in which what files
+    and arguments say is as `qformats.terminal.shown`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(sentence(text))
 
 
 def select(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from qformats import FORMATS
+from qformats.terminal import shown
 from reference import PrequantizedProblem
 from steps.checks.cases import Case
 from steps.checks.select import UsageError
@@ -65,7 +66,8 @@ class FileWeights:
     def __str__(self) -> str:
         """Which part of the tensor is multiplied, as a sentence's end."""
         (m, n, k), (rows, deep) = self.problem.shape, self.tensor.shape
-        told = f"{self.tensor.name} of {self.path.name}, {self.tensor.type} [{rows}, {deep}]"
+        names = shown(f"{self.tensor.name} of {self.path.name}")
+        told = f"{names}, {self.tensor.type} [{rows}, {deep}]"
         if not self.simulated:
             return f"{told}, M={m}"
         return (

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from qformats.terminal import shown
 from results.record.environment import environment, finished
 from results.render import table
 from steps.checks.select import UsageError
@@ -28,6 +29,9 @@ from steps.checks.select import UsageError
 BEGAN: Final = time.perf_counter()
 FIRST: Final = os.environ.get("RANK", "0") == "0"
 """Whether this is the one process, of those that torchrun starts, which says anything."""
+
+TOKENS: Final = 64
+"""How many follow a text, where nobody says and the context holds them."""
 
 Work = Callable[[Namespace, Any, Any], tuple[dict[str, Any], int]]
 """(arguments, `Operations` between products, `parallel.Ranks` or None) -> (what to record, exit
@@ -145,7 +149,7 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
             found["against llama.cpp"] = _against_llama_cpp(args, Path(folder))
     comparisons = [one for each in found.values() for one in each]
     for one in comparisons:
-        print(_sentence(one))
+        print(shown(_sentence(one)))
     if args.bench and ranks:
         from results.measure.models import several_gpus
 
@@ -166,7 +170,9 @@ def _check(args: Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str,
     from steps.decoder.compare import checks
 
     path = args.model or files.write_tiny(folder / f"tiny-{args.format}.gguf", args.format)
-    ids = args.ids or checks.prompt(files.Model(path).config.vocabulary)
+    file = files.Model(path)
+    ids = args.ids or checks.prompt(file.token_count)
+    steps = file.room(ids, args.tokens or checks.STEPS)
     return [
         {"file": path.name}
         | checks.against_torch(
@@ -175,7 +181,7 @@ def _check(args: Namespace, do: Any, folder: Path, ranks: Any) -> list[dict[str,
             accuracy=accuracy,
             requantize=args.requantize,
             operations=do,
-            steps=args.tokens or checks.STEPS,
+            steps=steps,
             jobs=args.jobs if FIRST else 1,
             ranks=ranks,
         )
@@ -190,7 +196,9 @@ def _against_llama_cpp(args: Namespace, folder: Path) -> list[dict[str, Any]]:
 
     name, steps = args.format, args.tokens or checks.STEPS
     if args.model is not None:
-        ids = args.ids or checks.prompt(files.Model(args.model).config.vocabulary)
+        file = files.Model(args.model)
+        ids = args.ids or checks.prompt(file.token_count)
+        file.room(ids, steps)
         return [checks.against_llama_cpp(args.model, ids, steps=steps)]
     ids = args.ids or checks.prompt(files.WORDS)
     blocks = files.write_tiny(folder / f"tiny-{name}.gguf", name)
@@ -243,7 +251,7 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
     )
     found = quality.record(file, path, parts, rows)
     title = f"{found['file']}, {path.name}: {found['predictions']} predictions"
-    Console().print(quality.table(rows, title))
+    Console().print(quality.table(rows, shown(title)))
     return {"quality": found}, 0
 
 
@@ -310,12 +318,12 @@ def _compile(model: Any, args: Namespace, tokens: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, end="", flush=True)
+    print(shown(text, "\n\t"), end="", flush=True)
 
 
 def _tell(text: str) -> None:
     if FIRST:
-        print(f"[{text}]", file=sys.stderr)
+        print(f"[{shown(text)}]", file=sys.stderr)
 
 
 def _chat(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
@@ -343,14 +351,10 @@ def _generate(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int
     from steps.decoder.text.chat import Pace, answer
 
     file = files.Model(args.model)
-    ids, most = args.ids or [file.first], args.tokens or 64
+    ids = args.ids or [file.first]
     if args.prompt is not None:
         ids = file.vocabulary.ids(args.prompt) or ids
-    if max(ids) >= file.config.vocabulary:
-        raise ValueError(
-            f"--ids has {max(ids)} and {args.model} has tokens 0 to {file.config.vocabulary - 1}: "
-            "give tokens of its vocabulary"
-        )
+    most = file.room(ids, args.tokens, TOKENS)
     stream = _stream(file, args, do, ranks)
     found: dict[str, Any] = {"file": args.model.name, "ids": ids}
     if args.prompt is None:

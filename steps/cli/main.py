@@ -8,6 +8,7 @@ package.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -28,6 +29,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # letters that its encoding lacks, as escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     args, others = _parser().parse_known_args(argv)
     if others:

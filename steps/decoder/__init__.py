@@ -2,6 +2,7 @@
 
 torch makes them instead as a reference, and where no kernel can.
 
+    keys.py                what a file says of its model: types and ranges
     files.py               configuration and weights of a file; a tiny random one to write
     model.py               products, layers, the cache of keys and values, generation in CUDA graphs
     rotary.py              frequencies of the rotary embedding, scaled as files say

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from qformats import BLOCK, FORMATS, dequantize, quantize
 from qformats.gguf_file import READABLE, GGUFError, Tensor, metadata, tensors
-from steps.decoder import rotary
+from steps.decoder import keys, rotary
 from steps.decoder.text.vocabulary import SPACE, Vocabulary
 from steps.registry import kernels
 
@@ -67,27 +67,22 @@ class Model:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.keys, self.tensors = metadata(path), tensors(path)
-        self.architecture: str = self.keys.get("general.architecture", "")
-        if self.architecture not in ARCHITECTURES:
+        self.tensors, self._read = tensors(path), set[str]()
+        self.keys = keys.checked(metadata(path), ARCHITECTURES, path)
+        self.architecture: str = self.keys[keys.ARCHITECTURE]
+        if experts := self._key("expert_count"):
+            raise GGUFError(f"{path} has {experts} experts: only dense models are supported")
+        table = self.tensor("token_embd.weight").shape
+        if len(table) != 2 or not table[0]:
             raise GGUFError(
-                f"{path} has the architecture {self.architecture!r}: those supported are "
-                f"{', '.join(ARCHITECTURES)}"
+                f"{path}: token_embd.weight has shape {list(table)}, and a row for each token is "
+                "needed: convert the model again"
             )
-        self._read: set[str] = set()
-        if self._key("expert_count", 0):
-            raise GGUFError(
-                f"{path} has {self._key('expert_count')} experts: only dense models are supported"
-            )
+        self.token_count = table[0]
+        keys.require_tokens(self.keys, self.token_count, path)
 
     def _key(self, name: str, default: Any = None) -> Any:
-        name = f"{self.architecture}.{name}"
-        value = self.keys.get(name, default)
-        if value is None:
-            raise GGUFError(f"{self.path} lacks {name}: convert the model again")
-        if isinstance(value, np.ndarray):
-            raise GGUFError(f"{self.path} has another {name} in each layer: one is supported")
-        return value
+        return self.keys.get(f"{self.architecture}.{name}", default)
 
     @cached_property
     def config(self) -> Any:
@@ -95,18 +90,26 @@ class Model:
         from steps.decoder.model import Config
 
         heads, width = self._key("attention.head_count"), self._key("embedding_length")
+        kv_heads = self._key("attention.head_count_kv", heads)
         head = self._key("attention.key_length", width // heads)
+        rotated = self._key("rope.dimension_count", head)
+        if heads % kv_heads or head % 2 or rotated % 2 or not 0 < rotated <= head:
+            raise GGUFError(
+                f"{self.path} has {heads} heads of {head} values, of which {rotated} are rotated, "
+                f"and {kv_heads} heads of keys: the last must divide the first, and pairs of "
+                "values are rotated: convert the model again"
+            )
         return Config(
             layers=self._key("block_count"),
             width=width,
             hidden=self._key("feed_forward_length"),
             heads=heads,
-            kv_heads=self._key("attention.head_count_kv", heads),
+            kv_heads=kv_heads,
             head_dim=head,
-            vocabulary=self.tensor("token_embd.weight").shape[0],
+            vocabulary=self.token_count,
             epsilon=self._key("attention.layer_norm_rms_epsilon"),
-            base=self._key("rope.freq_base", 10000.0),
-            rotated=self._key("rope.dimension_count", head),
+            base=self._key("rope.freq_base"),
+            rotated=rotated,
             scaling=self._scaling(),
             context=self._key("context_length"),
         )
@@ -114,9 +117,9 @@ class Model:
     def _scaling(self) -> rotary.Scaling:
         """Of the rotary embedding. Without a type it is linear, and without a factor none, as in
         llama.cpp."""
-        kind, at = self._key("rope.scaling.type", "linear"), "rope.scaling."
-        factor = self._key(f"{at}factor", self._key("rope.scale_linear", 1.0)) or 1.0
-        size = self._key(f"{at}attn_factor", 1.0)
+        kind, at = self._key("rope.scaling.type"), "rope.scaling."
+        factor = self._key(f"{at}factor", self._key("rope.scale_linear"))
+        size = self._key(f"{at}attn_factor")
         if kind == "none":
             return rotary.Scaling(magnitude=size)
         if kind == "linear":
@@ -129,8 +132,8 @@ class Model:
             factor,
             self._key(f"{at}original_context_length", self._key("context_length")),
             size * self._key(f"{at}yarn_attn_factor", rotary.yarn_magnitude(factor)),
-            self._key(f"{at}yarn_beta_fast", 32.0),
-            self._key(f"{at}yarn_beta_slow", 1.0),
+            self._key(f"{at}yarn_beta_fast"),
+            self._key(f"{at}yarn_beta_slow"),
         )
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -160,8 +163,13 @@ class Model:
             )
 
     def vector(self, name: str, count: int) -> np.ndarray:
-        """float32 [count]."""
+        """float32 [count]; GGUFError where one is no number."""
         values = np.array(self.tensor(name, (count,)).values(), np.float32)
+        if (bad := ~np.isfinite(values)).any():
+            raise GGUFError(
+                f"{self.path}: {name} has {bad.sum()} values that are no numbers, such as "
+                f"{values[bad.argmax()]}: get the file again"
+            )
         return self._with_pairs_together(name, values)
 
     def bias(
@@ -231,11 +239,31 @@ class Model:
     @property
     def first(self) -> int:
         """The token with which texts begin, where nothing else is asked for."""
-        return int(self.keys.get("tokenizer.ggml.bos_token_id", 1))
+        return int(self.keys.get("tokenizer.ggml.bos_token_id", min(1, self.token_count - 1)))
+
+    def room(self, ids: Sequence[int], asked: int | None = None, most: int | None = None) -> int:
+        """How many tokens may follow ids: `asked`, or what the context holds, `most` at most.
+
+        ValueError where ids are no tokens of the vocabulary, or the context does not hold them and
+        those that are asked for.
+        """
+        if wrong := [one for one in ids if not 0 <= one < self.token_count]:
+            raise ValueError(
+                f"--ids has {wrong[0]} and {self.path} has tokens 0 to {self.token_count - 1}: "
+                "give tokens of its vocabulary"
+            )
+        context = self.config.context
+        if len(ids) + (asked or 1) > context:
+            raise ValueError(
+                f"{len(ids)} tokens and {asked or 1} more are asked for, and the model's context "
+                f"is {context}: give fewer"
+            )
+        return asked or min(context - len(ids), most or context)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Its tokens. Raises as `Vocabulary` does."""
+        keys.require_for_texts(self.keys, self.path)
         return Vocabulary(self.keys, self.path)
 
 
@@ -320,6 +348,11 @@ def load(
     factors = None
     if "rope_freqs.weight" in file.tensors:
         factors = file.vector("rope_freqs.weight", config.rotated // 2)
+        if not (factors > 0).all():
+            raise GGUFError(
+                f"{file.path}: rope_freqs.weight has {factors.min()}, and frequencies are divided "
+                "by it: convert the model again"
+            )
     norm = vector("output_norm.weight")
     output = product([last], (config.vocabulary,), config.width, True)
     file.require_all_read()

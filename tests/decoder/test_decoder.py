@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,16 @@ import torch
 from qformats import FORMATS, WEIGHT_FORMATS, dequantize
 from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
+from steps.checks.select import UsageError
 from steps.cli.main import main
 from steps.compile.compiler import signature_of
-from steps.decoder import files, operations
+from steps.decoder import files, kernel_operations, operations
 from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, step_products, torch_products
 from steps.kernels.parts.activations.layouts import GATED
 from steps.registry import kernel_of
+from tests.decoder import gguf_bytes
 
 SMALL = {
     "block_count": 2,
@@ -503,6 +506,14 @@ def test_tokens_of_a_file(tiny: Any, tmp_path: Any, capsys: Any) -> None:
         (["--tokens", "0"], "'0' is not a positive whole number"),
         (["{tiny}", "--reference", "--ids", "1", "--prompt", "a"], "--prompt or --ids, not both"),
         (["{tiny}", "--reference", "--ids", "300"], "has 300 and .* tokens 0 to 287: give tokens"),
+        (["{tiny}", "--reference", "--ids", "1 " * 1024], "1024 tokens and 1 more are asked for, "),
+        (
+            ["{tiny}", "--reference", "--ids", "1 " * 1000, "--tokens", "25"],
+            "1000 tokens and 25 more are asked for, and the model's context is 1024: give fewer",
+        ),
+        (["{tiny}", "--reference", "--prompt", "the " * 1000], "and the model's context is 1024"),
+        (["{tiny}", "--against-llama-cpp", "--ids", "1,288"], "has 288 and .* tokens 0 to 287"),
+        (["{tiny}", "--against-llama-cpp", "--tokens", "999"], "192 tokens and 999 more are asked"),
         (["nowhere.gguf", "--reference"], "No such file"),
     ],
 )
@@ -511,6 +522,61 @@ def test_what_is_refused(tiny: Any, capsys: Any, arguments: list[str], told: str
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert re.search(told, err), err
+
+
+def test_a_check_is_within_the_model(tiny: Any, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_operations, "chosen", lambda *_, **__: operations.PLAIN)
+    for more, told in (
+        (["--ids", "1,288"], "--ids has 288 and .* has tokens 0 to 287"),
+        (["--tokens", "999"], "192 tokens and 999 more are asked for"),
+    ):
+        status, _, err = said(capsys, tiny, "--check", *more)
+        assert status == 2
+        assert re.search(told, err), err
+
+
+ESCAPE = "\x1b]0;owned\x07\r\x9b2J"
+
+
+def test_no_file_commands_the_terminal(tiny: Any, tmp_path: Any, capsys: Any) -> None:
+    """An answer, a name, a value and a file's name; JSON has what there is."""
+    file, path, there = gguf_bytes.read(tiny), tmp_path / "m.gguf", tmp_path / "found.json"
+    _, (kind, words) = file.keys["tokenizer.ggml.tokens"]
+    words = [*words[:270], ESCAPE, "\n\t", *words[272:]]
+    likely = np.zeros(len(words), np.float32)
+    likely[[270, 271]] = 1e6, 1e6
+    last = gguf_bytes.Tensor("output.bias", (len(words),), 0, likely.tobytes())
+    answers = replace(file, tensors=(*file.tensors, last))
+    answers = answers.with_keys({"tokenizer.ggml.tokens": gguf_bytes.array(kind, words)})
+    path.write_bytes(answers.bytes())
+    status, out, err = said(
+        capsys, path, "--reference", "--prompt", "the", "--tokens", 2, "--json", there
+    )
+    assert status == 0, err
+    tokens = json.loads(there.read_text())["tokens"]
+    assert set(tokens) <= {270, 271}
+    shown = {270: r"\x1b]0;owned\x07\r\x9b2J", 271: "\n\t"}
+    assert out == "the" + "".join(shown[one] for one in tokens) + "\n"
+    assert json.loads(there.read_text())["text"] == "the" + "".join(words[one] for one in tokens)
+    other = gguf_bytes.Tensor(ESCAPE, (1,), 0, bytes(4))
+    for bad, name in (
+        (replace(file, tensors=(*file.tensors, other)), "m.gguf"),
+        (file.with_keys({"llama.expert_count": (gguf_bytes.STRING, ESCAPE)}), "m.gguf"),
+        (file.with_keys({"general.architecture": (gguf_bytes.STRING, ESCAPE)}), "m.gguf"),
+        (file.with_keys({"llama.block_count": (gguf_bytes.U32, 3)}), "\x1b]0;owned\x07.gguf"),
+    ):
+        (tmp_path / name).write_bytes(bad.bytes())
+        status, out, err = said(capsys, tmp_path / name, "--reference")
+        assert (status, out) == (2, "")
+        assert r"\x1b]0;owned" in err
+        assert err.removesuffix("\n").isprintable()
+
+
+def test_a_usage_error_has_no_commands() -> None:
+    assert str(UsageError(f"no\ntensor {ESCAPE}")) == (
+        r"no tensor \x1b]0;owned\x07 \x9b2J"  # \r is a space between words
+    )
 
 
 def test_without_a_gpu_it_says_so(tiny: Any, capsys: Any, monkeypatch: Any) -> None:

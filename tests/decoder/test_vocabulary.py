@@ -7,6 +7,7 @@ the page of English, code, Chinese and emoji that is compared.
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from gguf import GGUFWriter
 
 from qformats.gguf_file import GGUFError, metadata
+from steps.decoder.text import vocabulary
 from steps.decoder.text.vocabulary import PRE_TOKENIZERS, SPACE, Vocabulary, merges_of
 from tests.decoder.smollm2 import smollm2
 
@@ -185,6 +187,23 @@ def test_merges_of_scores() -> None:
     tokens = ["a", "b", "c", "ab", "bc", "abc"]
     scores = np.array([-9, -9, -9, -2, -1, -3], np.float32)
     assert merges_of(tokens, scores) == [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")]
+
+
+def test_merges_of_long_tokens_take_little_memory(monkeypatch: Any) -> None:
+    """A token of n letters has n cuts, of n letters together; their pairs are some bytes each."""
+    tokens = ["a" * i for i in range(1, 300)] + ["b" * 100_000]
+    scores = np.zeros(len(tokens), np.float32)
+    tracemalloc.start()
+    found = merges_of(tokens, scores)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == 298 * 299 // 2
+    assert most < 200 * len(found)
+    monkeypatch.setattr(vocabulary, "MOST_MERGES", len(found))
+    assert merges_of(tokens, scores) == found
+    monkeypatch.setattr(vocabulary, "MOST_MERGES", len(found) - 1)
+    with pytest.raises(GGUFError, match="its tokens are made by more than 44550 merges"):
+        merges_of(tokens, scores)
 
 
 def test_words_of_random_models(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def reference(path: Any, device: Any = "cpu", requantize: str | None = None) -> 
 def prompt(vocabulary: int, count: int = PROMPT, seed: int = 0) -> list[int]:
     """A token 1, then random ones."""
     rng = np.random.default_rng(seed)
-    return [1, *map(int, rng.integers(3, vocabulary, count - 1))]
+    first, least = min(1, vocabulary - 1), min(3, vocabulary - 1)
+    return [first, *map(int, rng.integers(least, vocabulary, count - 1))]
 
 
 @torch.no_grad()

@@ -12,9 +12,13 @@ SentencePiece vocabulary are found as in transformers' `generate_merges`.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
 
 from qformats.gguf_file import GGUFError
 
@@ -69,6 +73,8 @@ PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
 }
 """By tokenizer.ggml.pre."""
+MOST_MERGES: Final = 1 << 20
+"""Twice those of the largest vocabulary in use."""
 
 
 class Vocabulary:
@@ -200,13 +206,19 @@ def _sentencepiece(
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The pairs of tokens that make a token, those of the best score first; of one score, longer
-    left parts first."""
+    left parts first. GGUFError where there are more than `MOST_MERGES`."""
     number = {token: i for i, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [pair for pair in cuts if pair[0] in number and pair[1] in number]
-        pairs.sort(key=lambda pair: (number[pair[0]], number[pair[1]]))
-        found += [(score, len(a), len(b), a, b) for a, b in pairs]
-    found.sort(key=lambda one: one[:3], reverse=True)
-    return [(a, b) for *_, a, b in found]
+    lengths = sorted({len(token) for token in number if token})
+    found = array("i")  # (token, left part, right part) one after the other
+    for i, token in enumerate(tokens):
+        for length in lengths[: bisect_left(lengths, len(token))]:
+            left = number.get(token[:length])
+            right = None if left is None else number.get(token[length:])
+            if left is not None and right is not None:
+                found.extend((i, left, right))
+        if len(found) > 3 * MOST_MERGES:
+            raise GGUFError(f"its tokens are made by more than {MOST_MERGES} merges")
+    pairs = np.array(found).reshape(-1, 3)
+    sizes = np.array([len(token) for token in tokens])[pairs]
+    order = np.lexsort((-sizes[:, 2], -sizes[:, 1], -np.asarray(scores)[pairs[:, 0]]))
+    return [(tokens[a], tokens[b]) for a, b in pairs[order, 1:]]
