@@ -18,8 +18,8 @@ MOST: Final = 2000
 
 
 def shown(text: str, keep: str = "") -> str:
-    r"""text with the characters that a terminal obeys as escapes, such as \x1b. keep: those of them
-    that stay, "\n\t" in an answer."""
+    """text with the characters that a terminal obeys as escapes: ESC becomes four letters that read
+    x1b behind a backslash. keep: those of them that stay, newline and tab in an answer."""
     return _COMMANDS.sub(
         lambda one: one[0] if one[0] in keep else one[0].encode("unicode_escape").decode(), text
     )

@@ -251,7 +251,7 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
     )
     found = quality.record(file, path, parts, rows)
     title = f"{found['file']}, {path.name}: {found['predictions']} predictions"
-    Console().print(quality.table(rows, shown(title)))
+    Console().print(quality.table(rows, title))
     return {"quality": found}, 0
 
 

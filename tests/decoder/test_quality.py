@@ -143,8 +143,9 @@ def test_a_table() -> None:
         Quality("float32", 20.0, 0.0, 0.0, 1.0),
         Quality("fast", 20.5, 1.25e-3, 0.02, 0.985, "15 A8"),
     ]
-    console.print(quality.table(rows, "a.gguf"))
+    console.print(quality.table(rows, "[bold]a[/nope]\x1b[2J.gguf"))
     shown = console.export_text()
+    assert r"[bold]a[/nope]\x1b[2J.gguf" in shown, "a name is no markup and no command"
     assert "20.5000" in shown
     for part in ("fast", "1.25e-03", "2.00e-02", "98.50%", "15 A8"):
         assert part in shown

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
+from qformats.terminal import shown
 from steps.decoder import files
 from steps.decoder.compare import checks
 from steps.decoder.model import Decoder, Maker, Product, torch, torch_products
@@ -205,7 +207,7 @@ def sentence(row: Quality) -> str:
 
 
 def table(rows: Sequence[Quality], title: str) -> Table:
-    made = Table(title=title, title_justify="left")
+    made = Table(title=Text(shown(title)), title_justify="left")
     made.add_column("products")
     for name in ("perplexity", "mean KL", "99.9 % KL", "same top", "steps"):
         made.add_column(name, justify="right")
