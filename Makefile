@@ -46,6 +46,9 @@ endif
 VALUES := STEP FILE FORMAT SCHEME M N K DIST SEED DTYPE GGUF TENSOR ARCH TOOL ONLY RUN OUT SECONDS CASE \
           LINE WARP PROMPT SYSTEM IDS TOKENS TEMPERATURE TOP_P ACCURACY TEXT GPU GPUS
 $(foreach one,$(VALUES),$(if $(value $(one)),$(eval override $(one) := $$(value $(one)))$(eval export $(one))))
+# NAME= alone is refused: a shell's variable that is empty would ask for all steps and not for one file.
+$(foreach one,$(VALUES),$(if $(value $(one)),,$(if $(filter command,$(origin $(one))),\
+    $(error $(one)= is empty: give it a value, or leave it out))))
 
 # $(call options,M:m OUT:json) is --m "$$M" --json "$$OUT", of those that have a value;
 # $(call flags,LONG:long) is --long where LONG= is not empty.

@@ -129,6 +129,18 @@ def test_a_value_arrives_as_it_was_typed(echo: Path) -> None:
     assert command[2:] == ["decoder", "--prompt", VALUE]
 
 
+def test_an_empty_value_is_refused(echo: Path) -> None:
+    """And not taken for a name that is left out, which would check all steps."""
+    for target, name in (("check", "FILE"), ("sass", "STEP"), ("chat", "GGUF")):
+        done = make(target, f"{name}=", "VENV=system", f"PYTHON={echo}")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"*** {name}= is empty: give it a value, or leave it out.  Stop." in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert runs(echo, "check", FILE="") == [["-m", "steps", "check"]], (
+        "of the environment it may be"
+    )
+
+
 def test_which_tests_run(echo: Path) -> None:
     for typed, left_out in (([], " and not every"), (["QUICK=1"], " and not slow and not every")):
         together, alone = runs(echo, "test", *typed)
