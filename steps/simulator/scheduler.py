@@ -109,10 +109,13 @@ class Schedule:
         import greenlet  # here, so that a machine that only compiles or launches needs no greenlet
 
         grid = self.grid_dim
-        indices = [(x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)]
         if only is not None:
             indices = [only]
-        elif self.order == -1:
+        else:
+            indices = [
+                (x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)
+            ]
+        if self.order == -1:
             indices.reverse()
         elif self.order:
             self.random.shuffle(indices)

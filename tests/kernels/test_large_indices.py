@@ -1,0 +1,181 @@
+"""Arrays of more than 2^31 elements: the last block of a launch finds its operands at their end.
+
+They are mapped and not filled, so that they take memory only where that block comes. An index that
+is cut to 32 bits on its way is cut in the simulator, too.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qformats import dequantize, quantize
+from reference import nmse
+from steps import contract
+from steps.contract import FLOATS, Family, Kernel, Launch, Work, array_dtype
+from steps.driver.machines import Simulator
+from steps.kernels.parts.activations.layouts import inputs
+from steps.product.choice import Choice
+from steps.registry import ladder
+from steps.simulator.launch import simulate
+from steps.simulator.trace import Recorder
+from tests.steps.works import ENGINEERED, label_of
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python does not name
+LARGE = 2**31
+ROWS = 8  # the last ones of A, which are not zero
+FORMAT = "q8_0"
+
+KERNELS = (*ladder(), *ENGINEERED)
+
+
+def mapped(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that take no memory before they are stored to."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, max(math.prod(shape) * np.dtype(dtype).itemsize, 1), flags=flags)
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+
+
+class LastBlocks(Simulator):
+    """Runs of each launch the blocks that come last along x: all of them for a pass over A, one for
+    a product. `blocks`: how many."""
+
+    blocks = 1
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        made = mapped(host.shape, host.dtype)
+        assert not host.any()
+        return made
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return mapped(shape, dtype)
+
+    def run(self, launch: Launch) -> None:
+        x, *others = launch.grid
+        for first, *rest in product(range(x)[-self.blocks :], *map(range, others)):
+            self.one(launch, (first, *rest, 0, 0)[:3])
+
+    def last(self, launch: Launch) -> None:
+        self.one(launch, tuple(extent - 1 for extent in (*launch.grid, 1, 1)[:3]))
+
+    def one(self, launch: Launch, block: Any) -> None:
+        simulate(
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.args,
+            shared_bytes=launch.shared_bytes,
+            trace=Recorder(block, ()),
+        )
+
+
+@pytest.fixture
+def sms() -> Iterator[Any]:
+    """Sizes kernels for a GPU of so many SMs."""
+    yield lambda count: contract.pretend(count, contract.H200_SHARED)
+    contract._pretended = None
+    contract.multiprocessors.cache_clear()
+    contract.shared_memory.cache_clear()
+
+
+def last_block(choice: Choice, weights: Any, a: np.ndarray) -> np.ndarray:
+    """What the last block of a product stores to C, of the last rows; zeros elsewhere."""
+    machine, out = LastBlocks(), mapped((a.shape[0], choice.request.n), array_dtype(choice.writes))
+    activations, own = choice.on(machine, weights, a, out)
+    machine.blocks = ROWS
+    for launch in activations.launches:
+        machine.run(launch)
+    machine.last(own)
+    return out[-ROWS:]
+
+
+def require_some(c: np.ndarray, want: np.ndarray) -> None:
+    """The outputs that are there are right."""
+    there = c != 0
+    assert np.count_nonzero(there) >= 8
+    assert nmse(c[there], want[there]) < 1e-3
+
+
+WORKS = [
+    pytest.param(kernel, family, dtype, id=f"{label_of(kernel)}-{family}-{dtype}")
+    for kernel in KERNELS
+    for family in kernel.families
+    for dtype in FLOATS[:2]
+    if dtype in inputs(kernel, family)
+]
+
+
+@pytest.mark.parametrize(("kernel", "family", "dtype"), WORKS)
+def test_the_last_rows_of_a_large_a(kernel: Kernel, family: Family, dtype: str, sms: Any) -> None:
+    """Of a large C, too, where CUDA launches a block for so many tokens."""
+    rng, n = np.random.default_rng(0), 64
+    for k in (64, 160, 288, 544, 2080):
+        m = LARGE // k + ROWS
+        sms(m if k == 64 else 132)  # blocks that share the tiles have one each, or share no tile
+        choice = Choice.of_work(Work(kernel, family, FORMAT), (m, n, k), dtype)
+        a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, n, k), FORMAT)
+        a[-ROWS:] = _normal(rng, ROWS, k)
+        try:
+            c = last_block(choice, kernel.pack(blocks), a)
+        except ValueError as error:
+            if "CUDA launches at most" not in str(error):
+                raise
+        else:
+            return require_some(c, a[-ROWS:].astype(np.float64) @ dequantize(blocks).T)
+    raise AssertionError("no K is large enough")
+
+
+TAIL = 256  # rows of W that are not zero
+
+
+@pytest.mark.parametrize(
+    ("kernel", "family", "dtype"),
+    [work for work in WORKS if work.values[2] == inputs(*work.values[:2])[0]],
+)
+def test_the_last_columns_of_a_large_w_and_c(
+    kernel: Kernel, family: Family, dtype: str, sms: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    for k in (64, 4160):
+        n = LARGE // k // TAIL * TAIL + TAIL
+        m = LARGE // n + 1
+        sms(n)
+        a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, 2 * TAIL, k), FORMAT)
+        a[-ROWS:] = _normal(rng, ROWS, k)
+        packed = zip(kernel.pack(blocks[TAIL:]), kernel.pack(blocks), strict=True)
+        weights = [at_the_end(own, two, n, k) for own, two in packed]
+        choice = Choice.of_work(Work(kernel, family, FORMAT), (m, n, k), dtype)
+        try:
+            c = last_block(choice, weights, a)[:, -TAIL:]
+        except ValueError as error:
+            if "CUDA launches at most" not in str(error):
+                raise
+        else:
+            return require_some(c, a[-ROWS:].astype(np.float64) @ dequantize(blocks[TAIL:]).T)
+    raise AssertionError("no K is large enough")
+
+
+def at_the_end(own: np.ndarray, two: np.ndarray, n: int, k: int) -> np.ndarray:
+    """What a packing makes of W [n, k] that is zero but for its last `TAIL` rows. own, two: what it
+    makes of these, and of as many others before them. Somewhere in it lies N."""
+    if own.size == two.size:
+        return own
+    outer = next(
+        count
+        for count in range(1, k + 1)
+        if not own.size % (count * TAIL)
+        and np.array_equal(two.reshape(count, 2, -1)[:, 1].reshape(-1), own)
+    )
+    made = mapped((outer, n, own.size // (outer * TAIL)), own.dtype)
+    made[:, -TAIL:] = own.reshape(outer, TAIL, -1)
+    return made.reshape(-1)
+
+
+def _normal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return rng.standard_normal((rows, columns), dtype=np.float32)
