@@ -271,6 +271,32 @@ def test_a_wrong_weight_recipe_is_seen_whatever_the_kernel_does(name: str, recip
     assert f"not ggml's {name}" in verdict.verdict
 
 
+def nearest_scale(x: np.ndarray) -> np.ndarray:
+    """Q4_0 with less error than ggml's: of each block the best scale of some."""
+    x = x.reshape(len(x), -1, BLOCK)
+    extreme = np.take_along_axis(x, np.abs(x).argmax(axis=-1, keepdims=True), axis=-1)[..., 0]
+    best, least = np.zeros(()), np.full(extreme.shape, np.inf)
+    parts = np.linspace(0.7, 1.1, 9, dtype=np.float32)
+    for part in (*parts, *-parts):
+        d = part * extreme / np.float32(-8)
+        codes = np.clip(np.round(x / d[..., None]), -8, 7).astype(np.int64) + 8
+        blocks = pack_block("q4_0", codes, d)
+        error = np.square(dequantize(blocks).reshape(x.shape) - x).sum(axis=-1)
+        best = np.where(error < least, blocks, best) if best.ndim else blocks
+        least = np.minimum(error, least)
+    return best
+
+
+def test_less_error_than_the_recipe_has_is_as_wrong_as_more() -> None:
+    """Blocks of another codec, such as of one that searches for its scales."""
+    problem = Problem(64, 1024, 1024, "q4_0", "normal")
+    blocks = nearest_scale(problem.w)
+    c = same_operands_a16(problem.a, blocks).astype(np.float32)
+    verdict = check(c, problem, "A16", reference=Reference(problem, blocks=blocks))
+    assert set(verdict.failures) == {"float", "weights"}
+    assert verdict.nmse_float < limits(problem, "A16").nmse_float[0]
+
+
 def _changed(q81: Q81, **fields: np.ndarray) -> Q81:
     return Q81(**{"q": q81.q.copy(), "d": q81.d.copy(), "s": q81.s.copy(), **fields})
 
@@ -442,6 +468,34 @@ def test_16_bits_are_judged_as_they_were_given(
                 else np.nextafter(exact[5, 7], exact.dtype.type(np.inf))
             )
             assert check(put(exact, (5, 7), next_one), problem, "A16", used).failures == ("exact",)
+
+
+@pytest.mark.parametrize("output", ["float16", "bfloat16"])
+def test_the_next_number_is_not_the_nearest(output: str) -> None:
+    """Half of the step between two numbers is all that the rounding of C may be off. A whole step
+    is most of a number near a power of two."""
+    problem = Problem(8, 64, 64, "q4_0", "integer")
+    exact = problem.a.astype(np.float64) @ dequantize(problem.blocks).T
+    c = WRITTEN[output](exact)
+    significand, exponent = np.frexp(exact)
+    bits = 11 if output == "float16" else 8
+    near = (significand > 0.5) & (significand < 0.55) & (np.ldexp(significand, bits) % 1 == 0)
+    at = np.unravel_index(np.argmax(np.where(near & (exponent < 16), exact, 0)), exact.shape)
+    ulp = 2.0 ** (exponent[at] - bits)
+    for steps, failures in ((0, ()), (1, ("exact", "bound"))):
+        value = WRITTEN[output](np.array([exact[at] + steps * ulp]))[0]
+        assert check(put(c.copy(), at, value), problem, "A16").failures == failures
+
+
+def test_an_expected_value_that_is_no_number_is_out_of_bounds() -> None:
+    problem = Problem(2, 3, 64, "q4_0")
+    good = Q81.of_values(problem.a)
+    for value in (np.inf, np.nan):
+        bad = _changed(good, d=put(good.d.copy(), (1, 0), value))
+        verdict = check(np.ones((2, 3), np.float32), problem, "A8", bad)
+        assert {"bound", "nmse", "activations"} <= set(verdict.failures)
+        assert verdict.worst_bound_ratio == math.inf
+        assert verdict.worst[0] == 1
 
 
 def test_what_is_no_number_is_found_in_bfloat16() -> None:
