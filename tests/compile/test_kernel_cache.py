@@ -521,6 +521,10 @@ def test_functions_are_told_apart_by_what_they_do() -> None:
     assert key(kernel) != before
     function.__defaults__ = (0,)
     assert key(kernel) == before
+    function.__kwdefaults__ = {"y": 1}
+    assert key(kernel) != before
+    function.__kwdefaults__ = None
+    assert key(kernel) == before
     changed = bytes([*code.co_code[:-2], *code.co_code[:2]])
     function.__code__ = code.replace(co_code=changed)
     assert key(kernel) != before

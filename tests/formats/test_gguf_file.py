@@ -269,6 +269,18 @@ def file_of(*parts, keys=(), infos=(), version=3, counts=None, data=b"\0" * 64):
     return head + b"\0" * (-len(head) % 32) + data + b"".join(parts)
 
 
+def test_tensors_may_lie_in_another_order_than_they_are_named(tmp_path):
+    """And one within another is found whatever lies between them in the list."""
+    path = tmp_path / "model.gguf"
+    w, v = info("w", (32, 4), 2, 64), info("v", (32, 2), 2, 0)
+    path.write_bytes(file_of(infos=[w, v], data=bytes(256)))
+    assert [one.name for one in tensors(path).values()] == ["w", "v"]
+    apart = info("x", (32, 1), 2, 192)
+    path.write_bytes(file_of(infos=[w, apart, info("v", (32, 2), 2, 96)], data=bytes(256)))
+    with pytest.raises(GGUFError, match="'w' and 'v' overlap at byte "):
+        tensors(path)
+
+
 U8, U16, U32, F32, ARRAY = 0, 2, 4, 6, 9
 DAMAGED = {
     "nothing": (b"", "is empty; get the file again"),

@@ -114,10 +114,10 @@ WORKS = [
 @pytest.mark.parametrize(("kernel", "family", "dtype"), WORKS)
 def test_the_last_rows_of_a_large_a(kernel: Kernel, family: Family, dtype: str, sms: Any) -> None:
     """Of a large C, too, where CUDA launches a block for so many tokens."""
-    rng, n = np.random.default_rng(0), 64
-    for k in (64, 160, 288, 544, 2080):
+    rng, n = np.random.default_rng(0), 128
+    for k in (128, 160, 288, 544, 2080):
         m = LARGE // k + ROWS
-        sms(m if k == 64 else 132)  # blocks that share the tiles have one each, or share no tile
+        sms(m if k == 128 else 132)  # blocks that share the tiles have one each, or share no tile
         choice = Choice.of_work(Work(kernel, family, FORMAT), (m, n, k), dtype)
         a, blocks = mapped((m, k), array_dtype(dtype)), quantize(_normal(rng, n, k), FORMAT)
         a[-ROWS:] = _normal(rng, ROWS, k)
@@ -142,7 +142,7 @@ def test_the_last_columns_of_a_large_w_and_c(
     kernel: Kernel, family: Family, dtype: str, sms: Any
 ) -> None:
     rng = np.random.default_rng(0)
-    for k in (64, 4160):
+    for k in (128, 4160):
         n = LARGE // k // TAIL * TAIL + TAIL
         m = LARGE // n + 1
         sms(n)

@@ -21,7 +21,7 @@ from steps.instructions import TensorMap
 from steps.instructions.tensor_map import PADDING_WORDS, PARAMETER_WORDS
 from steps.kernels.prefill import wgmma_float16
 from steps.product.choice import Choice, Request, choose, packings
-from steps.product.prepared import Prepared, prepare
+from steps.product.prepared import Kept, Prepared, prepare
 from tests.driver.fake_gpu import FakeGpu, device_array, encoded
 
 N, K = 68, 288
@@ -61,6 +61,17 @@ def made_by(
     """Those of a step, whatever a table says."""
     choice = choose(Request("q4_0", m, N, K, a, c, step=number), gpu)
     return prepare(choice, packed_types("q4_0", [choice.kernel])[choice.layout])
+
+
+def test_what_was_used_longest_ago_gives_way() -> None:
+    kept: Kept[str] = Kept(2)
+    assert [kept.put(key, key.upper()) for key in "ab"] == ["A", "B"]
+    assert kept.get("a") == "A", "which is then the one used last"
+    assert kept.of("c", lambda: "C") == "C"
+    assert (kept.get("a"), kept.get("b"), kept.get("c"), len(kept)) == ("A", None, "C", 2)
+    assert kept.of("a", lambda: "another") == kept.put("a", "another") == "A"
+    kept.clear()
+    assert (kept.get("a"), len(kept)) == (None, 0)
 
 
 @pytest.mark.parametrize("m", [1, 40, 300])

@@ -13,6 +13,7 @@ from results.measure.limits import CEILINGS, Ceiling
 from steps.compile.compiler import MachineCode, machine_code, opcodes, signature_of
 from steps.contract import why_no_gpu
 from steps.driver.machines import Simulator
+from tests.results.fake_stopwatch import FakeStopwatch
 
 
 def compiled(ceiling: Ceiling) -> MachineCode:
@@ -108,6 +109,51 @@ def test_a_unit_of_two_instructions_has_the_limit_of_the_faster(monkeypatch):
         monkeypatch.setattr(cuda, "get_current_device", lambda cc=cc: device(cc))
         limits.measure_limits(object(), object())
         assert next(rates) == expected + 1, f"{cc} has no wgmma"
+
+
+def test_the_time_of_a_launch_is_the_shortest_of_its_graphs_over_the_launches_in_one():
+    times = iter([0.1, 9.0, 8.0, 8.5])
+    asked = []
+
+    def capture(launches):
+        asked.append(launches)
+        return SimpleNamespace(seconds=lambda: next(times))
+
+    stopwatch = SimpleNamespace(capture=capture)
+    assert limits.best_seconds(stopwatch, "launch", samples=3, repeat=4) == 2.0, "none of a warm-up"
+    assert asked == [("launch",) * 4]
+    assert next(times, None) is None
+
+
+class Copies:
+    """A machine whose copies are right, or are none."""
+
+    def __init__(self, right=True):
+        self.right = right
+
+    def array(self, host):
+        return host
+
+    def empty(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def host(self, array):
+        return array
+
+    def run(self, launch):
+        if self.right and launch.kernel is limits.copy_tiles():
+            launch.args[1][:] = launch.args[0]
+
+
+def test_a_copy_reads_and_writes_its_bytes():
+    block = 16 * limits.TILE
+    seconds = {limits.copy_tiles(): 4e-6, limits.read_tiles(): 1e-6}
+    stopwatch = FakeStopwatch(cost=lambda launch: seconds[launch.kernel], simulated=False)
+    copied, read = limits.memory_tbps(stopwatch, Copies(), 3 * block + 5)
+    assert copied == pytest.approx(2 * 3 * block / 4e-6 * 1e-12)
+    assert read == pytest.approx(3 * block / 1e-6 * 1e-12)
+    with pytest.raises(RuntimeError, match="the copy kernel does not copy"):
+        limits.memory_tbps(stopwatch, Copies(right=False), block)
 
 
 def test_copies_are_128_bits_wide():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -99,6 +99,38 @@ def test_a_round_is_queued_whole_before_it_is_waited_for() -> None:
     assert stopwatch.round(replays[:1]) == pytest.approx([2e-3]), "events are used again"
     assert device.log == ["event", "a", "event", "wait"]
     assert stopwatch.round([]) == []
+
+
+def test_a_graph_is_captured_when_its_operands_are_there() -> None:
+    """They are made on another stream, and loading waits for the GPU, which a capture forbids."""
+    log: list[str] = []
+
+    class Builder:
+        def begin_building(self) -> None:
+            log.append("begin")
+
+        def end_building(self) -> None:
+            log.append("end")
+
+        def complete(self) -> SimpleNamespace:
+            return SimpleNamespace(
+                upload=lambda stream: log.append(f"upload to {stream}"),
+                launch=lambda stream: log.append(f"replay on {stream}"),
+            )
+
+    def load(launch: str) -> Callable[[Builder], None]:
+        log.append(f"load {launch}")
+        return lambda builder: log.append(launch)
+
+    stopwatch = Device().stopwatch()
+    stopwatch._cuda = SimpleNamespace(synchronize=lambda: log.append("wait"))
+    stopwatch._device, stopwatch._load = SimpleNamespace(create_graph_builder=Builder), load
+    a, b = "a", "b"
+    stopwatch.capture([a, b, a]).start()
+    assert log == [
+        *("wait", "load a", "load b", "begin", "a", "b", "a", "end"),
+        *("upload to stream", "replay on stream"),
+    ]
 
 
 def test_calls_of_torch_are_captured_apart_and_replayed_on_the_stopwatchs_stream(
