@@ -76,10 +76,13 @@ def _done(args: Namespace, work: Work) -> int:
         threading.Thread(target=_make_context, daemon=True).start()
     from steps.decoder import kernel_operations, operations  # without torch they raise one sentence
     from steps.decoder.files import installed_model
+    from steps.decoder.text.vocabulary import require_utf8
 
     torch = operations.torch
     if asked("prompt") is not None and asked("ids") is not None:
         raise ValueError("give --prompt or --ids, not both")
+    for name in ("prompt", "system"):
+        require_utf8(asked(name) or "", f"--{name}")
     if asked("top_p") is not None and args.temperature is None:
         raise ValueError("--top-p is for drawn tokens: give --temperature too, such as 0.7")
     if work in (_chat, _quality) and args.model is None:
@@ -222,7 +225,7 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-    vocabulary = file.vocabulary
+    vocabulary = _vocabulary(file)
     parts = quality.chunks(vocabulary.ids(text, whole=False), vocabulary.begin)[: args.chunks]
     device = "cpu" if args.reference else "cuda"
     makers = []
@@ -326,23 +329,35 @@ def _tell(text: str) -> None:
         print(f"[{shown(text)}]", file=sys.stderr)
 
 
+def _vocabulary(file: Any) -> Any:
+    """Of a file; tells what is assumed of it."""
+    if file.vocabulary.assumed:
+        _tell(file.vocabulary.assumed)
+    return file.vocabulary
+
+
 def _chat(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     from steps.decoder import files
     from steps.decoder.text.chat import Chat, Template
 
     file = files.Model(args.model)
-    template = Template(file.keys.get("tokenizer.chat_template"), file.vocabulary, file.path)
+    vocabulary = _vocabulary(file)
+    template = Template(file.keys.get("tokenizer.chat_template"), vocabulary, file.path)
     stream = _stream(file, args, do, ranks)
     rest = {"context": file.config.context, "most": args.tokens, "system": args.system}
-    chat = Chat(stream, file.vocabulary, template, **rest)
+    chat = Chat(stream, vocabulary, template, **rest)
     _tell(f"{file.path.name}, ready {time.perf_counter() - BEGAN:.1f} s after the start")
     if args.prompt is None:
-        chat.loop(_say, _tell, ranks.typed if ranks else None)
+        refused = chat.loop(_say, _tell, ranks.typed if ranks else None)
+        status = 2 if refused and not sys.stdin.isatty() else 0
     else:
+        status = 0
         pace = chat.ask(args.prompt, _say)
         _say("\n")
         _tell(str(pace))
-    return {"file": args.model.name, "messages": chat.messages}, 0
+        if pace.interrupted:
+            raise KeyboardInterrupt
+    return {"file": args.model.name, "messages": chat.messages}, status
 
 
 def _generate(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
@@ -353,7 +368,7 @@ def _generate(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int
     file = files.Model(args.model)
     ids = args.ids or [file.first]
     if args.prompt is not None:
-        ids = file.vocabulary.ids(args.prompt) or ids
+        ids = _vocabulary(file).ids(args.prompt) or ids
     most = file.room(ids, args.tokens, TOKENS)
     stream = _stream(file, args, do, ranks)
     found: dict[str, Any] = {"file": args.model.name, "ids": ids}
@@ -369,5 +384,6 @@ def _generate(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int
         _say(piece)
     _say("\n")
     _tell(str(pace))
-    tokens, texts = [one for one, _ in pieces], [text for _, text in pieces]
+    tokens = [one for one, _ in pieces if one is not None]
+    texts = [text for _, text in pieces]
     return found | {"tokens": tokens, "text": "".join([args.prompt, *texts])}, 0

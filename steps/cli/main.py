@@ -32,12 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # letters that its encoding lacks, as escapes
         sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
-    args, others = _parser().parse_known_args(argv)
-    if others:
-        _parser().error(f"{args.command} does not know {' '.join(others)}; see `{args.command} -h`")
-    args.argv = list(argv)
-    where = f"python -m steps {args.command}"
+    where = "python -m steps"
     try:
+        args, others = _parser().parse_known_args(argv)  # which imports packages
+        where = f"{where} {args.command}"
+        if others:
+            what = " ".join(others)
+            _parser().error(f"{args.command} does not know {what}; see `{args.command} -h`")
+        args.argv = list(argv)
         status: int = _command(args.runs)(args)
         sys.stdout.flush()
         return status
@@ -208,7 +210,7 @@ DRAWN = (
     *MODEL, SEED,
     _option("--prompt", help="text to continue, or one question"),
     _option("--temperature", type=float, metavar="T",
-            help="draw tokens (default: take the likeliest)"),
+            help="draw tokens (default, and at 0: take the likeliest)"),
     _option("--top-p", type=float, metavar="P",
             help="draw them among the likeliest P of all (0 to 1)"),
     _count("--tokens", "how many to generate, at most (default 64; chat: what the context holds)"),

@@ -262,6 +262,17 @@ def test_an_interrupt_is_not_a_traceback() -> None:
     assert seen.rstrip().endswith("python -m steps check: interrupted")
 
 
+def test_an_interrupt_while_arguments_are_read(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Which imports packages, for a second."""
+
+    def parser() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parser", parser)
+    assert cli.main(["list"]) == 130
+    assert capsys.readouterr().err == "\npython -m steps: interrupted\n"
+
+
 def test_an_interrupt_within_a_string_is_the_same(tmp_path: Path) -> None:
     """Python remembers it, and would die of the signal when all is done."""
     program = """import steps.cli.main as main

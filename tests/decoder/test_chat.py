@@ -19,7 +19,7 @@ from steps.cli.main import _parser, main
 from steps.decoder import files
 from steps.decoder.compare import checks
 from steps.decoder.model import generate, torch_products
-from steps.decoder.text.chat import Chat, Pace, Template
+from steps.decoder.text.chat import LIMITS, Chat, Pace, Template
 from steps.decoder.text.stream import Sampling, Stream
 from tests.decoder.smollm2 import smollm2
 from tests.decoder.test_decoder import SMALL, filled, reference
@@ -42,6 +42,14 @@ WIDE = """\
 {% endfor %}
 {%- if add_generation_prompt %}go{% endif %}
 """
+TRAINED = """\
+{%- for m in messages %}
+    {%- if m.role != 'tool' %}
+        {%- generation -%} {{ m.content | tojson(indent=1) }} {%- endgeneration %}
+    {%- endif %}
+{%- endfor %}
+{{- 'no tools' if tools is none and documents is none }}{{ tools | tojson }}
+"""
 MESSAGES = [
     {"role": "system", "content": "Be brief, \u00e9l\u00e8ve <b>."},
     {"role": "tool", "content": "not shown"},
@@ -52,7 +60,7 @@ MESSAGES = [
 # --- templates ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", [SIMPLE, WIDE, "the file's"])
+@pytest.mark.parametrize("source", [SIMPLE, WIDE, TRAINED, "the file's"])
 def test_messages_are_written_as_by_transformers(source: str) -> None:
     if source == "the file's":
         source = files.Model(smollm2()).keys["tokenizer.chat_template"]
@@ -75,11 +83,39 @@ def test_messages_are_written_as_by_transformers(source: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "a.gguf: its chat template says: access to attribute"),
         ("{{ messages.append(1) }}", "a.gguf: its chat template says: "),
         ("{{ messages[0].x.y }}", "a.gguf: its chat template says: .* has no attribute 'x'"),
+        ("{% generation %}", "a.gguf: its chat template is none: Unexpected end of template"),
+        ("{{" + "(" * 9999, "a.gguf: its chat template is none: maximum recursion depth exceeded"),
+        ("{{ 1 // 0 }}", "a.gguf: its chat template says: integer division or modulo by zero"),
+        (
+            "{{ x | tojson }}",
+            "a.gguf: its chat template says: Object of type Undefined is not JSON",
+        ),
+        ("{{ 'a' * 10 ** 9 }}", "its chat template says: it takes more than 512 MB of memory"),
+        ("{{ 'a' * (messages | length) * 10 ** 9 }}", "it takes more than 512 MB of memory"),
+        (
+            "{{ 'ab' * 2 ** 22 }}",
+            "says: it writes 8388608 characters, and 4194304 at most are take",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "says: maximum recursion depth exceed"),
+        ("{% include '/etc/passwd' %}", "a.gguf: its chat template says: no loader for this"),
     ],
 )
 def test_templates_that_are_refused(source: str | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Template(source, VOCABULARY, "a.gguf").text(MESSAGES)
+
+
+def test_templates_take_little_time(monkeypatch: Any) -> None:
+    loops = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
+    monkeypatch.setitem(LIMITS, "seconds", 2)
+    with pytest.raises(ValueError, match=r"a.gguf: its chat template says: it takes more than 2 s"):
+        Template(loops, VOCABULARY, "a.gguf").text(MESSAGES)
+
+
+def test_a_process_that_fails_says_so(monkeypatch: Any) -> None:
+    monkeypatch.setitem(LIMITS, "seconds", None)
+    with pytest.raises(ValueError, match=r"says: its process ended with status 1 TypeError: "):
+        Template(SIMPLE, VOCABULARY, "a.gguf")
 
 
 def test_templates_know_the_day() -> None:
@@ -160,7 +196,8 @@ def test_drawn_tokens_have_their_probabilities() -> None:
     squared = shares[0] ** 2 / (shares**2).sum()
     np.testing.assert_allclose(drawn(0.5, 1.0), squared, atol=error)
     assert drawn(1.0, 1e-6)[1] == 1, "the likeliest at least"
-    assert drawn(1e-3, 1.0)[1] == 1
+    for cold in (1e-3, 1e-45, 1e-300, 0.0):
+        assert drawn(cold, 1.0)[1] == 1
     assert (drawn(1.0, 1.0, 5) == drawn(1.0, 1.0, 5)).all()
     assert (drawn(1.0, 1.0, 5) != drawn(1.0, 1.0, 6)).any()
 
@@ -171,7 +208,9 @@ def test_the_largest_draw_is_a_token() -> None:
     assert int(one(torch.full((1, 7), 3.0))) == 6
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0, 1), (-1, 1), (1, 0), (1, 1.1), (1, np.nan)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(np.nan, 1), (-1, 1), (0, 0), (1, 1.1), (1, np.nan)]
+)
 def test_draws_that_cannot_be(temperature: float, top_p: float) -> None:
     with pytest.raises(ValueError, match=f"temperature is {temperature:g} and top-p {top_p:g}"):
         Sampling(temperature, top_p)
@@ -181,6 +220,15 @@ def test_a_seed_gives_an_answer(tiny: Any) -> None:
     ids = checks.prompt(files.WORDS, 5)
     found = [list(Stream(tiny, Sampling(1.5, 0.95, seed)).tokens(ids, 12)) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
+
+
+def test_at_temperature_0_the_likeliest_are_taken(tiny: Any) -> None:
+    ids = checks.prompt(files.WORDS, 5)
+    likeliest = list(Stream(tiny).tokens(ids, 12))
+    for seed in (1, 2):
+        cold = Stream(tiny, Sampling(0.0, 0.95, seed))
+        assert list(cold.tokens(ids, 12)) == likeliest
+        assert cold._choose == tiny.operations.argmax_of_rows, "ties are broken alike"
 
 
 # --- conversations --------------------------------------------------------------------------------
@@ -229,13 +277,42 @@ def test_an_answer_has_at_most_so_many_tokens() -> None:
     assert told.asked[0][1] == 3
 
 
+def test_an_answer_may_end_within_a_character() -> None:
+    smile = VOCABULARY.ids("\U0001f600")
+    assert len(smile) > 1
+    one, said = chat(Told([*VOCABULARY.ids("So "), *smile[:1], END], [*smile[:1]])), []
+    one.ask("Hi", said.append)
+    one.ask("Hi", said.append)
+    assert "".join(said) == "So \ufffd\ufffd"
+
+
+def test_conversations_begin_with_the_token_of_the_file() -> None:
+    """Where it asks for that, and the template does not write it."""
+    keys, asked = byte_level("gpt-2"), []
+
+    class First:
+        def tokens(self, ids: list[int], most: int) -> Iterator[int]:
+            asked.append(ids)
+            return iter([])
+
+    for adds in (True, False):
+        for source in (SIMPLE, "{{ bos_token }}" + SIMPLE):
+            vocabulary = of(keys | {"add_bos_token": adds})
+            Chat(First(), vocabulary, Template(source, vocabulary, "a"), context=99).ask(
+                "Hi", print
+            )
+    bos = keys["bos_token_id"]
+    assert [ids.count(bos) for ids in asked] == [1, 1, 0, 1]
+    assert asked[0] == asked[1] == asked[3] == [bos, *asked[2]]
+
+
 def test_control_c_ends_an_answer_alone() -> None:
     hello = VOCABULARY.ids("Hello")
     one, said = chat(Told([*hello, KeyboardInterrupt, *hello], hello)), []
-    one.ask("Hi", said.append)
+    assert one.ask("Hi", said.append).interrupted
     assert "".join(said) == "Hello"
     assert one.messages[-1] == {"role": "assistant", "content": "Hello"}
-    one.ask("Go on", said.append)
+    assert not one.ask("Go on", said.append).interrupted
     assert "".join(said) == "HelloHello"
 
 
@@ -264,6 +341,24 @@ def test_the_loop_asks_until_it_is_left(monkeypatch: Any, end: type[BaseExceptio
     assert [message["content"] for message in one.messages] == ["Hi", "Hello", "Bye", "Hello"]
     assert len(told) == 2
     assert told[0].startswith(f"{len(hello) + 1} tokens, first one after 0.")
+
+
+def test_a_question_that_is_refused_is_taken_back(monkeypatch: Any) -> None:
+    """And the next one is asked for."""
+    typed = iter(["caf\udce9?", "word " * 100, "Hi"])
+
+    def line(asks: str) -> str:
+        if (one := next(typed, None)) is None:
+            raise EOFError
+        return one
+
+    monkeypatch.setattr(builtins, "input", line)
+    one, said, told = chat(Told(VOCABULARY.ids("Hello")), context=60), [], []
+    assert one.loop(said.append, told.append) == 2
+    assert told[0] == "the question is no UTF-8 at its character 4: 'caf\\udce9?'"
+    assert told[1].endswith("tokens and the model's context is 60: begin anew")
+    assert "".join(said) == "Hello\n"
+    assert [message["content"] for message in one.messages] == ["Hi", "Hello"]
 
 
 def test_pace() -> None:
@@ -297,6 +392,71 @@ def test_a_file_without_a_chat_template(tmp_path: Path, capsys: Any) -> None:
     path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
     assert main(["chat", str(path), "--reference"]) == 2
     assert "tiny.gguf has no chat template: use `decoder` with --prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["decoder", "--prompt", "caf\udce9"], "--prompt is no UTF-8 at its character 4: 'caf"),
+        (
+            ["chat", "--prompt", "Hi", "--system", "\udc80"],
+            "--system is no UTF-8 at its character 1",
+        ),
+        (
+            ["decoder", "--prompt", "a", "--temperature", "0", "--top-p", "7"],
+            "and top-p 7: the first",
+        ),
+        (
+            ["decoder", "--prompt", "a", "--temperature", "nan"],
+            "temperature is nan and top-p 1: the",
+        ),
+    ],
+)
+def test_requests_that_are_refused(
+    arguments: list[str], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    command, *rest = arguments
+    assert main([command, str(path), "--reference", *rest]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+
+
+def test_what_a_file_does_not_say_is_told(tmp_path: Path, capsys: Any) -> None:
+    model = files.Model(files.write_tiny(tmp_path / "tiny.gguf", **SMALL))
+    assert command._vocabulary(model) is model.vocabulary
+    assert capsys.readouterr().err == ""
+    model.vocabulary.assumed = "tiny.gguf lacks something"
+    command._vocabulary(model)
+    assert capsys.readouterr().err == "[tiny.gguf lacks something]\n"
+
+
+def test_temperature_0_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    path, shown = files.write_tiny(tmp_path / "tiny.gguf", **SMALL), []
+    for rest in ([], ["--temperature", "0"], ["--temperature", "0", "--top-p", "0.5"]):
+        arguments = ["--reference", "--prompt", "the hat", "--tokens", "5", *rest]
+        assert main(["decoder", str(path), *arguments]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+
+
+@pytest.mark.parametrize("name", ["decoder", "chat"])
+def test_control_c_while_tokens_come(
+    name: str, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """What there is of the text, one sentence, and 130: also of one question, whose answer is not
+    complete."""
+    path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL)
+    hat = files.Model(path).vocabulary.ids("hat")[1:]
+    monkeypatch.setattr(command, "_stream", lambda *rest: Told([*hat, KeyboardInterrupt]))
+    monkeypatch.setattr(
+        "steps.decoder.text.chat.Template", lambda _, *rest: Template(SIMPLE, *rest)
+    )
+    assert main([name, str(path), "--reference", "--prompt", "the"]) == 130
+    shown = capsys.readouterr()
+    assert shown.out.strip() == {"chat": "hat", "decoder": "the hat"}[name]
+    assert shown.err.endswith(f"\npython -m steps {name}: interrupted\n")
 
 
 class Driver:

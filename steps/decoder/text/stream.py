@@ -17,13 +17,15 @@ from steps.decoder.model import Decoder, Greedy, torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLDEST: Final = 1e-30
+"""The temperature from which on the likeliest token is taken, as at 0."""
 SHORTEST: Final = 512
 """Positions of a cache at first. One that is full gives way to one of the next power of two."""
 
 
 class Sampling:
     """Draws tokens by their probability, those of a `temperature`, among the likeliest ones that
-    together have the probability `top_p`.
+    together have the probability `top_p`. At temperature 0 `Stream` takes the likeliest token.
 
     Draws are those of a seed: numbers from 0 to 1 made on the host, so that a CUDA graph can hold
     all the rest. `draw` sets the next one.
@@ -32,13 +34,14 @@ class Sampling:
     def __init__(
         self, temperature: float, top_p: float = 1.0, seed: int = 0, device: Any = "cpu"
     ) -> None:
-        """ValueError unless temperature > 0 and 0 < top_p <= 1."""
-        if not (0 < temperature < float("inf") and 0 < top_p <= 1):
+        """ValueError unless temperature >= 0 and 0 < top_p <= 1."""
+        if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
             raise ValueError(
-                f"temperature is {temperature:g} and top-p {top_p:g}: the first must be above 0, "
-                "the second above 0 and at most 1"
+                f"temperature is {temperature:g} and top-p {top_p:g}: the first must be at least "
+                "0, the second above 0 and at most 1"
             )
-        self.temperature, self.top_p = temperature, top_p
+        # logits / COLDEST stay finite, and any difference of theirs is a certainty.
+        self.temperature, self.top_p = max(temperature, COLDEST), top_p
         self._numbers = np.random.default_rng(seed)
         self._drawn = torch.zeros((), device=device)
 
@@ -57,8 +60,8 @@ class Sampling:
 class Stream:
     """Generates tokens of one sequence.
 
-    sampling: how they are drawn; the likeliest by default. prepare: is called once, with the number
-    of tokens of the first prompt, before that is computed.
+    sampling: how they are drawn; the likeliest by default, and at temperature 0. prepare: is called
+    once, with the number of tokens of the first prompt, before that is computed.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Stream:
         sampling: Sampling | None = None,
         prepare: Callable[[int], None] | None = None,
     ) -> None:
+        if sampling is not None and sampling.temperature == COLDEST:
+            sampling = None
         self.model, self.sampling, self._prepare = model, sampling, prepare
         self._choose: Callable[[Tensor], Tensor] = sampling or model.operations.argmax_of_rows
         self._steps: Greedy | None = None

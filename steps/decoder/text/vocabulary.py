@@ -5,16 +5,24 @@
     llama    SentencePiece: tokens with scores. Two neighbours are merged if they are a token, those
              of the best score first; letters that are no token are written as bytes
 
-Pre-tokenizers are those of the models' own `tokenizer.json`; llama.cpp (src/llama-vocab.cpp) and
-transformers (integrations/gguf/gguf_tokenizer_mapping.py) list them by the same names. Merges of a
+Texts become the tokens that llama.cpp makes (src/llama-vocab.cpp), which are those that the model
+was trained with: a SentencePiece vocabulary puts a space before a text and behind every control
+token in it. Pre-tokenizers are those of the models' own `tokenizer.json`; llama.cpp and
+transformers (integrations/gguf/gguf_tokenizer_mapping.py) list them by the same names. Qwen's
+composes letters and accents, as the model's own does and llama.cpp does not. Merges of a
 SentencePiece vocabulary are found as in transformers' `generate_merges`.
+
+Tokens become bytes, and these a text: bytes that are no UTF-8 show as U+FFFD. (The decoders of
+`tokenizers` raise an error in the middle of an answer instead.)
 """
 
 from __future__ import annotations
 
+import codecs
+import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,51 +31,66 @@ import numpy as np
 from qformats.gguf_file import GGUFError
 
 SPACE: Final = "\u2581"  # how SentencePiece writes one
-CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-ENDS: Final = frozenset(
-    [
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<end_of_turn>",
-        "</s>",
-    ]
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
+# fmt: off
+ENDS: Final = frozenset([
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>",
+    "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    "<|file_sep|>",
+])
+# fmt: on
+"""Names of tokens that end an answer and are control tokens, whatever else the file says of them:
+those of llama.cpp (`special_eog_ids`)."""
+ENDED_BY: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""tokenizer.ggml.<name>_token_id are tokens that end an answer, too."""
+NO_END: Final = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|calls|>", "<|flush|>"}),
+    ("</s>", {"<|tool_response>"}),
 )
-"""Names of control tokens that end an answer, whatever the file's eos and eot are: a part of those
-that llama.cpp looks for (`special_eog_ids`)."""
+"""(a name that ends no answer, in vocabularies that have all of these), as in llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """split: a regular expression, or "" for that of GPT-2, which tokenizers has. single_digits:
-    each digit is a word. whole_words: a word that is a token is one, whatever the merges say.
-    begins: whether texts begin with a token of their own where the file does not say. nfc: whether
-    letters and their accents are composed first."""
+    """splits: regular expressions; each cuts what those before it left. Without one, that of GPT-2,
+    which tokenizers has. single_digits: each digit is a word. whole_words: a word that is a token
+    is one, whatever the merges say. begins: whether texts begin with a token of their own where the
+    file does not say. nfc: whether letters and their accents are composed first."""
 
-    split: str = ""
+    splits: tuple[str, ...] = ()
     single_digits: bool = False
     whole_words: bool = False
     begins: bool = False
     nfc: bool = False
 
 
-def _words(digits: str) -> str:
+def _words(digits: str) -> tuple[str]:
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 
 
 _GPT2 = PreTokenizer()
+_DEFAULT = PreTokenizer(
+    (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    )
+)
 _SMOLLM = PreTokenizer(single_digits=True)
 _LLAMA_3 = PreTokenizer(_words(r"\p{N}{1,3}"), whole_words=True, begins=True)
 _QWEN_2 = PreTokenizer(_words(r"\p{N}"), nfc=True)
 PRE_TOKENIZERS: Final = {
-    **dict.fromkeys(("default", "gpt-2"), _GPT2),
+    "default": _DEFAULT,
+    "gpt-2": _GPT2,
     **dict.fromkeys(("smollm", "refact", "command-r"), _SMOLLM),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA_3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
@@ -75,6 +98,13 @@ PRE_TOKENIZERS: Final = {
 """By tokenizer.ggml.pre."""
 MOST_MERGES: Final = 1 << 20
 """Twice those of the largest vocabulary in use."""
+
+_SHOWN: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTES: Final = {
+    **{chr(byte): byte for byte in _SHOWN},
+    **{chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_SHOWN}))},
+}
+"""Letters of byte-level tokens -> bytes: GPT-2's table, which has visible letters for all."""
 
 
 class Vocabulary:
@@ -84,11 +114,13 @@ class Vocabulary:
     end   : the token that it puts behind it, or None.
     bos, eos : the tokens with which texts begin and end, as chat templates write them, or "".
     ends  : tokens that end an answer.
+    assumed : what the file does not say and is taken for granted, in a sentence, or "".
     """
 
     def __init__(self, keys: Mapping[str, Any], where: Any) -> None:
         """keys: the metadata of the file `where`. Raises GGUFError, in one sentence, for a kind of
-        vocabulary that is not supported, ModuleNotFoundError without the tokenizers package."""
+        vocabulary that is not supported or not complete, ModuleNotFoundError without the tokenizers
+        package."""
 
         def key(name: str, default: Any = None) -> Any:
             return keys.get(f"tokenizer.ggml.{name}", default)
@@ -99,57 +131,125 @@ class Vocabulary:
                 f"{where} has a vocabulary of kind {kind!r}, and those supported are gpt2 and "
                 "llama: give tokens with --ids"
             )
-        if kind == "gpt2":
-            name = key("pre", "default")
-            if name not in PRE_TOKENIZERS:
+        self._tokens: Sequence[str] = tokens
+        self._byte_level, self._spaced, self.assumed = kind == "gpt2", False, ""
+        number, merges, ids = _numbered(tokens, where), key("merges"), {}
+        if self._byte_level:
+            if key("pre") is None:
+                self.assumed = (
+                    f"{where} lacks tokenizer.ggml.pre: words are cut as by llama.cpp's default, "
+                    "which may not be how the model was trained; convert it again"
+                )
+            pre = PRE_TOKENIZERS.get(key("pre", "default"))
+            if pre is None:
                 raise GGUFError(
-                    f"{where} has the pre-tokenizer {name!r}, and those supported are "
+                    f"{where} has the pre-tokenizer {key('pre')!r}, and those supported are "
                     f"{', '.join(PRE_TOKENIZERS)}: give tokens with --ids"
                 )
-            pre = PRE_TOKENIZERS[name]
-            self._tokenizer = _byte_level(tokens, key("merges", []), pre)
+            self._tokenizer = _byte_level(number, _pairs(merges, number, where), pre)
         else:
             pre = PreTokenizer(begins=True)
-            merges = key("merges")
-            found = merges_of(tokens, key("scores", ())) if merges is None else _pairs(merges)
+            ids = {name: i for name, i in (("bos", 1), ("eos", 2)) if i < len(tokens)}
+            if merges is not None:
+                pairs = _pairs(merges, number, where)
+            elif key("scores") is not None:
+                pairs = merges_of(tokens, key("scores"))
+            else:
+                raise GGUFError(f"{where} lacks tokenizer.ggml.scores: convert the model again")
             unknown = tokens[key("unknown_token_id", 0)]
-            self._tokenizer = _sentencepiece(tokens, found, unknown, key("add_space_prefix", True))
-        kinds = key("token_type", ())
-        control = {token for token, of in zip(tokens, kinds, strict=False) if of == CONTROL}
-        own = [token for token, of in zip(tokens, kinds, strict=False) if of == USER_DEFINED]
-        tokenizers = _tokenizers()
-        added = [tokenizers.AddedToken(one, normalized=False, special=True) for one in control]
-        self._tokenizer.add_special_tokens(added)
-        self._tokenizer.add_tokens(
-            [tokenizers.AddedToken(one, normalized=False, special=False) for one in own]
+            self._spaced = key("add_space_prefix", True)
+            self._tokenizer = _sentencepiece(number, pairs, unknown, self._spaced)
+
+        stated = {name: key(f"{name}_token_id") for name in ("bos", *ENDED_BY)}
+        ids |= {name: one for name, one in stated.items() if one is not None}
+        named = ENDS & number.keys()
+        ends = {number[name] for name in named} | {ids[one] for one in ENDED_BY if one in ids}
+        self.ends = frozenset(
+            ends - {number[name] for name, others in NO_END if name in named and others <= named}
         )
-        bos, eos = key("bos_token_id"), key("eos_token_id")
-        self.begin = bos if key("add_bos_token", pre.begins) else None
-        self.end = eos if key("add_eos_token", False) else None
-        self.bos, self.eos = ("" if one is None else str(tokens[one]) for one in (bos, eos))
-        ends = {i for i, token in enumerate(tokens) if token in control & ENDS}
-        ends |= {key(f"{one}_token_id") for one in ("eos", "eot", "eom")}
-        self.ends = frozenset(one for one in ends if one is not None)
+        kinds = dict(enumerate(key("token_type", ())))
+        control = {i for i, one in kinds.items() if one in (CONTROL, UNKNOWN)}
+        self._silent = frozenset(control | (self.ends & {number[name] for name in named}))
+        self._whole = frozenset(i for i, one in kinds.items() if one == USER_DEFINED) - self._silent
+        parted = _tokenizers().AddedToken
+        self._tokenizer.add_special_tokens(
+            [parted(tokens[i], normalized=False, special=True) for i in sorted(self._silent)]
+        )
+        self._tokenizer.add_tokens(
+            [parted(tokens[i], normalized=False, special=False) for i in sorted(self._whole)]
+        )
+        adds = {"bos": key("add_bos_token", pre.begins), "eos": key("add_eos_token", False)}
+        for name, added in adds.items():
+            if added and name not in ids:
+                raise GGUFError(
+                    f"{where} lacks tokenizer.ggml.{name}_token_id, a token that it puts to texts: "
+                    "convert the model again, or give tokens with --ids"
+                )
+        self.begin, self.end = (ids[name] if added else None for name, added in adds.items())
+        self.bos, self.eos = (tokens[ids[name]] if name in ids else "" for name in adds)
 
     def ids(self, text: str, whole: bool = True) -> list[int]:
         """Tokens of a text. Names of control tokens in it are these tokens. whole: with the tokens
-        before and behind it that the file asks for."""
+        before and behind it that the file asks for. ValueError for a text that is no UTF-8."""
+        require_utf8(text, "the text")
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         begin, end = ([one] if whole and one is not None else [] for one in (self.begin, self.end))
         return [*begin, *found, *end]
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without control tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+    def conversation(self, text: str) -> list[int]:
+        """Tokens of a text that a chat template wrote. As in llama.cpp, the token with which texts
+        begin is put before it where the file asks for that and the template left it out; none
+        is put behind it, as an answer follows."""
+        found = self.ids(text, whole=False)
+        begin = [] if self.begin is None or found[:1] == [self.begin] else [self.begin]
+        return [*begin, *found]
 
-    def stream(self, before: Sequence[int] = ()) -> Callable[[int], str]:
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of tokens, without control tokens. Bytes that are no UTF-8 are U+FFFD."""
+        add = self.stream()
+        return "".join([*map(add, ids), add(None)])
+
+    def stream(self, before: Iterable[int] = ()) -> Callable[[int | None], str]:
         """A function that takes tokens one at a time and returns what each adds to the text of
-        those `before`: "" while a character is not complete."""
-        from tokenizers.decoders import DecodeStream
+        those `before`: "" while a character is not complete. None instead of a token ends the
+        text, and with it such a character."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        begins_with_space = self._spaced
 
-        decoder = DecodeStream(ids=list(before), skip_special_tokens=True)
-        return lambda one: decoder.step(self._tokenizer, one) or ""
+        def add(token: int | None) -> str:
+            nonlocal begins_with_space
+            found = decoder.decode(b"" if token is None else self._bytes(token), token is None)
+            if found and begins_with_space:
+                found, begins_with_space = found.removeprefix(" "), False
+            return found
+
+        for one in before:
+            add(one)
+        return add
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token adds to a text."""
+        if token in self._silent or token >= len(self._tokens):
+            return b""
+        name = self._tokens[token]
+        if not self._byte_level:
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", name)
+            return bytes.fromhex(byte[1]) if byte else name.replace(SPACE, " ").encode()
+        if token in self._whole or not BYTES.keys() >= set(name):
+            return name.encode()
+        return bytes(BYTES[letter] for letter in name)
+
+
+def require_utf8(text: str, what: str) -> None:
+    """ValueError for a text that is none: with bytes of a command line or of a terminal, which
+    Python keeps in lone surrogates. what: its name in the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        start = error.start
+        raise ValueError(
+            f"{what} is no UTF-8 at its character {start + 1}: {text[max(start - 20, 0) :][:21]!r}"
+        ) from None
 
 
 def _tokenizers() -> Any:
@@ -163,44 +263,64 @@ def _tokenizers() -> Any:
     return tokenizers
 
 
-def _pairs(merges: Sequence[str]) -> list[tuple[str, ...]]:
-    return [tuple(one.split(" ")) for one in merges]
+def _numbered(tokens: Sequence[str], where: Any) -> dict[str, int]:
+    number = {token: i for i, token in enumerate(tokens)}
+    if len(number) < len(tokens):
+        first, token = next((i, one) for i, one in enumerate(tokens) if number[one] != i)
+        raise GGUFError(
+            f"{where}: tokens {first} and {number[token]} are both {token[:40]!r}: convert the "
+            "model again"
+        )
+    return number
 
 
-def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: PreTokenizer) -> Any:
+def _pairs(
+    merges: Sequence[str] | None, number: Mapping[str, int], where: Any
+) -> list[tuple[str, str]]:
+    """The pairs of tokens of tokenizer.ggml.merges, each of which makes a token."""
+    if not merges:
+        raise GGUFError(f"{where} lacks tokenizer.ggml.merges: convert the model again")
+    found = []
+    for i, one in enumerate(merges):
+        left, _, right = one.partition(" ")
+        if left not in number or right not in number or left + right not in number:
+            raise GGUFError(
+                f"{where}: tokenizer.ggml.merges[{i}] is {one[:40]!r}, and not two tokens that "
+                "make another: convert the model again"
+            )
+        found.append((left, right))
+    return found
+
+
+def _byte_level(
+    number: Mapping[str, int], merges: Sequence[tuple[str, str]], pre: PreTokenizer
+) -> Any:
     tokenizers = _tokenizers()
     parts, regex = tokenizers.pre_tokenizers, tokenizers.Regex
-    number = {token: i for i, token in enumerate(tokens)}
-    model = tokenizers.models.BPE(number, _pairs(merges), ignore_merges=pre.whole_words)
+    model = tokenizers.models.BPE(dict(number), list(merges), ignore_merges=pre.whole_words)
     made = tokenizers.Tokenizer(model)
     steps = [parts.Digits(individual_digits=True)] if pre.single_digits else []
-    if pre.split:
-        steps.append(parts.Split(regex(pre.split), behavior="isolated"))
-    steps.append(parts.ByteLevel(add_prefix_space=False, use_regex=not pre.split))
+    steps += [parts.Split(regex(one), behavior="isolated") for one in pre.splits]
+    steps.append(parts.ByteLevel(add_prefix_space=False, use_regex=not pre.splits))
     made.pre_tokenizer = parts.Sequence(steps)
     if pre.nfc:
         made.normalizer = tokenizers.normalizers.NFC()
-    made.decoder = tokenizers.decoders.ByteLevel()
     return made
 
 
 def _sentencepiece(
-    tokens: Sequence[str], merges: Sequence[tuple[str, ...]], unknown: str, prefixed: bool
+    number: Mapping[str, int], merges: Sequence[tuple[str, str]], unknown: str, spaced: bool
 ) -> Any:
+    """spaced: whether a space is put before a text, and behind every control token in it: each
+    piece of text between these is normalized by itself."""
     tokenizers = _tokenizers()
-    decoders = tokenizers.decoders
-    number = {token: i for i, token in enumerate(tokens)}
+    parts = tokenizers.normalizers
     model = tokenizers.models.BPE(
-        number, list(merges), fuse_unk=True, byte_fallback=True, unk_token=unknown
+        dict(number), list(merges), fuse_unk=True, byte_fallback=True, unk_token=unknown
     )
     made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
-        SPACE, prepend_scheme="first" if prefixed else "never", split=False
-    )
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence(
-        [*steps, decoders.Strip(" ", left=1, right=0)] if prefixed else steps
-    )
+    steps = [parts.Prepend(SPACE)] if spaced else []
+    made.normalizer = parts.Sequence([*steps, parts.Replace(" ", SPACE)])
     return made
 
 
