@@ -372,7 +372,7 @@ def test_words_of_random_models(tmp_path: Path) -> None:
         ({"merges": []}, "a.gguf lacks tokenizer.ggml.merges: convert the model again"),
         (
             {"merges": ["n d", "a  b"]},
-            r"merges\[1\] is 'a  b', and not two tokens that make anothe",
+            r"merges\[1\] is 'a b', and not two tokens that make anothe",
         ),
         (
             {"merges": ["n d", "n d \u0120"]},
