@@ -56,13 +56,20 @@ def quality(args: Namespace) -> int:
 
 
 def _run(args: Namespace, work: Work) -> int:
-    """Does the work, and records it with --json. UsageError where ValueError refuses the request;
-    of several processes one says so."""
+    """Does the work, and records it with --json. UsageError where ValueError refuses the request,
+    or memory is not enough; of several processes one says so."""
     try:
         return _done(args, work)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
+        why, _, _ = str(error).partition(" Including ")  # torch explains its allocator then
+        lacks = "out of memory" in why or "allocate memory" in why or isinstance(error, MemoryError)
+        if isinstance(error, RuntimeError) and not lacks:
+            raise
         if not FIRST:
             return 2
+        if lacks:
+            model, why = args.model or "this", why or "no more is left"
+            raise UsageError(f"{model} takes more memory than there is: {why}") from error
         if isinstance(error, ValueError):
             raise UsageError(str(error)) from error
         raise

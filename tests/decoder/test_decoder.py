@@ -573,6 +573,37 @@ def test_no_file_commands_the_terminal(tiny: Any, tmp_path: Any, capsys: Any) ->
         assert err.removesuffix("\n").isprintable()
 
 
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB of "
+    "which 10.19 MiB is free. Including non-PyTorch memory, this process has 7.7 GiB"
+)
+ON_CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), "7.79 GiB of which 10.19 MiB is free."),
+        (RuntimeError(ON_CPU), "can't allocate memory: you tried to allocate 8 bytes."),
+        (MemoryError(), "no more is left"),
+    ],
+)
+def test_a_model_that_memory_does_not_hold(
+    tiny: Any, capsys: Any, monkeypatch: Any, error: Exception, told: str
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(files, "load", load)
+    status, _, err = said(capsys, tiny, "--reference")
+    assert status == 2
+    assert err.startswith(f"python -m steps decoder: {tiny} takes more memory than there is: ")
+    assert err.endswith(f"{told}\n")
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        said(capsys, tiny, "--reference")
+
+
 def test_a_usage_error_has_no_commands() -> None:
     assert str(UsageError(f"no\ntensor {ESCAPE}")) == (
         r"no tensor \x1b]0;owned\x07 \x9b2J"  # \r is a space between words
