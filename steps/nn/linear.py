@@ -596,9 +596,10 @@ def quantize_model(
     for one in candidates.values():
         if one.why is not None:
             continue
-        memory = _memory(one.linear.weight)
-        before, known = one.linear.weight.nbytes, len(layers)
-        layer = layers.get(key := (memory, id(one.linear.bias)))
+        weight = one.linear.weight
+        memory, before, known = _memory(weight), weight.nbytes, len(layers)
+        key = memory, weight.shape, weight.stride(), weight.dtype, id(one.linear.bias)
+        layer = layers.get(key)
         if layer is None:
             try:
                 layer = QuantLinear.from_float(
@@ -614,7 +615,7 @@ def quantize_model(
         after = layer.device_bytes if len(layers) > known else 0
         replaced.append(Replaced(one.names[0], 0 if memory in counted else before, after))
         counted.add(memory)
-        one.linear = None  # its memory is free for the next one
+        one.linear = weight = None  # its memory is free for the next one
     skipped = ((one.names[0], one.why) for one in candidates.values() if one.why is not None)
     unused = tuple(entry for entry in skip if entry not in used)
     return Report(fmt.name, tuple(replaced), tuple(skipped), unused)
@@ -639,9 +640,9 @@ def _why_not(linear: Any, format_name: str) -> str | None:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """A key that tied tensors share."""
-    where = id(tensor) if tensor.is_meta else tensor.data_ptr()
-    return tensor.device, where, tensor.numel()
+    """A key that tensors share that begin in one place. They need not be the same numbers: one may
+    be a part or the transpose of the other."""
+    return tensor.device, id(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
 def _keep_ties(modules: dict[str, Any], candidates: dict[int, _Candidate]) -> None:

@@ -185,7 +185,7 @@ LINES = {
     "a key without a kernel": FACTS.replace(b'"kernel": "k", ', b""),
     "a name that is a number": FACTS.replace(b'"e"', b"5"),
     "a word for a truth": FACTS.replace(b"false", b'"x"'),
-    "colours": FACTS.replace(b'"k"', b'"\\\\u001b[31m"'),
+    "colours": FACTS.replace(b'"k"', b'"\\u001b[31m"'),
 }
 """What a file with the right digest may say of its kernel."""
 

@@ -598,6 +598,24 @@ def test_a_packing_for_each_accuracy_and_none_of_it_saved(host: Any) -> None:
     assert (exact.packings, exact._arrays("weights")) == ("", [])
 
 
+def test_what_is_loaded_is_packed_again(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a layer on a GPU would go on with the weights that it had."""
+    where = property(lambda layer: torch.device("cuda" if layer.packings else "cpu"))
+    monkeypatch.setattr(QuantLinear, "device", where)
+    other = QuantLinear.from_blocks(blocks_of(seed=5), accuracy="fast")
+    layer = QuantLinear.from_blocks(blocks_of(), accuracy="fast")
+    layer._move(torch.device("cuda"))
+    before = [array.clone() for kind in linear.KINDS for array in layer._arrays(kind)]
+    layer.load_state_dict(other.state_dict())
+    other._move(torch.device("cuda"))
+    after = [array for kind in linear.KINDS for array in layer._arrays(kind)]
+    wanted = [array for kind in linear.KINDS for array in other._arrays(kind)]
+    assert len(before) == len(after) == len(wanted) > 2
+    for one, another in zip(after, wanted, strict=True):
+        assert torch.equal(one, another)
+    assert not torch.equal(before[0], after[0])
+
+
 def test_torch_compile_takes_the_packings_along(host: Any) -> None:
     layer, x = uploaded(blocks_of(), accuracy="fast"), tensor(2, K)
     nodes: list[Any] = []
@@ -985,6 +1003,20 @@ def test_tied_weights_stay_tied() -> None:
     loose = Model()  # tied by memory alone
     loose.lm_head.weight = nn.Parameter(loose.embed.weight.detach())
     assert "tied to embed.weight" in dict(quantize_model(loose, skip=()).skipped)["lm_head"]
+
+
+@pytest.mark.parametrize("view", ["part", "transpose", "reshaped"])
+def test_layers_that_share_memory_and_not_weights_stay_two(view: str) -> None:
+    model = nn.ModuleDict({"whole": nn.Linear(32, 64, bias=False)})
+    w = model["whole"].weight.detach()
+    w = {"part": w[:8], "transpose": w.t(), "reshaped": w.reshape(32, 64)}[view]
+    model["view"] = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    model["view"].weight = nn.Parameter(w)
+    wanted = w.clone()
+    report = quantize_model(model, "q8_0")
+    assert [(one.name, one.before) for one in report.replaced] == [("whole", 8192), ("view", 0)]
+    assert model["view"].dequantize().shape == wanted.shape
+    assert (model["view"].dequantize() - wanted).abs().max() < 0.01 * wanted.abs().max()
 
 
 def test_linears_tied_to_each_other_become_one() -> None:
