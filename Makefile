@@ -16,7 +16,7 @@
 #   ONLY=           bench: steps (the matrix), home (of it the home shapes), calls (what a caller
 #                   gets), sweep (that at every M up to 128)
 #   LONG=1          step%, ladder, check: a line for each format
-#   FILE=           check, bench, diff, ptx, sass: a file of your own, such as an exercise
+#   FILE=           check, bench, diff, ptx, sass, trace: a file of your own, such as an exercise
 #   HINT=1 SOLUTION=1    check FILE=: the next TODO in outline; the diff to the step
 #   GGUF= TENSOR=   step%, ladder, check: weights of a file, such as model.gguf and
 #                   blk.0.ffn_up.weight, and not random ones
@@ -142,7 +142,7 @@ decoder: $(READY) ## continue PROMPT= or IDS= [TOKENS=] by GGUF=model.gguf, or B
 doctor: $(READY) ## what runs on this machine, and what is missing
 	@$(PY) -m steps doctor
 
-diff: $(READY) ## what STEP= changes in the step it grew from
+diff: $(READY) ## what STEP= changes in the step it grew from, or FILE= in its step
 	$(need-step)
 	@$(PY) -m steps diff $(STEPS) $(OWN)
 
@@ -156,7 +156,7 @@ sass: $(READY) ## the machine code of STEP= for ARCH=; needs no GPU
 
 trace: $(READY) ## what a warp of STEP= loads and stores, lane by lane: build/trace.html [LINE= WARP=]; no GPU
 	$(need-step)
-	@$(PY) -m steps trace $(STEPS) $(DATA) $(TYPE) $(call options,LINE:line WARP:warp OUT:out)
+	@$(PY) -m steps trace $(STEPS) $(OWN) $(DATA) $(TYPE) $(call options,LINE:line WARP:warp OUT:out)
 
 profile: $(READY) ## Nsight Compute on one launch of STEP=
 	$(need-step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from qformats import FORMATS, SUPER
@@ -101,16 +101,17 @@ def cases(
     if distribution is not None:
         return tuple(regular)
     golden = [Case((1, 1, 32), "golden", 0, order or 0)] if format_name in GOLDEN else []
-    depth = _extreme_depth(format_name, most_k, simulated or small)
-    return (*golden, Case((*EXTREME, depth), "extreme", seed, order or 0), *regular)
+    extreme = extreme_case(format_name, most_k, simulated or small)
+    return (*golden, replace(extreme, seed=seed, order=order or 0), *regular)
 
 
-def _extreme_depth(format_name: str, most_k: int | None, small: bool) -> int:
-    """The K of an extreme problem: a whole chain of sums, which ends with a block, or with K."""
-    elements = FORMATS[format_name].elements
-    if most_k is None:
-        return max(64, elements)
-    return INTEGER_K if small else most_k // elements * elements
+def extreme_case(format_name: str, most_k: int | None, small: bool) -> Case:
+    """The case of the largest integer sums: a whole chain of them, which ends with a block, or with
+    K where a step has a largest K. small: for the simulator."""
+    depth = max(64, elements := FORMATS[format_name].elements)
+    if most_k is not None:
+        depth = INTEGER_K if small else most_k // elements * elements
+    return Case((*EXTREME, depth), "extreme")
 
 
 def _check_shapes(format_name: str, small: bool) -> tuple[Size, ...]:

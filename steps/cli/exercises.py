@@ -7,26 +7,38 @@ import difflib
 import sys
 import textwrap
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from qformats import WEIGHT_FORMATS
 from results.measure.bench import wanted_in
 from results.measure.loop import Timing, ratio, round_robin
 from results.measure.products import Data, Product, Shared
 from results.measure.protocol import Budget, Stopwatch
 from results.render import table
 from results.render.table import Column, Line, Table
+from steps.checks.cases import Case, cases
 from steps.checks.select import UsageError, select
-from steps.cli.arguments import dtype_of, formats_of, home_shapes_of, machines, one_step
+from steps.cli.arguments import (
+    distribution_of,
+    dtype_of,
+    formats_of,
+    home_shapes_of,
+    is_shape_asked,
+    machines,
+    one_step,
+    shape_of,
+)
 from steps.cli.report import shape_text
-from steps.contract import Size, Step, Work, why_no_gpu
+from steps.contract import Family, Size, Step, Work, why_no_gpu
 from steps.learn.exercises import progress
-from steps.learn.exercises.check import Report, count, lines, loaded
+from steps.learn.exercises.check import Asked, Report, count, lines, loaded
 from steps.learn.exercises.check import check as checked
 from steps.learn.exercises.load import Unloadable
 from steps.learn.exercises.text import Exercise, ExerciseError, make, outline, solutions, text_of
-from steps.registry import label_of
+from steps.registry import label_of, ladder
 
 BUDGET: Final = Budget(warm_seconds=0.3, seconds=1.5, min_rounds=7)
 
@@ -120,15 +132,53 @@ def check(args: Namespace) -> int:
     if args.solution:
         print("".join(solution(found)), end="")
         return 0
-    with table.progress(0 if found.reference is None else count(found.reference)) as told:
-        report = checked(found, told)
-    progress.remember(report)
+    asked = _asked(args, found.reference)
+    with table.progress(0 if found.reference is None else count(found.reference, asked)) as told:
+        report = checked(found, told, asked)
+    if asked == Asked() or not report.ok:  # a part of the check does not make it right
+        progress.remember(report)
     print(*lines(report), sep="\n")
     if args.hint:
         print(hint(report))
     if report.ok and found.reference is not None and why_no_gpu() is None:
         _show_times(args, own_step(args.file)[1], found.reference)
     return 0 if report.ok else 1
+
+
+def _asked(args: Namespace, reference: Step | None) -> Asked:
+    """What --format, --scheme, a shape and data limit the check to; UsageError for what no step of
+    that number has, and for options that a file's check does not heed."""
+    unheeded = ("gguf", "tensor", "json", "long", "quick", "small", "dtype", "order")
+    if given := [name for name in unheeded if getattr(args, name) not in (None, False)]:
+        raise UsageError(f"the check of a file does not heed {given[0].upper()}=: leave it out")
+    formats: tuple[str, ...] | None = None
+    family: Family | None = None
+    if args.format or args.scheme:
+        known = ladder() if reference is None else (reference,)
+        works = select(known, formats_of(args.format), args.scheme)
+        own = [work for work in works if work.step in known]
+        if not own and reference is not None:
+            work = works[0]
+            raise UsageError(str(reference.supports(work.format, work.family)))
+        formats = tuple(dict.fromkeys(work.format for work in own))
+        family = own[0].family if args.scheme else None
+    distribution_of(args)
+    if not is_shape_asked(args) and args.dist is None:
+        return Asked(formats, family)
+
+    def some(name: str) -> Sequence[Case]:
+        shape = shape_of(args, SMALL) if is_shape_asked(args) else None
+        return cases(
+            name, simulated=True, quick=True, shape=shape, distribution=args.dist, seed=args.seed
+        )
+
+    for name in formats or (WEIGHT_FORMATS if reference is None else reference.formats):
+        some(name)  # a request that cannot be met is refused before anything runs
+    return Asked(formats, family, some)
+
+
+SMALL: Final[Size] = (4, 64, 64)
+"""What --m --n --k leave open where the simulator checks."""
 
 
 def hint(report: Report) -> str:

@@ -18,6 +18,7 @@ from steps.cli import exercises
 from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work, refusing
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
+from steps.learn.exercises.advice import refused
 from steps.product.choice import Choice
 from steps.registry import diff_base, following, label_of, ladder, parent_of, source
 
@@ -107,6 +108,8 @@ def _print_code(args: Namespace, kind: str) -> int:
     from steps.compile.compiler import machine_code, signature_of
 
     work = exercises.own_work(args) if args.file else one_work(args)
+    if args.file and (no := refused(work.step, args.file)):
+        raise UsageError(no.sentences[0])
     shape = home_shapes_of(args, work.step)[0]
     require_depth(work.format, shape[2])
     *before, own = Choice.of_work(work, shape, input_of(args, work), dtype_of(args)).launches()

@@ -274,7 +274,7 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     "sass": ("listing:sass", "a kernel's machine code; needs no GPU", CODE),
     "trace": (
         "trace:trace", "what a warp of a step loads and stores, lane by lane; needs no GPU", (
-        ONE_STEP, *DATA, DTYPE, JSON,
+        STEPS, OWN, *DATA, DTYPE, JSON,
         _count("--line", "of the step's file: this line alone"),
         _option("--warp", type=_seed, help="of the block (default: the first of each warpgroup)"),
         _option("--out", type=Path, default=Path("build", "trace.html"), metavar="PATH",

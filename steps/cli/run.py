@@ -44,8 +44,6 @@ from steps.contract import Family, Size, Step, Work
 from steps.registry import kernel_of
 
 SIMULATED = "checked in the simulator at small shapes, not timed"
-SMALL: Size = (4, 64, 64)
-"""What --m --n --k leave open where the simulator checks."""
 ALIKE: Final = 64
 """Fuzzed cases of a step, format and dtypes that follow each other on a GPU, which compiles for
 each."""
@@ -161,7 +159,7 @@ def checked(
 ) -> Outcomes:
     """The checks of works. ahead: what is launched afterwards, compiled with them on a GPU."""
     only_checked = simulated or args.command == "check"
-    asked = shape_of(args, SMALL) if only_checked and is_shape_asked(args) else None
+    asked = shape_of(args, exercises.SMALL) if only_checked and is_shape_asked(args) else None
     order = getattr(args, "order", None)
 
     def cases_of(work: Work) -> tuple[Case, ...]:

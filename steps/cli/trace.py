@@ -13,9 +13,9 @@ from results.render.markup import templates
 from results.render.table import Column, Line, Table, dims
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
+from steps.cli import exercises
 from steps.cli.arguments import dtype_of, home_shapes_of, machines, one_work
 from steps.cli.report import shape_text
-from steps.contract import Work
 from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, picture
 from steps.registry import path_of
@@ -27,7 +27,7 @@ WIDEST = 44
 
 def trace(args: Namespace) -> int:
     """A table of memory instructions, and a page with a picture of each."""
-    work = one_work(args)
+    work = exercises.own_work(args) if args.file else one_work(args)
     machines("simulator")
     home = home_shapes_of(args, work.step)[0]
     size = home if args.k else traced.size_of(work, home)
@@ -38,7 +38,8 @@ def trace(args: Namespace) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
-    shown = _at(args.line, work, first_warps(found.instructions))
+    own = args.file or path_of(work.step)
+    shown = _at(args.line, own.name, first_warps(found.instructions))
     if args.json:
         facts = {"kernel": found.kernel, "shape": list(size), "grid": list(found.grid)}
         print(json.dumps(facts | {"instructions": [_as_json(each) for each in shown]}, indent=1))
@@ -73,9 +74,8 @@ def _page(trace: traced.Trace, instructions: Sequence[Instruction]) -> str:
     )
 
 
-def _at(line: int | None, work: Work, found: Sequence[Instruction]) -> list[Instruction]:
+def _at(line: int | None, name: str, found: Sequence[Instruction]) -> list[Instruction]:
     """Those that a line of the kernel's file executes; UsageError where it executes none."""
-    name = path_of(work.step).name
     lines = [
         {site.line for site in each.way if Path(site.code.co_filename).name == name}
         for each in found

@@ -22,7 +22,7 @@ from steps.cli.arguments import formats_of, machines, refusing, require_blocks
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile import kernel_cache
-from steps.compile.compiler import architecture, capability, compiled
+from steps.compile.compiler import architecture, capability, compiled, require_known
 from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry, folder_or_why
 from steps.compile.parallel_compile import compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS
@@ -72,6 +72,7 @@ def _gpu(args: Namespace) -> Any:
     """The current GPU; with --arch one of that architecture with the SMs of an H200."""
     if args.arch:
         with refusing(ValueError):
+            require_known(args.arch)
             cc = capability(args.arch)[:2]
         return SimpleNamespace(name=args.arch, cc=cc, sms=H200_SMS)
     _, machine, _ = machines("gpu")

@@ -47,7 +47,7 @@ class Mistake:
 
 MISTAKES = (
     Mistake(1, "m >= c.shape[0] or n >= c.shape[1]", "m >= c.shape[0]", "out of range"),
-    Mistake(1, "n, m = cuda.grid(2)", "m, n = cuda.grid(2)", "not written", "column"),
+    Mistake(1, "n, m = cuda.grid(2)", "m, n = cuda.grid(2)", "not written", "exchanged"),
     Mistake(1, "n * blocks_k + b", "n + b", "loads", "In the step's own kernel"),
     Mistake(1, "(n * blocks_k + b) * block_bytes", "b * block_bytes", "one row of weights"),
     Mistake(1, " + z)", ")", "no compensation", "pitfall 1"),
@@ -55,6 +55,21 @@ MISTAKES = (
     Mistake(1, "c[m, n]", "c[n, m]", "out of range", "m first"),
     Mistake(1, "c[m, n] = acc", "c[m, n] += acc", "added to"),
     Mistake(1, "ceil_div(shape.n, BLOCK_N)", "shape.n // BLOCK_N", "grid", "pitfall 12"),
+    Mistake(
+        1,
+        "n, m = cuda.grid(2)",
+        "n, m = cuda.threadIdx.x, cuda.threadIdx.y",
+        "not written",
+        "does not depend on blockIdx.x",
+    ),
+    Mistake(1, "offset(w, at, g)", "-8 * scale(w, at, g)", "offset of another format", "-8 or -16"),
+    Mistake(1, "range(g * group, (g + 1) * group)", "range(group)", "wrong value", "g * group"),
+    Mistake(1, "c[m, n] = acc", "c[m, n] = [acc][0]", "not compiled", "has no lists"),
+    Mistake(1, "c[m, n] = acc", "import math; c[m, n] = acc", "not compiled", "cannot import"),
+    Mistake(1, "c[m, n] = acc", "global X; c[m, n] = acc", "not compiled", "cannot set a name"),
+    Mistake(
+        1, "c[m, n] = acc", "assert n >= 0, f'{n}'; c[m, n] = acc", "not compiled", "plain string"
+    ),
     Mistake(2, "at_a = (m * blocks_k + b) * BLOCK_Q8_1", "at_a = b * 36", "one row of activations"),
     Mistake(2, "BLOCK_Q8_1", "block_bytes", "misaligned", "pitfall 7"),
     Mistake(
@@ -75,7 +90,11 @@ MISTAKES = (
         "tile_w[tx, j]\n            cuda.syncthreads()",
         "tile_w[tx, j]\n                cuda.syncthreads()",
         "barrier",
+        "`cuda.syncthreads()`; threads 32-1023 have exited",
     ),
+    Mistake(3, "* tile_w[tx, j]", "* tile_w[j, tx]", "loads", "row and its column are exchanged"),
+    Mistake(3, "tile_w[ty, tx] = v", "tile_w[tx, ty] = v", "contents", "belongs to tile_w[j, i]"),
+    Mistake(3, "scale_a[ty] = half", "scale_a[tx] = half", "race", "no barrier helps"),
     Mistake(
         3,
         "tx == 0:  #",
@@ -91,6 +110,15 @@ MISTAKES = (
         "thread 0 loads a[4], here it does not: it loads a at",
     ),
     Mistake(3, "acc += scale_w", "acc = scale_w", "last block alone"),
+    Mistake(
+        4,
+        "range(0, PAIRS, chain):\n                    v = int32(ROUND)\n"
+        "                    for p in range(first, first + chain)",
+        "range(0, PAIRS, 2 * chain):\n                    v = int32(ROUND)\n"
+        "                    for p in range(first, first + 2 * chain)",
+        "sum runs over",
+        "off by -65536, 1 x 2^16. Each product may come to 1905",
+    ),
     Mistake(4, "0x9144", "0x8144", "contents", "It is stored at"),
     Mistake(4, "int32(ROUND)", "int32(0)", "integer sum", "they are rounded down"),
     Mistake(5, "first - centre_pair", "first", "contents", "in the step's own kernel"),

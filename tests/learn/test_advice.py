@@ -26,11 +26,20 @@ def checked(folder: Path, number: int, changes: dict[str, str]) -> Report:
 
 
 def test_what_numba_refuses_is_wrong(tmp_path: Path) -> None:
-    report = checked(tmp_path, 1, {"acc += a[m": "acc += [0.0][0] + a[m"})
+    report = checked(tmp_path, 1, {"acc += a[m": "acc += ord(str(m)[0]) * 0 + a[m"})
     said = "\n".join(lines(report))
     assert (report.ok, report.wrong.cause, report.hole) == (False, "compile", 3), said
-    assert "right in the simulator, but it does not compile: NRT required" in said
-    assert "[0.0][0]" in report.exercise.lines[report.wrong.line - 1]
+    assert "right in the simulator, but it does not compile: there is no str(int64)" in said
+    assert len(said.splitlines()) <= 5
+
+
+def test_what_numba_trips_over_is_wrong(tmp_path: Path) -> None:
+    """Of its own assertions, which say no line, the hole is found by compiling each alone."""
+    report = checked(tmp_path, 1, {"acc += a[m": "acc += sorted((3, 1))[1] * 0 + a[m"})
+    said = "\n".join(lines(report))
+    assert (report.ok, report.wrong.cause, report.hole) == (False, "compile", 3), said
+    assert "Numba cannot compile it: Implementation function" in said
+    assert "Each TODO is right by itself" not in said
 
 
 def test_machine_code_that_could_be_better(tmp_path: Path) -> None:
@@ -39,8 +48,16 @@ def test_machine_code_that_could_be_better(tmp_path: Path) -> None:
     report = checked(tmp_path, 1, changes)
     assert report.ok
     wide, lacking = report.advice
-    assert "float64 in the machine code of family A16: begin a sum" in wide
+    assert "float64 in the machine code of family A16: 0.0 in line 50 is a float64" in wide
     assert lacking == "no IDP in the machine code of family A16, by which the step is known"
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_idle_thread_blocks_are_advice(tmp_path: Path) -> None:
+    report = checked(tmp_path, 1, {"ceil_div(shape.n, BLOCK_N)": "16 * ceil_div(shape.n, BLOCK_N)"})
+    assert report.ok
+    (said,) = report.advice
+    assert "has 131072 thread blocks at M=512 N=4096 K=4096, that of the step 8192" in said
 
 
 def test_without_a_compiler_the_check_goes_on(

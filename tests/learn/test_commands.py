@@ -107,6 +107,13 @@ def test_a_file_is_compared_with_its_step(capsys: pytest.CaptureFixture[str]) ->
     assert len(re.findall(r"(?m)^\+ .*# TODO \d:", out)) == 5
 
 
+def test_what_a_file_loads_and_stores(capsys: pytest.CaptureFixture[str]) -> None:
+    text = make(STEP, tuple(solutions(1)))
+    line = 1 + next(i for i, one in enumerate(text.splitlines()) if "c[m, n] = acc" in one)
+    assert cli.main(["trace", "--file", filled(), "--line", str(line)]) == 0
+    assert re.search(rf"(?m)^ *{line}  c\[m, n\] = acc .* store ", capsys.readouterr().out)
+
+
 def test_the_machine_code_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sass", "--summary", "--file", filled()]) == 0
     assert re.search(r"(?m)^I2F\S* ", capsys.readouterr().out)
@@ -120,6 +127,13 @@ def test_the_machine_code_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "--file", "nowhere.py"], "nowhere.py cannot be read: No such file"),
         (["check", "--file", "text.md"], "text.md has no `STEP = Step(number=...`"),
         (["ptx", "--file", "broken.py"], "broken.py:1: invalid syntax"),
+        (["trace", "1", "--file", "own.py"], "name a step or a file, not both"),
+        (["check", "--file", "own.py", "--format", "q9"], "unknown format 'q9'"),
+        (["check", "--file", "own.py", "--scheme", "A8"], "step 1 is of family A16, not A8"),
+        (["check", "--file", "own.py", "--dist", "foo"], "unknown distribution 'foo'"),
+        (["check", "--file", "own.py", "--dtype", "float16"], "does not heed DTYPE=: leave it"),
+        (["sass", "1", "--arch", "sm_999"], "the compiler has no architecture 'sm_999': it has"),
+        (["sass", "--file", "numba.py"], "it does not compile"),
         (["diff", "--file", "other.py"], "the ladder has no step 77 to compare other.py with"),
     ],
 )
@@ -131,6 +145,8 @@ def test_what_cannot_be_done_is_said_in_a_sentence(
     Path("text.md").write_text("# Title\n", encoding="utf-8")
     Path("broken.py").write_text("def\n    number=1,\n", encoding="utf-8")
     Path("other.py").write_text(make(STEP).replace("number=1,", "number=77,"), encoding="utf-8")
+    refused = make(STEP, tuple(solutions(1))).replace("= acc\n", "= acc + ord(str(m)[0])\n")
+    Path("numba.py").write_text(refused, encoding="utf-8")
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
     assert sentence in said

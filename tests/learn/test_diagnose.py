@@ -112,7 +112,7 @@ def test_regions_in_words(rows: object, columns: object, words: str) -> None:
 def changed(how: Callable[[np.ndarray], np.ndarray]) -> Diagnosis:
     """What is said of the right values of five by five outputs, but for this change."""
     subject = Subject("A16", "q4_0", Case((5, 5, 64), "normal", 1))
-    right, problem = attempt(find(1), subject, Path("step01.py"), 60), subject.problem_for(find(1))
+    right, problem = attempt(find(1), subject, Path("step01.py")), subject.problem_for(find(1))
     c = how(right.result.expected)
     wrong = replace(right.result, c=c, found=check_of(c.astype(np.float32), problem, "A16"))
     assert not wrong.found.ok

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from steps.learn.exercises.check import check, lines, loaded
+from steps.learn.exercises.check import Asked, check, lines, loaded, subjects
 from steps.learn.exercises.text import (
     Exercise,
     ExerciseError,
@@ -198,12 +199,69 @@ def test_errors_come_with_the_line_of_the_file(
 
 
 def test_a_loop_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steps.learn.exercises.check.PATIENCE", 1.0)
+    monkeypatch.setattr("steps.learn.exercises.trial.PATIENCE", 1.0)
     text = make(find(1), (3,))
     endless = text.replace("for b in range(blocks_k):", "b = 0\n        while b < blocks_k:")
     report = check(written(tmp_path, 1, (), endless))
     assert report.wrong.cause == "endless"
     assert "still running after 1 seconds" in report.wrong.sentences[0]
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_of_many_printed_lines_a_few_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = make(find(1), (1, 2, 3, 4, 5)).replace("c[m, n] = acc", "c[m, n] = acc; print(acc)")
+    assert check(written(tmp_path, 1, (), text)).ok
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "141.0"
+    assert len(said) == 13
+    assert re.fullmatch(r"\.\.\. and \d{4} lines more that the kernel prints", said[-1])
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_check_of_one_format_takes_all_that_is_asked_of_the_first(tmp_path: Path) -> None:
+    text = make(find(1), (1, 2, 3, 4, 5)).replace("(g * group, (g + 1) * group)", "(group)")
+    exercise = written(tmp_path, 1, (), text)
+    assert check(exercise, asked=Asked(formats=("q4_0",))).ok
+    said = check(exercise, asked=Asked(formats=("q4_k",))).wrong.sentences
+    assert "W4A16 q4_k, M=3 N=5 K=256" in said[0]
+    assert said[1].startswith("A block of q4_k has 256 elements, and each 32 of them a scale")
+    tried = [str(one) for one in subjects(find(4), Asked(formats=("q8_0",)))]
+    assert len(tried) == 6
+    assert any("codes and activations at their most" in one for one in tried)
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0."),
+        ("raise BaseException('mine')", "BaseException: mine."),
+        ("while True: pass", "Endless: still running after 1 seconds."),
+        ("x = " + 100_000 * "-" + "1", "Python cannot parse it"),
+        ("x = 1\0", "null byte"),
+    ],
+)
+def test_an_import_that_does_not_come_to_its_end_is_wrong(
+    end: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steps.learn.exercises.load.PATIENCE", 1.0)
+    report = check(written(tmp_path, 1, (), make(find(1), (1, 2, 3, 4, 5)) + end + "\n"))
+    said = "\n".join(lines(report))
+    assert not report.ok
+    assert says in said
+    assert len(said.splitlines()) == 2
+
+
+def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.py")
+    (tmp_path / "large.py").write_bytes(b"#" * (1 << 20) + b"\n")
+    for name, says in (("fifo.py", "pipe or device"), ("", "is a folder"), ("large.py", "1048577")):
+        with pytest.raises(ExerciseError, match=says):
+            Exercise.read(tmp_path / name)
+    marked = tmp_path / "marked.py"
+    marked.write_text("\ufeff" + make(find(1)), encoding="utf-8")
+    assert Exercise.read(marked).text == make(find(1)), "Notepad's UTF-8"
 
 
 @pytest.mark.parametrize(

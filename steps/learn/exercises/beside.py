@@ -122,6 +122,32 @@ class _Shadow:
         return getattr(self._shadow, name)
 
 
+def which_blocks(step: Step, subject: Subject, path: Path) -> str:
+    """Of a grid that leaves outputs out: which thread blocks store to one element, or to none."""
+    first = Loads(path, (0, 0, 0))
+    grid = (*run_again(step, subject, trace=first).launch.grid, 1, 1)[:3]
+    stored = {first.block: set(first.stores)}
+    for block in islice(np.ndindex(grid), 1, BLOCKS):
+        loads = Loads(path, block)
+        run_again(step, subject, trace=loads)
+        stored[block] = set(loads.stores)
+    for axis, (name, extent) in enumerate(zip("xyz", grid, strict=True)):
+        others = [block for block in stored if block[axis]]
+        if not others or not stored[first.block]:
+            continue
+        if stored[first.block] & stored[others[0]]:
+            return (
+                f"Blocks {first.block} and {others[0]} store to the same elements of C: their "
+                f"place does not depend on blockIdx.{name}."
+            )
+        if not any(stored[block] for block in others):
+            return (
+                f"The grid has {extent} thread blocks along {name}, and only the first of them "
+                "store to C: m and n are exchanged, or a guard compares with the wrong extent."
+            )
+    return ""
+
+
 class Beside:
     """The block that stores C[m, n], of a file's kernel and of the step's own."""
 
@@ -188,9 +214,21 @@ class Beside:
                     said = f"In the step's own kernel thread {thread} loads {wanted}, here "
                     said += self._ranges(name, extra) if extra else "it does not"
                     where = listed([self.file.line(line) for line in lines], 2)
-                    said += f": it loads {name} at {where}" if where else ""
+                    said += f": it loads {name} at {where}" if where else ", as a guard says"
+                    said += self._exchanged(name, _bytes(own), _bytes(right))
                     return Finding("loads", f"{said}.")
         return None
+
+    def _exchanged(self, name: str, own: set[int], right: set[int]) -> str:
+        """Whether they are the same elements with row and column exchanged."""
+        shape, dtype = self.own.arrays[name]
+        if len(shape) != 2:
+            return ""
+        mine, theirs = (
+            {divmod(byte // dtype.itemsize, shape[1]) for byte in each} for each in (own, right)
+        )
+        same = mine == {(j, i) for i, j in theirs} and mine != theirs
+        return ". Its row and its column are exchanged" if same else ""
 
     def contents(self) -> Finding | None:
         """A place of shared memory that holds another value than in the step's own kernel."""
@@ -209,6 +247,8 @@ class Beside:
         shown, size = (np.dtype(np.uint32), WORD) if dtype == np.uint8 else (dtype, dtype.itemsize)
         own, right = (one[: one.size // size * size].view(shown) for one in (own, right))
         places = np.unique(differ // size)
+        if self._is_transposed(name, own, right, places):
+            return f"{name}[i, j] holds what belongs to {name}[j, i]: row and column are exchanged"
         more = f", and {len(places) - 1} more are wrong" if len(places) > 1 else ""
         same: dict[int, Array] = {}
         most = 0
@@ -225,6 +265,17 @@ class Beside:
         mine, theirs = (format(x, form) for x in (own[i], right[i]))
         place = self._ranges(name, [i * size])
         return f"{place} holds {mine}, and {theirs} in the step's own kernel{more}"
+
+    def _is_transposed(self, name: str, own: Array, right: Array, places: Array) -> bool:
+        """Whether a matrix has the other's values with row and column exchanged, at these places
+        of it."""
+        shape, _ = self.own.arrays[name]
+        if len(shape) != 2 or own.size != shape[0] * shape[1]:
+            return False
+        i, j = np.divmod(places, shape[1])
+        square = (i < shape[1]) & (j < shape[0])
+        theirs = right[j[square] * shape[1] + i[square]]
+        return bool(square.any() and (own[places[square]] == theirs).all())
 
     def _ranges(self, name: str, places: Iterable[int]) -> str:
         """Of bytes, as the kernel calls them: "ring[0] to [13311], ring[13568]"."""

@@ -9,21 +9,29 @@ from __future__ import annotations
 import linecache
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
-from qformats import WEIGHT_FORMATS
+from qformats import BLOCK, FORMATS
 from reference import GOLDEN
-from steps.checks.cases import Case
-from steps.contract import Step
-from steps.learn.exercises.advice import machine_code_advice, memory_traffic, refused
+from steps.checks.cases import Case, extreme_case
+from steps.checks.select import ALL_FORMATS
+from steps.contract import Family, Step
+from steps.learn.exercises.advice import (
+    idle_blocks,
+    machine_code_advice,
+    memory_traffic,
+    refused,
+)
 from steps.learn.exercises.diagnose import TELLING, diagnose
 from steps.learn.exercises.load import Unloadable, load
+from steps.learn.exercises.restrictions import few_lines, not_compiled
 from steps.learn.exercises.text import Exercise, solutions
 from steps.learn.exercises.trial import (
-    PATIENCE,
     Diagnosis,
+    Endless,
+    Fault,
     File,
     Subject,
     Trial,
@@ -54,6 +62,18 @@ and large tiles: for the steps with rings, on one SM, which then has all of the 
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
 
+MOST_PRODUCTS: Final = 1 << 17
+"""Of a problem whose K is rounded up to a block of 256: larger ones are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a check is limited to: formats, a family, cases of each format; None: not at all."""
+
+    formats: Sequence[str] | None = None
+    family: Family | None = None
+    cases: Callable[[str], Sequence[Case]] | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -75,33 +95,71 @@ class Report:
         return self.wrong is None and not self.exercise.unfilled
 
 
-def subjects(step: Step) -> Iterator[Subject]:
+def subjects(step: Step, asked: Asked = Asked()) -> Iterator[Subject]:
     """What a step is tried on, in this order: each family in Q4_0, then the other formats."""
-    for family in step.families:
-        for case in (GOLDEN_CASE, TELLING):
-            yield Subject(family, FIRST, case)
-        small = [Subject(family, FIRST, case) for case in CASES]
-        deep = [Subject(family, FIRST, case, sms=1) for case in (LARGE_TILES, *DEEP)]
-        if step.branch == "cuda_cores":
-            yield from small
-        elif step.branch == "decode":  # only many features tell which warp's part is wrong
-            yield from (*deep[1:], deep[0], *small)
-        else:  # deep ones take seconds
-            yield from (*small, *deep)
-    for name in WEIGHT_FORMATS:
-        for family in step.families:
-            if name != FIRST and name in step.formats:
-                golden = (GOLDEN_CASE,) if name in GOLDEN else ()
-                yield from (Subject(family, name, case) for case in (*golden, OTHERS))
+    families = [asked.family] if asked.family else step.families
+    formats = [name for name in ALL_FORMATS if name in (asked.formats or step.formats)]
+    if asked.cases is not None:
+        for name in formats:
+            for family in families:
+                yield from (Subject(family, name, case) for case in asked.cases(name))
+        return
+    for family in families:
+        yield from _of_first(step, family, formats[0])
+    for name in formats[1:]:
+        for family in families:
+            yield from _of_format(step, family, name, (OTHERS,))
 
 
-def count(step: Step) -> int:
+def _of_first(step: Step, family: Family, name: str) -> Iterator[Subject]:
+    """Of the first format, in which all that has to do with places is tried."""
+    yield from _of_format(step, family, name, (TELLING,))
+    small = list(_fitting(family, name, CASES))
+    deep = list(_fitting(family, name, (LARGE_TILES, *DEEP), sms=1))
+    if step.branch == "cuda_cores":
+        yield from small
+    elif step.branch == "decode":  # only many features tell which warp's part is wrong
+        yield from (*deep[1:], *deep[:1], *small)
+    else:  # deep ones take seconds
+        yield from (*small, *deep)
+
+
+def _of_format(step: Step, family: Family, name: str, some: Sequence[Case]) -> Iterator[Subject]:
+    """Of each format: by hand, some, and the largest sums."""
+    if name in GOLDEN:
+        yield Subject(family, name, GOLDEN_CASE)
+    yield from _fitting(family, name, some)
+    yield Subject(family, name, extreme_case(name, step.most_k, small=True))
+
+
+def _fitting(
+    family: Family, name: str, some: Sequence[Case], sms: int | None = None
+) -> Iterator[Subject]:
+    """Cases whose K is rounded up to the block of a format, those that take long left out."""
+    size = FORMATS[name].elements
+    for case in some:
+        m, n, k = case.shape
+        k = -(-k // size) * size
+        if size == BLOCK or m * n * k <= MOST_PRODUCTS:
+            yield Subject(family, name, replace(case, shape=(m, n, k)), sms)
+
+
+def count(step: Step, asked: Asked) -> int:
     """How many problems a right step is tried on."""
-    return len(tuple(subjects(step)))
+    return len(tuple(subjects(step, asked)))
 
 
-def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) -> Report:
+def check(
+    exercise: Exercise,
+    report: Callable[[str], None] = lambda _: None,
+    asked: Asked = Asked(),
+) -> Report:
     """The whole check; report: is told of each problem before it is tried."""
+    with few_lines():
+        return _checked(exercise, report, asked)
+
+
+def _checked(exercise: Exercise, report: Callable[[str], None], asked: Asked) -> Report:
     began = time.perf_counter()
     linecache.checkcache(str(exercise.path))
     if exercise.holes and not exercise.filled:
@@ -111,10 +169,13 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
     except Unloadable as error:
         wrong, hole = _unloadable(exercise, error)
         return Report(exercise, wrong=wrong, hole=hole, suspected=(hole,) if hole else ())
+    if no := not_compiled(*exercise.composed(exercise.unfilled), exercise.path):
+        hole = exercise.hole_at(no.line)
+        return Report(exercise, wrong=no, hole=hole, suspected=(hole,) if hole else ())
     cases = 0
-    for subject in subjects(step):
+    for subject in subjects(step, asked):
         report(str(subject))
-        trial = attempt(step, subject, exercise.path, PATIENCE)
+        trial = attempt(step, subject, exercise.path)
         cases += 1
         if not trial.ok:
             wrong, holes = _blamed(exercise, step, trial)
@@ -124,11 +185,25 @@ def check(exercise: Exercise, report: Callable[[str], None] = lambda _: None) ->
     if unfilled:
         return Report(exercise, cases, seconds, hole=unfilled[0])
     if no := refused(step, exercise.path):
-        return Report(exercise, cases, seconds, no, exercise.hole_at(no.line))
-    advice = list(machine_code_advice(step))
+        hole = exercise.hole_at(no.line) or next(
+            filter(_is_refused(exercise), exercise.holes), None
+        )
+        return Report(exercise, cases, seconds, no, hole)
+    advice = list(machine_code_advice(step, exercise))
     if exercise.reference is not None:
+        advice += idle_blocks(step, exercise.reference)
         advice += memory_traffic(step, exercise.reference)
     return Report(exercise, cases, seconds, advice=tuple(advice))
+
+
+def _is_refused(exercise: Exercise) -> Callable[[int], bool]:
+    """Of a hole: whether the compiler refuses the step with this one filled as it is."""
+
+    def is_refused(hole: int) -> bool:
+        others = [number for number in exercise.holes if number != hole]
+        return refused(loaded(exercise, others), exercise.path) is not None
+
+    return is_refused
 
 
 def loaded(exercise: Exercise, solved: Sequence[int] = ()) -> Step:
@@ -141,9 +216,9 @@ def _unloadable(exercise: Exercise, error: Unloadable) -> tuple[Diagnosis, int |
     """Python refuses the file."""
     text = linecache.getline(str(exercise.path), error.line).strip()
     where = f"{exercise.path.name}:{error.line}" + (f" `{text}`" if text else "")
-    advice = "Python cannot read the file: mend this line, or the one above it."
+    advice = error.advice
     if exercise.hole_at(error.line) is None and exercise.holes:
-        advice = "This line was not yours to change: put it back, or make the exercise anew."
+        advice = "This line is in no TODO: put back what was there, or make the exercise anew."
     diagnosis = Diagnosis("syntax", error.line, (f"{where}: {error.why}.", advice))
     return diagnosis, exercise.hole_at(error.line)
 
@@ -154,6 +229,9 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
     bad: list[tuple[int, Step, Trial]] = []
     if len(exercise.filled) == 1:
         bad = [(exercise.filled[0], step, trial)]
+    elif isinstance(trial.result, Fault) and trial.result.kind == Endless.__name__:
+        hole = exercise.hole_at(trial.result.line)  # not to wait again for each of them
+        bad = [(hole, step, trial)] if hole in exercise.filled else []
     elif exercise.filled:
         for hole in exercise.filled:
             others = [number for number in exercise.holes if number != hole]
@@ -161,7 +239,7 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
                 alone = loaded(exercise, others)
             except Unloadable:
                 continue
-            found = attempt(alone, trial.subject, exercise.path, PATIENCE)
+            found = attempt(alone, trial.subject, exercise.path)
             if not found.ok:
                 bad.append((hole, alone, found))
     own = exercise.filled
@@ -173,9 +251,7 @@ def _blamed(exercise: Exercise, step: Step, trial: Trial) -> tuple[Diagnosis, tu
     @cache
     def again(case: Case) -> Trial:
         subject = Subject(trial.subject.family, trial.subject.format, case)
-        return (
-            trial if subject == trial.subject else attempt(step, subject, exercise.path, PATIENCE)
-        )
+        return trial if subject == trial.subject else attempt(step, subject, exercise.path)
 
     wrong = diagnose(trial, step, exercise.reference, File(exercise.path, stands_in), again)
     return wrong, tuple(hole for hole, *_ in bad)
@@ -212,6 +288,7 @@ def lines(report: Report) -> list[str]:
 def _where(report: Report) -> list[str]:
     """Where to look, and what helps."""
     exercise, said = report.exercise, []
+    assert report.wrong is not None
     if report.hole is not None:
         line = f"{exercise.path.name}:{exercise.code_line(report.hole)}"
         if report.suspected and len(exercise.filled) > 1:
@@ -226,7 +303,7 @@ def _where(report: Report) -> list[str]:
         said.append(
             f"  HINT=1 shows the outline of TODO {report.hole}, SOLUTION=1 all of the step."
         )
-    elif exercise.filled:
+    elif exercise.filled and not report.wrong.line and report.wrong.cause != "compile":
         said.append(
             "  Each TODO is right by itself, together they are not: compare the names and shapes "
             "that one hands to the next."

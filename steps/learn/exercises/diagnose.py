@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from qformats import BLOCK
+from qformats import BLOCK, FORMATS
 from steps.checks.cases import Case
 from steps.contract import Step
-from steps.learn.exercises.beside import Beside, Finding
+from steps.learn.exercises.beside import Beside, Finding, which_blocks
 from steps.learn.exercises.faults import of_fault
 from steps.learn.exercises.suspects import PITFALLS, SAYS, suspected
 from steps.learn.exercises.trial import Array, Diagnosis, Fault, File, Subject, Trial, Values
@@ -26,6 +26,12 @@ ONE_BLOCK: Final = Case((3, 5, 32), "integer", 1)
 WIDE: Final = Case((32, 80, 64), "integer", 1)
 """With more rows than a tile of 64: what is out of range there is in range in small problems."""
 
+LARGEST: Final = Case((4, 4, 32), "extreme")
+"""One block of K with the largest sums."""
+
+RUN_OVER: Final = 1 << 16
+"""A sum that runs over the bits it has is off by a multiple of this, or of more."""
+
 FEW: Final = 12  # wrong outputs, up to which each is sought among the right values of others
 NEAR: Final = 1e-2  # relative: such an error is one of rounding
 
@@ -39,11 +45,19 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
         return of_fault(trial.result, trial.subject, step, file)
     at, v = str(trial.subject), trial.result
     if v.unwritten.any():
-        return Diagnosis("not written", 0, _unwritten(at, v.unwritten))
+        which = "" if v.unwritten.all() else which_blocks(step, trial.subject, file.path)
+        return Diagnosis("not written", 0, _unwritten(at, v.unwritten, which))
     if not np.isfinite(v.c).all():
         return _not_finite(trial.subject, v, step, right, file)
-    if v.terms is None:  # a step of another kind, whose weights are not those of the blocks
-        return Diagnosis("wrong value", 0, (f"{at}: {v.found.verdict}.",))
+    if v.terms is None:  # weights of blocks of 256, or that are not those of the blocks
+        m, n = v.found.worst
+        what = f"{at}: C[{m}, {n}] is {v.found.got:.6g}, expected {v.found.expected:.6g}."
+        fmt = FORMATS[trial.subject.format]
+        groups = (
+            f"A block of {fmt.name} has {fmt.elements} elements, and each {fmt.group} of them a "
+            "scale of their own: group g begins at element g * group."
+        )
+        return Diagnosis("wrong value", 0, (what, groups if fmt.elements != BLOCK else ""))
     if not v.bad.any():  # only as a whole: many small errors
         return Diagnosis("rounding", 0, (f"{at}: {v.found.verdict}.", _ROUNDING))
     m, n = _first(v.bad)
@@ -54,7 +68,12 @@ def diagnose(trial: Trial, step: Step, right: Step | None, file: File, again: Ag
         return Diagnosis(finding.cause, 0, (what, finding.says))
 
     if found := (
-        _suspected(v, again) or _by_a_factor(v) or _transposed(v) or _elsewhere(v) or _part_of_k(v)
+        _suspected(v, again)
+        or _run_over(trial, again)
+        or _by_a_factor(v)
+        or _transposed(v)
+        or _elsewhere(v)
+        or _part_of_k(v)
     ):
         return said(found)
     for case in (TELLING, WIDE):
@@ -103,7 +122,8 @@ def _first(bad: Array) -> tuple[int, int]:
 # --- outputs that are no numbers ------------------------------------------------------------------
 
 
-def _unwritten(at: str, missing: Array) -> tuple[str, str]:
+def _unwritten(at: str, missing: Array, which: str) -> tuple[str, str]:
+    """which: thread blocks that tell why, if they do."""
     m, n = missing.shape
     what = (
         f"{at}: {np.count_nonzero(missing)} of {missing.size} outputs are never stored to: "
@@ -111,6 +131,8 @@ def _unwritten(at: str, missing: Array) -> tuple[str, str]:
     )
     if missing.all():
         return what, "No thread stores to c: is the store there, and is its condition ever true?"
+    if which:
+        return what, which
     if missing[0, 0]:
         return what, "Does every thread with m < M and n < N come to the line that stores to c?"
     return what, (
@@ -128,6 +150,9 @@ def _not_finite(
         what = f"{subject}: the kernel adds to what C held before in {region(bad)}."
         advice = "C may hold anything: store the sum with =, not +=."
         return Diagnosis("added to", 0, (what, advice))
+    if v.terms is not None and v.bad.any() and (found := _elsewhere(v)):
+        what = f"{subject}: {np.count_nonzero(bad)} of {bad.size} outputs are no numbers."
+        return Diagnosis(found.cause, 0, (what, found.says))
     m, n = _first(bad)
     others = f"; so are {region(bad)}" if bad.size > 1 else ""
     what = f"{subject}: C[{m}, {n}] is {v.c[m, n]}{others}."
@@ -218,6 +243,9 @@ def _elsewhere(v: Values) -> Finding | None:
     if len(shifts) == 1:
         ((down, right),) = shifts
         said += f" Each is {abs(down)} rows and {abs(right)} columns away from where it belongs."
+    for which, what in ((1, "rows, of A and C,"), (0, "columns, of C, which are rows of W,")):
+        if all(shift[which] == 0 for shift in shifts):
+            said += f" So {what} are exchanged."
     return Finding("wrong place", said)
 
 
@@ -255,12 +283,38 @@ _ROUNDING: Final = (
 )
 
 
-def _integer_sum(v: Fault | Values) -> Finding | None:
-    """Of one block of K: by how much the sum of codes is wrong."""
+def _off_by(v: Fault | Values) -> Array | None:
+    """Of one block of K: by how much the sums of codes are wrong, where they are by integers."""
     if isinstance(v, Fault) or v.terms is None or v.terms.da is None or not v.bad.any():
         return None
     off = (v.c - v.expected) / (v.terms.da * v.terms.d[:, 0])
-    if np.abs(off - np.round(off)).max() > 1e-2:
+    return None if np.abs(off - np.round(off)).max() > 1e-2 else np.asarray(off)
+
+
+def _run_over(trial: Trial, again: Again) -> Finding | None:
+    """Sums that are off by what a field of so many bits loses."""
+    v = again(LARGEST).result
+    off = _off_by(v)
+    if off is None or isinstance(v, Fault) or (np.round(off).astype(int) % RUN_OVER).any():
+        return None
+    assert v.terms is not None
+    assert v.terms.q is not None
+    m, n = _first(v.bad)
+    dot = np.einsum("nbj,mbj->mn", v.terms.code, v.terms.q)
+    code = np.abs(v.terms.code).max()
+    said = (
+        f"An integer sum runs over: with codes and activations at their most (a block with codes "
+        f"up to {code:.0f} in magnitude, and 127) the sum of C[{m}, {n}] is {dot[m, n]:.0f}, and "
+        f"what comes out is off by {off[m, n]:+.0f}, {abs(off[m, n]) / RUN_OVER:.0f} x 2^16. Each "
+        f"product may come to {code * 127:.0f}: count how many of them the bits of a sum hold."
+    )
+    return Finding("sum runs over", said)
+
+
+def _integer_sum(v: Fault | Values) -> Finding | None:
+    """Of one block of K: by how much the sum of codes is wrong."""
+    off = _off_by(v)
+    if off is None or isinstance(v, Fault):
         return None
     m, n = _first(v.bad)
     said = f"In one block of K the integer sum of C[{m}, {n}] is off by {off[m, n]:+.0f}"

@@ -55,7 +55,7 @@ _GRID: Final = (
 def of_fault(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
     if fault.kind == "Race":
         return race(fault, subject, step, file)
-    what, where = f"{subject}: {fault.what}.", file.place(fault)
+    what, where = f"{subject}: {file.placed(fault.what)}.", file.place(fault)
     if fault.kind == "RuntimeError" and "changed its" in fault.what:
         return Diagnosis("operands changed", fault.line, (what, _CHANGED))
     if fault.what.startswith("grid is"):

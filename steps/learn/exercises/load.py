@@ -11,18 +11,28 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 from steps.contract import Kernel, Step
-from steps.learn.exercises.trial import line_of
+from steps.learn.exercises.trial import limit, line_of
 from steps.registry import find
+
+PATIENCE: Final = 10.0
+"""Seconds after which an import is taken to run for ever."""
 
 
 class Unloadable(Exception):
-    """The file cannot be imported; `line` of the file is where, `why` says what Python says."""
+    """The file cannot be imported; `line` of the file is where, `why` says what Python says, and
+    `advice` what to do."""
 
-    def __init__(self, line: int, why: str):
+    def __init__(
+        self,
+        line: int,
+        why: str,
+        advice: str = "Python cannot read the file: mend this line, or the one above it.",
+    ):
         super().__init__(f"line {line}: {why}")
-        self.line, self.why = line, why
+        self.line, self.why, self.advice = line, why, advice
 
 
 def load(text: str, path: Path, rows: Sequence[int]) -> Step:
@@ -37,17 +47,23 @@ def load(text: str, path: Path, rows: Sequence[int]) -> Step:
         tree = ast.parse(text, str(path))
     except SyntaxError as error:
         raise Unloadable(row(error.lineno), error.msg) from None
+    except (ValueError, MemoryError, RecursionError) as error:
+        raise Unloadable(1, f"Python cannot parse it ({type(error).__name__})") from None
     _place(tree, rows)
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module
     try:
-        exec(compile(tree, str(path), "exec"), module.__dict__)
+        with limit(PATIENCE, waits=True):
+            exec(compile(tree, str(path), "exec"), module.__dict__)
     except SyntaxError as error:
         raise Unloadable(error.lineno or 1, error.msg) from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit is no Exception
         why = f"{type(error).__name__}: {error}"
-        raise Unloadable(line_of(error, path) or 1, why) from None
+        advice = "The import of the file ends here, before its STEP can be used."
+        raise Unloadable(line_of(error, path) or 1, why, advice) from None
     step = getattr(module, "STEP", None)
     if isinstance(step, Step):
         return step

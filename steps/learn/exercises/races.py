@@ -137,6 +137,11 @@ def race(fault: Fault, subject: Subject, step: Step, file: File) -> Diagnosis:
     if seen is None:
         return Diagnosis("race", fault.line, said)
     theirs = "stores to it" if seen.stores else "loads it"
+    if seen.line == fault.line and seen.stores and mine.startswith("stores"):
+        advice = (
+            "Two threads come to this line with one index, and no barrier helps: each element of "
+            f"{found['name']} must have one thread that stores to it, that of its row or column."
+        )
     first = (
         f"{subject}: race on {element}: thread {thread} {mine} at "
         f"{file.line(fault.line)}, thread {other} {theirs} at {file.line(seen.line)}."

@@ -14,7 +14,7 @@ import numpy as np
 from steps.checks.verify import Prepared
 from steps.contract import Step
 from steps.driver.machines import Simulator
-from steps.learn.exercises.trial import PATIENCE, Array, Subject, limit, prepared_for
+from steps.learn.exercises.trial import Array, Subject, limit, patience, prepared_for
 from steps.simulator import banks
 from steps.simulator.arrays import CheckedArray, owner
 from steps.simulator.banks import APART, Gatherer
@@ -73,7 +73,7 @@ def run_again(step: Step, subject: Subject, **eyes: Any) -> Prepared:
     launch = prepared.launch
     with (
         suppress(Exception),
-        limit(PATIENCE),
+        limit(patience(subject.case)),
     ):  # of a faulty kernel what was seen until then is what counts
         simulate(
             launch.kernel,

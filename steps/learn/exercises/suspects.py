@@ -86,6 +86,10 @@ class Terms:
 
 
 SAYS: Final[Mapping[str, str]] = {
+    "offset of another format": (
+        "takes -8 or -16 times the scale for the offset, as in Q4_0 or Q5_0 (or takes 8 or 16 off "
+        "the codes and adds no offset)"
+    ),
     "no compensation": (
         "leaves out the offset of the weights, in W4A8 the compensation offset * s"
     ),
@@ -134,7 +138,12 @@ SAYS: Final[Mapping[str, str]] = {
     "offset subtracted": (
         "subtracts the offset; it is to be added, and is negative itself in Q4_0 and Q5_0"
     ),
-    "zero": "adds nothing up: every output is 0",
+    "scale and offset exchanged": (
+        "takes the offset of the weights for their scale, and their scale for the offset"
+    ),
+    "zero": (
+        "adds nothing up, or scales it by 0, as the offset of centred codes is: every output is 0"
+    ),
 }
 """Cause -> what completes "this is what a kernel computes that ...". The likelier one first: where
 two give the same values, the first is named."""
@@ -155,6 +164,11 @@ def suspected(t: Terms) -> Iterator[tuple[str, Array]]:
     yield "zero", 0 * t.product()
     yield "no compensation", t.product(z=0 * t.z)
     yield "compensated twice", t.product(z=2 * t.z)
+    yield "scale and offset exchanged", t.product(d=t.z, z=t.d)
+    if t.fmt.name not in ("q4_0", "q5_0"):
+        yield from (("offset of another format", t.product(z=-c * t.d)) for c in (8, 16))
+    elif t.fmt.name == "q5_0":
+        yield "offset of another format", t.product(z=-8 * t.d)
     yield "offset subtracted", t.product(z=-t.z)
     yield "no scale of the weights", t.product(d=np.ones_like(t.d))
     yield from _of_codes(t)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import stat
 import textwrap
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
@@ -26,6 +27,7 @@ from steps.contract import Step
 from steps.registry import find, ladder, path_of, source
 
 WIDTH: Final = 100
+MOST_BYTES: Final = 1 << 20  # of an exercise
 INSTEAD: Final = "pass"  # stands in for the step's own lines
 _PHASE: Final = re.compile(r" +# --- (?P<text>.*\S)")
 _TODO: Final = re.compile(r" *# (?P<end>end of )?TODO (?P<number>\d+)\b")
@@ -270,8 +272,15 @@ class Exercise:
     @classmethod
     def read(cls, path: Path) -> Exercise:
         """OSError where it cannot be read, ExerciseError where it is no text."""
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ExerciseError(f"{path} is a folder, pipe or device: name a file")
+        if found.st_size > MOST_BYTES:
+            raise ExerciseError(
+                f"{path} has {found.st_size} bytes: an exercise has {MOST_BYTES} at most"
+            )
         try:
-            return cls(path, path.read_text(encoding="utf-8"))
+            return cls(path, path.read_text(encoding="utf-8-sig"))
         except UnicodeDecodeError:
             raise ExerciseError(f"{path} is no Python file: it is not UTF-8 text") from None
 

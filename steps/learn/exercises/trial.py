@@ -21,7 +21,7 @@ from steps import contract
 from steps.checks.cases import Case
 from steps.checks.run import drawn
 from steps.checks.verify import Prepared, multiply, operands, prepare, require_unchanged
-from steps.contract import Family, Step, scheme
+from steps.contract import Family, Step, ceil_div, scheme
 from steps.driver.machines import Simulator
 from steps.kernels.parts.activations.layouts import inputs
 from steps.learn.exercises.suspects import Terms
@@ -35,8 +35,12 @@ QUIET: Final = {4: 1 << 22, 2: 1 << 9}
 quiet. What still has it was never stored to; a sum with it is the quiet NaN, so a kernel that
 computes C += is noticed."""
 
-PATIENCE: Final = 60.0
-"""Seconds after which a trial is taken to run for ever; right ones take a few."""
+PATIENCE: Final = 5.0
+"""Seconds of processor time after which a trial of one tile is taken to run for ever; of more, see
+`patience`."""
+
+PRODUCTS: Final = 200_000
+"""Of whole tiles, that the simulator is sure to do in a second."""
 
 _WHERE: Final = re.compile(
     r"(?P<what>.*) \[block \((?P<block>[^)]*)\), thread \((?P<thread>[^)]*)\), .*\]", re.DOTALL
@@ -56,7 +60,8 @@ class Subject:
     def __str__(self) -> str:
         m, n, k = self.case.shape
         what = "one block, by hand" if self.case.distribution == "golden" else ""
-        what = what or ("small integers" if self.case.distribution == "integer" else "floats")
+        kinds = {"integer": "small integers", "extreme": "codes and activations at their most"}
+        what = what or kinds.get(self.case.distribution, "floats")
         what += f", on {self.sms} SM" if self.sms else ""
         return f"{scheme(self.format, self.family)} {self.format}, M={m} N={n} K={k} ({what})"
 
@@ -103,6 +108,11 @@ class File:
         if line in self.stands_in:
             text = f"(the step's own code for TODO {self.stands_in[line]})"
         return f"{self.path.name}:{line} {text}"
+
+    def placed(self, text: str) -> str:
+        """A sentence of the simulator, with its lines of the file as `line` has them."""
+        places = re.compile(rf"{re.escape(self.path.name)}:(\d+) `[^`]*`")
+        return places.sub(lambda found: self.line(int(found[1])), text)
 
     def place(self, fault: Fault) -> str:
         """ "It happens at file:line `text`, in thread (1, 0, 0) of block (0, 0, 0)."; "" where no
@@ -155,11 +165,18 @@ class Trial:
         return isinstance(self.result, Values) and self.result.found.ok
 
 
-def attempt(step: Step, subject: Subject, path: Path, patience: float) -> Trial:
+def patience(case: Case) -> float:
+    """Seconds of processor time after which a trial is taken to run for ever; right ones take a
+    quarter at most."""
+    m, n, k = case.shape
+    return PATIENCE + (ceil_div(m, 32) * ceil_div(n, 32) * 1024 * k) / PRODUCTS
+
+
+def attempt(step: Step, subject: Subject, path: Path) -> Trial:
     """Run the step of the file at `path` on the subject."""
     problem, machine = subject.problem_for(step), Simulator(subject.case.order)
     try:
-        with limit(patience):
+        with limit(patience(subject.case)):
             prepared = prepared_for(step, subject, machine)
             size = prepared.out.itemsize
             out = prepared.out.view(f"u{size}")
@@ -245,9 +262,9 @@ class Endless(SimulatorError):
 
 
 @contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    """Endless in whatever runs after so long: in the lane that does. (Only a main thread has
-    signals, and not on every system.)"""
+def limit(seconds: float, waits: bool = False) -> Iterator[None]:
+    """Endless in whatever has taken so much processor time: in the lane that does; or so long,
+    where it may wait for something. (Only a main thread has signals, and not on every system.)"""
     if threading.current_thread() is not threading.main_thread() or not hasattr(
         signal, "setitimer"
     ):
@@ -255,12 +272,14 @@ def limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Endless(f"still running after {seconds:g} seconds")
+        raise Endless(f"still running after {seconds:.0f} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    which = signal.ITIMER_REAL if waits else signal.ITIMER_PROF
+    number = signal.SIGALRM if waits else signal.SIGPROF
+    before = signal.signal(number, stop)
+    signal.setitimer(which, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(which, 0)
+        signal.signal(number, before)
