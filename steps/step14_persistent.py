@@ -3,7 +3,7 @@
 What is new
     A thread block of step 13 multiplies one tile and ends. With 128 tokens and 4096 features there
     are 32 tiles of 128 x 128, so that 100 of 132 SMs would be idle, and step 13 takes tiles of 32
-    tokens, each of which unpacks all weights again. Here tiles stay large. All of them, each with
+    tokens, each of which unpacks all weights again. Here tiles stay larger. All of them, each with
     its steps along K, are laid end to end, and every block takes an equal range of that line:
     stream-K, as in step 10. Where there are fewer tiles than SMs, the number of blocks is a
     multiple of theirs, so that the parts of a tile end together. Four blocks, two tiles:
@@ -22,10 +22,14 @@ What is new
 
         producer     [copies of tile 0 ][copies of tile 1 ] wait [copies ...
         consumers      [multiply tile 0 ][store][multiply tile 1 ][store]
+
+    Launches *overlap*: the blocks of the next one begin where an SM is free, copy weights, which do
+    not depend on this one, and wait for its end (griddepcontrol) before they touch anything else.
 Why it should help
-    With 128 tokens step 13 unpacks every weight four times. Here four blocks share a tile, and each
-    unpacks a quarter of its weights once: expect 12.1 us at (128,4096,4096), 1.3x, and 2x at K =
-    14336, where the partial sums cost the same and the products more.
+    With 128 tokens step 13 unpacks every weight four times. At K = 14336 four blocks share a tile
+    of 128 x 128 here, and each weight is unpacked once: expect 2x. At K = 4096 a block would have
+    eight steps and then as long a wait for the sums of four; so tiles have 64 tokens there, two
+    blocks share one, and weights are unpacked twice: expect 12.1 us, 1.3x.
 What it costs
     Scratch memory for two tiles of each block, one in which its range begins and one in which it
     ends, and their traffic to the L2. With 512 tokens there is a tile for each SM: nothing to gain.
@@ -56,6 +60,8 @@ from steps.instructions import (
     fence,
     fence_mbarrier_init,
     floats_to_halves,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     load_f32,
     load_f32x4,
     load_u32x4,
@@ -83,6 +89,7 @@ from steps.instructions import (
 )
 
 BLOCK_M: Final = 128  # tokens of a tile of C, at most: 64 sums a thread
+FEW_STEPS: Final = 16  # of a block: with fewer, tiles of 64 tokens, whose sums are half as many
 BLOCK_N: Final = TILE_GROUP * TILE_ROWS  # features: 128, whose weights are one piece of memory
 BLOCK_K: Final = TILE_K  # of a stage: 128
 WARPGROUP: Final = 128  # threads
@@ -164,13 +171,14 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
                 # --- wait until the stage is empty
                 mbarrier_wait(memory, empty + MBARRIER * stage, parity ^ 1)
 
-                # --- issue its copies: two boxes of tokens, and the weights in one piece
+                # --- issue its copies: the weights in one piece, and two boxes of tokens
                 bar, k, to = int32(full + MBARRIER * stage), int32(step * BLOCK_K), stage * a_bytes
                 mbarrier_arrive_expect(memory, bar, a_bytes + w_bytes)
-                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
-                tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), int32(m0), memory, bar)
                 source = int64(tile_n * steps + step) * w_bytes
                 bulk_copy(memory, weights_begin + stage * w_bytes, w, source, w_bytes, memory, bar)
+                griddepcontrol_wait()  # A may be made by the launch before this one; W is not
+                tensor_copy(memory, to, a, k, int32(m0), memory, bar)
+                tensor_copy(memory, to + box_bytes, a, int32(k + BOX_K), int32(m0), memory, bar)
                 stage, parity = next_stage(stage, parity)
                 step = int32(step + 1)
 
@@ -250,9 +258,15 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             arrived[tile_id] = 0  # for the next launch
 
         # --- add up, in the order of K
+        own = cuda.local.array(n_acc, float32)
         for r in range(n_acc):
+            own[r] = x[r]
             x[r] = 0
         for i in range(others + 1):
+            if first + i == block:  # these never left the registers
+                for r in range(n_acc):
+                    x[r] += own[r]
+                continue
             place = int64(2 * (first + i) + (slot if i == 0 else 0)) * tile_sums + 4 * t
             for r in range(0, n_acc, 4):
                 y = load_f32x4(partials, place + r * CONSUMERS)
@@ -289,6 +303,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
                 mbarrier_init(memory, empty + MBARRIER * stage, CONSUMER_WARPS)
             fence_mbarrier_init()
         cuda.syncthreads()  # the only barrier of all threads
+        griddepcontrol_launch_dependents()  # whoever finds an SM free
 
         # --- the producer's warpgroup: one thread works, and nobody needs registers
         if warp >= CONSUMER_WARPS:
@@ -299,6 +314,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
         # --- the consumers: tile after tile
         more_registers()
+        griddepcontrol_wait()  # that launch may still use the partial sums and counters
         x = cuda.local.array(n_acc, float32)
         stage, parity = int32(0), int32(0)
         row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
@@ -354,11 +370,15 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
 def tiling(shape: Shape) -> tuple[int, int, int]:
     """(tokens of a tile, tiles, thread blocks)."""
-    block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # less than 128 where tokens are few
-    tiles, sms = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m), multiprocessors()
+    sms, steps = multiprocessors(), ceil_div(shape.k, BLOCK_K)
+    for most in (BLOCK_M, BLOCK_M // 2):
+        block_m = min(most, ceil_div(shape.m, 16) * 16)  # less where tokens are few
+        tiles = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m)
+        if tiles * steps >= FEW_STEPS * sms:
+            break
     if tiles >= sms:
         return block_m, tiles, sms
-    parts = min(sms // tiles, ceil_div(shape.k, BLOCK_K))  # of a tile, all of one size
+    parts = min(sms // tiles, steps)  # of a tile, all of one size
     return block_m, tiles, tiles * parts
 
 
@@ -377,7 +397,7 @@ def launch(
     (a,), steps = activations, ceil_div(shape.k, BLOCK_K)
     share, extra = divmod(tiles * steps, blocks)  # of all work items, for each block
     args = (TensorMap(a, (block_m, BOX_K)), *weights, out, steps, share, extra, *scratch)
-    return Launch(run, (blocks,), (THREADS,), args, shared_bytes)
+    return Launch(run, (blocks,), (THREADS,), args, shared_bytes, overlap=True)
 
 
 STEP = Step(
