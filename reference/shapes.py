@@ -22,6 +22,7 @@ CHECK_SHAPES: Final[tuple[Shape, ...]] = (
     (65, 4, 64),
     (2, 130, 64),
     (130, 2, 64),
+    (1, 3, 4256),  # rings of decode, whose warps share K, are filled again
 )
 
 # Shapes for a GPU: ragged against tiles of 16/32/64/128 in M and N, and K % 256 != 0 nearly
@@ -45,6 +46,7 @@ GPU_CHECK_SHAPES: Final[tuple[Shape, ...]] = (
     (257, 384, 1056),
     (300, 800, 2144),
     (512, 500, 1024),
+    (3, 40, 9248),
 )
 
 # Decode (1, 8, 16), a batch of 128, and prefill (512, 4096) on the (N, K) of an 8-billion-parameter

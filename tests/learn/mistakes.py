@@ -160,5 +160,11 @@ MISTAKES = (
     ),
     Mistake(12, "            fence_proxy_async()", "            #", "race"),
     Mistake(12, "descriptor + a_bytes // CHUNK", "descriptor + a_bytes", "nan"),
-    Mistake(17, "            finish(acc)\n", "", "part of K", "K 32 to 127, K 160 to 255"),
+    Mistake(
+        17,
+        "            cuda.syncwarp()\n            if p + SLOTS < pieces:\n",
+        "            if p + SLOTS < pieces:\n",
+        "race",
+    ),
+    Mistake(18, "8 * chunk", "4 * chunk", "misaligned"),
 )

@@ -55,9 +55,11 @@ DEEP: Final = (
     Case((2, 3, 672), "integer", 5),
     Case((1, 300, 672), "integer", 7, 1),
     Case((40, 20, 288), "normal", 8, 2),
+    Case((1, 3, 4256), "integer", 9, 1),
 )
 """More of K than a ring of four stages holds, more features than the warps of a block take at once,
-and large tiles: for the steps with rings, on one SM, which then has all of the work."""
+large tiles, and more of K than the rings of all warps: for the steps with rings, on one SM, which
+then has all of the work."""
 
 OTHERS: Final = Case((2, 3, 64), "integer", 6)
 """Of each other format, after its golden case."""
