@@ -134,6 +134,17 @@ def one_work(args: Namespace) -> Work:
     return select((step,), formats_of(args.format), family, output=dtype_of(args))[0]
 
 
+def require_compilable(arch: str) -> None:
+    """UsageError for an architecture that the compiler has not."""
+    from numba.cuda.cudadrv import nvrtc
+
+    from steps.compile.compiler import OLDEST, architecture
+
+    known = [architecture(cc) for cc in nvrtc.get_supported_ccs() if cc >= OLDEST]
+    if arch not in known and f"{arch}a" not in known:
+        raise UsageError(f"the compiler has no architecture {arch!r}: it has {', '.join(known)}")
+
+
 def dtype_of(args: Namespace) -> str | None:
     """The dtype of C, and of A where a step reads it: --dtype, or None for the step's own."""
     asked: str | None = getattr(args, "dtype", None)

@@ -15,7 +15,15 @@ from results.render.table import Column
 from steps.checks.cases import require_depth
 from steps.checks.select import UsageError
 from steps.cli import exercises
-from steps.cli.arguments import dtype_of, home_shapes_of, input_of, one_step, one_work, refusing
+from steps.cli.arguments import (
+    dtype_of,
+    home_shapes_of,
+    input_of,
+    one_step,
+    one_work,
+    refusing,
+    require_compilable,
+)
 from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.learn.exercises.advice import refused
@@ -104,7 +112,7 @@ def sass(args: Namespace) -> int:
 
 
 def _print_code(args: Namespace, kind: str) -> int:
-    from steps.compile.compiler import machine_code, signature_of
+    from steps.compile.compiler import capability, machine_code, signature_of
 
     work = exercises.own_work(args) if args.file else one_work(args)
     if args.file and (no := refused(work.step, args.file)):
@@ -116,6 +124,8 @@ def _print_code(args: Namespace, kind: str) -> int:
         raise UsageError(f"{work} has no activation pass: its kernel reads A as it is")
     launch = before[0] if args.activations else own
     with refusing(ValueError, RuntimeError):
+        capability(args.arch)
+        require_compilable(args.arch)
         code = machine_code(launch.kernel, signature_of(launch.args), args.arch)
     text = code.ptx if kind == "ptx" else code.sass
     m, n, k = shape

@@ -18,11 +18,17 @@ from qformats import FILE_FORMATS, WEIGHT_FORMATS
 from results.render import table
 from results.render.table import Column
 from steps.checks.select import UsageError
-from steps.cli.arguments import formats_of, machines, refusing, require_blocks
+from steps.cli.arguments import (
+    formats_of,
+    machines,
+    refusing,
+    require_blocks,
+    require_compilable,
+)
 from steps.cli.gguf_weights import tensors_of
 from steps.cli.run import remark
 from steps.compile import kernel_cache
-from steps.compile.compiler import architecture, capability, compiled, require_known
+from steps.compile.compiler import architecture, capability, compiled
 from steps.compile.kernel_cache import MOST_BYTES, VARIABLE, Entry, folder_or_why
 from steps.compile.parallel_compile import compile_ahead, missing_kernels
 from steps.contract import FLOATS, H200_SMS
@@ -72,8 +78,8 @@ def _gpu(args: Namespace) -> Any:
     """The current GPU; with --arch one of that architecture with the SMs of an H200."""
     if args.arch:
         with refusing(ValueError):
-            require_known(args.arch)
             cc = capability(args.arch)[:2]
+        require_compilable(args.arch)
         return SimpleNamespace(name=args.arch, cc=cc, sms=H200_SMS)
     _, machine, _ = machines("gpu")
     return machine(0)

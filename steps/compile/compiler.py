@@ -29,7 +29,7 @@ from cuda import pathfinder
 from numba.cuda import codegen, dispatcher, types
 from numba.cuda.core import sigutils
 from numba.cuda.core.compiler_lock import global_compiler_lock
-from numba.cuda.cudadrv import driver, nvrtc
+from numba.cuda.cudadrv import driver
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import Purpose, typeof
@@ -97,7 +97,6 @@ def machine_code(
     """
     if not isinstance(kernel, CUDADispatcher) or kernel.targetoptions.get("device"):
         raise TypeError(f"machine_code takes a @cuda.jit kernel, not {kernel!r}")
-    require_known(arch)
     argument_types, _ = sigutils.normalize_signature(signature)
     return _machine_code(kernel, tuple(argument_types), arch, line_info)
 
@@ -188,15 +187,6 @@ def capability(arch: str) -> tuple[int, int, str]:
             f"the architecture is {arch!r}: it must be sm_75 or a later one, such as sm_90a"
         )
     return int(match[1]), int(match[2]), match[3]
-
-
-def require_known(arch: str) -> None:
-    """ValueError for an architecture that the compiler has not."""
-    major, minor, suffix = capability(arch)
-    known = nvrtc.get_supported_ccs()
-    if (major, minor) not in known or (suffix and (major, minor) < (9, 0)):
-        names = ", ".join(architecture(cc) for cc in known if cc >= OLDEST)
-        raise ValueError(f"the compiler has no architecture {arch!r}: it has {names}")
 
 
 def architecture(cc: tuple[int, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -105,6 +106,41 @@ def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
     us = query.baseline_us(run, query.CUBLAS, "q4_0", first.shape)
     least = (first.limit_share or 0) * (first.kernel_us or 0)
     assert line_of(decode) == pytest.approx(least / (us or 0))
+
+
+def test_a_step_at_another_shape_has_cublas_at_that_shape(run) -> None:
+    """Step 14's home has fewer tokens than its panel's: there cuBLAS has less to do, too."""
+    color = style.BASELINE_COLORS[query.CUBLAS]
+    with mpl.rc_context(style.STYLE):
+        axes = ladder.draw(run).axes[2]
+    rungs = query.ladder(run)[2].rungs
+    (y,) = (y for y, rung in enumerate(rungs) if rung.away)
+    lines = [line for line in axes.lines if line.get_color() == color]
+    own = [line for line in lines if min(line.get_ydata()) < y < max(line.get_ydata())]
+    at = {x for line in own for x in line.get_xdata()}
+    shape = rungs[y].row.shape
+    us = query.baseline_us(run, query.CUBLAS, "q4_0", shape)
+    assert sorted(at) == pytest.approx([2 * math.prod(shape) / us * 1e-6])
+
+
+def test_no_share_of_the_bandwidth_is_drawn_beyond_all_of_it(run) -> None:
+    rows = tuple(
+        replace(row, limit_share=1.04) if row.format == "q8_0" else row for row in run.rows
+    )
+    with mpl.rc_context(style.STYLE):
+        decode = ladder.draw(replace(run, rows=rows)).axes[-1]
+    bands = [line for line in decode.lines if line.get_linewidth() == 9]
+    assert max(max(line.get_xdata()) for line in bands) == 1.0
+
+
+def test_the_name_of_a_line_leads_to_its_end() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    style.named_ends(axes, [((0.3, 0.5), "early", "red"), ((1.0, 0.5), "late", "blue")], 0.1)
+    early, late = axes.texts
+    assert (early.xy, late.xy) == ((0.3, 0.5), (1.0, 0.5))
+    assert early.arrow_patch.get_linestyle() != late.arrow_patch.get_linestyle()
 
 
 # --- the others -----------------------------------------------------------------------------------
@@ -215,7 +251,13 @@ def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files
     text = text_of(files["roofline.svg"])
     assert "memory, 4.35 TB/s" in text
     assert all(f"M={row.M}" in text for row in rows)
-    assert "int8 tensor cores, 1600" in text
+    assert "int8 tensor cores\n1600" in text
+    with mpl.rc_context(style.STYLE):
+        (axes,) = roofline.draw(run).axes
+    for line in axes.lines[:5]:
+        xs = list(line.get_xdata())
+        assert xs == sorted(xs), "one point for each M, from left to right"
+        assert line.get_markerfacecolor() == "none", "no point hides another"
 
 
 # --- what is missing ------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def _plot(axes: Axes, curves: Sequence[Curve], **looks: Any) -> None:
         line = {"color": COLORS[label], "linestyle": DASHES.get(label, "-")}
         axes.plot(*zip(*points, strict=True), **looks.get(label, {}), **line)
         place = axes.transAxes.inverted().transform(axes.transData.transform(points[-1]))
-        ends.append((float(place[1]), label, COLORS[label]))
+        ends.append(((float(place[0]), float(place[1])), label, COLORS[label]))
     style.named_ends(axes, ends, 0.17 / PANEL)
 
 

@@ -20,6 +20,7 @@ from results.render.table import (
     percent,
     ratio,
 )
+from steps.contract import Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,8 @@ LABELS: Final = 0.42  # the names of two baselines
 AXIS: Final = 0.5  # tick labels and the axis' name
 NOTES: Final = (
     "Hollow: the parent at the same shape. Pale: all formats. Orange: requantized\n"
-    "weights, less exact. Steps and cuBLAS: the kernel alone."
+    "weights, less exact. Steps and cuBLAS: the kernel alone, at each line's own M.\n"
+    "Shares end at 100 %: the bandwidth is a measurement, too."
 )
 
 
@@ -54,7 +56,7 @@ def draw(run: Run) -> Figure:
     panels = ladder(run)
     heights = [_height(panel, i, panels) for i, panel in enumerate(panels)]
     format_name = panels[0].rungs[0].row.format.upper()
-    height = style.HEAD + sum(heights) + 0.46
+    height = style.HEAD + sum(heights) + 0.62
     figure = style.new_figure(height, TITLE, run, format_name)
     prefill = [panel for panel in panels if panel.branch != DECODE]
     limits = _limits(run, prefill)
@@ -72,9 +74,9 @@ def draw(run: Run) -> Figure:
         names = [short(r.row) + (f", M={r.row.M}" if r.away else "") for r in panel.rungs]
         style.row_names(axes, LEFT, ACROSS, [(name, style.INK) for name in names])
         if decode:
-            axes.set_xlim(0, 1.05)  # a limit is a measurement, too: chained launches pass it by 2 %
+            axes.set_xlim(0, 1.05)
             axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])
-            label = f"time to read the {format_name} weights once / time"
+            label = "time to read the format's weights once / time"
         else:
             axes.set_xscale("log")
             axes.set_xlim(*limits)
@@ -112,9 +114,10 @@ def _work(panel: Panel) -> float:
     return 2 * math.prod(panel.home) * 1e-6
 
 
-def _baselines_us(run: Run, panel: Panel) -> dict[str, float]:
-    name = panel.rungs[0].row.format
-    return {each: us for each in BASELINES if (us := baseline_us(run, each, name, panel.home))}
+def _baselines_us(run: Run, panel: Panel, shape: Size | None = None) -> dict[str, float]:
+    """At the panel's shape, or at another one."""
+    name, at = panel.rungs[0].row.format, shape or panel.home
+    return {each: us for each in BASELINES if (us := baseline_us(run, each, name, at))}
 
 
 def _lines(run: Run, axes: Axes, panel: Panel, labelled: bool) -> None:
@@ -136,18 +139,25 @@ def _lines(run: Run, axes: Axes, panel: Panel, labelled: bool) -> None:
         known = (r.limit_share * r.kernel_us for r in rows if r.limit_share and r.kernel_us)
         scale, written = next(known, 0.0), {name: f"{number(us)} us" for name, us in times.items()}
     if scale:
-        _baselines(axes, {name: scale / us for name, us in times.items()}, labelled, written)
+        away = [y for y, rung in enumerate(panel.rungs) if rung.away]
+        _baselines(axes, {name: scale / us for name, us in times.items()}, labelled, written, away)
+    for y, rung in enumerate(panel.rungs):
+        if rung.away and not decode:  # at a shape of its own cuBLAS is as fast as it is there
+            for name, us in _baselines_us(run, panel, rung.row.shape).items():
+                own = [2 * math.prod(rung.row.shape) * 1e-6 / us] * 2
+                axes.plot(own, [y - 0.45, y + 0.45], **_line_of(name))
     if labelled:
         _texts(axes, -0.72, (unit, "x parent"), va="baseline", fontsize=8.5, color=style.FAINT)
 
 
 def _dumbbell(axes: Axes, y: int, rung: Rung, field: str) -> None:
     """From the parent's figure to the step's, and how far the formats lie apart."""
-    values = [value for row in rung.every if (value := getattr(row, field))]
+    most = 1.0 if field == "limit_share" else math.inf
+    values = [min(value, most) for row in rung.every if (value := getattr(row, field))]
     own = getattr(rung.row, field)
     color = style.BLUE if rung.row.accuracy == "exact" else style.ORANGE
     if values:
-        looks: dict[str, Any] = {"linewidth": 9, "solid_capstyle": "round", "zorder": 1.5}
+        looks: dict[str, Any] = {"linewidth": 9, "solid_capstyle": "butt", "zorder": 1.5}
         axes.plot([min(values), max(values)], [y, y], color=color, alpha=0.22, **looks)
     if own is None:
         return
@@ -165,22 +175,31 @@ def _texts(axes: Axes, y: float, texts: Iterable[str], **looks: Any) -> None:
         style.beside(axes, 1 + inches / ACROSS, y, text, ha="right", **looks)
 
 
+def _line_of(name: str) -> dict[str, Any]:
+    looks = {"color": style.BASELINE_COLORS[name], "linestyle": style.BASELINE_DASHES[name]}
+    return {**looks, "linewidth": 1.5, "zorder": 1.8}
+
+
 def _baselines(
-    axes: Axes, values: dict[str, float], labelled: bool, written: dict[str, str]
+    axes: Axes,
+    values: dict[str, float],
+    labelled: bool,
+    written: dict[str, str],
+    away: Sequence[int],
 ) -> None:
     """One line for each, named above the panel at its left, the one farther right higher up: so no
-    line runs through a name."""
+    line runs through a name. It leaves out the lines `away`, of other shapes."""
     count = axes.get_ylim()[0] + 0.5
     for row, (name, value) in enumerate(sorted(values.items(), key=lambda pair: pair[1])):
-        looks: dict[str, Any] = {"color": style.BASELINE_COLORS[name]}
         rise = 0.0
         if labelled:
             rise = (0.06 + 0.18 * row) / LINE
-            text = f"{BASELINES[name]} {written[name]} "
-            axes.text(value, -0.5 - rise, text, ha="right", va="bottom", fontsize=9, **looks)
+            text, color = f"{BASELINES[name]} {written[name]} ", style.BASELINE_COLORS[name]
+            axes.text(value, -0.5 - rise, text, ha="right", va="bottom", fontsize=9, color=color)
             rise += 0.13 / LINE
-        looks |= {"linestyle": style.BASELINE_DASHES[name], "linewidth": 1.5, "zorder": 1.8}
-        axes.plot([value, value], [count - 0.5, -0.5 - rise], clip_on=False, **looks)
+        ends = [-0.5 - rise, *(y + part for y in sorted(away) for part in (-0.5, 0.5)), count - 0.5]
+        for top, bottom in zip(ends[::2], ends[1::2], strict=True):
+            axes.plot([value, value], [top, bottom], clip_on=False, **_line_of(name))
 
 
 def tell(run: Run) -> tuple[str, Table]:

@@ -22,7 +22,7 @@ ROOFS: Final = ("fp32", "dp4a", "tensor_fp16", "tensor_int8")
 COLORS: Final = (style.BLUE, style.GREEN, style.ORANGE, style.PINK, style.YELLOW, "#56B4E9")
 MARKS: Final = ("o", "^", "s", "D", "v", "P")
 PANEL: Final = 4.4
-LEFT, RIGHT = 0.76, 0.25
+LEFT, RIGHT = 0.76, 1.65
 
 
 def rows_of(run: Run) -> list[Row]:
@@ -46,6 +46,14 @@ def intensity(row: Row) -> float:
     return (row.tflops or 0.0) * 1e3 / (row.gbps or 1.0)
 
 
+def fastest(rows: list[Row], step: int) -> list[Row]:
+    """Of a step the fastest row of each M, in its order: families and dtypes of C are several."""
+    best: dict[int, Row] = {}
+    for row in sorted((row for row in rows if row.step == step), key=lambda row: row.tflops or 0.0):
+        best[row.M] = row
+    return [best[m] for m in sorted(best)]
+
+
 def draw(run: Run) -> Figure:
     rows = rows_of(run)
     height = style.HEAD + PANEL + 0.75
@@ -60,10 +68,11 @@ def draw(run: Run) -> Figure:
     y0, y1 = min(speeds) / 2.2, max([*speeds, *roofs.values()]) * 1.7
     handles = []
     for i, step in enumerate(sorted({row.step for row in rows})):
-        own = sorted((row for row in rows if row.step == step), key=lambda row: row.M)
+        own = fastest(rows, step)
         points = zip(*((intensity(row), row.tflops or 0.0) for row in own), strict=True)
         looks: dict[str, Any] = {"marker": MARKS[i % len(MARKS)], "color": COLORS[i % len(COLORS)]}
-        handles += axes.plot(*points, linewidth=1.3, markersize=6, label=short(own[0]), **looks)
+        looks |= {"markerfacecolor": "none", "markeredgewidth": 1.4}  # none hides another
+        handles += axes.plot(*points, linewidth=1.1, markersize=6.5, label=short(own[0]), **looks)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(x0, x1)
@@ -85,7 +94,7 @@ def _tokens(axes: Axes, rows: list[Row]) -> None:
     ms = sorted({row.M for row in rows})
     columns = [[intensity(row) for row in rows if m == row.M] for m in ms]
     middles = [sum(math.log(x / x0) / width for x in each) / len(each) for each in columns]
-    for m, middle in zip(ms, style.spread(middles, 0.12), strict=True):
+    for m, middle in zip(ms, style.spread(middles, 0.165), strict=True):
         place: dict[str, Any] = {"transform": axes.transAxes, "ha": "center"}
         axes.text(middle, 0.02, f"M={m}", fontsize=9, color=style.FAINT, **place)
 
@@ -103,13 +112,14 @@ def _roofs(axes: Axes, bandwidth: float, roofs: dict[str, float]) -> None:
         looks: dict[str, Any] = {"rotation": angle, "rotation_mode": "anchor", "fontsize": 9}
         at, text = x0 * 1.5, f"memory, {bandwidth:.2f} TB/s"
         axes.text(at, at * bandwidth * 1.2, text, **looks)
+    bottom = axes.get_ylim()[0]
+    ends = []
     for unit, roof in roofs.items():
         start = max(x0, roof / bandwidth) if bandwidth else x0
         axes.plot([start, x1], [roof, roof], **line)
-        looks = {"va": "bottom", "ha": "right", "fontsize": 9}
-        looks["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.75}
-        text = f"{UNITS.get(unit, unit)}, {number(roof)}"
-        axes.text(x1 / 1.04, roof * 1.03, text, **looks)
+        height = math.log(roof / bottom) / math.log(top / bottom)
+        ends.append(((1.0, height), f"{UNITS.get(unit, unit)}\n{number(roof)}", style.INK))
+    style.named_ends(axes, ends, 0.34 / PANEL)
 
 
 def tell(run: Run) -> tuple[str, Table]:
@@ -118,8 +128,7 @@ def tell(run: Run) -> tuple[str, Table]:
     first = max((row for row in rows if few == row.M), key=lambda row: row.gbps or 0)
     last = max((row for row in rows if many == row.M), key=lambda row: row.tflops or 0)
     curves = {
-        short(row): [(own.M, own.tflops or 0) for own in rows if own.step == row.step]
-        for row in rows
+        short(row): [(own.M, own.tflops or 0) for own in fastest(rows, row.step)] for row in rows
     }
     return (
         f"Under the limits measured on this GPU, N x K = {dims(rows[0].shape[1:])}: "

@@ -145,21 +145,28 @@ def plain_log(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def named_ends(axes: Any, ends: Sequence[tuple[float, str, Any]], gap: float) -> None:
-    """Each line by its name beside its right end. ends: (height in axes, name, colour); names are
-    at least `gap` apart."""
-    heights = spread([end for end, _, _ in ends], gap)
+def named_ends(axes: Any, ends: Sequence[tuple[tuple[float, float], str, Any]], gap: float) -> None:
+    """Each line by its name right of the axes, and a thin line from there to its end. ends: (where
+    it ends, in axes; name; colour); names are at least `gap` apart."""
+    heights = spread([end[1] for end, _, _ in ends], gap)
     for (end, label, color), y in zip(ends, heights, strict=True):
+        dashes = "-" if end[0] > 0.95 else (0, (1, 3))  # that of a line that ends early is no data
         axes.annotate(
             label,
-            xy=(1, end),
+            xy=end,
             xycoords="axes fraction",
             xytext=(1.045, y),
             textcoords="axes fraction",
             va="center",
             fontsize=9.5,
             color=color,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.7,
+                "linestyle": dashes,
+                "relpos": (0, 0.5),
+            },
             annotation_clip=False,
         )
 
