@@ -234,6 +234,7 @@ def _quality(args: Namespace, do: Any, _: Any) -> tuple[dict[str, Any], int]:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
     vocabulary = _vocabulary(file)
     parts = quality.chunks(vocabulary.ids(text, whole=False), vocabulary.begin)[: args.chunks]
+    file.room(parts[0][:-1])
     device = "cpu" if args.reference else "cuda"
     makers = []
     for name, accuracy, family in (

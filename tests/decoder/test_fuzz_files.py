@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 COUNT = 2000
 
 
+@pytest.mark.slow
 def test_changed_files_give_an_answer_or_a_sentence() -> None:
     command = [sys.executable, "-m", "tests.decoder.fuzz_files", "--count", str(COUNT)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -75,6 +75,15 @@ def test_nan_is_told() -> None:
     assert math.isnan(other.quality("other").mean_kl)
 
 
+def test_what_a_model_says_is_impossible() -> None:
+    """Every token that follows is 1000 less likely than the likeliest, in logarithms."""
+    tally = Tally()
+    logits = torch.zeros(4, 3)
+    logits[:, 0] = 1000
+    tally.add(logits, [1, 1, 1, 1])
+    assert tally.quality("float32").perplexity == math.inf
+
+
 def test_chunks() -> None:
     ids = list(range(100, 1200))
     whole = quality.chunks(ids, None)
@@ -208,6 +217,15 @@ def test_without_llama_cpp_it_says_so(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs llama.cpp: pip install llama-cpp"):
         quality.logits_of_llama_cpp(tmp_path / "a.gguf")
+
+
+def test_a_context_that_is_shorter_than_a_chunk(tmp_path: Path, capsys: Any) -> None:
+    for context, status in ((511, 2), (512, 0)):
+        path = files.write_tiny(tmp_path / "tiny.gguf", **SMALL | {"context_length": context})
+        assert main(["quality", str(path), "--reference", "--chunks", "1"]) == status
+        if status:
+            told = "511 tokens and 1 more are asked for, and the model's context is 511: give fewer"
+            assert told in capsys.readouterr().err
 
 
 def test_the_committed_distances() -> None:

@@ -350,6 +350,18 @@ def test_merges_of_long_tokens_take_little_memory(monkeypatch: Any) -> None:
         merges_of(tokens, scores)
 
 
+def test_tokens_that_texts_are_searched_for_have_a_limit(monkeypatch: Any) -> None:
+    keys = sentencepiece()
+    letters = sum(len(keys["tokens"][i]) for i, of in enumerate(keys["token_type"]) if of in (2, 3))
+    monkeypatch.setattr(vocabulary, "MOST_LETTERS", letters)
+    assert of(keys).bos == "<s>"
+    for kind in (3, 4):
+        more = keys | {"token_type": [*keys["token_type"][:-1], kind]}
+        count = letters + len(keys["tokens"][-1])
+        with pytest.raises(GGUFError, match=rf"of {count} letters together, and {letters} are the"):
+            of(more)
+
+
 def test_words_of_random_models(tmp_path: Path) -> None:
     from steps.decoder import files
 

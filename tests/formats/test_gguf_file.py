@@ -429,6 +429,7 @@ def test_a_removed_type_is_none_that_gguf_knows():
     assert {one for one in every if one not in known} == gguf_file._REMOVED.keys()
 
 
+@pytest.mark.alone
 def test_many_entries_are_read_soon(tmp_path):
     """The most that are read: an entry costs a hundred microseconds at most, and no file of its
     own."""

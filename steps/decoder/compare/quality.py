@@ -16,7 +16,6 @@ in the public domain: `alice.txt`, from alice29.txt of the Canterbury corpus, it
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -94,9 +93,11 @@ class Tally:
         return shares
 
     def quality(self, side: str, steps: str = "") -> Quality:
+        with np.errstate(over="ignore"):  # infinite, where a model says that it is impossible
+            perplexity = float(np.exp(np.mean(self.lost)))
         return Quality(
             side,
-            math.exp(float(np.mean(self.lost))),
+            perplexity,
             float(np.mean(self.divergences)),
             float(np.quantile(self.divergences, QUANTILE)),
             float(np.mean(self.same)),
