@@ -20,6 +20,7 @@ from reference import nmse
 from steps import contract
 from steps.contract import FLOATS, Family, Kernel, Launch, Work, array_dtype
 from steps.driver.machines import Simulator
+from steps.kernels.between import add_and_norm, argmax, attention, embedding, rotary, swiglu
 from steps.kernels.parts.activations.layouts import inputs
 from steps.product.choice import Choice
 from steps.registry import ladder
@@ -181,3 +182,103 @@ def at_the_end(own: np.ndarray, two: np.ndarray, n: int, k: int) -> np.ndarray:
 
 def _normal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return rng.standard_normal((rows, columns), dtype=np.float32)
+
+
+# --- kernels between products: the last block does what it does of small arrays -------------------
+
+
+def at_last(values: np.ndarray, *shape: int) -> np.ndarray:
+    """A large array [*shape] whose last elements along the first axis are these values."""
+    made = mapped(shape, values.dtype)
+    made[-len(values) :] = values
+    return made
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_swiglu_of_a_large_array(width: int) -> None:
+    rng, m = np.random.default_rng(0), LARGE // width + 1
+    y, want = _normal(rng, 1, 2 * width).astype(np.float16), np.zeros((1, width), np.float16)
+    x = mapped((m, width), np.float16)
+    Simulator().run(swiglu.launch(y, want))
+    LastBlocks().last(swiglu.launch(at_last(y, m, 2 * width), x))
+    assert want.any()
+    np.testing.assert_array_equal(x[-1:], want)
+
+
+def test_norms_of_a_large_array() -> None:
+    rng, width = np.random.default_rng(0), 64
+    m, parts = LARGE // width + 1, 70
+    h, y, other = (_normal(rng, 1, width) for _ in range(3))
+    weight = _normal(rng, 1, width)[0]
+    large = [at_last(one, m, width) for one in (h, y, other)]
+    x, norm = mapped((m, width), np.float16), mapped((m, 1 + parts), np.float32)
+    want, of_norm = np.zeros((1, width), np.float16), np.zeros((1, 1 + parts), np.float32)
+    Simulator().run(add_and_norm.launch(h, y, weight, 1e-5, want, other, of_norm))
+    LastBlocks().last(add_and_norm.launch(large[0], large[1], weight, 1e-5, x, large[2], norm))
+    for found, right in ((large[0], h), (x, want), (norm, of_norm)):
+        assert right.any()
+        np.testing.assert_array_equal(found[-1:], right)
+
+
+@pytest.mark.parametrize("name", ["q5_1", "q8_0"])
+def test_embeddings_of_a_large_table_and_prompt(name: str) -> None:
+    rng, width = np.random.default_rng(0), 64
+    count = LARGE // width * 2 + 1  # bytes of 4-bit codes, and so elements of rows
+    blocks = quantize(_normal(rng, 1, width), name)
+    want, rows = np.zeros((1, width), np.float32), mapped((count, width), np.float32)
+    fields = [
+        np.ascontiguousarray(blocks[field]).reshape(-1) if field in blocks.dtype.names else None
+        for field in ("d", "m", "qs", "qh")
+    ]
+    large = [None if one is None else at_last(one, count * one.size) for one in fields]
+    ids = at_last(np.array([count - 1]), count)
+    Simulator().run(embedding.launch(np.zeros(1, np.int64), *fields, 0, want))
+    LastBlocks().last(embedding.launch(ids, *large, 0, rows))
+    assert want.any()
+    np.testing.assert_array_equal(rows[-1:], want)
+
+
+def test_the_largest_logit_of_many_tokens() -> None:
+    m, machine = 65535, LastBlocks()
+    logits, found = mapped((m, LARGE // m + 5), np.float32), mapped((m,), np.int64)
+    logits[-1, 20001] = 1
+    launch = argmax.launch(logits, found, machine)
+    for part in range(launch.grid[0]):
+        machine.one(launch, (part, m - 1, 0))
+    assert found[-1] == 20001
+
+
+BATCH, KEYS, SIZE, LENGTH = 3, 4, 64, 1 << 21  # of a cache: 3 * 8 * 2^27 elements
+
+
+def test_a_prompt_in_a_large_cache() -> None:
+    rng, tokens, p = np.random.default_rng(0), 2, LENGTH - 2
+    qkv = _normal(rng, BATCH * tokens, 3 * KEYS * SIZE).astype(np.float16)
+    cos, sin = (_normal(rng, tokens, SIZE) for _ in range(2))
+    want, small = (np.zeros((BATCH * tokens, KEYS * SIZE), np.float16) for _ in range(2))
+    caches = np.zeros((BATCH, 2 * KEYS, tokens, SIZE), np.float16)
+    cache = mapped((BATCH, 2 * KEYS, LENGTH, SIZE), np.float16)
+    Simulator().run(rotary.launch(qkv, caches, np.zeros(1, np.int64), cos, sin, want))
+    large = [at_last(one, LENGTH, SIZE) for one in (cos, sin)]
+    LastBlocks().last(rotary.launch(qkv, cache, np.array([p]), *large, small))
+    assert want[-1].any()
+    np.testing.assert_array_equal(small[-1], want[-1])
+    np.testing.assert_array_equal(cache[-1, :, -1], caches[-1, :, -1])
+
+
+def test_attention_to_a_large_cache() -> None:
+    rng, p, machine = np.random.default_rng(0), 5, LastBlocks()
+    qkv = _normal(rng, BATCH, 3 * KEYS * SIZE).astype(np.float16)
+    cos, sin = (_normal(rng, p + 1, SIZE) for _ in range(2))
+    caches = np.zeros((BATCH, 2 * KEYS, p + 1, SIZE), np.float16)
+    caches[:, :, :p] = _normal(rng, BATCH * 2 * KEYS * p, SIZE).reshape(BATCH, 2 * KEYS, p, SIZE)
+    cache = mapped((BATCH, 2 * KEYS, LENGTH, SIZE), np.float16)
+    cache[:, :, : p + 1] = caches
+    want, out = (np.zeros((BATCH, KEYS * SIZE), np.float32) for _ in range(2))
+    position = np.array([p])
+    Simulator().run(attention.launch(qkv, caches, position, cos, sin, want, Simulator()))
+    launch = attention.launch(qkv, cache, position, cos, sin, out, machine)
+    machine.one(launch, (0, KEYS - 1, BATCH - 1))
+    assert want[-1, -SIZE:].any()
+    np.testing.assert_array_equal(out[-1, -SIZE:], want[-1, -SIZE:])
+    np.testing.assert_array_equal(cache[-1, KEYS - 1 :: KEYS, p], caches[-1, KEYS - 1 :: KEYS, p])
