@@ -149,6 +149,15 @@ def test_products_of_a_stream_share_what_kernels_work_in(gpu: FakeGpu, made: lis
     assert other.nbytes == made[0][1].nbytes
 
 
+def test_memory_of_a_stream_does_not_shrink(gpu: FakeGpu) -> None:
+    """Of one kind where the other grows: products in turn would make it anew each time."""
+    sizes = lambda *asked: api.memory_of(gpu, (0, 9), *asked)[:2]  # noqa: E731
+    assert sizes(256, 4096) == (256, 4096)
+    assert sizes(512, 1024) == (512, 4096)
+    assert sizes(1, 8192) == (512, 8192)
+    assert api.memory_of(gpu, (0, 9), 512, 8192) is api.memory_of(gpu, (0, 9), 0, 0)
+
+
 def test_a_plan_takes_what_gemm_prepared_and_works_in_memory_of_its_own(
     gpu: FakeGpu, made: list
 ) -> None:
