@@ -69,7 +69,7 @@ TYPED = qformats reference results steps
 need-step = @test -n "$$STEP$$FILE" || { echo 'name a step: make $@ STEP=4' >&2; exit 2; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup list ladder check exercise exercises fuzz test bench tune charts results report chat \
+.PHONY: help setup list ladder check exercise exercises notebook fuzz test bench tune charts results report chat \
         quality decoder doctor diff ptx sass trace profile \
         counters sanitize gpu-tests warm cache pitfalls lint docs-check clean clean-venv
 
@@ -99,6 +99,11 @@ exercise: $(READY) ## STEP= with holes to fill in: build/exercises/<step>.py (or
 
 exercises: $(READY) ## how far the exercises are
 	@$(PY) -m steps exercises
+
+notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the first time (150 MB)
+	$(if $(READY),@$(PY) -c 'import jupyterlab' 2>/dev/null || \
+		$(PY) -m pip install --quiet --disable-pip-version-check $$($(PY) -c "$$REQUIREMENTS" notebook))
+	@$(PY) -m jupyterlab steps/ladder.ipynb
 
 fuzz: $(READY) ## random products of all steps (or STEP=) for SECONDS= (60) [SEED=], or one CASE=
 	@$(PY) -m steps fuzz $(STEPS) $(call options,SECONDS:seconds SEED:seed CASE:case)

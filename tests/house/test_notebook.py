@@ -44,11 +44,12 @@ def shown(cell: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The notebook as the simulator runs it, in a process and folders of its own."""
+    """The notebook as the simulator runs it, in a process and folders of its own, from the folder
+    that Jupyter runs it in: its own."""
     folder = tmp_path_factory.mktemp("notebook")
     made, before = folder / "executed.ipynb", os.times()
     own = {"CUDA_VISIBLE_DEVICES": "", "IPYTHONDIR": str(folder), "HOME": str(folder)}
-    command = [sys.executable, "-c", RUN, str(NOTEBOOK), str(made), str(ROOT)]
+    command = [sys.executable, "-c", RUN, str(NOTEBOOK), str(made), str(NOTEBOOK.parent)]
     done = subprocess.run(
         command, env=os.environ | own, capture_output=True, text=True, check=False, timeout=600
     )
@@ -73,6 +74,25 @@ def test_every_check_in_it_says_right(executed: Path) -> None:
     assert len(formats) == 5
     assert all(line.endswith(" right") for line in formats)
     assert [line[0] for line in steps] == list("123456")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (" + z", "", "differ in the exact case"),
+        ("m + 1 if m + 1 < c.shape[0] else m", "m + 1", "outside"),
+        ("        if other != m:\n            c[other", "        c[other", ""),
+    ],
+)
+def test_what_it_says_of_breaking_the_step_is_true(old: str, new: str, says: str) -> None:
+    source = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "two_tokens" in str(c))
+    check = next("".join(c["source"]) for c in cells(NOTEBOOK, "code") if "def checked" in str(c))
+    assert source.count(old) == 1
+    given: dict[str, Any] = {"Work": Work, "find": find, "machine": Simulator()}
+    exec("register = lambda step: step\n" + check.partition("\n\n\nfor ")[0], given)
+    exec(source.replace(old, new).partition("for name in mine")[0], given)
+    found = given["checked"](given["mine"])
+    assert says in found if says else found == "right", found
 
 
 def test_its_own_step_is_compiled_for_a_t4() -> None:
