@@ -100,7 +100,7 @@ exercise: $(READY) ## STEP= with holes to fill in: build/exercises/<step>.py (or
 exercises: $(READY) ## how far the exercises are
 	@$(PY) -m steps exercises
 
-notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the first time (150 MB)
+notebook: $(READY) ## steps/ladder.ipynb in a browser; installs Jupyter the first time (200 MB)
 	$(if $(READY),@$(PY) -c 'import jupyterlab' 2>/dev/null || \
 		$(PY) -m pip install --quiet --disable-pip-version-check $$($(PY) -c "$$REQUIREMENTS" notebook))
 	@$(PY) -m jupyterlab steps/ladder.ipynb

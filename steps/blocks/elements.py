@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numba import cuda, float32, int8, int32, uint32
@@ -57,12 +57,13 @@ def no_offset(w, start, g):
 
 @cache
 def device_elements(name: str) -> Elements:
-    """The device functions of a format, for capture in a kernel."""
+    """The device functions of a format, for capture in a kernel. ValueError for a format that has
+    none."""
     if name in WEIGHT_FORMATS:
         return _of_weight_format(name)
-    fields = offsets(FORMATS[name].dtype)
-    make = {"mxfp4": _indices, "iq4_nl": _indices, "q2_k": _q2_k, "q3_k": _q3_k, "q6_k": _q6_k}
-    return make.get(name, _q4_k)(name, fields)
+    if name not in _MADE_BY:
+        raise ValueError(f"{name} has no device functions of its elements: add it to _MADE_BY")
+    return _MADE_BY[name](name, offsets(FORMATS[name].dtype))
 
 
 def _of_weight_format(name: str) -> Elements:
@@ -191,3 +192,14 @@ def _q6_k(name: str, fields: dict[str, int]) -> Elements:
         return half_at(w, start + D) * float32(int8(w[start + SCALES + g]))
 
     return Elements(level, scale, no_offset)
+
+
+_MADE_BY: Final = {
+    "mxfp4": _indices,
+    "iq4_nl": _indices,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "q4_k": _q4_k,
+    "q5_k": _q4_k,
+    "q6_k": _q6_k,
+}
