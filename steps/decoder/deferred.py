@@ -9,7 +9,7 @@ s needs the `left` of the norm before. Where there is none, that norm is a launc
 `left` (`launched`). The product after may be that of gates and ups: it then also computes
 silu(gate) * up, without a launch (`steps.kernels.between.gated_product`).
 
-A norm is deferred where both products are one launch of step 19's kernel that reads float16: not
+A norm is deferred where both products are one launch of step 18's kernel that reads float16: not
 where a product is several side by side (`Concatenated`), or a sum over ranks.
 """
 

@@ -1,7 +1,7 @@
 """The engineered kernels: what callers launch, with all formats, dtypes and biases.
 
     prefill/    products of many tokens: KERNEL of steps 10, 11, 13, 14 and 15, and their parts
-    decode/     products of few tokens: KERNEL of steps 18 and 19, and their parts
+    decode/     products of few tokens: KERNEL of steps 17 and 18, and their parts
     between/    what a decoder computes between its products; each file is its own lesson
     parts/      what several rooms share: weights, activation passes, epilogues, stream-K
 

@@ -469,7 +469,7 @@ def _passed_over(us: float, times: Sequence[Time], accuracy: str) -> str:
 
 
 def step_numbers(steps: Sequence[Kernel]) -> str:
-    """ "step 2", "steps 7, 9 and 18"."""
+    """ "step 2", "steps 7, 9 and 17"."""
     *first, last = (str(step.number) for step in steps)
     return f"steps {', '.join(first)} and {last}" if first else f"step {last}"
 

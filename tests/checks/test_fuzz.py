@@ -36,9 +36,9 @@ FOUND = [
     "step=15 family=A8 format=q4_0 m=1 n=1 k=160000 rows=ones weights=most",
     "step=7 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,plain",
     "step=8 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,plain",
-    "step=18 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,ones",
-    "step=19 family=A8 format=q4_0 m=2 n=17 k=64 rows=large,plain",
-    "step=19 family=A16 format=q8_0 m=2 n=17 k=64 a=bfloat16 rows=large,plain",
+    "step=17 family=A8 format=q4_1 m=2 n=17 k=64 rows=large,ones",
+    "step=18 family=A8 format=q4_0 m=2 n=17 k=64 rows=large,plain",
+    "step=18 family=A16 format=q8_0 m=2 n=17 k=64 a=bfloat16 rows=large,plain",
     "step=11 family=A16 format=q5_k m=2 n=17 k=256 rows=ones,plain",
     "step=13 family=A16 format=q4_k m=2 n=17 k=256 rows=ones,plain",
     "step=1 family=A16 format=q8_0 m=1 n=2 k=4096 rows=ones weights=most",  # all rounded alike

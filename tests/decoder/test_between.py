@@ -102,7 +102,7 @@ def by_bulk_copies(request: Request, machine: Any) -> Choice:
 
 @pytest.fixture
 def by_step_18(kernels: Any, monkeypatch: Any) -> Any:
-    """All products of few tokens are step 19's."""
+    """All products of few tokens are step 18's."""
     monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
     monkeypatch.setattr(parts, "Gpu", lambda: kernels)
     return kernels
@@ -374,7 +374,7 @@ def test_rows_on_a_gpu(cuda: Any, m: int) -> None:
 @pytest.mark.parametrize("name", ["q4_0", "q5_1"])
 def test_deferred_norms_on_a_gpu(cuda: Any, monkeypatch: Any, name: str, m: int) -> None:
     """Beside launched ones, with shapes of Llama 3 8B, and the same bits in a CUDA graph. Whatever
-    the table of this GPU says, step 19 multiplies."""
+    the table of this GPU says, step 18 multiplies."""
     monkeypatch.setattr(torch_operator, "choose", by_bulk_copies)
     do, rng, epsilon = between.Kernels().operations(), np.random.default_rng(m), 1e-5
     make, width, hidden = step_products(cuda), 4096, 14336

@@ -32,9 +32,9 @@ from tests.kernels.between_problems import (
 EVERY = pytest.mark.every
 REGISTERS = 65536  # of an SM
 AFTER = {"norm": 96, "add and norm": 96, "swiglu": 104, "attention": 104}
-"""Registers of a thread of step 19 in the product that follows, at one token of Llama 3 8B."""
+"""Registers of a thread of step 18 in the product that follows, at one token of Llama 3 8B."""
 SHARED, PRODUCT_SHARED = 225 * 1024, 120 * 1024
-"""Bytes of an SM, less those that the system has for each of three blocks, and of step 19's."""
+"""Bytes of an SM, less those that the system has for each of three blocks, and of step 18's."""
 LLAMA = Heads(1, 32, 8, 128, 512, 128)
 
 LAUNCHES = {

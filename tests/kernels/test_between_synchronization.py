@@ -103,7 +103,7 @@ def noticed(name: str, order: int) -> bool:
 
 def test_there_are_mutations_of_each_kernel() -> None:
     kinds = {(one.name, one.site.called) for one in mutations()}
-    launched = MODULES.keys() - {"deferred_norm"}  # whose kernel is step 19's
+    launched = MODULES.keys() - {"deferred_norm"}  # whose kernel is step 18's
     assert {(name, "griddepcontrol_wait") for name in launched} <= kinds
     assert {("deferred_norm", "syncthreads")} <= kinds
     assert {("add_and_norm", "syncthreads"), ("attention", "syncthreads")} <= kinds

@@ -95,7 +95,7 @@ def test_numbers_less_their_offsets_are_the_levels(name: str, kind: str) -> None
     assert len(np.unique(levels)) > (2 if name == "q2_k" else 6)
 
 
-@pytest.mark.parametrize(("number", "tokens"), [(18, 1), (19, 3), (19, 9)])
+@pytest.mark.parametrize(("number", "tokens"), [(17, 1), (18, 3), (18, 9)])
 def test_float16_products_have_minima_of_16_too(number: int, tokens: int) -> None:
     """Q2_K, which Q8_1 cannot multiply, and so no family of a step has."""
     step = kernel_of(number)
@@ -108,7 +108,7 @@ def test_float16_products_have_minima_of_16_too(number: int, tokens: int) -> Non
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_offsets_that_cancel_cost_next_to_nothing(name: str) -> None:
     """They are up to 2000 times as large as a code. A that is far from 0 is the worst case."""
-    step = kernel_of(18)
+    step = kernel_of(17)
 
     class FromTen(Problem):
         @property
@@ -146,7 +146,7 @@ CONFIGURATIONS = (
 
 def configurations() -> Iterator[pytest.param]:
     """`make test` runs each in one of the two steps, QUICK=1 one of each place of A for each."""
-    for number in (18, 19):
+    for number in (17, 18):
         for i, configuration in enumerate(CONFIGURATIONS):
             family, name, shape, place = configuration[3:7]
             label = f"step{number}-{family}-{name}-{'x'.join(map(str, shape))}-{place}"
@@ -186,7 +186,7 @@ def test_every_way_of_a_and_of_the_sums(
 
 
 def test_a16_reads_a_as_it_is_and_a8_makes_q8_1_of_few_tokens() -> None:
-    for number, m in itertools.product((18, 19), (1, 4, 5)):
+    for number, m in itertools.product((17, 18), (1, 4, 5)):
         step, machine = kernel_of(number), RemembersPasses()
         problem = Problem(m, 5, 256, "q4_0", input="float16")
         prepared = prepare(step, "A16", "q4_0", problem.given, problem.blocks, machine)
@@ -240,9 +240,9 @@ def test_configurations_fit_any_gpu(
 @pytest.mark.parametrize(
     ("number", "name"),
     [
-        (19, "q4_0"),
-        (19, "q5_1"),
-        *(pytest.param(*one, marks=pytest.mark.every) for one in ((19, "q5_1"), (19, "q4_0"))),
+        (17, "q4_0"),
+        (18, "q5_1"),
+        *(pytest.param(*one, marks=pytest.mark.every) for one in ((17, "q5_1"), (18, "q4_0"))),
     ],
 )
 def test_rows_of_an_invariant_product_have_the_same_bits_at_every_m(
@@ -316,8 +316,8 @@ FORMATS_IN_TURN = (*WEIGHT_FORMATS, "mxfp4", "q3_k", "q6_k")
         # `make test` compiles each for one of the two
         pytest.param(i, number, arch, marks=pytest.mark.every if seldom else pytest.mark.slow)
         for i in range(len(LARGE))
-        for number, arch in ((18, "sm_80"), (18, "sm_90a"), (19, "sm_90a"))
-        for seldom in [(i + number) % 2 or (number, arch) == (18, "sm_90a")]
+        for number, arch in ((17, "sm_80"), (17, "sm_90a"), (18, "sm_90a"))
+        for seldom in [(i + number) % 2 or (number, arch) == (17, "sm_90a")]
     ],
 )
 def test_nothing_is_spilled(order: int, number: int, arch: str) -> None:

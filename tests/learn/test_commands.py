@@ -53,7 +53,7 @@ def test_an_exercise_is_written_once(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_step_without_an_exercise_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["exercise", "18"]) == 2
-    assert "step 19 has no exercise: these have one: 1, 2, 3" in capsys.readouterr().err
+    assert "step 18 has no exercise: these have one: 1, 2, 3" in capsys.readouterr().err
 
 
 def test_hints_come_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ CALLED = (
 CALLED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 SWEPT = 48
 FEW = 16
-"""Calls choose step 19 up to this M."""
+"""Calls choose step 18 up to this M."""
 
 
 def cublas_us(m: int, n: int, k: int) -> float:
@@ -123,7 +123,7 @@ def make_call(called: Any, shape: Size, name: str) -> AsCalled:
     """Of the sweep where its M is not tabled."""
     api, accuracy, dtype, step, faster = called
     us = cublas_us(*shape) / faster * (1 + 0.02 * FORMATS.index(name))
-    step, tabled = 19 if shape[0] <= FEW else step, shape[0] in CALLED_TOKENS
+    step, tabled = 18 if shape[0] <= FEW else step, shape[0] in CALLED_TOKENS
     return AsCalled(
         api=api,
         accuracy=accuracy,

@@ -183,10 +183,10 @@ def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, fil
     layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
     assert dict(curves["Humming W4A16"])[32] == layer
     chosen = query.sweep(run, "fast", 4096, 14336)
-    assert calls.ranges_of_steps(chosen) == [(19, 1, FEW), (15, FEW + 1, SWEPT)]
+    assert calls.ranges_of_steps(chosen) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
     assert calls.ranges_of_steps([]) == []
     text = text_of(files["tokens.svg"]).split("\n")
-    assert [text.count(step) for step in ("14", "15", "19")] == [3, 3, 6]
+    assert [text.count(step) for step in ("14", "15", "18")] == [3, 3, 6]
 
 
 def test_the_sweep_ends_with_the_tabled_m_that_follows_it(run) -> None:
@@ -246,7 +246,7 @@ def test_an_error_is_compared_with_that_of_its_own_problem(run) -> None:
 
 def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files) -> None:
     rows = roofline.rows_of(run)
-    assert {row.step for row in rows} == {6, 10, 14, 15, 19}
+    assert {row.step for row in rows} == {6, 10, 14, 15, 18}
     assert len({(row.N, row.K, row.format) for row in rows}) == 1
     text = text_of(files["roofline.svg"])
     assert "memory, 4.35 TB/s" in text

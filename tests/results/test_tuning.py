@@ -230,9 +230,9 @@ def test_loops_are_of_one_format_and_shape() -> None:
 
 
 def bench_rows(tokens: tuple[int, ...], k: int = 4096, **changes: Any) -> list[Row]:
-    """Rows of steps 14 and 19 at M x 4096 x k, whose totals are M and 2 M microseconds."""
+    """Rows of steps 14 and 18 at M x 4096 x k, whose totals are M and 2 M microseconds."""
     rows = []
-    for step, family, share in ((kernel_of(14), "A16", 1), (kernel_of(19), "A8", 2)):
+    for step, family, share in ((kernel_of(14), "A16", 1), (kernel_of(18), "A8", 2)):
         for m in tokens:
             for dtype in ("float32", "float16"):
                 wanted = Wanted(Work(step, family, "q4_0"), (m, 4096, k), dtype, dtype)
@@ -257,7 +257,7 @@ def test_a_run_gives_the_entries_that_it_has_whole() -> None:
     found = tune.of_run(Run(env=ENV, rows=tuple(rows)))
     assert [(one.n, one.k, one.m) for one in found] == [(4096, 4096, m) for m in WHOLE]
     assert dict(found[1].times) == {
-        "14 A16": 8.0, "14 A16 float16": 8.0, "19 A8": 16.0, "19 A8 float16": 16.0
+        "14 A16": 8.0, "14 A16 float16": 8.0, "18 A8": 16.0, "18 A8 float16": 16.0
     }  # fmt: skip
     for stale in ({"source_hash": "0" * 12}, {"status": "failed", "why": "wrong"}):
         rows = [*bench_rows(WHOLE[:-1]), *bench_rows(WHOLE[-1:], **stale)]
@@ -282,7 +282,7 @@ def test_the_command_takes_a_run(
 
 
 def test_a_step_for_few_tokens_is_not_missed_where_there_are_more(tmp_path: Path) -> None:
-    few = Entry("q4_0", 64, 64, 16, {"14 A16": 5.0, "19 A16": 4.0})
+    few = Entry("q4_0", 64, 64, 16, {"14 A16": 5.0, "18 A16": 4.0})
     without = Entry("q4_0", 64, 64, 8, {"14 A16": 5.0})
     many = Entry("q4_0", 64, 64, 128, {"14 A16": 9.0})
     older = Entry("q4_0", 64, 64, 512, {"9 A8": 9.0})

@@ -196,22 +196,22 @@ def test_what_is_no_number_spoils_its_own_row_and_column_only(
 # --- kernels that share out work by the number of SMs ---------------------------------------------
 # On 132 SMs a product small enough to simulate is never shared unevenly; on one or two it is. A
 # number is that of an engineered kernel, or of a lesson without one.
-# Step 10: work ranges that end within tiles. Steps 18 and 19: rings used again and again, for
+# Step 10: work ranges that end within tiles. Steps 17 and 18: rings used again and again, for
 # several pairs of row tiles; warps along N; tiles of A in the slots, with K that ends in a tile;
 # groups of tokens (tests.kernels.test_decode has more). Step 11: split-K, and tiles of many
 # tokens, which no small product has, with K longer than the ring. Steps 12 and 13: such tiles, and
 # a ring used again and again. Steps 14 and 15: work ranges, two accumulator halves, three
 # warpgroups, partial sums in two slices, or in four by five blocks. Constants are those of the
 # module that has the tile heuristics.
-HEURISTICS_IN = {11: mma_tiles, 18: decode_tiles, 19: decode_tiles}  # any other: its own module
+HEURISTICS_IN = {11: mma_tiles, 17: decode_tiles, 18: decode_tiles}  # any other: its own module
 SHARED_WORK = (
     (10, 1, (3, 300, 640), {"tiling": lambda *_: (16, 3, 4, 3)}),
     (10, 1, (70, 20, 288), {"tiling": lambda *_: (64, 2, 3, 2), "STAGES": 2}),
     (10, 1, (20, 300, 416), {"tiling": lambda *_: (32, 3, 3, 1)}),
-    (18, 1, (1, 150, 96), {}),
-    (18, 1, (3, 90, 2208), {"SUMS": 9000}),
-    (18, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
-    (18, 3, (35, 20, 288), {}),
+    (17, 1, (1, 150, 96), {}),
+    (17, 1, (3, 90, 2208), {"SUMS": 9000}),
+    (17, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
+    (17, 3, (35, 20, 288), {}),
     (11, 9, (3, 130, 416), {}),
     (11, 6, (19, 36, 544), {}),
     (11, 2, (20, 70, 160), {"shared_memory": lambda: 99 * 1024}),
@@ -240,21 +240,18 @@ SHARED_WORK = (
     (15, 2, (19, 390, 160), {"tiling": lambda *_: ((128, 16), 8, 2, 2), "STAGES": 3}),
     (15, 2, (133, 6, 160), {"tiling": lambda *_: ((128, 256), 1, 2, 1)}),
     (15, 4, (100, 20, 544), {"tiling": lambda *_: ((128, 112), 1, 4, 1)}),
-    (19, 2, (1, 150, 416), {}),
-    (19, 1, (3, 90, 2208), {"SUMS": 9000}),
-    (19, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
-    (19, 3, (35, 20, 288), {}),
+    (18, 2, (1, 150, 416), {}),
+    (18, 1, (3, 90, 2208), {"SUMS": 9000}),
+    (18, 1, (7, 10, 4192), {"shared_memory": lambda: 80 * 1024}),
+    (18, 3, (35, 20, 288), {}),
 )
 # Of lessons that have a kernel of their own: smaller tiles where SMs idle; a tile shared by several
-# blocks; ranges that end within tiles; rings of a warp used again.
+# blocks; ranges that end within tiles.
 SHARED_WORK_OF_LESSONS = (
     (10, 1, (3, 300, 640), {"schedule": lambda *_: (32, 3, 4, 4)}),
     (10, 1, (70, 20, 288), {"schedule": lambda *_: (64, 2, 2, 3), "shared_memory": lambda: 99_000}),
     (10, 1, (20, 300, 416), {"schedule": lambda *_: (32, 3, 5, 3)}),
     (13, 3, (70, 140, 672), {}),
-    (17, 1, (2, 9, 3232), {}),
-    (18, 1, (3, 20, 4256), {}),
-    (19, 1, (3, 20, 4256), {}),
     (14, 3, (40, 20, 544), {}),
     (14, 4, (70, 130, 416), {}),
     (14, 2, (19, 600, 160), {}),

@@ -3,8 +3,8 @@
 Operands are those of `reference.operands`, by which kernels are judged. Sums are float32, and y
 is float16 but for the logits. Products of up to 16 tokens are exact ones, as they are on a GPU.
 
-    exact         x and the dequantized weights rounded to float16 (steps 11 to 14, 18, 19)
-    exact, A8     x quantized to Q8_1, a scale for 32 values (steps 2 to 10 and 18)
+    exact         x and the dequantized weights rounded to float16 (steps 11 to 14, 17, 18)
+    exact, A8     x quantized to Q8_1, a scale for 32 values (steps 2 to 10 and 17)
     fast          x quantized to int8 with a scale for a token, weights requantized to int8 with a
                   scale for a row (step 15)
 """

@@ -73,7 +73,7 @@ from steps.kernels.between.values import add_scaled, as_halves, dot, eight_of, p
 from steps.kernels.parts.activations.sources import four_floats
 from steps.kernels.parts.split_k_reduction import count_block_arrival
 
-RESIDENT: Final = 5  # blocks whose registers an SM has: so they have 96, and fit beside step 19
+RESIDENT: Final = 5  # blocks whose registers an SM has: so they have 96, and fit beside step 18
 WARPS: Final = THREADS // 32
 KEYS: Final = 16  # of a warp at a time: the M of an mma
 TILE: Final = WARPS * KEYS  # of a thread block at a time

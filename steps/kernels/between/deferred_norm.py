@@ -7,7 +7,7 @@ What is new
         product before    h += y | x = h * weight * s | partial sums of h^2, one a thread block
         product after     a @ W^T of that x | * r / s, r of the partial sums | + bias
 
-    Both are step 19's kernel with another end (`steps.kernels.decode.final_sum`). Each value of
+    Both are step 18's kernel with another end (`steps.kernels.decode.final_sum`). Each value of
     h is one thread's. s keeps x within float16 whatever the size of the residual is: it is 1/64 of
     the r of the norm before, which each thread adds up from the partial sums of that one.
 Why it should help
@@ -21,9 +21,9 @@ What it costs
     2^-14 has fewer than 11 bits: with g = 1 values below 0.004, to within 2e-6.
     Up to `MOST_TOKENS` tokens, as a thread's outputs must be of one token.
 Machine code
-    As step 19, with no more registers than leave attention room beside it; no atomics.
+    As step 18, with no more registers than leave attention room beside it; no atomics.
 Prerequisites
-    Step 19 and `add_and_norm`.
+    Step 18 and `add_and_norm`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def residual_end(
 
 
 def configuration(fmt: Format, m: int, n: int, k: int) -> TileConfiguration:
-    """Of step 19 in family A16. ValueError for more than `MOST_TOKENS` tokens."""
+    """Of step 18 in family A16. ValueError for more than `MOST_TOKENS` tokens."""
     if m > MOST_TOKENS:
         raise ValueError(f"a norm is deferred for up to {MOST_TOKENS} tokens, not {m}")
     return tile_configuration(storage_format(fmt), Shape(m, n, k), "A16", False)

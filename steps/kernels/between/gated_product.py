@@ -1,7 +1,7 @@
 """silu(gate) * up in the product that makes them, behind a deferred norm.
 
 What is new
-    A warp of step 19 has pairs of row tiles. Here a pair is one of gates and the same one of ups,
+    A warp of step 18 has pairs of row tiles. Here a pair is one of gates and the same one of ups,
     half of the matrix apart: two bulk copies for a slot, not one. So when a thread adds up the sums
     of a gate, those of its up lie next to them in shared memory, and what it stores is the product:
 
@@ -16,9 +16,9 @@ What it costs
     Twice as many bulk copies, of half the size: 1.1 KB of Q4_0. Thread blocks with an even number
     of row tiles, and hidden features in multiples of 128, as tiles lie in groups of 8.
 Machine code
-    As step 19 with MUFU.EX2 and MUFU.RCP.
+    As step 18 with MUFU.EX2 and MUFU.RCP.
 Prerequisites
-    Step 19, `deferred_norm` and `swiglu`.
+    Step 18, `deferred_norm` and `swiglu`.
 """
 
 from __future__ import annotations

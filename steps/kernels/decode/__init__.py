@@ -1,7 +1,7 @@
-"""Products of few tokens: the kernels of steps 18 and 19, and what they share.
+"""Products of few tokens: the kernels of steps 17 and 18, and what they share.
 
-cp_async.py     KERNEL of step 18: cp.async rings, a ring for each warp
-bulk.py         KERNEL of step 19: bulk copies, launches that overlap
+cp_async.py     KERNEL of step 17: cp.async rings, a ring for each warp
+bulk.py         KERNEL of step 18: bulk copies, launches that overlap
 tiles.py        the work of thread blocks and warps, the layout of shared memory, A's pass, and the
                 packed tiles of a warp, one after the other
 copies.py       A to shared memory, by cp.async or bulk copies, or quantized to Q8_1 on the way

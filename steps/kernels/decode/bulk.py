@@ -1,6 +1,6 @@
 """Few tokens on Hopper: bulk copies, launches that overlap.
 
-Taught by `steps.step19_bulk_copies`; here with all formats, dtypes and biases that callers use.
+Taught by `steps.step18_decode_bulk`; here with all formats, dtypes and biases that callers use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def kernel(name: str, how: Variant, kind: str, end_of: FinalSum, gated: bool = F
 
     @cuda.jit(launch_bounds=(32 * warps + end_of.beside, 1))
     def decode_bulk(w, row_scales, a, a_scales, c, sizes, reads):
-        """As `decode` of step 18; reads: what `end_of` reads, such as a bias."""
+        """As `decode` of step 17; reads: what `end_of` reads, such as a bias."""
         smem = cuda.shared.array(0, uint8, alignment=128)
         acc, x = cuda.local.array(n_acc, float32), cuda.local.array((ahead, 8), float32)
         loaded = cuda.local.array(n_loads, float32)
@@ -210,7 +210,7 @@ def launch(
 
 
 KERNEL = Kernel(
-    number=19,
+    number=18,
     name="decode_bulk",
     title="decode on Hopper: bulk copies, launches that overlap",
     families=("A8", "A16"),

@@ -1,4 +1,4 @@
-"""A to shared memory as it is: by `cp.async`, lane by lane (step 18), or by bulk copies (step 19).
+"""A to shared memory as it is: by `cp.async`, lane by lane (step 17), or by bulk copies (step 18).
 
 A warp copies tiles of 128 K: all of its part of K once, which stays, or one tile with each tile of
 weights. Where A ends inside the last tile, zeros follow: the weights have scales of 0 there, and
@@ -10,7 +10,7 @@ what lies behind A could be Inf or NaN.
 
 The 16 bytes between two tokens put the eight rows of an `ldmatrix` into different banks.
 
-Step 18 teaches this with `cp.async`, step 19 with bulk copies.
+Step 17 teaches this with `cp.async`, step 18 with bulk copies.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def bulk_copies(family: Family) -> BulkCopies:
 #     lane j     K  4j      4j + 1   4j + 2   4j + 3        word of 4j,     4j + 8,  4j + 1, 4j + 9
 #     lane j + 2    4j + 8  4j + 9   4j + 10  4j + 11       word of 4j + 2, 4j + 10, 4j + 3, 4j + 11
 #
-# Step 2 teaches the quantizer.
+# Step 2 teaches the quantizer, step 17 this use of it.
 
 SIDE_BY_SIDE: Final = 8
 """Items of a warp at a time."""

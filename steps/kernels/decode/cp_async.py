@@ -1,6 +1,6 @@
 """Few tokens: cp.async rings of weights, a ring for each warp.
 
-Taught by `steps.step18_few_tokens`; here with all formats, dtypes and biases that callers use.
+Taught by `steps.step17_decode`; here with all formats, dtypes and biases that callers use.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def launch(
 
 
 KERNEL = Kernel(
-    number=18,
+    number=17,
     name="decode_cp_async",
     title="decode: weights stream to warps of their own",
     families=("A8", "A16"),

@@ -8,7 +8,7 @@ words a pair, each pair rotated by 8 words against the one before:
     pair 1              token 3 (8 .. 15)   token 2, features 0 .. 15     token 3 (0 .. 7)
 
 So the four lanes of a quad, each with another pair of tokens, store to different banks; and the
-threads that add up read consecutive words. Step 18 teaches this.
+threads that add up read consecutive words. Step 17 teaches this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a product of the decode steps is: two row tiles of weights times the tokens of a block.
 
-`product_a16` and `product_a8` make it for the two families. Step 18 teaches this.
+`product_a16` and `product_a8` make it for the two families. Step 17 teaches this.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Product:
 
 # --- scales and minima of the blocks of a packed tile as float32: they multiply sums, not weights -
 #
-# Step 18 teaches this.
+# Step 17 teaches this.
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def block_scales(name: str) -> BlockScales:
 #
 # Where a format has minima, rows g + 8 of the constants add up A instead, times the ratio of the
 # units of minima and scales. The terms that cancel are up to 130 times as large as the result; in
-# float32 that costs a hundredth of what rounding A to float16 costs. Step 18 teaches this.
+# float32 that costs a hundredth of what rounding A to float16 costs. Step 17 teaches this.
 
 BLOCK_BYTES = 2 * BLOCK  # of a token's A
 
@@ -329,7 +329,7 @@ def product_a16(name: str, kind: str, tokens: int) -> Product:
 # scales those of another block of K, a quarter of the work, and at the end the quad adds up.
 #
 # A lies as `steps.kernels.parts.activations.layouts.q8_1_mma_order` has it: codes [16
-# K][token][16], scales and sums [32 K][token][2]. Step 7 teaches the mma, step 18 this use of it.
+# K][token][16], scales and sums [32 K][token][2]. Step 7 teaches the mma, step 17 this use of it.
 
 SCALE_BYTES = 8  # of a block of a token: d and s
 

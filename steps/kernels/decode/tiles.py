@@ -1,4 +1,4 @@
-"""Tile heuristics of steps 18 and 19: the work of thread blocks and warps, and their shared memory.
+"""Tile heuristics of steps 17 and 18: the work of thread blocks and warps, and their shared memory.
 
 Weights are read once. So every multiprocessor should read equally many, with enough of them in
 flight. A thread block takes some row tiles of C and all of K: no partial sums leave it. Its warps
@@ -8,7 +8,7 @@ does, or A does not fit, each tile of weights brings its tile of A into the same
 
     ring: [warp][slot][weights of a pair, (A)] | mbarriers | A: [warp along K] | row scales | sums
 
-Step 18 teaches this. Constants that begin with H200 were measured on one.
+Step 17 teaches this. Constants that begin with H200 were measured on one.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _configuration(
 #     pair 2  | 8 ...   | 8 ...   | 8 ...   |
 #
 # Pairs begin at even row tiles. A thread block's first and last row tile may be half of one.
-# Step 18 teaches this.
+# Step 17 teaches this.
 #
 # `gated_walk`: a pair is a row tile of gates and the same one of ups, which lie half of the matrix
 # apart. Row tiles are counted as if the two took turns: 2 i is tile i of gates, 2 i + 1 of ups.
@@ -397,7 +397,7 @@ def product_of(name: str, how: Variant, kind: str) -> Product:
 
 # --- A of the decode steps: float16 as it is, or Q8_1, which for few tokens the kernel makes itself
 #
-# Step 18 teaches this.
+# Step 17 teaches this.
 
 
 def q8_1(a: Any, machine: Machine) -> Activations:

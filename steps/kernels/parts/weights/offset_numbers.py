@@ -18,7 +18,7 @@ could overflow. A code has to be at bit 0 there, which takes one shift more. A c
 sum of two numbers: 128 + its lower four bits, and 2048 + 16 times the upper ones, in units.
 
 `steps.kernels.parts.weights.halves`, in contrast, multiplies each code with its scale. Here the
-scale is left to the sum of a block, and nothing is rounded. Step 18 teaches this.
+scale is left to the sum of a block, and nothing is rounded. Step 17 teaches this.
 """
 
 from __future__ import annotations
