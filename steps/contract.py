@@ -5,16 +5,16 @@
     Launch    kernel, grid, block and arguments, as data
     Machine   where launches run: a GPU or the simulator (`steps.driver.machines`)
 
-An engineered kernel (`steps.kernels`) defines a `Kernel` as `KERNEL`; the lesson over it is
-`Step.of(KERNEL, ...)`. A kernel's file says *what* to run. A machine runs it, the offline compiler
-turns it into machine code, and other rooms check, time and draw it through what is here. So such a
-file holds its idea, and no timing, data or printing.
+A lesson defines a `Step` as `STEP`, an engineered kernel (`steps.kernels`) a `Kernel` as `KERNEL`.
+Such a file says *what* to run. A machine runs it, the offline compiler turns it into machine code,
+and other rooms check, time and draw it through what is here. So it holds its idea, and no timing,
+data or printing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, Final, Literal, Protocol, get_args
@@ -260,7 +260,6 @@ class Step(Kernel):
     branch: its branch of the ladder, a key of `BRANCHES`.
     homes: the shapes where it is compared with its parent, if not those of its branch.
     parents: the step each family is compared with ("x parent"); absent for a first rung.
-    diff_from: the step whose text it grew from, where that is not its parent; for `make diff`.
     idea: the instructions or functions that its own kernel must call: "ldmatrix_x4", or
         "cuda.shared.array". A test reads the file for them.
     contains, forbids: SASS opcode prefixes its machine code must and must not hold, per family;
@@ -270,15 +269,9 @@ class Step(Kernel):
     branch: str
     homes: tuple[Size, ...] = ()
     parents: Mapping[Family, int] = field(default_factory=dict)
-    diff_from: int | None = None
     idea: tuple[str, ...] = ()
     contains: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
     forbids: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, kernel: Kernel, **place: Any) -> Step:
-        """The lesson of an engineered kernel: what that can do, and the fields of its place."""
-        return cls(**{one.name: getattr(kernel, one.name) for one in fields(kernel)} | place)
 
     @property
     def home_shapes(self) -> tuple[Size, ...]:

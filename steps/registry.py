@@ -92,11 +92,6 @@ def parent_of(step: Step) -> int | None:
     return step.parents.get(step.families[-1])
 
 
-def diff_base(step: Step) -> int | None:
-    """The step whose text it grew from: its parent, unless it names another."""
-    return step.diff_from or parent_of(step)
-
-
 def following(step: Step) -> tuple[Step, ...]:
     """The steps to read next: its children in the tree; for a leaf the next in number, if any."""
     children = tuple(one for one in ladder() if parent_of(one) == step.number)

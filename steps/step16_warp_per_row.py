@@ -27,10 +27,12 @@ Why it should help
     With 2.2 us for the launch and the first bytes, and 1.2 us until the last warp ends, expect 11.5
     us, 70 % of the speed of memory and 25 times step 2; Q8_0 18.6 us, 82 %.
 What it costs
-    Repacked weights. For 576 bytes of W a warp reads 1280 of A, from the L1 cache. Every token
-    reads all of W again, if from the L2.
+    Repacked weights. For 576 bytes of W a warp reads 1280 of A. These come from the L1 cache, as
+    weights, which are read once, take no place there (`load_u32x4_once`). Every token reads all of
+    W again, if from the L2.
 Machine code
-    Four LDG.E.128 of weights before the first IDP.4A; five SHFL.BFLY; no LDS, no BAR.SYNC.
+    Four LDG.E.NA.128 of weights (NA: not allocated in the L1) before the first IDP.4A; five
+    SHFL.BFLY; no LDS, no BAR.SYNC.
 Prerequisites
     Steps 2 (compensation, the Q8_1 pass) and 6 (dp4a).
 """
@@ -54,6 +56,7 @@ from steps.instructions import (
     load_u16,
     load_u32,
     load_u32x4,
+    load_u32x4_once,
     shfl_xor,
 )
 
@@ -117,7 +120,7 @@ def kernel(fmt: Format) -> Any:
                 chunk = uint32(first + LANES * i + lane)
                 if chunk < chunks:
                     at = uint32(row + chunk)
-                    x = load_u32x4(codes, int64(at) * CHUNK)
+                    x = load_u32x4_once(codes, int64(at) * CHUNK)
                     words[i, 0], words[i, 1], words[i, 2], words[i, 3] = x
                     if five_bits:
                         fifths_of[i] = fifths[at]
@@ -182,7 +185,7 @@ STEP = Step(
     pack=row_planes,
     activations={"A8": q8_1_k_outermost},
     launch=launch,
-    idea=("load_u32x4", "shfl_xor"),
-    contains={"A8": ("LDG.E.128", "IDP.4A.S8.S8", "SHFL.BFLY")},
+    idea=("load_u32x4_once", "shfl_xor"),
+    contains={"A8": ("LDG.E.NA.128", "IDP.4A.S8.S8", "SHFL.BFLY")},
     forbids={"A8": ("LDS", "STS", "BAR", "IMMA", "HMMA", "LDL", "STL")},
 )

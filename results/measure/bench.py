@@ -150,7 +150,7 @@ def matrix(
     return tuple(
         one
         for number, own in sizes.items()
-        for family in by_number[number].families
+        for family in dict.fromkeys((*by_number[number].families, *kernel_of(number).families))
         for name in formats
         for size in own
         for step in _taken(by_number[number], name, family, cc, size in homes[number])
@@ -180,7 +180,7 @@ def top_steps(ladder: Sequence[Step], cc: tuple[int, int] | None = None) -> tupl
 
 def for_top(step: Kernel, m: int) -> bool:
     """Whether a top step is measured at all shapes of m tokens."""
-    return m >= SOME_TOKENS if step.most_tokens is None else m <= FEW_TOKENS
+    return m >= SOME_TOKENS if kernel_of(step.number).most_tokens is None else m <= FEW_TOKENS
 
 
 def in_loops(wanted: Iterable[Wanted]) -> list[tuple[Size, tuple[Wanted, ...]]]:

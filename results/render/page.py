@@ -44,7 +44,7 @@ from steps.learn.pitfalls import Finding, Pitfall, right
 from steps.learn.pitfalls.exhibit import error_of, value_of
 from steps.learn.trace import traced
 from steps.learn.trace.picture import LEGEND, Picture, picture
-from steps.registry import diff_base, find, following, parent_of, source
+from steps.registry import find, following, parent_of, source
 
 CODE: Final = "Machine code"
 """The heading of a docstring that has a place of its own on the page."""
@@ -191,7 +191,7 @@ def _code_of(step: Step, machine: Any) -> dict[str, Any]:
         return markup.body("".join(source(of)))
 
     code = markup.python("".join(source(step)))
-    base = diff_base(step)
+    base = parent_of(step)
     own, listing = lines(step), [] if isinstance(machine, str) else machine.lines
     hunks = [] if base is None else markup.compared(lines(find(base)), own)
     lines_of, instructions = beside(code, listing)

@@ -28,7 +28,7 @@ from steps.cli.report import shape_text
 from steps.contract import BRANCHES, Step, scheme
 from steps.learn.exercises.advice import refused
 from steps.product.choice import Choice
-from steps.registry import diff_base, following, label_of, ladder, parent_of, source
+from steps.registry import following, label_of, ladder, parent_of, source
 
 COLUMNS: Final = (
     Column("step", lambda step: str(step.number)),
@@ -70,7 +70,6 @@ def _as_json(step: Step) -> dict[str, Any]:
         "families": list(step.families),
         "schemes": [scheme(name, family) for family in step.families for name in step.formats],
         "parents": dict(step.parents),
-        "diff_from": diff_base(step),
         "read_next": [after.number for after in following(step)],
         "unit": dict(step.unit),
         "outputs": list(step.outputs),
@@ -91,7 +90,7 @@ def diff(args: Namespace) -> int:
 
 def _between_steps(args: Namespace) -> Iterator[str]:
     step = one_step(args.steps)
-    number = args.against if args.against is not None else diff_base(step)
+    number = args.against if args.against is not None else parent_of(step)
     if number is None:
         raise UsageError(f"step {step.number} has no parent: the ladder begins with it")
     base = one_step([str(number)])

@@ -68,6 +68,7 @@ from steps.instructions.memory import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    load_u32x4_once,
     store_f32,
     store_f32x2,
     store_f32x4,

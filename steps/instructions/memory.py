@@ -29,6 +29,7 @@ from numba.cuda import types
 from numba.cuda.types import float32, uint16, uint32
 
 from steps.instructions.define import (
+    GLOBAL,
     as_it_is,
     cast_of,
     define,
@@ -127,6 +128,20 @@ load_u16 = _load("load_u16", uint16, 1, "2 bytes at array[index] as an unsigned 
 load_u32 = _load("load_u32", uint32, 1, "4 bytes at array[index] as an unsigned integer.")
 load_u32x2 = _load("load_u32x2", uint32, 2, "8 bytes at array[index] as two 32-bit words.")
 load_u32x4 = _load("load_u32x4", uint32, 4, "16 bytes at array[index] as four 32-bit words.")
+
+
+@ptx(
+    "ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
+    returns=(uint32, uint32, uint32, uint32),
+    takes=(GLOBAL,),
+    memory=True,
+)
+def load_u32x4_once(array, index):
+    """As `load_u32x4`, of global memory that is read once: what else is in the L1 stays there.
+    LDG.E.NA.128."""
+    return struct.unpack_from("<4I", array.bytes, array.locate(index, 16))
+
+
 load_f32 = _load("load_f32", float32, 1, "4 bytes at array[index] as a float32.")
 load_f32x2 = _load("load_f32x2", float32, 2, "8 bytes at array[index] as two float32.")
 load_f32x4 = _load("load_f32x4", float32, 4, "16 bytes at array[index] as four float32.")

@@ -160,11 +160,11 @@ MISTAKES = (
     ),
     Mistake(12, "            fence_proxy_async()", "            #", "race"),
     Mistake(12, "descriptor + a_bytes // CHUNK", "descriptor + a_bytes", "nan"),
+    Mistake(17, "8 * chunk", "4 * chunk", "misaligned"),
     Mistake(
         17,
-        "            cuda.syncwarp()\n            if p + SLOTS < pieces:\n",
-        "            if p + SLOTS < pieces:\n",
+        "            cuda.syncwarp()\n            if i + SLOTS",
+        "            if i + SLOTS",
         "race",
     ),
-    Mistake(18, "8 * chunk", "4 * chunk", "misaligned"),
 )

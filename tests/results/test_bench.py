@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from results.record.schema import Environment, Git, Limits, Row, Run
 from steps.checks.select import select
 from steps.cli import bench as command
 from steps.cli.main import _parser
-from steps.contract import BRANCHES, FLOATS, Step, Work
+from steps.contract import BRANCHES, FLOATS, Kernel, Step, Work
 from steps.driver.machines import Simulator
 from steps.registry import find, kernel_of, ladder, lesson_of
 from tests.results.fake_stopwatch import FakeStopwatch, by_kernel
@@ -98,10 +98,15 @@ def test_kernel_pass_and_total_are_of_one_loop_and_checked() -> None:
     assert {len(each) for each in counted} == {4}, "step 1, step 2, its pass and its total"
 
 
+def lesson_like(kernel: Kernel, **place: Any) -> Step:
+    """A lesson that writes all that a kernel writes."""
+    return Step(**{one.name: getattr(kernel, one.name) for one in fields(kernel)} | place)
+
+
 def test_a_step_has_a_row_for_each_dtype_and_bfloat16_at_home_in_one_format() -> None:
     """From a dtype to the same, where the step reads it, against what the numbers of such an A
     give."""
-    step = Step.of(kernel_of(13), branch="float16", homes=((3, 5, 64),))
+    step = lesson_like(kernel_of(13), branch="float16", homes=((3, 5, 64),))
     rows = measured(fake_bench(), [Work(step, "A16", "q4_0")], (3, 5, 64))
     assert [(row.input, row.output, row.why) for row in rows] == [(x, x, None) for x in FLOATS]
     for row, least, most in zip(rows, (1e-9, 1e-9, 1e-7), (1e-6, 1e-6, 3e-5), strict=True):
@@ -113,7 +118,7 @@ def test_a_step_has_a_row_for_each_dtype_and_bfloat16_at_home_in_one_format() ->
         (Work(replace(step, outputs=FLOATS[:2]), "A16", "q4_0"), (3, 5, 64)),
     ):
         assert [one.output for one in benching.wanted_of(work, size)] == ["float32", "float16"]
-    ten = Step.of(replace(kernel_of(10), outputs=FLOATS), branch="int8")
+    ten = lesson_like(replace(kernel_of(10), outputs=FLOATS), branch="int8")
     reads_float32 = benching.wanted_of(Work(ten, "A8", "q4_0"), ten.home_shapes[0])
     assert [(one.input, one.output) for one in reads_float32] == [
         ("float32", "float32"),

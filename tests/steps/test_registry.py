@@ -8,12 +8,12 @@ import pytest
 
 from steps import registry
 from steps.contract import BRANCHES, Step
-from steps.registry import diff_base, find, following, ladder, parent_of
+from steps.registry import find, following, ladder, parent_of
 
 
 def test_the_first_step_alone_has_no_parent() -> None:
     assert [step.number for step in ladder() if parent_of(step) is None] == [1]
-    assert all(diff_base(step) for step in ladder()[1:])
+    assert all(parent_of(step) for step in ladder()[1:])
 
 
 def test_every_branch_is_climbed() -> None:
@@ -42,12 +42,6 @@ def test_every_step_is_reached_by_reading_on() -> None:
             seen.add(number)
             todo += [one.number for one in following(find(number))]
     assert seen == {step.number for step in ladder()}
-
-
-def test_a_diff_is_against_what_a_step_says_it_grew_from() -> None:
-    step = find(4)
-    assert diff_base(replace(step, diff_from=None)) == parent_of(step) == 3
-    assert diff_base(replace(step, diff_from=2)) == 2
 
 
 def test_an_unknown_number_names_the_known_ones() -> None:

@@ -246,12 +246,14 @@ SHARED_WORK = (
     (18, 3, (35, 20, 288), {}),
 )
 # Of lessons that have a kernel of their own: smaller tiles where SMs idle; a tile shared by several
-# blocks; ranges that end within tiles.
+# blocks; ranges that end within tiles; rings of a warp used again.
 SHARED_WORK_OF_LESSONS = (
     (10, 1, (3, 300, 640), {"schedule": lambda *_: (32, 3, 4, 4)}),
     (10, 1, (70, 20, 288), {"schedule": lambda *_: (64, 2, 2, 3), "shared_memory": lambda: 99_000}),
     (10, 1, (20, 300, 416), {"schedule": lambda *_: (32, 3, 5, 3)}),
     (13, 3, (70, 140, 672), {}),
+    (17, 1, (3, 20, 4256), {}),
+    (18, 1, (3, 20, 4256), {}),
     (14, 3, (40, 20, 544), {}),
     (14, 4, (70, 130, 416), {}),
     (14, 2, (19, 600, 160), {}),

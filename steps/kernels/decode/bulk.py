@@ -1,6 +1,6 @@
 """Few tokens on Hopper: bulk copies, launches that overlap.
 
-Taught by `steps.step18_decode_bulk`; here with all formats, dtypes and biases that callers use.
+Taught by `steps.step18_bulk_copies`; here with all formats, dtypes and biases that callers use.
 """
 
 from __future__ import annotations

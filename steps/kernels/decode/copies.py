@@ -204,7 +204,7 @@ def bulk_copies(family: Family) -> BulkCopies:
 #     lane j     K  4j      4j + 1   4j + 2   4j + 3        word of 4j,     4j + 8,  4j + 1, 4j + 9
 #     lane j + 2    4j + 8  4j + 9   4j + 10  4j + 11       word of 4j + 2, 4j + 10, 4j + 3, 4j + 11
 #
-# Step 2 teaches the quantizer, step 17 this use of it.
+# Step 2 teaches the quantizer.
 
 SIDE_BY_SIDE: Final = 8
 """Items of a warp at a time."""

@@ -1,6 +1,6 @@
 """Few tokens: cp.async rings of weights, a ring for each warp.
 
-Taught by `steps.step17_decode`; here with all formats, dtypes and biases that callers use.
+Taught by `steps.step17_few_tokens`; here with all formats, dtypes and biases that callers use.
 """
 
 from __future__ import annotations
