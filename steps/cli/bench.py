@@ -25,7 +25,7 @@ from steps.cli import exercises, report
 from steps.cli.arguments import formats_of, is_shape_asked, machines, shape_of, steps_of
 from steps.cli.run import remark
 from steps.compile.parallel_compile import compile_ahead
-from steps.registry import ladder
+from steps.registry import kernel_of, ladder
 
 
 def bench(args: Namespace) -> int:
@@ -71,8 +71,11 @@ def rows_of(args: Namespace, cc: tuple[int, int] | None) -> list[Wanted]:
     formats = formats_of(args.format)
     if args.only not in (None, "steps", "home"):
         return []
-    works = select(steps_of(args.steps), formats, args.scheme, cc)
-    named = {(work.step.number, work.family, work.format) for work in works}
+    asked = steps_of(args.steps)
+    works = select(asked, formats, args.scheme, cc)
+    taught = (kernel_of(step.number) for step in asked)  # some have families that no lesson has
+    every = select((*asked, *taught), formats, args.scheme, cc)
+    named = {(work.step.number, work.family, work.format) for work in every}
     homes = {size for step in ladder() for size in step.home_shapes}
     found = [
         one

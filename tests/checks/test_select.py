@@ -6,7 +6,7 @@ import pytest
 
 from steps.checks.cases import DISTRIBUTION_CYCLE, ORDERS, cases
 from steps.checks.select import UsageError, select, with_parents
-from steps.registry import find, kernel_of, ladder
+from steps.registry import find, kernel_of, kernels, ladder
 
 
 def test_a_scheme_selects_family_and_bits() -> None:
@@ -14,7 +14,9 @@ def test_a_scheme_selects_family_and_bits() -> None:
     assert {work.family for work in works} == {"A8"}
     assert {work.format for work in works} == {"q4_0", "q4_1"}
     assert {work.step.number for work in works} == {2, 3, 4, 5} | {
-        step.number for step in ladder() if step.number > 5 and "A8" in step.families
+        step.number
+        for step in (*ladder(), *kernels())
+        if step.number > 5 and "A8" in step.families
     }
 
 

@@ -57,7 +57,7 @@ def test_the_ladder_has_a_panel_per_branch_with_its_home_shape(files) -> None:
     for branch in BRANCHES.values():
         assert branch.title in text
         assert table.dims(branch.homes[0]) in text
-    for label in ("1 naive W4A16", "3 shared tiled", "15 wgmma int8 (fast)", "18 decode bulk"):
+    for label in ("1 naive W4A16", "3 shared tiled", "15 wgmma int8 (fast)", "18 bulk copies, M=8"):
         assert label in text
     assert "10 stream k, M=128" in text, "its home is not that of its branch"
     for label in query.BASELINES.values():
