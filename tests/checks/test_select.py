@@ -14,9 +14,7 @@ def test_a_scheme_selects_family_and_bits() -> None:
     assert {work.family for work in works} == {"A8"}
     assert {work.format for work in works} == {"q4_0", "q4_1"}
     assert {work.step.number for work in works} == {2, 3, 4, 5} | {
-        step.number
-        for step in (*ladder(), *kernels())
-        if step.number > 5 and "A8" in step.families
+        step.number for step in (*ladder(), *kernels()) if step.number > 5 and "A8" in step.families
     }
 
 

@@ -55,10 +55,13 @@ def test_a_block_of_256_weights_is_deep_enough(
     ("arguments", "said"),
     [
         (["1", "--line", "3"], "line 3 of step01_naive_w4a16.py loads and stores nothing here"),
-        (["17", "--line", "3"], "line 3 of step17_few_tokens.py loads and stores nothing here; these do: "),
+        (
+            ["17", "--line", "3"],
+            "line 3 of step17_few_tokens.py loads and stores nothing here; these do: ",
+        ),
         (["1", "--warp", "8"], "a block of 256 threads has warps 0 to 7, no 8"),
         (["1", "--k", "33"], "K=33 is not a multiple of the block of 32"),
-        (["1", "2"], "trace does not know 2"),
+        (["1", "2"], "name one STEP, such as 4"),
         (["99"], "there is no step 99"),
     ],
 )

@@ -392,7 +392,10 @@ def asked(**changes: Any) -> Any:
 def test_the_matrix_is_narrowed_by_what_is_asked_for() -> None:
     assert command.rows_of(asked(), HOPPER) == list(MATRIX)
     of_file = command.rows_of(asked(format=["mxfp4"]), HOPPER)
-    named = {(one.step.number, one.family, one.format) for one in select((*ladder(), *kernels()), ["mxfp4"])}
+    named = {
+        (one.step.number, one.family, one.format)
+        for one in select((*ladder(), *kernels()), ["mxfp4"])
+    }
     of_works = {(one.work.step.number, one.work.family, one.work.format) for one in of_file}
     assert of_works == named, "a format that is asked for"
     one = command.rows_of(asked(steps=["10"], format=["q4_0"], m=128), HOPPER)

@@ -88,12 +88,13 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
                 assert table.ratio(rung.row.x_parent) in text
 
 
-def test_cublas_is_one_line_at_the_speed_of_the_run(run) -> None:
-    """And in the decode panel where its time puts it, not where its bytes would."""
+def test_cublas_is_a_line_at_the_speed_of_the_run(run) -> None:
+    """And in the decode panel where its time puts it, not where its bytes would. Steps at shapes of
+    their own have a piece of their own."""
 
     def line_of(axes) -> float:
         color = style.BASELINE_COLORS[query.CUBLAS]
-        (line,) = (line for line in axes.lines if line.get_color() == color)
+        line = next(line for line in axes.lines if line.get_color() == color)
         (x,) = set(line.get_xdata())
         return x
 

@@ -142,10 +142,13 @@ def _lines(run: Run, axes: Axes, panel: Panel, labelled: bool) -> None:
         away = [y for y, rung in enumerate(panel.rungs) if rung.away]
         _baselines(axes, {name: scale / us for name, us in times.items()}, labelled, written, away)
     for y, rung in enumerate(panel.rungs):
-        if rung.away and not decode:  # at a shape of its own cuBLAS is as fast as it is there
-            for name, us in _baselines_us(run, panel, rung.row.shape).items():
-                own = [2 * math.prod(rung.row.shape) * 1e-6 / us] * 2
-                axes.plot(own, [y - 0.45, y + 0.45], **_line_of(name))
+        if rung.away:  # at a shape of its own cuBLAS is as fast as it is there
+            row = rung.row
+            work = 2 * math.prod(row.shape) * 1e-6
+            if decode:
+                work = (row.limit_share or 0.0) * (row.kernel_us or 0.0)
+            for name, us in _baselines_us(run, panel, row.shape).items():
+                axes.plot([work / us] * 2, [y - 0.45, y + 0.45], **_line_of(name))
     if labelled:
         _texts(axes, -0.72, (unit, "x parent"), va="baseline", fontsize=8.5, color=style.FAINT)
 
