@@ -143,6 +143,21 @@ def test_comments_prose_and_imports_are_those_of_the_language(source: str) -> No
     assert sorted(_imports_and_digest(source)[0]) == imports
 
 
+def test_a_file_by_another_name_is_the_same_code(tmp_path: Path) -> None:
+    """Wherever its new name stands among the others."""
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    hashes = set()
+    for name in ("a", "z"):
+        imports = "".join(f"import steps.{one}\n" for one in sorted((name, "m")))
+        (folder / "step07_idea.py").write_text(f"{imports}x = 1\n")
+        (folder / "m.py").write_text("m = 1\n")
+        (folder / f"{name}.py").write_text("y = 2\n")
+        assert len(import_closure([STEP], tmp_path)) == 3
+        hashes.add(closure_hash([STEP], tmp_path))
+    assert len(hashes) == 1
+
+
 def test_two_files_that_swap_a_line_are_other_code(tmp_path: Path) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()

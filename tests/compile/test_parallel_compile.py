@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -202,10 +203,12 @@ def test_each_kernel_is_compiled_once() -> None:
 def test_a_process_is_told_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "_pretended", None)
     monkeypatch.setattr(parallel_compile, "_arch", "")
-    monkeypatch.setattr(parallel_compile.signal, "signal", lambda *_: None)
+    asked: list[Any] = []
+    monkeypatch.setattr(parallel_compile.signal, "signal", lambda *call: asked.append(call))
     before = contract.multiprocessors(), contract.shared_memory()
     try:
         parallel_compile._begin("sm_80", 108, 163 * 1024)
+        assert asked == [(signal.SIGINT, signal.SIG_IGN)], "Ctrl-C is for the process that asks"
         assert (contract.multiprocessors(), contract.shared_memory()) == (108, 163 * 1024)
     finally:
         contract._pretended = None

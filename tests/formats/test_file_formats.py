@@ -9,7 +9,7 @@ from gguf.quants import dequantize as gguf_dequantize
 
 from qformats import FILE_FORMATS, FORMATS, dequantize, format_of, quantize
 from qformats.format import RUN, Packed
-from qformats.storage import storage_format_named, stored_weights
+from qformats.storage import _rounded, storage_format_named, stored_weights
 
 K_QUANTS = tuple(name for name in FILE_FORMATS if name.endswith("_k"))
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -270,7 +270,24 @@ def test_error_of_normal_weights(name, least, most):
     assert least < error / np.square(x.astype(np.float64)).sum() < most
 
 
-def test_storage_is_of_file_formats() -> None:
+def test_scales_of_k_quants_are_rounded_as_float16_is():
+    """Halves to even: 2049 lies between 2048 and 2050."""
+    x = np.array([2047, 2049, 2051, -2049, 4098, 1 / 3, 0.0])
+    np.testing.assert_array_equal(_rounded(x), x.astype(np.float16).astype(np.float64))
+
+
+def test_the_largest_scale_of_mxfp4_is_two_to_the_hundredth():
+    blocks = quantize(np.ones((2, 64), np.float32), "mxfp4")
+    blocks["e"][1, 1] = 228
+    assert stored_weights(blocks).scale.max() == 2.0**100
+    blocks["e"][1, 1] = 229
+    with pytest.raises(
+        ValueError, match=r"block 1 of row 1 has a scale of 2\^101, and the largest"
+    ):
+        stored_weights(blocks)
+
+
+def test_storage_is_of_file_formats():
     blocks = quantize(np.ones((1, 32), np.float32), "q4_1")
     with pytest.raises(TypeError, match=r"takes blocks of mxfp4.* q6_k, and these are q4_1"):
         stored_weights(blocks)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from results.measure import loop
 from results.measure.loop import (
     Contestant,
     Timing,
@@ -224,3 +225,10 @@ def test_host_time_is_of_calls_and_the_queue_is_drained_outside(
     taken = host_seconds(calls, spent("drain", 1.0), 3, 2, warm_up=2)
     assert order == [*"aabb", *["drain", *"aaa", "drain", *"bbb"] * 2, "drain"]
     assert np.array(taken) == pytest.approx(np.array([1e-6, 2e-6])[:, None, None] * np.ones((2, 3)))
+
+
+def test_a_median_is_known_by_its_standard_error() -> None:
+    """1.25 sigma / sqrt(n): 1.25 / 10 of 100 times of 9 and 11."""
+    times = [9.0, 11.0] * 50
+    assert loop._known(times, Budget(relative_error=0.01251))
+    assert not loop._known(times, Budget(relative_error=0.01249))

@@ -40,6 +40,10 @@ def test_floor_is_the_larger_of_traffic_and_arithmetic() -> None:
 def test_faster_than_the_machine_is_a_sentence() -> None:
     assert protocol.impossible(10.0, None) is None
     assert protocol.impossible(9.8, 10.0) is None  # within what a limit is known to
+    least = 10.0 / protocol.TOLERANCE
+    assert protocol.impossible(least + 1e-6, 10.0) is None
+    assert protocol.impossible(least - 1e-6, 10.0) is not None
+    assert least > 9.5
     why = protocol.impossible(5.0, 10.0)
     assert why is not None
     assert "5 us is less than the 10 us" in why

@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, uint8
+from numba import cuda, float32, int8, int32, uint8, uint32
 from numba.cuda import types
 
 from steps.instructions import (
@@ -384,6 +384,14 @@ def test_shared_arrays_must_promise_their_alignment():
     ):
         simulate(careless, 1, 1, (zeros(1),))
 
+    @cuda.jit
+    def half_as_much(out):
+        stage = cuda.shared.array(64, uint8, alignment=8)
+        store_u32x4(stage, 0, 1, 2, 3, 4)
+
+    with pytest.raises(Misaligned, match=r"is declared with alignment 8, .* alignment=16"):
+        simulate(half_as_much, 1, 1, (zeros(1),))
+
 
 def test_read_only_and_discontiguous_arguments():
     @cuda.jit
@@ -465,6 +473,23 @@ def test_integer_stores_wrap_and_loads_are_exact():
     simulate(wrap, 1, 1, (small, wide))
     assert small.tolist() == [44, 255]
     assert wide.tolist() == [-(1 << 31), 255]
+
+
+def test_floats_beyond_an_integer_are_its_ends():
+    """As those of the GPU's conversion; of less than 32 bits it is cut after that."""
+
+    @cuda.jit
+    def convert(x, signed, unsigned, small):
+        t = cuda.threadIdx.x
+        signed[t], unsigned[t], small[t] = int32(x[t]), uint32(x[t]), int8(x[t])
+
+    x = np.array([3e9, -3e9, 5e9, -1.9, np.inf, -np.inf, np.nan, 300.7], np.float32)
+    signed, unsigned, small = zeros(8), zeros(8, np.uint32), zeros(8, np.int8)
+    simulate(convert, 1, 8, (x, signed, unsigned, small))
+    low, high = -(2**31), 2**31 - 1
+    assert signed.tolist() == [high, low, high, -1, high, low, 0, 300]
+    assert unsigned.tolist() == [3_000_000_000, 0, 2**32 - 1, 0, 2**32 - 1, 0, 0, 300]
+    assert small.tolist() == [-1, 0, -1, -1, -1, 0, 0, 44]
 
 
 # --- asynchronous copies
