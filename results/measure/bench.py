@@ -212,13 +212,19 @@ def same_machine(ours: Environment, theirs: Environment) -> bool:
 
 
 def begin(path: Path, env: Environment, ladder: Sequence[Step]) -> Run:
-    """The run of this GPU, to be merged with: without rows of what is no longer there, and without
-    any where GPU, numba-cuda or the driver's major version have changed."""
+    """The run of this GPU, to be merged with: without rows of what is no longer there, such as of a
+    dtype or format that a step no longer has, and without any where GPU, numba-cuda or the driver's major
+    version have changed."""
     if not path.exists() or not same_machine(env, (run := read(path)).env):
         return Run(env=env)
     numbers = {step.number for step in ladder}
-    names = {(one.number, one.name) for one in (*ladder, *kernels())}
-    rows = tuple(row for row in run.rows if (row.step, row.name) in names)
+    known = {(one.number, one.name): one for one in (*ladder, *kernels())}
+
+    def still_there(row: Row) -> bool:
+        one = known.get((row.step, row.name))
+        return one is not None and row.format in one.formats and row.output in one.outputs
+
+    rows = tuple(filter(still_there, run.rows))
     return replace(run, rows=rows, as_called=tuple(c for c in run.as_called if c.step in numbers))
 
 
