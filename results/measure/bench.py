@@ -213,8 +213,8 @@ def same_machine(ours: Environment, theirs: Environment) -> bool:
 
 def begin(path: Path, env: Environment, ladder: Sequence[Step]) -> Run:
     """The run of this GPU, to be merged with: without rows of what is no longer there, such as of a
-    dtype or format that a step no longer has, and without any where GPU, numba-cuda or the driver's major
-    version have changed."""
+    dtype or format that a step no longer has, and without any where GPU, numba-cuda or the driver's
+    major version have changed."""
     if not path.exists() or not same_machine(env, (run := read(path)).env):
         return Run(env=env)
     numbers = {step.number for step in ladder}
