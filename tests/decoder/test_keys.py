@@ -78,6 +78,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"llama.rope.dimension_count": (U32, 3)},
         "has 4 heads of 16 values, of which 3 are rotated, and 2 heads of keys",
     ),
+    "a value without its pair": (
+        {"llama.attention.key_length": (U32, 15), "llama.rope.dimension_count": (U32, 14)},
+        "has 4 heads of 15 values, of which 14 are rotated, and 2 heads of keys",
+    ),
     "queries of no key": (
         {"llama.attention.head_count_kv": (U32, 3)},
         "has 4 heads of 16 values, of which 16 are rotated, and 3 heads of keys",

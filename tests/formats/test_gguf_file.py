@@ -369,6 +369,10 @@ DAMAGED = {
         file_of(keys=[key("split.count", F32, struct.pack("<f", 2))]),
         "is damaged: split.count is 2.0, no count; get the file again",
     ),
+    "a part before the first": (
+        file_of(keys=[key("split.no", 5, struct.pack("<i", -1))]),
+        "is damaged: split.no is -1, no count; get the file again",
+    ),
     "a later part": (
         file_of(keys=[key("split.count", U16, b"\3\0"), key("split.no", U16, b"\1\0")]),
         "is part 2 of 3: name the first one, which ends in -00001-of-00003.gguf",
@@ -515,6 +519,15 @@ def test_parts_are_read_as_one(tmp_path, capsys):
 
 def test_one_part_is_a_file(tmp_path):
     assert list(tensors(split(tmp_path, [[info()]]))) == ["w"]
+
+
+def test_parts_together_have_a_limit(tmp_path, monkeypatch):
+    empty = [[info(f"{one}{i}", (32, 0)) for i in range(2)] for one in "vw"]
+    assert len(tensors(split(tmp_path, empty))) == 4
+    empty[1].append(info("w2", (32, 0)))
+    monkeypatch.setattr(gguf_file, "_ENTRIES", 4)
+    with pytest.raises(GGUFError, match="and its parts have more than 4 tensors"):
+        tensors(split(tmp_path, empty))
 
 
 def test_parts_that_are_not_those_of_a_file(tmp_path):
