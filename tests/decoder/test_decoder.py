@@ -21,6 +21,7 @@ from qformats import FORMATS, WEIGHT_FORMATS, dequantize
 from qformats.gguf_file import GGUFError, metadata
 from results.measure.models import one_gpu as bench
 from steps.checks.select import UsageError
+from steps.cli import language_model
 from steps.cli.main import main
 from steps.compile.compiler import signature_of
 from steps.decoder import files, kernel_operations, operations
@@ -602,6 +603,11 @@ def test_a_model_that_memory_does_not_hold(
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         said(capsys, tiny, "--reference")
+
+
+def test_what_is_told_has_no_commands(capsys: Any) -> None:
+    language_model._tell(f"{ESCAPE}.gguf, ready")
+    assert capsys.readouterr().err == "[\\x1b]0;owned\\x07\\r\\x9b2J.gguf, ready]\n"
 
 
 def test_a_usage_error_has_no_commands() -> None:

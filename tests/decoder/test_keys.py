@@ -247,6 +247,14 @@ def test_texts_need_tokens_and_tokens_do_not(tiny: gguf_bytes.File, tmp_path: Pa
         _ = model.vocabulary
 
 
+def test_the_first_token_of_a_model_that_has_one(tiny: gguf_bytes.File, tmp_path: Path) -> None:
+    bare = {name: None for name in tiny.keys if name.startswith("tokenizer.")}
+    one = tiny.with_keys(bare).with_tensor("token_embd.weight", dims=(64, 1))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(one.bytes())
+    assert files.Model(path).first == 0
+
+
 def test_other_vectors_than_numbers(tiny: gguf_bytes.File, tmp_path: Path) -> None:
     values = np.ones(64, np.float32)
     for bad in (NAN, INFINITE, -INFINITE):
