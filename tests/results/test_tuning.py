@@ -82,6 +82,10 @@ def test_the_nearest_gpu_is_this_one_or_one_like_it() -> None:
     assert tuning.nearest(tables, "NVIDIA L4", (8, 9), 58) is other
     assert tuning.nearest(tables, "NVIDIA A100", (8, 0), 108) is None
     assert tuning.nearest((), "NVIDIA A100", (8, 0), 108) is None
+    alike = [replace(own, gpu=gpu) for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")]
+    for one in alike:  # which have as many multiprocessors
+        for given in (alike, alike[::-1]):
+            assert tuning.nearest(given, one.gpu, (9, 0), 132) is one
 
 
 # --- the file -------------------------------------------------------------------------------------
