@@ -529,6 +529,27 @@ def test_partial_sums_that_nothing_orders(missing):
             )
 
 
+def test_a_fence_adds_to_what_one_before_it_showed():
+    """A block that waits for one other, and then for another, knows of both."""
+
+    @cuda.jit
+    def kernel(out):
+        block = cuda.blockIdx.x
+        if block < 2:
+            store_u32(out, block, 7)
+            fence()
+            cuda.atomic.add(out, 8 + block, 1)
+        else:
+            for i in range(2):
+                cuda.atomic.add(out, 8 + i, 1)
+                fence()
+            out[2] = load_u32(out, 0) + load_u32(out, 1)
+
+    out = np.zeros(16, np.uint32)
+    simulate(kernel, 3, 1, (out,))
+    assert out[2] == 14
+
+
 def test_two_blocks_store_to_one_place():
     @cuda.jit
     def kernel(out):
