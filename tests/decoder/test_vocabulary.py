@@ -251,6 +251,7 @@ def test_words_where_the_file_does_not_say_how_they_are_cut() -> None:
     assert words(keys | {"pre": "default"}) == words(keys)
     assert words(keys | {"pre": "llama-bpe"}) == ["I", "'VE", "\u0120", "123", "4", "!'"]
     said = of(keys).assumed
+    assert of(keys | {"pre": ""}).assumed == said
     assert said.startswith("a.gguf lacks tokenizer.ggml.pre: words are cut as by llama.cpp's defau")
     assert of(keys | {"pre": "default"}).assumed == of(sentencepiece()).assumed == ""
     assert of(keys).begin is None
@@ -401,6 +402,16 @@ def test_words_of_random_models(tmp_path: Path) -> None:
 def test_what_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(GGUFError, match=said):
         of({n: one for n, one in (byte_level("gpt-2") | change).items() if one is not None})
+
+
+def test_tokens_that_stand_for_nothing() -> None:
+    """There may be several, and each kind of token may be one."""
+    keys, more = sentencepiece(), ["", ""]
+    for kind in (2, 3, 4, 5):
+        keys |= {"tokens": [*keys["tokens"], *more], "scores": [*keys["scores"], 0.0, 0.0]}
+        keys["token_type"] = [*keys["token_type"], kind, kind]
+        keys["unknown_token_id"] = len(keys["tokens"]) - 1
+        assert of(keys).text([*of(keys).ids("ab\u4e16"), keys["unknown_token_id"]]) == "ab\u4e16"
 
 
 def test_incomplete_vocabularies_are_refused() -> None:

@@ -138,12 +138,12 @@ class Vocabulary:
         self._byte_level, self._spaced, self.assumed = kind == "gpt2", False, ""
         number, merges, ids = _numbered(tokens, where), key("merges"), {}
         if self._byte_level:
-            if key("pre") is None:
+            if not key("pre"):
                 self.assumed = (
                     f"{where} lacks tokenizer.ggml.pre: words are cut as by llama.cpp's default, "
                     "which may not be how the model was trained; convert it again"
                 )
-            pre = PRE_TOKENIZERS.get(key("pre", "default"))
+            pre = PRE_TOKENIZERS.get(key("pre") or "default")
             if pre is None:
                 raise GGUFError(
                     f"{where} has the pre-tokenizer {key('pre')!r}, and those supported are "
@@ -273,9 +273,11 @@ def _tokenizers() -> Any:
 
 
 def _numbered(tokens: Sequence[str], where: Any) -> dict[str, int]:
-    number = {token: i for i, token in enumerate(tokens)}
-    if len(number) < len(tokens):
-        first, token = next((i, one) for i, one in enumerate(tokens) if number[one] != i)
+    """Tokens -> their numbers, without those that are "": they stand for nothing, and there may be
+    several."""
+    number = {token: i for i, token in enumerate(tokens) if token}
+    twice = ((i, token) for i, token in enumerate(tokens) if number.get(token, i) != i)
+    for first, token in twice:
         raise GGUFError(
             f"{where}: tokens {first} and {number[token]} are both {token[:40]!r}: convert the "
             "model again"
@@ -325,7 +327,7 @@ def _sentencepiece(
     tokenizers = _tokenizers()
     parts = tokenizers.normalizers
     model = tokenizers.models.BPE(
-        dict(number), list(merges), fuse_unk=True, byte_fallback=True, unk_token=unknown
+        dict(number), list(merges), fuse_unk=True, byte_fallback=True, unk_token=unknown or None
     )
     made = tokenizers.Tokenizer(model)
     steps = [parts.Prepend(SPACE)] if spaced else []
