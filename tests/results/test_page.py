@@ -34,6 +34,7 @@ from steps.simulator.trace import Instruction
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "use", "path", "rect", "col"}
 ENDS_A_PARAGRAPH = {"p", "div", "pre", "table", "ul", "ol", "dl", "h2", "h3", "h4", "section"}
+ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("ladder", "called", "charts", "blocks", "steps", "museum", "method")
 
 
@@ -442,6 +443,15 @@ def test_machine_code_that_cannot_be_had_is_a_sentence(monkeypatch: pytest.Monke
     said = compiled(hopper, (16, 128, 128), (8, 0))
     assert said == "No machine code on this computer: nvdisasm was not found"
     assert asked == ["sm_90a"], "a GPU of 8.0 cannot run it: for the one that can"
+
+
+def test_a_field_has_one_colour_in_all_formats() -> None:
+    """A class by its name, of which the style sheet knows the colour."""
+    style = (ROOT / "results" / "render" / "page.css").read_text(encoding="utf-8")
+    of_field = re.findall(r"(?m)^:?(?:is\()?((?:\.of-\w+(?:, )?)+)\)? \{ --field", style)
+    coloured = Counter(name for each in of_field for name in re.findall(r"of-(\w+)", each))
+    names = {name for fmt in FORMATS.values() for name in fmt.dtype.names or ()}
+    assert coloured == Counter(names)
 
 
 def test_the_command_writes_the_file(

@@ -874,6 +874,8 @@ def main(arguments: Sequence[str]) -> int:
     """Tries the mutations of all steps, or of some, and writes their rows of the table."""
     wrong = []
     labels = arguments or [*SUBJECTS]
+    if unknown := [label for label in labels if label not in SUBJECTS]:
+        sys.exit(f"{unknown[0]} is none of {', '.join(SUBJECTS)}")
     page = TABLE.read_text(encoding="utf-8")
     rows = [each for each in LINE.findall(page) if each.split()[1] not in labels]
     for label in labels:
