@@ -537,6 +537,17 @@ def test_a_check_is_within_the_model(tiny: Any, capsys: Any, monkeypatch: Any) -
         assert re.search(told, err), err
 
 
+def test_a_split_file_answers_as_the_whole(tiny: Any, tmp_path: Any, capsys: Any) -> None:
+    whole, first = gguf_bytes.read(tiny), tmp_path / "m-00001-of-00002.gguf"
+    for i, some in enumerate((whole.tensors[:9], whole.tensors[9:])):
+        facts = {"split.no": (2, i), "split.count": (2, 2)}
+        part = replace(whole, tensors=some, keys=facts | (whole.keys if i == 0 else {}))
+        first.with_name(f"m-{i + 1:05d}-of-00002.gguf").write_bytes(part.bytes())
+    found = [said(capsys, one, "--reference", "--tokens", 5) for one in (tiny, first)]
+    assert found[0] == found[1]
+    assert found[0][0] == 0
+
+
 ESCAPE = "\x1b]0;owned\x07\r\x9b2J"
 
 
