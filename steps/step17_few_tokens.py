@@ -87,7 +87,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
     group_bytes = TILE_GROUP * tile_bytes  # of 128 rows and 128 K of W
     n_acc = 4 * ROW_TILES
     warp_sums = TOKENS * SUMS_ROW
-    wait_for_oldest, wait_for_all = cp_async_wait(SLOTS - 1), cp_async_wait(0)
+    wait_for_oldest = cp_async_wait(SLOTS - 1)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_slot(memory, to_a, to_w, a, w, m0, source, k_tile, lane):
@@ -185,8 +185,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
             slot = int32(slot + 1 if slot < SLOTS - 1 else 0)
 
         # --- registers -> shared: the sums of each warp, [warp][token][feature]
-        wait_for_all()
-        cuda.syncthreads()  # nobody reads a ring any more, and nobody writes one
+        cuda.syncthreads()  # nobody reads a ring any more, and no copy is on its way
         first = warp * warp_sums + 2 * (lane & 3) * SUMS_ROW + (lane >> 2)
         for j in range(ROW_TILES):
             place = first + j * TILE_ROWS
