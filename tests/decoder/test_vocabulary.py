@@ -145,6 +145,12 @@ def test_tokens_that_are_parted_from_the_text() -> None:
     ids = vocabulary.ids("<unk><tool><|eot_id|>", whole=False)
     assert ids == [0, last - 1, last]
     assert vocabulary.text(ids) == "<tool>"
+    keys = byte_level("gpt-2")
+    keys |= {"tokens": [*keys["tokens"], "\u00e9"], "token_type": [*keys["token_type"], 4]}
+    keys["tokens"].remove("\u00e9")  # the letter of the byte 0xe9
+    keys["token_type"].pop(0)
+    keys["merges"] = [one for one in keys["merges"] if "\u00e9" not in one]
+    assert of(keys).text(of(keys).ids("\u00e9.", whole=False)) == "\u00e9."
 
 
 def test_tokens_of_a_real_model() -> None:
@@ -235,12 +241,12 @@ def test_texts_that_are_no_utf8_are_refused() -> None:
 def test_words_where_the_file_does_not_say_how_they_are_cut() -> None:
     """As by llama.cpp's default, not as by any model's."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    more = ["12", "23", "123", "'V", "'VE", "!'"]
+    more = ["12", "23", "123", "1234", "'V", "'VE", "!'"]
     keys = {
         "model": "gpt2",
         "tokens": [*letters, *more],
-        "merges": ["1 2", "2 3", "12 3", "' V", "'V E", "! '"],
-        "token_type": [1] * 262,
+        "merges": ["1 2", "2 3", "12 3", "123 4", "' V", "'V E", "! '"],
+        "token_type": [1] * 263,
         "bos_token_id": 0,
     }
 
@@ -249,6 +255,7 @@ def test_words_where_the_file_does_not_say_how_they_are_cut() -> None:
 
     assert words(keys) == ["I", "'", "V", "E", "\u0120", "123", "4", "!'"]
     assert words(keys | {"pre": "default"}) == words(keys)
+    assert words(keys | {"pre": "gpt-2"})[-2:] == ["1234", "!'"]
     assert words(keys | {"pre": "llama-bpe"}) == ["I", "'VE", "\u0120", "123", "4", "!'"]
     said = of(keys).assumed
     assert of(keys | {"pre": ""}).assumed == said
@@ -412,6 +419,8 @@ def test_tokens_that_stand_for_nothing() -> None:
         keys["token_type"] = [*keys["token_type"], kind, kind]
         keys["unknown_token_id"] = len(keys["tokens"]) - 1
         assert of(keys).text([*of(keys).ids("ab\u4e16"), keys["unknown_token_id"]]) == "ab\u4e16"
+    bare = {"model": "llama", "tokens": ["", SPACE, "a"], "scores": [0.0] * 3}
+    assert of(bare).ids("a\u4e16a", whole=False) == [1, 2, 2], "no letter, no byte, no token"
 
 
 def test_incomplete_vocabularies_are_refused() -> None:

@@ -173,7 +173,7 @@ class Vocabulary:
         kinds = dict(enumerate(key("token_type", ())))
         control = {i for i, one in kinds.items() if one in (CONTROL, UNKNOWN)}
         self._silent = frozenset(control | (self.ends & {number[name] for name in named}))
-        self._whole = frozenset(i for i, one in kinds.items() if one == USER_DEFINED) - self._silent
+        self._whole = frozenset(i for i, one in kinds.items() if one == USER_DEFINED)
         letters = sum(len(tokens[i]) for i in self._silent | self._whole)
         if letters > MOST_LETTERS:
             raise GGUFError(
