@@ -139,9 +139,8 @@ def test_scale_times_level_plus_offset_is_the_value(name):
     assert codes.dtype == np.int32
     eight = fmt.bits == 8
     assert (codes.min(), codes.max()) == ((-128, 127) if eight else (0, 2**fmt.bits - 1))
-    np.testing.assert_array_equal(
-        np.array(TABLES[name])[codes] if name in TABLES else codes, levels
-    )
+    table = TABLES.get(name, fmt.codebook)  # of a new format its own, which gguf's answers check
+    np.testing.assert_array_equal(codes if table is None else np.array(table)[codes], levels)
     if name in ZEROS:
         np.testing.assert_array_equal(offset, -ZEROS[name] * scale)
     elif "m" in fmt.dtype.names:

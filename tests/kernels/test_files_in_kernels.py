@@ -308,3 +308,8 @@ def test_the_cases_of_a_check(name: str) -> None:
     assert all(case.distribution != "golden" for case in every)
     if name.endswith("_k"):
         assert tuple(case.shape for case in every[1:]) == SUPER_CHECK_SHAPES
+
+
+def test_elements_of_a_format_that_has_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="q8_1 has no device functions of its elements"):
+        device_elements("q8_1")
