@@ -158,7 +158,8 @@ class Panel:
 
 def ladder(run: Run) -> list[Panel]:
     """The branches in the order of the ladder, each step once: in the family that continues the
-    ladder, at the first home shape of its branch, or the smallest of its own homes."""
+    ladder, at the first home shape of its branch, or of its own homes at the smallest of that N and
+    K, if there is one."""
     rows = of_one_dtype(row for row in run.rows if row.status != "unsupported")
     format_name = main_format(row for row in rows if row.home)
     panels = []
@@ -179,7 +180,9 @@ def _rung(
     rows: Sequence[Row], homes: Sequence[Row], step: int, first: Size, format_name: str
 ) -> Rung | None:
     own = [row for row in homes if row.step == step]
-    shape = first if first in {row.shape for row in own} else min(row.shape for row in own)
+    shape = min(
+        (row.shape for row in own), key=lambda one: (one != first, one[1:] != first[1:], one)
+    )
     own = [row for row in own if row.shape == shape]
     family = max(own, key=lambda row: (row.parent or 0, row.family)).family
     every = tuple(row for row in own if row.family == family)
