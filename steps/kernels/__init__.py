@@ -6,7 +6,6 @@
     parts/      what several rooms share: weights, activation passes, epilogues, stream-K
 
 `steps.registry.KERNELS` lists the modules that define a `KERNEL`; `gemm` chooses among these, and
-messages name each by the number of its lesson (`steps/stepNN_*.py`). Lessons that are not thin over
-an engineered kernel import parts from here too. Constants that begin with H200 were measured on
-one.
+messages name each by the number of its lesson (`steps/stepNN_*.py`), which imports nothing from
+here. Constants that begin with H200 were measured on one.
 """
