@@ -10,11 +10,12 @@ What is new
                      '--------- one load: 512 bytes ----------'--- the next load ...
         codes of A   |0 .. 31 |32 .. 63|64 .. 95| ...             two chunks for each one of W
 
-    A chunk has the codes of one block (in Q8_0 of half a block). A lane does for its block what a
-    thread of step 2 does: an integer dot product, now by dp4a, then scale and compensation. At the
-    end each lane has the sum of every 32nd chunk, and five shuffles add up the 32 sums: lane l adds
-    what lane l ^ 16 has, then l ^ 8, l ^ 4, l ^ 2 and l ^ 1.
-    ggml's blocks have 18 to 34 bytes, so their codes are aligned to 2 bytes only (in Q5_1 to 8).
+    A chunk has the codes of one block (in Q8_0 of half a block). A lane does for its chunk what a
+    thread of step 2 does for a block: an integer dot product, now by dp4a, then scale and
+    compensation. At the end each lane has the sum of every 32nd chunk, and five shuffles add up the
+    32 sums: lane l adds what lane l ^ 16 has, then l ^ 8, l ^ 4, l ^ 2 and l ^ 1.
+    ggml's blocks have 18 to 34 bytes, so their codes are aligned to 2 bytes (in Q4_1 to 4, in Q5_1
+    to 8), and a load of 16 bytes wants 16.
     `row_planes` puts codes, fifth bits and scales into arrays of their own, where chunks are
     aligned. It adds no byte.
 Why it should help
@@ -27,9 +28,10 @@ Why it should help
     With 2.2 us for the launch and the first bytes, and 1.2 us until the last warp ends, expect 11.5
     us, 70 % of the speed of memory and 25 times step 2; Q8_0 18.6 us, 82 %.
 What it costs
-    Repacked weights. For 576 bytes of W a warp reads 1280 of A. These come from the L1 cache, as
-    weights, which are read once, take no place there (`load_u32x4_once`). Every token reads all of
-    W again, if from the L2.
+    Repacked weights. For 576 bytes of W a warp reads 1280 of A, from the L1 cache. Weights are read
+    once, so they are loaded past it (`load_u32x4_once`) and do not push A out.
+    Every token reads all of W again, at best from the L2. And A lies K-outermost: with M tokens
+    neighbouring lanes load 32 M bytes apart (Q8_0: 16 M), up to a line of the cache for each lane.
 Machine code
     Four LDG.E.NA.128 of weights (NA: not allocated in the L1) before the first IDP.4A; five
     SHFL.BFLY; no LDS, no BAR.SYNC.
@@ -90,8 +92,8 @@ def kernel(fmt: Format) -> Any:
 
     @cuda.jit(device=True, forceinline=True)
     def fifth_bits(four):
-        """Four bits -> bit 4 of each byte of a word. The product lays copies of the four 7 bits
-        apart, and the mask keeps the one bit of each copy that is wanted."""
+        """Four bits -> bit 4 of each byte of a word. The product is four copies of them, each 7
+        bits further, so bit i of copy i is bit 4 of byte i; the mask keeps these."""
         return uint32((uint32(four & uint32(15)) * uint32(0x02040810)) & uint32(0x10101010))
 
     @cuda.jit(device=True, forceinline=True)
@@ -104,14 +106,14 @@ def kernel(fmt: Format) -> Any:
 
     @cuda.jit(launch_bounds=(LANES * WARPS, BLOCKS_PER_SM))
     def w4a8_warp_per_row(codes, fifths, scales, qa, ds, c, chunks):
-        """c[M, N] = a @ dequantize(w)[N, K]^T; codes, fifths, scales of `row_planes`, a row having
-        so many chunks; qa, ds: Q8_1 A, K-outermost: int8 [K/16, M, 16], (d, s) [K/32, M, 2]."""
+        """c[M, N] = a @ dequantize(w)[N, K]^T; codes, fifths, scales of `row_planes`, each row
+        of so many chunks; qa, ds: Q8_1 A, K-outermost: int8 [K/16, M, 16], (d, s) [K/32, M, 2]."""
         words = cuda.local.array((AHEAD, 4), uint32)
         fifths_of, scales_of = cuda.local.array(AHEAD, uint32), cuda.local.array(AHEAD, uint32)
         lane, m, n = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y * WARPS + cuda.threadIdx.y
-        if n >= c.shape[1]:  # a whole warp leaves: shuffles want all lanes of the others
+        if n >= c.shape[1]:  # a whole warp leaves: the others' shuffles have all their lanes
             return
-        # Chunks are counted in 32 bits and bytes in 64: an address is one instruction.
+        # Chunks are counted in 32 bits, bytes in 64: one instruction makes an address of a chunk
         M, row = uint32(c.shape[0]), uint32(n * chunks)
         acc = float32(0)
         for first in range(0, chunks, LANES * AHEAD):
@@ -168,7 +170,7 @@ def kernel(fmt: Format) -> Any:
 def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
-    # Tokens on x: thread blocks that read the same rows follow each other, and meet them in the L2
+    # Tokens on x: thread blocks that read the same rows follow each other, so the L2 has them
     grid = (shape.m, ceil_div(shape.n, WARPS))
     chunks = shape.k // BLOCK * (2 if fmt.bits == 8 else 1)
     return Launch(kernel(fmt), grid, (LANES, WARPS), (*weights, *activations, out, chunks))

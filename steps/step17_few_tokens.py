@@ -4,29 +4,31 @@ What is new
     Step 16 reads all of W for every token. Here a thread block has 32 rows of W and eight tokens,
     the columns of an mma, and its 16 warps share K: warp i takes tiles i, i + 16, i + 32 ... of 128
     K. Each has a *ring* of its own in shared memory, as the thread block of step 9 has one, and no
-    barrier of the block stops it: a slot is refilled as soon as its warp has multiplied it, while
-    the copies of the other slot go on.
+    barrier of the block stops a warp until K is done: a slot is refilled as soon as its warp has
+    multiplied it, while the copies of the other slot go on.
 
         warp 0     tiles 0, 16, 32 ...     32 x 8 sums  ---.
         warp 1     tiles 1, 17, 33 ...     32 x 8 sums  ---+--->  C: 8 tokens x 32 features
         warp 15    tiles 15, 31, 47 ...    32 x 8 sums  ---'
 
     What fills a slot is two fragment-packed tiles of 16 rows, which are one piece of memory, and
-    the A that they meet:
+    the A that they meet. In shared memory A of all slots comes first, then the tiles of all slots:
 
-        |rows 0 .. 15 x 128 K|rows 16 .. 31 x 128 K|8 tokens x 128 K|
-        0                   1152                  2304             4352 bytes (Q4_0)
+        |8 tokens x 64 K|8 tokens x 64 K|   ...   |rows 0 .. 15 x 128 K|rows 16 .. 31 x 128 K|
+              1024            1024                         1152                 1152 bytes (Q4_0)
 
-    As in step 11 a mask and a multiply-add make two float16 weights in a lane's registers, and A is
-    multiplied as it is. Each B fragment serves both tiles. One `ldmatrix` loads the fragments of 32
-    K: its matrix i is chunk i of the eight tokens. Chunk c of token r lies at place c ^ r of 64 K,
-    so that the eight rows of a matrix are in different banks.
+    As in step 11 a mask and a multiply-add make two float16 weights in a lane's registers. A is
+    float16 and multiplied as it is (step 16 has Q8_1), and each B fragment serves both tiles. One
+    `ldmatrix` loads the fragments of 32 K: its matrix i is chunk i of the eight tokens. Of each 64
+    K, chunk c of token r is stored at place c ^ r, so that the eight rows of a matrix are in
+    different banks.
     Sums stay in the warps until K is done. Then each stores its 32 x 8, over the rings that nobody
     needs any more, and a thread adds up the 16 sums of one output.
 Why it should help
-    For eight tokens step 16 sends 264 MB of weights through the L2, some 60 us. Here each weight is
-    read once. With 0.7 us more than step 16 for the sums of 16 warps, and twice the instructions
-    for a byte, expect 11.7 us, 5 times. With one token it takes hardly less: it is the same stream.
+    For eight tokens step 16 sends 264 MB of weights through the L2, some 60 us, as was thought (it
+    takes 162, and the worklog says why). Here each weight is read once. To the 11 us of one token
+    come 0.7 for the sums of 16 warps; 1.7 times the instructions for a byte still fit beside the
+    stream. Expect 11.7 us, 5 times. With one token it takes hardly less: it is the same stream.
 What it costs
     A thread block reads all of A through the L2, 229 KB of it beside 260 KB of weights.
 Machine code
@@ -93,8 +95,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
     def copy_slot(memory, to_a, to_w, a, w, m0, source, k_tile, lane):
         """A warp issues the copies of 128 K to a slot: A to byte `to_a`, weights from byte `source`
         of w to byte `to_w`."""
-        # --- A: 16 lanes copy 256 bytes of a token. Beyond M and K they write zeros: weights beyond
-        # K are zeros too, but 0 * NaN would be NaN
+        # --- A: 16 lanes copy 256 bytes of a token. Beyond M and K they write zeros. Weights beyond
+        # K are zeros, but what lies in shared memory may be NaN, and 0 * NaN is NaN
         M, K = int32(a.shape[0]), int32(a.shape[1])
         chunk = lane & 15
         k = int32(k_tile * TILE_K + 8 * chunk)
@@ -141,7 +143,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
         warp, lane = shfl(int32(t >> 5), 0), int32(t & 31)
         m0, n0 = int32(cuda.blockIdx.x * TOKENS), int32(cuda.blockIdx.y * ROWS)
         count = int32((k_tiles - warp + (WARPS - 1)) // WARPS)  # tiles of K of this warp
-        # Where the next weights lie in W, and the slots in shared memory
+        # Where the next weights lie in W, where 128 K of 8 row tiles are together, then the next
+        # 128 K; and the slots in shared memory
         row_tile = n0 // TILE_ROWS
         source = (int64(row_tile // TILE_GROUP) * k_tiles + warp) * group_bytes
         source += row_tile % TILE_GROUP * tile_bytes
@@ -150,8 +153,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
         for r in range(n_acc):
             acc[r] = 0
 
-        # --- global -> shared: the first slots. A group of copies is closed for each slot, even if
-        # the warp has nothing for it: waiting counts groups
+        # --- global -> shared: the first slots. A group of copies is closed for each slot, even an
+        # empty one: the wait counts groups
         k_tile = warp
         for s in range(SLOTS):
             if s < count:
@@ -163,7 +166,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
 
         slot, chunk, token = int32(0), lane >> 3, lane & 7
         for i in range(count):
-            # --- wait for the oldest slot: this lane's copies, then those of all lanes
+            # --- wait for the oldest slot: for this lane's copies, then (syncwarp) for all lanes'
             wait_for_oldest()
             cuda.syncwarp()
 
@@ -195,7 +198,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
             store_f32(sums, place + SUMS_ROW + 8, acc[4 * j + 3])
         cuda.syncthreads()
 
-        # --- shared -> global: a warp has a token, and a lane adds up one output
+        # --- shared -> global: eight warps have a token each, and a lane adds up one output
         m, n = int32(m0 + warp), int32(n0 + lane)
         if warp < TOKENS and m < c.shape[0] and n < c.shape[1]:
             total = float32(0)

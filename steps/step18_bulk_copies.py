@@ -1,28 +1,29 @@
 """Step 18: bulk copies - one lane fills a slot, and launches overlap.
 
 What is new
-    For a slot of step 17 each lane finds its own addresses and issues nine copies. Here one lane
-    issues three: the packed tiles are one piece of memory, a bulk copy; A is two boxes of 64 K,
-    which the tensor map swizzles and fills with zeros beyond M and K. They report to the slot's
-    mbarrier, and the warp waits for that: it says that the bytes are there, for all lanes.
+    For a slot of step 17 each lane finds its own addresses and issues nine copies (Q4_0). Here one
+    lane issues three: the packed tiles are one piece of memory, a bulk copy; A is two boxes of 64
+    K, which the tensor map swizzles and fills with zeros beyond M and K. They report to the slot's
+    mbarrier. A wait for it is enough: the bytes are there for all lanes.
     And launches overlap as in step 14. Weights do not depend on the launch before. So a warp issues
     the copy of its first weights as soon as it has an SM, and only then waits for that launch:
 
-        make mbarriers | weights of slot 0 | wait for the launch before | A | other slots | multiply
+        make mbarriers | weights of slot 0 | wait for the launch before | A | next slot | multiply
                          one copy            griddepcontrol.wait
 
-    A of the first slot waits behind these weights and no others: memory serves copies in the order
-    in which they come, and until A is there, nothing can be multiplied.
+    A of the first slot waits behind the first weights of all warps of all SMs, and no others.
+    Memory serves copies in the order in which they come, and until A is there, nothing can be
+    multiplied.
 Why it should help
     Between two launches memory is idle: the last sums, the start of new thread blocks, their
-    first instructions, the latency of the first weights. The last two now pass while other SMs
-    still work, 0.8 us less. A refill takes a lane 60 instructions instead of the warp 100. Expect
-    1.2 times step 17.
+    first instructions, the latency of the first weights. The last two now pass while blocks of
+    the launch before still run on other SMs, 0.8 us less. A refill takes one lane some 40
+    instructions where it took the warp 100. Expect 1.2 times step 17.
 What it costs
     Hopper or later.
 Machine code
-    UBLKCP of weights before ACQBULK, the wait for the launch before; UTMALDG of A; in the loop no
-    barrier but SYNCS.
+    UBLKCP of weights before ACQBULK, the wait for the launch before; UTMALDG of A; in the loop
+    SYNCS (mbarriers) and no BAR.SYNC.
 Prerequisites
     Steps 17, 13 (bulk copies, tensor maps, mbarriers) and 14 (launches that overlap).
 """
@@ -93,7 +94,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
     @cuda.jit(device=True, forceinline=True)
     def copy_weights(memory, to, w, source, full):
         """One lane issues the copy of a slot's packed tiles, and tells its mbarrier `full` how many
-        bytes to wait for: those of A, too."""
+        bytes to wait for, A's included: `copy_tokens` follows."""
         mbarrier_arrive_expect(memory, full, a_bytes + w_bytes)
         bulk_copy(memory, to, w, source, w_bytes, memory, full)
 
@@ -130,7 +131,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
         """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of qformats.repack.tiles,
         which have so many tiles of 128 K, a_map of a. a and c are float16; a begins at a multiple
         of 16 bytes."""
-        griddepcontrol_launch_dependents()
+        griddepcontrol_launch_dependents()  # the next launch may begin wherever an SM is free
         memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         sums = cuda.shared.array(0, float32, alignment=1024)  # the same, when K is done
         acc = cuda.local.array(n_acc, float32)
@@ -168,7 +169,7 @@ def kernel(format_name: str) -> tuple[Any, int]:
                     if s > 0:
                         copy_weights(memory, own_w + s * w_bytes, w, source + s * step, full)
                     copy_tokens(memory, own_a + s * a_bytes, a, m0, int32(warp + s * WARPS), full)
-        cuda.syncwarp()  # the mbarriers are there for all lanes
+        cuda.syncwarp()  # lane 0 has made the mbarriers: other lanes may wait for them
         source += SLOTS * step
         k_tile = int32(warp + SLOTS * WARPS)
 
@@ -186,7 +187,8 @@ def kernel(format_name: str) -> tuple[Any, int]:
                     words = load(memory, at_w + j * tile_bytes, lane, half)
                     multiply(acc, 4 * j, words, b)
 
-            # --- refill the slot, when all lanes have read it
+            # --- refill the slot, when all lanes have read it. Its mbarrier has completed a phase,
+            # so one lane may arm it for the next
             cuda.syncwarp()
             if lane == 0 and i + SLOTS < count:
                 copy_weights(memory, at_w, w, source, full)
