@@ -18,10 +18,10 @@ What is new
     It is conflict-free without a swizzle: the 8 rows of a matrix are 128 bytes in one piece, all 32
     banks. So are the weights: lane l reads the l-th 16 bytes of a fragment-packed tile.
 
-    In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block, one instruction of three for the
-    CUDA cores. Here one tf32 mma adds those of all four blocks of a stage, for 16 features x 8
-    tokens. tf32 keeps 11 bits, enough for a float16 m. So s is the sum of two tf32, and they fill
-    the 8 K of the mma; 2^-22 of s is lost:
+    In Q4_1 and Q5_1 step 7 adds m * s to each sum once a block, a fourth instruction beside I2F,
+    FMUL and FFMA. Here one tf32 mma adds those of all four blocks of a stage, for 16 features x 8
+    tokens. A tf32 is a float32 of which tensor cores read 11 significant bits, enough for a float16
+    m. So s is the sum of two tf32, and they fill the 8 K of the mma; less than 2^-21 of s is lost:
 
         k                  0    1    2    3    4    5    6    7
         A, a feature       m of block 0 .. 3  |the same m again
@@ -77,7 +77,7 @@ ROW_TILES: Final = WARP_N // TILE_ROWS  # packed tiles of a warp: 2
 BLOCKS: Final = TILE_K // BLOCK  # of K in a stage: 4
 CHUNKS: Final = TILE_K // CHUNK  # of 16 K of a token in a stage: 8
 THREADS: Final = 128  # four warps, one for each scheduler of an SM
-BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; more would need more registers
+BLOCKS_PER_SM: Final = 2  # one multiplies while the other loads; registers allow no third
 TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 keeps
 
 # A stage, 128 K:
@@ -146,13 +146,14 @@ def kernel(format_name: str) -> Any:
     def copy_stage(shared, w, qa, ds, source, M, t):
         """Copy 128 K."""
         w_byte, code, scale = source
-        # --- W: one piece of memory. What is too little for all threads goes by 4 bytes: a
-        # branch for half of them would cost more
+        # --- W: one piece of memory. The last 1 KB of Q4_0, Q5_0 and Q8_0 goes by 4
+        # bytes: 16 for half of the threads would need a branch, which costs more
         for i in range(0, w_chunks, THREADS * CHUNK):
             copy_16(shared, i + t * CHUNK, w, w_byte + i)
         for i in range(w_chunks, w_bytes, THREADS * 4):
             copy_4(shared, i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
-        # --- A: thread t copies two chunks, then two blocks further on
+        # --- A: each turn copies `rows` chunks of every token, one chunk a thread; then the d
+        # (and s) of `rows` blocks likewise
         for i in range(0, CHUNKS, rows):
             destination = w_bytes + (i * BLOCK_M + t) * CHUNK
             copy_16(shared, destination, qa, code + int64(M * CHUNK) * i)

@@ -11,15 +11,15 @@ What is new
         stage 3  |== copy 3 ==|                       | mul 3 |==== copy 7 =
 
     A thread closes its copies of a step into a *group*; `wait_group n` waits until all but its
-    newest n groups have arrived. Then one barrier a step says two things. The copies of *all*
-    threads are there: the next stage may be read. And all threads have read the stage before: it
-    may be filled again.
+    newest n groups have arrived. One barrier a step, before the last of its four products, then
+    says two things. The copies of *all* threads are there: the next stage may be read. And all
+    threads have this stage's last block in registers: it may be filled again.
 Why it should help
     Step 8 stops in every step of K: for its loads, at two barriers, and for its first fragments,
     some 900 cycles. The other block of the SM hides most of that, not all. Here a copy has three
-    steps, 8000 cycles, to arrive, and the first fragments of the next stage are loaded under the
-    last products of this one. What is left is 22 cycles an IMMA, 4096 of them on each scheduler,
-    and a tenth more: predicted 57 us where step 8 takes 64, 1.12x.
+    steps, 8500 cycles, to arrive, and the first fragments of the next stage are loaded under the
+    last products of this one. What is left is 22.1 cycles an IMMA, 4096 of them on each scheduler,
+    and an eighth more, at 1.79 GHz: predicted 57 us where step 8 takes 64, 1.12x.
 What it costs
     Shared memory for four stages: 72 to 104 KB a block, twice that on an SM.
 Machine code
@@ -87,7 +87,7 @@ def place_of(token):
 
 @cache
 def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
-    """(the kernel with a ring of `most_bytes` at most, its bytes of shared memory)."""
+    """(the kernel with a ring of `most_bytes`, but of two stages at least; its bytes)."""
     weights = integer_weights(format_name)
     tile_bytes, has_minimum = weights.tile_bytes, weights.has_minimum
     load, fragment, scale, minimum = weights.load, weights.fragment, weights.scale, weights.minimum
@@ -130,13 +130,14 @@ def kernel(format_name: str, most_bytes: int) -> tuple[Any, int]:
         them into a group. Beyond the last step a group is empty, so that groups can be counted."""
         if step < steps:
             w_byte, code, scale = source
-            # --- W: one piece of memory. What is too little for all threads goes by 4 bytes: a
-            # branch for half of them would cost more
+            # --- W: one piece of memory. The last 1 KB of Q4_0, Q5_0 and Q8_0 goes by 4
+            # bytes: 16 for half of the threads would need a branch, which costs more
             for i in range(0, w_chunks, THREADS * CHUNK):
                 cp_async_16(shared, stage + i + t * CHUNK, w, w_byte + i)
             for i in range(w_chunks, w_bytes, THREADS * 4):
                 cp_async_4(shared, stage + i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
-            # --- A: thread t copies two chunks, then two blocks further on
+            # --- A: each turn copies `rows` chunks of every token, one chunk a thread; then the d
+            # (and s) of `rows` blocks likewise
             for i in range(0, CHUNKS, rows):
                 destination = stage + w_bytes + (i * BLOCK_M + t) * CHUNK
                 cp_async_16(shared, destination, qa, code + int64(M * CHUNK) * i)

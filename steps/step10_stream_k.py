@@ -73,7 +73,7 @@ ROW_TILES: Final = WARP_N // TILE_ROWS  # packed tiles of a warp: 2
 BLOCKS: Final = TILE_K // BLOCK  # of K in a stage: 4
 CHUNKS: Final = TILE_K // CHUNK  # of 16 K of a token in a stage: 8
 THREADS: Final = 128  # four warps, one for each scheduler of an SM
-BLOCKS_PER_SM: Final = 2  # as many as their registers allow
+BLOCKS_PER_SM: Final = 2  # as many as registers allow in tiles of 64 tokens
 MOST_STAGES: Final = 4  # of the ring; more hide nothing further
 MOST_CONTRIBUTORS: Final = 8  # to a tile: partial sums of more would take longer to add up
 TF32: Final = 0xFFFFE000  # the bits of a float32 that a tf32 keeps
@@ -115,7 +115,7 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
     stages = max(2, min(MOST_STAGES, most_bytes // stage_bytes))
     last_stage = (stages - 1) * stage_bytes
     w_chunks = w_bytes // (THREADS * CHUNK) * (THREADS * CHUNK)  # with 16 bytes for every thread
-    rows = THREADS // block_m  # chunks or blocks of each token that all threads copy at once: 2
+    rows = THREADS // block_m  # chunks or blocks of each token that all threads copy at once: 2, 4
 
     wait_for_first, wait_for_next = cp_async_wait(stages - 1), cp_async_wait(stages - 2)
 
@@ -146,13 +146,14 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
         them into a group. Beyond the last step a group is empty, so that groups can be counted."""
         if step < steps:
             w_byte, code, scale = source
-            # --- W: one piece of memory. What is too little for all threads goes by 4 bytes: a
-            # branch for half of them would cost more
+            # --- W: one piece of memory. The last 1 KB of Q4_0, Q5_0 and Q8_0 goes by 4
+            # bytes: 16 for half of the threads would need a branch, which costs more
             for i in range(0, w_chunks, THREADS * CHUNK):
                 cp_async_16(shared, stage + i + t * CHUNK, w, w_byte + i)
             for i in range(w_chunks, w_bytes, THREADS * 4):
                 cp_async_4(shared, stage + i + t * 4, w, w_byte + (i - t * (CHUNK - 4)))
-            # --- A: thread t copies two chunks, then two blocks further on
+            # --- A: each turn copies `rows` chunks of every token, one chunk a thread; then the d
+            # (and s) of `rows` blocks likewise
             for i in range(0, CHUNKS, rows):
                 destination = stage + w_bytes + (i * block_m + t) * CHUNK
                 cp_async_16(shared, destination, qa, code + int64(M * CHUNK) * i)
@@ -373,11 +374,12 @@ def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
 
 def schedule(shape: Shape) -> tuple[int, int, int, int]:
     """(tokens of a tile, tiles, work items of a block, thread blocks)."""
-    # Smaller tiles need fewer contributors each, but more than half of the time of larger ones
+    # Tiles of 32 tokens need fewer contributors each, but a step of one takes more than half of
+    # the time of a step of 64
     block_m = 32 if shape.m <= 128 and shape.k <= 8192 else 64
     tiles_c = ceil_div(shape.n, BLOCK_N) * ceil_div(shape.m, block_m)
     steps, blocks = ceil_div(shape.k, TILE_K), BLOCKS_PER_SM * multiprocessors()
-    if tiles_c <= blocks:  # the same number for each tile: ranges end where tiles do
+    if tiles_c <= blocks:  # as many for each: ranges end with tiles, if K divides so
         blocks = tiles_c * min(blocks // tiles_c, steps, MOST_CONTRIBUTORS)
     share = ceil_div(tiles_c * steps, blocks)
     return block_m, tiles_c, share, ceil_div(tiles_c * steps, share)

@@ -2,12 +2,13 @@
 
 What is new
     A weight becomes float16 in registers, its scale and offset included, and the tensor core adds
-    up all of K in float32 by itself. Nothing is converted: the bits of an integer n, read as a
-    float16, are the number n 2^-24. So a mask and one multiply-add make two weights of a word
-    (steps.blocks.halves). In Q4_0, whose code c means c - 8:
+    up all of K in float32 by itself. Nothing is converted: the bits of an integer n < 2048, read as
+    a float16, are the number n 2^-24. So a mask and one multiply-add make two weights of a word
+    (steps.blocks.halves); d' is d divided by 2^-24 and by the row's scale, a power of two by which
+    the sums are multiplied at the end. In Q4_0, whose code c means c - 8:
 
-        a word of packed codes     |  k = 2t  |  2t + 8  |  2t + 1  |  2t + 9  |   bytes 0 to 3
-        & 0x000F000F               |      code of 2t     |    code of 2t + 1   |   LOP3
+        low nibbles of a word      |  k = 2t  |  2t + 8  |  2t + 1  |  2t + 9  |   bytes 0 to 3
+        & 0x000F000F ^ 0x00080008  |      code of 2t     |    code of 2t + 1   |   LOP3
         * d' - 8 * 2^-24 d'        |     weight of 2t    |   weight of 2t + 1  |   HFMA2: a0
 
     A is float16 as the caller has it, row-major, and ldmatrix wants 16-byte *chunks* of eight
@@ -37,11 +38,11 @@ Why it should help
     half of its cycles. (512,4096,4096) are 256 tiles, two an SM, which together take 1715 cycles a
     stage, 54900 for K, if tensor cores never wait. Eight warps hide few latencies, so they will
     wait for 35 % of the time: 84500 cycles at 1.76 GHz are 48 us, 1.2x step 9.
-    And nothing is lost but the rounding of A and W to float16: NMSE 3e-8, a thousandth of what Q8_1
-    costs.
+    And nothing is lost but the rounding of A, W and C to float16: NMSE 7e-8 to 9e-8, a
+    four-hundredth of what Q8_1 costs.
 What it costs
-    Some 240 registers, eight warps an SM. A takes twice the bytes of Q8_1. Blocks whose scale is
-    far below the largest of their row lose precision (qformats.repack.tiles says how much).
+    Some 240 registers, eight warps an SM. A takes 1.6 times the bytes of Q8_1. Blocks whose scale
+    is far below the largest of their row lose precision (qformats.repack.tiles says how much).
 Machine code
     HMMA.16816.F32, HFMA2, LOP3, LDSM and LDGSTS in the loop, and no I2FP, no FFMA.
 Prerequisites
@@ -59,7 +60,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from qformats import FORMATS, Format
 from qformats.repack import TILE_GROUP, TILE_K, TILE_ROWS, tiles
 from steps.blocks.halves import half_weights
-from steps.contract import Family, Launch, Shape, Step, ceil_div, plain_rows
+from steps.contract import Family, Launch, Shape, Step, ceil_div, plain_rows, shared_memory
 from steps.instructions import (
     cp_async_16,
     cp_async_16_zfill,
@@ -81,8 +82,6 @@ WARP_N: Final = 64  # features of a warp
 ROW_TILES: Final = WARP_N // TILE_ROWS  # packed tiles of a warp: 4
 THREADS: Final = 128  # four warps: two along the features, two along K
 BLOCKS_PER_SM: Final = 2  # 128 sums a thread leave registers for no more
-# An SM of Hopper has 228 KB of shared memory, and keeps 1 KB of it for each thread block.
-SHARED_BYTES: Final = 228 * 1024 // BLOCKS_PER_SM - 1024
 MOST_STAGES: Final = 4  # more hide nothing further
 
 CHUNK: Final = 16  # bytes that a thread copies at once: 8 float16
@@ -93,16 +92,17 @@ C_ROW: Final = BLOCK_N + 4
 
 
 @cache
-def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
-    """(the kernel for tiles of `block_m` tokens, a multiple of 16; its bytes of shared memory)."""
+def kernel(format_name: str, block_m: int, most_bytes: int) -> tuple[Any, int]:
+    """(the kernel for tiles of `block_m` tokens, a multiple of 16, with a ring of `most_bytes`, but
+    of two stages at least; its bytes of shared memory)."""
     weights = half_weights(format_name)
     tile_bytes, load, fragment = weights.tile_bytes, weights.load, weights.fragment
     n_words = FORMATS[format_name].bits + (4 if format_name in ("q4_1", "q5_1") else 2)
     # A stage: K 0..63 of A, K 64..127 of A, then the packed tiles in one piece, as they lie in W
     a_bytes, w_bytes = A_ROW * block_m, TILE_GROUP * tile_bytes  # of half a stage; of a stage
     stage_bytes = 2 * a_bytes + w_bytes
-    stages = min(MOST_STAGES, SHARED_BYTES // stage_bytes)
-    assert stages >= 2, "one is multiplied while others are copied"
+    # One is multiplied while others are copied; with more than most_bytes an SM holds one block
+    stages = max(2, min(MOST_STAGES, most_bytes // stage_bytes))
     last_stage = (stages - 1) * stage_bytes
     columns = block_m // 8  # mma of a warp side by side along the tokens
     n_acc, n_b = 4 * ROW_TILES * columns, 2 * columns  # registers for sums, for B fragments
@@ -253,7 +253,9 @@ def launch(
     fmt: Format, family: Family, shape: Shape, weights: tuple, activations: tuple, out: Any
 ) -> Launch:
     block_m = min(BLOCK_M, ceil_div(shape.m, 16) * 16)  # 16, 32 or 48 where tokens are few
-    run, shared_bytes = kernel(fmt.name, block_m)
+    # An SM has 1 KB more than it can give one thread block, and keeps 1 KB for each that it holds
+    most_bytes = (shared_memory() + 1024) // BLOCKS_PER_SM - 1024
+    run, shared_bytes = kernel(fmt.name, block_m, most_bytes)
     # Neighbouring thread blocks share the tokens of a tile. The weights, which all rows of tiles
     # read, are small enough to stay in the L2.
     grid = (ceil_div(shape.n, BLOCK_N), ceil_div(shape.m, block_m))

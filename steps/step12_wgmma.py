@@ -3,8 +3,9 @@
 What is new
     `wgmma`: the four warps of a *warpgroup* multiply together, 64 features x 16 K of weights in
     their registers by 16 K x all tokens of the tile in shared memory. A *matrix descriptor* says
-    where the activations lie: address, distance of eight rows, 128-byte swizzle. So no warp loads
-    fragments of A any more: no ldmatrix. Lane 4g + t of warp w, tokens in groups j of eight:
+    where the activations lie: address, distance from eight rows to the next eight, 128-byte
+    swizzle. So no warp loads fragments of activations any more: no ldmatrix. Lane 4g + t of warp w,
+    tokens in groups j of eight:
 
                           weights, 64 features x 16 K        accumulators, 64 features x tokens
                           k = 2t, 2t + 1    2t + 8, 2t + 9   token 8j + 2t    8j + 2t + 1
@@ -27,12 +28,14 @@ Why it should help
     time. A scheduler has two warps of each block, and a warp issues 210 instructions a stage (5
     bits: 250), so a stage of both blocks takes it 840 to 1000 cycles. The L2, with 40 bytes a
     cycle, takes 1280 and is the limit. (512,4096,4096) are 32 of these, and 5000 cycles for the
-    ends of a tile: 46000 cycles, 26 us at 1.76 GHz. Such a count knows no latencies. Step 11 takes
-    1.5 times its own, so expect 36 us, 1.3x.
+    ends of a tile: 46000 cycles, 26 us at 1.76 GHz. Such a count knows no latencies: step 11 takes
+    half as long again as its count. Two fifths are added here: expect 36 us, 1.3x.
 What it costs
-    wgmma exists on compute capability 9.0 only. No split-K: few tokens leave SMs idle.
+    wgmma exists on compute capability 9.0 only. Unlike in step 10, blocks do not share a tile's K:
+    few tokens leave SMs idle.
 Machine code
-    HGMMA with A in registers, HFMA2, LOP3, LDGSTS in the loop; STSM at the end; no HMMA, no LDSM.
+    HGMMA with weights in registers, HFMA2, LOP3, LDGSTS in the loop; STSM at the end; no HMMA, no
+    LDSM.
 Prerequisites
     Steps 9 (cp.async, a ring of stages) and 11 (swizzle; steps.blocks.halves: float16 weights).
 """

@@ -6,7 +6,8 @@ What is new
     tokens, each of which unpacks all weights again. Here tiles stay larger. All of them, each with
     its steps along K, are laid end to end, and every block takes an equal range of that line:
     stream-K, as in step 10. Where there are fewer tiles than SMs, the number of blocks is a
-    multiple of theirs, so that the parts of a tile end together. Four blocks, two tiles:
+    multiple of theirs, so that the parts of a tile are equal and end together, if K divides so.
+    Four blocks, two tiles:
 
                    tile 0                              tile 1
         steps     |-----------------------------------|-----------------------------------|
@@ -23,8 +24,9 @@ What is new
         producer     [copies of tile 0 ][copies of tile 1 ] wait [copies ...
         consumers      [multiply tile 0 ][store][multiply tile 1 ][store]
 
-    Launches *overlap*: the blocks of the next one begin where an SM is free, copy weights, which do
-    not depend on this one, and wait for its end (griddepcontrol) before they touch anything else.
+    Launches *overlap*: the blocks of the next one begin where an SM is free, issue the copy of
+    their first weights, which do not depend on this one, and wait for its end (griddepcontrol)
+    before they touch A, C or the partial sums.
 Why it should help
     With 128 tokens step 13 unpacks every weight four times. At K = 14336 four blocks share a tile
     of 128 x 128 here, and each weight is unpacked once: expect 2x. At K = 4096 a block would have
@@ -213,7 +215,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
             acc = multiply(acc, lower, descriptor)
 
-            # --- the last stage has been multiplied: the warp says so
+            # --- the previous stage has been multiplied: the warp says so
             acc = wait_for_all_but_one(acc)
             if lane == 0 and step > 0:
                 mbarrier_arrive(memory, empty + MBARRIER * previous)
@@ -263,7 +265,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             own[r] = x[r]
             x[r] = 0
         for i in range(others + 1):
-            if first + i == block:  # these never left the registers
+            if first + i == block:  # its own: still in registers
                 for r in range(n_acc):
                     x[r] += own[r]
                 continue
@@ -305,7 +307,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
         cuda.syncthreads()  # the only barrier of all threads
         griddepcontrol_launch_dependents()  # whoever finds an SM free
 
-        # --- the producer's warpgroup: one thread works, and nobody needs registers
+        # --- the producer's warpgroup: one thread works, and it needs few registers
         if warp >= CONSUMER_WARPS:
             fewer_registers()
             if warp == CONSUMER_WARPS and lane == 0:
@@ -314,7 +316,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
         # --- the consumers: tile after tile
         more_registers()
-        griddepcontrol_wait()  # that launch may still use the partial sums and counters
+        griddepcontrol_wait()  # the one before may still use partial sums and counters
         x = cuda.local.array(n_acc, float32)
         stage, parity = int32(0), int32(0)
         row, eight = int32(t >> 4), int32(t & 15)  # of the tile that goes to C
@@ -378,7 +380,7 @@ def tiling(shape: Shape) -> tuple[int, int, int]:
             break
     if tiles >= sms:
         return block_m, tiles, sms
-    parts = min(sms // tiles, steps)  # of a tile, all of one size
+    parts = min(sms // tiles, steps)  # of a tile, equal ones if this divides steps
     return block_m, tiles, tiles * parts
 
 

@@ -21,7 +21,9 @@ What is new
         word >> 8, the same   exponent   int8 d     exponent   int8 b
         PRMT                  int8 d     int8 c     int8 b     int8 a   what wgmma takes
 
-    The rest is step 14's kernel with other operands and integer sums.
+    The rest is step 14's kernel with other operands and integer sums, and simpler: launches do not
+    overlap, tiles have 128 tokens wherever there are as many, and the last contributor loads its
+    own partial sums too.
 Why it should help
     128 x 128 outputs and 128 K are 512 cycles of the tensor cores. PRMTs wait until the product
     before has read the registers that they write: 90 more. Meanwhile the two warps of a scheduler
@@ -123,7 +125,7 @@ EVERY_SECOND_BYTE: Final = 0x6240  # prmt: of two words with two numbers each th
 HIGHEST_BITS: Final = 0x80808080  # of the bytes of a word: `byte_tiles` has flipped them in Q8_0
 ZERO_BITS: Final = int(np.float16(BYTE_SCALE * BYTE_ZERO).view(np.uint16)) * BOTH  # the constant
 # The largest K whose products, of int8 from -128 to 127 and tokens from -127 to 127, an int32
-# holds. A sum of a part of K may wrap, as that of all parts does not.
+# holds whatever their signs: so no sum of a part of K wraps either.
 MOST_K: Final = (2**31 - 1) // (128 * 127) // 32 * 32
 
 
@@ -334,7 +336,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             acc = wait_for_all_but_one(acc)  # done: the last stage's first half, its registers free
             acc = multiply(acc, lower, descriptor)
 
-            # --- the last stage has been multiplied: the warp says so
+            # --- the previous stage has been multiplied: the warp says so
             acc = wait_for_all_but_one(acc)
             if lane == 0 and step > 0:
                 mbarrier_arrive(memory, empty + MBARRIER * previous)
@@ -391,9 +393,10 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
 
     @cuda.jit(launch_bounds=(THREADS, 1))
     def w4a8_wgmma(a_map, token_scales, w, row_scales, c, steps, share, extra, partials, arrived):
-        """c[M, N] = a[M, K] @ dequantize(w)[N, K]^T; w and row_scales of
-        qformats.repack.byte_tiles, a_map of int8 a, token_scales float32[M]; steps of 128 K;
-        share and extra of `range_begin`. c is float16 and begins at a multiple of 16 bytes."""
+        """c[M, N] = token_scales * row_scales * (a[M, K] @ weights[N, K]^T), of int8; w and
+        row_scales of qformats.repack.byte_tiles, a_map of int8 a, token_scales float32[M]; steps of
+        128 K; share and extra of `range_begin`. c is float16 and begins at a multiple of 16
+        bytes."""
         memory = cuda.shared.array(0, uint8, alignment=1024)  # all of the dynamic shared memory
         counters = cuda.shared.array(0, int32, alignment=1024)  # the same
         a = tensor_map_address(a_map)
@@ -415,7 +418,7 @@ def kernel(format_name: str, block_m: int) -> tuple[Any, int]:
             fence_mbarrier_init()
         cuda.syncthreads()  # the only barrier of all threads
 
-        # --- the producer's warpgroup: one thread works, and nobody needs registers
+        # --- the producer's warpgroup: one thread works, and it needs few registers
         if warp >= CONSUMER_WARPS:
             fewer_registers()
             if warp == CONSUMER_WARPS and lane == 0:

@@ -156,7 +156,8 @@ def test_all_of_it_runs_and_is_written(
     assert ran[-1][-3:] == ["gpu and alone", "-n", "0"]
     assert {command[-3] for command in ran if "fuzz" in command} == {"60"}
     assert (out / "gpu-tests.txt").read_text().count("3 passed") == 2
-    wrong = len(gpu_tests.FORMATS)
+    wrong = sum("racecheck" in command and "17" in command for command in checks)
+    assert wrong == 2 * len(gpu_tests.FORMATS), "the lesson and its kernel"
     assert f"{wrong} of them found something" in (out / "sanitizer.txt").read_text()
     said = capsys.readouterr()
     assert said.out.splitlines() == [
