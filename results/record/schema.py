@@ -371,9 +371,8 @@ def with_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
         if other is None or row.status != "ok" or row.kernel_us is None:
             return None
         own, candidates = (timed.get(place(step, row), []) for step in (row.step, other))
-        own = [
-            one for one in own if one.name == row.name
-        ]  # not those of a kernel beside its lesson
+        # A lesson's alone, where its engineered kernel is in the loop too
+        own = [one for one in own if one.name == row.name]
         if {dtypes(one) for one in own} & {dtypes(one) for one in candidates}:
             candidates = [one for one in candidates if dtypes(one) == dtypes(row)]
         same = [c for c in candidates if c.family == row.family] or candidates

@@ -46,6 +46,7 @@ from steps.instructions import (
     load_u32,
     load_u32x2,
     load_u32x4,
+    load_u32x4_once,
     low2half2,
     mma_m16n8k8_tf32,
     mma_m16n8k16_bf16,
@@ -343,6 +344,22 @@ def copy_case(name: str, load: Any, store: Any, count: int, dtype: Any, size: st
     opcodes = tuple(f"{op}{size}" for op in ("LDG.E", "STS", "LDS", "STG.E"))
     kernel = copy_kernel(load, store, count, dtype)
     return Case(f"copy_{name}", kernel, inputs, expected, block=64, contains=opcodes)
+
+
+@cuda.jit
+def once_kernel(source, out):
+    """Neighbours exchange what they have loaded."""
+    t = cuda.threadIdx.x
+    x = load_u32x4_once(source, 4 * (t ^ 1))
+    store_u32x4(out, 4 * t, x[0], x[1], x[2], x[3])
+
+
+def once_inputs(rng):
+    return (rng.integers(0, 2**32, 256, np.uint32),)
+
+
+def once_expected(source):
+    return (source.reshape(-1, 2, 4)[:, ::-1].reshape(-1).copy(),)
 
 
 @cuda.jit
@@ -802,6 +819,14 @@ CASES = (
         oldest="sm_80",
     ),
     copy_case("u32x4", load_u32x4, store_u32x4, 4, uint32, ".128"),
+    Case(
+        "once",
+        once_kernel,
+        once_inputs,
+        once_expected,
+        block=64,
+        contains=("LDG.E.NA.128", "STG.E.128"),
+    ),
     copy_case("u32x2", load_u32x2, store_u32x2, 2, uint32, ".64"),
     Case(
         "bits",

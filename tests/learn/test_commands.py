@@ -51,6 +51,14 @@ def test_an_exercise_is_written_once(capsys: pytest.CaptureFixture[str]) -> None
     assert Path("there", "one.py").exists()
 
 
+def test_a_step_without_an_exercise_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("steps.learn.exercises.text.numbers", lambda: (1, 2, 3))
+    assert cli.main(["exercise", "18"]) == 2
+    assert "step 18 has no exercise: these have one: 1, 2, 3" in capsys.readouterr().err
+
+
 def test_hints_come_one_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["exercise", "1", "--out", "own.py"])
     assert cli.main(["check", "--file", "own.py"]) == 1

@@ -372,7 +372,12 @@ def test_a_bench_keeps_fresh_rows_with_their_commit(tmp_path: Path) -> None:
 
 def test_rows_are_kept_of_this_machine_compiler_and_ladder_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    rows = (good(Wanted(the_work(1), SHAPE)), good(Wanted(the_work(2), SHAPE), name="step02_other"))
+    rows = (
+        good(Wanted(the_work(1), SHAPE)),
+        good(Wanted(the_work(2), SHAPE), name="step02_other"),
+        good(Wanted(the_work(2), SHAPE), output="bfloat16"),  # step 2 writes float32 alone
+        good(Wanted(the_work(2), SHAPE), format="q4_k"),  # and has no such format
+    )
     store.write(Run(env=ENV, rows=rows), path)
     kept = benching.begin(path, replace(ENV, driver="580.99"), ladder()).rows
     assert [row.step for row in kept] == [1]

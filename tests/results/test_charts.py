@@ -78,6 +78,8 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
     assert tenth.parent is not None
     assert (tenth.parent.step, tenth.parent.shape) == (9, (128, 4096, 4096))
     assert {row.format for row in tenth.every} == set(FORMATS)
+    away = [rung.row.shape for rung in panels[-1].rungs if rung.away]
+    assert away == [(8, 4096, 14336)] * 2, "the N and K of the branch, where it has them"
 
     text = text_of(files["ladder.svg"]).split("\n")
     for panel in panels:
@@ -107,6 +109,12 @@ def test_cublas_is_a_line_at_the_speed_of_the_run(run) -> None:
     us = query.baseline_us(run, query.CUBLAS, "q4_0", first.shape)
     least = (first.limit_share or 0) * (first.kernel_us or 0)
     assert line_of(decode) == pytest.approx(least / (us or 0))
+    color = style.BASELINE_COLORS[query.CUBLAS]
+    drawn = {x for line in decode.lines if line.get_color() == color for x in line.get_xdata()}
+    for rung in query.ladder(run)[-1].rungs:
+        us = query.baseline_us(run, query.CUBLAS, "q4_0", rung.row.shape)
+        least = (rung.row.limit_share or 0) * (rung.row.kernel_us or 0)
+        assert any(x == pytest.approx(least / (us or 0)) for x in drawn), rung.row.shape
 
 
 def test_a_step_at_another_shape_has_cublas_at_that_shape(run) -> None:

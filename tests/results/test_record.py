@@ -249,10 +249,14 @@ def test_ratios_compare_with_the_same_family_else_the_faster() -> None:
             timed(5.0, step=7, parent=1, scheme="W4A8", M=1),
             timed(5.0, step=8, parent=1, status="failed", why="wrong"),
             timed(5.0, step=9, parent=1, scheme="W4A8", output="float16"),
+            timed(4.0, step=10, parent=2, scheme="W4A16", output="float16"),
+            timed(2.0, step=10, name="kernel", scheme="W4A8"),  # float32, as step 2: not the lesson
         ]
     )
-    assert [r.x_parent for r in rows] == [None, 1.25, 1.6, 2.0, 2.0, 4.0, *[None] * 3, 20.0]
-    assert [r.x_step1 for r in rows] == [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, None, None, 20.0]
+    ratios = [None, 1.25, 1.6, 2.0, 2.0, 4.0, *[None] * 3, 20.0, 20.0, None]
+    assert [r.x_parent for r in rows] == ratios
+    to_first = [1.0, 1.25, 2.0, 2.5, 5.0, 10.0, 20.0, None, None, 20.0]
+    assert [r.x_step1 for r in rows][:10] == to_first
 
 
 # --- the store ------------------------------------------------------------------------------------
