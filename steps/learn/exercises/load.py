@@ -31,7 +31,7 @@ class Unloadable(Exception):
         why: str,
         advice: str = "Python cannot read the file: mend this line, or the one above it.",
     ):
-        super().__init__(f"line {line}: {why}")
+        super().__init__(line, why, advice)
         self.line, self.why, self.advice = line, why, advice
 
 
