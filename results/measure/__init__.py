@@ -1,16 +1,13 @@
 """How kernels, calls and models are timed.
 
-protocol.py             the regime, the GPU behind it, and what a time may be at least
-loop.py                 the loop: contestants take turns, round by round
-products.py             data, launches and checks of a product that is timed
-bench.py                what is measured in which order, and what is left as it is
-as_called.py            what a caller gets: gemm.plan and QuantLinear beside torch
-cublas.py               cuBLAS through torch
-torch_graphs.py         calls of torch as contestants
-host_time.py            the host's time for an eager call, beside torch's own
-transformers_llama.py   a whole model of torch, quantized, beside its own bfloat16
-models/                 tokens a second of this project's decoder
-command.py              the command line of what is measured of torch
-tune.py                 totals at many M, by which gemm chooses
-limits.py               what this GPU can do at most
+protocol.py      the regime, the GPU behind it, and what a time may be at least
+loop.py          the loop: contestants take turns, round by round
+products.py      data, launches and checks of a product that is timed
+bench.py         what is measured in which order, and what is left as it is
+as_called.py     what a caller gets: gemm.plan and QuantLinear beside torch
+cublas.py        cuBLAS through torch
+torch_graphs.py  calls of torch as contestants
+models/          tokens a second of this project's decoder
+tune.py          totals at many M, by which gemm chooses
+limits.py        what this GPU can do at most
 """

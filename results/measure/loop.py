@@ -8,19 +8,16 @@ what drifts slowly is in both sides.
 
 A contestant may be a kernel, an activation pass, both, a product of cuBLAS, or a call of an API.
 
-What the host begins and waits for, such as a chain of graphs, a whole model or an eager call, takes
-turns in `in_turn`. Every figure is a `Timing`, and every comparison a `ratio`, of such rounds.
+Every figure is a `Timing`, and every comparison a `ratio`, of such rounds.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -202,52 +199,3 @@ def ratio(theirs: Times, ours: Times) -> float:
     out."""
     found = np.array(theirs) / np.array(ours)
     return float(np.median(found[np.isfinite(found)]))
-
-
-# --- what the host begins -------------------------------------------------------------------------
-
-Took = TypeVar("Took")
-
-
-def in_turn(
-    sides: Sequence[Callable[[], Took]], rounds: int, warm_up: int = 0, rotate: bool = True
-) -> list[list[Took]]:
-    """[side][round] what each side says it took, such as seconds. Sides take turns in beginning a
-    round, unless `rotate` is false; the first `warm_up` rounds do not count."""
-    took: list[list[Took]] = [[] for _ in sides]
-    for number in range(-warm_up, rounds):
-        for i in range(len(sides)):
-            side = (i + number * rotate) % len(sides)
-            one = sides[side]()
-            if number >= 0:
-                took[side].append(one)
-    return took
-
-
-def host_seconds(
-    calls: Sequence[Callable[[], Any]],
-    drain: Callable[[], Any],
-    batch: int,
-    rounds: int,
-    warm_up: int = 0,
-) -> list[list[list[float]]]:
-    """[call][round][of a batch] seconds until an eager call returned, each having been called
-    `warm_up` times before. It has queued its work by then, and the GPU is not waited for: `drain`
-    does so between batches, outside of what is timed, so that no call waits for room in the
-    queue."""
-
-    def timed(call: Callable[[], Any]) -> list[float]:
-        drain()
-        taken = []
-        for _ in range(batch):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        return taken
-
-    for call in calls:
-        for _ in range(warm_up):
-            call()
-    taken = in_turn([partial(timed, call) for call in calls], rounds, rotate=False)
-    drain()
-    return taken

@@ -1,4 +1,4 @@
-"""Result files, declared: a file is a dataclass, its JSON follows from the fields, both ways.
+"""The file of a run, declared: a dataclass, whose JSON follows from the fields, both ways.
 
 A file has the key `schema` (`SCHEMA` of its class) and one for each field. A field that is a tuple
 of records is an array, one record a line, so that a diff of two files can be read. What is read is
@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 
 class RecordError(ValueError):
@@ -38,22 +38,13 @@ POSITIVE: Final = Rule("positive", lambda value: value > 0)
 Positive = Annotated[float, POSITIVE]
 Count = Annotated[int, POSITIVE]
 
-
-class File(Protocol):
-    """A dataclass that is a file."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    SCHEMA: ClassVar[int]
-
-
-OneFile = TypeVar("OneFile", bound=File)
 Record = TypeVar("Record")
 
 
 # ------------------------------------------------------------------------------------------ writing
 
 
-def to_json(file: File) -> str:
+def to_json(file: Any) -> str:
     """The file's text."""
     parts = [f'"schema": {file.SCHEMA}']
     for one in fields(file):
@@ -97,7 +88,7 @@ def plain(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def from_json(kind: type[OneFile], text: str) -> OneFile:
+def from_json(kind: type[Record], text: str) -> Record:
     """The inverse of `to_json`. RecordError for anything that is not such a file."""
     try:
         data = json.loads(text)
@@ -106,12 +97,13 @@ def from_json(kind: type[OneFile], text: str) -> OneFile:
     if not isinstance(data, dict):
         raise RecordError(f"a result file must be a JSON object, not {type(data).__name__}")
     schema = data.pop("schema", None)
-    if schema != kind.SCHEMA or isinstance(schema, bool):
+    known: int = kind.SCHEMA  # type: ignore[attr-defined]
+    if schema != known or isinstance(schema, bool):
         raise RecordError(
-            f"schema is {schema!r}; this version reads schema {kind.SCHEMA}: measure again, or use "
+            f"schema is {schema!r}; this version reads schema {known}: measure again, or use "
             "the version of the project that wrote the file"
         )
-    if missing := {one.name for one in fields(kind)} - set(data):
+    if missing := set(_hints(kind)) - set(data):  # type: ignore[arg-type]
         raise RecordError(f"a result file needs the keys {sorted(missing)}")
     return build(kind, data, "")
 

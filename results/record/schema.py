@@ -1,13 +1,8 @@
 """What is recorded: who measured what, where, with which sources.
 
-Each file of a GPU, `results/<gpu slug>/`, is one dataclass here (`results.record.codec`):
-
-    run.json            Run        rows of steps, baselines, and what a caller gets
-    host_time.json      HostRun    the host's time for an eager call
-    transformers.json   ModelRun   a whole model of torch, quantized
-
-Charts and tables are functions of these files and of nothing else, so everything they print is in
-them. Two rules:
+`results/<gpu slug>/run.json` is a `Run`: rows of steps, baselines, and what a caller gets. Charts
+and tables are functions of it and of nothing else, so everything they print is in it. (Records of
+whole models lie beside it: `results.render.models`.) Two rules:
 
 * what was not measured is null, never a guess (`None` here, "-" in the tables);
 * a row carries the hash of the code it was measured with (`source_hash`), its commit and its
@@ -262,83 +257,6 @@ class Run:
     rows: tuple[Row, ...] = ()
     peers: tuple[Peer, ...] = ()
     as_called: tuple[AsCalled, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRow(Sized):
-    """An eager call and torch's own of the same shape and dtype: the host's time until it returns,
-    the GPU not being waited for. Medians of many calls, quantiles over them, in turn.
-
-    `torch_us` is torch.nn.Linear for QuantLinear, torch.matmul with `out` for a plan and for gemm;
-    `x_torch` is the median over the rounds of our time over theirs.
-    """
-
-    api: str  # "QuantLinear", "gemm.plan", "gemm, out" (given one), "gemm"
-    dtype: str  # of A and C
-    format: str
-    M: Count
-    N: Count
-    K: Count
-    us: Positive
-    p20_us: Positive
-    p80_us: Positive
-    torch_us: Positive
-    x_torch: Positive
-    calls: Count
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (self.api, self.dtype, self.format, self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRun:
-    """torch: its version."""
-
-    SCHEMA: ClassVar[int] = 1
-    NAME: ClassVar[str] = "host_time.json"
-    env: Environment
-    torch: str
-    rows: tuple[HostRow, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRow:
-    """A case and who ran it: the median over rounds in which all sides take turns.
-
-    `ms` (`p20_ms`, `p80_ms`) is wall time from the call to the end of its last kernel;
-    `tokens_per_s` are those read or written in it; `x_bfloat16` is the median over the rounds of
-    bfloat16's time over this one; `first_s` is what the first call took, compiling included.
-    """
-
-    case: str
-    side: str  # "bfloat16", "q4_0", "q4_0, fast"
-    ms: Positive
-    p20_ms: Positive
-    p80_ms: Positive
-    tokens_per_s: Positive
-    x_bfloat16: Positive
-    rounds: Count
-    first_s: Positive
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return (self.case, self.side)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRun:
-    """versions: of torch and transformers. model: its shapes, in words. facts: seconds of
-    quantizing and packing, errors."""
-
-    SCHEMA: ClassVar[int] = 1
-    NAME: ClassVar[str] = "transformers.json"
-    env: Environment
-    versions: dict[str, str]
-    model: str
-    format: str
-    facts: dict[str, float]
-    rows: tuple[ModelRow, ...]
 
 
 # ----------------------------------------------------------------------------------- derived values

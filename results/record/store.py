@@ -12,32 +12,28 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 from results.record import ROOT
-from results.record.codec import File, OneFile, RecordError, from_json, to_json
+from results.record.codec import RecordError, from_json, to_json
 from results.record.schema import AsCalled, Environment, Peer, Row, Run, in_order
 
 RESULTS: Final = ROOT / "results"
 NAME: Final = "run.json"
 
 
-@overload
-def read(path: Path | str) -> Run: ...
-@overload
-def read(path: Path | str, kind: type[OneFile]) -> OneFile: ...
-def read(path: Path | str, kind: Any = Run) -> Any:
-    """A run, or a file of another kind. RecordError, with the file's name, for anything else."""
+def read(path: Path | str) -> Run:
+    """A run. RecordError, with the file's name, for anything else."""
     try:
-        return from_json(kind, Path(path).read_text(encoding="utf-8"))
+        return from_json(Run, Path(path).read_text(encoding="utf-8"))
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 
 
-def write(file: File, path: Path) -> Path:
+def write(run: Run, path: Path) -> Path:
     """Write the file whole or not at all, in place of what was there."""
-    text = to_json(file)
-    from_json(type(file), text)  # never write what could not be read back
+    text = to_json(run)
+    from_json(Run, text)  # never write what could not be read back
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, so that the rename stays on one file system and is therefore atomic.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
@@ -59,9 +55,9 @@ def slug(gpu: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", (gpu or "unknown-gpu").lower()).strip("-")
 
 
-def path_for(env: Environment, root: Path = RESULTS, name: str = NAME) -> Path:
-    """Where the run of this GPU is kept, or another file of it."""
-    return root / slug(env.gpu) / name
+def path_for(env: Environment, root: Path = RESULTS) -> Path:
+    """Where the run of this GPU is kept."""
+    return root / slug(env.gpu) / NAME
 
 
 Record = TypeVar("Record", Row, Peer, AsCalled)

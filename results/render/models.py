@@ -1,7 +1,8 @@
 """Tables of whole models: one of transformers, the decoder's, and how near a real one stays.
 
-Their records lie beside a GPU's run: transformers.json, decoder.json (`make decoder BENCH=1`),
-decoder_gpus.json (the same with `GPUS=2`) and smollm2.json (`make quality`).
+Their records lie beside a GPU's run: decoder.json (`make decoder BENCH=1`), decoder_gpus.json (the
+same with `GPUS=2`), smollm2.json (`make quality`), and transformers.json, measured once by code
+that is in git history (commit a939d511: results/measure/transformers_llama.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from results.record.schema import ModelRun
-from results.record.store import read
 from results.render.rows import spread
 from results.render.table import ABSENT, Column, Table, number, of_records, ratio
 
@@ -24,26 +23,24 @@ LLAMA_CPP: Final = "llama.cpp, CPU"
 
 def of_transformers(path: Path) -> Table | None:
     """A model of torch by `quantize_model`; None where it was not measured."""
-    if not path.exists():
+    run, where = _read(path)
+    if run is None:
         return None
-    run = read(path, ModelRun)
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    commit = f", commit {run.env.git.sha}" if run.env.git.sha else ""
-    facts = "; ".join(f"{what}: {value:.3g}" for what, value in run.facts.items())
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    facts = "; ".join(f"{what}: {value:.3g}" for what, value in run["facts"].items())
     return of_records(
         (
-            Column("case", lambda one: one.case, words=True),
-            Column("side", lambda one: one.side, words=True),
-            Column("time", lambda one: f"{number(one.ms)} ms"),
-            Column("20-80 %", lambda one: spread(one.p20_ms, one.p80_ms)),
-            Column("tokens/s", lambda one: f"{one.tokens_per_s:,.0f}"),
-            Column("x bfloat16", lambda one: ratio(one.x_bfloat16)),
-            Column("first call", lambda one: f"{number(one.first_s)} s"),
+            _words("case", "case"),
+            _words("side", "side"),
+            Column("time", lambda row: f"{number(row['ms'])} ms"),
+            Column("20-80 %", lambda row: spread(row["p20_ms"], row["p80_ms"])),
+            Column("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+            Column("x bfloat16", lambda row: ratio(row["x_bfloat16"])),
+            Column("first call", lambda row: f"{number(row['first_s'])} s"),
         ),
-        run.rows,
-        f"{run.model}, {versions}, on an {run.env.where}, {(run.env.utc or '')[:10]}{commit}. Wall "
-        "time of a call; the first one compiles.",
-        (f"{facts}.",) * bool(facts),
+        run["rows"],
+        f"{run['model']}, {versions}, {where}. Wall time of a call; the first one compiles.",
+        (f"{facts}.",),
     )
 
 
@@ -125,7 +122,7 @@ def of_quality(path: Path) -> Table | None:
 
 
 TABLES: Final = (
-    ("A model of transformers", of_transformers, ModelRun.NAME),
+    ("A model of transformers", of_transformers, "transformers.json"),
     ("A decoder", of_decoder, "decoder.json"),
     ("Two GPUs and more", of_gpus, "decoder_gpus.json"),
     ("How near a real model stays", of_quality, "smollm2.json"),
@@ -137,13 +134,14 @@ def _words(heading: str, key: str) -> Column:
     return Column(heading, lambda row: str(row[key]), words=True)
 
 
-def _read(path: Path, part: str) -> tuple[Any, str]:
-    """A part of a record, and on which GPU and when it was measured; None where it was not."""
+def _read(path: Path, part: str = "") -> tuple[Any, str]:
+    """A part of a record, or all of it, and on which GPU and when it was measured; None where it
+    was not."""
     record: Mapping[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if part not in record:
+    if part not in ("", *record) or not record:
         return None, ""
     env = record["env"]
     power, sha = env.get("power_limit_w"), env["git"]["sha"]
     limit = f" @ {power:.0f} W" if power else ""
     commit = f", commit {sha}" if sha else ""
-    return record[part], f"on an {env['gpu']}{limit}, {env['utc'][:10]}{commit}"
+    return record[part] if part else record, f"on an {env['gpu']}{limit}, {env['utc'][:10]}{commit}"

@@ -163,15 +163,11 @@ def _jobs(args: Namespace, do: Any, ranks: Any) -> tuple[dict[str, Any], int]:
     if args.bench and ranks:
         from results.measure.models import several_gpus
 
-        rest = {"parts": args.parts, "jobs": args.jobs}
-        found["bench on GPUs"] = several_gpus.measure(ranks, do, args.format, **rest)
+        found["bench on GPUs"] = several_gpus.measure(ranks, do, args.format, jobs=args.jobs)
     elif args.bench:
-        from results.measure.models import one_gpu, operations
+        from results.measure.models import one_gpu
 
-        if "between" in args.parts:
-            found["between"] = operations.measure(args.format, jobs=args.jobs)
-        if set(args.parts) & {"decode", "prefill"}:
-            found["bench"] = one_gpu.measure(do, args.format, parts=args.parts, jobs=args.jobs)
+        found["bench"] = one_gpu.measure(do, args.format, jobs=args.jobs)
     return found, int(not all(one["right"] for one in comparisons))
 
 

@@ -320,10 +320,6 @@ COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         _flag("--bench", "measure with the shapes of Llama 3 8B; with --gpus also those of 70B, "
               "one GPU and N in turn"),
         _option("--format", choices=FIVE, default="q4_0", help="of random weights"),
-        _option("--parts", type=_some_of("decode", "prefill", "between"),
-                default=["decode", "prefill"],
-                help="what to measure: decode,prefill (default) and between, each operation by "
-                "itself"),
     )),
     "quality": (
         "language_model:quality",

@@ -16,8 +16,6 @@ import torch
 
 from qformats import WEIGHT_FORMATS
 from results.measure.models import one_gpu as bench
-from results.measure.models import operations as bench_between
-from steps.cli.main import main
 from steps.compile.compiler import signature_of
 from steps.compile.dry_run import OfArrays
 from steps.decoder import deferred, files, operations
@@ -26,7 +24,6 @@ from steps.decoder import model as parts
 from steps.decoder.compare import checks
 from steps.decoder.model import (
     Concatenated,
-    Config,
     Embedding,
     generate,
     step_products,
@@ -279,58 +276,6 @@ def test_a_launch_takes_addresses(gpu: Any, monkeypatch: Any) -> None:
     assert {one.data_ptr() for one in (*arrays, zeros)} <= set(values)
 
 
-def test_a_bench_leaves_out_one_operation_at_a_time(tmp_path: Any, monkeypatch: Any) -> None:
-    """Times are the calls of each graph: what is left out is the difference."""
-    path = files.write_tiny(tmp_path / "tiny.gguf", **LLAMA)
-    model = files.load(path, torch_products(dtype=torch.float32))
-    names = {"add_and_norm": 3.0, "attention": 7.0, "swiglu": 2.0}
-    spent = [0.0]
-
-    def timed(name: str, factor: float) -> Any:
-        def run(*args: Any) -> Any:
-            spent[0] += names[name] * factor
-            return getattr(operations.PLAIN, name)(*args)
-
-        return run
-
-    sides = tuple(
-        operations.PLAIN._replace(mode=mode, **{name: timed(name, factor) for name in names})
-        for mode, factor in (("ours", 1.0), ("theirs", 2.0))
-    )
-
-    def us(works: Any, calls: int) -> list[float]:
-        found = []
-        for work in works:
-            spent[0] = 0.0
-            work()
-            found.append(spent[0] / calls)
-        return found
-
-    monkeypatch.setattr(bench_between, "_us", us)
-    monkeypatch.setattr(bench_between, "CONTEXTS", (128, 130))
-    products, *rows = bench_between._rows(model, sides, 2)
-    assert products["alone"] == {"kernels": 0.0, "torch": 0.0}
-    assert [(row["operation"], row["context"]) for row in rows] == [
-        *((name, 128) for name in names), ("attention", 130),
-    ]  # fmt: skip
-    for row in rows:
-        wanted = {"kernels": names[row["operation"]], "torch": 2 * names[row["operation"]]}
-        assert row["alone"] == wanted
-        assert row["chain"] == (wanted if row["context"] == 128 else None)
-    assert bench_between.line(rows[1]) == (
-        "2 tokens, attention after 128: kernels 7.00 us alone, 7.00 in a chain; "
-        "torch 14.00 us alone, 14.00 in a chain"
-    )
-    assert "swiglu" in [row["operation"] for row in bench_between._rows(model, sides, 20)]
-
-
-def test_parts_that_there_are_not_are_refused(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["decoder", "--bench", "--parts", "decode,glue"])
-    assert stopped.value.code == 2
-    assert "'decode,glue' is not a list of decode, prefill and between" in capsys.readouterr().err
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -495,11 +440,3 @@ def test_prompts_on_a_gpu(cuda: Any, batch: int, tokens: int, shape: tuple[int, 
         found.append((y, cache))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=2e-3)
-
-
-@pytest.mark.gpu
-def test_a_small_bench_on_a_gpu(cuda: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(bench_between, "ROUNDS", 2)
-    monkeypatch.setattr(bench_between, "CONTEXTS", (128, 300))
-    found = bench_between.measure(config=Config(2, 256, 512, 8, 2, 32, 1000))
-    assert [row["operation"] for row in found["rows"]].count("attention") == 4

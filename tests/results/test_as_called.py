@@ -116,3 +116,20 @@ def test_without_its_package_humming_is_one_sentence(monkeypatch: pytest.MonkeyP
     for wanted in ([], [((2, 8, 64), WAYS[0])]):
         assert list(as_called.measure(bench(FakeStopwatch(), said.append), wanted)) == []
     assert said == ["Humming is not measured: it is not installed"]
+
+
+def test_host_time_is_of_calls_and_the_queue_is_drained_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, order = [0.0], []
+
+    def spent(name: str, seconds: float) -> Any:
+        def run() -> None:
+            order.append(name)
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(as_called.time, "perf_counter", lambda: clock[0])
+    assert as_called.host_us(spent("a", 7e-6), spent("drain", 1.0)) == pytest.approx(7.0)
+    assert order == [*["drain", *"a" * as_called.DRAINED] * as_called.DRAINS, "drain"]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from results.measure import loop
 from results.measure.loop import (
     Contestant,
     Timing,
-    host_seconds,
-    in_turn,
     ratio,
     round_robin,
     turns,
@@ -187,44 +183,11 @@ def test_nothing_is_captured_in_a_round() -> None:
     assert one.timing.rounds == 40
 
 
-# --- what the host begins -------------------------------------------------------------------------
-
-
 def test_a_figure_is_the_median_of_rounds_and_a_ratio_that_of_their_ratios() -> None:
     assert ratio([2.0, 2.0, 6.0, 9.0], [1.0, 2.0, 2.0, math.nan]) == 2.0, "2, 1 and 3"
     timing = Timing.of([0.2, math.nan, 0.1, 0.4, 0.3, 0.5])
     assert astuple(timing) == pytest.approx((0.3e6, 0.18e6, 0.42e6, 5))
     assert timing.spread == pytest.approx(0.8)
-
-
-def test_sides_take_turns_in_beginning_a_round() -> None:
-    order: list[int] = []
-    sides = [lambda i=i: order.append(i) or 10 * i for i in range(3)]
-    took = in_turn(sides, 3, warm_up=1)
-    assert order == [2, 0, 1, 0, 1, 2, 1, 2, 0, 2, 0, 1]
-    assert took == [[0] * 3, [10] * 3, [20] * 3], "the first round does not count"
-    order.clear()
-    assert in_turn(sides, 2, rotate=False) == [[0] * 2, [10] * 2, [20] * 2]
-    assert order == [0, 1, 2] * 2
-
-
-def test_host_time_is_of_calls_and_the_queue_is_drained_outside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, order = [0.0], []
-
-    def spent(name: str, seconds: float) -> Callable[[], None]:
-        def run() -> None:
-            order.append(name)
-            clock[0] += seconds
-
-        return run
-
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    calls = [spent("a", 1e-6), spent("b", 2e-6)]
-    taken = host_seconds(calls, spent("drain", 1.0), 3, 2, warm_up=2)
-    assert order == [*"aabb", *["drain", *"aaa", "drain", *"bbb"] * 2, "drain"]
-    assert np.array(taken) == pytest.approx(np.array([1e-6, 2e-6])[:, None, None] * np.ones((2, 3)))
 
 
 def test_a_median_is_known_by_its_standard_error() -> None:

@@ -1,4 +1,4 @@
-"""What is measured of torch and transformers themselves, on the CPU."""
+"""Calls beside torch, on the CPU."""
 
 from __future__ import annotations
 
@@ -9,52 +9,11 @@ import torch
 
 from results.baselines import humming
 from results.measure import as_called
-from results.measure import transformers_llama as llama
 from results.measure.as_called import WAYS
-from results.measure.transformers_llama import BASELINE
 from results.record import provenance
 from steps.nn import operator
 from tests.results.fake_stopwatch import FakeStopwatch
 from tests.results.test_as_called import QUICK, bench, is_layer
-
-
-@pytest.mark.slow
-def test_a_small_llama_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    monkeypatch.setattr(llama, "ROUNDS", {"prefill": 2, "decode": 1, "decode, compiled": 1})
-    called: list[str] = []
-    made = llama.calls
-    monkeypatch.setattr(
-        llama,
-        "calls",
-        lambda model, case, device: lambda: called.append(case) or made(model, case, device)(),
-    )
-    monkeypatch.setattr(llama, "STEPS", 3)
-    said: list[str] = []
-    rows, facts = llama.measure("q4_0", llama.LLAMA_3_2_1B | small, "cpu", said.append)
-    assert [(one.case, one.side) for one in rows] == [
-        ("prefill, 512 tokens", BASELINE),
-        ("prefill, 512 tokens", "q4_0"),
-        ("prefill, 512 tokens", "q4_0, fast"),
-        ("decode, batch 1", BASELINE),
-        ("decode, batch 1", "q4_0"),
-        ("decode, compiled, batch 1", BASELINE),
-        ("decode, compiled, batch 1", "q4_0"),
-    ]
-    assert said == [llama.line(one) for one in rows]
-    assert called.count("decode") == 2 * (1 + 2 + 1), "the first, two that do not count, a round"
-    for side in ("q4_0", "q4_0, fast"):
-        off, bound = (
-            facts[f"{what}, {side}"] for what in ("rms difference of logits", "bound of it")
-        )
-        assert bound / 8 < off < bound
 
 
 def cost(call: Any) -> float:

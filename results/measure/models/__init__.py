@@ -2,5 +2,4 @@
 
 one_gpu.py        tokens a second, whole
 several_gpus.py   the same on several GPUs that share the model
-operations.py     what the operations between products take
 """

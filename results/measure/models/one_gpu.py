@@ -22,14 +22,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from qformats import FORMATS
 from qformats.repack import TILE_GROUP, TILE_ROWS
-from results.measure import loop
 from results.measure.loop import Timing, ratio
 from steps.decoder.model import (
     LLAMA_3_8B,
@@ -183,14 +181,19 @@ def seconds(work: Work) -> float:
 def in_turn(
     sides: Sequence[Work | None], rounds: int, wait: Callable[[], Any] = lambda: None
 ) -> list[list[float]]:
-    """GPU seconds of each side in each round, after one that does not count. `wait` is called
-    before each side; of one that this process has no part in (None) it is all, and NaN counts."""
-
-    def taken(work: Work | None) -> float:
-        wait()
-        return math.nan if work is None else seconds(work)
-
-    return loop.in_turn([partial(taken, side) for side in sides], rounds, warm_up=1)
+    """GPU seconds of each side in each round, after one that does not count; sides take turns in
+    beginning a round. `wait` is called before each side; of one that this process has no part in
+    (None) it is all, and NaN counts."""
+    took: list[list[float]] = [[] for _ in sides]
+    for number in range(-1, rounds):
+        for i in range(len(sides)):
+            side = (i + number) % len(sides)
+            wait()
+            work = sides[side]
+            one = math.nan if work is None else seconds(work)
+            if number >= 0:
+                took[side].append(one)
+    return took
 
 
 def ms(took: Mapping[str, Sequence[float]], graphs: int = 1) -> dict[str, float]:
@@ -330,7 +333,6 @@ def measure(
     operations: Operations,
     format_name: str = "q4_0",
     config: Config = LLAMA_3_8B,
-    parts: Sequence[str] = ("decode", "prefill"),
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -344,8 +346,7 @@ def measure(
         for one in product.packed[next(iter(product.packed))]
     )
     tell(f"{config.layers} layers, {weights / 1e9:.2f} GB of weights in {format_name}")
-    cases = [("decode", m) for m in BATCHES if "decode" in parts]
-    cases += [("prefill", m) for m in PROMPTS if "prefill" in parts]
+    cases = [*(("decode", m) for m in BATCHES), *(("prefill", m) for m in PROMPTS)]
     asked = [("exact", m) for _, m in cases]
     asked += [("fast", m) for kind, m in cases if kind == "prefill"]
     if jobs > 1:

@@ -147,16 +147,14 @@ def measure(
     operations: Operations,
     format_name: str = "q4_0",
     models: Sequence[Any] = MODELS,
-    parts: Sequence[str] = ("decode", "prefill"),
     jobs: int = 1,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """All cases of the parts as data, see `row`. Every rank calls this."""
+    """All cases as data, see `row`. Every rank calls this."""
     tell = one_gpu.telling(say)
     rows: list[dict[str, Any]] = []
     for name, config, cases in models:
-        wanted = [one for one in cases if one[0] in parts]
-        rows += of_model(name, config, wanted, ranks, operations, format_name, jobs, tell)
+        rows += of_model(name, config, cases, ranks, operations, format_name, jobs, tell)
         gc.collect()  # graphs, and the memory that they hold
         torch.cuda.empty_cache()
     return {

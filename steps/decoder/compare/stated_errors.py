@@ -7,8 +7,7 @@ rounded to 16 bits, is off by
 
     exact   x and w have 16 bits: v_x = (u x)^2 and v_w = (u w)^2, where u of float16 is
             2^-11 / sqrt(3) / sqrt(1.5 / ln 2) = 1.92e-4, as significands from 1 to 2 that are as
-            likely in each part of an octave have the mean square 1.5 / ln 2; of bfloat16, 8 times
-            that
+            likely in each part of an octave have the mean square 1.5 / ln 2
     Q8_1    x is int8 with a scale for 32 values: a step is d = largest / 127, and v_x = d^2 / 12
     fast    x is int8 with a scale for a token, w with a scale for a row
 
@@ -33,24 +32,21 @@ SAFETY: Final = 2.0
 errors that are not quite independent. Emulated roundings stay within 1.3 (tests)."""
 HALF: Final = 2.0**-11 / math.sqrt(3) / math.sqrt(1.5 / math.log(2))
 """Relative root mean square of what rounding to float16 changes."""
-BFLOAT16: Final = 8 * HALF
-"""That of rounding to bfloat16."""
 ROUNDINGS: Final = ("exact", "Q8_1", "fast")
 EXACT_TOKENS: Final = 16
 """Up to so many tokens "fast" selects the steps that "exact" does."""
 
 
-def variance(x: Any, weight: Any, y: Any, rounding: str, unit: float = HALF) -> Any:
+def variance(x: Any, weight: Any, y: Any, rounding: str) -> Any:
     """Of what a product y [M, N] of x [M, K] and weight [N, K], all tensors, is off by.
 
     rounding: one of `ROUNDINGS`
-    unit    : relative root mean square of a rounding to 16 bits, `HALF` or `BFLOAT16`
     """
     if rounding == "fast" and len(x) <= EXACT_TOKENS:
         rounding = "exact"
 
     def of_16_bits(values: Any) -> Any:
-        return (unit * values) ** 2
+        return (HALF * values) ** 2
 
     def of_int8(values: Any) -> Any:
         """With a scale for all values of the last dimension."""
@@ -65,9 +61,7 @@ def variance(x: Any, weight: Any, y: Any, rounding: str, unit: float = HALF) -> 
 
 
 @contextmanager
-def disturbed(
-    products: Iterable[Any], rounding: str, seed: int = 0, unit: float = HALF
-) -> Iterator[None]:
+def disturbed(products: Iterable[Any], rounding: str, seed: int = 0) -> Iterator[None]:
     """While this lasts, each product of a model is off by normal noise of its `variance`.
 
     products: torch modules with a `weight` [N, K] that multiply x [..., K]
@@ -80,7 +74,7 @@ def disturbed(
         wide = torch.promote_types(y.dtype, torch.float32)
         x, weight = (one.to(wide) for one in (inputs[0], product.weight))
         flat = y.to(wide).flatten(0, -2)
-        off = variance(x.flatten(0, -2), weight, flat, rounding, unit).sqrt()
+        off = variance(x.flatten(0, -2), weight, flat, rounding).sqrt()
         if y.device not in generators:
             generators[y.device] = torch.Generator(y.device).manual_seed(seed)
         noise = torch.randn(off.shape, generator=generators[y.device], device=y.device, dtype=wide)
