@@ -28,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout with its results/")
     parser.add_argument("--run", type=Path, help="a run.json (default: the largest)")
     parser.add_argument("--out", type=Path, help="where charts or the page go")
-    parser.add_argument("--png", action="store_true", help="charts as PNG files too")
     options = parser.parse_args(arguments)
     path = options.run or headline(options.root / "results")
     if path is None:
@@ -73,8 +72,7 @@ def _print(path: Path | None, root: Path, wanted: dict[str, list[str]]) -> int:
 def _charts(path: Path | None, options: argparse.Namespace) -> int:
     """All that is generated; with --out the charts of a run alone."""
     folder = options.out or options.root / "results" / "charts"
-    kinds = ("svg", "png") if options.png else ("svg",)
-    changed = charts.write(read(path) if path else None, folder, kinds)
+    changed = charts.write(read(path) if path else None, folder)
     for each in changed + ([] if options.out else generated.rewrite(options.root)):
         print(each)
     return 0

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from results.record.schema import Environment, Run
+from qformats import WEIGHT_FORMATS
+from results.record.schema import Environment, Row, Run
 from results.render import charts, models
 from results.render.query import (
     CLIFF,
@@ -19,6 +20,7 @@ from results.render.query import (
     jump,
     kind_name,
     ladder,
+    relative_error,
     tabled,
     when,
 )
@@ -82,7 +84,7 @@ def _gpu(one: Measured, pictured: bool) -> list[str]:
     sections: list[tuple[str, list[Part]]] = [
         ("What a caller gets", _calls(run)),
         *whole,
-        ("Each step at home, in every format", [_homes(run)]),
+        ("Each step at home, in every format", _homes(run)),
         ("Limits and environment", [_machine(run)]),
         ("Failed or not possible", [_exceptions(run)]),
     ]
@@ -165,25 +167,38 @@ def _jumps(run: Run) -> Part:
 # ------------------------------------------------------------------------------------- the steps
 
 
-def _homes(run: Run) -> Part:
-    """A line per format, a column per step: the kernel's time at the step's home."""
+def _homes(run: Run) -> list[Part]:
+    """A line per format, a column per step: the kernel's time at the step's home, and by how much
+    its product is off. Formats that are only read have no error of their own."""
     panels = ladder(run)
     rungs = [rung for panel in panels for rung in panel.rungs]
 
-    def us(rung: Rung) -> Callable[[str], str]:
+    def column(rung: Rung, told: Callable[[Row], str]) -> Column:
         rows = {row.format: row for row in rung.every}
-        return lambda name: time_of(rows[name]) if name in rows else ABSENT
+        return Column(str(rung.row.step), lambda name: told(rows[name]) if name in rows else ABSENT)
+
+    def table(names: Sequence[str], told: Callable[[Row], str], title: str) -> Table:
+        columns = [Column("step", str.upper, True), *(column(rung, told) for rung in rungs)]
+        return of_records(columns, names, title)
 
     homes = [f"{panel.title}: {dims(panel.home)}" for panel in panels]
     away = [f"step {rung.row.step}: {dims(rung.row.shape)}" for rung in rungs if rung.away]
     names = formats(row for rung in rungs for row in rung.every)
     if not rungs:
-        return None
-    return of_records(
-        [Column("step", str.upper, True), *(Column(str(r.row.step), us(r)) for r in rungs)],
-        names,
-        f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
-    )
+        return []
+    return [
+        table(
+            names,
+            time_of,
+            f"Microseconds of the kernel alone, at M x N x K of {'; '.join([*homes, *away])}.",
+        ),
+        table(
+            [name for name in names if name in WEIGHT_FORMATS],
+            lambda row: ratio(relative_error(run, row)),
+            "Error of the product, as a multiple of the format's own (NMSE; 1.00x: all of it is "
+            "the format's). A8 rounds tokens to 8 bits, *fast* the weights too.",
+        ),
+    ]
 
 
 def _exceptions(run: Run) -> Part:

@@ -198,6 +198,18 @@ def _rung(
     return Rung(row, every, parent or min(above, key=lambda r: r.kernel_us or 0, default=None))
 
 
+def relative_error(run: Run, row: Row) -> float | None:
+    """The NMSE of a product over that of its format, which is the least that an exact step has of
+    the same problem."""
+    same = [
+        other.nmse_float
+        for other in run.rows
+        if (other.format, other.shape, other.accuracy) == (row.format, row.shape, "exact")
+        and other.nmse_float
+    ]
+    return row.nmse_float / min(same) if row.nmse_float and same else None
+
+
 def tops(run: Run) -> list[int]:
     """The steps that were measured at the most shapes: the last of each branch and accuracy."""
     found: dict[tuple[str, str], int] = {}

@@ -1,11 +1,10 @@
 """Charts: pure functions of one run. What is not in the run is not in a picture.
 
-    python -m results charts [--run run.json] [--out results/charts] [--png]
+    python -m results charts [--run run.json] [--out results/charts]
 
     ladder.svg      each step at its home shape, a panel per branch, cuBLAS and llama.cpp as lines
     as_called.svg   what a caller gets, times as fast as cuBLAS float16, against tokens
     tokens.svg      its time at every number of tokens, and the step that was chosen
-    error.svg       the error of the product, then of the kernel
     roofline.svg    the last step of each branch under the limits measured on this GPU
 
 `calls.py` draws as_called.svg and tokens.svg, the file of its name each other one; `style.py` has
@@ -29,7 +28,6 @@ from results.record import ROOT
 from results.record.codec import to_json
 from results.record.schema import Run
 from results.render.charts.calls import AS_CALLED, TOKENS
-from results.render.charts.error import ERROR
 from results.render.charts.ladder import LADDER
 from results.render.charts.roofline import ROOFLINE
 from results.render.charts.style import STYLE, Chart
@@ -40,7 +38,6 @@ CHARTS: Final = {
     "ladder": LADDER,
     "as_called": AS_CALLED,
     "tokens": TOKENS,
-    "error": ERROR,
     "roofline": ROOFLINE,
 }
 
@@ -55,23 +52,20 @@ def digest(run: Run) -> str:
     return f"run {hashlib.sha256(to_json(run).encode()).hexdigest()[:12]}"
 
 
-def render(run: Run, kind: str = "svg", only: Collection[str] | None = None) -> dict[str, bytes]:
-    """The charts as files: {"ladder.svg": bytes, ...}, or those of the names in `only`."""
+def render(run: Run, only: Collection[str] = tuple(CHARTS)) -> dict[str, bytes]:
+    """The charts as files: {"ladder.svg": bytes, ...}, those of the names in `only`."""
     import matplotlib as mpl
 
     files = {}
     with mpl.rc_context(STYLE):
         for name, chart in plans(run).items():
-            if only is not None and name not in only:
-                continue
-            buffer = io.BytesIO()
-            about = {"Date": None, "Creator": None, "Description": digest(run)}
-            metadata = about if kind == "svg" else None
-            chart.draw(run).savefig(buffer, format=kind, metadata=metadata, dpi=110)
-            data = buffer.getvalue()
-            if kind == "svg":  # without matplotlib's font a browser would take its serif default
-                data = data.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Arial, sans-serif")
-            files[f"{name}.{kind}"] = data
+            if name in only:
+                buffer = io.BytesIO()
+                about = {"Date": None, "Creator": None, "Description": digest(run)}
+                chart.draw(run).savefig(buffer, format="svg", metadata=about)
+                # without matplotlib's font a browser would take its serif default
+                fonts = b"'DejaVu Sans', Arial, sans-serif"
+                files[f"{name}.svg"] = buffer.getvalue().replace(b"'DejaVu Sans'", fonts)
     return files
 
 
@@ -91,16 +85,13 @@ def drifts(run: Run | None, folder: Path = FOLDER) -> list[str]:
     return out
 
 
-def write(run: Run | None, folder: Path = FOLDER, kinds: Collection[str] = ("svg",)) -> list[Path]:
+def write(run: Run | None, folder: Path = FOLDER) -> list[Path]:
     """Draw all charts of the run into a folder; those that have no data any more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind in kinds:
-        files = render(run, kind) if run else {}
-        for path in folder.glob(f"*.{kind}"):
-            if path.name not in files:
-                path.unlink()
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-            written.append(folder / name)
-    return written
+    files = render(run) if run else {}
+    for path in folder.glob("*.svg"):
+        if path.name not in files:
+            path.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]

@@ -71,8 +71,12 @@ def draw(run: Run) -> Figure:
         at = f"M x N x K: {dims(panel.home)}"
         figure.text(1 - 0.02, y, at, fontsize=9, color=style.FAINT, ha="right")
         axes.grid(visible=False, axis="y")
-        names = [short(r.row) + (f", M={r.row.M}" if r.away else "") for r in panel.rungs]
-        style.row_names(axes, LEFT, ACROSS, [(name, style.INK) for name in names])
+        axes.set_ylim(len(panel.rungs) - 0.5, -0.5)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        for line, rung in enumerate(panel.rungs):
+            name = short(rung.row) + (f", M={rung.row.M}" if rung.away else "")
+            style.beside(axes, (0.12 - LEFT) / ACROSS, line, name, fontsize=9.5)
         if decode:
             axes.set_xlim(0, 1.05)
             axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100 %"])

@@ -59,12 +59,6 @@ ORANGE: Final = "#D55E00"
 GREEN: Final = "#009E73"
 PINK: Final = "#CC79A7"
 YELLOW: Final = "#E69F00"
-FORMAT_COLORS: Final = dict(
-    zip(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), (BLUE, YELLOW, GREEN, PINK, ORANGE), strict=True)
-)
-FORMAT_MARKERS: Final = dict(
-    zip(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), ("o", "s", "^", "v", "D"), strict=True)
-)
 BASELINE_COLORS: Final = {CUBLAS: "#3d3d3d", LLAMA_CPP: "#7a3e9d"}
 LAYER_COLORS: Final = dict(zip(LAYERS.values(), (PINK, YELLOW), strict=True))
 BASELINE_DASHES: Final[dict[str, Any]] = {CUBLAS: (0, (5, 2)), LLAMA_CPP: (0, (1.5, 1.5))}
@@ -115,16 +109,6 @@ def box(figure: Figure, left: float, top: float, width: float, height: float) ->
     return figure.add_axes(
         (left / across, (down - top - height) / down, width / across, height / down)
     )
-
-
-def row_names(axes: Axes, left: float, across: float, names: Sequence[tuple[str, str]]) -> None:
-    """A panel whose lines have names left of it: (name, colour) from the top. left, across: where
-    the panel begins and how wide it is, in inches."""
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    for y, (name, color) in enumerate(names):
-        beside(axes, (0.12 - left) / across, y, name, fontsize=9.5, color=color)
 
 
 def beside(axes: Axes, x: float, y: float, text: str, va: str = "center", **looks: Any) -> None:
