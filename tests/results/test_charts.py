@@ -7,26 +7,21 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import pytest
 
-import steps
 from results import __main__ as command
 from results.baselines.humming import W4A16
 from results.record import store
 from results.record.schema import Environment, Run
 from results.render import charts, query, table
-from results.render.charts import calls, error, ladder, roofline, style
+from results.render.charts import calls, ladder, roofline, style
 from steps.contract import BRANCHES
-from tests.results.synthetic_run import CALLED_TOKENS, FEW, FORMATS, SWEPT, make_run
+from tests.results.conftest import FORMATS, SWEPT
 
-NAMES = {"ladder", "as_called", "tokens", "error", "roofline"}
-
-
-@pytest.fixture(scope="module")
-def run() -> Run:
-    return make_run()
+NAMES = {"ladder", "as_called", "tokens", "roofline"}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +39,9 @@ def test_every_chart_is_there_alike_each_time_with_its_gpu_and_its_date(run, fil
     assert sum(map(len, files.values())) < 300_000
     for name, data in files.items():
         assert b"<dc:date>" not in data
-        assert "NVIDIA H200 @ 700 W, 2026-01-02" in text_of(data), name
+        assert f"{run.env.where}, {(run.env.utc or '')[:10]}" in text_of(data), name
     assert charts.render(Run(env=Environment())) == {}
-    assert charts.render(run, only={"error"}) == {"error.svg": files["error.svg"]}
+    assert charts.render(run, {"roofline"}) == {"roofline.svg": files["roofline.svg"]}
 
 
 # --- the ladder -----------------------------------------------------------------------------------
@@ -68,8 +63,8 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
     panels = query.ladder(run)
     assert [panel.branch for panel in panels] == list(BRANCHES)
     rows = [rung.row for panel in panels for rung in panel.rungs]
-    assert sorted(row.step for row in rows) == [step.number for step in steps.ladder()]
-    assert all(row.home and row.format == "q4_0" and row.output == "float32" for row in rows)
+    assert sorted(row.step for row in rows) == sorted({row.step for row in run.rows if row.home})
+    assert all(row.home and row.format == "q4_0" for row in rows)
     (third,) = (row for row in rows if row.step == 3)
     assert third.family == "A8", "the family that continues the ladder"
     (tenth,) = (rung for panel in panels for rung in panel.rungs if rung.row.step == 10)
@@ -90,51 +85,30 @@ def test_each_step_stands_once_at_its_home_with_the_figures_of_the_run(run, file
                 assert table.ratio(rung.row.x_parent) in text
 
 
-def test_cublas_is_a_line_at_the_speed_of_the_run(run) -> None:
-    """And in the decode panel where its time puts it, not where its bytes would. Steps at shapes of
-    their own have a piece of their own."""
-
-    def line_of(axes) -> float:
+def test_cublas_is_a_line_at_the_speed_that_it_has_at_the_shape_of_each_step(run) -> None:
+    """In the decode panel where its time puts it, not where its bytes would. A step at a shape of
+    its own, where cuBLAS has more or less to do, has a piece of its own."""
+    with mpl.rc_context(style.STYLE):
+        panels = ladder.draw(run).axes
+    for panel, axes in zip(query.ladder(run), panels, strict=True):
         color = style.BASELINE_COLORS[query.CUBLAS]
-        line = next(line for line in axes.lines if line.get_color() == color)
-        (x,) = set(line.get_xdata())
-        return x
-
-    with mpl.rc_context(style.STYLE):
-        prefill, *_, decode = ladder.draw(run).axes
-    us = query.baseline_us(run, query.CUBLAS, "q4_0", (512, 4096, 4096))
-    assert us is not None
-    assert line_of(prefill) == pytest.approx(2 * 512 * 4096 * 4096 / us * 1e-6)
-    first = query.ladder(run)[-1].rungs[0].row
-    us = query.baseline_us(run, query.CUBLAS, "q4_0", first.shape)
-    least = (first.limit_share or 0) * (first.kernel_us or 0)
-    assert line_of(decode) == pytest.approx(least / (us or 0))
-    color = style.BASELINE_COLORS[query.CUBLAS]
-    drawn = {x for line in decode.lines if line.get_color() == color for x in line.get_xdata()}
-    for rung in query.ladder(run)[-1].rungs:
-        us = query.baseline_us(run, query.CUBLAS, "q4_0", rung.row.shape)
-        least = (rung.row.limit_share or 0) * (rung.row.kernel_us or 0)
-        assert any(x == pytest.approx(least / (us or 0)) for x in drawn), rung.row.shape
-
-
-def test_a_step_at_another_shape_has_cublas_at_that_shape(run) -> None:
-    """Step 14's home has fewer tokens than its panel's: there cuBLAS has less to do, too."""
-    color = style.BASELINE_COLORS[query.CUBLAS]
-    with mpl.rc_context(style.STYLE):
-        axes = ladder.draw(run).axes[2]
-    rungs = query.ladder(run)[2].rungs
-    (y,) = (y for y, rung in enumerate(rungs) if rung.away)
-    lines = [line for line in axes.lines if line.get_color() == color]
-    own = [line for line in lines if min(line.get_ydata()) < y < max(line.get_ydata())]
-    at = {x for line in own for x in line.get_xdata()}
-    shape = rungs[y].row.shape
-    us = query.baseline_us(run, query.CUBLAS, "q4_0", shape)
-    assert sorted(at) == pytest.approx([2 * math.prod(shape) / us * 1e-6])
+        lines = [line for line in axes.lines if line.get_color() == color]
+        for y, rung in enumerate(panel.rungs):
+            row = rung.row if rung.away else next(r.row for r in panel.rungs if not r.away)
+            us = query.baseline_us(run, query.CUBLAS, "q4_0", row.shape) or math.nan
+            wanted = 2 * math.prod(row.shape) / us * 1e-6
+            if panel.branch == ladder.DECODE:
+                wanted = (row.limit_share or 0) * (row.kernel_us or 0) / us
+            here = [line for line in lines if min(line.get_ydata()) < y < max(line.get_ydata())]
+            assert here
+            assert [x for line in here for x in line.get_xdata()] == pytest.approx(
+                2 * len(here) * [wanted]
+            )
 
 
 def test_no_share_of_the_bandwidth_is_drawn_beyond_all_of_it(run) -> None:
     rows = tuple(
-        replace(row, limit_share=1.04) if row.format == "q8_0" else row for row in run.rows
+        replace(row, limit_share=1.04) if row.format == "q5_1" else row for row in run.rows
     )
     with mpl.rc_context(style.STYLE):
         decode = ladder.draw(replace(run, rows=rows)).axes[-1]
@@ -161,7 +135,8 @@ def test_what_a_caller_gets_is_that_of_the_run(run, files) -> None:
         *("QuantLinear", "QuantLinear, fast", "gemm.plan, float32", "llama.cpp"),
         *query.LAYERS.values(),
     }
-    assert [m for m, _ in curves["QuantLinear"]] == list(CALLED_TOKENS), "no M of the sweep"
+    tokens = sorted({one.M for one in query.tabled(run)})
+    assert [m for m, _ in curves["QuantLinear"]] == tokens, "no M of the sweep"
     one = query.called(run, "QuantLinear", "exact", "float16", (512, 4096, 14336))
     assert one is not None
     assert dict(curves["QuantLinear"])[512] == one.x_cublas
@@ -191,11 +166,13 @@ def test_time_against_tokens_has_every_m_and_the_steps_that_were_chosen(run, fil
     assert dict(curves["cuBLAS float16"])[33] == one.cublas_us
     layer = query.baseline_us(run, W4A16, "q4_0", (32, 4096, 14336))
     assert dict(curves["Humming W4A16"])[32] == layer
-    chosen = query.sweep(run, "fast", 4096, 14336)
-    assert calls.ranges_of_steps(chosen) == [(18, 1, FEW), (15, FEW + 1, SWEPT)]
-    assert calls.ranges_of_steps([]) == []
+    chosen = [SimpleNamespace(step=step, M=m) for m, step in enumerate((18, 18, 14, 18), 1)]
+    assert calls.ranges_of_steps(chosen) == [(18, 1, 2), (14, 3, 3), (18, 4, 4)]
     text = text_of(files["tokens.svg"]).split("\n")
-    assert [text.count(step) for step in ("14", "15", "18")] == [3, 3, 6]
+    for size in calls.swept(run):
+        for accuracy in calls.SWEPT.values():
+            for step, first, last in calls.ranges_of_steps(query.sweep(run, accuracy, *size)):
+                assert last - first < 4 or str(step) in text
 
 
 def test_the_sweep_ends_with_the_tabled_m_that_follows_it(run) -> None:
@@ -227,40 +204,15 @@ def test_cliffs_are_where_one_token_more_takes_too_long(run) -> None:
     assert [one.M for one, _ in query.cliffs(replace(run, as_called=other))] == [29]
 
 
-def test_the_error_of_the_product_shows_what_requantizing_costs(run, files) -> None:
-    """The kernel's own error of these steps may be the least of all: it stands second."""
-    rungs = {rung.row.step: rung.row for rung in error.rungs(run)}
-    exact, fast = (error.relative(run, rungs[step]) or 0 for step in (14, 15))
-    assert exact == 1
-    assert fast > 1
-    with mpl.rc_context(style.STYLE):
-        first, second = error.draw(run).axes
-    assert "NMSE of the format" in first.get_xlabel()
-    assert second.get_xlabel() == "NMSE, log scale"
-    text = text_of(files["error.svg"])
-    assert text.index("The product") < text.index("The kernel alone")
-    assert all(name.upper() in text for name in FORMATS)
-
-
-def test_an_error_is_compared_with_that_of_its_own_problem(run) -> None:
-    rows = tuple(
-        replace(row, nmse_float=row.nmse_float * (10 if row.M == 1 else 1)) for row in run.rows
-    )
-    (here,) = (r.row for r in error.rungs(replace(run, rows=rows)) if r.row.step == 15)
-    (before,) = (r.row for r in error.rungs(run) if r.row.step == 15)
-    assert error.relative(replace(run, rows=rows), here) == pytest.approx(
-        error.relative(run, before)
-    )
-
-
 def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files) -> None:
     rows = roofline.rows_of(run)
     assert {row.step for row in rows} == {6, 10, 14, 15, 18}
     assert len({(row.N, row.K, row.format) for row in rows}) == 1
     text = text_of(files["roofline.svg"])
-    assert "memory, 4.35 TB/s" in text
+    limits = run.env.limits
+    assert f"memory, {max(limits.copy_tbps, limits.read_tbps):.2f} TB/s" in text
     assert all(f"M={row.M}" in text for row in rows)
-    assert "int8 tensor cores\n1600" in text
+    assert f"int8 tensor cores\n{table.number(limits.tops['tensor_int8'])}" in text
     with mpl.rc_context(style.STYLE):
         (axes,) = roofline.draw(run).axes
     for line in axes.lines[:5]:
@@ -272,8 +224,7 @@ def test_the_roofline_has_the_last_step_of_each_branch_and_the_limits(run, files
 # --- what is missing ------------------------------------------------------------------------------
 
 
-def test_missing_data_is_left_out() -> None:
-    run = make_run(formats=("q4_0", "q8_0"), peers=False)
+def test_missing_data_is_left_out(run) -> None:
     rows = tuple(
         replace(row, status="failed", why="wrong", kernel_us=None, tflops=None, x_parent=None)
         if row.step == 4
@@ -281,7 +232,7 @@ def test_missing_data_is_left_out() -> None:
         for row in run.rows
     )
     files = charts.render(Run(env=Environment(), rows=rows))
-    assert set(files) == {"ladder.svg", "error.svg", "roofline.svg"}
+    assert set(files) == {"ladder.svg", "roofline.svg"}
     text = text_of(files["ladder.svg"])
     assert "unknown GPU" in text
     assert "4 dp4a emulated" in text, "a step that failed is not hidden"
@@ -303,7 +254,7 @@ def test_nothing_is_cut_off_at_the_edge(run) -> None:
             assert width == style.COLUMN
             assert 0.05 < box.x0 < box.x1 < width - 0.05, (name, box)
             assert 0 <= box.y0 < box.y1 <= height, (name, box)
-            for axes in figure.axes if name in ("ladder", "error") else ():
+            for axes in figure.axes if name == "ladder" else ():
                 left = axes.get_window_extent(canvas.renderer).x0
                 names = [text for text in axes.texts if text.get_text()[:1].isdigit()]
                 names = [text for text in names if text.get_window_extent().x0 < left]
@@ -323,31 +274,36 @@ def test_labels_are_spread_apart_in_order() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_command_line_draws_and_drifts_are_found(run, tmp_path, capsys, monkeypatch) -> None:
-    def drawn(run: Run, kind: str) -> dict[str, bytes]:
-        return {f"{name}.{kind}": charts.digest(run).encode() for name in charts.plans(run)}
+def test_drifts_are_found_and_what_no_run_holds_is_removed(run, tmp_path, monkeypatch) -> None:
+    def drawn(run: Run) -> dict[str, bytes]:
+        return {f"{name}.svg": charts.digest(run).encode() for name in charts.plans(run)}
 
     monkeypatch.setattr(charts, "render", drawn)
-    path = store.write(run, tmp_path / "run.json")
-    out = tmp_path / "charts"
-    assert command.main(["charts", "--run", str(path), "--out", str(out), "--png"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 * len(NAMES)
-    run = store.read(path)
-    assert charts.drifts(run, out) == []
-    (out / "error.svg").unlink()
-    (out / "old.svg").write_text("<svg/>")
+    assert {path.stem for path in charts.write(run, tmp_path)} == NAMES
+    assert charts.drifts(run, tmp_path) == []
+    (tmp_path / "roofline.svg").unlink()
+    (tmp_path / "old.svg").write_text("<svg/>")
     newer = replace(run, rows=run.rows[1:])
-    store.write(newer, path)
-    found = charts.drifts(newer, out)
-    assert "error.svg is missing: run `make charts`" in found[0]
+    found = charts.drifts(newer, tmp_path)
+    assert "roofline.svg is missing: run `make charts`" in found[0]
     assert "old.svg shows what no run holds: remove it" in " ".join(found)
     assert sum("shows another state of the run" in one for one in found) == len(NAMES) - 1
+    charts.write(newer, tmp_path)
+    assert charts.drifts(newer, tmp_path) == []
+    assert charts.drifts(None, tmp_path) != []
+    assert charts.write(None, tmp_path) == charts.drifts(None, tmp_path) == []
+
+
+def test_the_command_draws_a_run_into_a_folder(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(charts, "render", lambda run: {"one.svg": run.env.where.encode()})
+    path = store.write(Run(env=Environment(gpu="A GPU")), tmp_path / "run.json")
+    out = tmp_path / "charts"
     assert command.main(["charts", "--run", str(path), "--out", str(out)]) == 0
-    assert charts.drifts(newer, out) == [], "what no run holds is removed"
-    assert charts.drifts(None, out) != []
+    assert capsys.readouterr().out == f"{out / 'one.svg'}\n"
+    assert (out / "one.svg").read_text() == "A GPU"
     assert command.main(["charts", "--root", str(tmp_path), "--out", str(out)]) == 0
     assert "Nothing is measured yet" in capsys.readouterr().out
-    assert charts.drifts(None, out) == []
+    assert list(out.iterdir()) == []
 
 
 def test_charts_tell_their_figures(run) -> None:
@@ -362,15 +318,16 @@ def test_charts_tell_their_figures(run) -> None:
             assert table.ratio(x) in figures["as_called"]
     for _, points in calls.times(run, 4096, 4096):
         assert table.number(points[-1][1]) in figures["tokens"]
-    assert "Nowhere does one token more take more than 1.15 times as long." in said["tokens"][0]
-    jump = tuple(replace(one, us=9 * one.us) if one.M == 33 else one for one in run.as_called)
+    flat = tuple(replace(one, us=10.0) for one in run.as_called)
+    told, _ = calls.tell_times(replace(run, as_called=flat))
+    assert "Nowhere does one token more take more than 1.15 times as long." in told
+    jump = tuple(replace(one, us=90.0) if one.M == 33 else one for one in flat)
     told, _ = calls.tell_times(replace(run, as_called=jump))
     assert "times as long, from M=32 to 33." in told
-    for row in roofline.rows_of(run):
-        assert table.number(row.tflops or 0) in figures["roofline"]
-    assert "fast steps" in said["error"][0]
-    for rung in error.rungs(run):
-        assert table.ratio(error.relative(run, rung.every[0])) in figures["error"]
+    for label, rows in roofline.curves(run).items():
+        (line,) = (line for line in figures["roofline"].splitlines() if line.startswith(label))
+        assert all(table.number(row.tflops or 0) in line for row in rows)
+    assert "18 bulk copies" in figures["roofline"], "by the name of its lesson"
 
 
 def test_importing_results_needs_neither_matplotlib_nor_torch() -> None:

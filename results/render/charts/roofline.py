@@ -54,6 +54,13 @@ def fastest(rows: list[Row], step: int) -> list[Row]:
     return [best[m] for m in sorted(best)]
 
 
+def curves(run: Run) -> dict[str, list[Row]]:
+    """The rows of each step by its name, that of its lesson where that was measured."""
+    rows, named = rows_of(run), {row.step: row for row in run.rows if row.name.startswith("step")}
+    found = {step: fastest(rows, step) for step in sorted({row.step for row in rows})}
+    return {short(named.get(step, own[0])): own for step, own in found.items()}
+
+
 def draw(run: Run) -> Figure:
     rows = rows_of(run)
     height = style.HEAD + PANEL + 0.75
@@ -67,12 +74,11 @@ def draw(run: Run) -> Figure:
     speeds = [row.tflops or 1.0 for row in rows]
     y0, y1 = min(speeds) / 2.2, max([*speeds, *roofs.values()]) * 1.7
     handles = []
-    for i, step in enumerate(sorted({row.step for row in rows})):
-        own = fastest(rows, step)
+    for i, (label, own) in enumerate(curves(run).items()):
         points = zip(*((intensity(row), row.tflops or 0.0) for row in own), strict=True)
         looks: dict[str, Any] = {"marker": MARKS[i % len(MARKS)], "color": COLORS[i % len(COLORS)]}
         looks |= {"markerfacecolor": "none", "markeredgewidth": 1.4}  # none hides another
-        handles += axes.plot(*points, linewidth=1.1, markersize=6.5, label=short(own[0]), **looks)
+        handles += axes.plot(*points, linewidth=1.1, markersize=6.5, label=label, **looks)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(x0, x1)
@@ -127,15 +133,17 @@ def tell(run: Run) -> tuple[str, Table]:
     few, many = min(row.M for row in rows), max(row.M for row in rows)
     first = max((row for row in rows if few == row.M), key=lambda row: row.gbps or 0)
     last = max((row for row in rows if many == row.M), key=lambda row: row.tflops or 0)
-    curves = {
-        short(row): [(own.M, own.tflops or 0) for own in fastest(rows, row.step)] for row in rows
-    }
     return (
         f"Under the limits measured on this GPU, N x K = {dims(rows[0].shape[1:])}: "
         f"at M={few} step {first.step} moves {number((first.gbps or 0) / 1e3)} TB/s; "
         f"at M={many} step {last.step} does {cell(last.tflops)} TFLOPS.",
         style.by_tokens(
-            curves.items(), number, "TFLOPS. The limits are below, with the machine's facts"
+            (
+                (name, [(row.M, row.tflops or 0) for row in own])
+                for name, own in curves(run).items()
+            ),
+            number,
+            "TFLOPS. The limits are below, with the machine's facts",
         ),
     )
 
