@@ -16,7 +16,7 @@ what a field can promise.
 
 Two more hold 32 elements, mxfp4 (17 bytes: `e`, an exponent, and `qs`) and iq4_nl (18 bytes, fields
 as in q4_0). The K-quants hold 256, with `scales` of groups of 16 or 32 elements, and put `d` first
-or last: `python -m qformats draw q4_k`.
+or last; so do iq4_xs and tq2_0. q1_0 holds 128 and nvfp4 64: `python -m qformats draw q4_k`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _S: Final = ("s", "<f2")  # d * sum of the codes, or the sum of the values
 _QH: Final = ("qh", "u1", (4,))  # bit j of the little-endian word is the fifth bit of element j
 _NIBBLES: Final = ("qs", "u1", (16,))  # byte j: element j in bits 3..0, element j+16 in bits 7..4
 _BYTES: Final = ("qs", "i1", (32,))  # byte j: element j
-# As _NIBBLES, but each is an index of a table. The title, NumPy's second name of a field, is there
-# to tell iq4_nl's 18 bytes from q4_0's: a format is known by its dtype.
+# As _NIBBLES, but each is an index of a table, or 128 bits. The title, NumPy's second name of a
+# field, is there to tell 18 bytes of iq4_nl and q1_0 from q4_0's: a format is known by its dtype.
 _INDICES: Final = (("indices", "qs"), "u1", (16,))
+_BITS: Final = (("bits", "qs"), "u1", (16,))
 
 block_q4_0: Final[BlockDtype] = np.dtype([_D, _NIBBLES])
 block_q4_1: Final[BlockDtype] = np.dtype([_D, _M, _NIBBLES])
@@ -63,6 +64,13 @@ block_q5_k: Final[BlockDtype] = np.dtype(
 block_q6_k: Final[BlockDtype] = np.dtype(
     [("ql", "u1", (128,)), ("qh", "u1", (64,)), ("scales", "i1", (16,)), _D]
 )
+
+block_iq4_xs: Final[BlockDtype] = np.dtype(
+    [_D, ("scales_h", "u1", (2,)), ("scales_l", "u1", (4,)), ("qs", "u1", (128,))]
+)
+block_nvfp4: Final[BlockDtype] = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
+block_q1_0: Final[BlockDtype] = np.dtype([_D, _BITS])
+block_tq2_0: Final[BlockDtype] = np.dtype([("qs", "u1", (64,)), _D])
 
 
 def offsets(dtype: BlockDtype) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""The 4-bit formats whose codes index a table of sixteen integers: MXFP4 and IQ4_NL.
+"""The 4-bit formats whose codes index a table of sixteen integers: MXFP4, IQ4_NL, IQ4_XS, NVFP4.
 
 Layout, tables and recipes are those of `ggml-common.h`, `ggml-quants.c` (`quantize_row_mxfp4_ref`,
-`quantize_row_iq4_nl_ref`) and `ggml-impl.h` (`ggml_e8m0_to_fp32_half`), in float32, never fused.
+`quantize_row_iq4_nl_ref`) and `ggml-impl.h` (`ggml_e8m0_to_fp32_half`, `ggml_ue4m3_to_fp32`), in
+float32, never fused. The last two formats are read here and not written.
 
 Where C leaves the answer open, or depends on a library, and the answer here:
 
@@ -19,6 +20,8 @@ Where C leaves the answer open, or depends on a library, and the answer here:
 * **IQ4_NL as llama-quantize writes it** is searched: `quantize_iq4_nl` tries fifteen more scales,
   and weighs the elements where it has an importance matrix. Here it is the reference, which tries
   one (NMSE of normal data 6.2e-3, searched 5.8e-3); any of them decodes alike.
+* **NVFP4's scale 0x7f** is NaN in E4M3, and 0 in ggml and here. The highest bit counts for
+  nothing: 0xff is 240.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from typing import Final
 
 import numpy as np
 
-from qformats.blocks import block_iq4_nl, block_mxfp4
-from qformats.format import Blocks, Bytes, Floats, Nibbles, Run, Sum
+from qformats.blocks import SUPER, block_iq4_nl, block_iq4_xs, block_mxfp4, block_nvfp4
+from qformats.format import Blocks, Bytes, Floats, Nibbles, Packed, ReadOnly, Run, Sum
 
 # Doubled E2M1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), so that they are integers; under half the scale.
 _E2M1: Final = (0, 1, 2, 3, 4, 6, 8, 12)
@@ -118,6 +121,62 @@ class IQ4_NL(_Codebook):
         d[small] = 0
         run.store("d", d)
         self._pack(codes, run.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grouped(ReadOnly):
+    """value = scale * codebook[code], with several scales in a block."""
+
+    bits = 4
+
+    def _decode(self, blocks: Blocks, x: Floats) -> None:
+        grouped = x.reshape(len(x), -1, self.group)
+        levels = np.array(self.codebook, np.float32)[self._unpack(blocks)].reshape(grouped.shape)
+        np.multiply(self._scale(blocks)[..., None], levels, out=grouped)
+
+    def _offset(self, blocks: Blocks) -> Floats:
+        return np.zeros((len(blocks), self.elements // self.group), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class IQ4_XS(_Grouped):
+    """136 bytes: f16 d; u8 scales_h[2], scales_l[4], qs[128].  value = d (s - 32) t[q],  with the t
+    of IQ4_NL and s of 6 bits; 32 elements a group."""
+
+    name = "iq4_xs"
+    dtype = block_iq4_xs
+    elements = SUPER
+    packed = (Packed("qs", 4, 16),)
+    codebook = IQ4_NL.codebook
+
+    def _scale(self, blocks: Blocks) -> Floats:
+        low = Packed("scales_l", 4, 1).unpack(blocks["scales_l"])
+        high = Packed("scales_h", 2, 1).unpack(blocks["scales_h"])
+        factors = (low | high << 4).astype(np.int8) - np.int8(32)
+        scale: Floats = self._widened(blocks, "d")[:, None] * factors
+        return scale
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4(_Grouped):
+    """36 bytes: u8 d[4], qs[32].  value = d t[q],  with the doubled E2M1 values t of MXFP4, and a
+    scale of type UE4M3 (halved) for each 16 of the 64 elements."""
+
+    name = "nvfp4"
+    dtype = block_nvfp4
+    elements = 64
+    group = 16
+    packed = (Packed("qs", 4, 8),)
+    codebook = MXFP4.codebook
+
+    def _scale(self, blocks: Blocks) -> Floats:
+        d = blocks["d"]
+        exponent, fraction = (d >> 3 & 15).astype(np.int32), (d & 7).astype(np.float32)
+        small = np.ldexp(fraction, -10)
+        normal = np.ldexp(np.float32(1) + fraction / np.float32(8), exponent - 8)
+        scale: Floats = np.where(exponent == 0, small, normal).astype(np.float32)
+        scale[d == 0x7F] = 0
+        return scale
 
 
 def _nearest(levels: Floats, y: Floats) -> Bytes:

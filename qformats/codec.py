@@ -40,9 +40,10 @@ from qformats.blocks import (
     block_q8_0,
     block_q8_1,
 )
-from qformats.codebook import IQ4_NL, MXFP4
+from qformats.codebook import IQ4_NL, IQ4_XS, MXFP4, NVFP4
 from qformats.format import HALF, Blocks, Floats, Format, Nibbles, Packed, Run, Sum
 from qformats.kquants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
+from qformats.ternary import Q1_0, TQ2_0
 
 # The float32 just below one half. trunc(|y| + this) is roundf(|y|), half away from zero, for every
 # |y| < 2^23; with 0.5 itself, y = 0.49999997 would round up to 1.
@@ -250,10 +251,14 @@ FORMATS: Final[dict[str, Format]] = {
         *(Q4_0(), Q4_1(), Q5_0(), Q5_1(), Q8_0(), Q8_1()),
         *(MXFP4(), IQ4_NL()),
         *(Q2_K(), Q3_K(), Q4_K(), Q5_K(), Q6_K()),
+        *(IQ4_XS(), NVFP4(), Q1_0(), TQ2_0()),
     )
 }
 WEIGHT_FORMATS: Final = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # which every kernel takes
-FILE_FORMATS: Final = ("mxfp4", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+FILE_FORMATS: Final = (
+    *("mxfp4", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_xs", "nvfp4", "q1_0", "tq2_0"),
+)
 """Those that files also come in: taken by the kernels that `steps.contract.Step.formats` names."""
 
 

@@ -35,12 +35,16 @@ _VALUE: Final = {
     "q4_k": "d s q - dmin m,  q = 0..15",
     "q5_k": "d s q - dmin m,  q = 0..31",
     "q6_k": "d s (q - 32),  q = 0..63",
+    "iq4_xs": "d (s - 32) t[q],  q = 0..15",
+    "nvfp4": "d t[q],  q = 0..15",
+    "q1_0": "d t[q],  q = 0, 1",
+    "tq2_0": "d t[q],  q = 0..3",
 }
 _HOLDS: Final = {
     "d": "scale",
     "m": "minimum, the value of code 0",
     "s": "d times the sum of the codes, or the sum of the values",
-    "qh": "bit 4 of the codes: as a little-endian u32, bit j for element j",
+    "qh": "bit 4 of the codes: a little-endian u32, bit j for element j",
     "qs": "codes",
     "e": "scale, as an exponent of two",
     "dmin": "scale of the minima",
@@ -68,9 +72,30 @@ _HOLDS_INSTEAD: Final = {  # where a format says it more exactly
         "qh": "bits 5..4 of the codes",
         "scales": "scale s of each group",
     },
+    "iq4_xs": {
+        "d": "scale of the scales",
+        "scales_h": "bits 5..4 of the scale s of each group",
+        "scales_l": "bits 3..0 of the scale s of each group",
+        "qs": "codes: indices of the table t",
+    },
+    "nvfp4": {
+        "d": "half the scale of each group, UE4M3",
+        "qs": "codes: indices of the table t",
+    },
+    "q1_0": {"qs": "codes: indices of the table t"},
+    "tq2_0": {"qs": "codes: indices of the table t"},
 }
 _COLOUR: Final = {
-    **{"d": 33, "e": 33, "m": 35, "s": 35, "dmin": 35, "scales": 33},
+    **{
+        "d": 33,
+        "e": 33,
+        "m": 35,
+        "s": 35,
+        "dmin": 35,
+        "scales": 33,
+        "scales_h": 33,
+        "scales_l": 33,
+    },
     **{"qh": 36, "hmask": 36, "qs": 32, "ql": 32, "bold": 1, "dim": 2},
 }
 
@@ -105,9 +130,16 @@ def places(fmt: Format, element: int) -> tuple[tuple[int, int], ...]:
 
 
 def factors(fmt: Format) -> dict[str, tuple[tuple[int, int], ...]]:
-    """The bits of a K-quant's integers, "s3" the scale of group 3 and "m3" its minimum, as `places`
-    has them; nothing for the other formats."""
-    if fmt.elements == BLOCK:
+    """The bits of integer scales, "s3" the scale of group 3 and "m3" its minimum, as `places` has
+    them; nothing for the formats without."""
+    if fmt.name == "iq4_xs":
+        low, high = (offsets(fmt.dtype)[field] for field in ("scales_l", "scales_h"))
+        return {
+            f"s{i}": tuple((low + i // 2, i % 2 * 4 + bit) for bit in range(4))
+            + tuple((high + i // 4, i % 4 * 2 + bit) for bit in range(2))
+            for i in range(8)
+        }
+    if "scales" not in (fmt.dtype.names or ()):
         return {}
     at = offsets(fmt.dtype)["scales"]
 
@@ -182,7 +214,7 @@ def draw(fmt: Format, ink: Ink = PLAIN) -> str:
             *_owners(fmt, ink),
             "",
             *_factors(fmt, ink),
-            *_example(fmt, 21 if fmt.elements == BLOCK else 213),
+            *_example(fmt, 213 if fmt.elements > 213 else 21),
         )
     )
 
@@ -254,13 +286,13 @@ def _strip(fmt: Format, ink: Ink) -> Iterator[str]:
 
 
 def _fields(fmt: Format, ink: Ink) -> Iterator[str]:
-    yield ink.paint(f" {'field':<7}{'bytes':<9}{'type':<9}{'aligned':<10}holds", "dim")
+    yield ink.paint(f" {'field':<9}{'bytes':<9}{'type':<9}{'aligned':<10}holds", "dim")
     for name, start, end, c_type in _extents(fmt):
         aligned = alignment(fmt.dtype, name)
         wide = f"{aligned} byte{'s' * (aligned > 1)}"
         span = f"{start}..{end - 1}" if end - start > 1 else f"{start}"
         holds = _HOLDS_INSTEAD.get(fmt.name, _HOLDS).get(name) or _HOLDS[name]
-        yield f" {ink.paint(f'{name:<7}', name)}{span:<9}{c_type:<9}{wide:<10}{holds}".rstrip()
+        yield f" {ink.paint(f'{name:<9}', name)}{span:<9}{c_type:<9}{wide:<10}{holds}".rstrip()
 
 
 def _alignment(fmt: Format) -> Iterator[str]:
@@ -351,13 +383,13 @@ def _contents(block: Blocks, ink: Ink) -> Iterator[str]:
             stop = min(line + COLUMNS, end)
             if name == "e":
                 means = f"= 2^{int(block[name][0]) - 127}"
-            elif end - start == 2:
+            elif fmt.dtype[name] == np.float16:
                 means = f"= {float(block[name][0]):.6g}"
             elif name == "qh" and end - start == 4:
                 means = f"= 0x{int.from_bytes(raw[start:end], 'little'):08x}"
             else:
                 means = ""
-            label = f"{name:<7}{c_type:<8}" if line == start else " " * 15
-            data = f"{raw[line:stop].hex(' '):<13}"
+            label = f"{name:<9}{c_type:<8}" if line == start else " " * 17
+            data = raw[line:stop].hex(" ").ljust(13 if means else 0)
             span = f"{line}..{stop - 1}" if stop - line > 1 else f"{line}"
             yield f" {label}{span:<10}{ink.paint(data, name)}{means}".rstrip()

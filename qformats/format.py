@@ -256,6 +256,30 @@ class Format(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadOnly(Format):
+    """Read here, not written: codes whose bits lie in one or two fields of a larger block."""
+
+    written = False
+
+    def quantize(self, x: Floats) -> Blocks:
+        """ValueError: these blocks are read, not written."""
+        raise ValueError(
+            f"{self.name} blocks are read here, not written: quantize to a format of 32 elements, "
+            f"or make a file with llama.cpp's llama-quantize"
+        )
+
+    def _encode(self, run: Run, s: Sum) -> None:
+        raise NotImplementedError  # quantize has refused
+
+    def _unpack(self, blocks: Blocks) -> Bytes:
+        codes, filled = np.zeros((len(blocks), self.elements), np.uint8), 0
+        for packed in self.packed:
+            codes |= packed.unpack(blocks[packed.field]) << filled
+            filled += packed.bits
+        return codes
+
+
+@dataclass(frozen=True, slots=True)
 class Nibbles(Format):
     """Codes in the halves of 16 bytes, with the fifth bits, if any, in a 32-bit word apart."""
 

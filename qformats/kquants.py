@@ -27,37 +27,14 @@ from qformats.blocks import (
     block_q5_k,
     block_q6_k,
 )
-from qformats.format import Blocks, Bytes, Floats, Format, Packed, Run, Sum
+from qformats.format import Blocks, Bytes, Floats, Packed, ReadOnly
 
 
 @dataclass(frozen=True, slots=True)
-class _KQuant(Format):
-    """Codes whose bits lie in one or two fields, and a scale for each group of them."""
+class _WithMinimum(ReadOnly):
+    """value = (d scale) code - dmin minimum."""
 
     elements = SUPER
-    written = False
-
-    def quantize(self, x: Floats) -> Blocks:
-        """ValueError: K-quants are read, not written."""
-        raise ValueError(
-            f"{self.name} blocks are read here, not written: quantize to a format of 32 elements, "
-            f"or make a file with llama.cpp's llama-quantize"
-        )
-
-    def _encode(self, run: Run, s: Sum) -> None:
-        raise NotImplementedError  # quantize has refused
-
-    def _unpack(self, blocks: Blocks) -> Bytes:
-        codes, filled = np.zeros((len(blocks), SUPER), np.uint8), 0
-        for packed in self.packed:
-            codes |= packed.unpack(blocks[packed.field]) << filled
-            filled += packed.bits
-        return codes
-
-
-@dataclass(frozen=True, slots=True)
-class _WithMinimum(_KQuant):
-    """value = (d scale) code - dmin minimum."""
 
     @abstractmethod
     def _factors(self, blocks: Blocks) -> tuple[Bytes, Bytes]:
@@ -80,10 +57,11 @@ class _WithMinimum(_KQuant):
 
 
 @dataclass(frozen=True, slots=True)
-class _Centred(_KQuant):
+class _Centred(ReadOnly):
     """value = (d scale) (code - zero), with zero = 2^(bits-1)."""
 
     zero: ClassVar[int]
+    elements = SUPER
     group = 16
 
     @abstractmethod

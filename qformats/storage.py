@@ -3,7 +3,7 @@
 Kernels on tensor cores read fragment-packed tiles (`qformats.repack.tiles`), not ggml's blocks. So
 each format has a *storage format*: codes of 4, 5, 6 or 8 bits, with a float16 scale, and a minimum
 where there is one, for 32 elements or 16. Most formats are stored as a weight format, for which
-kernels exist; four have a `PackedFormat` of their own:
+kernels exist; others as a `PackedFormat`:
 
     file     stored as bits a weight of a file, of a packed tile
     mxfp4    c5        4.25     5.25      levels are integers from -12 to 12, a scale is one byte
@@ -13,15 +13,19 @@ kernels exist; four have a `PackedFormat` of their own:
     q6_k     c6        6.5625   7.0       a scale for 16 elements
     q3_k     c4        3.4375   5.0       the same, codes of 3 bits as 4
     q2_k     c4m       2.625    6.0       the same, a minimum too, codes of 2 bits as 4
+    iq4_xs   q8_0      4.25     8.5       as iq4_nl, with scales as a K-quant's
+    nvfp4    c6        4.5      7.0       levels as mxfp4's, a scale for 16 elements
+    q1_0     q4_0      1.125    4.5       levels -1 and 1
+    tq2_0    q4_0      2.0625   4.5       levels -1 to 2
 
 **What is lost.** Codes and levels are exact. So are scales that are float16 or powers of two: those
-of iq4_nl, and those of mxfp4 down to 2^-31 of the largest in their row (smaller ones are 0). A
-K-quant's scale is the product of a float16 and an integer of up to 8 bits. It is rounded to the 11
-bits of a float16, and so is its minimum. A weight w = scale level + offset is therefore off by at
-most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE where A is random. The weights of a group
-share the error of their scale, and that of their minimum, so with an A that is constant over K the
-errors of a group add up: 1.3e-5 of sum a^2 w^2 was measured. `stored_weights` are the rounded
-weights. Kernels are held to them as closely as to any other weights.
+of iq4_nl, nvfp4, q1_0, tq2_0, and those of mxfp4 down to 2^-31 of the largest in their row (smaller
+ones are 0). A scale of a K-quant or of iq4_xs is the product of a float16 and an integer of up to 8
+bits. It is rounded to the 11 bits of a float16, and so is its minimum. A weight w = scale level +
+offset is therefore off by at most 2^-11 (|scale level| + |offset|): some 1e-7 of NMSE where A is
+random. The weights of a group share the error of their scale, and that of their minimum, so with an
+A that is constant over K the errors of a group add up: 1.3e-5 of sum a^2 w^2 was measured.
+`stored_weights` are the rounded weights, and kernels are held to them as closely as to any others.
 """
 
 from __future__ import annotations
@@ -90,6 +94,10 @@ _STORED_AS: Final = {
     "q4_k": "q4_1",
     "q5_k": "q5_1",
     "q6_k": "c6",
+    "iq4_xs": "q8_0",
+    "nvfp4": "c6",
+    "q1_0": "q4_0",
+    "tq2_0": "q4_0",
 }
 
 
@@ -150,7 +158,9 @@ def stored_weights(blocks: Blocks) -> StoredWeights:
             levels, _rounded(scale), _rounded(fmt.offset(blocks).astype(np.float64))
         )
     if fmt.codebook is None:
-        return StoredWeights(levels - fmt.zero, _rounded(scale), None)  # type: ignore[attr-defined]
+        levels = levels - fmt.zero  # type: ignore[attr-defined]
+    if fmt.name != "mxfp4":  # whose powers of two may lie beyond a float16
+        scale = _rounded(scale)  # changes none that is one
     return StoredWeights(levels, scale, None)
 
 
@@ -176,7 +186,7 @@ def to_storage_format(
     if stored_as.bits == 8:
         made["qs"] = codes
     else:
-        codes = (codes + (16 if stored_as.name == "c5" else 0)).astype(np.uint8)
+        codes = (codes + {"c5": 16, "q4_0": 8}.get(stored_as.name, 0)).astype(np.uint8)
         codes &= np.uint8(2**stored_as.bits - 1)
         if stored_as.bits == 6:
             two = (codes & 3).reshape(n, -1, 4, 8) << np.array([0, 2, 4, 6], np.uint8)[:, None]

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import cuda, float32, int8, int32, uint32
+from numba import cuda, float32, int8, int32, uint16, uint32
 
 from qformats import FORMATS, WEIGHT_FORMATS
 from qformats.blocks import offsets
@@ -82,14 +82,18 @@ def _of_weight_format(name: str) -> Elements:
 
 
 def _indices(name: str, fields: dict[str, int]) -> Elements:
-    """MXFP4 and IQ4_NL: nibbles as those of Q4_0, indices of sixteen int8."""
+    """MXFP4, IQ4_NL, IQ4_XS and NVFP4: nibbles, indices of sixteen int8. RUN bytes hold the first
+    RUN elements in their low halves and the next RUN in their high ones."""
     QS, D = fields["qs"], fields.get("d", 0)
+    RUN = FORMATS[name].packed[0].run  # 8 or 16
+    SHIFT = RUN.bit_length() - 1
     table = np.array(FORMATS[name].codebook, np.int8).view(np.uint32)
     T0, T1, T2, T3 = (int(word) for word in table)
 
     @cuda.jit(device=True, forceinline=True)
     def level(w, start, j):
-        q = bits_of(w, start + QS + (j & 15), (j >> 4) << 2, 15)
+        byte = (j >> SHIFT + 1) * RUN + (j & RUN - 1)
+        q = bits_of(w, start + QS + byte, (j >> SHIFT & 1) * 4, 15)
         lower, upper = prmt(T0, T1, q & 7), prmt(T2, T3, q & 7)
         return int32(int8((upper if q > 7 else lower) & uint32(255)))
 
@@ -103,7 +107,51 @@ def _indices(name: str, fields: dict[str, int]) -> Elements:
         bits = uint32(SUBNORMAL) << e if e < 2 else uint32(e - uint32(1)) << uint32(23)
         return as_float(uint32(bits))
 
-    return Elements(level, float16_scale if name == "iq4_nl" else power_of_two, no_offset)
+    if name == "iq4_xs":
+        return Elements(level, _scale_of_iq4_xs(fields), no_offset)
+    scales = {"iq4_nl": float16_scale, "mxfp4": power_of_two, "nvfp4": ue4m3_scale}
+    return Elements(level, scales[name], no_offset)
+
+
+@cuda.jit(device=True, forceinline=True)
+def ue4m3_scale(w, start, g):
+    """Half of the UE4M3 scale of group g; 0 where it is NaN. Shifted by seven bits it is a float16,
+    2^-8 times as large."""
+    d = uint32(w[start + g])
+    half = half_to_float(uint16((d & uint32(127)) << 7))
+    return float32(0) if d == 127 else half * float32(128)
+
+
+def _scale_of_iq4_xs(fields: dict[str, int]) -> Any:
+    D, HIGH, LOW = fields["d"], fields["scales_h"], fields["scales_l"]
+
+    @cuda.jit(device=True, forceinline=True)
+    def scale(w, start, g):
+        low = bits_of(w, start + LOW + (g >> 1), (g & 1) * 4, 15)
+        high = bits_of(w, start + HIGH + (g >> 2), (g & 3) * 2, 3)
+        return half_at(w, start + D) * float32(int32(low + 16 * high - 32))
+
+    return scale
+
+
+def _few_bits(name: str, fields: dict[str, int]) -> Elements:
+    """Q1_0, a bit an element, and TQ2_0, two."""
+    QS, D = fields["qs"], fields["d"]
+
+    @cuda.jit(device=True, forceinline=True)
+    def sign(w, start, j):
+        return int32(2 * bits_of(w, start + QS + (j >> 3), j & 7, 1) - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def of_two_bits(w, start, j):
+        byte = (j >> 7) * 32 + (j & 31)
+        return int32(bits_of(w, start + QS + byte, (j >> 5 & 3) * 2, 3) - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def scale(w, start, g):
+        return half_at(w, start + D)
+
+    return Elements(sign if name == "q1_0" else of_two_bits, scale, no_offset)
 
 
 def _q2_k(name: str, fields: dict[str, int]) -> Elements:
@@ -202,4 +250,8 @@ _MADE_BY: Final = {
     "q4_k": _q4_k,
     "q5_k": _q4_k,
     "q6_k": _q6_k,
+    "iq4_xs": _indices,
+    "nvfp4": _indices,
+    "q1_0": _few_bits,
+    "tq2_0": _few_bits,
 }

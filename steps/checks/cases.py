@@ -115,11 +115,13 @@ def extreme_case(format_name: str, most_k: int | None, small: bool) -> Case:
 
 
 def _check_shapes(format_name: str, small: bool) -> tuple[Size, ...]:
-    if FORMATS[format_name].elements != SUPER:
-        return CHECK_SHAPES if small else GPU_CHECK_SHAPES
+    size = FORMATS[format_name].elements
+    shapes = CHECK_SHAPES if small else GPU_CHECK_SHAPES
+    if size < SUPER:
+        return tuple(dict.fromkeys((m, n, -(-k // size) * size) for m, n, k in shapes))
     if small:
         return SUPER_CHECK_SHAPES
-    rounded = ((m, n, -(-k // SUPER) * SUPER) for m, n, k in GPU_CHECK_SHAPES if k >= SUPER)
+    rounded = ((m, n, -(-k // SUPER) * SUPER) for m, n, k in shapes if k >= SUPER)
     return (*SUPER_CHECK_SHAPES, *rounded)
 
 

@@ -158,7 +158,7 @@ STEPS = _option("steps", nargs="*", metavar="STEP", help="numbers, or all (defau
 ONE_STEP = _option("steps", nargs=1, metavar="STEP", help="a number")
 FORMAT = _option(
     "--format", "--formats", action="append", default=[], metavar="F",
-    help="q4_0 q4_1 q5_0 q5_1 q8_0, or all of these (default); mxfp4 iq4_nl q2_k ... q6_k",
+    help="q4_0 q4_1 q5_0 q5_1 q8_0, or all of these (default); mxfp4 iq4_nl q2_k ... tq2_0",
 )  # fmt: skip
 SCHEME = _option("--scheme", help="W4A16, W4A8, W5A8 ..., or A16, A8 (default all)")
 N = _count("--n", "output features", "N")

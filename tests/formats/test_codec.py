@@ -226,6 +226,9 @@ def test_shapes_and_runs_of_values(name):
         np.testing.assert_array_equal(fmt.quantize(x[index]), blocks[index])
 
 
+WRITTEN = (*WEIGHT_FORMATS, "q8_1", "mxfp4", "iq4_nl")
+
+
 def test_the_registry():
     assert tuple(FORMATS) == (*WEIGHT_FORMATS, "q8_1", *FILE_FORMATS)
     for name, fmt in FORMATS.items():
@@ -233,7 +236,7 @@ def test_the_registry():
             GGML_QUANT_SIZES[kind(name)] if name != "q8_1" else (32, 36)  # gguf has an older one
         )
         assert fmt.name == name
-        assert fmt.written == (not name.endswith("_k"))
+        assert fmt.written == (name in WRITTEN)
         assert sum(packed.bits for packed in fmt.packed) == fmt.bits
         assert format_of(fmt.dtype) == fmt == format_named(name)
         with pytest.raises((AttributeError, TypeError)):

@@ -25,7 +25,7 @@ def read_map(text):
     """The drawing's maps as {element: [(byte, bit), ...]}, lowest code bit first, from its text.
 
     Rows under a line of bytes give some bits (or all) of each to an element; rows under a line of
-    bits, those of five-bit blocks of 32, give one byte each.
+    bits, those of five-bit blocks of 32 and of one-bit blocks, give one byte each.
     """
     where = defaultdict(list)
     lines = iter(text.splitlines())
@@ -39,12 +39,11 @@ def read_map(text):
                 where[element] += [(byte, bit) for bit in range(low, high + 1)]
         else:
             columns = []
-        if line.startswith(" qh    bit"):
+        if re.match(r" (qh|qs)    bit", line):
             bits = numbers(line)
-            for _ in range(4):
-                byte, *elements = numbers(next(lines))
-                for bit, element in zip(bits, elements, strict=True):
-                    where[element].append((byte, bit))
+            while row := numbers(next(lines, "")):
+                for bit, element in zip(bits, row[1:], strict=True):
+                    where[element].append((row[0], bit))
     return dict(where)
 
 
@@ -145,7 +144,7 @@ def test_the_drawn_fields_are_the_dtypes(name):
     assert f"the next begins at byte {fmt.block_bytes}." in text
     field = fmt.packed[0].field
     safe = re.search(rf"^ {field} is (\d+)-byte aligned .* 4-byte loads of it are safe", text, re.M)
-    wide = ("q4_1", "q5_1", "q8_1", "q2_k", "q4_k", "q5_k")
+    wide = ("q4_1", "q5_1", "q8_1", "q2_k", "q4_k", "q5_k", "iq4_xs", "nvfp4")
     assert bool(safe) == (alignment(fmt.dtype, field) >= 4) == (name in wide)
 
 
@@ -224,7 +223,7 @@ def test_show_gives_the_bytes_codes_and_values(name):
     fmt = FORMATS[name]
     x, block = block_of(fmt)
     text = show(block, x)
-    found = re.findall(r"^ .{15}[\d.]+ +([0-9a-f]{2}(?: [0-9a-f]{2})*)(?:$| +=)", text, re.M)
+    found = re.findall(r"^ .{17}[\d.]+ +([0-9a-f]{2}(?: [0-9a-f]{2})*)(?:$| +=)", text, re.M)
     raw = "".join(found).replace(" ", "")
     assert raw == block.tobytes().hex()
     seen = {}

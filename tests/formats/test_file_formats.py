@@ -11,9 +11,13 @@ from qformats import FILE_FORMATS, FORMATS, dequantize, format_of, quantize
 from qformats.format import RUN, Packed
 from qformats.storage import _rounded, storage_format_named, stored_weights
 
-K_QUANTS = tuple(name for name in FILE_FORMATS if name.endswith("_k"))
+READ_ONLY = tuple(name for name in FILE_FORMATS if not FORMATS[name].written)
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-TABLES = {"mxfp4": [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], "iq4_nl": IQ4_NL}
+E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+TABLES = {
+    **{"mxfp4": E2M1, "iq4_nl": IQ4_NL, "iq4_xs": IQ4_NL, "nvfp4": E2M1},
+    **{"q1_0": [-1, 1], "tq2_0": [-1, 0, 1, 2]},
+}
 PART, PARTS = 10_000, 10  # 10^5 random blocks of each format, a part at a time
 ZEROS = {
     "q4_0": 8,
@@ -24,10 +28,14 @@ ZEROS = {
     "q6_k": 32,
     "mxfp4": 0,
     "iq4_nl": 0,
+    "iq4_xs": 0,
+    "nvfp4": 0,
+    "q1_0": 0,
+    "tq2_0": 0,
 }
 name_of_format = pytest.mark.parametrize("name", list(FORMATS))
 name_of_file_format = pytest.mark.parametrize("name", FILE_FORMATS)
-name_of_k_quant = pytest.mark.parametrize("name", K_QUANTS)
+name_of_read_only = pytest.mark.parametrize("name", READ_ONLY)
 
 
 def random_blocks(name, n, seed=0, finite=False):
@@ -60,14 +68,20 @@ def test_dequantized_bit_exact_to_gguf(name, part):
     """Also where d or dmin is NaN or inf (the NaN's own bits are the processor's affair)."""
     blocks = random_blocks(name, PART, seed=part)
     with np.errstate(all="ignore"):
-        theirs = gguf_dequantize(as_bytes(blocks), GGMLQuantizationType[name.upper()])
+        if name == "q1_0":  # gguf has no codec of it: ggml's own, bit j of the field for element j
+            signs = np.unpackbits(blocks["qs"], axis=-1, bitorder="little").astype(bool)
+            d = blocks["d"].astype(np.float32)[:, None]
+            theirs = np.where(signs, d, -d)
+        else:
+            theirs = gguf_dequantize(as_bytes(blocks), GGMLQuantizationType[name.upper()])
     ours = FORMATS[name].dequantize(blocks).reshape(theirs.shape)
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
     number = ~np.isnan(ours)
     np.testing.assert_array_equal(ours[number].view(np.uint32), theirs[number].view(np.uint32))
     assert number.mean() > 0.9
-    assert np.isinf(ours).any()
-    assert number.all() == (name == "mxfp4"), "an MXFP4 block knows no NaN, the others do"
+    no_nan = name in ("mxfp4", "nvfp4")
+    assert np.isinf(ours).any() == (name != "nvfp4")
+    assert number.all() == no_nan, "MXFP4's and NVFP4's scales know no NaN, the others do"
 
 
 def filled(name, **fields):
@@ -116,6 +130,17 @@ def test_hand_computed_values():
     # Group 2 has its six bits together, in bytes 2 and 6.
     q4_k = filled("q4_k", d=1, dmin=1, scales={2: 0x3F, 6: 0x3E}, qs={32: 0x0F})
     assert value(q4_k, 64, 65, 96) == [63 * 15 - 62, -62, 0]
+
+    # Group 5 of 32 has bits 3..0 of its scale in the high half of byte 2 of scales_l, bits 5..4 in
+    # bits 3..2 of byte 1 of scales_h: 0x29 - 32 = 9. Element 32 * 5 + 16 + 3 = 179: byte 80 + 3.
+    iq4_xs = filled("iq4_xs", d=0.5, scales_h={1: 8}, scales_l={2: 0x90}, qs={83: 0xE0})
+    assert value(iq4_xs, 179, 163) == [0.5 * 9 * 89, 0.5 * 9 * -127]
+    # 0x3b: exponent 7, fraction 3/8, half of 1.375. Element 9 of group 2: byte 16 + 1, high half.
+    nvfp4 = filled("nvfp4", d={2: 0x3B, 3: 0x7F, 0: 5}, qs={17: 0xE0, 24: 0x77, 0: 1})
+    assert value(nvfp4, 41, 33, 48, 0) == [-8 * 1.375 / 2, 0, 0, 5 * 2.0**-10]
+    assert value(filled("q1_0", d=0.5, qs={3: 0x20}), 29, 28, 127) == [0.5, -0.5, -0.5]
+    # Element 128 + 64 + 5: byte 32 + 5, bits 5..4.
+    assert value(filled("tq2_0", d=3, qs={37: 0x20}), 197, 165, 5) == [3, -3, -3]
 
     # Element 128 + 96 + 7 = 231: the high half of byte 64 + 32 + 7, and bits 7..6 of byte 32 + 7.
     q6_k = filled("q6_k", d=0.5, ql={103: 0xA0}, qh={39: 0xC0}, scales={14: -100})
@@ -181,8 +206,8 @@ def test_formats_of_equal_size_are_told_apart():
         FORMATS["q4_0"].dequantize(quantize(x, "iq4_nl"))
 
 
-@name_of_k_quant
-def test_k_quants_are_read_not_written(name):
+@name_of_read_only
+def test_formats_of_searched_scales_are_read_not_written(name):
     sentence = f"{name} blocks are read here, not written: quantize to a format of 32 elements, or "
     with pytest.raises(ValueError, match=sentence) as caught:
         quantize(np.ones(256, np.float32), name)
@@ -288,7 +313,7 @@ def test_the_largest_scale_of_mxfp4_is_two_to_the_hundredth():
 
 def test_storage_is_of_file_formats():
     blocks = quantize(np.ones((1, 32), np.float32), "q4_1")
-    with pytest.raises(TypeError, match=r"takes blocks of mxfp4.* q6_k, and these are q4_1"):
+    with pytest.raises(TypeError, match=r"takes blocks of mxfp4.* q6_k.*, and these are q4_1"):
         stored_weights(blocks)
     assert storage_format_named("c6").bits == 6
     with pytest.raises(ValueError, match="no format is called 'c7'"):

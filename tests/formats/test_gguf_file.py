@@ -127,7 +127,9 @@ def test_an_array_is_a_view_of_the_file(model, name):
     assert array.__array_interface__["data"][0] - start == one.offset
 
 
-@pytest.mark.parametrize("name", [name for name in CONTENT if name != "positions"])
+@pytest.mark.parametrize(
+    "name", [name for name in CONTENT if name not in ("positions", "blk.0.q1_0")]
+)
 def test_values_are_ggufs(model, name):
     one = tensors(model)[name]
     type_name, raw = CONTENT[name]
