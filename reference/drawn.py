@@ -18,12 +18,15 @@ SIZE: Final = 0.02
 """Of a drawn weight, about: a language model's standard deviation."""
 
 # Standard deviation and middle of codes or levels drawn evenly. Scales: lowest and highest.
-_CODES: Final = {"q2_k": (1.1, 1.5), "q3_k": (2.3, 0), "q4_k": (4.6, 7.5), "q5_k": (9.2, 15.5)}
-_CODES["q6_k"] = (18.5, 0)
-_CODES |= {"iq4_xs": (67.4, 0), "nvfp4": (5.9, 0), "q1_0": (1, 0), "tq2_0": (1.2, 0)}
-_SCALES: Final = {"q2_k": (4, 15), "q3_k": (-32, 31), "q4_k": (16, 63), "q5_k": (16, 63)}
-_SCALES["q6_k"] = (-128, 127)
-_SCALES["iq4_xs"] = (-32, 31)
+_CODES: Final = {
+    **{"q2_k": (1.1, 1.5), "q3_k": (2.3, 0), "q4_k": (4.6, 7.5), "q5_k": (9.2, 15.5)},
+    **{"q6_k": (18.5, 0), "iq4_xs": (67.4, 0), "nvfp4": (5.9, 0)},
+    **{"q1_0": (1, 0), "tq2_0": (1.2, 0)},
+}
+_SCALES: Final = {
+    **{"q2_k": (4, 15), "q3_k": (-32, 31), "q4_k": (16, 63), "q5_k": (16, 63)},
+    **{"q6_k": (-128, 127), "iq4_xs": (-32, 31)},
+}
 
 REACH: Final = {
     "mxfp4": 2 * 12,
