@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -32,14 +33,7 @@ from reference.golden import GOLDEN, Golden
 from reference.limits import BFLOAT16_NMSE, bound, known_family, limits, nmse
 from reference.operands import Q81, Bfloats, Halves, Tokens
 from reference.problem import Problem
-from reference.product import (
-    both_a8,
-    both_tokens,
-    magnitude_a16,
-    magnitude_half,
-    same_operands_a16,
-    unquantized,
-)
+from reference.product import both, unquantized
 from reference.recipes import complaint
 from reference.sampling import pieces, sample
 
@@ -108,13 +102,19 @@ class Reference:
     Nothing is worked out twice: steps that multiply the same Q8_1 bits share one float64 product,
     and all steps the unquantized one. `limit`: how many outputs to compare at most, see `sample`
     (the operands of those rows too); NaN and Inf are sought in all. `blocks`: the weights that were
-    multiplied, if not those of the problem (a codec under test).
+    multiplied, if not those of the problem (a codec under test). `multiply`: makes what
+    `reference.product.both` does of operands, if that is not to.
     """
 
     def __init__(
-        self, problem: Problem, limit: int = SAMPLE_LIMIT, blocks: Array | None = None
+        self,
+        problem: Problem,
+        limit: int = SAMPLE_LIMIT,
+        blocks: Array | None = None,
+        multiply: Callable[[Operands | Array], tuple[Array, Array]] | None = None,
     ) -> None:
         self.problem = problem
+        self._multiply = multiply or (lambda used: both(used, self.blocks))
         self.rows, self.columns = sample(problem.m, problem.n, limit)
         self._blocks = blocks
         self._expected: dict[bytes, Expected] = {}
@@ -155,18 +155,11 @@ class Reference:
         return self._expected[key]
 
     def _work_out(self, used: Operands | Array, exact: bool) -> Expected:
-        if isinstance(used, np.ndarray):
-            return Expected(same_operands_a16(used, self.blocks), magnitude_a16(used, self.blocks))
         wrong = None
-        if self.problem.distribution != "golden" or isinstance(used, Halves | Bfloats):
+        known = isinstance(used, np.ndarray) or self.problem.distribution == "golden"
+        if not known or isinstance(used, Halves | Bfloats):
             wrong = complaint(used, self.problem.a[self.rows], exact, self.rows)
-        if isinstance(used, Tokens):
-            return Expected(*both_tokens(used, self.blocks), wrong)
-        if isinstance(used, Q81):
-            return Expected(*both_a8(used, self.blocks), wrong)
-        values, bits = used.values(), 11 if isinstance(used, Halves) else 8
-        same = same_operands_a16(values, self.blocks, stored=True)
-        return Expected(same, magnitude_half(values, self.blocks, bits), wrong)
+        return Expected(*self._multiply(used), wrong)
 
 
 def _digest(what: str, *arrays: Array) -> bytes:

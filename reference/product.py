@@ -19,6 +19,8 @@ and ValueError for what are no matrices of one K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ import numpy as np
 from qformats import BLOCK, FILE_FORMATS, WEIGHT_FORMATS, format_of
 from qformats.repack import byte_weights
 from qformats.storage import stored_weights
-from reference.operands import Q81, Tokens
+from reference.operands import Q81, Bfloats, Halves, Tokens
 from reference.sampling import pieces
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -50,17 +52,7 @@ def same_operands_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
     """A[M, K] of floats times the dequantized blocks, in float64[M, N]. `stored`: times the weights
     as fragment-packed tiles hold them, which for file formats are those of `qformats.storage`. Not
     rounded to float16."""
-    _same_k(a, blocks)
-    fmt, a = format_of(blocks), a.astype(np.float64)
-    c = np.empty((a.shape[0], blocks.shape[0]))
-    for part in pieces(blocks.shape[0], a.shape[1]):
-        if stored and fmt.name in FILE_FORMATS:
-            weights, offset = _stored_operands(blocks[part])
-            weights = weights + _spread(offset, a.shape[1])
-        else:
-            weights = fmt.dequantize(blocks[part]).astype(np.float64)
-        c[:, part] = a @ weights.T
-    return c
+    return _in_pieces(a.astype(np.float64), blocks, lambda part: _weights(part, stored))
 
 
 def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
@@ -70,15 +62,7 @@ def magnitude_a16(a: Array, blocks: Array, stored: bool = False) -> Array:
     well as one that dequantizes each weight first (whose terms |a * w| are never larger). `stored`:
     of the weights as fragment-packed tiles hold them, see `same_operands_a16`.
     """
-    _same_k(a, blocks)
-    a = np.abs(a).astype(np.float64)
-    c = np.empty((a.shape[0], blocks.shape[0]))
-    for part in pieces(blocks.shape[0], a.shape[1]):
-        weights, offset = (_stored_operands if stored else _operands)(blocks[part])
-        size = np.abs(weights, out=weights).reshape(*offset.shape, -1)
-        size += np.abs(offset)[..., None]
-        c[:, part] = a @ weights.T
-    return c
+    return _in_pieces(np.abs(a).astype(np.float64), blocks, lambda part: _sizes(part, stored))
 
 
 def least_half(blocks: Array) -> Array:
@@ -104,9 +88,7 @@ def magnitude_half(a: Array, blocks: Array, bits: int = 11) -> Array:
     """As `magnitude_a16`, each weight counted as 2^11 `least_half` at least, float64[M, N]: with
     one rounding of 2^-11 that is what rounding the weights to float16 may cost. `bits` 8: with the
     roundings to float16 and then to bfloat16, 2^-8 and a little."""
-    of_rows = np.abs(a).astype(np.float64).sum(axis=1)
-    least = np.outer(of_rows, 2.0**bits * least_half(blocks))
-    return magnitude_a16(a, blocks, stored=True) + least
+    return _in_pieces(np.abs(a).astype(np.float64), blocks, lambda part: _half_sizes(part, bits))
 
 
 def same_operands_a8(q81: Q81, blocks: Array) -> Array:
@@ -131,43 +113,119 @@ def magnitude_a8(q81: Q81, blocks: Array) -> Array:
 
 def both_a8(q81: Q81, blocks: Array) -> tuple[Array, Array]:
     """(same_operands_a8, magnitude_a8): the weights are made float64 once for both."""
-    _same_k(q81.q, blocks)
-    values, sums = q81.values(), q81.s.astype(np.float64)
-    sizes, of_sums = np.abs(values), np.abs(sums)
-    same = np.empty((values.shape[0], blocks.shape[0]))
-    size = np.empty_like(same)
-    fmt = format_of(blocks)
-    centre = 1 << fmt.bits - 1 if fmt.name in WEIGHT_FORMATS and fmt.bits < 8 else 0
-    for part in pieces(blocks.shape[0], values.shape[1]):
-        weights, offset = _stored_operands(blocks[part])
-        if offset.shape[1] != sums.shape[1]:
-            if offset.any():
-                raise ValueError(
-                    f"{format_of(blocks).name} has minima for 16 elements, and Q8_1 sums of {BLOCK}"
-                )
-            offset = offset[:, : sums.shape[1]]
-        same[:, part] = values @ weights.T + sums @ offset.T
-        size[:, part] = sizes @ np.abs(weights).T + of_sums @ np.abs(offset).T
-        if centre:
-            moved = centre * fmt.scale(blocks[part]).astype(np.float64)
-            weights -= _spread(moved, values.shape[1])
-            centred = sizes @ np.abs(weights).T + of_sums @ np.abs(offset + moved).T
-            size[:, part] = np.maximum(size[:, part], centred)
-    return same, size
+    return both(q81, blocks)
 
 
 def both_tokens(tokens: Tokens, blocks: Array) -> tuple[Array, Array]:
     """(the product of these int8 with `byte_weights`, sum |terms|), float64[M, N]."""
-    _same_k(tokens.q, blocks)
-    values = tokens.values()
-    same = np.empty((values.shape[0], blocks.shape[0]))
-    size = np.empty_like(same)
-    for part in pieces(blocks.shape[0], values.shape[1]):
-        codes, factor = byte_weights(blocks[part])
+    return both(tokens, blocks)
+
+
+# --- any operands ---------------------------------------------------------------------------------
+
+Operands = Q81 | Halves | Bfloats | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What `factors` of activations are multiplied by, float64[N, K + sums]:
+
+    C = factors @ same^T          its magnitude = max over sizes of |factors| @ size^T
+    """
+
+    same: Array
+    sizes: tuple[Array, ...]
+
+
+def factors(used: Operands | Array) -> Array:
+    """Activations as one matrix, float64[M, K]; of Q8_1 the sums follow, [M, K + K/32]."""
+    if isinstance(used, np.ndarray):
+        return used.astype(np.float64)
+    values = used.values()
+    if isinstance(used, Q81):
+        return np.concatenate([values, used.s.astype(np.float64)], axis=1)
+    return values
+
+
+def terms(kind: type, blocks: Array) -> Terms:
+    """Those of blocks [N, K/32], for activations of a kind: an array's (float32 A), `Halves`,
+    `Bfloats`, `Q81` or `Tokens`. See `magnitude_a16`, `magnitude_half` and `magnitude_a8`."""
+    if issubclass(kind, np.ndarray):
+        return Terms(_weights(blocks, False), (_sizes(blocks, False),))
+    if issubclass(kind, Tokens):
+        codes, factor = byte_weights(blocks)
         weights = codes * factor.astype(np.float64)[:, None]
-        same[:, part] = values @ weights.T
-        size[:, part] = np.abs(values) @ np.abs(weights).T
+        return Terms(weights, (np.abs(weights),))
+    if issubclass(kind, Halves | Bfloats):
+        bits = 11 if issubclass(kind, Halves) else 8
+        return Terms(_weights(blocks, True), (_half_sizes(blocks, bits),))
+    return _terms_a8(blocks)
+
+
+def _terms_a8(blocks: Array) -> Terms:
+    fmt = format_of(blocks)
+    weights, offset = _stored_operands(blocks)
+    sums = weights.shape[1] // BLOCK
+    if offset.shape[1] != sums:
+        if offset.any():
+            raise ValueError(f"{fmt.name} has minima for 16 elements, and Q8_1 sums of {BLOCK}")
+        offset = offset[:, :sums]
+    same = np.concatenate([weights, offset], axis=1)
+    sizes = [np.abs(same)]
+    if fmt.name in WEIGHT_FORMATS and fmt.bits < 8:  # kernels may centre codes first
+        moved = (1 << fmt.bits - 1) * fmt.scale(blocks).astype(np.float64)
+        centred = weights - _spread(moved, weights.shape[1]), offset + moved
+        sizes.append(np.abs(np.concatenate(centred, axis=1)))
+    return Terms(same, tuple(sizes))
+
+
+def both(used: Operands | Array, blocks: Array) -> tuple[Array, Array]:
+    """(the product of these operands, its magnitude), float64[M, N]: weights are made float64 once
+    for both."""
+    x = factors(used)
+    _same_k(used if isinstance(used, np.ndarray) else used.arrays[0], blocks)
+    size_of_x = np.abs(x)
+    same = np.empty((x.shape[0], blocks.shape[0]))
+    size = np.empty_like(same)
+    for part in pieces(blocks.shape[0], x.shape[1]):
+        of = terms(type(used), blocks[part])
+        same[:, part] = x @ of.same.T
+        size[:, part] = np.max([size_of_x @ one.T for one in of.sizes], axis=0)
     return same, size
+
+
+# --- weights in float64 ---------------------------------------------------------------------------
+
+
+def _in_pieces(x: Array, blocks: Array, made: Callable[[Array], Array]) -> Array:
+    """x[M, K] times what is made of the blocks, [N, K], a part of N at a time."""
+    _same_k(x, blocks)
+    c = np.empty((x.shape[0], blocks.shape[0]))
+    for part in pieces(blocks.shape[0], x.shape[1]):
+        c[:, part] = x @ made(blocks[part]).T
+    return c
+
+
+def _weights(blocks: Array, stored: bool) -> Array:
+    """The dequantized weights [N, K]; stored: as fragment-packed tiles hold them."""
+    fmt = format_of(blocks)
+    if stored and fmt.name in FILE_FORMATS:
+        weights, offset = _stored_operands(blocks)
+        return weights + _spread(offset, weights.shape[1])
+    return fmt.dequantize(blocks).astype(np.float64)
+
+
+def _sizes(blocks: Array, stored: bool) -> Array:
+    """|scale * code| + |offset| of each weight, [N, K]."""
+    weights, offset = (_stored_operands if stored else _operands)(blocks)
+    size = np.abs(weights, out=weights).reshape(*offset.shape, -1)
+    size += np.abs(offset)[..., None]
+    return weights
+
+
+def _half_sizes(blocks: Array, bits: int) -> Array:
+    """The same with what rounding to float16 costs, see `magnitude_half`."""
+    return _sizes(blocks, True) + 2.0**bits * least_half(blocks)[:, None]
 
 
 def _operands(blocks: Array) -> tuple[Array, Array]:
